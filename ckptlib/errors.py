@@ -1,0 +1,95 @@
+"""What can go wrong, one class per reaction a caller can have.
+
+    CkptError
+    +-- StoreError              the store refused or failed; the same call may work later
+    |   +-- ObjectNotFound      no object has this key (also a KeyError)
+    |   +-- ObjectExists        the key is taken; objects are never overwritten
+    |   +-- StoreFull           no space or quota left
+    +-- FormatError             bytes that are not what their name says: torn, foreign, hostile
+    |   +-- NewerFormat         written by a later major version of ckptlib
+    +-- CorruptData             bytes whose digest does not match
+    +-- CheckpointNotFound      no such committed step
+    +-- StateError              the state given cannot be saved or loaded as asked
+    |   +-- UnsupportedState    a kind of object or tensor that ckptlib does not know
+    |   +-- StateMismatch       names, shapes or dtypes of target and checkpoint differ
+    +-- SaveFailed              a save that will never be committed; earlier steps are untouched
+    |   +-- Superseded          a newer generation of the job owns the root
+    +-- NoRoom                  no memory or space for a snapshot
+    +-- AgreementFailed         ranks did not come together in time
+    +-- WaitTimeout             something took longer than its time-out (also a TimeoutError)
+
+Every message says what, where, expected, got, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class CkptError(Exception):
+    """Base of every error that ckptlib raises on purpose."""
+
+
+class StoreError(CkptError):
+    """The store refused or failed; nothing was published by the call."""
+
+
+class ObjectNotFound(StoreError, KeyError):
+    """No object has this key."""
+
+    def __str__(self) -> str:  # KeyError would print the repr
+        return str(self.args[0]) if self.args else ""
+
+
+class ObjectExists(StoreError):
+    """The key is taken. Objects are immutable: they are never put twice."""
+
+
+class StoreFull(StoreError):
+    """No space or no quota left in the store."""
+
+
+class FormatError(CkptError):
+    """Bytes that are not what their name says: torn, foreign or hostile."""
+
+
+class NewerFormat(FormatError):
+    """Written by a later major version of ckptlib; update ckptlib to read it."""
+
+
+class CorruptData(CkptError):
+    """Bytes whose digest does not match the one recorded when they were saved."""
+
+
+class CheckpointNotFound(CkptError):
+    """No such committed step."""
+
+
+class StateError(CkptError):
+    """The state given cannot be saved or loaded as asked."""
+
+
+class UnsupportedState(StateError):
+    """A kind of object or tensor that ckptlib does not know how to save."""
+
+
+class StateMismatch(StateError):
+    """Names, shapes or dtypes of the target and of the checkpoint differ."""
+
+
+class SaveFailed(CkptError):
+    """A save that will never be committed. Earlier steps are untouched."""
+
+
+class Superseded(SaveFailed):
+    """A newer generation of the job owns the root; this one may no longer commit or delete."""
+
+
+class NoRoom(CkptError):
+    """No memory or disk space for a snapshot."""
+
+
+class AgreementFailed(CkptError):
+    """Ranks did not come together in time; the message names those that are missing, where known."""
+
+
+class WaitTimeout(CkptError, TimeoutError):
+    """Something took longer than its time-out."""
