@@ -13,6 +13,8 @@ from types import TracebackType
 
 from typing_extensions import Buffer, Self
 
+from ckptlib.errors import FormatError
+
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 MAX_KEY_LENGTH = 512
 
@@ -22,9 +24,42 @@ def check_key(key: str) -> str:
 
     Raises ValueError otherwise, so that a name read from a document can never climb out of the store.
     """
-    if len(key) > MAX_KEY_LENGTH or _KEY.fullmatch(key) is None:
+    if not is_key(key):
         raise ValueError(f"not a key of a store: {key[:80]!r}; expected segments of [A-Za-z0-9._-] joined by '/'")
     return key
+
+
+def is_key(key: str) -> bool:
+    """Whether `key` can name an object; foreign files and temporary ones, whose names begin with a dot, cannot."""
+    return len(key) <= MAX_KEY_LENGTH and _KEY.fullmatch(key) is not None
+
+
+def check_prefix(prefix: str) -> str:
+    """Returns `prefix` when it is '', a key, or a key and '/'. Raises ValueError otherwise."""
+    if prefix:
+        check_key(prefix.removesuffix("/"))
+    return prefix
+
+
+def check_range(offset: int, nbytes: int | None) -> None:
+    """Raises ValueError for a range that starts or ends before the object does."""
+    if offset < 0 or (nbytes is not None and nbytes < 0):
+        raise ValueError(f"not a range of an object: offset {offset}, {nbytes} bytes; expected numbers >= 0")
+
+
+def as_bytes(data: Buffer) -> memoryview:
+    """The memory of `data` as a flat view of bytes; nothing is copied."""
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")  # cast refuses a zero in the shape
+
+
+def ends_early(where: str, offset: int, nbytes: int | None, nbytes_found: int) -> FormatError:
+    """The error for an object of `nbytes_found` bytes in which the range does not lie."""
+    wanted = "to its end" if nbytes is None else f"to {offset + nbytes}"
+    return FormatError(
+        f"{where}: the object has {nbytes_found} bytes, expected bytes {offset} {wanted}; "
+        "it is torn, or it is not what the document that names it says"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +140,10 @@ class Store(ABC):
 
     @abstractmethod
     def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fills `buffer` (writable bytes, contiguous) from `offset`. Raises FormatError when the object ends earlier."""
+        """Fills `buffer` (writable bytes, contiguous) from `offset`.
+
+        Raises FormatError when the object ends earlier.
+        """
 
     @abstractmethod
     def scan(self, prefix: str) -> list[Entry]:
