@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -58,13 +60,19 @@ class Box:
         return tuple(slice(a, a + n) for a, n in zip(self.offset, self.shape, strict=True))
 
     def flat_range(self, inside: Sequence[int]) -> tuple[int, int]:
-        """First and last + 1 flat (row-major) index that this region touches in an array of shape `inside`."""
+        """First and last + 1 flat (row-major) index that this region touches in an array of shape `inside`.
+
+        (0, 0) for an empty region, which touches none.
+        """
+        if self.numel == 0:
+            return 0, 0
         first = last = 0
         for a, n, size in zip(self.offset, self.shape, inside, strict=True):
             first = first * size + a
             last = last * size + a + n - 1
         return first, last + 1
 
+    @override
     def __str__(self) -> str:
         return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.offset, self.shape, strict=True)) + "]"
 

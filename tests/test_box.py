@@ -1,0 +1,144 @@
+"""box against numpy: an array of marks is the oracle."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptlib.box import Box, boxes_of_range, find_hole, find_overlap
+
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    offset = [draw(st.integers(0, n)) for n in shape]
+    return Box(tuple(offset), tuple(draw(st.integers(0, n - a)) for n, a in zip(shape, offset, strict=True)))
+
+
+@st.composite
+def shape_and_boxes(draw: st.DrawFn, num: int) -> tuple[tuple[int, ...], list[Box]]:
+    shape = draw(SHAPES)
+    return shape, [draw(boxes_in(shape)) for _ in range(num)]
+
+
+@st.composite
+def outer_and_pieces(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, list[Box]]:
+    shape = draw(SHAPES)
+    pieces = draw(st.lists(boxes_in(shape), max_size=5))
+    return shape, draw(boxes_in(shape)), pieces
+
+
+@st.composite
+def shape_and_range(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
+    shape = draw(SHAPES)
+    first = draw(st.integers(0, math.prod(shape)))
+    return shape, first, draw(st.integers(0, math.prod(shape)))
+
+
+def marks(shape: tuple[int, ...], box: Box) -> np.ndarray:
+    """True on the elements of `box`, found without slices: by the coordinates of every element."""
+    inside = np.ones(shape, dtype=bool)
+    for d, index in enumerate(np.indices(shape)):
+        inside &= (index >= box.offset[d]) & (index < box.offset[d] + box.shape[d])
+    return inside
+
+
+@given(shape_and_boxes(2))
+def test_intersect_is_the_common_elements(case: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, (a, b) = case
+    common = marks(shape, a) & marks(shape, b)
+    found = a.intersect(b)
+    assert found == b.intersect(a)
+    assert (found is None) == (not common.any())
+    if found is not None:
+        assert np.array_equal(marks(shape, found), common)
+
+
+@given(shape_and_boxes(2))
+def test_within_has_no_element_outside(case: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, (a, b) = case
+    stray = bool((marks(shape, a) & ~marks(shape, b)).any())
+    if a.numel:
+        assert a.within(b) == (not stray)
+    assert a.within(a)
+    assert a.within(Box.whole(shape))
+
+
+@given(shape_and_boxes(1))
+def test_slices_numel_and_flat_range(case: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, (box,) = case
+    flat = np.arange(math.prod(shape)).reshape(shape)
+    assert np.array_equal(np.sort(flat[box.slices()], axis=None), flat[marks(shape, box)])
+    assert flat[box.slices()].size == box.numel
+    if box.numel:
+        assert box.flat_range(shape) == (flat[box.slices()].min(), flat[box.slices()].max() + 1)
+    else:
+        assert box.flat_range(shape) == (0, 0)
+
+
+@given(shape_and_boxes(2))
+def test_relative_to_moves_and_keeps_shape(case: tuple[tuple[int, ...], list[Box]]) -> None:
+    _, (a, b) = case
+    moved = a.relative_to(b.offset)
+    assert moved.shape == a.shape
+    assert moved.relative_to([-x for x in b.offset]) == a
+
+
+@given(shape_and_range())
+def test_boxes_of_range_are_the_range_in_order_and_contiguous(case: tuple[tuple[int, ...], int, int]) -> None:
+    shape, first, last = case
+    flat = np.arange(math.prod(shape)).reshape(shape)
+    found = list(boxes_of_range(shape, first, last))
+    seen: list[int] = []
+    for start, box in found:
+        elements = flat[marks(shape, box)].tolist()
+        assert elements == list(range(start, start + box.numel))  # contiguous, and where it says
+        assert box.numel > 0
+        seen += elements
+    assert seen == list(range(first, last))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+@given(outer_and_pieces())
+def test_find_hole_and_overlap(case: tuple[tuple[int, ...], Box, list[Box]]) -> None:
+    shape, outer, pieces = case
+    counts = sum((marks(shape, p).astype(int) for p in pieces), np.zeros(shape, dtype=int))
+    inside = marks(shape, outer)
+    hole, overlap = find_hole(outer, pieces), find_overlap(outer, pieces)
+    assert (hole is None) == bool((counts[inside] > 0).all())
+    assert (overlap is None) == bool((counts[inside] <= 1).all())
+    if hole is not None:
+        assert hole.numel > 0
+        assert hole.within(outer)
+        assert (counts[marks(shape, hole)] == 0).all()
+    if overlap is not None:
+        assert overlap.numel > 0
+        assert overlap.within(outer)
+        assert (counts[marks(shape, overlap)] > 1).all()
+
+
+def test_a_scalar_is_one_element() -> None:
+    scalar = Box.whole(())
+    assert scalar.numel == 1
+    assert scalar.intersect(scalar) == scalar
+    assert scalar.flat_range(()) == (0, 1)
+    assert list(boxes_of_range((), 0, 1)) == [(0, scalar)]
+    assert find_hole(scalar, []) == scalar
+    assert find_hole(scalar, [scalar]) is None
+    assert find_overlap(scalar, [scalar, scalar]) == scalar
+
+
+def test_mixed_numbers_of_dims_are_refused() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        Box.whole((2,)).intersect(Box.whole((2, 2)))
+    with pytest.raises(ValueError, match="zip"):
+        Box.whole((2, 2)).within(Box.whole((2,)))
+
+
+def test_a_box_prints_as_slices() -> None:
+    assert str(Box((0, 4), (2, 3))) == "[0:2, 4:7]"

@@ -1,0 +1,419 @@
+"""sharding against torch's own DTensor, element by element.
+
+Oracles: distribute_tensor on a fake process group, as each rank in turn (no communication, no processes), and real
+FSDP2 over tensor parallelism on four gloo ranks. What ckptlib refuses must be what torch reads in two ways.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import math
+import multiprocessing
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ckptlib import sharding
+from ckptlib.box import Box
+from ckptlib.errors import FormatError, UnsupportedState
+from ckptlib.sharding import (
+    Piece,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    coordinates_touching,
+    decode,
+    encode,
+    pieces,
+    replica_axes,
+    shape_local,
+)
+
+Shape = tuple[int, ...]
+
+
+def to_torch(placement: Placement) -> TorchPlacement:
+    if isinstance(placement, Replicate):
+        return TorchReplicate()
+    if isinstance(placement, Shard):
+        return TorchShard(placement.dim)
+    return _StridedShard(placement.dim, split_factor=placement.split_factor)
+
+
+def from_torch(placement: TorchPlacement) -> Placement:
+    if isinstance(placement, _StridedShard):
+        return StridedShard(placement.dim, placement.split_factor)
+    if isinstance(placement, TorchShard):
+        return Shard(placement.dim)
+    assert isinstance(placement, TorchReplicate)
+    return Replicate()
+
+
+def coordinates(mesh_shape: Shape) -> Iterator[Shape]:
+    return itertools.product(*map(range, mesh_shape))
+
+
+def assemble(held: Sequence[Piece], shape: Shape, full: np.ndarray) -> np.ndarray:
+    """The local tensor that `held` describes; -1 where nothing was put."""
+    local = np.full(shape, -1, dtype=full.dtype)
+    for piece in held:
+        assert piece.box.shape == piece.local.shape
+        assert piece.box.numel > 0
+        local[piece.local.slices()] = full[piece.box.slices()]
+    assert list(held) == sorted(held, key=lambda piece: piece.local.offset)
+    return local
+
+
+# Against distribute_tensor
+
+
+SHAPES: list[Shape] = [(), (0,), (1,), (5,), (7,), (8,), (9,), (17,), (4, 0), (1, 6), (7, 3), (8, 4), (3, 2, 5)]
+MESHES: list[Shape] = [(1,), (2,), (3,), (2, 2), (3, 2), (2, 3), (4, 2), (1, 2), (2, 2, 2), (2, 1, 3)]
+
+
+def placements_of(ndim: int, mesh_shape: Shape) -> Iterator[tuple[Placement, ...]]:
+    """Every combination, with split factors that later mesh axes can explain, and on small meshes others too."""
+    yield from itertools.product(*(kinds_of(ndim, mesh_shape, axis) for axis in range(len(mesh_shape))))
+
+
+def kinds_of(ndim: int, mesh_shape: Shape, axis: int) -> list[Placement]:
+    later = mesh_shape[axis + 1 :]
+    factors = {math.prod(some) for n in range(1, len(later) + 1) for some in itertools.combinations(later, n)}
+    if len(mesh_shape) < 3:
+        factors |= {2, 3}
+    kinds: list[Placement] = [Replicate()]
+    for dim in range(ndim):
+        kinds += [Shard(dim), *(StridedShard(dim, factor) for factor in sorted(factors))]
+    return kinds
+
+
+def as_each_rank(mesh_shape: Shape) -> Iterator[DeviceMesh]:
+    """The mesh as each rank sees it, in turn."""
+    world = math.prod(mesh_shape)
+    for rank in range(world):
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        try:
+            yield init_device_mesh("cpu", mesh_shape)
+        finally:
+            dist.destroy_process_group()
+
+
+@cache
+def two_readings(size: int, mesh: DeviceMesh, placements: tuple[TorchPlacement, ...], coordinate: Shape) -> bool:
+    """Whether cutting as fully_shard does gives `coordinate` other elements of a 1-d tensor than distribute_tensor.
+
+    Also where several axes cut it and torch finds no order of them: full_tensor goes wrong there (seen on gloo).
+    """
+    cutting = tuple(TorchReplicate() if mesh.size(axis) == 1 else p for axis, p in enumerate(placements))
+    order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(cutting, mesh)
+    if order is None:
+        return sum(not p.is_replicate() for p in cutting) > 1
+    held = torch.arange(size)
+    for axis in order[0].mesh_dims if order else ():
+        chunks = torch.chunk(held, mesh.size(axis))
+        own = coordinate[axis]
+        held = chunks[own] if own < len(chunks) else held[:0]
+    return not torch.equal(held, distribute_tensor(torch.arange(size), mesh, placements, src_data_rank=None).to_local())
+
+
+def on_dim(placements: Sequence[Placement], dim: int) -> tuple[TorchPlacement, ...]:
+    """What the placements do to one dim, as if it were a 1-d tensor."""
+    only = (Replicate() if isinstance(p, Replicate) or p.dim != dim else replace(p, dim=0) for p in placements)
+    return tuple(map(to_torch, only))
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+def test_pieces_are_what_distribute_tensor_gives(mesh_shape: Shape) -> None:
+    shapes = [s for s in SHAPES if len(s) < 3 or len(mesh_shape) < 3]
+    refused: set[tuple[Shape, tuple[Placement, ...]]] = set()
+    ambiguous: set[tuple[Shape, tuple[Placement, ...]]] = set()
+    for mesh in as_each_rank(mesh_shape):
+        coordinate = tuple(mesh.get_coordinate() or ())
+        for shape in shapes:
+            full = torch.arange(math.prod(shape)).reshape(shape)
+            for placements in placements_of(len(shape), mesh_shape):
+                theirs = [to_torch(p) for p in placements]
+                given_out = distribute_tensor(full, mesh, theirs, src_data_rank=None).to_local()
+                if any(two_readings(n, mesh, on_dim(placements, dim), coordinate) for dim, n in enumerate(shape)):
+                    ambiguous.add((shape, placements))
+                try:
+                    held = pieces(shape, mesh_shape, placements, coordinate)
+                except UnsupportedState:
+                    refused.add((shape, placements))
+                    continue
+                local = shape_local(shape, mesh_shape, placements, coordinate)
+                assert local == tuple(given_out.shape), (shape, placements, coordinate)
+                assert np.array_equal(assemble(held, local, full.numpy()), given_out.numpy()), (shape, placements)
+    assert refused == ambiguous
+    assert bool(refused) == (mesh_shape not in {(1,), (2,), (3,), (1, 2), (2, 1, 3)})
+
+
+# Against FSDP2 over tensor parallelism
+
+
+def model_of(rows: int) -> nn.Module:
+    """Uneven in every dim that is sharded, but for those where FSDP2 itself refuses."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, rows), nn.Linear(rows, 6), nn.Linear(3, 1), nn.Embedding(rows, 3))
+
+
+def check_on_rank(rank: int, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=4, timeout=timeout)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    kinds: set[str] = set()
+    for rows in (6, 7):
+        model = model_of(rows)
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel(), "3": ColwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        for (name, parameter), original in zip(model.named_parameters(), model_of(rows).parameters(), strict=True):
+            assert isinstance(parameter, DTensor)
+            full = parameter.full_tensor().detach().numpy()
+            assert np.array_equal(full, original.detach().numpy()), name
+            coordinate = parameter.device_mesh.get_coordinate()
+            assert coordinate is not None
+            placements = [from_torch(p) for p in parameter.placements]
+            layout = (tuple(parameter.shape), tuple(parameter.device_mesh.shape), placements, coordinate)
+            local = parameter.to_local().detach().numpy()
+            assert shape_local(*layout) == local.shape, name
+            assert np.array_equal(assemble(pieces(*layout), local.shape, full), local), name
+            kinds.add(" ".join(map(encode, placements)))
+    assert {"SS0x2 S0", "S0 S1", "S0"} <= kinds, kinds
+    dist.destroy_process_group()
+
+
+def test_pieces_are_what_fsdp2_and_tensor_parallel_give(tmp_path: Path) -> None:
+    multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+    torch.multiprocessing.start_processes(
+        check_on_rank, args=(str(tmp_path / "rendezvous"),), nprocs=4, start_method="forkserver"
+    )
+
+
+# Properties
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Shape, Shape, tuple[Placement, ...]]:
+    shape = tuple(draw(st.lists(st.integers(0, 13), max_size=3)))
+    mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    kinds: st.SearchStrategy[Placement] = st.just(Replicate())
+    if shape:
+        dims = st.integers(0, len(shape) - 1)
+        kinds = st.one_of(kinds, st.builds(Shard, dims), st.builds(StridedShard, dims, st.integers(1, 5)))
+    placements = tuple(draw(kinds) for _ in mesh_shape)
+    try:
+        shape_local(shape, mesh_shape, placements, (0,) * len(mesh_shape))
+    except UnsupportedState:
+        assume(False)
+    return shape, mesh_shape, placements
+
+
+def first_replicas(mesh_shape: Shape, placements: tuple[Placement, ...]) -> list[Shape]:
+    fixed = replica_axes(placements)
+    return [c for c in coordinates(mesh_shape) if all(c[axis] == 0 for axis in fixed)]
+
+
+@settings(deadline=None)
+@given(layouts())
+def test_pieces_are_disjoint_and_cover(layout: tuple[Shape, Shape, tuple[Placement, ...]]) -> None:
+    shape, mesh_shape, placements = layout
+    counts = np.zeros(shape, dtype=int)
+    for coordinate in first_replicas(mesh_shape, placements):
+        held = pieces(shape, mesh_shape, placements, coordinate)
+        local = np.zeros(shape_local(shape, mesh_shape, placements, coordinate), dtype=int)
+        for piece in held:
+            counts[piece.box.slices()] += 1
+            local[piece.local.slices()] += 1
+        assert (local == 1).all()
+        assert bool(held) == bool(local.size)
+    assert (counts == 1).all()
+
+
+@settings(deadline=None)
+@given(layouts(), st.data())
+def test_replicas_hold_the_same(layout: tuple[Shape, Shape, tuple[Placement, ...]], data: st.DataObject) -> None:
+    shape, mesh_shape, placements = layout
+    coordinate = tuple(data.draw(st.integers(0, n - 1)) for n in mesh_shape)
+    fixed = replica_axes(placements)
+    first = tuple(0 if axis in fixed else i for axis, i in enumerate(coordinate))
+    assert pieces(shape, mesh_shape, placements, coordinate) == pieces(shape, mesh_shape, placements, first)
+
+
+@settings(deadline=None)
+@given(layouts(), st.data())
+def test_coordinates_touching_is_brute_force(
+    layout: tuple[Shape, Shape, tuple[Placement, ...]], data: st.DataObject
+) -> None:
+    shape, mesh_shape, placements = layout
+    offset = [data.draw(st.integers(0, n)) for n in shape]
+    box = Box(tuple(offset), tuple(data.draw(st.integers(0, n - a)) for n, a in zip(shape, offset, strict=True)))
+    expected = [
+        coordinate
+        for coordinate in first_replicas(mesh_shape, placements)
+        if any(piece.box.intersect(box) for piece in pieces(shape, mesh_shape, placements, coordinate))
+    ]
+    assert coordinates_touching(shape, mesh_shape, placements, box) == expected
+
+
+def test_coordinates_touching_walks_the_mesh_once_for_each_size() -> None:
+    mesh_shape, placements = (8, 16, 8), (Replicate(), StridedShard(0, 8), Shard(0))
+    shapes = [(1024 * (1 + i % 20), 4096) for i in range(3000)]
+    walks_before = sharding._sorted_segments.cache_info().misses
+    for shape in shapes:
+        box = pieces(shape, mesh_shape, placements, (0, 3, 5))[0].box
+        assert coordinates_touching(shape, mesh_shape, placements, box) == [(0, 3, 5)]
+    assert sharding._sorted_segments.cache_info().misses - walks_before <= 21  # 20 sizes, and the dim that is whole
+
+
+# Names and refusals
+
+
+@pytest.mark.parametrize(
+    ("placement", "text"),
+    [
+        (Replicate(), "R"),
+        (Shard(0), "S0"),
+        (Shard(12), "S12"),
+        (StridedShard(0, 2), "SS0x2"),
+        (StridedShard(3, 10), "SS3x10"),
+    ],
+)
+def test_names_of_placements(placement: Placement, text: str) -> None:
+    assert encode(placement) == text
+    assert decode(text) == placement
+
+
+@given(
+    st.one_of(
+        st.just(Replicate()),
+        st.builds(Shard, st.integers(0, 10**9 - 1)),
+        st.builds(StridedShard, st.integers(0, 99), st.integers(1, 10**9 - 1)),
+    )
+)
+def test_names_come_back(placement: Placement) -> None:
+    assert decode(encode(placement)) == placement
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "r",
+        "R0",
+        "S",
+        "S-1",
+        "S01",
+        "S+1",
+        "S1 ",
+        " S1",
+        "S1\n",
+        "S\u0661",
+        "SS0",
+        "SS0x",
+        "SS0x0",
+        "SS0x02",
+        "SS0X2",
+        "P",
+        "S" + "9" * 5000,
+    ],
+)
+def test_other_names_are_refused(text: str) -> None:
+    with pytest.raises(FormatError, match="not a placement"):
+        decode(text)
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh_shape", "placements", "coordinate", "message"),
+    [
+        ((4,), (2,), (Shard(1),), (0,), "no such dim"),
+        ((), (2,), (Shard(0),), (0,), "no such dim"),
+        ((4,), (2, 2), (Shard(0),), (0, 0), "one per axis"),
+        ((4,), (2,), (Shard(0),), (2,), "not in a mesh"),
+        ((4,), (2,), (Shard(0),), (-1,), "not in a mesh"),
+        ((4,), (2,), (Shard(0),), (0, 0), "not in a mesh"),
+        ((4,), (0,), (Shard(0),), (0,), "not a tensor on a mesh"),
+        ((-4,), (2,), (Shard(0),), (0,), "not a tensor on a mesh"),
+    ],
+)
+def test_what_is_no_layout_is_refused(
+    shape: Shape, mesh_shape: Shape, placements: tuple[Placement, ...], coordinate: Shape, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        pieces(shape, mesh_shape, placements, coordinate)
+    with pytest.raises(ValueError, match=message):
+        shape_local(shape, mesh_shape, placements, coordinate)
+
+
+def test_what_is_no_placement_is_refused() -> None:
+    with pytest.raises(ValueError, match="dim >= 0"):
+        Shard(-1)
+    with pytest.raises(ValueError, match="dim >= 0"):
+        StridedShard(-1, 2)
+    with pytest.raises(ValueError, match="split_factor >= 1"):
+        StridedShard(0, 0)
+
+
+def test_a_box_outside_the_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match="not inside"):
+        coordinates_touching((4,), (2,), (Shard(0),), Box((2,), (3,)))
+
+
+def test_two_readings_are_refused_on_every_coordinate_alike_and_the_advice_helps() -> None:
+    """50257 rows (GPT-2's tokens), tensor parallel by 2: FSDP over 8 leaves the two halves cut at different places."""
+    mesh_shape, placements = (8, 2), (StridedShard(0, 2), Shard(0))
+    for coordinate in coordinates(mesh_shape):
+        with pytest.raises(UnsupportedState, match=re.escape("size 50257, sharded as SS0x2 over 8, then S0 over 2")):
+            pieces((50257, 64), mesh_shape, placements, coordinate)
+    with pytest.raises(UnsupportedState, match=re.escape("multiple of 2 (50258)")):
+        coordinates_touching((50257, 64), mesh_shape, placements, Box.whole((50257, 64)))
+    assert shape_local((50258, 64), mesh_shape, placements, (7, 1)) == (25129 - 7 * 3142, 64)
+
+
+def test_padding_as_advised_always_helps() -> None:
+    num_refused = 0
+    for mesh_shape in [(3, 2), (4, 2), (2, 3, 2), (4, 2, 3)]:
+        for size, placements in itertools.product(range(40), placements_of(1, mesh_shape)):
+            try:
+                shape_local((size,), mesh_shape, placements, (0,) * len(mesh_shape))
+            except UnsupportedState as error:
+                padded = re.search(r"multiple of \d+ \((\d+)\)", str(error))
+                if padded is not None:
+                    num_refused += 1
+                    shape_local((int(padded[1]),), mesh_shape, placements, (0,) * len(mesh_shape))
+    assert num_refused > 0
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 4)], ids=str)
+def test_fsdp_over_two_is_never_refused(mesh_shape: Shape) -> None:
+    for size in range(200):
+        shape_local((size,), mesh_shape, (StridedShard(0, mesh_shape[1]), Shard(0)), (1, 1))
+
+
+def test_split_factors_that_no_axes_make_are_refused() -> None:
+    with pytest.raises(UnsupportedState, match=r"SS0x3 over 2, then S0 over 2 ranks: no order .* Redistribute"):
+        pieces((12,), (2, 2), (StridedShard(0, 3), Shard(0)), (0, 0))
+    assert shape_local((12,), (2, 2), (StridedShard(0, 3), Replicate()), (0, 0)) == (6,)
+    assert shape_local((12,), (2, 1), (StridedShard(0, 3), Shard(0)), (0, 0)) == (6,)
