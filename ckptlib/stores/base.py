@@ -50,7 +50,7 @@ def check_range(offset: int, nbytes: int | None) -> None:
 def as_bytes(data: Buffer) -> memoryview:
     """The memory of `data` as a flat view of bytes; nothing is copied."""
     view = memoryview(data)
-    return view.cast("B") if view.nbytes else memoryview(b"")  # cast refuses a zero in the shape
+    return view.cast("B") if view.nbytes else memoryview(bytearray())  # cast refuses a zero in the shape
 
 
 def ends_early(where: str, offset: int, nbytes: int | None, nbytes_found: int) -> FormatError:

@@ -250,7 +250,7 @@ def _publish(temp: str, path: str) -> None:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             _link(temp, path)
             break
-        except FileNotFoundError:  # `delete` found the directory empty and removed it under us
+        except (FileNotFoundError, FileExistsError):  # `delete` found a directory empty and removed it under us
             if not tries_left:
                 raise
     with contextlib.suppress(OSError):  # before the directories are flushed: no crash leaves a second name

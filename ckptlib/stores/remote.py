@@ -1,0 +1,241 @@
+"""Objects behind any URL that fsspec knows: S3, GCS, Azure, SFTP, ...
+
+The only place where fsspec is used, since it has traps:
+
+* `open(url, "wb")` publishes what was written when an exception leaves the block. Objects are put whole by `pipe_file`.
+* Listings are cached, and `walk` takes an error for an empty directory. Both are off here.
+* Instances are shared by everybody who gives equal arguments. Ours are our own.
+
+A key that is put twice is overwritten: S3 can refuse that, but then a request sent again because its answer was lost
+is refused as well. ckptlib's keys carry a random part, and where they do not, every writer puts the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+import fsspec
+from fsspec.asyn import AsyncFileSystem
+from fsspec.spec import AbstractFileSystem
+from typing_extensions import Buffer, override
+
+from ckptlib.errors import CkptError, ObjectNotFound, StoreError, StoreFull
+from ckptlib.stores.base import (
+    Entry,
+    Store,
+    Upload,
+    as_bytes,
+    check_key,
+    check_prefix,
+    check_range,
+    ends_early,
+    is_key,
+)
+from ckptlib.stores.memory import SpooledUpload
+
+PACK_NBYTES = 64 << 20
+"""An upload is held in memory until it is put, several at a time; this bounds each. Large enough that the time of a
+request does not matter."""
+
+_LISTING_TRIES = 10
+_MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")
+_SECRET = re.compile(r"secret|token|password|passwd|passphrase|key|credential|connection_string|auth", re.IGNORECASE)
+_USERINFO = re.compile(r"://[^/@:]*:([^/]*)@")
+_ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
+
+class FsspecStore(Store):
+    """The objects below `url`; `options` are those of fsspec's filesystem.
+
+    As atomic and as durable as the backend's `pipe_file`: on object stores an object appears whole or not at all;
+    on SFTP and its like a crash in the middle of a put leaves a torn file.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, object]) -> None:
+        self.url = _USERINFO.sub("://", url).rstrip("/")
+        self.pack_nbytes = PACK_NBYTES
+        self._secrets = _secrets_of({**options, "url": url})
+        fs, root = fsspec.core.url_to_fs(url, **{**options, "skip_instance_cache": True})
+        fs.dircache.use_listings_cache = False  # the argument of that name is refused by some filesystems (SFTP)
+        self._fs: Any = fs
+        self._root = str(root).rstrip("/")
+        self._lists_flat = _lists_flat(fs)
+
+    @override
+    def put(self, key: str, data: Buffer) -> None:
+        path, view = self._path(key), as_bytes(data)
+        body = data if isinstance(data, bytes | bytearray) else bytes(view)  # backends ask for len() and slices
+        with self._failures("put", key, view.nbytes):
+            try:
+                self._fs.pipe_file(path, body)
+            except FileNotFoundError:
+                if self._fs.async_impl:  # an object store has no directories to miss: there is no such bucket
+                    raise OSError(errno.ENOENT, "no such bucket") from None
+                self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+                self._fs.pipe_file(path, body)
+
+    @override
+    def upload(self, key: str, head_nbytes: int) -> Upload:
+        return SpooledUpload(self, check_key(key), head_nbytes)
+
+    @override
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        check_range(offset, nbytes)
+        path, where = self._path(key), f"{self.url}/{key}"
+        with self._failures("get", key):
+            if not _needs_size_first(nbytes):
+                data = self._cat(path, offset, nbytes)
+                if data and nbytes in (None, len(data)):
+                    return data
+            size = self._size(path)
+            if offset + (nbytes or 0) > size:
+                raise ends_early(where, offset, nbytes, size)
+            count = size - offset if nbytes is None else nbytes
+            data = self._cat(path, offset, count) if count else b""
+            if len(data) != count:
+                raise StoreError(f"{where}: cannot get: {len(data)} bytes came, expected {count} from {offset}")
+            return data
+
+    def _cat(self, path: str, offset: int, nbytes: int | None) -> bytes:
+        end = None if nbytes is None else offset + nbytes
+        try:
+            # An open range is one request where the whole object would be two: its size is asked for first.
+            return bytes(self._fs.cat_file(path, start=offset, end=end))
+        except OSError as error:
+            # What s3fs makes of status 416: the range begins at the object's end, or behind it.
+            if error.errno == errno.EINVAL and offset >= self._size(path):
+                return b""
+            raise
+
+    def _size(self, path: str) -> int:
+        info = self._fs.info(path)
+        if info["type"] != "file":  # a prefix is none
+            raise FileNotFoundError(path)
+        return int(info["size"])
+
+    @override
+    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        as_bytes(buffer)[:] = self.get(key, offset, buffer.nbytes)
+
+    @override
+    def scan(self, prefix: str) -> list[Entry]:
+        directory = check_prefix(prefix).rpartition("/")[0]
+        path = f"{self._root}/{directory}".rstrip("/")
+        with self._failures("list", prefix):
+            self._fs.invalidate_cache()
+            infos = self._find(path) if self._lists_flat else list(self._walk(path))
+            entries = [self._entry(info) for info in infos if info["type"] == "file"]
+        found = {entry.key: entry for entry in entries if entry.key.startswith(prefix) and is_key(entry.key)}
+        return [found[key] for key in sorted(found)]
+
+    def _find(self, path: str) -> list[dict[str, Any]]:
+        try:
+            return list(self._fs.find(path, detail=True).values())
+        except FileNotFoundError:
+            bucket = path.lstrip("/").partition("/")[0]
+            if self._fs.async_impl and not self._fs.exists(bucket):
+                raise OSError(errno.ENOENT, "no such bucket") from None
+            return []
+
+    def _walk(self, path: str) -> Iterator[dict[str, Any]]:
+        """Every file below a directory. `fs.walk` would leave out what it cannot list."""
+        for info in self._list(path):
+            if info["type"] != "directory":
+                yield info
+            elif info["name"].rstrip("/") != path:
+                yield from self._walk(info["name"].rstrip("/"))
+
+    def _list(self, path: str) -> list[dict[str, Any]]:
+        for _ in range(_LISTING_TRIES):
+            try:
+                return list(self._fs.ls(path, detail=True))
+            except _ABSENT:  # the directory, or a file that was deleted while its directory was listed
+                try:
+                    if self._fs.info(path)["type"] != "directory":
+                        return []
+                except _ABSENT:
+                    return []
+        raise OSError(errno.EAGAIN, f"files vanished during each of {_LISTING_TRIES} listings of {path}")
+
+    def _entry(self, info: Mapping[str, Any]) -> Entry:
+        return Entry(str(info["name"])[len(self._root) + 1 :], int(info["size"]), _modified(info))
+
+    @override
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with self._failures("delete", key), contextlib.suppress(*_ABSENT):
+            self._fs.rm_file(path)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key)}"
+
+    @contextlib.contextmanager
+    def _failures(self, doing: str, key: str, nbytes: int = 0) -> Iterator[None]:
+        """Errors of the backend become those of the contract, whatever tree they belong to.
+
+        botocore, google, azure and paramiko each have their own, and none of them need be installed.
+        """
+        try:
+            yield
+        except CkptError:
+            raise
+        except _ABSENT as error:
+            if doing == "get":
+                raise ObjectNotFound(f"{self.url}/{key}: no such object") from None
+            raise self._failure(error, doing, key) from self._harmless(error)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StoreFull(f"{self.url}/{key}: cannot put {nbytes} bytes: {os.strerror(error.errno)}") from None
+            raise self._failure(error, doing, key) from self._harmless(error)
+        except Exception as error:
+            raise self._failure(error, doing, key) from self._harmless(error)
+
+    def _failure(self, error: Exception, doing: str, key: str) -> StoreError:
+        cause = f"{type(error).__name__}: {error}"
+        for secret in self._secrets:
+            cause = cause.replace(secret, "***")
+        return StoreError(f"{self.url}/{key}: cannot {doing}: {cause}")
+
+    def _harmless(self, error: Exception) -> Exception | None:
+        """The error, to be chained; None when a traceback would print a secret with it."""
+        return None if any(secret in str(error) for secret in self._secrets) else error
+
+
+def _needs_size_first(nbytes: int | None) -> bool:
+    """No backend reads nothing; some take the memory for all that is asked for, and lengths come from documents."""
+    return nbytes is not None and (nbytes == 0 or nbytes > PACK_NBYTES)
+
+
+def _lists_flat(fs: AbstractFileSystem) -> bool:
+    """Whether the filesystem lists all below a prefix itself, rather than directory by directory."""
+    if isinstance(fs, AsyncFileSystem):
+        return type(fs)._find is not AsyncFileSystem._find
+    return type(fs).find is not AbstractFileSystem.find
+
+
+def _secrets_of(options: Mapping[str, object]) -> list[str]:
+    secrets: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            secrets += _secrets_of(value)
+        elif isinstance(value, str):
+            secrets += [value] if _SECRET.search(name) else _USERINFO.findall(value)
+    return [secret for secret in secrets if secret]
+
+
+def _modified(info: Mapping[str, Any]) -> float:
+    value = next((info[name] for name in _MODIFIED if info.get(name) is not None), None)
+    if isinstance(value, str):
+        value = datetime.fromisoformat(value.replace("Z", "+00:00"))
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=timezone.utc)).timestamp()
+    if value is None:
+        return time.time()  # as if put just now: never old enough to be deleted
+    return float(value)

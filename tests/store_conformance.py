@@ -1,0 +1,345 @@
+"""What every store must do: inherit `StoreConformance`, override the fixture `store`, and the contract is tested.
+
+The tests put real bytes into a real store. Each test gets an empty one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ckptlib.errors import FormatError, ObjectExists, ObjectNotFound
+from ckptlib.stores import Store
+
+PAGE_NBYTES = 4096
+
+BAD_KEYS = [
+    "",
+    "/",
+    "/a",
+    "a/",
+    "a//b",
+    "..",
+    "../a",
+    "a/../b",
+    ".",
+    ".a",
+    "a/.b",
+    "a b",
+    "a\\b",
+    "a\n",
+    "a\0",
+    "é",
+    "a" * 600,
+]
+BAD_PREFIXES = [key for key in BAD_KEYS if key not in ("", "a/")]
+
+
+def pages(num: int) -> mmap.mmap:
+    """Page-aligned memory, no two pages alike."""
+    memory = mmap.mmap(-1, num * PAGE_NBYTES)
+    memory.write(os.urandom(num * PAGE_NBYTES))
+    return memory
+
+
+def keys(store: Store, prefix: str = "") -> list[str]:
+    return [entry.key for entry in store.scan(prefix)]
+
+
+class StoreConformance:
+    tells_existing = True
+    """Whether a second put of a key is refused; a store that cannot tell overwrites."""
+
+    @pytest.fixture
+    def store(self) -> Store:
+        raise NotImplementedError
+
+    # -- put and get
+
+    @pytest.mark.parametrize("data", [b"", b"x", os.urandom(100_000)], ids=len)
+    def test_get_gives_what_was_put(self, store: Store, data: bytes) -> None:
+        store.put("a/b-1.json", data)
+        assert store.get("a/b-1.json") == data
+        assert keys(store) == ["a/b-1.json"]
+
+    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+    def test_put_takes_any_buffer(self, store: Store, kind: type) -> None:
+        store.put("a", kind(b"12345678"))
+        store.put("b", memoryview(bytearray(b"12345678")).cast("i"))
+        assert store.get("a") == store.get("b") == b"12345678"
+
+    @pytest.mark.parametrize(
+        ("offset", "nbytes"),
+        [(0, 10), (0, 3), (3, 4), (9, 1), (3, None), (9, None), (10, None), (10, 0), (0, 0), (4, 0)],
+    )
+    def test_ranges(self, store: Store, offset: int, nbytes: int | None) -> None:
+        store.put("a", b"0123456789")
+        expected = b"0123456789"[offset:] if nbytes is None else b"0123456789"[offset : offset + nbytes]
+        got = store.get("a", offset, nbytes)
+        assert got == expected
+        assert type(got) is bytes
+
+    @pytest.mark.parametrize(("offset", "nbytes"), [(0, 11), (9, 2), (10, 1), (11, 0), (11, None), (0, 1 << 50)])
+    def test_an_object_that_ends_early(self, store: Store, offset: int, nbytes: int | None) -> None:
+        store.put("a", b"0123456789")
+        with pytest.raises(FormatError, match="10 bytes"):
+            store.get("a", offset, nbytes)
+
+    def test_an_empty_object_has_no_range(self, store: Store) -> None:
+        store.put("a", b"")
+        assert store.get("a", 0, 0) == store.get("a", 0, None) == b""
+        with pytest.raises(FormatError):
+            store.get("a", 0, 1)
+
+    @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (0, -1), (-1, None)])
+    def test_a_negative_range_is_refused(self, store: Store, offset: int, nbytes: int | None) -> None:
+        store.put("a", b"0123456789")
+        with pytest.raises(ValueError, match="not a range"):
+            store.get("a", offset, nbytes)
+
+    @pytest.mark.parametrize(("offset", "nbytes"), [(0, None), (0, 0), (0, 1), (5, 5), (5, None)])
+    def test_an_absent_object(self, store: Store, offset: int, nbytes: int | None) -> None:
+        store.put("a/b/c", b"neighbour")
+        for key in ["nothing", "a/nothing", "a/b", "a/b/c/d"]:
+            with pytest.raises(ObjectNotFound, match=key):
+                store.get(key, offset, nbytes)
+            with pytest.raises(ObjectNotFound, match=key):
+                store.get_into(key, offset, memoryview(bytearray(nbytes or 1)))
+
+    def test_get_into_fills_exactly_the_buffer(self, store: Store) -> None:
+        store.put("a", b"0123456789")
+        memory = bytearray(b"..........")
+        store.get_into("a", 3, memoryview(memory)[2:6])
+        assert memory == b"..3456...."
+        store.get_into("a", 10, memoryview(memory)[:0])
+        with pytest.raises(FormatError, match="10 bytes"):
+            store.get_into("a", 8, memoryview(memory)[:4])
+        with pytest.raises(FormatError, match="10 bytes"):
+            store.get_into("a", 11, memoryview(memory)[:0])
+
+    def test_get_into_a_large_buffer(self, store: Store) -> None:
+        data = os.urandom(3 << 20)
+        store.put("a", data)
+        memory = bytearray(len(data) - 5)
+        store.get_into("a", 5, memoryview(memory))
+        assert memory == data[5:]
+
+    def test_an_object_that_exists(self, store: Store) -> None:
+        store.put("a", b"first")
+        if self.tells_existing:
+            with pytest.raises(ObjectExists, match="a"):
+                store.put("a", b"second")
+            with store.upload("a", 0) as upload, pytest.raises(ObjectExists, match="a"):
+                upload.commit(b"")
+            assert store.get("a") == b"first"
+        else:
+            store.put("a", b"second")
+            assert store.get("a") == b"second"
+        assert keys(store) == ["a"]
+
+    # -- scan and delete
+
+    def test_an_empty_store_lists_nothing(self, store: Store) -> None:
+        assert store.scan("") == store.scan("steps/") == store.scan("steps/00") == []
+
+    def test_prefixes(self, store: Store) -> None:
+        for key in ["steps/001-a.json", "steps/002-b.json", "parts/001-a/0", "parts/001-a/1", "parts/001-ab/0", "top"]:
+            store.put(key, key.encode())
+        assert keys(store) == sorted(keys(store))
+        assert len(keys(store)) == 6
+        assert keys(store, "steps/") == keys(store, "steps") == ["steps/001-a.json", "steps/002-b.json"]
+        assert keys(store, "steps/002") == ["steps/002-b.json"]
+        assert keys(store, "parts/001-a/") == ["parts/001-a/0", "parts/001-a/1"]
+        assert keys(store, "parts/001-a") == ["parts/001-a/0", "parts/001-a/1", "parts/001-ab/0"]
+        assert keys(store, "parts/001-ab/0") == ["parts/001-ab/0"]
+        assert keys(store, "t") == ["top"]
+        for prefix in ["top/", "parts/001-a/0/", "parts/0/", "s/", "steps/003"]:
+            assert keys(store, prefix) == []
+
+    def test_an_entry_has_size_and_time(self, store: Store) -> None:
+        before = time.time()
+        store.put("a/b", b"12345")
+        after = time.time()
+        (entry,) = store.scan("a/")
+        assert (entry.key, entry.nbytes) == ("a/b", 5)
+        assert before - 2 < entry.modified < after + 2  # some stores give whole seconds
+
+    def test_a_listing_is_fresh(self, store: Store) -> None:
+        for n in range(5):
+            assert len(store.scan("")) == len(store.scan("a/")) == n
+            store.put(f"a/{n}", b"")
+        for n in reversed(range(5)):
+            store.delete(f"a/{n}")
+            assert len(store.scan("")) == len(store.scan("a/")) == n
+
+    def test_delete(self, store: Store) -> None:
+        store.put("a/b/c", b"1")
+        store.put("a/d", b"2")
+        for _ in range(2):  # an absent object is no error
+            store.delete("a/b/c")
+            assert keys(store) == ["a/d"]
+        for key in ["a/b", "a/d/e", "nothing/at/all"]:
+            store.delete(key)
+        assert store.get("a/d") == b"2"
+        store.put("a/b/c", b"3")
+        assert store.get("a/b/c") == b"3"
+
+    def test_delete_of_a_prefix_deletes_nothing(self, store: Store) -> None:
+        store.put("a/b", b"1")
+        store.delete("a")
+        assert keys(store) == ["a/b"]
+
+    # -- upload
+
+    def test_upload_of_whole_pages(self, store: Store) -> None:
+        memory = pages(8)
+        view = memoryview(memory)
+        with store.upload("packs/p", PAGE_NBYTES) as upload:
+            upload.write(view[: 5 * PAGE_NBYTES])
+            upload.write(view[5 * PAGE_NBYTES :])
+            assert keys(store) == []
+            upload.commit(b"h" * PAGE_NBYTES)
+        assert store.get("packs/p") == b"h" * PAGE_NBYTES + memory[:]
+
+    def test_upload_of_odd_pieces(self, store: Store) -> None:
+        memory = pages(4)
+        view = memoryview(memory)
+        pieces = [
+            view[:PAGE_NBYTES],  # aligned: all three
+            view[PAGE_NBYTES : 2 * PAGE_NBYTES + 7],  # pages and a tail
+            view[2 * PAGE_NBYTES : 3 * PAGE_NBYTES],  # aligned memory at an odd offset
+            view[: PAGE_NBYTES - 7],  # back to an even offset
+            view[1 : PAGE_NBYTES + 1],  # an odd address
+            view[:0],
+            b"",
+            bytearray(b"tail"),
+            memoryview(bytearray(16)).cast("d"),
+        ]
+        with store.upload("p", PAGE_NBYTES) as upload:
+            for piece in pieces:
+                upload.write(piece)
+            upload.commit(memoryview(b"h" * PAGE_NBYTES))
+        assert store.get("p") == b"h" * PAGE_NBYTES + b"".join(
+            bytes(memoryview(p).cast("B")) if len(p) else b"" for p in pieces
+        )
+
+    @pytest.mark.parametrize("head_nbytes", [0, 1, 100, PAGE_NBYTES])
+    @pytest.mark.parametrize("num_pages", [0, 2])
+    def test_heads(self, store: Store, head_nbytes: int, num_pages: int) -> None:
+        body = pages(num_pages)[:] if num_pages else b""
+        with store.upload("p", head_nbytes) as upload:
+            upload.write(body)
+            upload.commit(b"h" * head_nbytes)
+        assert store.get("p") == b"h" * head_nbytes + body
+
+    def test_the_buffer_may_be_reused_after_write(self, store: Store) -> None:
+        memory = pages(1)
+        first = memory[:]
+        with store.upload("p", 0) as upload:
+            upload.write(memory)
+            memory[:] = bytes(PAGE_NBYTES)
+            upload.commit(b"")
+        assert store.get("p") == first
+
+    @pytest.mark.parametrize("head", [b"", b"123", b"12345"])
+    def test_a_head_of_another_size_is_refused(self, store: Store, head: bytes) -> None:
+        with store.upload("p", 4) as upload, pytest.raises(ValueError, match="4 bytes was announced"):
+            upload.commit(head)
+        assert keys(store) == []
+
+    def test_abort_leaves_nothing(self, store: Store) -> None:
+        upload = store.upload("p", 4)
+        upload.write(pages(2))
+        upload.abort()
+        upload.abort()
+        for use in [upload.write, upload.commit]:
+            with pytest.raises(ValueError, match="over"):
+                use(b"1234")
+        assert keys(store) == []
+
+    def test_leaving_without_a_commit_leaves_nothing(self, store: Store) -> None:
+        with store.upload("p", 0) as upload:
+            upload.write(b"data")
+        assert keys(store) == []
+
+    def test_an_exception_leaves_nothing(self, store: Store) -> None:
+        def fail() -> None:
+            with store.upload("p", 0) as upload:
+                upload.write(b"data")
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert keys(store) == []
+        with pytest.raises(ObjectNotFound):
+            store.get("p")
+
+    def test_an_exception_after_the_commit_leaves_the_object(self, store: Store) -> None:
+        def fail() -> None:
+            with store.upload("p", 0) as upload:
+                upload.write(b"data")
+                upload.commit(b"")
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert store.get("p") == b"data"
+
+    def test_commit_happens_once(self, store: Store) -> None:
+        with store.upload("p", 0) as upload:
+            upload.commit(b"")
+            with pytest.raises(ValueError, match="over"):
+                upload.commit(b"")
+        assert store.get("p") == b""
+
+    # -- keys, threads
+
+    @pytest.mark.parametrize("key", BAD_KEYS)
+    def test_what_is_no_key_is_refused(self, store: Store, key: str) -> None:
+        calls = [
+            lambda: store.put(key, b""),
+            lambda: store.upload(key, 0),
+            lambda: store.get(key),
+            lambda: store.get_into(key, 0, memoryview(bytearray(1))),
+            lambda: store.delete(key),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match="not a key"):
+                call()
+
+    @pytest.mark.parametrize("prefix", BAD_PREFIXES)
+    def test_what_is_no_prefix_is_refused(self, store: Store, prefix: str) -> None:
+        with pytest.raises(ValueError, match="not a key"):
+            store.scan(prefix)
+
+    def test_threads(self, store: Store) -> None:
+        def work(n: int) -> None:
+            data = bytes([n]) * 10_000
+            store.put(f"t/{n}/small", data)
+            with store.upload(f"t/{n}/large", 4) as upload:
+                for start in range(0, len(data), 3000):
+                    upload.write(data[start : start + 3000])
+                upload.commit(b"head")
+            assert store.get(f"t/{n}/large") == b"head" + data
+            assert store.get(f"t/{n}/small", 5, 5) == data[:5]
+            assert keys(store, f"t/{n}/") == [f"t/{n}/large", f"t/{n}/small"]
+            store.delete(f"t/{n}/small")
+
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(work, range(24)))
+        assert keys(store) == sorted(f"t/{n}/large" for n in range(24))
+
+    def test_puts_and_deletes_beside_each_other(self, store: Store) -> None:
+        def work(n: int) -> None:
+            for _ in range(20):  # each delete may empty the directories that another put is about to use
+                store.put(f"d/e/f/{n}", b"data")
+                assert store.get(f"d/e/f/{n}") == b"data"
+                store.delete(f"d/e/f/{n}")
+
+        with ThreadPoolExecutor(6) as threads:
+            list(threads.map(work, range(6)))
+        assert keys(store) == []
