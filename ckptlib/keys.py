@@ -4,7 +4,7 @@
     generations/<gen>-<nonce>.json
     layouts/<digest>.json
     steps/<step>-<gen>-<nonce>.json
-    parts/<step>-<gen>-<nonce>/<rank>-<attempt>-ok-<plan>-<digest>.json
+    parts/<step>-<gen>-<nonce>/<rank>-<attempt>-ok-<table>-<digest>.json
     parts/<step>-<gen>-<nonce>/<rank>-<attempt>-failed-<digest>.json
     packs/<step>-<gen>-<nonce>/<rank>-<attempt>-<n>.safetensors
     trash/<step>-<gen>-<nonce>.json
@@ -37,7 +37,9 @@ _SAVE_NAME = re.compile(_SAVE)
 _GENERATION_KEY = re.compile(r"generations/(\d{6})-([0-9a-f]{8})\.json")
 _STEP_KEY = re.compile(rf"steps/{_SAVE}\.json")
 _TRASH_KEY = re.compile(rf"trash/{_SAVE}\.json")
-_PART_KEY = re.compile(rf"parts/{_SAVE}/(\d{{6}})-([0-9a-f]{{8}})-(?:ok-([0-9a-f]{{32}})|failed)-([0-9a-f]{{32}})\.json")
+_PART_KEY = re.compile(
+    rf"parts/{_SAVE}/(\d{{6}})-([0-9a-f]{{8}})-(?:ok-([0-9a-f]{{32}})|failed)-([0-9a-f]{{32}})\.json"
+)
 _PACK_KEY = re.compile(rf"packs/{_SAVE}/(\d{{6}})-([0-9a-f]{{8}})-(\d{{6}})\.safetensors")
 
 
@@ -98,18 +100,18 @@ class PartName:
     save: SaveId
     rank: int
     attempt: str
-    plan: str | None
-    """Digest of the part's plan (what lies where, without the data's digests); None: the rank failed."""
+    table: str | None
+    """Digest of the part's table (what lies where, without the digests of the data); None: the rank failed."""
     digest: str
     """Digest of the part's bytes."""
 
     @property
     def ok(self) -> bool:
-        return self.plan is not None
+        return self.table is not None
 
     @property
     def key(self) -> str:
-        outcome = "failed" if self.plan is None else f"ok-{self.plan}"
+        outcome = "failed" if self.table is None else f"ok-{self.table}"
         return f"{self.save.parts_prefix}{self.rank:06d}-{self.attempt}-{outcome}-{self.digest}.json"
 
 
@@ -144,8 +146,8 @@ def parse_part_key(key: str) -> PartName | None:
     match = _PART_KEY.fullmatch(key)
     if match is None:
         return None
-    step, number, nonce, rank, attempt, plan, digest = match.groups()
-    return PartName(_save_id(step, number, nonce), int(rank), attempt, plan, digest)
+    step, number, nonce, rank, attempt, table, digest = match.groups()
+    return PartName(_save_id(step, number, nonce), int(rank), attempt, table, digest)
 
 
 def pack_save(key: str) -> SaveId | None:

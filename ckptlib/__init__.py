@@ -1,0 +1,124 @@
+"""Sharded, asynchronous, verified checkpoints for PyTorch training.
+
+    with ckptlib.Checkpointer(url, {"model": model, "optim": optim}, every=ckptlib.Steps(500)) as ckpt:
+        start = ckpt.restore().step
+        for step in ckpt.loop(start, total):
+            ...
+
+What is not in `__all__` is not promised. Names are resolved on first use, so that the writer process and the command
+line start without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptlib.catalog import CheckpointInfo
+    from ckptlib.checkpoint import LoadReport, Pending, checkpoints, load, save, save_async
+    from ckptlib.errors import (
+        AgreementFailed,
+        CheckpointNotFound,
+        CkptError,
+        CorruptData,
+        FormatError,
+        NewerFormat,
+        NoRoom,
+        ObjectExists,
+        ObjectNotFound,
+        SaveFailed,
+        StateError,
+        StateMismatch,
+        StoreError,
+        StoreFull,
+        Superseded,
+        UnsupportedState,
+        WaitTimeout,
+    )
+    from ckptlib.manager import Checkpointer
+    from ckptlib.policy import Steps
+    from ckptlib.retention import Keep
+    from ckptlib.state import PerRank, Sharded
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CheckpointInfo": "catalog",
+    "LoadReport": "checkpoint",
+    "Pending": "checkpoint",
+    "checkpoints": "checkpoint",
+    "load": "checkpoint",
+    "save": "checkpoint",
+    "save_async": "checkpoint",
+    "Checkpointer": "manager",
+    "Steps": "policy",
+    "Keep": "retention",
+    "PerRank": "state",
+    "Sharded": "state",
+    **dict.fromkeys(
+        (
+            "AgreementFailed",
+            "CheckpointNotFound",
+            "CkptError",
+            "CorruptData",
+            "FormatError",
+            "NewerFormat",
+            "NoRoom",
+            "ObjectExists",
+            "ObjectNotFound",
+            "SaveFailed",
+            "StateError",
+            "StateMismatch",
+            "StoreError",
+            "StoreFull",
+            "Superseded",
+            "UnsupportedState",
+            "WaitTimeout",
+        ),
+        "errors",
+    ),
+}
+
+__all__ = [
+    "AgreementFailed",
+    "CheckpointInfo",
+    "CheckpointNotFound",
+    "Checkpointer",
+    "CkptError",
+    "CorruptData",
+    "FormatError",
+    "Keep",
+    "LoadReport",
+    "NewerFormat",
+    "NoRoom",
+    "ObjectExists",
+    "ObjectNotFound",
+    "Pending",
+    "PerRank",
+    "SaveFailed",
+    "Sharded",
+    "StateError",
+    "StateMismatch",
+    "Steps",
+    "StoreError",
+    "StoreFull",
+    "Superseded",
+    "UnsupportedState",
+    "WaitTimeout",
+    "checkpoints",
+    "load",
+    "save",
+    "save_async",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ckptlib' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"ckptlib.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,138 @@
+"""The arena: the directory in which a rank's slots live, and the rule by which they are reused.
+
+A slot is overwritten only when a newer snapshot is ready on every rank and nobody reads it. Slots that no live process
+has open are unlinked when the next incarnation of the same root comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Collection
+from pathlib import Path
+
+from ckptlib.errors import CorruptData, FormatError, NoRoom
+from ckptlib.slot import SUFFIX, Slot
+
+log = logging.getLogger(__name__)
+
+MEMORY = Path("/dev/shm")
+
+
+class Arena:
+    """The slots of one rank; owned by one thread."""
+
+    def __init__(self, root_id: str, directory: Path | None, num_slots: int = 2) -> None:
+        """`directory`: where slots are made; None: memory (/dev/shm), and a file where that has no room."""
+        self._prefix = f"ckptlib-{root_id[:16]}"
+        self._directory = MEMORY if directory is None else directory
+        self._fallback = Path(tempfile.gettempdir()) if directory is None else None
+        self._num_slots = num_slots
+        self._slots: list[Slot] = []
+        self._ready_step: dict[Path, int] = {}
+        self._warming: threading.Thread | None = None
+        _reclaim(self._directory, self._prefix)
+        if self._fallback is not None:
+            _reclaim(self._fallback, self._prefix)
+
+    @property
+    def slots(self) -> list[Slot]:
+        return list(self._slots)
+
+    def warm(self, capacity: int) -> None:
+        """Makes and touches the slots in the background, so that the first snapshot finds them ready.
+
+        An estimate that does not fit is left to the first snapshot, which knows the size.
+        """
+
+        def make() -> None:
+            try:
+                while len(self._slots) < self._num_slots:
+                    slot = self._make(capacity)
+                    slot.prefault()
+                    self._slots.append(slot)
+            except NoRoom as error:
+                log.warning("%s", error)
+
+        self._join()
+        self._warming = threading.Thread(target=make, name="ckptlib-arena", daemon=True)
+        self._warming.start()
+
+    def _join(self) -> None:
+        if self._warming is not None:
+            self._warming.join()
+            self._warming = None
+
+    def take(self, nbytes: int, ready_everywhere: int, in_use: Collection[Slot]) -> Slot | None:
+        """A slot to overwrite, locked, with room for a body of `nbytes`; None while all are needed or read.
+
+        `ready_everywhere`: the newest step known to be ready on all ranks, -1 for none: what is older is not needed.
+        `in_use`: slots that a writer still has to read. Raises NoRoom.
+        """
+        self._join()
+        for slot in self._slots:
+            step = self._ready_step.get(slot.path)
+            needed = slot in in_use or (step is not None and step >= ready_everywhere)
+            if not needed and slot.try_write_lock():
+                return slot if slot.capacity >= nbytes else self._grown(slot, nbytes)
+        if len(self._slots) < self._num_slots:
+            return self._add(nbytes)
+        return None
+
+    def mark_ready(self, slot: Slot, step: int) -> None:
+        """The slot holds a whole snapshot of `step` now."""
+        self._ready_step[slot.path] = step
+
+    def mark_void(self, slot: Slot) -> None:
+        """The slot's content is worth nothing."""
+        self._ready_step.pop(slot.path, None)
+
+    def _grown(self, slot: Slot, nbytes: int) -> Slot:
+        self._slots.remove(slot)
+        self.mark_void(slot)
+        slot.unlink()
+        slot.close()
+        return self._add(nbytes)
+
+    def _add(self, nbytes: int) -> Slot:
+        slot = self._make(nbytes)
+        slot.prefault()
+        self._slots.append(slot)
+        slot.try_write_lock()
+        return slot
+
+    def _make(self, nbytes: int) -> Slot:
+        try:
+            return Slot.create(self._directory, self._prefix, nbytes)
+        except NoRoom as error:
+            if self._fallback is None:
+                raise
+            log.warning("%s; using a file in %s, which is slower", error, self._fallback)
+            return Slot.create(self._fallback, self._prefix, nbytes)
+
+    def close(self, unlink: bool) -> None:
+        """Lets go of the slots; `unlink` them unless a writer is to finish with them."""
+        self._join()
+        for slot in self._slots:
+            if unlink:
+                slot.unlink()
+            slot.close()
+        self._slots.clear()
+
+
+def _reclaim(directory: Path, prefix: str) -> None:
+    """Unlinks slots of this root that no live process has open: what was killed together with its writer."""
+    for entry in os.scandir(directory):
+        if not (entry.name.startswith(prefix + "-") and entry.name.endswith(SUFFIX)):
+            continue
+        try:
+            slot = Slot.open(Path(entry.path))
+        except (FormatError, CorruptData) as error:
+            log.warning("left alone: %s", error)
+            continue
+        if slot.abandoned():
+            log.info("reclaimed %s, a slot that its processes left behind", slot.path)
+            slot.unlink()
+        slot.close()

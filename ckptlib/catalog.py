@@ -1,0 +1,329 @@
+"""What a root holds: its steps, their history, and the one way by which a step comes to exist.
+
+History is linear with rewinds. The head is the newest generation that has committed. Visible are its own steps and
+those of the generation it resumed from, up to the step it resumed from, and so on. A generation that never committed
+is no part of history. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptlib import keys
+from ckptlib.digests import XXH3, digester
+from ckptlib.errors import (
+    CheckpointNotFound,
+    CkptError,
+    CorruptData,
+    FormatError,
+    ObjectExists,
+    ObjectNotFound,
+    SaveFailed,
+    Superseded,
+)
+from ckptlib.keys import GenerationId, PartName, SaveId
+from ckptlib.layout import Layout, decode_layout
+from ckptlib.manifest import FailedPart, Generation, Manifest, Part, Root
+from ckptlib.plan import find_missing
+from ckptlib.stores import Store
+
+POLL_FIRST_S = 0.005
+POLL_LAST_S = 0.5
+"""How often a committer looks for parts: at once on a local disk, seldom when ranks are slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """One committed step, as `ckptlib.checkpoints` lists it."""
+
+    step: int
+    generation: int
+    world_size: int
+    nbytes: int
+    """Of all packs."""
+    created: float
+    """When the snapshot was taken; seconds since the epoch, by rank 0's clock."""
+    metrics: Mapping[str, object]
+    visible: bool
+    """Whether it lies on the job's history; a step left behind by a rewind does not."""
+    name: str
+    """<step>-<generation>-<nonce>."""
+
+
+def history(saves: Iterable[SaveId], generations: Mapping[GenerationId, Generation]) -> list[SaveId]:
+    """The visible ones of committed saves, ascending by step. Pure."""
+    by_generation: dict[GenerationId, list[SaveId]] = {}
+    for save in saves:
+        by_generation.setdefault(save.generation, []).append(save)
+    found: list[SaveId] = []
+    head = max(by_generation, default=None)
+    limit = keys.MAX_STEP
+    seen: set[GenerationId] = set()
+    while head is not None and head not in seen:
+        seen.add(head)
+        found += [save for save in by_generation.get(head, []) if save.step <= limit]
+        record = generations.get(head)
+        origin = None if record is None else record.resumed_from
+        if origin is not None:
+            limit = min(limit, origin.step)
+        head = None if origin is None else origin.generation
+    return sorted(found)
+
+
+class Catalog:
+    """One root in one store. Immutable documents are read once and kept."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._generations: dict[GenerationId, Generation] = {}
+        self._layouts: dict[str, Layout] = {}
+        self._verified: dict[tuple[str | None, ...], tuple[Mapping[str, tuple[int, ...]], int]] = {}
+
+    # Reading
+
+    def root(self) -> Root:
+        """Raises CheckpointNotFound where there is none."""
+        try:
+            return Root.decode(self.store.get(keys.ROOT), f"{self.store.url}/{keys.ROOT}")
+        except ObjectNotFound as error:
+            raise CheckpointNotFound(f"{self.store.url} holds no checkpoints: there is no {keys.ROOT}") from error
+
+    def open_root(self, make: Root) -> Root:
+        """The root's document; `make` is put where there is none."""
+        try:
+            return self.root()
+        except CheckpointNotFound:
+            self._put_new(keys.ROOT, make.encode())
+            return self.root()
+
+    def _put_new(self, key: str, data: bytes) -> None:
+        try:
+            self.store.put(key, data)
+        except ObjectExists:
+            return  # somebody else was first; theirs stands
+
+    def saves(self) -> list[SaveId]:
+        """Every committed save, by step."""
+        found = (keys.parse_manifest_key(entry.key) for entry in self.store.scan(keys.STEPS))
+        return sorted(save for save in found if save is not None)
+
+    def generation_ids(self) -> list[GenerationId]:
+        """Every generation that has put its record, ascending."""
+        found = (keys.parse_generation_key(entry.key) for entry in self.store.scan(keys.GENERATIONS))
+        return sorted(generation for generation in found if generation is not None)
+
+    def generations(self) -> dict[GenerationId, Generation]:
+        """Their records. Raises CorruptData or FormatError for a damaged one."""
+        ids = self.generation_ids()
+        for generation in ids:
+            if generation not in self._generations:
+                key = generation.key
+                self._generations[generation] = Generation.decode(self.store.get(key), f"{self.store.url}/{key}")
+        return {generation: self._generations[generation] for generation in ids}
+
+    def visible(self) -> list[SaveId]:
+        """The saves on the job's history, ascending by step."""
+        return history(self.saves(), self.generations())
+
+    def resolve(self, step: int | str) -> SaveId:
+        """The save of a visible step; "latest", a step number, or a full name for one that is not visible.
+
+        Raises CheckpointNotFound that says which steps there are.
+        """
+        visible = self.visible()
+        if step == "latest":
+            if not visible:
+                raise CheckpointNotFound(f"{self.store.url} holds no committed step")
+            return visible[-1]
+        if isinstance(step, str) and not step.isdigit():
+            save = keys.parse_save(step)
+            if save in self.saves():
+                return save
+            raise CheckpointNotFound(f"{self.store.url} holds no save {step}")
+        matching = [save for save in visible if save.step == int(step)]
+        if not matching:
+            steps = ", ".join(str(save.step) for save in visible[-8:])
+            raise CheckpointNotFound(f"{self.store.url} holds no step {step}; the last ones are: {steps or 'none'}")
+        return matching[-1]
+
+    def manifest(self, save: SaveId) -> Manifest:
+        """Raises CheckpointNotFound, CorruptData, FormatError."""
+        try:
+            return Manifest.decode(save, self.store.get(save.manifest_key), f"{self.store.url}/{save.manifest_key}")
+        except ObjectNotFound as error:
+            raise CheckpointNotFound(f"{self.store.url} holds no save {save}") from error
+
+    def layout(self, digest: str) -> Layout:
+        """Raises CorruptData, FormatError, ObjectNotFound."""
+        found = self._layouts.get(digest)
+        if found is None:
+            key = keys.layout_key(digest)
+            data = self.store.get(key)
+            if digester(XXH3)(data) != digest:
+                raise CorruptData(
+                    f"{self.store.url}/{key} does not match the digest in its name; it was cut or altered"
+                )
+            found = self._layouts[digest] = decode_layout(data, key)
+        return found
+
+    def part(self, name: PartName) -> Part:
+        """Verified against its name and its layout. Raises CorruptData, FormatError, ObjectNotFound."""
+        part = Part.decode(name, self.store.get(name.key))
+        part.table.check(self.layout(part.table.layout), name.key)
+        return part
+
+    def info(self, save: SaveId, visible: bool) -> CheckpointInfo:
+        manifest = self.manifest(save)
+        return CheckpointInfo(
+            step=save.step,
+            generation=save.generation.number,
+            world_size=manifest.world_size,
+            nbytes=manifest.nbytes,
+            created=manifest.created,
+            metrics=manifest.metrics,
+            visible=visible,
+            name=str(save),
+        )
+
+    # Writing
+
+    def next_generation(self) -> GenerationId:
+        """A number above all others. Nothing is put yet."""
+        ids = self.generation_ids()
+        last = max([*ids, *(save.generation for save in self.saves())], default=None)
+        return GenerationId(1 if last is None else last.number + 1, keys.new_nonce())
+
+    def put_generation(self, generation: Generation) -> None:
+        """From here on, older generations are superseded."""
+        self._put_new(generation.id.key, generation.encode())
+
+    def put_layout(self, digest: str, document: bytes) -> None:
+        """Once for all steps that share it."""
+        key = keys.layout_key(digest)
+        if not any(entry.key == key for entry in self.store.scan(key)):
+            self._put_new(key, document)
+
+    def check_head(self, generation: GenerationId) -> None:
+        """Raises Superseded when a newer generation has put its record."""
+        newest = max(self.generation_ids(), default=generation)
+        if newest > generation:
+            raise Superseded(
+                f"{self.store.url}: generation {generation} may no longer save: {newest} has begun. Two jobs use one "
+                "root; stop one of them, or give each a root of its own"
+            )
+
+    def parts(self, save: SaveId) -> dict[int, list[PartName]]:
+        """By rank: the parts of a save that are there, failed ones included, sorted."""
+        found: dict[int, list[PartName]] = {}
+        for entry in self.store.scan(save.parts_prefix):
+            name = keys.parse_part_key(entry.key)
+            if name is not None and name.save == save:
+                found.setdefault(name.rank, []).append(name)
+        return {rank: sorted(names, key=lambda n: n.attempt) for rank, names in found.items()}
+
+    def is_committed(self, save: SaveId) -> bool:
+        key = save.manifest_key
+        return any(entry.key == key for entry in self.store.scan(key))
+
+    def commit(self, save: SaveId, names: Sequence[PartName]) -> Manifest:
+        """Makes the step exist. `names`: one part per rank.
+
+        The first time that ranks lie as they do, all parts are read and it is proved that together they hold every
+        element of every tensor; as long as the tables stay the same, that proof stands. Raises SaveFailed when they do
+        not, Superseded, or what a damaged part raises; the step does not exist then.
+        """
+        layouts, nbytes = self._prove(save, names)
+        self.check_head(save.generation)
+        first = Part.decode(names[0], self.store.get(names[0].key))
+        manifest = Manifest(save, len(names), tuple(names), layouts, nbytes, first.created, first.metrics)
+        self._put_new(save.manifest_key, manifest.encode())
+        return manifest
+
+    def _prove(self, save: SaveId, names: Sequence[PartName]) -> tuple[Mapping[str, tuple[int, ...]], int]:
+        key = tuple(name.table for name in names)
+        found = self._verified.get(key)
+        if found is None:
+            parts = [self.part(name) for name in names]
+            layouts: dict[str, tuple[int, ...]] = {}
+            for part in parts:
+                layouts[part.table.layout] = (*layouts.get(part.table.layout, ()), part.rank)
+            missing = find_missing(parts, {digest: self.layout(digest) for digest in layouts})
+            if missing is not None:
+                raise SaveFailed(f"step {save.step}: no rank wrote {missing}; the step is not committed")
+            self._verified.clear()
+            found = self._verified[key] = (layouts, sum(pack.nbytes for part in parts for pack in part.packs))
+        return found
+
+    def commit_when_whole(self, save: SaveId, world_size: int, deadline: float) -> Manifest:
+        """Waits for a part of every rank, then commits.
+
+        `deadline` is on the monotonic clock. Raises SaveFailed with the ranks that failed or did not come.
+        """
+        pause = POLL_FIRST_S
+        while True:
+            names, missing = self._complete(save, world_size)
+            if not missing:
+                return self.commit(save, names)
+            if time.monotonic() > deadline:
+                some = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+                raise SaveFailed(f"step {save.step}: no part came from {len(missing)} of {world_size} ranks: {some}")
+            self.check_head(save.generation)
+            time.sleep(pause)
+            pause = min(pause * 1.5, POLL_LAST_S)
+
+    def _complete(self, save: SaveId, world_size: int) -> tuple[list[PartName], list[int]]:
+        """One good part per rank, and the ranks that have none. Raises SaveFailed for a rank that failed."""
+        found = self.parts(save)
+        names, missing = [], []
+        for rank in range(world_size):
+            good = [name for name in found.get(rank, []) if name.ok]
+            failed = [name for name in found.get(rank, []) if not name.ok]
+            if good:
+                names.append(good[0])
+            elif failed:
+                failure = FailedPart.decode(failed[0], self.store.get(failed[0].key))
+                raise SaveFailed(f"step {save.step}: rank {rank} failed: {failure.error}")
+            else:
+                missing.append(rank)
+        return names, missing
+
+    def finish(self, generation: GenerationId) -> list[SaveId]:
+        """Commits the saves of dead generations, older than `generation`, whose parts are all there.
+
+        What was persisted whole before a crash is not lost with the committer.
+        """
+        committed = set(self.saves())
+        waiting = {
+            name.save
+            for entry in self.store.scan(keys.PARTS)
+            if (name := keys.parse_part_key(entry.key)) is not None and name.save not in committed
+        }
+        trashed = {keys.parse_trash_key(entry.key) for entry in self.store.scan(keys.TRASH)}
+        done = []
+        for save in sorted(waiting - trashed):  # type: ignore[type-var]
+            if save.generation < generation and self._finish_one(save):
+                done.append(save)
+        return done
+
+    def _finish_one(self, save: SaveId) -> bool:
+        names = self.parts(save)
+        if 0 not in names or not all(any(n.ok for n in found) for found in names.values()):
+            return False
+        try:
+            world_size = self.part(next(n for n in names[0] if n.ok)).world_size
+            complete, missing = self._complete(save, world_size)
+            if missing:
+                return False
+            self.commit(save, complete)
+        except (CorruptData, FormatError, ObjectNotFound, SaveFailed):
+            return False  # damaged or incomplete: it never existed, and retention will sweep it
+        return True
+
+
+def describe(error: BaseException) -> str:
+    """One line for a document or a message to another process."""
+    text = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
+    return json.loads(json.dumps(text[:2000]))  # type: ignore[no-any-return]

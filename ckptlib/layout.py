@@ -1,0 +1,251 @@
+"""Layouts: which rank holds which box of which tensor, as meshes and placements, so that size does not grow with ranks.
+
+A layout is written once and shared by every step and every rank that has it. It also says who writes a box that several
+ranks hold, so that a reader opens only the parts that it needs. No I/O, no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ckptlib import dtypes, sharding
+from ckptlib.box import Box
+from ckptlib.digests import XXH3, digester
+from ckptlib.documents import Fields, decode, dump_body, seal
+from ckptlib.errors import FormatError
+from ckptlib.sharding import Placement
+from ckptlib.values import Json
+
+KIND = "layout"
+MAX_NDIM = 64
+MAX_NUMEL = 2**60
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """An n-d array of ranks."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """Row-major; as many as the shape says, none twice."""
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Where a rank stands, or None when it is not in the mesh."""
+        if rank not in self.ranks:
+            return None
+        flat, coordinate = self.ranks.index(rank), []
+        for size in reversed(self.shape):
+            flat, index = divmod(flat, size)
+            coordinate.append(index)
+        return tuple(reversed(coordinate))
+
+    def rank(self, coordinate: tuple[int, ...]) -> int:
+        """Who stands at a coordinate."""
+        flat = 0
+        for index, size in zip(coordinate, self.shape, strict=True):
+            flat = flat * size + index
+        return self.ranks[flat]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Held as a DTensor is: one placement per axis of a mesh."""
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    writer: tuple[int, ...] | None
+    """The coordinate on the replicating axes (0 on others) of the ranks that write; None: the parts say who wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """Every rank has a tensor of its own under this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByHand:
+    """Every rank holds a box that its user cut; the parts say which."""
+
+
+Holding = Placed | PerRank | ByHand
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a layout."""
+
+    name: str
+    dtype: str
+    """torch's name, without the module: "bfloat16"."""
+    shape: tuple[int, ...]
+    """The global shape; with PerRank, the shape on the ranks that have this layout."""
+    holding: Holding
+
+    @property
+    def nbytes_global(self) -> int:
+        return math.prod(self.shape) * dtypes.itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the ranks that share it hold."""
+
+    world_size: int
+    tensors: tuple[TensorEntry, ...]
+    """Sorted by name."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of tied tensors, each with the name under which the data is saved."""
+    objects: Mapping[str, Json] = field(default_factory=dict)
+    """By path: how to rebuild the state of objects that hold tensors (see `ckptlib.state`)."""
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The document."""
+        return _encode(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the document."""
+        return digester(XXH3)(self.encoded)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position of each name in `tensors`."""
+        return {entry.name: i for i, entry in enumerate(self.tensors)}
+
+    def find(self, name: str) -> TensorEntry | None:
+        """The tensor of this name, aliases included."""
+        i = self.index.get(self.aliases.get(name, name))
+        return None if i is None else self.tensors[i]
+
+
+def ranks_touching(entry: TensorEntry, box: Box, ranks: frozenset[int]) -> Iterator[int]:
+    """Those of `ranks`, which share the entry's layout, whose part may hold data of `box`."""
+    holding = entry.holding
+    if not isinstance(holding, Placed) or holding.writer is None:
+        yield from sorted(ranks)
+        return
+    replicating = sharding.replica_axes(holding.placements)
+    for at in sharding.coordinates_touching(entry.shape, holding.mesh.shape, holding.placements, box):
+        coordinate = tuple(holding.writer[a] if a in replicating else c for a, c in enumerate(at))
+        rank = holding.mesh.rank(coordinate)
+        if rank in ranks:
+            yield rank
+
+
+def _encode(layout: Layout) -> bytes:
+    meshes: dict[Mesh, int] = {}
+    holdings: dict[Holding, int] = {}
+    rows: list[Json] = []
+    for entry in layout.tensors:
+        if isinstance(entry.holding, Placed):
+            meshes.setdefault(entry.holding.mesh, len(meshes))
+        index = holdings.setdefault(entry.holding, len(holdings))
+        rows.append([entry.name, entry.dtype, list(entry.shape), index])
+    body: dict[str, Json] = {
+        "world_size": layout.world_size,
+        "meshes": [{"shape": list(mesh.shape), "ranks": list(mesh.ranks)} for mesh in meshes],
+        "holdings": [_encode_holding(holding, meshes) for holding in holdings],
+        "columns": ["name", "dtype", "shape", "holding"],
+        "tensors": rows,
+        "aliases": dict(layout.aliases),
+        "objects": dict(layout.objects),
+    }
+    return seal(KIND, dump_body(body))
+
+
+def _encode_holding(holding: Holding, meshes: Mapping[Mesh, int]) -> Json:
+    if isinstance(holding, PerRank):
+        return {"how": "per-rank"}
+    if isinstance(holding, ByHand):
+        return {"how": "by-hand"}
+    return {
+        "how": "placed",
+        "mesh": meshes[holding.mesh],
+        "placements": [sharding.encode(p) for p in holding.placements],
+        "writer": None if holding.writer is None else list(holding.writer),
+    }
+
+
+def decode_layout(data: bytes, where: str) -> Layout:
+    """The layout in a document. Raises as `documents.decode` does."""
+    fields = decode(KIND, data, where)
+    world_size = fields.integer("world_size", 1, 10**6)
+    meshes = [_decode_mesh(Fields(m, f"{where}: mesh {i}"), world_size) for i, m in enumerate(fields.items("meshes"))]
+    holdings = [
+        _decode_holding(Fields(h, f"{where}: holding {i}"), meshes) for i, h in enumerate(fields.items("holdings"))
+    ]
+    tensors = tuple(_decode_entry(row, holdings, fields) for row in fields.items("tensors"))
+    names = [entry.name for entry in tensors]
+    if any(a >= b for a, b in itertools.pairwise(names)):
+        raise fields.fail("tensors are not sorted by name, or one stands twice")
+    aliases = fields.mapping("aliases")
+    known = set(names)
+    if not all(isinstance(v, str) and v in known and k not in known for k, v in aliases.items()):
+        raise fields.fail("an alias names no tensor, or shadows one")
+    return Layout(world_size, tensors, aliases, fields.mapping("objects"))  # type: ignore[arg-type]
+
+
+def _decode_mesh(fields: Fields, world_size: int) -> Mesh:
+    shape = tuple(fields.integers("shape", 1))
+    ranks = tuple(fields.integers("ranks", 0, world_size - 1))
+    if math.prod(shape) != len(ranks) or len(set(ranks)) != len(ranks):
+        raise fields.fail(f"shape {shape} does not fit its {len(ranks)} ranks, or a rank stands twice")
+    return Mesh(shape, ranks)
+
+
+def _decode_holding(fields: Fields, meshes: list[Mesh]) -> Holding:
+    how = fields.text("how")
+    if how == "per-rank":
+        return PerRank()
+    if how == "by-hand":
+        return ByHand()
+    if how != "placed":
+        raise fields.fail(f"unknown way of holding a tensor: {how!r}; update ckptlib")
+    mesh = meshes[fields.integer("mesh", 0, len(meshes) - 1)]
+    placements = tuple(sharding.decode(text) for text in fields.texts("placements"))
+    writer = None if fields.raw("writer") is None else tuple(fields.integers("writer"))
+    if len(placements) != len(mesh.shape):
+        raise fields.fail(f"{len(placements)} placements for a mesh with {len(mesh.shape)} axes")
+    if writer is not None and (
+        len(writer) != len(mesh.shape) or any(w >= n for w, n in zip(writer, mesh.shape, strict=True))
+    ):
+        raise fields.fail(f"writer {writer} lies outside a mesh of shape {mesh.shape}")
+    return Placed(mesh, placements, writer)
+
+
+def _decode_entry(row: Json, holdings: list[Holding], fields: Fields) -> TensorEntry:
+    match row:
+        case [str(name), str(dtype), list(sizes), int(index)] if 0 <= index < len(holdings):
+            pass
+        case _:
+            raise fields.fail(f"not a row of tensors: {str(row)[:80]}")
+    dtypes.itemsize(dtype)
+    shape = decode_shape(sizes, fields)
+    holding = holdings[index]
+    if isinstance(holding, Placed):
+        _check_dims(holding.placements, len(shape), fields, name)
+    return TensorEntry(name, dtype, shape, holding)
+
+
+def _check_dims(placements: tuple[Placement, ...], ndim: int, fields: Fields, name: str) -> None:
+    for placement in placements:
+        if not isinstance(placement, sharding.Replicate) and not 0 <= placement.dim < ndim:
+            raise fields.fail(f"{name}: placement {sharding.encode(placement)} of a tensor with {ndim} dims")
+
+
+def decode_shape(value: Json, fields: Fields) -> tuple[int, ...]:
+    """A shape or an offset: sizes >= 0, of bounded number and product. Raises FormatError."""
+    if (
+        not isinstance(value, list)
+        or len(value) > MAX_NDIM
+        or not all(type(n) is int and 0 <= n <= MAX_NUMEL for n in value)
+    ):
+        raise fields.fail(f"not a shape: {str(value)[:80]}")
+    if math.prod(value) > MAX_NUMEL:  # type: ignore[arg-type]
+        raise FormatError(f"a shape of absurd size: {str(value)[:80]}")
+    return tuple(value)  # type: ignore[arg-type]

@@ -1,0 +1,80 @@
+"""A module's tensors under canonical names: those that the bare model would give them.
+
+Wrappers are known by their type and never by a piece of a name, so a user's own layer called "module" keeps its name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ckptlib.errors import UnsupportedState
+
+_REFUSED = {
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): (
+        "FSDP1 flattens parameters; use FSDP2: torch.distributed.fsdp.fully_shard(model)"
+    ),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine"): "save engine.module under ZeRO stage 0-1, or use FSDP2",
+    ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel"): (
+        "give the wrapped module itself; its optimizer shards flat buffers that ckptlib cannot name"
+    ),
+}
+
+
+def named_state(module: nn.Module, path: str) -> Iterator[tuple[str, object]]:
+    """(canonical name, tensor or extra state) in the order of `state_dict()`, which is called once.
+
+    Parameters come as they are (the objects that an optimizer holds), after any resharding that `state_dict()` does.
+    Raises UnsupportedState for wrappers that hide their parameters.
+    """
+    for submodule in module.modules():
+        for cls in type(submodule).__mro__:
+            remedy = _REFUSED.get((cls.__module__, cls.__name__))
+            if remedy is not None:
+                raise UnsupportedState(f"{path}: {cls.__name__} cannot be saved: {remedy}")
+    for key, value in module.state_dict(keep_vars=True).items():
+        yield _canonical(module, key), value
+
+
+def _inner_name(module: nn.Module) -> str | None:
+    """The attribute in which a wrapper keeps the module it wraps; None for what is no wrapper."""
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return "module"
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        return "_orig_mod"
+    wrapper = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    if wrapper is not None and isinstance(module, wrapper.ActivationWrapper):
+        return "_checkpoint_wrapped_module"
+    return None
+
+
+def _canonical(module: nn.Module, key: str) -> str:
+    """The name without wrappers. A wrapper's own hooks may have dropped its segment already."""
+    names, segments = [], key.split(".")
+    at: nn.Module | None = module
+    while segments:
+        inner = None if at is None else _inner_name(at)
+        if at is not None and inner is not None:
+            if segments[0] == inner:
+                segments.pop(0)
+            at = at._modules[inner]
+            continue
+        segment = segments.pop(0)
+        names.append(segment)
+        at = None if at is None else at._modules.get(segment)
+    return ".".join(names)
+
+
+def owners_of(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """By id of tensor: the submodules and attributes that hold it; more than one when it is tied."""
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for submodule in module.modules():
+        tensors: list[tuple[str, torch.Tensor | None]] = [*submodule._parameters.items(), *submodule._buffers.items()]
+        for name, tensor in tensors:
+            if tensor is not None:
+                holders.setdefault(id(tensor), []).append((submodule, name))
+    return holders

@@ -1,0 +1,239 @@
+"""Slots: files in memory that hold one snapshot each and outlive the trainer.
+
+    [0, 4096)            header: a sealed document, padded; says "ready" only when all else is whole
+    [4096, 4096 + body)  the shards, as a pack will hold them
+    then                 three documents: layout, table, snapshot (digests and values)
+
+The trainer writes, its writer process reads. A record lock on byte 0 is held shared by whoever reads the content and
+exclusive by whoever overwrites it; one on byte 1 is held shared by every process that has the slot open. Record locks
+go with the process that took them, and a forked data loader does not inherit them. A process opens a slot once:
+closing any descriptor of a file drops all of the process's locks on it. No torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from typing_extensions import Self
+
+from ckptlib.digests import XXH3, digester
+from ckptlib.documents import decode, encode
+from ckptlib.errors import CorruptData, FormatError, NoRoom
+from ckptlib.keys import MAX_RANK, SaveId, parse_save
+from ckptlib.values import Json
+
+PAGE_BYTES = 4096
+SUFFIX = ".slot"
+
+_CONTENT, _ALIVE = 0, 1
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14: map and touch pages at memory speed; a fault per page runs at a tenth of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHeader:
+    """What a slot says of itself."""
+
+    root_id: str
+    save: SaveId
+    """The snapshot it holds, or is about to hold."""
+    rank: int
+    world_size: int
+    sequence: int
+    """Odd while the content is written, even when it is whole; never goes back."""
+    body_nbytes: int
+    documents: Mapping[str, tuple[int, int, str]]
+    """By name: offset in the file, bytes, digest."""
+
+    @property
+    def ready(self) -> bool:
+        return self.sequence % 2 == 0
+
+    def encode(self) -> bytes:
+        documents: dict[str, Json] = {name: list(place) for name, place in self.documents.items()}
+        data = encode(
+            "slot",
+            {
+                "root": self.root_id,
+                "save": str(self.save),
+                "rank": self.rank,
+                "world_size": self.world_size,
+                "sequence": self.sequence,
+                "body_nbytes": self.body_nbytes,
+                "documents": documents,
+            },
+        )
+        assert len(data) <= PAGE_BYTES
+        return data.ljust(PAGE_BYTES, b"\0")
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> SlotHeader:
+        fields = decode("slot", data.rstrip(b"\0"), where)
+        documents = {}
+        for name, place in fields.mapping("documents").items():
+            match place:
+                case [int(offset), int(nbytes), str(digest)] if offset >= PAGE_BYTES and 0 <= nbytes < 2**40:
+                    documents[name] = (offset, nbytes, digest)
+                case _:
+                    raise fields.fail(f"not the place of a document: {str(place)[:80]}")
+        return cls(
+            fields.digest("root"),
+            parse_save(fields.text("save")),
+            fields.integer("rank", 0, MAX_RANK),
+            fields.integer("world_size", 1, MAX_RANK + 1),
+            fields.integer("sequence"),
+            fields.integer("body_nbytes"),
+            documents,
+        )
+
+
+class Slot:
+    """One slot, open in this process. Not for use by several threads at once, but for `body`, which is plain memory."""
+
+    def __init__(self, path: Path, fd: int, nbytes: int, writable: bool) -> None:
+        self.path = path
+        self._fd = fd
+        self._nbytes_mapped = nbytes
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, access)
+        self._lock(_ALIVE, fcntl.LOCK_SH)
+
+    @classmethod
+    def create(cls, directory: Path, prefix: str, capacity: int) -> Self:
+        """A new slot with room for a body of `capacity` bytes, all of it allocated.
+
+        Raises NoRoom; allocating beforehand turns what would be a SIGBUS in mid-copy into this error.
+        """
+        path = directory / f"{prefix}-{secrets.token_hex(8)}{SUFFIX}"
+        nbytes = PAGE_BYTES + capacity
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise NoRoom(f"cannot make a slot in {directory}: {error.strerror}") from error
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            return cls(path, fd, nbytes, writable=True)
+        except OSError as error:
+            os.close(fd)
+            path.unlink()
+            free = os.statvfs(directory)
+            raise NoRoom(
+                f"{directory} has no room for a slot of {nbytes:,} bytes ({free.f_bavail * free.f_frsize:,} free): "
+                f"{error.strerror}; enlarge it, or give another directory: arena="
+            ) from error
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """A slot that another process made, to be read. Raises FormatError for a file that is not this user's slot."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise FormatError(f"{path}: cannot be opened as a slot: {error.strerror}") from error
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid() or found.st_size < PAGE_BYTES:
+            os.close(fd)
+            raise FormatError(f"{path}: not a slot of this user ({found.st_size} bytes, owner {found.st_uid})")
+        return cls(path, fd, found.st_size, writable=False)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the largest body that fits."""
+        return self._nbytes_mapped - PAGE_BYTES
+
+    @property
+    def body(self) -> memoryview:
+        """The mapped body, whole capacity."""
+        return memoryview(self._map)[PAGE_BYTES:]
+
+    def prefault(self) -> None:
+        """Maps every page now, without the GIL. Where the kernel cannot, the first copy does it."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(self._nbytes_mapped), _MADV_POPULATE_WRITE)
+
+    def address(self) -> int:
+        """Of the body's first byte in this process. Only for a slot made here."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + PAGE_BYTES
+
+    def write_header(self, header: SlotHeader) -> None:
+        os.pwrite(self._fd, header.encode(), 0)
+
+    def read_header(self) -> SlotHeader:
+        """Raises CorruptData or FormatError for a header that is torn or foreign."""
+        return SlotHeader.decode(os.pread(self._fd, PAGE_BYTES, 0), str(self.path))
+
+    def write_documents(self, body_nbytes: int, documents: Mapping[str, bytes]) -> dict[str, tuple[int, int, str]]:
+        """Puts the documents behind the body; returns their places. Raises NoRoom."""
+        places, offset = {}, PAGE_BYTES + body_nbytes
+        digest = digester(XXH3)
+        for name, data in documents.items():
+            try:
+                written = os.pwrite(self._fd, data, offset)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                written = 0
+            if written != len(data):
+                raise NoRoom(f"{self.path}: no room for {len(data):,} bytes of {name}")
+            places[name] = (offset, len(data), digest(data))
+            offset += len(data)
+        return places
+
+    def read_document(self, header: SlotHeader, name: str) -> bytes:
+        """Raises CorruptData when it does not match the header."""
+        if name not in header.documents:
+            raise FormatError(f"{self.path}: the slot holds no {name}")
+        offset, nbytes, expected = header.documents[name]
+        data = os.pread(self._fd, nbytes, offset)
+        if len(data) != nbytes or digester(XXH3)(data) != expected:
+            raise CorruptData(f"{self.path}: {name} at [{offset}:+{nbytes}] does not match its digest {expected}")
+        return data
+
+    def try_write_lock(self) -> bool:
+        """Takes the content for overwriting, unless somebody reads it."""
+        return self._lock(_CONTENT, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def read_lock(self) -> bool:
+        """Takes the content for reading, unless it is being overwritten."""
+        return self._lock(_CONTENT, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def unlock(self) -> None:
+        """Gives the content free."""
+        self._lock(_CONTENT, fcntl.LOCK_UN)
+
+    def abandoned(self) -> bool:
+        """Whether no other process has the slot open; asked by one that opened it after they did."""
+        alone = self._lock(_ALIVE, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if alone:
+            self._lock(_ALIVE, fcntl.LOCK_SH)
+        return alone
+
+    def _lock(self, byte: int, how: int) -> bool:
+        try:
+            fcntl.lockf(self._fd, how, 1, byte)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        """Unmaps and drops the locks. Views of the body keep the mapping alive until they are gone."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def unlink(self) -> None:
+        """Removes the name; the memory is given back when nobody has it open."""
+        self.path.unlink(missing_ok=True)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
