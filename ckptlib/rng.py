@@ -19,7 +19,7 @@ import hashlib
 import logging
 import random
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -32,7 +32,6 @@ _log = logging.getLogger(__name__)
 
 _PYTHON = struct.Struct("<I625IBd")
 _NUMPY = struct.Struct("<624IIId")
-_WORDS = 624  # of a Mersenne Twister
 
 
 class RngState:
@@ -118,10 +117,11 @@ def _python_bytes(source: random.Random | None = None) -> bytes:
 
 
 def _python_state(data: bytes) -> tuple[int, tuple[int, ...], float | None]:
-    version, *words, has_gauss, gauss = _unpack(_PYTHON, data, "python")
-    if version != random.Random.VERSION or words[-1] > _WORDS or has_gauss > 1:
-        raise FormatError(f"random state of python: not a state of version {random.Random.VERSION}")
-    return version, tuple(words), gauss if has_gauss else None
+    version, *words, position, has_gauss, gauss = _unpack(_PYTHON, data, "python")
+    if version != random.Random.VERSION:
+        raise FormatError(f"random state of python: expected version {random.Random.VERSION}, got {version}")
+    _check_twister(words, position, has_gauss, "python")
+    return version, (*words, position), gauss if has_gauss else None
 
 
 def _numpy_bytes(source: np.random.RandomState | None = None) -> bytes:
@@ -138,9 +138,17 @@ def _numpy_bytes(source: np.random.RandomState | None = None) -> bytes:
 
 def _numpy_state(data: bytes) -> tuple[str, np.ndarray[tuple[int], np.dtype[np.uint32]], int, int, float]:
     *words, position, has_gauss, gauss = _unpack(_NUMPY, data, "numpy")
-    if position > _WORDS or has_gauss > 1:  # numpy itself would read past its words
-        raise FormatError(f"random state of numpy: position {position} of {_WORDS}, gauss flag {has_gauss}")
+    _check_twister(words, position, has_gauss, "numpy")
     return "MT19937", np.array(words, dtype=np.uint32), position, has_gauss, gauss
+
+
+def _check_twister(words: Sequence[int], position: int, has_gauss: int, name: str) -> None:
+    # Beyond its words numpy reads foreign memory; from words of zeros come only zeros, and normals loop for ever.
+    if position > len(words) or has_gauss > 1 or not any(words):
+        raise FormatError(
+            f"random state of {name}: expected position <= {len(words)}, gauss flag <= 1 and words that are not all 0, "
+            f"got position {position}, flag {has_gauss}"
+        )
 
 
 def _unpack(layout: struct.Struct, data: bytes, name: str) -> tuple[Any, ...]:
