@@ -46,6 +46,8 @@ def decode(kind: str, data: bytes, where: str) -> Fields:
     if match is None:
         raise FormatError(f"{where} is not a document of ckptlib: it begins with {data[:40]!r}")
     version, found_kind, algorithm, expected = (group.decode() for group in match.groups())
+    if int(version) < 1:
+        raise FormatError(f"{where} has format version {version}; the first one was 1")
     if int(version) > VERSION:
         raise NewerFormat(f"{where} has format version {version}; this ckptlib reads up to {VERSION}: update ckptlib")
     body, tail = data[match.end() : -2], data[-2:]
@@ -86,9 +88,11 @@ class Fields:
 
     def number(self, name: str) -> float:
         value = self.raw(name)
-        if type(value) not in (int, float):
+        if type(value) is int and abs(value) <= 2**62:
+            return float(value)
+        if type(value) is not float:
             raise self._wrong(name, "a number")
-        return float(value)  # type: ignore[arg-type]
+        return value
 
     def text(self, name: str, pattern: str | None = None) -> str:
         value = self.raw(name)

@@ -18,6 +18,8 @@ import re
 import secrets
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from ckptlib.errors import FormatError
 
 ROOT = "ckptlib.json"
@@ -32,15 +34,15 @@ MAX_STEP = 10**12 - 1
 MAX_GENERATION = 10**6 - 1
 MAX_RANK = 10**6 - 1
 
-_SAVE = r"(\d{12})-(\d{6})-([0-9a-f]{8})"
+_SAVE = r"([0-9]{12})-([0-9]{6})-([0-9a-f]{8})"
 _SAVE_NAME = re.compile(_SAVE)
-_GENERATION_KEY = re.compile(r"generations/(\d{6})-([0-9a-f]{8})\.json")
+_GENERATION_KEY = re.compile(r"generations/([0-9]{6})-([0-9a-f]{8})\.json")
 _STEP_KEY = re.compile(rf"steps/{_SAVE}\.json")
 _TRASH_KEY = re.compile(rf"trash/{_SAVE}\.json")
 _PART_KEY = re.compile(
-    rf"parts/{_SAVE}/(\d{{6}})-([0-9a-f]{{8}})-(?:ok-([0-9a-f]{{32}})|failed)-([0-9a-f]{{32}})\.json"
+    rf"parts/{_SAVE}/([0-9]{{6}})-([0-9a-f]{{8}})-(?:ok-([0-9a-f]{{32}})|failed)-([0-9a-f]{{32}})\.json"
 )
-_PACK_KEY = re.compile(rf"packs/{_SAVE}/(\d{{6}})-([0-9a-f]{{8}})-(\d{{6}})\.safetensors")
+_PACK_KEY = re.compile(rf"packs/{_SAVE}/([0-9]{{6}})-([0-9a-f]{{8}})-([0-9]{{6}})\.safetensors")
 
 
 def new_nonce() -> str:
@@ -59,6 +61,7 @@ class GenerationId:
     def key(self) -> str:
         return f"{GENERATIONS}{self}.json"
 
+    @override
     def __str__(self) -> str:
         return f"{self.number:06d}-{self.nonce}"
 
@@ -89,6 +92,7 @@ class SaveId:
     def pack_key(self, rank: int, attempt: str, n: int) -> str:
         return f"{self.packs_prefix}{rank:06d}-{attempt}-{n:06d}.safetensors"
 
+    @override
     def __str__(self) -> str:
         return f"{self.step:012d}-{self.generation}"
 

@@ -6,6 +6,7 @@ A manifest is derived from parts alone, so whoever commits a step writes the sam
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -88,7 +89,7 @@ class Generation:
         resumed = None if fields.raw("resumed_from") is None else parse_save(fields.text("resumed_from"))
         return cls(
             GenerationId(fields.integer("generation", 0, MAX_GENERATION), fields.text("nonce", "[0-9a-f]{8}")),
-            fields.integer("world_size", 1),
+            fields.integer("world_size", 1, MAX_RANK + 1),
             resumed,
             fields.number("created"),
             {k: str(v) for k, v in fields.mapping("versions").items()},
@@ -199,7 +200,8 @@ class Table:
         sizes = self.nbytes[first : first + self.num_chunks[shard]]
         if sum(sizes) != box.numel * itemsize or any(size % itemsize for size in sizes):
             raise FormatError(
-                f"{where}: {entry.name}{box} is {box.numel} elements of {itemsize} bytes, but its chunks hold {sum(sizes)}"
+                f"{where}: {entry.name}{box} is {box.numel} elements of {itemsize} bytes, "
+                f"but its chunks hold {sum(sizes)}"
             )
 
 
@@ -261,7 +263,7 @@ class Part:
         part = cls(
             parse_save(fields.text("save")),
             fields.integer("rank", 0, MAX_RANK),
-            fields.integer("world_size", 1),
+            fields.integer("world_size", 1, MAX_RANK + 1),
             fields.text("attempt", "[0-9a-f]{8}"),
             table,
             tuple(_decode_pack(row, fields) for row in fields.items("packs")),
@@ -359,6 +361,8 @@ class Manifest:
         if [part.rank for part in parts] != list(range(world_size)):
             raise fields.fail(f"does not name one part for each of {world_size} ranks")
         layouts = {digest: _from_runs(runs, fields) for digest, runs in fields.mapping("layouts").items()}
+        if not all(re.fullmatch("[0-9a-f]{32}", digest) for digest in layouts):
+            raise fields.fail("layouts are not named by their digests")
         if sorted(rank for ranks in layouts.values() for rank in ranks) != list(range(world_size)):
             raise fields.fail(f"does not name one layout for each of {world_size} ranks")
         return cls(
@@ -394,7 +398,7 @@ def _from_runs(value: Json, fields: Fields) -> tuple[int, ...]:
     ranks: list[int] = []
     for run in value if isinstance(value, list) else [value]:
         match run:
-            case [int(first), int(last)] if 0 <= first <= last <= MAX_RANK:
+            case [int(first), int(last)] if (ranks[-1] if ranks else -1) < first <= last <= MAX_RANK:
                 ranks.extend(range(first, last + 1))
             case _:
                 raise fields.fail(f"not runs of ranks: {str(value)[:80]}")

@@ -167,7 +167,10 @@ class Slot:
 
     def read_header(self) -> SlotHeader:
         """Raises CorruptData or FormatError for a header that is torn or foreign."""
-        return SlotHeader.decode(os.pread(self._fd, PAGE_BYTES, 0), str(self.path))
+        header = SlotHeader.decode(os.pread(self._fd, PAGE_BYTES, 0), str(self.path))
+        if header.body_nbytes > self.capacity:
+            raise FormatError(f"{self.path}: a body of {header.body_nbytes} bytes in a slot for {self.capacity}")
+        return header
 
     def write_documents(self, body_nbytes: int, documents: Mapping[str, bytes]) -> dict[str, tuple[int, int, str]]:
         """Puts the documents behind the body; returns their places. Raises NoRoom."""
@@ -191,6 +194,8 @@ class Slot:
         if name not in header.documents:
             raise FormatError(f"{self.path}: the slot holds no {name}")
         offset, nbytes, expected = header.documents[name]
+        if offset + nbytes > os.fstat(self._fd).st_size:  # looked up before memory is taken for it
+            raise CorruptData(f"{self.path}: {name} at [{offset}:+{nbytes}] lies behind the end of the slot")
         data = os.pread(self._fd, nbytes, offset)
         if len(data) != nbytes or digester(XXH3)(data) != expected:
             raise CorruptData(f"{self.path}: {name} at [{offset}:+{nbytes}] does not match its digest {expected}")
