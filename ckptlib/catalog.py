@@ -235,11 +235,14 @@ class Catalog:
         element of every tensor; as long as the tables stay the same, that proof stands. Raises SaveFailed when they do
         not, Superseded, or what a damaged part raises; the step does not exist then.
         """
+        assert [(n.save, n.rank) for n in names] == [(save, rank) for rank in range(len(names))], "one part per rank"
         layouts, nbytes = self._prove(save, names)
         self.check_head(save.generation)
         first = Part.decode(names[0], self.store.get(names[0].key))
         manifest = Manifest(save, len(names), tuple(names), layouts, nbytes, first.created, first.metrics)
         self._put_new(save.manifest_key, manifest.encode())
+        for digest in layouts:  # retention may have deleted one that no step named until now
+            self.put_layout(digest, self.layout(digest).encoded)
         return manifest
 
     def _prove(self, save: SaveId, names: Sequence[PartName]) -> tuple[Mapping[str, tuple[int, ...]], int]:
@@ -249,6 +252,11 @@ class Catalog:
             parts = [self.part(name) for name in names]
             layouts: dict[str, tuple[int, ...]] = {}
             for part in parts:
+                if part.world_size != len(names):
+                    raise SaveFailed(
+                        f"step {save.step}: the part of rank {part.rank} is for {part.world_size} ranks, "
+                        f"expected {len(names)}"
+                    )
                 layouts[part.table.layout] = (*layouts.get(part.table.layout, ()), part.rank)
             missing = find_missing(parts, {digest: self.layout(digest) for digest in layouts})
             if missing is not None:
