@@ -1,0 +1,177 @@
+"""Saves made by hand and read back without the reader, for tests that are about neither."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load
+
+from ckptlib import keys, plan, sharding
+from ckptlib.box import Box
+from ckptlib.catalog import Catalog
+from ckptlib.digests import XXH3, digester
+from ckptlib.errors import CorruptData
+from ckptlib.keys import GenerationId, PartName, SaveId
+from ckptlib.layout import Layout, Mesh, Placed, TensorEntry
+from ckptlib.manifest import Generation, Pack, Part, Root
+from ckptlib.sharding import Replicate, Shard
+from ckptlib.stores import Store
+from ckptlib.stores.local import LocalStore
+from ckptlib.stores.memory import MemoryStore
+from ckptlib.writer.packs import pack
+
+ROOT_ID = "0123456789abcdef" * 2
+ATTEMPT = "a77e3b70"
+
+
+def make_root(store: Store, save_deadline_s: float = 60.0) -> Catalog:
+    """A catalog of a store that has a root."""
+    catalog = Catalog(store)
+    catalog.open_root(Root(ROOT_ID, XXH3, save_deadline_s))
+    return catalog
+
+
+def make_generation(
+    catalog: Catalog, number: int = 1, resumed_from: SaveId | None = None, world_size: int = 1
+) -> GenerationId:
+    """An incarnation whose record is put."""
+    generation = GenerationId(number, f"{number:08x}")
+    catalog.put_generation(Generation(generation, world_size, resumed_from, 0.0, {}, "here"))
+    return generation
+
+
+def layout_of(tensors: Mapping[str, np.ndarray], world_size: int = 1) -> Layout:
+    """Cut along dim 0 over all ranks; 0-d tensors are replicated."""
+    mesh = Mesh((world_size,), tuple(range(world_size)))
+    entries = [
+        TensorEntry(name, str(a.dtype), a.shape, Placed(mesh, (Shard(0) if a.ndim else Replicate(),), None))
+        for name, a in sorted(tensors.items())
+    ]
+    return Layout(world_size, tuple(plan.assign(entries)))
+
+
+def shards_of(layout: Layout, rank: int) -> list[tuple[str, Box]]:
+    """What a rank writes."""
+    found = []
+    for entry in layout.tensors:
+        assert isinstance(entry.holding, Placed)
+        if plan.writes(entry, rank):
+            mesh = entry.holding.mesh
+            at = mesh.coordinate(rank)
+            assert at is not None
+            found += [
+                (entry.name, piece.box)
+                for piece in sharding.pieces(entry.shape, mesh.shape, entry.holding.placements, at)
+            ]
+    return found
+
+
+def put_part(
+    catalog: Catalog,
+    save: SaveId,
+    rank: int,
+    layout: Layout,
+    tensors: Mapping[str, np.ndarray],
+    attempt: str = ATTEMPT,
+) -> PartName:
+    """Packs and part of one rank, put in the order of a writer."""
+    table = plan.lay_out(layout, shards_of(layout, rank), chunk_bytes=1 << 20)
+    body = bytearray(plan.body_nbytes(table))
+    digests = []
+    for tensor, box, first, count in zip(table.tensors, table.boxes, table.first_chunks, table.num_chunks, strict=True):
+        raw = np.ascontiguousarray(tensors[layout.tensors[tensor].name][box.slices()]).tobytes()
+        body[table.offsets[first] : table.offsets[first] + len(raw)] = raw
+        for c in range(first, first + count):
+            digests.append(digester(XXH3)(bytes(body[table.offsets[c] : table.offsets[c] + table.nbytes[c]])))
+    packing = pack(table, layout, catalog.store.pack_nbytes)
+    packs = []
+    for n, shape in enumerate(packing.packs):
+        packs.append(Pack(save.pack_key(rank, attempt, n), shape.nbytes))
+        with catalog.store.upload(packs[n].key, shape.head_nbytes) as upload:
+            upload.write(body[shape.start : shape.stop])
+            upload.commit(shape.head(save, rank, layout.digest))
+    catalog.put_layout(layout.digest, layout.encoded)
+    part = Part(save, rank, layout.world_size, attempt, packing.table, tuple(packs), XXH3, tuple(digests), {}, {}, 0.0)
+    name, document = part.encode()
+    catalog.store.put(name.key, document)
+    return name
+
+
+def put_parts(
+    catalog: Catalog, generation: GenerationId, step: int, tensors: Mapping[str, np.ndarray], world_size: int = 1
+) -> tuple[SaveId, list[PartName]]:
+    """A save of all ranks that only lacks its commit."""
+    save, layout = SaveId(step, generation), layout_of(tensors, world_size)
+    return save, [put_part(catalog, save, rank, layout, tensors) for rank in range(world_size)]
+
+
+def make_save(
+    catalog: Catalog, generation: GenerationId, step: int, tensors: Mapping[str, np.ndarray], world_size: int = 1
+) -> SaveId:
+    """A committed step."""
+    save, names = put_parts(catalog, generation, step, tensors, world_size)
+    catalog.commit(save, names)
+    return save
+
+
+def read_save(store: Store, save: SaveId) -> dict[str, np.ndarray]:
+    """Its tensors, every digest checked, read by safetensors alone: an entry says where in its tensor it begins.
+
+    Only for saves of `make_save`, whose chunks are contiguous in the whole tensor.
+    """
+    catalog = Catalog(store)
+    found: dict[str, np.ndarray] = {}
+    for name in catalog.manifest(save).parts:
+        part = catalog.part(name)
+        table = part.table
+        for c, expected in enumerate(part.digests):
+            data = store.get(part.packs[table.packs[c]].key, table.offsets[c], table.nbytes[c])
+            if digester(part.algorithm)(data) != expected:
+                raise CorruptData(f"{part.packs[table.packs[c]].key}: chunk {c}")
+        shapes = {entry.name: entry.shape for entry in catalog.layout(table.layout).tensors}
+        for p in part.packs:
+            for entry_name, piece in load(store.get(p.key)).items():
+                tensor, _, first = entry_name.rpartition("@")
+                if tensor:
+                    whole = found.setdefault(tensor, np.zeros(shapes[tensor], piece.dtype))
+                    whole.reshape(-1)[int(first) : int(first) + piece.size] = piece.reshape(-1)
+    return found
+
+
+def age(store: Store, seconds: float) -> None:
+    """Makes everything that is in the store so much older."""
+    if isinstance(store, MemoryStore):
+        store._objects = {key: (data, modified - seconds) for key, (data, modified) in store._objects.items()}
+        return
+    assert isinstance(store, LocalStore)
+    root = Path(store.url.removeprefix("file://"))
+    for path in root.rglob("*"):
+        if path.is_file():
+            modified = path.stat().st_mtime - seconds
+            os.utime(path, (modified, modified))
+
+
+def state(step: int) -> dict[str, np.ndarray]:
+    """A small state that tells its step."""
+    return {
+        "w": np.arange(24, dtype=np.float32).reshape(6, 4) + step,
+        "b": np.full(5, step, dtype=np.int64),
+        "count": np.array(step, dtype=np.float64),
+    }
+
+
+def all_keys(store: Store) -> set[str]:
+    return {entry.key for entry in store.scan("")}
+
+
+def keys_of(store: Store, save: SaveId) -> set[str]:
+    """Everything that belongs to one save, but for its layouts."""
+    return {
+        key
+        for key in all_keys(store)
+        if save in (keys.pack_save(key), keys.parse_manifest_key(key), keys.parse_trash_key(key))
+        or ((part := keys.parse_part_key(key)) is not None and part.save == save)
+    }
