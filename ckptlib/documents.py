@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from ckptlib.digests import HEX_WIDTH, XXH3, digester
+from ckptlib.digests import ALGORITHMS, HEX_WIDTH, XXH3, digester
 from ckptlib.errors import CorruptData, FormatError, NewerFormat
 from ckptlib.values import Json, loads
 
@@ -50,6 +50,8 @@ def decode(kind: str, data: bytes, where: str) -> Fields:
         raise FormatError(f"{where} has format version {version}; the first one was 1")
     if int(version) > VERSION:
         raise NewerFormat(f"{where} has format version {version}; this ckptlib reads up to {VERSION}: update ckptlib")
+    if algorithm not in ALGORITHMS:
+        raise FormatError(f"{where} has a digest by {algorithm!r}, which is not one of {', '.join(ALGORITHMS)}")
     body, tail = data[match.end() : -2], data[-2:]
     if tail != b"}\n" or digester(algorithm)(body) != expected:
         raise CorruptData(

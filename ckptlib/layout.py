@@ -16,7 +16,6 @@ from ckptlib import dtypes, sharding
 from ckptlib.box import Box
 from ckptlib.digests import XXH3, digester
 from ckptlib.documents import Fields, decode, dump_body, seal
-from ckptlib.errors import FormatError
 from ckptlib.sharding import Placement
 from ckptlib.values import Json
 
@@ -247,5 +246,5 @@ def decode_shape(value: Json, fields: Fields) -> tuple[int, ...]:
     ):
         raise fields.fail(f"not a shape: {str(value)[:80]}")
     if math.prod(value) > MAX_NUMEL:  # type: ignore[arg-type]
-        raise FormatError(f"a shape of absurd size: {str(value)[:80]}")
+        raise fields.fail(f"a shape of absurd size: {str(value)[:80]}")
     return tuple(value)  # type: ignore[arg-type]

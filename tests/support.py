@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from ckptlib import keys, plan, sharding
 from ckptlib.box import Box
 from ckptlib.catalog import Catalog
 from ckptlib.digests import XXH3, digester
+from ckptlib.documents import seal
 from ckptlib.errors import CorruptData
 from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.layout import Layout, Mesh, Placed, TensorEntry
@@ -152,6 +154,22 @@ def age(store: Store, seconds: float) -> None:
         if path.is_file():
             modified = path.stat().st_mtime - seconds
             os.utime(path, (modified, modified))
+
+
+def flips(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Every document that differs from this one in a single bit, and which byte of it that is."""
+    for position in range(len(data)):
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[position] ^= 1 << bit
+            yield position, bytes(flipped)
+
+
+def resealed(document: bytes, **fields: object) -> bytes:
+    """The same document with other fields in its body, and a digest that fits: what only malice or a bug writes."""
+    envelope = json.loads(document)
+    body = {**envelope["body"], **fields}
+    return seal(envelope["kind"], json.dumps({name: v for name, v in body.items() if v is not ...}))
 
 
 def state(step: int) -> dict[str, np.ndarray]:

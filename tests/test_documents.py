@@ -1,0 +1,151 @@
+"""The envelope: what it holds comes back, and nothing else is ever believed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from support import flips
+
+from ckptlib.documents import VERSION, Fields, decode, dump_body, encode, seal
+from ckptlib.errors import CorruptData, FormatError, NewerFormat
+from ckptlib.values import Json
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    # surrogates are no Unicode: the encoding of values keeps them out of documents
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("abc$\u00e9", max_size=3), inner, max_size=4),
+    max_leaves=12,
+)
+BODIES = st.dictionaries(st.text("abcd", max_size=3), JSON, max_size=5)
+
+EXAMPLE = encode("manifest", {"step": 500, "names": ["a", "b"], "nothing": None})
+BODY_AT = EXAMPLE.index(b'"body":') + len(b'"body":')
+
+
+@given(BODIES)
+def test_what_is_encoded_comes_back_in_order(body: dict[str, Json]) -> None:
+    fields = decode("part", encode("part", body), "here")
+    for name, value in body.items():
+        assert name in fields
+        assert fields.raw(name) == value
+    assert list(fields._value) == list(body)
+
+
+def test_a_document_can_be_checked_by_hand() -> None:
+    """With what the format's description says, and without this library."""
+    envelope = json.loads(EXAMPLE)
+    assert list(envelope) == ["ckptlib", "kind", "digest", "body"]
+    assert (envelope["ckptlib"], envelope["kind"]) == (VERSION, "manifest")
+    body = EXAMPLE[BODY_AT:-2]
+    assert EXAMPLE[-2:] == b"}\n"
+    assert envelope["digest"] == "xxh3:" + xxhash.xxh3_128_hexdigest(body)
+    assert json.loads(body) == envelope["body"]
+
+
+def test_bytes_never_change() -> None:
+    """Names of layouts and parts are digests of these bytes."""
+    assert (
+        b'{"ckptlib":1,"kind":"manifest","digest":"xxh3:'
+        + xxhash.xxh3_128_hexdigest(EXAMPLE[BODY_AT:-2]).encode()
+        + b'","body":{"step":500,"names":["a","b"],"nothing":null}}\n'
+    ) == EXAMPLE
+    assert dump_body({"b": 1, "a": [1.5, "\u00e9"]}) == '{"b":1,"a":[1.5,"\\u00e9"]}'
+
+
+def test_every_flipped_bit_is_found() -> None:
+    for position, data in flips(EXAMPLE):
+        expected = CorruptData if position >= BODY_AT else (CorruptData, FormatError)
+        with pytest.raises(expected, match="here"):
+            decode("manifest", data, "here")
+
+
+def test_every_truncation_is_found() -> None:
+    for length in range(len(EXAMPLE)):
+        with pytest.raises((CorruptData, FormatError), match="here"):
+            decode("manifest", EXAMPLE[:length], "here")
+    for tail in (b"\n", b"}", b"\0", EXAMPLE):
+        with pytest.raises(CorruptData):
+            decode("manifest", EXAMPLE + tail, "here")
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_no_document(data: bytes) -> None:
+    with pytest.raises(FormatError):
+        decode("part", data, "here")
+
+
+def test_a_newer_version_is_told_apart_from_damage() -> None:
+    """Before anything else of it is looked at: its digest may be another one."""
+    for version in (b"2", b"10", b"999999999"):
+        with pytest.raises(NewerFormat, match=f"version {version.decode()}.*update ckptlib"):
+            decode("manifest", EXAMPLE.replace(b'"ckptlib":1', b'"ckptlib":' + version).replace(b"500", b"501"), "here")
+    with pytest.raises(FormatError, match="version 0"):
+        decode("manifest", EXAMPLE.replace(b'"ckptlib":1', b'"ckptlib":0'), "here")
+
+
+def test_another_kind_or_another_digest_is_refused() -> None:
+    with pytest.raises(FormatError, match="here is a manifest, expected a part"):
+        decode("part", EXAMPLE, "here")
+    sealed = EXAMPLE[: BODY_AT - len(b',"body":')]
+    foreign = sealed.replace(b"xxh3:" + sealed[-33:-1], b"md5:" + hashlib.md5(EXAMPLE[BODY_AT:-2]).hexdigest().encode())
+    with pytest.raises(FormatError, match="here has a digest by 'md5'"):
+        decode("manifest", foreign + EXAMPLE[len(sealed) :], "here")
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["[]", "3", "null", '"x"', "", "{", "{}{}", '{"a":NaN}', '{"a":1e999}', '{"a":1,"a":2}', "[" * 100_000, "\x00"],
+)
+def test_a_body_that_is_no_object_is_refused(body: str) -> None:
+    with pytest.raises(FormatError):
+        decode("part", seal("part", body), "here")
+
+
+def fields_of(value: object) -> Fields:
+    return Fields({"x": value}, "here")  # type: ignore[dict-item]
+
+
+READERS: dict[str, tuple[Callable[[Fields], object], list[object], list[object]]] = {
+    "integer": (lambda f: f.integer("x", 1, 9), [1, 9], [0, 10, True, 1.0, "1", None, [1], 10**400]),
+    "number": (lambda f: f.number("x"), [0, -1, 1.5], [True, "1", None, 10**400, -(10**400), []]),
+    "text": (lambda f: f.text("x"), ["", "a"], [1, None, ["a"], {}]),
+    "text like": (lambda f: f.text("x", "[ab]+"), ["a", "ab"], ["", "c", "a\n", "aC", 1]),
+    "digest": (lambda f: f.digest("x"), ["0" * 32], ["0" * 31, "0" * 33, "F" * 32, "../" + "0" * 29, 0, "\u0660" * 32]),
+    "integers": (lambda f: f.integers("x", 0, 3), [[], [0, 3]], [[4], [-1], [True], [1.0], ["1"], 1, None, {"0": 1}]),
+    "items": (lambda f: f.items("x"), [[], [None, 1]], [{}, "ab", None, 1]),
+    "texts": (lambda f: f.texts("x"), [[], ["a"]], [["a", 1], "ab", [None], None]),
+    "mapping": (lambda f: f.mapping("x"), [{}, {"a": 1}], [[], "a", None, 1]),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_fields_are_read_strictly(name: str) -> None:
+    read, good, bad = READERS[name]
+    for value in good:
+        found = read(fields_of(value))
+        assert found == value
+    for value in bad:
+        with pytest.raises(FormatError, match="here: field 'x' is not "):
+            read(fields_of(value))
+    with pytest.raises(FormatError, match="here: field 'x' is missing"):
+        read(Fields({"y": 1}, "here"))
+
+
+def test_inner_fields_name_the_way() -> None:
+    inner = Fields({"a": {"b": 1}}, "here").inner("a")
+    assert inner.integer("b") == 1
+    with pytest.raises(FormatError, match="here: a: field 'c' is missing"):
+        inner.raw("c")
+    with pytest.raises(FormatError, match="here: a: expected an object, got int"):
+        Fields({"a": 1}, "here").inner("a")
+    assert str(inner.fail("is odd")) == "here: a: is odd"
