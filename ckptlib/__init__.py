@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptlib.catalog import CheckpointInfo
-    from ckptlib.checkpoint import LoadReport, Pending, checkpoints, load, save, save_async
+    from ckptlib.checkpoint import LoadReport, checkpoints, load, save, save_async
     from ckptlib.errors import (
         AgreementFailed,
         CheckpointNotFound,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ckptlib.manager import Checkpointer
     from ckptlib.policy import Steps
     from ckptlib.retention import Keep
+    from ckptlib.session import Pending
     from ckptlib.state import PerRank, Sharded
 
 __version__ = "0.1.0"
@@ -46,7 +47,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CheckpointInfo": "catalog",
     "LoadReport": "checkpoint",
-    "Pending": "checkpoint",
+    "Pending": "session",
     "checkpoints": "checkpoint",
     "load": "checkpoint",
     "save": "checkpoint",

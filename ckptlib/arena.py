@@ -13,7 +13,8 @@ import threading
 from collections.abc import Collection
 from pathlib import Path
 
-from ckptlib.errors import CorruptData, FormatError, NoRoom
+from ckptlib.errors import FormatError, NoRoom
+from ckptlib.keys import GenerationId
 from ckptlib.slot import SUFFIX, Slot
 
 log = logging.getLogger(__name__)
@@ -24,18 +25,18 @@ MEMORY = Path("/dev/shm")
 class Arena:
     """The slots of one rank; owned by one thread."""
 
-    def __init__(self, root_id: str, directory: Path | None, num_slots: int = 2) -> None:
+    def __init__(self, root_id: str, generation: GenerationId, directory: Path | None, num_slots: int) -> None:
         """`directory`: where slots are made; None: memory (/dev/shm), and a file where that has no room."""
-        self._prefix = f"ckptlib-{root_id[:16]}"
+        self._root_prefix = f"ckptlib-{root_id[:16]}-"
+        self._prefix = f"{self._root_prefix}{generation}"
         self._directory = MEMORY if directory is None else directory
         self._fallback = Path(tempfile.gettempdir()) if directory is None else None
         self._num_slots = num_slots
         self._slots: list[Slot] = []
         self._ready_step: dict[Path, int] = {}
         self._warming: threading.Thread | None = None
-        _reclaim(self._directory, self._prefix)
-        if self._fallback is not None:
-            _reclaim(self._fallback, self._prefix)
+        for path in self.orphans(reclaim=True):
+            log.info("%s is still in use by the job before this one", path)
 
     @property
     def slots(self) -> list[Slot]:
@@ -72,14 +73,20 @@ class Arena:
         `in_use`: slots that a writer still has to read. Raises NoRoom.
         """
         self._join()
-        for slot in self._slots:
-            step = self._ready_step.get(slot.path)
-            needed = slot in in_use or (step is not None and step >= ready_everywhere)
-            if not needed and slot.try_write_lock():
+        for slot in self._free(ready_everywhere, in_use):
+            if slot.try_write_lock():
                 return slot if slot.capacity >= nbytes else self._grown(slot, nbytes)
         if len(self._slots) < self._num_slots:
             return self._add(nbytes)
         return None
+
+    def has_room(self, ready_everywhere: int, in_use: Collection[Slot]) -> bool:
+        """Whether `take` would find a slot, as far as can be told without locking one."""
+        return bool(self._free(ready_everywhere, in_use)) or len(self._slots) < self._num_slots
+
+    def _free(self, ready_everywhere: int, in_use: Collection[Slot]) -> list[Slot]:
+        steps = ((slot, self._ready_step.get(slot.path)) for slot in self._slots if slot not in in_use)
+        return [slot for slot, step in steps if step is None or step < ready_everywhere]
 
     def mark_ready(self, slot: Slot, step: int) -> None:
         """The slot holds a whole snapshot of `step` now."""
@@ -112,6 +119,19 @@ class Arena:
             log.warning("%s; using a file in %s, which is slower", error, self._fallback)
             return Slot.create(self._fallback, self._prefix, nbytes)
 
+    def orphans(self, reclaim: bool = False) -> list[Path]:
+        """Slots of this root, of other generations, that a live process has open on this host.
+
+        `reclaim`: unlinks those that none has; what was killed together with its writer.
+        """
+        found = []
+        for directory in filter(None, (self._directory, self._fallback)):
+            for entry in os.scandir(directory):
+                other = entry.name.startswith(self._root_prefix) and not entry.name.startswith(self._prefix)
+                if other and entry.name.endswith(SUFFIX) and _alive(Path(entry.path), reclaim):
+                    found.append(Path(entry.path))
+        return found
+
     def close(self, unlink: bool) -> None:
         """Lets go of the slots; `unlink` them unless a writer is to finish with them."""
         self._join()
@@ -122,17 +142,17 @@ class Arena:
         self._slots.clear()
 
 
-def _reclaim(directory: Path, prefix: str) -> None:
-    """Unlinks slots of this root that no live process has open: what was killed together with its writer."""
-    for entry in os.scandir(directory):
-        if not (entry.name.startswith(prefix + "-") and entry.name.endswith(SUFFIX)):
-            continue
-        try:
-            slot = Slot.open(Path(entry.path))
-        except (FormatError, CorruptData) as error:
+def _alive(path: Path, reclaim: bool) -> bool:
+    """Whether another process has the slot open; where none has, `reclaim` unlinks it."""
+    try:
+        slot = Slot.open(path)
+    except FormatError as error:
+        if path.exists():
             log.warning("left alone: %s", error)
-            continue
-        if slot.abandoned():
-            log.info("reclaimed %s, a slot that its processes left behind", slot.path)
-            slot.unlink()
-        slot.close()
+        return False
+    alive = not slot.abandoned()
+    if reclaim and not alive:
+        log.info("reclaimed %s, a slot that its processes left behind", path)
+        slot.unlink()
+    slot.close()
+    return alive

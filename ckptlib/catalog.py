@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptlib import keys
@@ -265,17 +265,17 @@ class Catalog:
             found = self._verified[key] = (layouts, sum(pack.nbytes for part in parts for pack in part.packs))
         return found
 
-    def commit_when_whole(self, save: SaveId, world_size: int, deadline: float) -> Manifest:
+    def commit_when_whole(self, save: SaveId, world_size: int, seconds_left: Callable[[], float]) -> Manifest:
         """Waits for a part of every rank, then commits.
 
-        `deadline` is on the monotonic clock. Raises SaveFailed with the ranks that failed or did not come.
+        Raises SaveFailed with the ranks that failed, or that did not come while there were seconds left.
         """
         pause = POLL_FIRST_S
         while True:
             names, missing = self._complete(save, world_size)
             if not missing:
                 return self.commit(save, names)
-            if time.monotonic() > deadline:
+            if seconds_left() <= 0:
                 some = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
                 raise SaveFailed(f"step {save.step}: no part came from {len(missing)} of {world_size} ranks: {some}")
             self.check_head(save.generation)
@@ -285,18 +285,20 @@ class Catalog:
     def _complete(self, save: SaveId, world_size: int) -> tuple[list[PartName], list[int]]:
         """One good part per rank, and the ranks that have none. Raises SaveFailed for a rank that failed."""
         found = self.parts(save)
-        names, missing = [], []
-        for rank in range(world_size):
-            good = [name for name in found.get(rank, []) if name.ok]
-            failed = [name for name in found.get(rank, []) if not name.ok]
-            if good:
-                names.append(good[0])
-            elif failed:
-                failure = FailedPart.decode(failed[0], self.store.get(failed[0].key))
+        self._raise_failure(save, found)
+        good = {rank: next(name for name in names if name.ok) for rank, names in found.items()}
+        missing = [rank for rank in range(world_size) if rank not in good]
+        return [good[rank] for rank in range(world_size) if rank in good], missing
+
+    def _raise_failure(self, save: SaveId, found: Mapping[int, list[PartName]]) -> None:
+        for rank, names in found.items():
+            if not any(name.ok for name in names):
+                failure = FailedPart.decode(names[0], self.store.get(names[0].key))
                 raise SaveFailed(f"step {save.step}: rank {rank} failed: {failure.error}")
-            else:
-                missing.append(rank)
-        return names, missing
+
+    def raise_if_failed(self, save: SaveId) -> None:
+        """Raises SaveFailed when a rank has published that its part will not come."""
+        self._raise_failure(save, self.parts(save))
 
     def finish(self, generation: GenerationId) -> list[SaveId]:
         """Commits the saves of dead generations, older than `generation`, whose parts are all there.
@@ -311,7 +313,7 @@ class Catalog:
         }
         trashed = {keys.parse_trash_key(entry.key) for entry in self.store.scan(keys.TRASH)}
         done = []
-        for save in sorted(waiting - trashed):  # type: ignore[type-var]
+        for save in sorted(waiting - trashed):
             if save.generation < generation and self._finish_one(save):
                 done.append(save)
         return done

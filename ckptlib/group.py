@@ -9,11 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from ckptlib import errors
 from ckptlib.errors import AgreementFailed
 
 
@@ -121,7 +123,7 @@ class TorchGroup(Group):
         found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         if longest:
             self._run("gather", lambda: dist.all_gather(found, mine, group=self._group))
-        return [bytes(memoryview(t.numpy())[: int(n)]) for t, n in zip(found, sizes, strict=True)]
+        return [t[: int(n)].numpy().tobytes() for t, n in zip(found, sizes, strict=True)]
 
     @override
     def broadcast(self, data: bytes | None) -> bytes:
@@ -179,9 +181,32 @@ class TorchGroup(Group):
             return call()  # type: ignore[return-value]
         except RuntimeError as error:  # what gloo raises for a time-out and for a lost peer alike
             raise AgreementFailed(
-                f"{what} among {self.size} ranks failed on rank {self._ranks[self.rank]}: a rank is gone, or did not come "
-                f"within {self._timeout.total_seconds():.0f} s: {error}"
+                f"{what} among {self.size} ranks failed on rank {self._ranks[self.rank]}: a rank is gone, or did not "
+                f"come within {self._timeout.total_seconds():.0f} s: {error}"
             ) from error
+
+
+Result = TypeVar("Result")
+
+
+def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
+    """What `call` returns, if it succeeds on every rank; collective.
+
+    Where it fails on this rank its own error is raised; on the others one of the same class, when it is ckptlib's, that
+    names the failing rank. No rank goes on alone, and none waits for one that gave up.
+    """
+    try:
+        result = call()
+    except Exception as error:
+        group.gather(f"{type(error).__name__}: {error}".encode())
+        raise
+    failures = {rank: text.decode() for rank, text in enumerate(group.gather(b"")) if text}
+    if failures:
+        rank, text = min(failures.items())
+        name, _, message = text.partition(": ")
+        cls = getattr(errors, name, AgreementFailed)
+        raise cls(f"{what} failed on {len(failures)} of {group.size} ranks; on rank {rank}: {message}")
+    return result
 
 
 def group_of(over: dist.ProcessGroup | None, timeout: timedelta) -> Group:

@@ -36,7 +36,7 @@ def named_state(module: nn.Module, path: str) -> Iterator[tuple[str, object]]:
             if remedy is not None:
                 raise UnsupportedState(f"{path}: {cls.__name__} cannot be saved: {remedy}")
     for key, value in module.state_dict(keep_vars=True).items():
-        yield _canonical(module, key), value
+        yield canonical(module, key), value
 
 
 def _inner_name(module: nn.Module) -> str | None:
@@ -52,7 +52,7 @@ def _inner_name(module: nn.Module) -> str | None:
     return None
 
 
-def _canonical(module: nn.Module, key: str) -> str:
+def canonical(module: nn.Module, key: str) -> str:
     """The name without wrappers. A wrapper's own hooks may have dropped its segment already."""
     names, segments = [], key.split(".")
     at: nn.Module | None = module

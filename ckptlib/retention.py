@@ -20,9 +20,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from ckptlib import keys
 from ckptlib.catalog import Catalog, history
@@ -55,6 +56,14 @@ class Keep:
             raise ValueError(f"Keep(last={self.last}): the newest step is never dropped; expected last >= 1")
         if self.every is not None and self.every < 1:
             raise ValueError(f"Keep(every={self.every}): expected a number of steps >= 1, or None")
+
+    def to_json(self) -> dict[str, object]:
+        """For the writer process; `from_json` is its inverse."""
+        return {"last": self.last, "every": self.every, "grace_s": self.grace.total_seconds()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Keep:
+        return cls(data["last"], data["every"], timedelta(seconds=data["grace_s"]))
 
     def choose(self, saves: Sequence[SaveId]) -> list[SaveId]:
         """Those of the visible saves that are dropped, ascending. Pure."""

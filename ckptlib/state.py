@@ -397,15 +397,15 @@ def _flatten_optimizer(walk: _Walk, path: str, optimizer: torch.optim.Optimizer)
             )
     for i, group in enumerate(optimizer.param_groups):
         plain: dict[str, object] = {}
-        for key, value in hyper_parameters(group):
+        for option, value in hyper_parameters(group):
             if isinstance(value, torch.Tensor):
-                walk.add_tensor(value, join(group_path(path, i), key), per_rank=False)
+                walk.add_tensor(value, join(group_path(path, i), option), per_rank=False)
             else:
-                plain[key] = value
+                plain[option] = value
         walk.add_value(plain, group_path(path, i))
         for name, param in zip(names[i], group["params"], strict=True):
-            for key, value in optimizer.state.get(param, {}).items():
-                _flatten_optimizer_entry(walk, state_path(path, name, key), value, optimizer)
+            for entry, content in optimizer.state.get(param, {}).items():
+                _flatten_optimizer_entry(walk, state_path(path, name, entry), content, optimizer)
 
 
 def _flatten_optimizer_entry(walk: _Walk, path: str, value: object, optimizer: torch.optim.Optimizer) -> None:

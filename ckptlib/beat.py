@@ -1,0 +1,70 @@
+"""The beat: a few integers agreed upon by all ranks, once per step, without waiting.
+
+Each rank gives its word in `after_step` i; the agreed words are acted upon by all ranks at `after_step` i + 1, never
+earlier. So nobody saves, skips, stops or raises on what it alone knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+
+from ckptlib.errors import AgreementFailed
+from ckptlib.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What one rank says; agreed upon by maximum."""
+
+    step: int
+    """The step that the word is for."""
+    minus_step: int
+    """-step: with `step`, it shows whether all ranks are at the same one."""
+    due: int = 0
+    """1: the state after `step` should be saved."""
+    inline: int = 0
+    """1: it should be copied without overlap, since the last snapshot was torn."""
+    agree: int = 0
+    """1: a rank's layout changed, so the next save must compare all of them."""
+    stop: int = 0
+    """1: the job was told to stop."""
+    busy: int = 0
+    """1: no slot is free for another snapshot."""
+    failures: int = 0
+    """Background saves that failed in a row."""
+    superseded: int = 0
+    """1: a newer generation owns the root."""
+    minus_ready: int = 1
+    """-(newest step this rank holds ready); the maximum shows the newest that all hold. 1: none."""
+
+
+class Beat:
+    """One per Checkpointer; main thread only."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._pending: Callable[[], list[int]] | None = None
+
+    def start(self, word: Word) -> None:
+        """Says this rank's word for the next step."""
+        self._pending = self._group.start_max(astuple(word))
+
+    @property
+    def started(self) -> bool:
+        return self._pending is not None
+
+    def agreed(self, step: int) -> Word:
+        """What all ranks said for `step`.
+
+        Raises AgreementFailed when they were not at the same step, or one did not come.
+        """
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        word = Word(*pending())
+        if word.step != -word.minus_step or word.step != step:
+            raise AgreementFailed(
+                f"after_step({step}) on this rank, but ranks were between steps {-word.minus_step} and {word.step}; "
+                "every rank must call after_step with the same, ascending steps"
+            )
+        return word

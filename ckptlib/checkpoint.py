@@ -1,0 +1,326 @@
+"""save, save_async, load: the main path, top to bottom."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from ckptlib import events, rng
+from ckptlib.catalog import Catalog, CheckpointInfo
+from ckptlib.digests import XXH3
+from ckptlib.errors import CkptError, CorruptData, FormatError, ObjectNotFound, StateMismatch
+from ckptlib.group import Group, together
+from ckptlib.keys import SaveId, parse_save
+from ckptlib.manifest import Manifest
+from ckptlib.reader import Reader
+from ckptlib.session import RNG, Pending, Session, Settings
+from ckptlib.stores import open_store
+from ckptlib.targets import Only, Rename, Saved, Targets, targets
+
+log = logging.getLogger(__name__)
+
+TIMEOUT = timedelta(minutes=10)
+"""How long ranks wait for one another inside a collective; torch's own default for gloo is 30 minutes."""
+
+CALL_TIMEOUT = timedelta(seconds=20)
+"""How long `save` waits for all ranks to call it."""
+
+SAVE_DEADLINE = timedelta(hours=1)
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did."""
+
+    step: int
+    """0 where nothing was there to be restored."""
+    source: str
+    """Where it came from, for people."""
+    save: SaveId | None
+    nbytes: int
+    """Bytes that this rank read from the store."""
+    seconds: float
+    missing: tuple[str, ...] = ()
+    """Names that the state has and the checkpoint has not; left as they were."""
+    unexpected: tuple[str, ...] = ()
+    """Names that the checkpoint has and the state has not."""
+    values: Mapping[str, object] = field(default_factory=dict)
+    """Plain values by path."""
+    skipped: tuple[str, ...] = ()
+    """Newer steps that were found damaged, and why."""
+
+    @override
+    def __str__(self) -> str:
+        if self.save is None:
+            return f"nothing to restore in {self.source}: a fresh run"
+        rate = self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
+        text = f"step {self.step} from {self.source}: {self.nbytes:,} bytes in {self.seconds:.2f} s ({rate:.2f} GB/s)"
+        return text + "".join(f"; skipped {reason}" for reason in self.skipped)
+
+
+def save(
+    url: str | Path,
+    state: Mapping[str, object],
+    step: int,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    metrics: Mapping[str, object] | None = None,
+    timeout: timedelta = CALL_TIMEOUT,
+) -> None:
+    """Saves `state` as `step`; the step is committed and durable on return, on every rank.
+
+    Collective over `process_group` (default: the world); a rank that calls it alone gets AgreementFailed after
+    `timeout`. `state`: any nesting of dict, list and tuple of tensors, plain values, modules, optimizers, generators
+    and objects with state_dict() and load_state_dict().
+
+    Raises UnsupportedState for what cannot be saved, SaveFailed when the step will never exist, on all ranks.
+    """
+    pending = save_async(
+        url,
+        state,
+        step,
+        storage_options=storage_options,
+        process_group=process_group,
+        metrics=metrics,
+        timeout=timeout,
+    )
+    session = pending._session
+    if session.group.rank == 0:
+        together(session.group, f"saving step {step}", pending.wait_committed)
+    else:
+        together(session.group, f"saving step {step}", pending.wait_staged)
+
+
+def save_async(
+    url: str | Path,
+    state: Mapping[str, object],
+    step: int,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    metrics: Mapping[str, object] | None = None,
+    timeout: timedelta = CALL_TIMEOUT,
+) -> Pending:
+    """Copies `state` and returns; the rest happens in another process.
+
+    As `save`, but the step exists only when the pending save says so: `pending.wait_committed()`. Waits for an
+    earlier save when both slots are taken.
+    """
+    session = _session(str(url), storage_options, process_group, timeout)
+    together(session.group, f"saving step {step}", lambda: session.wait_released(session.root.save_deadline_s))
+    return session.save(state, step, metrics=metrics)
+
+
+def load(
+    url: str | Path,
+    state: Mapping[str, object],
+    step: int | str = "latest",
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    strict: bool = True,
+    map: Rename = None,
+    only: Only = None,
+    cast: bool = False,
+    random: bool = False,
+    timeout: timedelta = TIMEOUT,
+) -> LoadReport:
+    """Fills `state` in place from a committed step, whatever layout and world size it was saved with.
+
+    Collective over `process_group` (default: the world). Until it returns, and when it raises, targets are undefined.
+
+    step:   a number, or "latest".
+    strict: names that only one side has are an error; else they are in the report.
+    map:    from a name of `state` to the checkpoint's: a dict or a function.
+    only:   names, prefixes or patterns (fnmatch) of what is to be loaded; the rest is left alone.
+    cast:   allows a target's dtype to differ from the saved one; never done silently.
+    random: puts the random generators back as they were, too.
+
+    Raises CheckpointNotFound, StateMismatch with every name that does not fit, CorruptData that names the damaged
+    tensor; on all ranks, if on one.
+    """
+    session = _session(str(url), storage_options, process_group, timeout)
+    save_id, manifest = resolve(session.group, session.catalog, step)
+    generators = LoadedRng(session.group.rank, manifest.world_size) if random else None
+    report = load_save(
+        session.group, session.catalog, manifest, state, generators, strict=strict, rename=map, only=only, cast=cast
+    )
+    if generators is not None:
+        generators.restore()
+    session.resumed_from = save_id
+    return report
+
+
+def checkpoints(url: str | Path, *, storage_options: Mapping[str, object] | None = None) -> Iterator[CheckpointInfo]:
+    """The committed steps on the history of a root, ascending. Any process may ask, alone."""
+    with open_store(str(url), storage_options) as store:
+        catalog = Catalog(store)
+        for save_id in catalog.visible():
+            yield catalog.info(save_id, visible=True)
+
+
+# What the Checkpointer shares
+
+
+def resolve(group: Group, catalog: Catalog, step: int | str) -> tuple[SaveId, Manifest]:
+    """One step for all ranks, read once. Collective."""
+
+    def find() -> bytes | None:
+        if group.rank != 0:
+            return None
+        found = catalog.resolve(step)
+        catalog.manifest(found)
+        return str(found).encode() + b"\n" + catalog.store.get(found.manifest_key)
+
+    data = group.broadcast(together(group, f"resolving step {step}", find))
+    name, _, document = data.partition(b"\n")
+    found = parse_save(name.decode())
+    return found, Manifest.decode(found, document, f"{catalog.store.url}/{found.manifest_key}")
+
+
+def load_save(
+    group: Group,
+    catalog: Catalog,
+    manifest: Manifest,
+    state: Mapping[str, object],
+    generators: LoadedRng | None,
+    *,
+    strict: bool = True,
+    rename: Rename = None,
+    only: Only = None,
+    cast: bool = False,
+) -> LoadReport:
+    """Fills `state` from the step of a manifest, and `generators` with the saved random state. Collective."""
+    began = time.perf_counter()
+    whole = state if generators is None else {**state, RNG: generators}
+
+    def plan() -> tuple[Reader, Targets]:
+        reader = Reader(catalog, manifest, group.rank)
+        wanted = targets(whole, Saved(reader), rename=rename, only=only, cast=cast)
+        return reader, wanted
+
+    what = f"loading step {manifest.save.step}"
+    reader, wanted = together(group, what, plan)
+    unexpected = _unexpected_everywhere(group, wanted.unexpected)
+    together(group, what, lambda: _check(manifest, wanted, unexpected, strict))
+
+    def fill() -> None:
+        total = sum(tensor.nbytes for want in wanted.wants for _, tensor in want.pieces)
+        with events.progress(f"{what} from {catalog.store.url}", total, shown=group.rank == 0) as advance:
+            reader.read(wanted.wants, advance)
+
+    together(group, what, fill)
+    for action in wanted.finish:
+        action()
+    return LoadReport(
+        step=manifest.save.step,
+        source=catalog.store.url,
+        save=manifest.save,
+        nbytes=reader.nbytes_read,
+        seconds=time.perf_counter() - began,
+        missing=tuple(wanted.missing),
+        unexpected=tuple(unexpected),
+        values=wanted.values,
+    )
+
+
+class LoadedRng:
+    """The saved state of the random generators, until it is put back."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        """`world_size`: the saved one; a rank beyond it has no state of its own and derives one from rank 0's."""
+        self._rank = rank
+        self._world_size = world_size
+        self._state: dict[str, torch.Tensor] | None = None
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self._state = state
+
+    def restore(self) -> None:
+        """Puts the generators back; once."""
+        if self._state is None:
+            return
+        if self._rank >= self._world_size:
+            log.warning(
+                "rank %d has no saved random state: the checkpoint is of %d ranks; it gets one derived from rank 0's",
+                self._rank,
+                self._world_size,
+            )
+            self._state = rng.derive(self._state, self._rank)
+        rng.restore(self._state)
+        self._state = None
+
+
+def _unexpected_everywhere(group: Group, unexpected: list[str]) -> list[str]:
+    """Names that no rank took: what one rank of a pipeline does not know, another does."""
+    mine = {name for name in unexpected if not name.startswith(RNG)}
+    if not group.any(bool(mine)):
+        return []
+    by_rank = [set(data.decode().split("\n")) - {""} for data in group.gather("\n".join(sorted(mine)).encode())]
+    return sorted(set.intersection(*by_rank))
+
+
+def _check(manifest: Manifest, wanted: Targets, unexpected: list[str], strict: bool) -> None:
+    problems = [f"  {text}" for text in wanted.mismatched]
+    if strict:
+        problems += [f"  {name}: not in the checkpoint" for name in wanted.missing]
+        problems += [f"  {name}: not in the state" for name in unexpected]
+    if problems:
+        more = f"\n  and {len(problems) - 40} more" if len(problems) > 40 else ""
+        raise StateMismatch(
+            f"step {manifest.save.step} does not fit the state:\n" + "\n".join(problems[:40]) + more + "\n"
+            "map= renames, only= takes a part, strict=False leaves out what one side lacks, cast=True converts dtypes"
+        )
+
+
+DAMAGE = (CorruptData, FormatError, ObjectNotFound)
+"""What makes a committed step unusable, as opposed to a store that cannot be reached."""
+
+
+# Sessions of the functional API: one per root and group, kept for the life of the process
+
+_sessions: dict[tuple[str, int], Session] = {}
+
+
+def _session(
+    url: str, options: Mapping[str, object] | None, over: dist.ProcessGroup | None, timeout: timedelta
+) -> Session:
+    key = (url, 0 if over is None else id(over))
+    session = _sessions.get(key)
+    if session is None or session.closed:
+        settings = Settings(
+            url=url,
+            options=options or {},
+            timeout=TIMEOUT,
+            save_deadline=SAVE_DEADLINE,
+            algorithm=XXH3,
+            arena=None,
+            keep=None,
+            tags={},
+        )
+        if not _sessions:
+            atexit.register(_close_all)
+        session = _sessions[key] = Session(settings, over)
+    return session
+
+
+def _close_all() -> None:
+    for session in _sessions.values():
+        try:
+            session.close(SAVE_DEADLINE, clean=True)
+        except CkptError as error:
+            log.error("%s", error)
+    _sessions.clear()

@@ -1,0 +1,41 @@
+"""What people see of long operations: a line that moves on a terminal, nothing elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+SHOW_AFTER_S = 1.0
+"""What is done sooner needs no progress."""
+
+REFRESH_S = 0.2
+
+
+@contextmanager
+def progress(what: str, total_bytes: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
+    """Yields a function that is told of bytes done, by any thread. Shown on stderr when it is a terminal."""
+    visible = shown and sys.stderr.isatty()
+    lock = threading.Lock()
+    began = last = time.monotonic()
+    done, drawn = 0, False
+
+    def advance(nbytes: int) -> None:
+        nonlocal done, last, drawn
+        with lock:
+            done += nbytes
+            now = time.monotonic()
+            if visible and now - began > SHOW_AFTER_S and now - last > REFRESH_S:
+                last, drawn = now, True
+                share = min(1.0, done / total_bytes) if total_bytes else 1.0
+                rate = done / (now - began) / 1e9
+                sys.stderr.write(f"\r{what}: {share:4.0%} of {total_bytes:,} bytes, {rate:.2f} GB/s")
+                sys.stderr.flush()
+
+    try:
+        yield advance
+    finally:
+        if drawn:
+            sys.stderr.write("\n")

@@ -1,0 +1,396 @@
+"""The Checkpointer: what a training loop holds.
+
+Everything that could differ between ranks is said in one step and acted upon, by all, in the next (see `beat`).
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch.distributed as dist
+from typing_extensions import Self
+
+from ckptlib.beat import Beat, Word
+from ckptlib.checkpoint import DAMAGE, SAVE_DEADLINE, TIMEOUT, LoadedRng, LoadReport, load_save, resolve
+from ckptlib.digests import XXH3
+from ckptlib.errors import (
+    AgreementFailed,
+    CheckpointNotFound,
+    CkptError,
+    CorruptData,
+    SaveFailed,
+    StateError,
+    Superseded,
+)
+from ckptlib.fence import Fence
+from ckptlib.group import together
+from ckptlib.policy import Policy, Steps
+from ckptlib.retention import Keep
+from ckptlib.session import Pending, Session, Settings
+from ckptlib.stage import TornSnapshot
+from ckptlib.state import Leaf, flatten
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""Background saves that may fail in a row before all ranks raise; one alone is a warning."""
+
+CLOSE_TIMEOUT = timedelta(minutes=30)
+"""How long a normal exit waits for the last save to be committed."""
+
+ORPHANS_TIMEOUT_S = 60.0
+"""How long a restart waits for writers that its predecessor left behind on this host."""
+
+
+class Checkpointer:
+    """Saves and restores one training job.
+
+    url:             a path, or any URL that fsspec knows.
+    state:           a dict of modules, optimizers, objects with state_dict() and load_state_dict(), tensors, plain
+                     values, and nestings of these. Random generators are saved without being named.
+    every:           when to save; a policy, or a number of steps.
+    keep:            which steps stay; None: all of them.
+    process_group:   the ranks that hold the state; default: the world.
+    storage_options: for fsspec's filesystem.
+    arena:           the directory of the snapshots in memory; default: /dev/shm, and a file where that has no room.
+    timeout:         how long ranks wait for one another.
+    algorithm:       "xxh3", or "blake3" for a store that others can write to; counts when the root is made.
+    tags:            kept with this generation: a git revision, a run's name.
+
+    Collective: all ranks make it, call after_step with the same steps, and close it. Raises, on all ranks, what any of
+    them finds wrong with the store.
+    """
+
+    def __init__(
+        self,
+        url: str | Path,
+        state: Mapping[str, object],
+        *,
+        every: Policy | int,
+        keep: Keep | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        storage_options: Mapping[str, object] | None = None,
+        arena: str | Path | None = None,
+        timeout: timedelta = TIMEOUT,
+        save_deadline: timedelta = SAVE_DEADLINE,
+        algorithm: str = XXH3,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        settings = Settings(
+            url=str(url),
+            options=storage_options or {},
+            timeout=timeout,
+            save_deadline=save_deadline,
+            algorithm=algorithm,
+            arena=None if arena is None else Path(arena),
+            keep=keep,
+            tags=tags or {},
+        )
+        self._state = state
+        self._policy = Steps(every) if isinstance(every, int) else every
+        self._session = Session(settings, process_group)
+        self._group = self._session.group
+        self._beat = Beat(self._group)
+        self._fence = Fence()
+        self._stop = _StopSignal()
+        self._stopping = False
+        self._generators: LoadedRng | None = None
+        self._last: Pending | None = None
+        self._last_saved = -1
+        self._wants_inline = False
+        self._local_failures = 0
+        self._owed = False
+        """Whether a save is due that could not be taken yet."""
+        self._ready_everywhere = -1
+        """The newest step that all ranks are known to hold ready."""
+        self._final: int | None = None
+        self._install()
+
+    def _install(self) -> None:
+        """Looks at the state once, so that what cannot be saved is refused now, and makes room for it."""
+        flat = together(self._group, "looking at the state", lambda: flatten(self._state))
+        self._fence.install(flat.optimizers.values())
+        self._session.arena.warm(_estimate(flat.leaves, self._group.size))
+
+    # Restoring
+
+    def restore(self, *, strict: bool = True) -> LoadReport:
+        """Fills the state from the newest step that is whole; step 0 where there is none.
+
+        Collective. A damaged step is skipped, loudly, on all ranks together, and the one before it is taken. What a
+        predecessor's writers still have under way on this host is waited for.
+        """
+        began = time.perf_counter()
+        self._await_orphans()
+        catalog, rank = self._session.catalog, self._group.rank
+
+        def finish() -> None:
+            for save in catalog.finish(self._session.generation) if rank == 0 else []:
+                log.warning("step %d was whole but not committed; it is now", save.step)
+
+        together(self._group, "finishing saves", finish)
+        skipped: list[str] = []
+        for step in self._candidates():
+            try:
+                report = self._restore_step(step, strict)
+            except _Damaged as damage:
+                skipped.append(f"step {step}: {damage}")
+                if rank == 0:
+                    log.error("step %s is damaged and is skipped, the one before it is tried: %s", step, damage)
+                continue
+            report = replace(report, seconds=time.perf_counter() - began, skipped=tuple(skipped))
+            break
+        else:
+            if skipped:
+                raise CorruptData(f"{catalog.store.url}: every step is damaged: " + "; ".join(skipped))
+            report = LoadReport(0, catalog.store.url, None, 0, time.perf_counter() - began)
+        if rank == 0:
+            log.info("restored %s", report)
+        return report
+
+    def _candidates(self) -> list[str]:
+        """Names of the visible saves, newest first; the same on all ranks."""
+
+        def names() -> bytes:
+            if self._group.rank != 0:
+                return b""
+            return "\n".join(str(save) for save in reversed(self._session.catalog.visible())).encode()
+
+        found = self._group.broadcast(together(self._group, "listing steps", names))
+        return found.decode().split()
+
+    def _restore_step(self, step: str, strict: bool) -> LoadReport:
+        try:
+            save, manifest = resolve(self._group, self._session.catalog, step)
+            generators = LoadedRng(self._group.rank, manifest.world_size)
+            report = load_save(self._group, self._session.catalog, manifest, self._state, generators, strict=strict)
+        except (CheckpointNotFound, *DAMAGE) as error:
+            raise _Damaged(str(error)) from error
+        generators.restore()
+        self._generators = generators
+        self._session.resumed_from = save
+        return report
+
+    def _await_orphans(self) -> None:
+        """Waits, on every host, for writers of this root that are not this job's."""
+        deadline = time.monotonic() + ORPHANS_TIMEOUT_S
+        told = False
+        while self._session.arena.orphans():
+            if time.monotonic() > deadline:
+                log.warning(
+                    "another live job on this host has snapshots of %s; if it is no left-over, it will be superseded",
+                    self._session.store.url,
+                )
+                break
+            if not told:
+                log.info("waiting for the writers of the job before this one to finish")
+                told = True
+            time.sleep(0.05)
+        together(self._group, "waiting for the writers of the job before", lambda: None)
+
+    # The loop
+
+    def loop(self, start: int, total: int) -> Iterator[int]:
+        """Yields the steps from `start` up to `total`, and calls `after_step` behind each body.
+
+        The random generators are put back as the first body begins, whatever was drawn since `restore`. The state after
+        the last step is saved. Ends early when the job is told to stop (SIGTERM), after a last save.
+        """
+        if self._generators is not None:
+            self._generators.restore()
+        self._final = total
+        for step in range(start, total):
+            yield step
+            self.after_step(step + 1)
+            if self._stopping:
+                return
+
+    def after_step(self, step: int, metrics: Mapping[str, object] | None = None) -> None:
+        """Says that `step` steps are done; saves when all ranks agreed that it is time.
+
+        Call it on every rank, after optimizer.step(), with ascending steps. Raises SaveFailed after several background
+        saves failed in a row, Superseded when a newer job has taken the root over, on all ranks at the same step.
+        """
+        if not self._beat.started:
+            self._say(step)
+        word = self._beat.agreed(step)
+        self._session.poll()
+        self._raise_agreed(word)
+        self._stopping = bool(word.stop)
+        self._ready_everywhere = -word.minus_ready
+        last = word.stop or step == self._final
+        if last:
+            self._await_room()
+        if last or (word.due and not word.busy):
+            self._save(step, metrics, word)
+        self._note_staged()
+        self._fence.forget()
+        if not self._stopping:
+            self._say(step + 1)
+
+    def _await_room(self) -> None:
+        """Before the last save, which is worth waiting for."""
+        timeout_s = self._session.root.save_deadline_s
+        together(self._group, "waiting for a slot", lambda: self._session.wait_released(timeout_s))
+        self._ready_everywhere = self._session.newest_ready
+
+    def _say(self, step: int) -> None:
+        session = self._session
+        self._owed = self._owed or self._policy.due(step) or step == self._final
+        self._beat.start(
+            Word(
+                step=step,
+                minus_step=-step,
+                due=int(self._owed),
+                inline=int(self._wants_inline),
+                agree=int(session.layout_changed),
+                stop=int(self._stop.wanted),
+                busy=int(not session.can_save(self._ready_everywhere)),
+                failures=max(session.failures, self._local_failures),
+                superseded=int(session.superseded is not None),
+                minus_ready=-session.newest_ready,
+            )
+        )
+
+    def _raise_agreed(self, word: Word) -> None:
+        if word.superseded:
+            raise self._session.superseded or Superseded(
+                f"{self._session.store.url}: a newer generation has begun; this job may no longer save"
+            )
+        if word.failures >= MAX_FAILURES:
+            last = self._last.error if self._last is not None else None
+            raise SaveFailed(
+                f"{word.failures} saves in a row failed, on some rank; the last committed step is untouched. Last "
+                f"error on this rank: {last or 'none'}"
+            )
+
+    def _save(self, step: int, metrics: Mapping[str, object] | None, word: Word) -> None:
+        self._owed = False
+        if step == self._last_saved:
+            return
+        inline = bool(word.inline)
+        self._wants_inline = False
+        try:
+            self._last = self._session.save(
+                self._state,
+                step,
+                metrics=metrics,
+                overlap=(lambda leaf: False) if inline else self._earned,
+                compare=bool(word.agree),
+                ready_everywhere=self._ready_everywhere,
+            )
+        except (StateError, AgreementFailed):
+            raise
+        except CkptError as error:
+            self._local_failures += 1
+            log.error("step %d could not be saved: %s", step, error)
+            return
+        self._local_failures = 0
+        self._last_saved = step
+        self._fence.guard(self._last.staging)
+
+    def _earned(self, leaf: Leaf) -> bool:
+        """Whether the leaf's only writer is an optimizer that was seen to wait at the fence."""
+        return leaf.owner is not None and self._fence.fired(leaf.owner)
+
+    def _note_staged(self) -> None:
+        """A torn snapshot is owed once more, without overlap."""
+        last = self._last
+        if last is not None and last.staging.done and isinstance(last.staging.error, TornSnapshot):
+            log.warning("%s; it is taken again at the next step, without overlap", last.staging.error)
+            self._owed = self._wants_inline = True
+            self._last = None
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Waits for the copy that may be under way: for a body that writes to the state outside of optimizer.step().
+
+        EMA swaps, in-place clipping of weights between after_step and the next optimizer.step(), optimizers whose step
+        is not torch's.
+        """
+        self._fence.wait()
+        yield
+
+    @property
+    def stopping(self) -> bool:
+        """Whether all ranks agreed to stop; for loops of another shape than `loop`."""
+        return self._stopping
+
+    @property
+    def pending(self) -> Pending | None:
+        """The newest save; None before the first."""
+        return self._last
+
+    @property
+    def fence_waited_s(self) -> float:
+        """Seconds that training has waited at the fence, all in all."""
+        return self._fence.waited_s
+
+    def close(self, timeout: timedelta = CLOSE_TIMEOUT) -> None:
+        """Waits until the last save is committed. Raises SaveFailed when it never will be, WaitTimeout."""
+        try:
+            if self._last is not None:
+                self._last.wait_committed(timeout.total_seconds())
+        finally:
+            self._let_go(clean=True, timeout=timeout)
+
+    def _let_go(self, clean: bool, timeout: timedelta) -> None:
+        self._stop.remove()
+        self._fence.remove()
+        self._session.close(timeout, clean)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # nothing is waited for: the writer has the slot, and finishes alone
+            self._let_go(clean=False, timeout=timedelta(0))
+
+
+class _Damaged(CkptError):
+    """A committed step that cannot be loaded."""
+
+
+class _StopSignal:
+    """Notes SIGTERM, where nobody else handles it; the second one kills as ever."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._installed = False
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._note)
+            self._installed = True
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.wanted = True
+        self.remove()
+
+    def remove(self) -> None:
+        if self._installed:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._installed = False
+
+
+def _estimate(leaves: list[Leaf], num_ranks: int) -> int:
+    """Bytes of this rank's snapshot: what is there, and two fp32 moments for what an optimizer has yet to make."""
+    nbytes = 0
+    for leaf in leaves:
+        local = sum(tensor.nbytes for _, tensor in leaf.pieces)
+        moments = sum(tensor.numel() for _, tensor in leaf.pieces) * 8
+        is_param = leaf.owner is not None and any(t.requires_grad for _, t in leaf.pieces)
+        share = 1 if len(leaf.pieces) == 0 or leaf.pieces[0][0].shape != leaf.shape else num_ranks
+        nbytes += (local + (moments if is_param else 0)) // share
+    return nbytes + nbytes // 16 + (1 << 20)

@@ -1,0 +1,39 @@
+"""A dry run of a store: one small object put, listed, got and deleted, so that a wrong URL or right fails at once."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from ckptlib.errors import StoreError
+from ckptlib.stores import Store
+
+PREFIX = "probe/"
+
+Result = TypeVar("Result")
+
+
+def probe(store: Store) -> Mapping[str, float]:
+    """Seconds that each of put, scan, get and delete took. Raises what the store raises, and StoreError for a lie."""
+    key = f"{PREFIX}{secrets.token_hex(8)}"
+    data = secrets.token_bytes(64)
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, call: Callable[[], Result]) -> Result:
+        began = time.perf_counter()
+        result = call()
+        seconds[name] = time.perf_counter() - began
+        return result
+
+    timed("put", lambda: store.put(key, data))
+    try:
+        listed = timed("list", lambda: [entry.key for entry in store.scan(PREFIX)])
+        if key not in listed:
+            raise StoreError(f"{store.url}: {key} was put but is not listed; ckptlib needs fresh listings")
+        if timed("get", lambda: store.get(key)) != data:
+            raise StoreError(f"{store.url}: {key} came back with other bytes than were put")
+    finally:
+        timed("delete", lambda: store.delete(key))
+    return seconds

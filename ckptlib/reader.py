@@ -1,0 +1,296 @@
+"""From the parts and packs of a committed step into tensors, whatever layout either side has.
+
+A part's rows are the truth of what lies where; layouts only tell which parts to open. Every chunk is read whole and
+checked against its digest before a byte of it is believed; every element of every target is filled, or it is an error.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ckptlib import dtypes
+from ckptlib.box import Box, boxes_of_range, find_hole, find_overlap
+from ckptlib.catalog import Catalog
+from ckptlib.digests import digester
+from ckptlib.errors import CorruptData, StateMismatch
+from ckptlib.layout import ByHand, Layout, PerRank, TensorEntry, ranks_touching
+from ckptlib.manifest import Manifest, Part
+
+READ_THREADS = 8
+"""Requests under way at once: a local disk is busy with 4, an object store wants more."""
+
+RUN_BYTES = 16 * 1024 * 1024
+"""The most that one request asks for; times READ_THREADS, it bounds the memory of a load."""
+
+GAP_BYTES = 64 * 1024
+"""A hole between two wanted ranges that is cheaper to read than another request."""
+
+DIRECT_FROM_BYTES = 1024 * 1024
+"""From this size on, a chunk that fits its target as it is gets read straight into it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """One tensor to be filled."""
+
+    name: str
+    """As the checkpoint calls it."""
+    pieces: tuple[tuple[Box, torch.Tensor], ...]
+    """Boxes in global coordinates, each with a view of the same shape to be filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A contiguous stretch of a chunk, and where it goes."""
+
+    first: int
+    """Element of the chunk."""
+    shape: tuple[int, ...]
+    """Of the stretch, as it lies in the chunk."""
+    inside: tuple[slice, ...]
+    """What of that is wanted."""
+    target: torch.Tensor
+    """Of the wanted shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkRead:
+    """One chunk to be read, checked and placed."""
+
+    pack: str
+    offset: int
+    nbytes: int
+    digest: str
+    what: str
+    """The tensor and box, for messages."""
+    dtype: torch.dtype
+    copies: tuple[_Copy, ...]
+
+    @property
+    def direct(self) -> torch.Tensor | None:
+        """The target, when the chunk's bytes are exactly its memory."""
+        if len(self.copies) != 1:
+            return None
+        target = self.copies[0].target
+        fits = target.nbytes == self.nbytes and target.dtype == self.dtype and target.is_contiguous()
+        return target if fits and target.device.type == "cpu" else None
+
+
+class Reader:
+    """Reads one committed step for one rank."""
+
+    def __init__(self, catalog: Catalog, manifest: Manifest, rank: int) -> None:
+        self.manifest = manifest
+        self._catalog = catalog
+        self._rank = rank
+        self._parts: dict[int, Part] = {}
+        self._shards: dict[int, dict[str, list[int]]] = {}
+        self.layouts: Mapping[str, Layout] = {digest: catalog.layout(digest) for digest in manifest.layouts}
+        self.nbytes_read = 0
+
+    @property
+    def own_rank(self) -> int:
+        """The saved rank whose values and per-rank tensors this rank takes: its own, or 0 where it is new."""
+        return self._rank if self._rank < self.manifest.world_size else 0
+
+    def part(self, rank: int) -> Part:
+        """A rank's part, read once."""
+        if rank not in self._parts:
+            part = self._catalog.part(self.manifest.parts[rank])
+            layout = self.layouts[part.table.layout]
+            shards: dict[str, list[int]] = {}
+            for shard, tensor in enumerate(part.table.tensors):
+                shards.setdefault(layout.tensors[tensor].name, []).append(shard)
+            self._shards[rank] = shards
+            self._parts[rank] = part
+        return self._parts[rank]
+
+    def entries(self, name: str) -> dict[str, TensorEntry]:
+        """By layout: the tensor of this name."""
+        found = ((digest, layout.find(name)) for digest, layout in self.layouts.items())
+        return {digest: entry for digest, entry in found if entry is not None}
+
+    def read(self, wants: Sequence[Want], progress: Callable[[int], None]) -> None:
+        """Fills every want. `progress` is told of bytes as they arrive.
+
+        Raises CorruptData that names the tensor, StateMismatch for an element that no chunk covers, StoreError.
+        """
+        with ThreadPoolExecutor(READ_THREADS, "ckptlib-read") as executor:
+            ranks = sorted({rank for want in wants for rank in self._ranks_for(want)} - self._parts.keys())
+            list(executor.map(self.part, ranks))
+            reads = [read for want in wants for read in self._plan(want)]
+            runs = _merge(reads)
+            verify = digester(self.part(self.own_rank).algorithm)
+            try:
+                for nbytes in executor.map(lambda run: self._run(run, verify), runs):
+                    self.nbytes_read += nbytes
+                    progress(nbytes)
+            finally:
+                executor.shutdown(cancel_futures=True)
+
+    def _ranks_for(self, want: Want) -> set[int]:
+        """Whose parts may hold what is wanted."""
+        found: set[int] = set()
+        for digest, entry in self.entries(want.name).items():
+            ranks = frozenset(self.manifest.layouts[digest])
+            if isinstance(entry.holding, PerRank):
+                found |= {self.own_rank} & ranks
+                continue
+            for box, _ in want.pieces:
+                found.update(ranks_touching(entry, box, ranks))
+        return found
+
+    def _plan(self, want: Want) -> Iterable[_ChunkRead]:
+        ranks = sorted(self._ranks_for(want))
+        for box, target in want.pieces:
+            sources = self._sources(want.name, ranks)
+            touching = {b: source for b, source in sources.items() if b.intersect(box) is not None}
+            self._check_cover(want.name, box, touching)
+            for source_box, (rank, shard) in touching.items():
+                yield from self._plan_shard(rank, shard, source_box, box, target)
+
+    def _sources(self, name: str, ranks: Iterable[int]) -> dict[Box, tuple[int, int]]:
+        """By box: a rank and the shard of its part. Where two hold the same box, their digests must agree."""
+        found: dict[Box, tuple[int, int]] = {}
+        for rank in ranks:
+            part = self.part(rank)
+            saved = self.layouts[part.table.layout].aliases.get(name, name)
+            for shard in self._shards[rank].get(saved, []):
+                box = part.table.boxes[shard]
+                if box in found and self._digests(*found[box]) != self._digests(rank, shard):
+                    raise CorruptData(f"{name}{box}: ranks {found[box][0]} and {rank} saved different bytes for it")
+                found.setdefault(box, (rank, shard))
+        return found
+
+    def _digests(self, rank: int, shard: int) -> tuple[str, ...]:
+        part = self.part(rank)
+        first = part.table.first_chunks[shard]
+        return part.digests[first : first + part.table.num_chunks[shard]]
+
+    def _check_cover(self, name: str, box: Box, sources: Mapping[Box, tuple[int, int]]) -> None:
+        hole = find_hole(box, list(sources))
+        if hole is not None:
+            raise StateMismatch(
+                f"{name}{hole}: no chunk of step {self.manifest.save.step} holds these elements; try an earlier step, "
+                "or: ckptlib verify"
+            )
+        by_hand = any(isinstance(entry.holding, ByHand) for entry in self.entries(name).values())
+        overlap = find_overlap(box, list(sources)) if by_hand else None
+        if overlap is not None:
+            raise StateMismatch(
+                f"{name}{overlap}: two of the boxes given by hand overlap here, so its value is not known"
+            )
+
+    def _plan_shard(self, rank: int, shard: int, box: Box, wanted: Box, target: torch.Tensor) -> Iterable[_ChunkRead]:
+        """The chunks of a shard that hold something of `wanted`."""
+        part = self.part(rank)
+        table = part.table
+        entry = self.layouts[table.layout].tensors[table.tensors[shard]]
+        itemsize, dtype = dtypes.itemsize(entry.dtype), getattr(torch, entry.dtype)
+        element = 0
+        for chunk in range(table.first_chunks[shard], table.first_chunks[shard] + table.num_chunks[shard]):
+            count = table.nbytes[chunk] // itemsize
+            copies = tuple(_copies(box, element, element + count, wanted, target))
+            element += count
+            if copies:
+                yield _ChunkRead(
+                    part.packs[table.packs[chunk]].key,
+                    table.offsets[chunk],
+                    table.nbytes[chunk],
+                    part.digests[chunk],
+                    f"{entry.name}{box}",
+                    dtype,
+                    copies,
+                )
+
+    def _run(self, run: list[_ChunkRead], verify: Callable[[memoryview], str]) -> int:
+        """One request: its chunks are checked, then placed."""
+        direct = run[0].direct if len(run) == 1 and run[0].nbytes >= DIRECT_FROM_BYTES else None
+        start = run[0].offset
+        if direct is not None:
+            buffer = _bytes_of(direct)
+        else:
+            start -= start % 64  # so that every chunk keeps the alignment that it has in the pack
+            buffer = _buffer(run[-1].offset + run[-1].nbytes - start)
+        self._catalog.store.get_into(run[0].pack, start, buffer)
+        for read in run:
+            data = buffer[read.offset - start : read.offset - start + read.nbytes]
+            found = verify(data)
+            if found != read.digest:
+                raise CorruptData(
+                    f"{read.what}: {read.pack} [{read.offset}:+{read.nbytes}] does not match {read.digest} (got "
+                    f"{found}); the object was altered after it was written. Try an earlier step than "
+                    f"{self.manifest.save.step}, or: ckptlib verify"
+                )
+            if direct is None:
+                _place(read, data)
+        return len(buffer)
+
+
+def _copies(box: Box, first: int, last: int, wanted: Box, target: torch.Tensor) -> Iterable[_Copy]:
+    """How elements [first, last) of a shard that fills `box` go into `target`, which fills `wanted`."""
+    for flat, local in boxes_of_range(box.shape, first, last):
+        here = Box(tuple(o + b for o, b in zip(local.offset, box.offset, strict=True)), local.shape)
+        common = here.intersect(wanted)
+        if common is not None:
+            yield _Copy(
+                flat - first,
+                here.shape,
+                common.relative_to(here.offset).slices(),
+                target[common.relative_to(wanted.offset).slices()] if wanted.ndim else target,
+            )
+
+
+def _merge(reads: Sequence[_ChunkRead]) -> list[list[_ChunkRead]]:
+    """Reads in the order of their packs, neighbours together in one request."""
+    runs: list[list[_ChunkRead]] = []
+    for read in sorted(reads, key=lambda r: (r.pack, r.offset)):
+        last = runs[-1][-1] if runs else None
+        joins = (
+            last is not None
+            and last.pack == read.pack
+            and 0 <= read.offset - (last.offset + last.nbytes) <= GAP_BYTES
+            and read.offset + read.nbytes - runs[-1][0].offset <= RUN_BYTES
+            and max(read.nbytes, last.nbytes) < DIRECT_FROM_BYTES
+        )
+        if joins:
+            runs[-1].append(read)
+        else:
+            runs.append([read])
+    return runs
+
+
+_local = threading.local()
+
+
+def _buffer(nbytes: int) -> memoryview:
+    """This thread's buffer: made once and reused, since fresh memory costs more than the read."""
+    held: np.ndarray | None = getattr(_local, "buffer", None)
+    if held is None or held.nbytes < nbytes:
+        held = _local.buffer = np.empty(max(nbytes, 1 << 20) + 64, dtype=np.uint8)
+    skip = -held.ctypes.data % 64
+    return held.data[skip : skip + nbytes]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor, of any dtype."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+@torch.no_grad()
+def _place(read: _ChunkRead, data: memoryview) -> None:
+    elements = torch.frombuffer(data, dtype=torch.uint8).view(read.dtype)
+    for copy in read.copies:
+        count = int(np.prod(copy.shape, dtype=np.int64))
+        source = elements[copy.first : copy.first + count].view(copy.shape)[copy.inside]
+        if source.dtype == copy.target.dtype and source.is_contiguous() and copy.target.is_contiguous():
+            # dtypes that torch cannot copy element by element are bytes all the same
+            copy.target.view(-1).view(torch.uint8).copy_(source.view(-1).view(torch.uint8))
+        else:
+            copy.target.copy_(source)

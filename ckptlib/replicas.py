@@ -1,0 +1,174 @@
+"""Agreement on what every rank holds: which plain tensors are replicas, and which ranks really have a tensor.
+
+A DTensor says itself which ranks hold the same box. A plain tensor is a replica only if its bytes are the same on all
+ranks that have the name, and that can change; so it is looked at again every now and then, which also finds silent
+corruption of data in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import xxhash
+
+from ckptlib import sharding
+from ckptlib.errors import UnsupportedState
+from ckptlib.group import Group
+from ckptlib.layout import ByHand, Holding, Mesh, PerRank, Placed, TensorEntry
+from ckptlib.state import Leaf, Plain
+
+log = logging.getLogger(__name__)
+
+Row = tuple[str, list[int], str, bool, str]
+"""dtype, global shape, how it is held, whether an optimizer owns it, digest of a plain tensor."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks know of each other, for the names that this rank has."""
+
+    holdings: Mapping[str, Holding]
+    """How each tensor is held; writers are not chosen yet."""
+    holders: Mapping[str, frozenset[int]]
+    """The ranks that really have it, for names that not every rank of their mesh has."""
+
+
+def rows_of(leaves: Sequence[Leaf], group: Group) -> dict[str, Row]:
+    """What this rank holds, by name; reads plain tensors whole, for their digests. Not collective."""
+    return {leaf.name: _row(leaf, group) for leaf in leaves}
+
+
+def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agreement:
+    """Compares what ranks hold. Collective; one small reduction where all hold the same.
+
+    Raises UnsupportedState, on all ranks, for a name that stands for different tensors.
+    """
+    document = json.dumps(rows, sort_keys=True).encode()
+    found: dict[str, dict[int, Row]] = {}
+    if group.size == 1 or _same_everywhere(document, group):
+        found = {name: dict.fromkeys(range(group.size), row) for name, row in rows.items()}
+    else:
+        for rank, data in enumerate(group.gather(zlib.compress(document, 1))):
+            for name, row in json.loads(zlib.decompress(data)).items():
+                found.setdefault(name, {})[rank] = row
+    for name, by_rank in sorted(found.items()):
+        _check(name, by_rank)
+    holdings = {leaf.name: _holding(leaf, found[leaf.name], group) for leaf in leaves}
+    holders = {}
+    for name, holding in holdings.items():
+        have = frozenset(found[name])
+        if isinstance(holding, Placed) and have != frozenset(holding.mesh.ranks):
+            holders[name] = have
+    return Agreement(holdings, holders)
+
+
+def alone(leaves: Sequence[Leaf], group: Group, before: Agreement) -> Agreement:
+    """What a rank may assume whose state changed since the last agreement: that nobody else writes what it holds."""
+    me = Mesh((1,), (group.rank,))
+    holdings: dict[str, Holding] = {}
+    for leaf in leaves:
+        known = before.holdings.get(leaf.name)
+        if not isinstance(leaf.held, Plain):
+            holdings[leaf.name] = _in_group(leaf, group)
+        elif isinstance(known, PerRank):
+            holdings[leaf.name] = known
+        else:
+            holdings[leaf.name] = Placed(me, (sharding.Replicate(),), None)
+    return Agreement(holdings, {})
+
+
+def entries_of(leaves: Sequence[Leaf], agreement: Agreement) -> list[TensorEntry]:
+    """The layout's rows of this rank's tensors, by name; writers are not chosen yet."""
+    rows = (TensorEntry(leaf.name, leaf.dtype, leaf.shape, agreement.holdings[leaf.name]) for leaf in leaves)
+    return sorted(rows, key=lambda entry: entry.name)
+
+
+def _row(leaf: Leaf, group: Group) -> Row:
+    digest = ""
+    if isinstance(leaf.held, Plain):
+        how, digest = "plain", _digest(leaf.pieces[0][1]) if leaf.pieces else ""
+    else:
+        how = _describe(_in_group(leaf, group))
+    shape = [] if how == "per-rank" else list(leaf.shape)
+    return leaf.dtype, shape, how, leaf.owner is not None, digest
+
+
+def _describe(holding: Holding) -> str:
+    if isinstance(holding, PerRank):
+        return "per-rank"
+    if isinstance(holding, ByHand):
+        return "by-hand"
+    return json.dumps([holding.mesh.shape, holding.mesh.ranks, [sharding.encode(p) for p in holding.placements]])
+
+
+def _in_group(leaf: Leaf, group: Group) -> Holding:
+    """How a leaf is held, its mesh in the group's ranks instead of the world's."""
+    held = leaf.held
+    assert not isinstance(held, Plain)
+    if not isinstance(held, Placed):
+        return held
+    own = {group.global_rank(rank): rank for rank in range(group.size)}
+    outside = [rank for rank in held.mesh.ranks if rank not in own]
+    if outside:
+        raise UnsupportedState(
+            f"{leaf.name}: its mesh has rank(s) {outside[:8]}, which are not in the process group of the checkpoint; "
+            "give process_group= with all ranks that hold the state"
+        )
+    return replace(held, mesh=Mesh(held.mesh.shape, tuple(own[rank] for rank in held.mesh.ranks)))
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return str(xxhash.xxh3_128_hexdigest(data.reshape(-1).view(torch.uint8).numpy().data))
+
+
+def _same_everywhere(document: bytes, group: Group) -> bool:
+    high, low = divmod(xxhash.xxh3_128_intdigest(document), 2**64)
+    words = [high >> 32, high & 0xFFFFFFFF, low >> 32, low & 0xFFFFFFFF]
+    found = group.max([*words, *(-word for word in words)])
+    return found[:4] == [-word for word in found[4:]]
+
+
+def _check(name: str, by_rank: Mapping[int, Row]) -> None:
+    """Raises UnsupportedState where a name stands for different tensors."""
+    kinds = {(dtype, tuple(shape), how) for dtype, shape, how, _, _ in by_rank.values()}
+    digests = {digest for _, _, _, _, digest in by_rank.values()}
+    owned = any(row[3] for row in by_rank.values())
+    if len(kinds) > 1 and (owned or any(how != "plain" for _, _, how in kinds)):
+        what = f"is not the same tensor on ranks {sorted(by_rank)[:8]}: " + "; ".join(map(str, sorted(kinds)[:3]))
+    elif len(digests) > 1 and owned:
+        what = f"is owned by an optimizer and differs between ranks {_differing(by_rank)}, though nothing shards it"
+    else:
+        return
+    raise UnsupportedState(
+        f"{name} {what}. If these are different tensors, give them different names (stage-global names in a pipeline); "
+        "if they are pieces of one, use DTensor or Sharded(tensor, offset, shape); if every rank has its own, use PerRank"
+    )
+
+
+def _differing(by_rank: Mapping[int, Row]) -> str:
+    first: dict[str, int] = {}
+    for rank, row in sorted(by_rank.items()):
+        first.setdefault(row[4], rank)
+    return " and ".join(map(str, list(first.values())[:2]))
+
+
+def _holding(leaf: Leaf, by_rank: Mapping[int, Row], group: Group) -> Holding:
+    if not isinstance(leaf.held, Plain):
+        return _in_group(leaf, group)
+    if len({(row[0], tuple(row[1]), row[4]) for row in by_rank.values()}) == 1:
+        ranks = tuple(sorted(by_rank))
+        return Placed(Mesh((len(ranks),), ranks), (sharding.Replicate(),), None)
+    if group.rank == min(by_rank):
+        log.warning(
+            "%s differs between ranks %s; every rank's own is saved. Say PerRank(...) if that is meant, else it should "
+            "have been the same",
+            leaf.name,
+            _differing(by_rank),
+        )
+    return PerRank()

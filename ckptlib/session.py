@@ -1,0 +1,452 @@
+"""One process's hold on one root: its group, its generation, its slots and its writer.
+
+`ckptlib.save` and the Checkpointer both stand on this. Main thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ckptlib import __version__, keys, values
+from ckptlib.arena import Arena
+from ckptlib.box import Box
+from ckptlib.catalog import Catalog
+from ckptlib.errors import SaveFailed, Superseded, WaitTimeout
+from ckptlib.group import Group, group_of, together
+from ckptlib.keys import GenerationId, SaveId
+from ckptlib.layout import Layout
+from ckptlib.manifest import Generation, Root, Table
+from ckptlib.plan import assign, body_nbytes, lay_out, writes
+from ckptlib.probe import probe
+from ckptlib.replicas import Agreement, Row, agree, alone, entries_of, rows_of
+from ckptlib.retention import Keep
+from ckptlib.rng import RngState
+from ckptlib.slot import Slot, SlotHeader
+from ckptlib.stage import Content, Source, Stager, Staging
+from ckptlib.state import Flat, Leaf, Memo, PerRank, flatten
+from ckptlib.stores import open_store
+from ckptlib.writer.client import Writer
+
+log = logging.getLogger(__name__)
+
+RNG = "@rng"
+"""Where the random generators are kept, beside the user's own names."""
+
+AGREE_EVERY = 20
+"""Plain tensors are compared between ranks at the first save and at every so many."""
+
+NUM_SLOTS = 2
+"""One to be written to the store while the next snapshot is taken."""
+
+Overlap = Callable[[Leaf], bool]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a session is opened with."""
+
+    url: str
+    options: Mapping[str, object]
+    """For fsspec's filesystem."""
+    timeout: timedelta
+    """How long ranks wait for one another."""
+    save_deadline: timedelta
+    """After which a save that is not committed never will be; the root's own counts where there is one."""
+    algorithm: str
+    arena: Path | None
+    keep: Keep | None
+    tags: Mapping[str, str]
+
+
+class Pending:
+    """A save under way."""
+
+    def __init__(self, session: Session, save: SaveId, staging: Staging) -> None:
+        self.save = save
+        self._session = session
+        self._staging = staging
+        self.committed = False
+        """Whether the step is known to exist. On ranks other than 0 only after `wait_committed`."""
+        self.error: Exception | None = None
+        """Why it never will."""
+
+    @property
+    def step(self) -> int:
+        return self.save.step
+
+    @property
+    def staging(self) -> Staging:
+        return self._staging
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Returns when the snapshot is whole in memory that outlives this process.
+
+        Raises WaitTimeout after `timeout` seconds, or what made the snapshot fail.
+        """
+        self._staging.wait_sealed(timeout)
+
+    def wait_committed(self, timeout: float | None = None) -> None:
+        """Returns when the step exists and is durable. Any rank may ask alone.
+
+        Raises SaveFailed when it never will; WaitTimeout after `timeout` seconds (default: the save's deadline).
+        """
+        self._session.wait_committed(self, timeout)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What this rank stages, as long as the state's layout stays the same."""
+
+    shape: tuple[tuple[str, str, tuple[int, ...], object], ...]
+    """Of every leaf: what the plan depends upon."""
+    layout: Layout
+    table: Table
+    order: tuple[tuple[int, int], ...]
+    """Per shard of the table: the leaf and its piece."""
+
+
+class Session:
+    """Opened by all ranks together; closed by each."""
+
+    def __init__(self, settings: Settings, over: dist.ProcessGroup | None) -> None:
+        """Collective. Raises, on all ranks, what any of them finds wrong with the store."""
+        self.settings = settings
+        self.group: Group = group_of(over, settings.timeout)
+        self.store = open_store(settings.url, settings.options)
+        self.catalog = Catalog(self.store)
+        together(self.group, f"opening {self.store.url}", lambda: probe(self.store))
+        document, generation = self._agree_on_root()
+        self.root = document
+        self.generation = generation
+        self.resumed_from: SaveId | None = None
+        self._began = False
+        if settings.keep is not None:
+            settings.keep.check(self.root.save_deadline_s)
+        self.arena = Arena(self.root.id, self.generation, settings.arena, NUM_SLOTS)
+        self._known_slots: set[Path] = set()
+        self._stager = Stager(self._on_sealed)
+        self.writer = Writer(self._setup())
+        self._memo: Memo = {}
+        self._agreement: Agreement | None = None
+        self._plan: _Plan | None = None
+        self._num_saves = 0
+        self._sequence = 0
+        self.layout_changed = False
+        """Whether the state changed since all ranks last agreed on it."""
+        self._pending: dict[str, Pending] = {}
+        self._in_use: dict[str, Slot] = {}
+        self._staging: list[Pending] = []
+        self.newest_ready = -1
+        """The newest step of which this rank holds a ready snapshot."""
+        self.failures = 0
+        """Saves that failed in a row, as far as this rank knows."""
+        self.superseded: Superseded | None = None
+        self._steps_saved: set[int] = set()
+        self.closed = False
+
+    def _agree_on_root(self) -> tuple[Root, GenerationId]:
+        s = self.settings
+
+        def make() -> bytes:
+            root = self.catalog.open_root(Root(secrets.token_hex(16), s.algorithm, s.save_deadline.total_seconds()))
+            generation = self.catalog.next_generation()
+            return root.encode() + str(generation).encode()
+
+        made = together(self.group, "opening the root", lambda: make() if self.group.rank == 0 else None)
+        data = self.group.broadcast(made)
+        document, _, tail = data.rpartition(b"\n")
+        number, _, nonce = tail.decode().partition("-")
+        return Root.decode(document + b"\n", keys.ROOT), GenerationId(int(number), nonce)
+
+    def _setup(self) -> dict[str, object]:
+        s = self.settings
+        return {
+            "op": "setup",
+            "url": s.url,
+            "options": dict(s.options),
+            "rank": self.group.rank,
+            "world_size": self.group.size,
+            "deadline_s": self.root.save_deadline_s,
+            "keep": None if s.keep is None else s.keep.to_json(),
+        }
+
+    # Saving, top to bottom
+
+    def save(
+        self,
+        state: object,
+        step: int,
+        *,
+        metrics: Mapping[str, object] | None = None,
+        overlap: Overlap = lambda leaf: False,
+        compare: bool = True,
+        ready_everywhere: int | None = None,
+    ) -> Pending:
+        """Takes a snapshot of `state` and has it persisted. Collective when `compare`.
+
+        The caller knows that `can_save` is true. `ready_everywhere`: the newest step ready on all ranks, which allows
+        older slots to be reused; None: all ranks have come here after the one before was ready.
+        """
+        self._check_step(step)
+        compare = compare or self._num_saves % AGREE_EVERY == 0
+        flat, plan, slot = self._prepare(state, step, compare, ready_everywhere)
+        save = SaveId(step, self.generation)
+        content = Content(
+            header=SlotHeader(
+                self.root.id, save, self.group.rank, self.group.size, self._next_sequence(), body_nbytes(plan.table), {}
+            ),
+            layout=plan.layout.encoded,
+            table=plan.table,
+            values=flat.values,
+            metrics={k: values.encode(v, f"metrics[{k}]") for k, v in (metrics or {}).items()},
+            created=time.time(),
+            algorithm=self.root.algorithm,
+        )
+        self.writer.expect(save)
+        self._in_use[str(save)] = slot
+        leaves = flat.leaves
+        sources = [Source(leaves[i].name, leaves[i].pieces[piece][1], overlap(leaves[i])) for i, piece in plan.order]
+        staging = self._stager.begin(slot, content, sources)
+        pending = self._pending[str(save)] = Pending(self, save, staging)
+        self._staging.append(pending)
+        self._num_saves += 1
+        self._steps_saved.add(step)
+        return pending
+
+    def _prepare(
+        self, state: object, step: int, compare: bool, ready_everywhere: int | None
+    ) -> tuple[Flat, _Plan, Slot]:
+        """Everything that can fail, before anything is ordered; where ranks compare, it fails on all or on none."""
+
+        def look() -> tuple[Flat, dict[str, Row]]:
+            self._begin(step)
+            flat = flatten({**_as_mapping(state), RNG: PerRank(RngState())}, self._memo)
+            return flat, rows_of(flat.leaves, self.group) if compare else {}
+
+        def room(plan: _Plan) -> Slot:
+            nbytes = body_nbytes(plan.table)
+            return self._take_slot(nbytes, self.newest_ready if ready_everywhere is None else ready_everywhere)
+
+        if not compare:
+            flat, _ = look()
+            plan = self._plan_for(flat, None)
+            return flat, plan, room(plan)
+        flat, rows = together(self.group, f"saving step {step}", look)
+        plan = self._plan_for(flat, agree(flat.leaves, rows, self.group))
+        return flat, plan, together(self.group, f"making room for step {step}", lambda: room(plan))
+
+    def _check_step(self, step: int) -> None:
+        if not 0 <= step <= keys.MAX_STEP:
+            raise ValueError(f"a step is between 0 and {keys.MAX_STEP}, got {step}")
+        if step in self._steps_saved:
+            raise ValueError(f"step {step} was saved already by this generation ({self.generation}); steps ascend")
+        if self.superseded is not None:
+            raise self.superseded
+
+    def _begin(self, step: int) -> None:
+        """Puts this generation's record before its first save."""
+        if not self._began and self.group.rank == 0:
+            if self.resumed_from is None:
+                self.resumed_from = self._continued(step)
+            self.put_generation()
+        self._began = True
+
+    def _continued(self, step: int) -> SaveId | None:
+        """What a job that did not restore continues: the newest step before its own first one."""
+        visible = self.catalog.visible()
+        hidden = [save.step for save in visible if save.step >= step]
+        if hidden:
+            log.warning(
+                "%s holds steps up to %d, and this job begins to save at step %d without having restored: steps %d and "
+                "later are no longer on its history (they stay in the store)",
+                self.store.url,
+                hidden[-1],
+                step,
+                hidden[0],
+            )
+        return max((save for save in visible if save.step < step), default=None)
+
+    def put_generation(self) -> None:
+        """From here on older generations may not commit. Rank 0."""
+        self.catalog.put_generation(
+            Generation(
+                id=self.generation,
+                world_size=self.group.size,
+                resumed_from=self.resumed_from,
+                created=time.time(),
+                versions={"ckptlib": __version__, "torch": torch.__version__, "python": platform.python_version()},
+                host=socket.gethostname(),
+                tags=self.settings.tags,
+            )
+        )
+
+    def _plan_for(self, flat: Flat, agreement: Agreement | None) -> _Plan:
+        """The plan for this state: the last one, as long as nothing it depends upon has changed.
+
+        `agreement`: what all ranks have just agreed upon; None: the last one stands.
+        """
+        shape = tuple((leaf.name, leaf.dtype, leaf.shape, leaf.held) for leaf in flat.leaves)
+        known = self._plan if self._plan is not None and self._plan.shape == shape else None
+        if known is not None and (known.layout.aliases, known.layout.objects) != (flat.aliases, flat.objects):
+            known = None
+        if agreement is not None:
+            if agreement != self._agreement or self.layout_changed:
+                known = None
+            self._agreement, self.layout_changed = agreement, False
+        assert self._agreement is not None
+        if known is None:
+            if agreement is None:
+                self.layout_changed = True
+            by = alone(flat.leaves, self.group, self._agreement) if self.layout_changed else self._agreement
+            self._plan = known = self._make_plan(flat, shape, by)
+        return known
+
+    def _make_plan(
+        self, flat: Flat, shape: tuple[tuple[str, str, tuple[int, ...], object], ...], by: Agreement
+    ) -> _Plan:
+        entries = entries_of(flat.leaves, by)
+        if not self.layout_changed:
+            entries = assign(entries)
+        layout = Layout(self.group.size, tuple(entries), flat.aliases, flat.objects)
+        places: dict[tuple[str, Box], tuple[int, int]] = {}
+        for i, leaf in enumerate(flat.leaves):
+            entry = layout.tensors[layout.index[leaf.name]]
+            if writes(entry, self.group.rank, by.holders.get(leaf.name)):
+                places.update({(leaf.name, box): (i, piece) for piece, (box, _) in enumerate(leaf.pieces)})
+        table = lay_out(layout, list(places))
+        order = tuple(places[layout.tensors[t].name, box] for t, box in zip(table.tensors, table.boxes, strict=True))
+        return _Plan(shape, layout, table, order)
+
+    def _take_slot(self, nbytes: int, ready_everywhere: int) -> Slot:
+        slot = self.arena.take(nbytes, ready_everywhere, self._in_use.values())
+        if slot is None:
+            raise AssertionError("no slot is free; can_save was not asked")
+        self.arena.mark_void(slot)
+        for known in self._known_slots - {s.path for s in self.arena.slots}:
+            self.writer.forget_slot(known)
+        self._known_slots = {s.path for s in self.arena.slots} & self._known_slots
+        if slot.path not in self._known_slots:
+            self._known_slots.add(slot.path)
+            self.writer.add_slot(slot.path)
+        return slot
+
+    def _next_sequence(self) -> int:
+        self._sequence += 2
+        return self._sequence
+
+    def _on_sealed(self, staging: Staging) -> None:
+        """From the staging thread."""
+        save = staging.content.header.save
+        staging.slot.unlock()
+        if staging.error is None:
+            self.writer.persist(save, staging.slot.path)
+        else:
+            self.writer.void(save, str(staging.error))
+
+    # What became of it
+
+    def can_save(self, ready_everywhere: int) -> bool:
+        """Whether a slot is free for another snapshot, as far as this rank knows."""
+        self.poll()
+        return self.arena.has_room(ready_everywhere, self._in_use.values())
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Takes note of what the staging thread and the writer have done."""
+        for pending in [p for p in self._staging if p.staging.done]:
+            self._staging.remove(pending)
+            if pending.staging.error is None:
+                self.newest_ready = max(self.newest_ready, pending.step)
+                self.arena.mark_ready(pending.staging.slot, pending.step)
+        for event in self.writer.poll(timeout_s):
+            self._note(event)
+
+    def _note(self, event: Mapping[str, object]) -> None:
+        kind = event["event"]
+        if kind == "ready":
+            return
+        key = str(event["save"])
+        pending = self._pending.get(key)
+        if kind == "released":
+            self._in_use.pop(key, None)
+            if event["error"] is None and self.group.rank != 0:
+                self.failures = 0
+        elif kind == "committed":
+            self._pending.pop(key, None)
+            self.failures = 0
+            if pending is not None:
+                pending.committed = True
+        elif kind == "failed":
+            self._in_use.pop(key, None)
+            self._pending.pop(key, None)
+            self._failed(pending, str(event["kind"]), str(event["error"]), key)
+
+    def _failed(self, pending: Pending | None, kind: str, text: str, key: str) -> None:
+        self.failures += 1
+        error: SaveFailed
+        if kind == "Superseded":
+            error = self.superseded = Superseded(text)
+        else:
+            error = SaveFailed(f"the save {key} failed and will never be listed; earlier steps are untouched: {text}")
+        log.error("%s", error)
+        if pending is not None:
+            pending.error = error
+
+    def wait_released(self, timeout_s: float) -> None:
+        """Returns when all snapshots are ready and a slot is free. Raises WaitTimeout."""
+        deadline = time.monotonic() + timeout_s
+        while self._staging or not self.can_save(self.newest_ready):
+            if time.monotonic() > deadline:
+                raise WaitTimeout(f"no slot was free within {timeout_s:.0f} s: the store is slower than the saves")
+            self.poll(0.02)
+
+    def wait_committed(self, pending: Pending, timeout: float | None) -> None:
+        timeout_s = self.root.save_deadline_s if timeout is None else timeout
+        deadline = time.monotonic() + timeout_s
+        try:
+            pending.wait_staged(timeout_s)
+        except WaitTimeout:
+            raise
+        except Exception as error:
+            raise SaveFailed(f"step {pending.step} was not saved: {error}") from error
+        if self.group.rank != 0 and not pending.committed and pending.error is None:
+            self.writer.watch(pending.save, timeout_s)
+        while not pending.committed:
+            if pending.error is not None:
+                raise pending.error
+            if time.monotonic() > deadline:
+                raise WaitTimeout(f"step {pending.step} was not committed within {timeout_s:.0f} s; it may still be")
+            self.poll(0.05)
+
+    def close(self, timeout: timedelta, clean: bool) -> None:
+        """Lets go. `clean`: the writer finishes what it has and the slots go; else it finishes alone."""
+        self.closed = True
+        self._stager.close()
+        self.poll()
+        try:
+            self.writer.close(timeout.total_seconds())
+        finally:
+            self.arena.close(unlink=clean)
+            self.store.close()
+            self.group.close()
+
+
+def _as_mapping(state: object) -> Mapping[object, object]:
+    if isinstance(state, Mapping):
+        if RNG in state:
+            raise ValueError(f"{RNG!r} is ckptlib's own name; call that entry of the state something else")
+        return state
+    raise TypeError(
+        f"the state is a dict of what is to be saved, such as {{'model': model, 'optim': optim}}; got "
+        f"{type(state).__name__}"
+    )

@@ -1,0 +1,471 @@
+"""Where loaded data goes: the tensors to be filled, and what is to be done once they are.
+
+The walk mirrors `ckptlib.state.flatten`. Modules and optimizers are filled in place; optimizer state is written tensor
+by tensor, so it goes into an optimizer that has not stepped yet and keeps the dtype it was saved with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ckptlib import values
+from ckptlib.errors import StateMismatch
+from ckptlib.layout import PerRank as HeldPerRank
+from ckptlib.layout import TensorEntry
+from ckptlib.modules import canonical, named_state, owners_of
+from ckptlib.reader import Reader, Want
+from ckptlib.state import (
+    PerRank,
+    Sharded,
+    dtype_name,
+    group_path,
+    hyper_parameters,
+    is_stateful,
+    join,
+    leaf_of,
+    names_of_params,
+    refuse_optimizer,
+)
+from ckptlib.values import Json
+
+
+@dataclass
+class Targets:
+    """What a load will do to a state."""
+
+    wants: list[Want] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """Names that the state has and the checkpoint has not."""
+    unexpected: list[str] = field(default_factory=list)
+    """Names that the checkpoint has and the state has not."""
+    mismatched: list[str] = field(default_factory=list)
+    """Names whose shape or dtype differ, with both."""
+    values: dict[str, object] = field(default_factory=dict)
+    """Plain values by path, as saved."""
+    finish: list[Callable[[], None]] = field(default_factory=list)
+    """To be called in order, when every want is filled."""
+
+
+Rename = Mapping[str, str] | Callable[[str], str] | None
+Only = str | Sequence[str] | None
+
+
+class Saved:
+    """What a checkpoint holds, by name, as one rank sees it."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        own = reader.part(reader.own_rank)
+        own_layout = reader.layouts[own.table.layout]
+        layouts = [own_layout, *(layout for layout in reader.layouts.values() if layout is not own_layout)]
+        self.values: Mapping[str, Json] = own.values
+        self.tensors: dict[str, TensorEntry] = {}
+        self.objects: dict[str, Json] = {}
+        self.groups: dict[str, dict[str, int]] = {}
+        """By path of an optimizer: parameter name to group."""
+        for layout in layouts:
+            per_rank_elsewhere = layout is not own_layout
+            for entry in layout.tensors:
+                if not (per_rank_elsewhere and isinstance(entry.holding, HeldPerRank)):
+                    self.tensors.setdefault(entry.name, entry)
+            for alias, name in layout.aliases.items():
+                self.tensors.setdefault(alias, layout.tensors[layout.index[name]])
+            for path, tree in layout.objects.items():
+                self.objects.setdefault(path, tree)
+                self._add_groups(path, tree)
+
+    def _add_groups(self, path: str, tree: Json) -> None:
+        if not isinstance(tree, dict) or "optimizer" not in tree:
+            return
+        known = self.groups.setdefault(path, {})
+        match tree["optimizer"]:
+            case {"groups": list(groups)}:
+                for i, names in enumerate(groups):
+                    for name in names if isinstance(names, list) else []:
+                        known.setdefault(str(name), i)
+            case _:
+                raise StateMismatch(f"{path}: the layout's groups of this optimizer cannot be read")
+
+    def value(self, path: str) -> object:
+        return values.decode(self.values[path], path)
+
+
+def targets(state: object, saved: Saved, *, rename: Rename = None, only: Only = None, cast: bool = False) -> Targets:
+    """What is to be filled and done so that `state` becomes what was saved. Changes nothing yet."""
+    walk = _Walk(saved, rename, only, cast)
+    with torch.no_grad():
+        walk.collect(state, "", None)
+        for path, module in walk.modules:
+            walk.add_module(module, path)
+        for path, optimizer in walk.optimizers:
+            walk.add_optimizer(optimizer, path)
+    walk.note_unexpected()
+    return walk.targets
+
+
+Setter = Callable[[object], None] | None
+
+
+class _Walk:
+    def __init__(self, saved: Saved, rename: Rename, only: Only, cast: bool) -> None:
+        self.targets = Targets()
+        self.modules: list[tuple[str, nn.Module]] = []
+        self.optimizers: list[tuple[str, torch.optim.Optimizer]] = []
+        self._saved = saved
+        self._rename = rename
+        self._only = [only] if isinstance(only, str) else only
+        self._cast = cast
+        self._param_names: dict[int, str] = {}
+        self._used: set[str] = set()
+        self._filled: dict[int, object] = {}
+
+    # What the caller asked for
+
+    def _named(self, name: str) -> str:
+        if self._rename is None:
+            return name
+        if callable(self._rename):
+            return self._rename(name)
+        return self._rename.get(name, name)
+
+    def _wanted(self, path: str) -> bool:
+        if self._only is None:
+            return True
+        return any(fnmatchcase(path, p) or path == p or path.startswith(f"{p}/") for p in self._only)
+
+    # The walk
+
+    def collect(self, node: object, path: str, setter: Setter) -> None:
+        if isinstance(node, PerRank):
+            self.collect(node.value, path, setter)
+        elif isinstance(node, (torch.Tensor, Sharded)):
+            self._param_names.setdefault(id(node), path)
+            self.add_tensor(node, path)
+        elif isinstance(node, nn.Module):
+            self.modules.append((path, node))
+        elif isinstance(node, torch.optim.Optimizer):
+            refuse_optimizer(node, path)
+            self.optimizers.append((path, node))
+        elif isinstance(node, torch.Generator):
+            self._add_generator(node, path)
+        elif isinstance(node, Mapping):
+            for key, value in node.items():
+                self.collect(value, join(path, key), _setter(node, key))
+        elif isinstance(node, (list, tuple)) and type(node) in (list, tuple):
+            for i, value in enumerate(node):
+                self.collect(value, join(path, i), _setter(node, i))
+        elif is_stateful(node):
+            self._add_object(path, node.state_dict, node.load_state_dict)  # type: ignore[attr-defined]
+        else:
+            self._add_value(path, setter)
+
+    def add_tensor(self, tensor: torch.Tensor | Sharded, name: str) -> None:
+        """Fills a tensor of the state in place."""
+        if not self._wanted(name):
+            return
+        saved_name = self._named(name)
+        entry = self._saved.tensors.get(saved_name)
+        if entry is None:
+            self.targets.missing.append(name)
+            return
+        self._used.add(saved_name)
+        leaf = leaf_of(tensor, name, per_rank=False, owner=None)
+        if leaf is None:
+            return
+        if leaf.shape != entry.shape or (leaf.dtype != entry.dtype and not self._cast):
+            self.targets.mismatched.append(
+                f"{name}: target is {leaf.dtype}{list(leaf.shape)}, checkpoint has {entry.dtype}{list(entry.shape)}"
+            )
+            return
+        if id(tensor) not in self._filled:  # tied: filled once, under its first name
+            self._filled[id(tensor)] = tensor
+            self.targets.wants.append(Want(saved_name, leaf.pieces))
+
+    def _add_value(self, path: str, setter: Setter) -> None:
+        if not self._wanted(path):
+            return
+        name = self._named(path)
+        if name not in self._saved.values:
+            self.targets.missing.append(path)
+            return
+        self._used.add(name)
+        value = self.targets.values[path] = self._saved.value(name)
+        if setter is not None:
+            self.targets.finish.append(lambda: setter(value))
+
+    def _add_generator(self, generator: torch.Generator, path: str) -> None:
+        state = generator.get_state()
+        before = len(self.targets.wants)
+        self.add_tensor(state, path)
+        if len(self.targets.wants) > before:
+            self.targets.finish.append(lambda: _call(generator.set_state, state))
+
+    def _add_object(self, path: str, get: Callable[[], object], load: Callable[[Any], object]) -> None:
+        """An object is given back what its `state_dict()` once was, rebuilt."""
+        if not self._wanted(path):
+            return
+        name = self._named(path)
+        tree = self._saved.objects.get(name)
+        if tree is not None:
+            self._used.add(name)
+            now = get()
+            build = self._rebuild(tree, name, now)
+            self.targets.finish.append(lambda: _call(load, build()))
+        elif name in self._saved.values:
+            self._used.add(name)
+            self.targets.finish.append(lambda: _call(load, self._saved.value(name)))
+        else:
+            self.targets.missing.append(path)
+
+    def _rebuild(self, tree: Json, path: str, now: object) -> Callable[[], object]:
+        """Wants what the tree needs; returns what makes the object once that is filled."""
+        if tree == "tensor":
+            tensor = self._tensor_for(path, now)
+            return lambda: tensor
+        if tree == "value":
+            self._used.add(path)
+            return lambda: self._saved.value(path)
+        match tree:
+            case {"dict": list(pairs)}:
+                made = {}
+                for pair in pairs:
+                    assert isinstance(pair, list)
+                    key: Any = values.decode(pair[0], path)
+                    inner = now.get(key) if isinstance(now, Mapping) else None
+                    made[key] = self._rebuild(pair[1], join(path, key), inner)
+                return lambda: {key: build() for key, build in made.items()}
+            case {"list": list(items)}:
+                builds = self._rebuild_items(items, path, now)
+                return lambda: [build() for build in builds]
+            case {"tuple": list(items)}:
+                builds = self._rebuild_items(items, path, now)
+                return lambda: tuple(build() for build in builds)
+            case _:
+                raise StateMismatch(f"{path}: the layout's tree of this object cannot be read: {str(tree)[:80]}")
+
+    def _rebuild_items(self, trees: list[Json], path: str, now: object) -> list[Callable[[], object]]:
+        have = now if isinstance(now, (list, tuple)) and len(now) == len(trees) else [None] * len(trees)
+        return [self._rebuild(tree, join(path, i), have[i]) for i, tree in enumerate(trees)]
+
+    def _tensor_for(self, path: str, now: object) -> torch.Tensor:
+        """A tensor to fill: the one that the object has, where it fits, else a new one."""
+        entry = self._saved.tensors[path]
+        if isinstance(now, PerRank):
+            now = now.value
+        if isinstance(now, Sharded):
+            self.add_tensor(now, path)
+            return now.tensor
+        fits = isinstance(now, torch.Tensor) and (tuple(now.shape), dtype_name(now)) == (entry.shape, entry.dtype)
+        tensor = now if fits and isinstance(now, torch.Tensor) else torch.empty(entry.shape, dtype=_dtype(entry))
+        self._used.add(path)
+        leaf = leaf_of(tensor, path, per_rank=False, owner=None)
+        if leaf is not None:
+            self.targets.wants.append(Want(path, leaf.pieces))
+        return tensor
+
+    # Modules
+
+    def add_module(self, module: nn.Module, path: str) -> None:
+        owners = owners_of(module)
+        made: dict[int, torch.Tensor] = {}
+        for name, value in named_state(module, path):
+            full = f"{path}/{name}" if path else name
+            if not isinstance(value, torch.Tensor):
+                continue
+            self._param_names.setdefault(id(value), full)
+            if value.device.type != "meta":
+                self.add_tensor(value, full)
+            elif self._wanted(full):
+                self._materialise(value, full, owners.get(id(value), []), made)
+        self._add_extra_states(module, path)
+
+    def _materialise(
+        self, meta: torch.Tensor, name: str, owners: Sequence[tuple[nn.Module, str]], made: dict[int, torch.Tensor]
+    ) -> None:
+        """A parameter or buffer without memory is given some, and is put into its module when it is filled."""
+        new = made.get(id(meta))
+        if new is None:
+            device = torch.empty(0).device if not torch.cuda.is_available() else torch.device("cuda")
+            new = made[id(meta)] = torch.empty_like(meta, device=device)
+        self.add_tensor(new, name)
+        for module, attribute in owners:
+            self.targets.finish.append(_assigner(module, attribute, meta, new))
+
+    def _add_extra_states(self, module: nn.Module, path: str) -> None:
+        for name, submodule in module.named_modules():
+            if type(submodule).get_extra_state is not nn.Module.get_extra_state:
+                prefix = f"{name}." if name else ""
+                key = join_module(path, _canonical_prefix(module, prefix) + "_extra_state")
+                self._add_object(key, submodule.get_extra_state, submodule.set_extra_state)
+
+    # Optimizers
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+        if not self._wanted(path):
+            return
+        saved_path = self._named(path)
+        groups = self._saved.groups.get(saved_path)
+        if groups is None:
+            self.targets.missing.append(path)
+            return
+        self._used.add(saved_path)
+        names = names_of_params(optimizer, self._param_names)
+        entries = self._entries_by_param(saved_path)
+        for i, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
+            self._add_hyper_parameters(group, group_names, saved_path, groups, i)
+            for name, param in zip(group_names, group["params"], strict=True):
+                saved_name = self._named(name)
+                if saved_name not in groups:
+                    self.targets.missing.append(f"{path}/{name}")
+                    continue
+                self._used.add(f"{saved_path}/{saved_name}")
+                self._add_param_state(optimizer, group, param, entries.get(saved_name, {}))
+        for name in groups.keys() - {self._named(n) for group_names in names for n in group_names}:
+            self.targets.unexpected.append(f"{saved_path}/{name}")
+
+    def _entries_by_param(self, path: str) -> dict[str, dict[str, str]]:
+        """By parameter: the keys of its saved state, each with its full name."""
+        found: dict[str, dict[str, str]] = {}
+        prefix = f"{path}/" if path else ""
+        nested = tuple(f"{p}/" for p in self._saved.objects if p.startswith(prefix) and p != path)
+        for name in (*self._saved.tensors, *self._saved.values, *self._saved.objects):
+            if name == path or not name.startswith(prefix) or name.startswith(nested):
+                continue
+            param, _, key = name[len(prefix) :].rpartition("/")
+            found.setdefault(param, {})[key.replace("%2F", "/").replace("%25", "%")] = name
+            self._used.add(name)
+        return found
+
+    def _add_param_state(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: Mapping[str, Any],
+        param: torch.Tensor,
+        entries: Mapping[str, str],
+    ) -> None:
+        builds: dict[str, Callable[[], object]] = {}
+        now = optimizer.state.get(param, {})
+        for key, name in entries.items():
+            if name in self._saved.objects:
+                builds[key] = self._rebuild(self._saved.objects[name], name, now.get(key))
+            elif name in self._saved.tensors:
+                builds[key] = _constant(self._state_tensor(name, key, now.get(key), param, group))
+            else:
+                builds[key] = _constant(self._saved.value(name))
+
+        def finish() -> None:
+            if builds or param in optimizer.state:
+                optimizer.state[param] = {key: build() for key, build in builds.items()}
+
+        self.targets.finish.append(finish)
+
+    def _state_tensor(
+        self, name: str, key: str, now: object, param: torch.Tensor, group: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """The tensor that is there, or one such as the optimizer itself would make."""
+        entry = self._saved.tensors[name]
+        fits = isinstance(now, torch.Tensor) and (tuple(now.shape), dtype_name(now)) == (entry.shape, entry.dtype)
+        if fits and isinstance(now, torch.Tensor):
+            tensor = now
+        elif key != "step" and entry.shape == tuple(param.shape):
+            tensor = torch.empty_like(param, dtype=_dtype(entry), requires_grad=False)
+        else:
+            on_device = group.get("capturable") or group.get("fused") or (key != "step" and entry.shape)
+            local = param.to_local() if isinstance(param, DTensor) else param
+            tensor = torch.empty(entry.shape, dtype=_dtype(entry), device=local.device if on_device else "cpu")
+        leaf = leaf_of(tensor, name, per_rank=False, owner=None)
+        if leaf is not None:
+            self.targets.wants.append(Want(name, leaf.pieces))
+        return tensor
+
+    def _add_hyper_parameters(
+        self, group: dict[str, Any], names: Sequence[str], path: str, groups: Mapping[str, int], index: int
+    ) -> None:
+        """A group takes those of the saved group that its parameters were in."""
+        origins = {groups[n] for name in names if (n := self._named(name)) in groups}
+        if not origins:
+            origins = {index} if group_path(path, index) in self._saved.values and not names else set()
+        origin = min(origins, default=None)
+        if origin is None or group_path(path, origin) not in self._saved.values:
+            return
+        saved: Any = self._saved.value(group_path(path, origin))
+        different = [o for o in origins if self._saved.value(group_path(path, o)) != saved]
+        if different:
+            self.targets.mismatched.append(
+                f"{path}: group {index} holds parameters that were saved in groups {sorted(origins)} with different "
+                "hyper-parameters; load them into groups that can be told apart"
+            )
+            return
+        tensors = {}
+        prefix = group_path(path, origin) + "/"
+        for name in self._saved.tensors:
+            if name.startswith(prefix):
+                key = name[len(prefix) :]
+                now = dict(hyper_parameters(group)).get(key)
+                tensors[key] = self._tensor_for(name, now)
+
+        def finish() -> None:
+            for key, value in {**saved, **tensors}.items():
+                if isinstance(group.get(key), torch.Tensor) and isinstance(value, float):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+
+        self.targets.finish.append(finish)
+
+    def note_unexpected(self) -> None:
+        """Everything saved that nobody took."""
+        trees = tuple(f"{path}/" for path in self._saved.objects)
+        for name in (*self._saved.tensors, *self._saved.values, *self._saved.objects):
+            # what belongs to an object that is loaded as a whole is taken, or not, with it
+            if name not in self._used and self._wanted(name) and not name.startswith(trees):
+                self.targets.unexpected.append(name)
+
+
+def join_module(path: str, name: str) -> str:
+    """The full name of a module's tensor."""
+    return f"{path}/{name}" if path else name
+
+
+def _canonical_prefix(module: nn.Module, prefix: str) -> str:
+    return canonical(module, prefix + "x")[:-1]
+
+
+def _setter(container: object, key: Any) -> Setter:
+    if isinstance(container, (MutableMapping, list)):
+
+        def put(value: object) -> None:
+            container[key] = value
+
+        return put
+    return None
+
+
+def _assigner(module: nn.Module, attribute: str, meta: torch.Tensor, new: torch.Tensor) -> Callable[[], None]:
+    def assign() -> None:
+        if isinstance(meta, nn.Parameter):
+            module._parameters[attribute] = nn.Parameter(new, requires_grad=meta.requires_grad)
+        else:
+            module._buffers[attribute] = new
+
+    return assign
+
+
+def _call(function: Callable[[Any], object], argument: object) -> None:
+    function(argument)
+
+
+def _constant(value: object) -> Callable[[], object]:
+    return lambda: value
+
+
+def _dtype(entry: TensorEntry) -> torch.dtype:
+    found: torch.dtype = getattr(torch, entry.dtype)
+    return found

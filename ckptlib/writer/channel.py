@@ -1,0 +1,58 @@
+"""What trainer and writer say to each other: lines of JSON over a socket pair, never secrets in arguments."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import threading
+from typing import Any
+
+Message = dict[str, Any]
+
+
+class Channel:
+    """One end. Any thread may send; one thread receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._received = b""
+        self._sending = threading.Lock()
+        self.closed = False
+        """Whether the other end is gone."""
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Message) -> bool:
+        """Whether the other end could still be told."""
+        data = json.dumps(message).encode() + b"\n"
+        with self._sending:
+            try:
+                self._socket.sendall(data)
+            except OSError:
+                self.closed = True
+        return not self.closed
+
+    def receive(self, timeout_s: float | None) -> list[Message]:
+        """Every message that is here, or the first to come within the time-out; none when it passes or at the end."""
+        if b"\n" not in self._received and not self._fill(timeout_s):
+            return []
+        while self._fill(0):
+            pass
+        *lines, self._received = self._received.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def _fill(self, timeout_s: float | None) -> bool:
+        if self.closed or not select.select([self._socket], [], [], timeout_s)[0]:
+            return False
+        try:
+            data = self._socket.recv(1 << 20)
+        except OSError:
+            data = b""
+        self.closed = not data
+        self._received += data
+        return bool(data)
+
+    def close(self) -> None:
+        self._socket.close()

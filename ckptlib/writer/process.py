@@ -1,0 +1,229 @@
+"""The writer process: takes orders until its trainer is gone, and finishes what it took.
+
+The main thread listens to the trainer and watches for its death by pidfd (a pipe's end may have been inherited by the
+trainer's other children). One thread persists, one commits; each takes its jobs in order.
+
+    trainer -> writer    setup, expect, persist, void, await, close
+    writer -> trainer    ready, released, committed, failed
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from ckptlib.catalog import Catalog, describe
+from ckptlib.errors import CkptError, FormatError, SaveFailed
+from ckptlib.keys import SaveId, parse_save
+from ckptlib.retention import Keep, sweep
+from ckptlib.slot import Slot
+from ckptlib.stores import open_store
+from ckptlib.writer.channel import Channel, Message
+from ckptlib.writer.persist import Persister, put_failure
+
+log = logging.getLogger(__name__)
+
+NICENESS = 10
+"""Training comes first wherever both want a core."""
+
+ORPHAN_DEADLINE_S = 60.0
+"""How long a committer whose trainer is gone still waits for other ranks."""
+
+Job = Callable[[], None]
+
+
+class WriterProcess:
+    """Everything one writer knows. Slots are opened once, when they are first named."""
+
+    def __init__(self, channel: Channel, trainer_pid: int) -> None:
+        self._channel = channel
+        self._trainer = _pidfd(trainer_pid)
+        self._slots: dict[str, Slot] = {}
+        self._expected: set[SaveId] = set()
+        self._orphan_since: float | None = None
+        self._persists = _Worker("persist")
+        self._commits = _Worker("commit")
+
+    def run(self) -> None:
+        """Returns when the trainer has closed the channel, or is gone, and all jobs are done."""
+        os.nice(NICENESS)
+        closed = self._listen()
+        if not closed:
+            self._orphaned()
+        self._persists.finish()
+        self._commits.finish()
+        if not closed:
+            for slot in self._slots.values():
+                slot.unlink()
+
+    def _listen(self) -> bool:
+        """Takes orders until there will be no more; returns whether the trainer said so itself."""
+        while True:
+            select.select([self._channel.fileno(), self._trainer], [], [])
+            gone = _dead(self._trainer)  # asked before reading, so that its last words are read
+            for message in self._channel.receive(timeout_s=0):
+                if message["op"] == "close":
+                    return True
+                self._take(message)
+            if gone or self._channel.closed:
+                return False
+
+    def _orphaned(self) -> None:
+        """The trainer is gone: what it has not finished will not come."""
+        self._orphan_since = time.monotonic()
+        error = SaveFailed("the trainer died before its snapshot was whole")
+        for save in sorted(self._expected):
+            self._persists.put(partial(self._fail, save, error))
+
+    def _take(self, message: Message) -> None:
+        """Carries out an order, or queues it."""
+        op = message["op"]
+        if op == "setup":
+            self._setup(message)
+            return
+        if op == "slot":
+            self._slots[message["path"]] = Slot.open(Path(message["path"]))
+            return
+        save = parse_save(message["save"])
+        if op == "expect":
+            self._expected.add(save)
+        elif op == "void":
+            self._expected.discard(save)
+            self._persists.put(partial(self._fail, save, SaveFailed(message["error"])))
+        elif op == "persist":
+            self._expected.discard(save)
+            self._persists.put(partial(self._persist, save, message["slot"]))
+        elif op == "await":
+            self._commits.put(partial(self._await, save, message["timeout_s"]))
+        else:
+            raise FormatError(f"unknown order: {op}")
+
+    def _setup(self, message: Message) -> None:
+        self._rank = int(message["rank"])
+        self._world_size = int(message["world_size"])
+        self._deadline_s = float(message["deadline_s"])
+        self._keep = None if message["keep"] is None else Keep.from_json(message["keep"])
+        self._store = open_store(message["url"], message["options"])
+        self._catalog = Catalog(self._store)
+        self._persister = Persister(self._store, ThreadPoolExecutor(1, "ckptlib-digest"))
+        self._channel.send({"event": "ready"})
+
+    def _persist(self, save: SaveId, path: str) -> None:
+        began = time.monotonic()
+        slot = self._slots[path]
+        slot.read_lock()
+        try:
+            part = self._persister.persist(slot, save)
+        except (CkptError, OSError, ValueError) as error:
+            slot.unlock()
+            self._fail(save, error)
+            self._channel.send({"event": "released", "save": str(save), "slot": path, "error": describe(error)})
+            return
+        slot.unlock()
+        nbytes = sum(pack.nbytes for pack in part.packs)
+        seconds = time.monotonic() - began
+        log.info("step %d: %d bytes persisted in %.3f s", save.step, nbytes, seconds)
+        self._channel.send(
+            {"event": "released", "save": str(save), "slot": path, "error": None, "seconds": seconds, "nbytes": nbytes}
+        )
+        if self._rank == 0:
+            self._commits.put(partial(self._commit, save, began))
+
+    def _fail(self, save: SaveId, error: BaseException) -> None:
+        """Publishes that this rank's part will not come, so that nobody waits for it."""
+        log.error("step %d: %s", save.step, describe(error))
+        try:
+            put_failure(self._store, save, self._rank, describe(error))
+        except (CkptError, OSError) as second:
+            log.error("step %d: the failure could not be published: %s", save.step, describe(second))
+        self._report_failure(save, error)
+
+    def _report_failure(self, save: SaveId, error: BaseException) -> None:
+        self._channel.send(
+            {"event": "failed", "save": str(save), "kind": type(error).__name__, "error": describe(error)}
+        )
+
+    def _commit(self, save: SaveId, began: float) -> None:
+        try:
+            manifest = self._catalog.commit_when_whole(save, self._world_size, lambda: self._seconds_left(began))
+        except (CkptError, OSError) as error:
+            log.error("step %d is not committed: %s", save.step, describe(error))
+            self._report_failure(save, error)
+            return
+        seconds = time.monotonic() - began
+        log.info("step %d is committed: %d bytes in %.3f s", save.step, manifest.nbytes, seconds)
+        self._channel.send({"event": "committed", "save": str(save), "seconds": seconds, "nbytes": manifest.nbytes})
+        self._retain(save)
+
+    def _seconds_left(self, began: float) -> float:
+        """Until a save is given up; sooner when the trainer is gone, since other ranks may be, too."""
+        deadline = began + self._deadline_s
+        if self._orphan_since is not None:
+            deadline = min(deadline, max(began, self._orphan_since) + ORPHAN_DEADLINE_S)
+        return deadline - time.monotonic()
+
+    def _retain(self, save: SaveId) -> None:
+        if self._keep is None or self._orphan_since is not None:
+            return
+        try:
+            sweep(self._catalog, self._keep, save.generation)
+        except (CkptError, OSError) as error:
+            log.warning("old steps could not be removed: %s", describe(error))
+
+    def _await(self, save: SaveId, timeout_s: float) -> None:
+        """Tells the trainer of a rank that does not commit what became of a save."""
+        deadline, pause = time.monotonic() + timeout_s, 0.01
+        try:
+            while not self._catalog.is_committed(save):
+                self._catalog.raise_if_failed(save)
+                if time.monotonic() > deadline:
+                    raise SaveFailed(f"step {save.step} was not committed within {timeout_s:.0f} s")
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.5)
+        except (CkptError, OSError) as error:
+            self._report_failure(save, error)
+            return
+        self._channel.send({"event": "committed", "save": str(save), "seconds": 0.0, "nbytes": 0})
+
+
+class _Worker:
+    """A thread that does its jobs in order."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"ckptlib-{name}")
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def finish(self) -> None:
+        """Waits for all jobs."""
+        self._jobs.put(None)
+        self._thread.join()
+
+
+def _pidfd(pid: int) -> int:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise SystemExit(0) from None  # the trainer is gone before it could order anything
+    if os.getppid() != pid:
+        raise SystemExit(0)
+    return fd
+
+
+def _dead(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
