@@ -189,7 +189,10 @@ class Table:
                 raise FormatError(f"{where}: shard {shard} names tensor {tensor} of {len(layout.tensors)}")
             entry = layout.tensors[tensor]
             if len(box.offset) != len(box.shape) or len(box.shape) != len(entry.shape):
-                raise FormatError(f"{where}: {entry.name}{box} does not have the {len(entry.shape)} dims of its tensor")
+                raise FormatError(
+                    f"{where}: offset {box.offset} and shape {box.shape} are no box of {entry.name}, "
+                    f"which has {len(entry.shape)} dims"
+                )
             if not box.within(Box.whole(entry.shape)):
                 raise FormatError(f"{where}: {entry.name}{box} lies outside of its tensor of shape {entry.shape}")
             self._check_chunks(shard, entry, where)
