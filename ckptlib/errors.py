@@ -35,6 +35,7 @@ class StoreError(CkptError):
 class ObjectNotFound(StoreError, KeyError):
     """No object has this key."""
 
+    @override
     def __str__(self) -> str:  # KeyError would print the repr
         return str(self.args[0]) if self.args else ""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from ckptlib import dtypes, sharding
 from ckptlib.box import Box, find_hole
@@ -166,8 +167,16 @@ def find_missing(parts: Sequence[Part], layouts: Mapping[str, Layout]) -> str | 
 
 
 def _hole(entry: TensorEntry, boxes: list[Box]) -> Box | None:
-    whole = Box.whole(entry.shape)
-    distinct = set(boxes)
-    if isinstance(entry.holding, Placed) and sum(box.numel for box in distinct) == whole.numel:
-        return None  # boxes of one placement are disjoint, so their sizes tell
-    return find_hole(whole, list(distinct))
+    distinct, holding = set(boxes), entry.holding
+    if isinstance(holding, Placed) and _placed_boxes(entry.shape, holding.mesh.shape, holding.placements) <= distinct:
+        return None  # thousands of boxes, and the general way takes the square of that
+    return find_hole(Box.whole(entry.shape), list(distinct))
+
+
+@lru_cache(maxsize=64)  # layers are alike
+def _placed_boxes(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[sharding.Placement, ...]
+) -> frozenset[Box]:
+    """Every box of a tensor on a mesh; together they are the whole."""
+    holders = sharding.coordinates_touching(shape, mesh_shape, placements, Box.whole(shape))
+    return frozenset(piece.box for at in holders for piece in sharding.pieces(shape, mesh_shape, placements, at))

@@ -146,8 +146,8 @@ def _check(name: str, by_rank: Mapping[int, Row]) -> None:
     else:
         return
     raise UnsupportedState(
-        f"{name} {what}. If these are different tensors, give them different names (stage-global names in a pipeline); "
-        "if they are pieces of one, use DTensor or Sharded(tensor, offset, shape); if every rank has its own, use PerRank"
+        f"{name} {what}. If these are different tensors, give them different names (stage-global ones in a pipeline); "
+        "if they are pieces of one, use DTensor or Sharded(tensor, offset, shape); if each rank has its own, PerRank"
     )
 
 
