@@ -23,6 +23,8 @@ Every message says what, where, expected, got, and what to do.
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 
 class CkptError(Exception):
     """Base of every error that ckptlib raises on purpose."""
