@@ -1,0 +1,279 @@
+"""Who writes what, and where it lies: arrays of marks are the oracle."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import layout_of, shards_of, state
+
+from ckptlib import dtypes, plan, sharding
+from ckptlib.box import Box
+from ckptlib.errors import FormatError
+from ckptlib.keys import GenerationId, SaveId
+from ckptlib.layout import ByHand, Layout, Mesh, PerRank, Placed, TensorEntry
+from ckptlib.manifest import Pack, Part, Table
+from ckptlib.plan import ALIGN_FROM_BYTES, PAGE_BYTES
+from ckptlib.sharding import Placement, Replicate, Shard
+
+SAVE = SaveId(1, GenerationId(1, "0" * 8))
+
+
+def mesh_of(*shape: int) -> Mesh:
+    return Mesh(shape, tuple(range(math.prod(shape))))
+
+
+def placed(name: str, shape: tuple[int, ...], mesh: Mesh, *placements: Placement) -> TensorEntry:
+    return TensorEntry(name, "float32", shape, Placed(mesh, placements, None))
+
+
+def writer_of(entry: TensorEntry) -> tuple[int, ...] | None:
+    assert isinstance(entry.holding, Placed)
+    return entry.holding.writer
+
+
+@st.composite
+def entries_on_meshes(draw: st.DrawFn) -> list[TensorEntry]:
+    """Tensors on one or two meshes of up to three axes over the same ranks, in any order of ranks."""
+    num = draw(st.sampled_from([1, 2, 4, 6, 8]))
+    shapes = [s for n in (1, 2, 3) for s in itertools.product(range(1, num + 1), repeat=n) if math.prod(s) == num]
+    meshes = [Mesh(draw(st.sampled_from(shapes)), tuple(draw(st.permutations(range(num))))) for _ in range(2)]
+    entries = []
+    for i in range(draw(st.integers(1, 6))):
+        mesh = draw(st.sampled_from(meshes))
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+        choices: list[Placement] = [Replicate(), *map(Shard, range(len(shape)))]
+        entries.append(placed(f"t{i}", shape, mesh, *(draw(st.sampled_from(choices)) for _ in mesh.shape)))
+    return entries
+
+
+def boxes_on(entry: TensorEntry, rank: int) -> list[Box]:
+    assert isinstance(entry.holding, Placed)
+    at = entry.holding.mesh.coordinate(rank)
+    assert at is not None
+    pieces = sharding.pieces(entry.shape, entry.holding.mesh.shape, entry.holding.placements, at)
+    return [piece.box for piece in pieces]
+
+
+# -- assign, writes
+
+
+@given(entries_on_meshes())
+def test_every_element_is_written_exactly_once(entries: list[TensorEntry]) -> None:
+    for entry in plan.assign(entries):
+        assert isinstance(entry.holding, Placed)
+        written = np.zeros(entry.shape, dtype=int)
+        for rank in entry.holding.mesh.ranks:
+            if plan.writes(entry, rank):
+                for box in boxes_on(entry, rank):
+                    written[box.slices()] += 1
+        assert (written == 1).all()
+
+
+@given(entries_on_meshes(), st.data())
+def test_every_element_that_somebody_holds_is_written_exactly_once(
+    entries: list[TensorEntry], data: st.DataObject
+) -> None:
+    for entry in plan.assign(entries):
+        assert isinstance(entry.holding, Placed)
+        holders = data.draw(st.frozensets(st.sampled_from(entry.holding.mesh.ranks), min_size=1))
+        written, held = np.zeros(entry.shape, dtype=int), np.zeros(entry.shape, dtype=bool)
+        for rank in entry.holding.mesh.ranks:
+            for box in boxes_on(entry, rank):
+                written[box.slices()] += plan.writes(entry, rank, holders)
+                held[box.slices()] |= rank in holders
+        assert np.array_equal(written, held)
+        assert not any(plan.writes(entry, r, holders) for r in entry.holding.mesh.ranks if r not in holders)
+
+
+@given(entries_on_meshes(), st.randoms())
+def test_assign_keeps_order_and_all_but_the_writer(entries: list[TensorEntry], random: object) -> None:
+    assigned = plan.assign(entries)
+    for before, after in zip(entries, assigned, strict=True):
+        assert isinstance(after.holding, Placed)
+        assert replace(after, holding=replace(after.holding, writer=None)) == before
+    shuffled = list(entries)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert {e.name: e for e in plan.assign(shuffled)} == {e.name: e for e in assigned}
+
+
+@given(entries_on_meshes(), st.data())
+def test_assign_gives_the_same_answer_to_all_who_hold_the_same(entries: list[TensorEntry], data: st.DataObject) -> None:
+    """A rank that holds nothing of some mesh and axes asks about fewer tensors."""
+
+    def group(entry: TensorEntry) -> object:
+        assert isinstance(entry.holding, Placed)
+        return entry.holding.mesh, sharding.replica_axes(entry.holding.placements)
+
+    everything = {entry.name: entry for entry in plan.assign(entries)}
+    known = data.draw(st.sets(st.sampled_from(sorted({str(group(e)) for e in entries}))))
+    for entry in plan.assign(entry for entry in entries if str(group(entry)) in known):
+        assert everything[entry.name] == entry
+
+
+def test_others_than_placed_tensors_are_left_alone() -> None:
+    entries = [TensorEntry("a", "float32", (4,), PerRank()), TensorEntry("b", "float32", (4,), ByHand())]
+    assert plan.assign(entries) == entries
+    assert all(plan.writes(entry, rank) for entry in entries for rank in range(3))
+
+
+def test_who_is_not_in_the_mesh_writes_nothing() -> None:
+    [entry] = plan.assign([placed("a", (4,), Mesh((2,), (1, 3)), Replicate())])
+    assert [plan.writes(entry, rank) for rank in range(5)].count(True) == 1
+    assert not any(plan.writes(entry, rank, frozenset({0, 2})) for rank in range(5))
+    assert [plan.writes(entry, rank, frozenset({0, 3})) for rank in range(5)] == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [(mesh_of(8), (Replicate(),)), (mesh_of(2, 8), (Replicate(), Shard(0))), (mesh_of(4, 2), (Replicate(),) * 2)],
+)
+def test_many_tensors_are_balanced(mesh: Mesh, placements: tuple[Placement, ...]) -> None:
+    """Of every size from a bias to an embedding: within 10 % of the mean on the rank that writes most."""
+    random = np.random.default_rng(0)
+    sizes = [8 * int(2**x) for x in random.uniform(3, 14, 300)]
+    assigned = plan.assign(placed(f"t{i:03d}", (n,), mesh, *placements) for i, n in enumerate(sizes))
+    load = Counter({r: sum(b.numel for e in assigned if plan.writes(e, r) for b in boxes_on(e, r)) for r in mesh.ranks})
+    assert max(load.values()) < 1.1 * sum(load.values()) / len(mesh.ranks)
+
+
+def test_empty_and_tiny_tensors_are_spread_too() -> None:
+    assigned = plan.assign(placed(f"t{i}", (0,), mesh_of(4), Replicate()) for i in range(8))
+    assert sorted(Counter(map(writer_of, assigned)).values()) == [2, 2, 2, 2]
+
+
+# -- lay_out
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[Layout, list[tuple[str, Box]], Table, int]:
+    names = ["bool", "bfloat16", "float32", "float64", "complex128"]
+    chunk_bytes = draw(st.sampled_from([64, 4096, 100_000 - 100_000 % 16, 1 << 20]))
+    small, large = st.integers(1, 500), st.sampled_from([2**14, 2**16 + 1, 2**18, 300_001])
+    entries = [
+        TensorEntry(f"t{i}", draw(st.sampled_from(names)), draw(st.tuples(small | large) | st.just(())), ByHand())
+        for i in range(draw(st.integers(0, 6)))
+    ]
+    layout = Layout(1, tuple(entries))
+    shards = draw(st.permutations([(e.name, Box.whole(e.shape)) for e in entries]))
+    return layout, shards, plan.lay_out(layout, shards, chunk_bytes), chunk_bytes
+
+
+@given(tables())
+@settings(max_examples=60)
+def test_lay_out(case: tuple[Layout, list[tuple[str, Box]], Table, int]) -> None:
+    layout, shards, table, chunk_bytes = case
+    table.check(layout, "here")
+    assert sorted((layout.tensors[t].name, b) for t, b in zip(table.tensors, table.boxes, strict=True)) == sorted(
+        shards, key=lambda s: s[0]
+    )
+    end = 0
+    for t, first, count in zip(table.tensors, table.first_chunks, table.num_chunks, strict=True):
+        entry = layout.tensors[t]
+        assert table.offsets[first] % dtypes.itemsize(entry.dtype) == 0
+        if entry.nbytes_global >= ALIGN_FROM_BYTES:
+            assert table.offsets[first] % PAGE_BYTES == 0
+        for c in range(first, first + count):
+            assert 0 < table.nbytes[c] <= chunk_bytes
+            assert table.offsets[c] >= end, "chunks overlap"
+            assert c == first or table.offsets[c] == end, "a shard is not contiguous"
+            assert table.offsets[c] - end < PAGE_BYTES
+            end = table.offsets[c] + table.nbytes[c]
+    assert plan.body_nbytes(table) == -(-end // PAGE_BYTES) * PAGE_BYTES
+    assert table == plan.lay_out(layout, list(reversed(shards)), chunk_bytes), "the order given does not matter"
+
+
+def test_small_shards_lie_together_behind_the_large_ones() -> None:
+    arrays = {
+        "big": np.zeros(ALIGN_FROM_BYTES // 4, np.float32),
+        "s1": np.zeros(3, np.int8),
+        "s2": np.zeros(5, np.float64),
+    }
+    layout = layout_of(arrays)
+    table = plan.lay_out(layout, [(name, Box.whole(a.shape)) for name, a in arrays.items()])
+    assert [layout.tensors[t].name for t in table.tensors] == ["big", "s2", "s1"]
+    assert table.offsets == (0, ALIGN_FROM_BYTES, ALIGN_FROM_BYTES + 40)
+    assert plan.body_nbytes(table) == ALIGN_FROM_BYTES + PAGE_BYTES
+
+
+def test_nothing_takes_no_room() -> None:
+    layout = Layout(1, ())
+    table = plan.lay_out(layout, [])
+    assert (plan.body_nbytes(table), table.nbytes) == (0, ())
+    assert plan.round_up(0) == 0
+    assert [plan.round_up(n) for n in (1, PAGE_BYTES, PAGE_BYTES + 1)] == [PAGE_BYTES, PAGE_BYTES, 2 * PAGE_BYTES]
+
+
+# -- find_missing
+
+
+def part_of(layout: Layout, rank: int, shards: list[tuple[str, Box]]) -> Part:
+    table = plan.lay_out(layout, shards)
+    digests = ("0" * 32,) * len(table.nbytes)
+    packs = (Pack(SAVE.pack_key(rank, "0" * 8, 0), 1 << 40),)
+    return Part(SAVE, rank, layout.world_size, "0" * 8, table, packs, "xxh3", digests, {}, {}, 0.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_find_missing_finds_any_shard_that_is_removed(world_size: int) -> None:
+    layout = layout_of(state(1), world_size)
+    layouts = {layout.digest: layout}
+    shards = {rank: shards_of(layout, rank) for rank in range(world_size)}
+    whole = [part_of(layout, rank, s) for rank, s in shards.items()]
+    assert plan.find_missing(whole, layouts) is None
+    for rank, i in ((r, i) for r in shards for i in range(len(shards[r]))):
+        name, box = shards[rank][i]
+        torn = [*whole]
+        torn[rank] = part_of(layout, rank, shards[rank][:i] + shards[rank][i + 1 :])
+        assert plan.find_missing(torn, layouts) == f"{name}{box}"
+
+
+def test_a_box_that_is_written_twice_is_no_hole_and_hides_none() -> None:
+    layout = Layout(2, (TensorEntry("a", "float32", (8,), ByHand()),))
+    layouts = {layout.digest: layout}
+
+    def missing(*boxes: Box) -> str | None:
+        return plan.find_missing([part_of(layout, rank, [("a", box)]) for rank, box in enumerate(boxes)], layouts)
+
+    assert missing(Box((0,), (8,)), Box((0,), (8,))) is None
+    assert missing(Box((0,), (6,)), Box((2,), (6,))) is None
+    assert missing(Box((0,), (4,)), Box((0,), (4,))) == "a[4:8]"
+    assert missing(Box((0,), (3,)), Box((5,), (3,))) == "a[3:5]"
+
+
+def test_boxes_that_overlap_do_not_hide_a_hole_of_a_placed_tensor() -> None:
+    """Their sizes add up to the whole."""
+    layout = Layout(2, (placed("a", (8,), mesh_of(2), Shard(0)),))
+    parts = [part_of(layout, 0, [("a", Box((0,), (4,)))]), part_of(layout, 1, [("a", Box((2,), (4,)))])]
+    assert plan.find_missing(parts, {layout.digest: layout}) == "a[6:8]"
+
+
+def test_every_rank_must_write_its_own_of_what_is_per_rank() -> None:
+    layout = Layout(2, (TensorEntry("empty", "uint8", (0,), PerRank()), TensorEntry("rng", "uint8", (16,), PerRank())))
+    layouts = {layout.digest: layout}
+    own = [("rng", Box.whole((16,)))]
+    assert plan.find_missing([part_of(layout, 0, own), part_of(layout, 1, own)], layouts) is None
+    assert plan.find_missing([part_of(layout, 0, own), part_of(layout, 1, [])], layouts) == "rng of rank 1"
+
+
+def test_ranks_may_have_layouts_of_their_own() -> None:
+    """Pipeline stages: a tensor that stands in one layout only must still be whole."""
+    first, second = (Layout(2, (TensorEntry(name, "float32", (4,), ByHand()),)) for name in "ab")
+    layouts = {first.digest: first, second.digest: second}
+    whole = [("a", Box.whole((4,)))], [("b", Box.whole((4,)))]
+    assert plan.find_missing([part_of(first, 0, whole[0]), part_of(second, 1, whole[1])], layouts) is None
+    assert plan.find_missing([part_of(first, 0, whole[0]), part_of(second, 1, [])], layouts) == "b[0:4]"
+
+
+def test_a_part_that_contradicts_its_layout_is_refused() -> None:
+    layout = layout_of(state(1))
+    part = part_of(layout, 0, shards_of(layout, 0))
+    torn = replace(part, table=replace(part.table, tensors=(99, *part.table.tensors[1:])))
+    with pytest.raises(FormatError, match="part of rank 0"):
+        plan.find_missing([torn], {layout.digest: layout})
