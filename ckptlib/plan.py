@@ -19,7 +19,8 @@ PAGE_BYTES = 4096
 """Direct I/O moves whole pages only; chunks of large shards begin on one."""
 
 ALIGN_FROM_BYTES = 256 * 1024
-"""Shards from this size on begin on a page of their own; the gap costs them less than 1.6 %."""
+"""Shards from this size on begin on a page of their own, and so do blocks of smaller ones; the gap costs them less than
+1.6 %."""
 
 CHUNK_BYTES = 4 * 1024 * 1024
 """Digests are kept per chunk, and a chunk is read whole: smaller ones cost metadata, larger ones read amplification."""
@@ -87,8 +88,9 @@ def writes(entry: TensorEntry, rank: int, holders: frozenset[int] | None = None)
 def lay_out(layout: Layout, shards: Sequence[tuple[str, Box]], chunk_bytes: int = CHUNK_BYTES) -> Table:
     """Where each shard lies in a slot's body, which is also the body of the pack made of it.
 
-    Large shards come first, each on a page of its own; the rest follows without gaps, widest elements first, so that
-    each is aligned to its element. Offsets count from the body's first byte; all chunks are in pack 0.
+    Large shards come first, each on a page of its own; the rest follows in blocks that begin on a page and have no
+    gaps, widest elements first, so that each is aligned to its element. Offsets count from the body's first byte; all
+    chunks are in pack 0.
     """
     sized = []
     for name, box in shards:
@@ -106,8 +108,10 @@ def lay_out(layout: Layout, shards: Sequence[tuple[str, Box]], chunk_bytes: int 
     for _, _, nbytes in large:
         counts.append(_add_chunks(round_up(end), nbytes, chunk_bytes, offsets, sizes))
         end = offsets[-1] + sizes[-1]
-    end = round_up(end)
+    end = block = round_up(end)
     for _, _, nbytes in small:
+        if end - block >= ALIGN_FROM_BYTES:  # a pack can only be cut where a page begins
+            end = block = round_up(end)
         counts.append(_add_chunks(end, nbytes, chunk_bytes, offsets, sizes))
         end += nbytes
     ordered = large + small

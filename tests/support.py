@@ -193,3 +193,7 @@ def keys_of(store: Store, save: SaveId) -> set[str]:
         if save in (keys.pack_save(key), keys.parse_manifest_key(key), keys.parse_trash_key(key))
         or ((part := keys.parse_part_key(key)) is not None and part.save == save)
     }
+
+
+SAVES_APART = SaveId(1, GenerationId(1, "0" * 8)), SaveId(keys.MAX_STEP, GenerationId(keys.MAX_GENERATION, "f" * 8))
+"""Whose numbers are as small and as large as they can be."""

@@ -55,7 +55,8 @@ class Packing:
 
 
 def pack(table: Table, layout: Layout, pack_nbytes: int) -> Packing:
-    """Cuts the body of a slot so that a pack is larger than `pack_nbytes` only where one chunk is.
+    """Cuts the body of a slot so that a pack is larger than `pack_nbytes` only where one chunk, or a block of small
+    shards, is.
 
     `table`: of the slot. The same table always gives the same packing.
     """

@@ -1,0 +1,206 @@
+"""Packs against safetensors itself: anybody can open them, and finds the tensors bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load
+from support import SAVES_APART
+
+from ckptlib import dtypes, plan
+from ckptlib.box import Box
+from ckptlib.dtypes import _DTYPES
+from ckptlib.keys import MAX_RANK, SaveId
+from ckptlib.layout import ByHand, Layout, TensorEntry
+from ckptlib.manifest import Table
+from ckptlib.plan import ALIGN_FROM_BYTES, PAGE_BYTES
+from ckptlib.writer.packs import Packing, pack
+
+SAVE, OTHER_SAVE = SAVES_APART
+NEVER_CUT = 1 << 40
+MAX_BLOCK_BYTES = 2 * ALIGN_FROM_BYTES
+
+
+def laid_out(shapes: dict[str, tuple[str, tuple[int, ...]]], chunk_bytes: int = 4096) -> tuple[Layout, Table]:
+    entries = [TensorEntry(name, dtype, shape, ByHand()) for name, (dtype, shape) in sorted(shapes.items())]
+    layout = Layout(1, tuple(entries))
+    return layout, plan.lay_out(layout, [(e.name, Box.whole(e.shape)) for e in entries], chunk_bytes)
+
+
+def body_of(table: Table) -> bytes:
+    """Noise where data lies, zeros between: NaNs of every kind are in it."""
+    body = np.zeros(plan.body_nbytes(table), np.uint8)
+    random = np.random.default_rng(0)
+    for offset, nbytes in zip(table.offsets, table.nbytes, strict=True):
+        body[offset : offset + nbytes] = random.integers(0, 256, nbytes)
+    return body.tobytes()
+
+
+def objects(packing: Packing, layout: Layout, body: bytes, save: SaveId = SAVE) -> list[bytes]:
+    return [shape.head(save, 3, layout.digest) + body[shape.start : shape.stop] for shape in packing.packs]
+
+
+def header_of(data: bytes) -> dict[str, dict[str, object]]:
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + size])  # type: ignore[no-any-return]
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def test_every_dtype_opens_bit_for_bit(tmp_path: Path) -> None:
+    shapes = {f"{dtype}/{ndim}": (dtype, (3, 5, 2)[:ndim]) for dtype in _DTYPES for ndim in range(4)}
+    layout, table = laid_out(shapes)
+    body = body_of(table)
+    [data] = objects(pack(table, layout, NEVER_CUT), layout, body)
+    path = tmp_path / "pack.safetensors"
+    path.write_bytes(data)
+    with safe_open(path, framework="pt") as found:
+        foreign = json.loads(found.metadata()["dtypes"])
+        assert foreign == {f"{name}@0": dtype for name, (dtype, _) in shapes.items() if not dtypes.has_own_word(dtype)}
+        for t, first in zip(table.tensors, table.first_chunks, strict=True):
+            entry = layout.tensors[t]
+            tensor = found.get_tensor(f"{entry.name}@0")
+            expected = body[table.offsets[first] : table.offsets[first] + entry.nbytes_global]
+            assert raw(tensor) == expected, entry
+            if dtypes.has_own_word(entry.dtype):
+                assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{entry.dtype}", entry.shape)
+            else:
+                back = tensor.view(getattr(torch, entry.dtype)).reshape(entry.shape)
+                assert tensor.dtype == torch.uint8
+                assert raw(back) == expected
+
+
+def test_every_dtype_that_torch_has_is_known_with_its_size() -> None:
+    for name, (itemsize, _) in _DTYPES.items():
+        assert getattr(torch, name).itemsize == itemsize
+
+
+@st.composite
+def packings(draw: st.DrawFn) -> tuple[Layout, Table, Packing, int]:
+    names = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
+    dims = st.integers(1, 40) | st.sampled_from([3000, 20_000, 2**16 + 1])
+    shape = st.just(()) | st.tuples(dims) | st.tuples(st.integers(1, 9), st.sampled_from([1, 1000, 2**14]))
+    shapes = draw(
+        st.dictionaries(names, st.tuples(st.sampled_from(["bool", "bfloat16", "float64", "complex128"]), shape))
+    )
+    layout, table = laid_out(shapes, draw(st.sampled_from([4096, 40_960, 1 << 20])))
+    pack_nbytes = draw(st.sampled_from([1, 20_000, 100_000, NEVER_CUT]))
+    return layout, table, pack(table, layout, pack_nbytes), pack_nbytes
+
+
+@given(packings())
+@settings(max_examples=60)
+def test_what_is_cut_is_whole(case: tuple[Layout, Table, Packing, int]) -> None:
+    layout, table, packing, _ = case
+    body = body_of(table)
+    data = objects(packing, layout, body)
+    assert b"".join(d[s.head_nbytes :] for d, s in zip(data, packing.packs, strict=True)) == body
+    found = [load(d) for d in data]
+    for d, shape in zip(data, packing.packs, strict=True):
+        assert len(d) == shape.nbytes
+        assert shape.head_nbytes % PAGE_BYTES == shape.start % PAGE_BYTES == shape.stop % PAGE_BYTES == 0
+    moved = packing.table
+    assert (moved.tensors, moved.boxes, moved.num_chunks, moved.nbytes) == (
+        table.tensors,
+        table.boxes,
+        table.num_chunks,
+        table.nbytes,
+    )
+    for t, first, count in zip(table.tensors, table.first_chunks, table.num_chunks, strict=True):
+        entry, done = layout.tensors[t], 0
+        for c in range(first, first + count):
+            expected = body[table.offsets[c] : table.offsets[c] + table.nbytes[c]]
+            assert data[moved.packs[c]][moved.offsets[c] : moved.offsets[c] + moved.nbytes[c]] == expected
+            tensor = found[moved.packs[c]][f"{entry.name}@{done}"]
+            assert raw(tensor) == expected
+            done += table.nbytes[c] // dtypes.itemsize(entry.dtype)
+        assert done == math.prod(entry.shape)
+    num_slack = sum(name.startswith("@slack.") for pieces in found for name in pieces)
+    assert sum(map(len, found)) - num_slack == len(table.nbytes)
+
+
+@given(packings())
+@settings(max_examples=60)
+def test_a_pack_is_only_too_large_where_one_chunk_or_block_is(case: tuple[Layout, Table, Packing, int]) -> None:
+    _, table, packing, pack_nbytes = case
+    for shape in packing.packs:
+        if shape.stop - shape.start > pack_nbytes + MAX_BLOCK_BYTES:
+            assert sum(shape.start <= offset < shape.stop for offset in table.offsets) == 1
+
+
+def test_many_small_shards_are_cut_too() -> None:
+    layout, table = laid_out({f"t{i:04d}": ("int8", (1000 + i % 7,)) for i in range(9000)})
+    packing = pack(table, layout, 1 << 20)
+    sizes = [shape.stop - shape.start for shape in packing.packs]
+    assert len(sizes) > 5
+    assert max(sizes) <= (1 << 20) + MAX_BLOCK_BYTES
+    assert sum(sizes) < 1.016 * table.nbytes_data
+
+
+def test_the_same_table_gives_the_same_heads_but_for_the_numbers_of_the_save() -> None:
+    layout, table = laid_out({"a": ("float32", (70_000,)), "b": ("complex128", (3,))})
+    one, two = pack(table, layout, 1), pack(table, layout, 1)
+    assert one == two
+    assert len(one.packs) > 1
+    for shape in one.packs:
+        heads = [
+            shape.head(SAVE, 0, layout.digest),
+            shape.head(OTHER_SAVE, MAX_RANK, "f" * 32),
+        ]
+        assert [len(head) for head in heads] == [shape.head_nbytes] * 2
+        first, second = map(header_of, heads)
+        assert first.pop("__metadata__") != second.pop("__metadata__")
+        assert first == second
+
+
+def test_the_metadata_says_whose_it_is() -> None:
+    layout, table = laid_out({"a": ("float32", (5,))})
+    [data] = objects(pack(table, layout, NEVER_CUT), layout, body_of(table))
+    assert header_of(data)["__metadata__"] == {
+        "ckptlib": "1",
+        "save": str(SAVE),
+        "rank": "000003",
+        "layout": layout.digest,
+    }
+
+
+@pytest.mark.parametrize("num_pages", [1, 2])
+def test_heads_that_end_near_a_page_are_valid(num_pages: int) -> None:
+    """The name grows byte by byte, so that the header's end meets every place around the end of a page."""
+    for length in range(num_pages * PAGE_BYTES - 330, num_pages * PAGE_BYTES - 230):
+        layout, table = laid_out({"n" * length: ("float32", (4,))})
+        packing = pack(table, layout, NEVER_CUT)
+        [data] = objects(packing, layout, body_of(table))
+        assert raw(load(data)["n" * length + "@0"]) == body_of(table)[:16]
+        assert 8 + int.from_bytes(data[:8], "little") == packing.packs[0].head_nbytes
+
+
+def test_entries_say_where_a_box_begins_in_the_whole_tensor() -> None:
+    layout = Layout(1, (TensorEntry("a", "float32", (6, 8), ByHand()),))
+    boxes = [Box((0, 0), (2, 8)), Box((2, 4), (4, 4)), Box((5, 0), (1, 3))]
+    table = plan.lay_out(layout, [("a", box) for box in boxes], chunk_bytes=32)
+    [data] = objects(pack(table, layout, NEVER_CUT), layout, body_of(table))
+    index = np.arange(48).reshape(6, 8)
+    expected = set()
+    for box in boxes:
+        inside = index[box.slices()].reshape(-1)
+        expected |= {f"a@{inside[i]}" for i in range(0, len(inside), 8)}
+    found = header_of(data)
+    assert {name for name in found if name.startswith("a@")} == expected
+    assert found["a@40"]["shape"] == [1, 3]
+    assert found["a@20"]["shape"] == [8]
+
+
+def test_a_rank_that_writes_nothing_has_no_packs() -> None:
+    layout, table = laid_out({})
+    assert pack(table, layout, 1) == Packing((), table)
