@@ -13,6 +13,9 @@ import threading
 from collections.abc import Collection
 from pathlib import Path
 
+import torch
+
+from ckptlib import cuda
 from ckptlib.errors import FormatError, NoRoom
 from ckptlib.keys import GenerationId
 from ckptlib.slot import SUFFIX, Slot
@@ -52,7 +55,6 @@ class Arena:
             try:
                 while len(self._slots) < self._num_slots:
                     slot = self._make(capacity)
-                    slot.prefault()
                     self._slots.append(slot)
             except NoRoom as error:
                 log.warning("%s", error)
@@ -100,17 +102,26 @@ class Arena:
         self._slots.remove(slot)
         self.mark_void(slot)
         slot.unlink()
-        slot.close()
+        self._drop(slot)
         return self._add(nbytes)
 
     def _add(self, nbytes: int) -> Slot:
         slot = self._make(nbytes)
-        slot.prefault()
         self._slots.append(slot)
         slot.try_write_lock()
         return slot
 
     def _make(self, nbytes: int) -> Slot:
+        slot = self._make_somewhere(nbytes)
+        slot.prefault()
+        if torch.cuda.is_initialized():
+            try:
+                cuda.pin(slot.address(), slot.capacity)
+            except RuntimeError as error:
+                log.warning("copies from the device will be slow: %s", error)
+        return slot
+
+    def _make_somewhere(self, nbytes: int) -> Slot:
         try:
             return Slot.create(self._directory, self._prefix, nbytes)
         except NoRoom as error:
@@ -118,6 +129,12 @@ class Arena:
                 raise
             log.warning("%s; using a file in %s, which is slower", error, self._fallback)
             return Slot.create(self._fallback, self._prefix, nbytes)
+
+    def _drop(self, slot: Slot) -> None:
+        """Lets go of the memory; the file is the caller's."""
+        if torch.cuda.is_initialized():
+            cuda.unpin(slot.address(), slot.capacity)
+        slot.close()
 
     def orphans(self, reclaim: bool = False) -> list[Path]:
         """Slots of this root, of other generations, that a live process has open on this host.
@@ -138,7 +155,7 @@ class Arena:
         for slot in self._slots:
             if unlink:
                 slot.unlink()
-            slot.close()
+            self._drop(slot)
         self._slots.clear()
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ckptlib.cuda import DeviceCopies
 from ckptlib.digests import digester
 from ckptlib.documents import encode
 from ckptlib.errors import CkptError, WaitTimeout
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 
 OVERLAP_FROM_BYTES = 64 * 1024
 """Below this, handing a tensor over costs as much as copying it at once."""
+
+COPY_TIMEOUT_S = 600.0
+"""A copy runs at memory speed; one that takes longer has lost its thread."""
 
 SAMPLE_BYTES = 64
 SAMPLES = 2
@@ -49,6 +53,10 @@ class Source:
     """This rank's box of it, of the box's shape; any strides."""
     overlap: bool
     """Whether its only writer waits at the fence."""
+
+
+Pair = tuple[Source, torch.Tensor]
+"""A shard, and the view of the slot that it is copied to."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +79,11 @@ class Staging:
     def __init__(self, slot: Slot, content: Content) -> None:
         self.slot = slot
         self.content = content
-        self.error: CkptError | OSError | None = None
+        self.error: Exception | None = None
         self.seconds = 0.0
         """Of the copy behind the fence."""
+        self.device_copies: list[tuple[DeviceCopies, list[Source]]] = []
+        """Under way on devices, each with the sources that are copied behind the fence."""
         self._copied = threading.Event()
         self._sealed = threading.Event()
 
@@ -82,8 +92,14 @@ class Staging:
         return self.content.header.save.step
 
     def wait_copied(self) -> None:
-        """Returns when the sources are no longer read."""
-        self._copied.wait()
+        """Returns when the sources are no longer read; on devices, the current stream is made to wait instead.
+
+        Raises WaitTimeout.
+        """
+        for copies, _ in self.device_copies:
+            copies.hold_compute()
+        if not self._copied.wait(COPY_TIMEOUT_S):
+            raise WaitTimeout(f"the copy of step {self.step} still read its sources after {COPY_TIMEOUT_S:.0f} s")
 
     @property
     def done(self) -> bool:
@@ -107,6 +123,7 @@ class Stager:
         self._random = random.Random(0xC0FFEE)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._views: dict[tuple[str, str], list[torch.Tensor]] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread = threading.Thread(target=self._run, name="ckptlib-stage", daemon=True)
         self._thread.start()
 
@@ -115,9 +132,14 @@ class Stager:
         staging = Staging(slot, content)
         header = replace(content.header, sequence=content.header.sequence - 1)
         slot.write_header(header)
-        targets = self._targets(slot, content, sources)
+        pairs = list(zip(sources, self._targets(slot, content, sources), strict=True))
+        devices = {source.tensor.device for source in sources if source.tensor.device.type == "cuda"}
+        for device in devices:
+            staging.device_copies.append(self._begin_device(device, [p for p in pairs if p[0].tensor.device == device]))
         later = []
-        for source, target in zip(sources, targets, strict=True):
+        for source, target in pairs:
+            if source.tensor.device in devices:
+                continue
             if source.overlap and target.nbytes >= OVERLAP_FROM_BYTES and _movable(source.tensor):
                 later.append((source, target))
             else:
@@ -127,6 +149,16 @@ class Stager:
             staging._copied.set()
         self._jobs.put(lambda: self._finish(staging, later, samples))
         return staging
+
+    def _begin_device(self, device: torch.device, pairs: list[Pair]) -> tuple[DeviceCopies, list[Source]]:
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        overlaps = [
+            p for p in pairs if p[0].overlap and p[1].nbytes >= OVERLAP_FROM_BYTES and p[0].tensor.is_contiguous()
+        ]
+        chosen = {id(source) for source, _ in overlaps}
+        now = [(target, source.tensor) for source, target in pairs if id(source) not in chosen]
+        later = [(target, source.tensor) for source, target in overlaps]
+        return DeviceCopies(stream, now, later), [source for source, _ in overlaps]
 
     def _targets(self, slot: Slot, content: Content, sources: Sequence[Source]) -> list[torch.Tensor]:
         """Views of the slot's body, one per shard."""
@@ -147,7 +179,7 @@ class Stager:
     def _finish(
         self,
         staging: Staging,
-        later: list[tuple[Source, torch.Tensor]],
+        later: list[Pair],
         samples: list[list[tuple[int, bytes]]],
     ) -> None:
         try:
@@ -160,8 +192,11 @@ class Stager:
                 staging.seconds = time.perf_counter() - began
                 later.clear()
                 staging._copied.set()
+            for copies, overlapping in staging.device_copies:
+                for i in copies.finish():
+                    raise _torn(staging.step, overlapping[i].name)
             _seal(staging)
-        except (CkptError, OSError) as error:
+        except Exception as error:  # kept for whoever waits, and told to the other ranks; the thread must live on
             staging.error = error
         staging._sealed.set()
         self._on_sealed(staging)
@@ -201,16 +236,20 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _check_samples(later: list[tuple[Source, torch.Tensor]], samples: list[list[tuple[int, bytes]]], step: int) -> None:
+def _check_samples(later: list[Pair], samples: list[list[tuple[int, bytes]]], step: int) -> None:
     for (source, target), windows in zip(later, samples, strict=True):
         for offset, expected in windows:
             copied = ctypes.string_at(target.data_ptr() + offset, SAMPLE_BYTES)
             now = ctypes.string_at(source.tensor.data_ptr() + offset, SAMPLE_BYTES)
             if not expected == copied == now:
-                raise TornSnapshot(
-                    f"step {step}: {source.name} was written to while it was copied; a writer that is not an optimizer "
-                    "of the state must run inside `with checkpointer.updating():`"
-                )
+                raise _torn(step, source.name)
+
+
+def _torn(step: int, name: str) -> TornSnapshot:
+    return TornSnapshot(
+        f"step {step}: {name} was written to while it was copied; a writer that is not an optimizer of the state must "
+        "run inside `with checkpointer.updating():`"
+    )
 
 
 def _seal(staging: Staging) -> None:
