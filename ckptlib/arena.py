@@ -114,7 +114,7 @@ class Arena:
     def _make(self, nbytes: int) -> Slot:
         slot = self._make_somewhere(nbytes)
         slot.prefault()
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             try:
                 cuda.pin(slot.address(), slot.capacity)
             except RuntimeError as error:
@@ -132,7 +132,7 @@ class Arena:
 
     def _drop(self, slot: Slot) -> None:
         """Lets go of the memory; the file is the caller's."""
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             cuda.unpin(slot.address(), slot.capacity)
         slot.close()
 
