@@ -322,6 +322,7 @@ class Catalog:
         names = self.parts(save)
         if 0 not in names or not all(any(n.ok for n in found) for found in names.values()):
             return False
+        self._verified.clear()  # nobody is left who knows whether these parts are whole: read them all
         try:
             world_size = self.part(next(n for n in names[0] if n.ok)).world_size
             complete, missing = self._complete(save, world_size)

@@ -1,0 +1,401 @@
+"""What a root holds, and that a step exists when its manifest does and never before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import (
+    flips,
+    layout_of,
+    make_generation,
+    make_root,
+    make_save,
+    put_part,
+    put_parts,
+    read_save,
+    resealed,
+    state,
+)
+
+from ckptlib import keys
+from ckptlib.catalog import Catalog, describe, history
+from ckptlib.errors import (
+    CheckpointNotFound,
+    CorruptData,
+    FormatError,
+    ObjectNotFound,
+    SaveFailed,
+    StoreError,
+    Superseded,
+)
+from ckptlib.keys import GenerationId, SaveId
+from ckptlib.manifest import FailedPart, Generation, Root
+from ckptlib.stores import Store
+from ckptlib.stores.local import LocalStore
+from ckptlib.stores.memory import MemoryStore
+from ckptlib.testing import FaultStore
+
+
+@pytest.fixture(params=["local", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return LocalStore(str(tmp_path / "root")) if request.param == "local" else MemoryStore()
+
+
+@pytest.fixture
+def catalog(store: Store) -> Catalog:
+    return make_root(store)
+
+
+def replace_object(store: Store, key: str, data: bytes) -> None:
+    store.delete(key)
+    store.put(key, data)
+
+
+def seconds(left: float) -> Callable[[], float]:
+    end = time.monotonic() + left
+    return lambda: end - time.monotonic()
+
+
+# -- history
+
+
+def generation_id(number: int) -> GenerationId:
+    return GenerationId(number, f"{number:08x}")
+
+
+def told(*story: tuple[int, tuple[int, int] | None, list[int]]) -> list[tuple[int, int]]:
+    """(generation, step) of what is visible after (generation, (generation, step) resumed from, steps committed)."""
+    records, saves = {}, []
+    for number, origin, steps in story:
+        resumed = None if origin is None else SaveId(origin[1], generation_id(origin[0]))
+        records[generation_id(number)] = Generation(generation_id(number), 1, resumed, 0.0, {}, "here")
+        saves += [SaveId(step, generation_id(number)) for step in steps]
+    return [(save.generation.number, save.step) for save in history(reversed(saves), records)]
+
+
+def test_history_of_one_generation() -> None:
+    assert told() == []
+    assert told((1, None, [])) == []
+    assert told((1, None, [10, 30, 20])) == [(1, 10), (1, 20), (1, 30)]
+
+
+def test_history_goes_on_where_a_generation_resumed() -> None:
+    assert told((1, None, [10, 20]), (2, (1, 20), [30])) == [(1, 10), (1, 20), (2, 30)]
+
+
+def test_history_forgets_what_lies_behind_a_rewind() -> None:
+    assert told((1, None, [10, 20, 30]), (2, (1, 10), [15, 20])) == [(1, 10), (2, 15), (2, 20)]
+    assert told((1, None, [10, 20, 30]), (2, (1, 20), [25, 30]), (3, (1, 10), [11])) == [(1, 10), (3, 11)]
+    # a limit holds for all that came before, also through a generation that went further
+    assert told((1, None, [10, 20]), (2, (1, 20), [30]), (3, (2, 15), [16])) == [(1, 10), (3, 16)]
+
+
+def test_a_generation_that_never_committed_is_no_part_of_history() -> None:
+    assert told((1, None, [10, 20]), (2, (1, 10), [])) == [(1, 10), (1, 20)]
+    # but one that was resumed from in memory hands on what it came from
+    assert told((1, None, [10, 20]), (2, (1, 20), []), (3, (2, 25), [30])) == [(1, 10), (1, 20), (3, 30)]
+
+
+def test_a_new_beginning_hides_all_that_was() -> None:
+    assert told((1, None, [10, 20]), (2, None, [5])) == [(2, 5)]
+
+
+def test_records_that_run_in_a_circle_or_into_nothing_end() -> None:
+    assert told((1, (2, 50), [10]), (2, (1, 50), [20])) == [(1, 10), (2, 20)]
+    assert told((1, (1, 50), [10])) == [(1, 10)]
+    assert told((2, (1, 5), [10])) == [(2, 10)]
+    saves = [SaveId(step, generation_id(9)) for step in (1, 2)]
+    assert history(saves, {}) == saves
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.none() | st.tuples(st.integers(1, 6), st.integers(0, 20)),
+            st.lists(st.integers(0, 20), max_size=4, unique=True),
+        ),
+        max_size=6,
+    )
+)
+def test_any_history_ends_and_shows_the_newest_generation(story: list[tuple[object, list[int]]]) -> None:
+    found = told(*((i + 1, origin, steps) for i, (origin, steps) in enumerate(story)))  # type: ignore[arg-type, misc]
+    committed = [(i + 1, step) for i, (_, steps) in enumerate(story) for step in steps]
+    assert len(set(found)) == len(found)
+    assert set(found) <= set(committed)
+    if committed:
+        head = max(committed)[0]
+        assert {save for save in committed if save[0] == head} <= set(found)
+
+
+# -- reading
+
+
+def test_an_empty_store_is_no_root(store: Store) -> None:
+    catalog = Catalog(store)
+    with pytest.raises(CheckpointNotFound, match=r"no ckptlib\.json"):
+        catalog.root()
+    assert (catalog.saves(), catalog.visible(), catalog.generations()) == ([], [], {})
+    with pytest.raises(CheckpointNotFound, match="no committed step"):
+        catalog.resolve("latest")
+
+
+def test_the_first_root_stands(store: Store) -> None:
+    first, second = Root("1" * 32, "xxh3", 60.0), Root("2" * 32, "blake3", 90.0)
+    assert Catalog(store).open_root(first) == first
+    assert Catalog(store).open_root(second) == first
+
+
+def test_an_outage_is_not_an_empty_root(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text('[{"op": "scan", "action": "error"}, {"op": "get", "action": "error"}]')
+    catalog = Catalog(FaultStore(MemoryStore(), str(plan)))
+    for ask in (
+        catalog.root,
+        catalog.saves,
+        catalog.visible,
+        catalog.next_generation,
+        lambda: catalog.resolve("latest"),
+    ):
+        with pytest.raises(StoreError) as caught:
+            ask()
+        assert not isinstance(caught.value, ObjectNotFound)
+
+
+def test_resolve_says_which_steps_there_are(catalog: Catalog) -> None:
+    first = make_generation(catalog, 1)
+    saves = [make_save(catalog, first, step, state(step)) for step in (10, 20)]
+    second = make_generation(catalog, 2, resumed_from=saves[0])
+    newest = make_save(catalog, second, 15, state(15))
+    assert catalog.resolve("latest") == newest
+    assert catalog.resolve(10) == catalog.resolve("10") == saves[0]
+    assert catalog.resolve(str(saves[1])) == saves[1], "left behind, but there by its name"
+    with pytest.raises(CheckpointNotFound, match="no step 20; the last ones are: 10, 15"):
+        catalog.resolve(20)
+    with pytest.raises(CheckpointNotFound, match="no save"):
+        catalog.resolve(str(SaveId(99, first)))
+    with pytest.raises(FormatError):
+        catalog.resolve("../x")
+    with pytest.raises(CheckpointNotFound):
+        catalog.manifest(SaveId(99, first))
+
+
+def test_strangers_in_the_root_are_not_listed(store: Store, catalog: Catalog) -> None:
+    save = make_save(catalog, make_generation(catalog), 10, state(10))
+    for key in ("steps/notes.txt", "steps/10.json", f"steps/{save}.json.bak", "generations/x.json", "parts/a/b.json"):
+        store.put(key, b"?")
+    assert catalog.saves() == [save]
+    assert len(catalog.generation_ids()) == 1
+    assert catalog.finish(GenerationId(9, "0" * 8)) == []
+
+
+def test_info(catalog: Catalog) -> None:
+    save = make_save(catalog, make_generation(catalog), 10, state(10), world_size=2)
+    info = catalog.info(save, visible=True)
+    assert (info.step, info.generation, info.world_size, info.name, info.visible) == (10, 1, 2, str(save), True)
+    assert info.nbytes == sum(entry.nbytes for entry in catalog.store.scan(keys.PACKS))
+
+
+def test_a_layout_that_is_not_what_its_name_says_is_refused(store: Store, catalog: Catalog) -> None:
+    layout = layout_of(state(1))
+    catalog.put_layout(layout.digest, layout.encoded)
+    catalog.put_layout(layout.digest, layout.encoded)
+    assert Catalog(store).layout(layout.digest) == layout
+    for _, data in list(flips(layout.encoded))[::97]:
+        replace_object(store, keys.layout_key(layout.digest), data)
+        with pytest.raises(CorruptData, match="does not match the digest in its name"):
+            Catalog(store).layout(layout.digest)
+    store.delete(keys.layout_key(layout.digest))
+    with pytest.raises(ObjectNotFound):
+        Catalog(store).layout(layout.digest)
+
+
+def test_a_damaged_generation_hides_no_steps_but_says_so(store: Store, catalog: Catalog) -> None:
+    generation = make_generation(catalog)
+    make_save(catalog, generation, 10, state(10))
+    replace_object(store, generation.key, store.get(generation.key)[:-5])
+    with pytest.raises(CorruptData, match=str(generation)):
+        Catalog(store).visible()
+
+
+# -- generations
+
+
+def test_generations_count_up_also_where_only_their_steps_are_left(store: Store, catalog: Catalog) -> None:
+    assert catalog.next_generation().number == 1
+    generation = make_generation(catalog, 7)
+    assert catalog.next_generation().number == 8
+    make_save(catalog, generation, 1, state(1))
+    store.delete(generation.key)
+    assert Catalog(store).next_generation().number == 8
+
+
+def test_a_newer_generation_supersedes(catalog: Catalog) -> None:
+    old = make_generation(catalog, 1)
+    catalog.check_head(old)
+    new = make_generation(catalog, 2)
+    catalog.check_head(new)
+    with pytest.raises(Superseded, match="Two jobs use one root"):
+        catalog.check_head(old)
+
+
+# -- commit
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_step_exists_when_it_is_committed_and_not_before(catalog: Catalog, world_size: int) -> None:
+    generation = make_generation(catalog)
+    save, names = put_parts(catalog, generation, 10, state(10), world_size)
+    assert (catalog.saves(), catalog.is_committed(save)) == ([], False)
+    manifest = catalog.commit(save, names)
+    assert (catalog.saves(), catalog.is_committed(save)) == ([save], True)
+    assert Catalog(catalog.store).manifest(save) == manifest
+    assert manifest.parts == tuple(names)
+    for name, expected in state(10).items():
+        assert np.array_equal(read_save(catalog.store, save)[name], expected)
+
+
+def test_whoever_commits_puts_the_same(store: Store, catalog: Catalog) -> None:
+    save, names = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
+    catalog.commit(save, names)
+    first = store.get(save.manifest_key)
+    assert Catalog(store).commit(save, names).encode() == first
+    store.delete(save.manifest_key)
+    Catalog(store).commit(save, names)
+    assert store.get(save.manifest_key) == first
+
+
+def refused(catalog: Catalog, save: SaveId, commit: Callable[[], object], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        commit()
+    assert not catalog.is_committed(save)
+
+
+def test_commit_refuses_holes(catalog: Catalog) -> None:
+    save, layout = SaveId(10, make_generation(catalog)), layout_of(state(10), 2)
+    less = {name: array for name, array in state(10).items() if name != "w"}
+    names = [
+        put_part(catalog, save, 0, layout, state(10)),
+        put_part(catalog, save, 1, layout_of(less, 2), less),
+    ]
+    refused(catalog, save, lambda: catalog.commit(save, names), SaveFailed, r"no rank wrote w\[3:6, 0:4\]")
+
+
+def test_commit_proves_again_when_a_table_changes(catalog: Catalog) -> None:
+    generation = make_generation(catalog)
+    make_save(catalog, generation, 10, state(10), 2)
+    save, layout = SaveId(20, generation), layout_of(state(20), 2)
+    less = {name: array for name, array in state(20).items() if name != "w"}
+    names = [put_part(catalog, save, 0, layout, state(20)), put_part(catalog, save, 1, layout_of(less, 2), less)]
+    refused(catalog, save, lambda: catalog.commit(save, names), SaveFailed, "no rank wrote w")
+
+
+def test_commit_refuses_a_superseded_generation(catalog: Catalog) -> None:
+    save, names = put_parts(catalog, make_generation(catalog, 1), 10, state(10))
+    make_generation(catalog, 2)
+    refused(catalog, save, lambda: catalog.commit(save, names), Superseded, "may no longer save")
+
+
+def test_commit_refuses_failed_and_damaged_parts(store: Store, catalog: Catalog) -> None:
+    save, [name] = put_parts(catalog, make_generation(catalog), 10, state(10))
+    failed, document = FailedPart(save, 0, "f" * 8, "no space").encode()
+    store.put(failed.key, document)
+    refused(catalog, save, lambda: catalog.commit(save, [failed]), FormatError, "is a failure, expected a part")
+    good = store.get(name.key)
+    for data in (good[:-1], good[:99], resealed(good, rank=1), good.replace(b'"rank":0', b'"rank":1')):
+        replace_object(store, name.key, data)
+        refused(catalog, save, lambda: Catalog(store).commit(save, [name]), CorruptData, "digest in its name")
+    store.delete(name.key)
+    refused(catalog, save, lambda: Catalog(store).commit(save, [name]), ObjectNotFound, "no such object")
+
+
+def test_commit_refuses_parts_for_another_number_of_ranks(catalog: Catalog) -> None:
+    save, names = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
+    refused(catalog, save, lambda: catalog.commit(save, names[:1]), SaveFailed, "for 2 ranks, expected 1")
+
+
+def test_commit_takes_one_part_of_every_rank_in_order(catalog: Catalog) -> None:
+    save, names = put_parts(catalog, make_generation(catalog), 10, state(10), 2)
+    for wrong in (names[::-1], [names[0], names[0]], names[1:]):
+        refused(catalog, save, lambda wrong=wrong: catalog.commit(save, wrong), AssertionError, "one part per rank")  # type: ignore[misc]
+
+
+def test_commit_when_whole_names_who_did_not_come(catalog: Catalog) -> None:
+    save, names = put_parts(catalog, make_generation(catalog), 10, state(10), 3)
+    catalog.store.delete(names[1].key)
+    refused(
+        catalog,
+        save,
+        lambda: catalog.commit_when_whole(save, 3, seconds(0.05)),
+        SaveFailed,
+        "no part came from 1 of 3 ranks: 1",
+    )
+
+
+def test_commit_when_whole_says_why_a_rank_failed_and_takes_its_second_attempt(catalog: Catalog) -> None:
+    save, layout = SaveId(10, make_generation(catalog)), layout_of(state(10), 2)
+    put_part(catalog, save, 0, layout, state(10))
+    failed, document = FailedPart(save, 1, "f" * 8, "no space on /scratch").encode()
+    catalog.store.put(failed.key, document)
+    refused(
+        catalog,
+        save,
+        lambda: catalog.commit_when_whole(save, 2, seconds(60)),
+        SaveFailed,
+        "rank 1 failed: no space on /scratch",
+    )
+    put_part(catalog, save, 1, layout, state(10))
+    assert catalog.commit_when_whole(save, 2, seconds(60)).world_size == 2
+
+
+def test_commit_when_whole_gives_up_when_superseded(catalog: Catalog) -> None:
+    save, names = put_parts(catalog, make_generation(catalog, 1), 10, state(10), 2)
+    catalog.store.delete(names[1].key)
+    make_generation(catalog, 2)
+    refused(catalog, save, lambda: catalog.commit_when_whole(save, 2, seconds(60)), Superseded, "may no longer")
+
+
+# -- finish
+
+
+def test_finish_commits_what_a_dead_generation_had_persisted_whole_and_nothing_else(
+    store: Store, catalog: Catalog
+) -> None:
+    dead = make_generation(catalog, 1)
+    before = make_save(catalog, dead, 10, state(10), 2)
+    whole, _ = put_parts(catalog, dead, 20, state(20), 2)
+    _, torn = put_parts(catalog, dead, 30, state(30), 2)
+    store.delete(torn[1].key)
+    _, headless = put_parts(catalog, dead, 40, state(40), 2)
+    store.delete(headless[0].key)
+    for damaged_rank in range(2):
+        _, damaged = put_parts(catalog, dead, 50 + damaged_rank, state(50 + damaged_rank), 2)
+        replace_object(store, damaged[damaged_rank].key, store.get(damaged[damaged_rank].key)[:-1])
+    failed, document = FailedPart(SaveId(60, dead), 1, "f" * 8, "no space").encode()
+    put_part(catalog, failed.save, 0, layout_of(state(60), 2), state(60))
+    store.put(failed.key, document)
+
+    fresh = Catalog(store)
+    assert fresh.finish(dead) == [], "one's own saves are not finished"
+    assert fresh.finish(fresh.next_generation()) == [whole]
+    assert fresh.saves() == [before, whole]
+    assert np.array_equal(read_save(store, whole)["w"], state(20)["w"])
+    assert fresh.finish(fresh.next_generation()) == []
+
+
+def test_finish_leaves_alone_what_was_superseded(catalog: Catalog) -> None:
+    """Its step would lie behind the head of history, or before a generation that went another way."""
+    put_parts(catalog, make_generation(catalog, 1), 20, state(20))
+    make_generation(catalog, 2)
+    assert catalog.finish(catalog.next_generation()) == []
+
+
+def test_describe_is_one_line_of_json() -> None:
+    assert describe(SaveFailed("step 5: x")) == "step 5: x"
+    assert describe(ZeroDivisionError("by 0")) == "ZeroDivisionError: by 0"
+    assert len(describe(SaveFailed("x" * 9999))) == 2000
