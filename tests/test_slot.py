@@ -1,0 +1,359 @@
+"""Slots: what outlives a process, who may touch it, and that nothing torn is ever taken for ready."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import ROOT_ID, SAVES_APART, flips, resealed
+
+from ckptlib.errors import CkptError, CorruptData, FormatError, NoRoom
+from ckptlib.keys import MAX_RANK, GenerationId, SaveId
+from ckptlib.slot import PAGE_BYTES, SUFFIX, Slot, SlotHeader
+
+SAVE = SaveId(500, GenerationId(7, "0123abcd"))
+CAPACITY = 4 * PAGE_BYTES
+DOCUMENTS = {"layout": b"l" * 100, "table": b"t" * 5000, "snapshot": b"s"}
+HEADER = SlotHeader(ROOT_ID, SAVE, 3, 8, 4, CAPACITY, {"layout": (20480, 100, "0" * 32)})
+
+
+@pytest.fixture
+def slot(tmp_path: Path) -> Iterator[Slot]:
+    slot = Slot.create(tmp_path, "ckptlib", CAPACITY)
+    yield slot
+    slot.close()
+
+
+def sealed(slot: Slot, body: bytes = b"x" * CAPACITY, sequence: int = 2) -> SlotHeader:
+    """Fills a slot as a stager does."""
+    slot.write_header(replace(HEADER, sequence=sequence - 1, documents={}))
+    slot.body[: len(body)] = body
+    places = slot.write_documents(len(body), DOCUMENTS)
+    header = replace(HEADER, sequence=sequence, body_nbytes=len(body), documents=places)
+    slot.write_header(header)
+    return header
+
+
+# -- headers
+
+NUMBERS = st.integers(0, 2**40)
+
+
+@given(
+    st.builds(
+        SlotHeader,
+        st.just(ROOT_ID),
+        st.sampled_from([SAVE, *SAVES_APART]),
+        st.integers(0, MAX_RANK),
+        st.integers(1, MAX_RANK + 1),
+        NUMBERS,
+        NUMBERS,
+        st.dictionaries(
+            st.sampled_from(["layout", "table", "snapshot"]),
+            st.tuples(st.integers(PAGE_BYTES, 2**50), st.integers(0, 2**40 - 1), st.just("f" * 32)),
+        ),
+    )
+)
+def test_a_header_is_a_page_and_comes_back(header: SlotHeader) -> None:
+    data = header.encode()
+    assert len(data) == PAGE_BYTES
+    assert SlotHeader.decode(data, "here") == header
+    assert header.ready == (header.sequence % 2 == 0)
+
+
+def test_every_flipped_bit_of_a_header_is_found() -> None:
+    data = HEADER.encode()
+    written = len(data.rstrip(b"\0"))
+    for _, flipped in flips(data[: written + 8]):  # a few bytes of padding with it
+        with pytest.raises((CorruptData, FormatError), match="here"):
+            SlotHeader.decode(flipped.ljust(PAGE_BYTES, b"\0"), "here")
+
+
+def test_every_torn_header_is_found() -> None:
+    """The first bytes of the new one before the last bytes of the old one, or before nothing."""
+    old, new = HEADER.encode(), replace(HEADER, save=SAVES_APART[1], rank=12345, sequence=5, documents={}).encode()
+    for length in range(PAGE_BYTES):
+        for torn in (new[:length], new[:length].ljust(PAGE_BYTES, b"\0"), new[:length] + old[length:]):
+            if torn.rstrip(b"\0") not in (new.rstrip(b"\0"), old.rstrip(b"\0")):
+                with pytest.raises((CorruptData, FormatError), match="here"):
+                    SlotHeader.decode(torn, "here")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"root": "../x"},
+        {"save": "../x"},
+        {"rank": -1},
+        {"rank": 10**6},
+        {"world_size": 0},
+        {"sequence": 2.0},
+        {"sequence": -2},
+        {"body_nbytes": 2**63},
+        {"documents": []},
+        {"documents": {"table": 3}},
+        {"documents": {"table": [PAGE_BYTES, 5]}},
+        {"documents": {"table": [0, 5, "0" * 32]}},
+        {"documents": {"table": [PAGE_BYTES, -5, "0" * 32]}},
+        {"documents": {"table": [PAGE_BYTES, 2**40, "0" * 32]}},
+        {"documents": {"table": [PAGE_BYTES, 5.0, "0" * 32]}},
+        {"documents": {"table": ["a", 5, "0" * 32]}},
+    ],
+)
+def test_a_hostile_header_is_refused(fields: dict[str, object]) -> None:
+    data = resealed(HEADER.encode().rstrip(b"\0"), **fields)
+    with pytest.raises(FormatError):
+        SlotHeader.decode(data.ljust(PAGE_BYTES, b"\0"), "here")
+
+
+# -- content
+
+
+def test_what_one_writes_another_reads(slot: Slot) -> None:
+    body = np.random.default_rng(0).bytes(CAPACITY)
+    header = sealed(slot, body)
+    program = (
+        "import sys; from pathlib import Path; from ckptlib.slot import Slot\n"
+        "slot = Slot.open(Path(sys.argv[1])); header = slot.read_header()\n"
+        "out = sys.stdout.buffer; out.write(bytes(slot.body[:header.body_nbytes]))\n"
+        "for name in ('layout', 'table', 'snapshot'): out.write(slot.read_document(header, name))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program, str(slot.path)], capture_output=True, check=True).stdout
+    assert found == body + b"".join(DOCUMENTS.values())
+    assert slot.read_header() == header
+    assert slot.read_header().ready
+
+
+def test_a_slot_is_private_whole_pages_and_has_room(slot: Slot) -> None:
+    status = slot.path.stat()
+    assert status.st_mode & 0o777 == 0o600
+    assert status.st_size == PAGE_BYTES + CAPACITY <= status.st_blocks * 512
+    assert slot.path.name.startswith("ckptlib-")
+    assert slot.path.suffix == SUFFIX
+    assert slot.capacity == CAPACITY == len(slot.body)
+    slot.prefault()
+    assert slot.address() == np.frombuffer(slot.body, np.uint8).__array_interface__["data"][0]
+    assert slot.address() % PAGE_BYTES == 0
+
+
+def test_a_new_slot_has_no_header(slot: Slot) -> None:
+    with pytest.raises(FormatError, match="not a document"):
+        slot.read_header()
+
+
+def test_documents_may_grow_and_shrink_from_save_to_save(slot: Slot) -> None:
+    for scale in (1, 50, 2):
+        documents = {name: data * scale for name, data in DOCUMENTS.items()}
+        places = slot.write_documents(100, documents)
+        header = replace(HEADER, documents=places)
+        assert {name: slot.read_document(header, name) for name in documents} == documents
+    with pytest.raises(FormatError, match="holds no values"):
+        slot.read_document(header, "values")
+
+
+def test_damage_to_a_document_is_found(slot: Slot) -> None:
+    header = sealed(slot)
+    offset, nbytes, digest = header.documents["table"]
+    for at in range(offset, offset + nbytes, 499):
+        with slot.path.open("r+b") as file:  # before the lock is asked for: closing this drops it
+            file.seek(at)
+            file.write(b"?")
+        with pytest.raises(CorruptData, match=r"table at \["):
+            slot.read_document(header, "table")
+        with slot.path.open("r+b") as file:
+            file.seek(at)
+            file.write(b"t")
+    assert slot.read_document(header, "table") == DOCUMENTS["table"]
+    for place in ((offset, nbytes - 1, digest), (offset + 1, nbytes, digest), (offset, nbytes, "0" * 32)):
+        with pytest.raises(CorruptData):
+            slot.read_document(replace(header, documents={"table": place}), "table")
+
+
+def test_absurd_lengths_take_no_memory(slot: Slot) -> None:
+    header = sealed(slot)
+    for place in ((PAGE_BYTES, 2**40 - 1, "0" * 32), (2**62, 1, "0" * 32), (2**70, 1, "0" * 32)):
+        with pytest.raises(CorruptData, match="behind the end"):
+            slot.read_document(replace(header, documents={"table": place}), "table")
+    slot.write_header(replace(header, body_nbytes=CAPACITY + 1))
+    with pytest.raises(FormatError, match="a body of"):
+        slot.read_header()
+
+
+def test_a_truncated_slot_is_found(slot: Slot) -> None:
+    header = sealed(slot)
+    for length in (PAGE_BYTES + CAPACITY, PAGE_BYTES + 1, PAGE_BYTES, 100, 0):
+        os.truncate(slot.path, length)
+        with pytest.raises((CorruptData, FormatError)):
+            slot.read_document(header, "table")
+        if length < PAGE_BYTES:
+            with pytest.raises(CkptError):
+                Slot.open(slot.path)
+    with pytest.raises((CorruptData, FormatError)):
+        slot.read_header()
+
+
+def test_what_is_not_a_slot_of_this_user_is_not_opened(slot: Slot, tmp_path: Path) -> None:
+    link = tmp_path / f"link{SUFFIX}"
+    link.symlink_to(slot.path)
+    (tmp_path / "short").write_bytes(b"x")
+    foreign = tmp_path / "foreign"
+    foreign.write_bytes(b"x" * PAGE_BYTES)
+    if os.geteuid() == 0:
+        os.chown(foreign, 12345, 12345)
+    else:
+        foreign.write_bytes(b"")
+    os.mkfifo(tmp_path / "fifo")
+    for path in (link, tmp_path / "absent", tmp_path / "short", tmp_path, foreign, tmp_path / "fifo"):
+        with pytest.raises(FormatError):
+            Slot.open(path)
+
+
+def test_views_of_a_closed_slot_stay_readable(slot: Slot) -> None:
+    sealed(slot, b"abc")
+    view = slot.body[:3]
+    slot.close()
+    slot.unlink()
+    slot.unlink()
+    assert bytes(view) == b"abc"
+    assert not slot.path.exists()
+
+
+# -- room
+
+
+def test_no_room_where_there_is_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(NoRoom, match="cannot make a slot"):
+        Slot.create(tmp_path / "absent", "ckptlib", CAPACITY)
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    mount = tmp_path / "small"
+    mount.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(mount)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount: {done.stderr.decode()}")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+@pytest.mark.root
+def test_no_room_on_a_full_tmpfs_is_an_error_and_leaves_nothing(small_tmpfs: Path) -> None:
+    with pytest.raises(NoRoom, match=r"no room for a slot of 2,\d+,\d+ bytes .*arena="):
+        Slot.create(small_tmpfs, "ckptlib", 2 << 20)
+    assert list(small_tmpfs.iterdir()) == []
+    slot = Slot.create(small_tmpfs, "ckptlib", 512 << 10)
+    with pytest.raises(NoRoom, match="no room for 1,048,576 bytes of table"):
+        slot.write_documents(512 << 10, {"layout": b"x", "table": b"x" * (1 << 20)})
+    slot.close()
+
+
+# -- locks, between processes
+
+HOLDER = """
+import sys
+from pathlib import Path
+from ckptlib.slot import Slot
+slot = Slot.open(Path(sys.argv[1]))
+for line in sys.stdin:
+    print(getattr(slot, line.strip())(), flush=True)
+"""
+
+
+class Holder:
+    """Another process that has the slot open and does as it is told."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(slot.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.tell("unlock") == "None", "it is up"
+
+    def tell(self, method: str) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(method + "\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        """By SIGKILL; a second time does nothing."""
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def holding(slot: Slot) -> Iterator[Holder]:
+    holder = Holder(slot)
+    try:
+        yield holder
+    finally:
+        holder.kill()
+
+
+def test_a_reader_keeps_the_writer_out_until_it_is_done(slot: Slot) -> None:
+    with holding(slot) as holder:
+        assert holder.tell("read_lock") == "True"
+        assert not slot.try_write_lock()
+        assert slot.read_lock(), "readers do not mind each other"
+        slot.unlock()
+        assert holder.tell("unlock") == "None"
+        assert slot.try_write_lock()
+        assert holder.tell("read_lock") == "False"
+        slot.unlock()
+        assert holder.tell("read_lock") == "True"
+
+
+def test_locks_vanish_with_their_process(slot: Slot) -> None:
+    with holding(slot) as holder:
+        assert holder.tell("read_lock") == "True"
+        assert not slot.try_write_lock()
+        assert not slot.abandoned()
+        holder.kill()
+        assert slot.try_write_lock()
+        assert slot.abandoned()
+
+
+def test_a_slot_is_abandoned_when_nobody_else_has_it_open(slot: Slot) -> None:
+    with holding(slot) as first:
+        assert first.tell("abandoned") == "False", "its maker lives"
+        with holding(slot) as second:
+            slot.close()
+            assert second.tell("abandoned") == "False", "the other one has it open"
+        assert first.tell("abandoned") == "True"
+        with holding(slot) as third:
+            assert first.tell("abandoned") == "False"
+            assert third.tell("abandoned") == "False"
+
+
+def test_a_forked_child_holds_nothing(slot: Slot) -> None:
+    """Data loaders fork; one that outlives its trainer must not keep the slot."""
+    program = (
+        "import os, sys, time; from pathlib import Path; from ckptlib.slot import Slot\n"
+        "slot = Slot.open(Path(sys.argv[1])); assert slot.read_lock()\n"
+        "child = os.fork()\n"
+        "if child: print(child, flush=True); os._exit(0)\n"
+        "time.sleep(60)\n"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", program, str(slot.path)], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    child = int(trainer.stdout.readline())
+    try:
+        assert trainer.wait() == 0
+        os.kill(child, 0)
+        assert slot.try_write_lock()
+        assert slot.abandoned()
+    finally:
+        os.kill(child, signal.SIGKILL)
