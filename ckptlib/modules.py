@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -30,13 +31,27 @@ def named_state(module: nn.Module, path: str) -> Iterator[tuple[str, object]]:
     Parameters come as they are (the objects that an optimizer holds), after any resharding that `state_dict()` does.
     Raises UnsupportedState for wrappers that hide their parameters.
     """
+    names = _names.get(module)
+    if names is None:
+        _refuse(module, path)
+        names = _names[module] = {}
+    for key, value in module.state_dict(keep_vars=True).items():
+        name = names.get(key)
+        if name is None:
+            name = names[key] = canonical(module, key)
+        yield name, value
+
+
+_names: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+"""By module: the canonical name of each key. A wrapper put around a part of it later gives that part's keys anew."""
+
+
+def _refuse(module: nn.Module, path: str) -> None:
     for submodule in module.modules():
         for cls in type(submodule).__mro__:
             remedy = _REFUSED.get((cls.__module__, cls.__name__))
             if remedy is not None:
                 raise UnsupportedState(f"{path}: {cls.__name__} cannot be saved: {remedy}")
-    for key, value in module.state_dict(keep_vars=True).items():
-        yield canonical(module, key), value
 
 
 def _inner_name(module: nn.Module) -> str | None:

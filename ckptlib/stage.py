@@ -127,6 +127,7 @@ class Stager:
         self._thread = threading.Thread(target=self._run, name="ckptlib-stage", daemon=True)
         self._thread.start()
 
+    @torch.no_grad()
     def begin(self, slot: Slot, content: Content, sources: Sequence[Source]) -> Staging:
         """Copies what must be copied now; hands the rest to the thread. `sources` are in the table's order."""
         staging = Staging(slot, content)
@@ -171,11 +172,11 @@ class Stager:
 
     def _sample(self, tensor: torch.Tensor) -> list[tuple[int, bytes]]:
         """(offset, bytes) of a few windows of a movable tensor."""
-        last = tensor.nbytes - SAMPLE_BYTES
-        offsets = (int(self._random.random() * last) for _ in range(SAMPLES))
-        address = tensor.data_ptr()
+        last, address, draw = tensor.nbytes - SAMPLE_BYTES, tensor.data_ptr(), self._random.random
+        offsets = [int(draw() * last) for _ in range(SAMPLES)]
         return [(offset, ctypes.string_at(address + offset, SAMPLE_BYTES)) for offset in offsets]
 
+    @torch.no_grad()
     def _finish(
         self,
         staging: Staging,
@@ -227,7 +228,6 @@ def _movable(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-@torch.no_grad()
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     if _movable(source):
         # no dispatch, no autograd, no thread pool that would compete with the trainer's; the GIL is released
