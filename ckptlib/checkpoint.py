@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from ckptlib.keys import SaveId, parse_save
 from ckptlib.manifest import Manifest
 from ckptlib.reader import Reader
 from ckptlib.session import RNG, Pending, Session, Settings
+from ckptlib.spread import share_out, spread
 from ckptlib.stores import open_store
 from ckptlib.targets import Only, Rename, Saved, Targets, targets
 
@@ -214,14 +215,19 @@ def load_save(
     unexpected = _unexpected_everywhere(group, wanted.unexpected)
     together(group, what, lambda: _check(manifest, wanted, unexpected, strict))
 
+    reads, buckets = share_out(wanted.wants, group)
+
     def fill() -> None:
-        total = sum(tensor.nbytes for want in wanted.wants for _, tensor in want.pieces)
+        total = sum(tensor.nbytes for want in reads for _, tensor in want.pieces)
         with events.progress(f"{what} from {catalog.store.url}", total, shown=group.rank == 0) as advance:
-            reader.read(wanted.wants, advance)
+            reader.read(reads, advance)
 
     together(group, what, fill)
+    spread(buckets, group)
     for action in wanted.finish:
         action()
+    if whole is not state and isinstance(state, MutableMapping):  # plain values were put into the copy
+        state.update({key: value for key, value in whole.items() if key != RNG})
     return LoadReport(
         step=manifest.save.step,
         source=catalog.store.url,
