@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import xxhash
 from typing_extensions import override
 
 from ckptlib import errors
@@ -35,6 +36,17 @@ class Group(ABC):
     @abstractmethod
     def broadcast(self, data: bytes | None) -> bytes:
         """What rank 0 gave; the others give None."""
+
+    @abstractmethod
+    def broadcast_from(self, rank: int, buffer: torch.Tensor) -> None:
+        """Fills `buffer`, bytes in host memory and of the same size everywhere, with that of `rank`."""
+
+    def same(self, data: bytes) -> bool:
+        """Whether every rank gave the same bytes; they are compared by digest."""
+        high, low = divmod(xxhash.xxh3_128_intdigest(data), 2**64)
+        words = [high >> 32, high & 0xFFFFFFFF, low >> 32, low & 0xFFFFFFFF]
+        found = self.max([*words, *(-word for word in words)])
+        return found[:4] == [-word for word in found[4:]]
 
     @abstractmethod
     def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
@@ -78,6 +90,10 @@ class SoloGroup(Group):
     def broadcast(self, data: bytes | None) -> bytes:
         assert data is not None
         return data
+
+    @override
+    def broadcast_from(self, rank: int, buffer: torch.Tensor) -> None:
+        pass
 
     @override
     def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
@@ -139,6 +155,10 @@ class TorchGroup(Group):
             buffer = torch.empty(int(size), dtype=torch.uint8)
         self._run("broadcast", lambda: dist.broadcast(buffer, source, group=self._group))
         return buffer.numpy().tobytes()
+
+    @override
+    def broadcast_from(self, rank: int, buffer: torch.Tensor) -> None:
+        self._run("broadcast", lambda: dist.broadcast(buffer, self._ranks[rank], group=self._group))
 
     @override
     def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:

@@ -43,6 +43,8 @@ class Want:
     """As the checkpoint calls it."""
     pieces: tuple[tuple[Box, torch.Tensor], ...]
     """Boxes in global coordinates, each with a view of the same shape to be filled."""
+    everywhere: bool = False
+    """Whether it is a whole plain tensor, which every rank is likely to want."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agre
     """
     document = json.dumps(rows, sort_keys=True).encode()
     found: dict[str, dict[int, Row]] = {}
-    if group.size == 1 or _same_everywhere(document, group):
+    if group.same(document):
         found = {name: dict.fromkeys(range(group.size), row) for name, row in rows.items()}
     else:
         for rank, data in enumerate(group.gather(zlib.compress(document, 1))):
@@ -125,13 +125,6 @@ def _in_group(leaf: Leaf, group: Group) -> Holding:
 def _digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return str(xxhash.xxh3_128_hexdigest(data.reshape(-1).view(torch.uint8).numpy().data))
-
-
-def _same_everywhere(document: bytes, group: Group) -> bool:
-    high, low = divmod(xxhash.xxh3_128_intdigest(document), 2**64)
-    words = [high >> 32, high & 0xFFFFFFFF, low >> 32, low & 0xFFFFFFFF]
-    found = group.max([*words, *(-word for word in words)])
-    return found[:4] == [-word for word in found[4:]]
 
 
 def _check(name: str, by_rank: Mapping[int, Row]) -> None:

@@ -22,7 +22,9 @@ from ckptlib.layout import TensorEntry
 from ckptlib.modules import canonical, named_state, owners_of
 from ckptlib.reader import Reader, Want
 from ckptlib.state import (
+    Leaf,
     PerRank,
+    Plain,
     Sharded,
     dtype_name,
     group_path,
@@ -186,7 +188,7 @@ class _Walk:
             return
         if id(tensor) not in self._filled:  # tied: filled once, under its first name
             self._filled[id(tensor)] = tensor
-            self.targets.wants.append(Want(saved_name, leaf.pieces))
+            self.targets.wants.append(_want(saved_name, leaf, entry))
 
     def _add_value(self, path: str, setter: Setter) -> None:
         if not self._wanted(path):
@@ -267,7 +269,7 @@ class _Walk:
         self._used.add(path)
         leaf = leaf_of(tensor, path, per_rank=False, owner=None)
         if leaf is not None:
-            self.targets.wants.append(Want(path, leaf.pieces))
+            self.targets.wants.append(_want(path, leaf, entry))
         return tensor
 
     # Modules
@@ -382,7 +384,7 @@ class _Walk:
             tensor = torch.empty(entry.shape, dtype=_dtype(entry), device=local.device if on_device else "cpu")
         leaf = leaf_of(tensor, name, per_rank=False, owner=None)
         if leaf is not None:
-            self.targets.wants.append(Want(name, leaf.pieces))
+            self.targets.wants.append(_want(name, leaf, entry))
         return tensor
 
     def _add_hyper_parameters(
@@ -427,6 +429,11 @@ class _Walk:
             # what belongs to an object that is loaded as a whole is taken, or not, with it
             if name not in self._used and self._wanted(name) and not name.startswith(trees):
                 self.targets.unexpected.append(name)
+
+
+def _want(name: str, leaf: Leaf, entry: TensorEntry) -> Want:
+    plain = isinstance(leaf.held, Plain) and not isinstance(entry.holding, HeldPerRank)
+    return Want(name, leaf.pieces, everywhere=plain and bool(leaf.pieces))
 
 
 def join_module(path: str, name: str) -> str:

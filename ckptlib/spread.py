@@ -1,0 +1,88 @@
+"""Reading what every rank wants once per job: each rank reads its share, and collectives spread it.
+
+A plain tensor of a DDP job is wanted whole by all ranks; N ranks that read it N times make a store N times as slow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ckptlib.group import Group
+from ckptlib.reader import Want
+
+BUCKET_BYTES = 16 * 1024 * 1024
+"""Smaller tensors travel together in one broadcast of about this size."""
+
+
+def share_out(wants: Sequence[Want], group: Group) -> tuple[list[Want], list[tuple[int, list[Want]]]]:
+    """(what this rank reads, what is spread afterwards: buckets, each with the rank that read it). Collective.
+
+    Where ranks do not want the same plain tensors, everybody reads its own.
+    """
+    shared = [want for want in wants if want.everywhere]
+    described = [[want.name, str(want.pieces[0][1].dtype), list(want.pieces[0][0].shape)] for want in shared]
+    if group.size == 1 or not group.same(json.dumps(described).encode()) or not shared:
+        return list(wants), []
+    buckets = _buckets(shared)
+    owners = _owners(buckets, group.size)
+    mine = {id(want) for bucket, owner in zip(buckets, owners, strict=True) if owner == group.rank for want in bucket}
+    reads = [want for want in wants if not want.everywhere or id(want) in mine]
+    return reads, list(zip(owners, buckets, strict=True))
+
+
+def spread(buckets: Iterable[tuple[int, list[Want]]], group: Group) -> None:
+    """Gives every rank what one of them read. Collective; after all ranks have read their share."""
+    for owner, wants in buckets:
+        targets = [want.pieces[0][1] for want in wants]
+        if len(targets) == 1 and targets[0].device.type == "cpu" and targets[0].is_contiguous():
+            group.broadcast_from(owner, _bytes(targets[0]))
+            continue
+        buffer = torch.empty(sum(target.nbytes for target in targets), dtype=torch.uint8)
+        views = torch.split(buffer, [target.nbytes for target in targets])
+        if group.rank == owner:
+            for view, target in zip(views, targets, strict=True):
+                view.copy_(_bytes(target.detach().contiguous()))
+        group.broadcast_from(owner, buffer)
+        if group.rank != owner:
+            with torch.no_grad():
+                for view, target in zip(views, targets, strict=True):
+                    _bytes_into(target, view)
+
+
+def _buckets(wants: Sequence[Want]) -> list[list[Want]]:
+    buckets: list[list[Want]] = []
+    filled = BUCKET_BYTES
+    for want in wants:
+        nbytes = want.pieces[0][1].nbytes
+        if filled + nbytes > BUCKET_BYTES:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(want)
+        filled += nbytes
+    return buckets
+
+
+def _owners(buckets: Sequence[list[Want]], num_ranks: int) -> list[int]:
+    """Who reads each bucket, so that all ranks read about as much."""
+    loads = [0] * num_ranks
+    owners = []
+    for bucket in buckets:
+        rank = loads.index(min(loads))
+        loads[rank] += sum(want.pieces[0][1].nbytes for want in bucket)
+        owners.append(rank)
+    return owners
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _bytes_into(target: torch.Tensor, data: torch.Tensor) -> None:
+    if target.is_contiguous():
+        _bytes(target).copy_(data)
+    else:
+        target.copy_(data.clone().view(target.dtype).view(target.shape))
