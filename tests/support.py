@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 from safetensors.numpy import load
 
 from ckptlib import keys, plan, sharding
@@ -24,6 +25,10 @@ from ckptlib.stores import Store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.writer.packs import pack
+
+# A busy machine fails no test.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 ROOT_ID = "0123456789abcdef" * 2
 ATTEMPT = "a77e3b70"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import SAVES_APART
 
 from ckptlib import keys
 from ckptlib.errors import FormatError
@@ -103,6 +104,12 @@ def test_what_is_almost_a_name_is_none(old: str, new: str) -> None:
     if old in str(SAVE):
         with pytest.raises(FormatError):
             keys.parse_save(str(SAVE).replace(old, new, 1))
+
+
+def test_the_smallest_and_the_largest_numbers_have_the_same_width() -> None:
+    small, large = map(str, SAVES_APART)
+    assert len(small) == len(large)
+    assert SAVES_APART == (keys.parse_save(small), keys.parse_save(large))
 
 
 def test_what_a_sweep_puts_beside_trash_records_is_none() -> None:

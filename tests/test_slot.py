@@ -290,8 +290,8 @@ class Holder:
 
     def kill(self) -> None:
         """By SIGKILL; a second time does nothing."""
-        self._process.kill()
-        self._process.wait()
+        with self._process:  # closes the pipes and waits
+            self._process.kill()
 
 
 @contextmanager
@@ -351,7 +351,8 @@ def test_a_forked_child_holds_nothing(slot: Slot) -> None:
     assert trainer.stdout is not None
     child = int(trainer.stdout.readline())
     try:
-        assert trainer.wait() == 0
+        with trainer:
+            assert trainer.wait() == 0
         os.kill(child, 0)
         assert slot.try_write_lock()
         assert slot.abandoned()
