@@ -30,7 +30,7 @@ class Fence:
         """Seconds that the main thread has waited here, all in all."""
         self._handles: dict[int, RemovableHandle] = {}
         self._fired: set[int] = set()
-        self._pending: Fenced | None = None
+        self._pending: list[Fenced] = []
 
     def install(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Hooks every optimizer that is not hooked yet."""
@@ -48,15 +48,16 @@ class Fence:
         return before_step
 
     def guard(self, pending: Fenced) -> None:
-        """Closes the fence until the copy is done."""
-        self._pending = pending
+        """Closes the fence until the copy is done; one that it is closed for already counts as well."""
+        self._pending.append(pending)
 
     def wait(self) -> None:
         """Returns when no copy reads its sources any more."""
-        if self._pending is not None:
+        if self._pending:
             began = time.perf_counter()
-            self._pending.wait_copied()
-            self._pending = None
+            for pending in self._pending:
+                pending.wait_copied()
+            self._pending.clear()
             self.waited_s += time.perf_counter() - began
 
     def fired(self, optimizer: torch.optim.Optimizer) -> bool:
