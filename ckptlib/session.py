@@ -216,7 +216,10 @@ class Session:
         self.writer.expect(save)
         self._in_use[str(save)] = slot
         leaves = flat.leaves
-        sources = [Source(leaves[i].name, leaves[i].pieces[piece][1], overlap(leaves[i])) for i, piece in plan.order]
+        # detached: what `p.data = x` puts in place of this memory must not be copied instead, least of all past its end
+        sources = [
+            Source(leaves[i].name, leaves[i].pieces[piece][1].detach(), overlap(leaves[i])) for i, piece in plan.order
+        ]
         staging = self._stager.begin(slot, content, sources)
         pending = self._pending[str(save)] = Pending(self, save, staging)
         self._staging.append(pending)
