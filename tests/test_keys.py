@@ -109,7 +109,7 @@ def test_what_is_almost_a_name_is_none(old: str, new: str) -> None:
 def test_the_smallest_and_the_largest_numbers_have_the_same_width() -> None:
     small, large = map(str, SAVES_APART)
     assert len(small) == len(large)
-    assert SAVES_APART == (keys.parse_save(small), keys.parse_save(large))
+    assert (keys.parse_save(small), keys.parse_save(large)) == SAVES_APART
 
 
 def test_what_a_sweep_puts_beside_trash_records_is_none() -> None:
