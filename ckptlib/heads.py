@@ -1,0 +1,152 @@
+"""The safetensors headers of packs, judged by the rows of their parts. Pure; `writer.packs` is what writes them.
+
+No load reads a header. It is for everybody else who opens a pack, and a header that is not what its part says tells of
+an altered object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptlib import dtypes, keys
+from ckptlib.box import Box
+from ckptlib.errors import FormatError
+from ckptlib.layout import Layout, TensorEntry
+from ckptlib.manifest import Part
+from ckptlib.values import Json, loads
+
+MAX_HEAD_BYTES = 100_000_000
+"""What safetensors' own reader takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadEntry:
+    """One entry of a header."""
+
+    dtype: str
+    """safetensors' word for it."""
+    shape: tuple[int, ...]
+    start: int
+    """First byte in the object."""
+    stop: int
+    """Last byte + 1 in the object."""
+
+
+def expected_head(part: Part, layout: Layout, number: int) -> tuple[dict[str, str], dict[str, HeadEntry]]:
+    """Metadata, and entries by name, of one of a part's packs."""
+    table = part.table
+    entries: dict[str, HeadEntry] = {}
+    foreign: dict[str, str] = {}
+    for tensor, box, first, count in zip(table.tensors, table.boxes, table.first_chunks, table.num_chunks, strict=True):
+        entry, element = layout.tensors[tensor], 0
+        for chunk in range(first, first + count):
+            elements = table.nbytes[chunk] // dtypes.itemsize(entry.dtype)
+            if table.packs[chunk] == number:
+                name = _name(entry, box, element)
+                shape = box.shape if count == 1 else (elements,)
+                if not dtypes.has_own_word(entry.dtype):
+                    foreign[name] = entry.dtype
+                    shape = (table.nbytes[chunk],)
+                start = table.offsets[chunk]
+                word = dtypes.safetensors_name(entry.dtype)
+                entries[name] = HeadEntry(word, shape, start, start + table.nbytes[chunk])
+            element += elements
+    metadata = {
+        "ckptlib": "1",
+        "save": str(keys.pack_save(part.packs[number].key)),
+        "rank": f"{part.rank:06d}",
+        "layout": table.layout,
+    }
+    return ({**metadata, "dtypes": json.dumps(foreign)} if foreign else metadata), entries
+
+
+def _name(entry: TensorEntry, box: Box, element: int) -> str:
+    """<tensor>@<flat index in the whole tensor of the box's element>."""
+    if not box.shape:
+        return f"{entry.name}@0"
+    index = np.unravel_index(element, box.shape)
+    at = tuple(int(i) + o for i, o in zip(index, box.offset, strict=True))
+    return f"{entry.name}@{int(np.ravel_multi_index(at, entry.shape))}"
+
+
+def check_head(
+    head: bytes, nbytes: int, metadata: Mapping[str, str], entries: Mapping[str, HeadEntry], where: str
+) -> None:
+    """Raises FormatError unless `head`, the first bytes of an object of `nbytes`, is the safetensors header of exactly
+    these entries, with slack in all gaps between them.
+
+    Metadata that is not asked for is allowed, but for dtypes.
+    """
+    length = int.from_bytes(head[:8], "little")
+    if len(head) < 8 or length > len(head) - 8:
+        raise FormatError(f"{where}: the header's length is {length}, but data begins at {len(head)}")
+    text = head[8 : 8 + length]
+    try:
+        found = loads(text.rstrip(b" "))
+    except FormatError as error:
+        raise FormatError(f"{where}: the header is {error}") from None
+    if not isinstance(found, dict) or not text.startswith(b"{"):
+        raise FormatError(f"{where}: the header is no JSON object")
+    _check_metadata(found.pop("__metadata__", None), metadata, where)
+    _check_entries(dict(_rows(found, 8 + length, where)), 8 + length, nbytes, entries, where)
+
+
+def _check_metadata(found: Json, wanted: Mapping[str, str], where: str) -> None:
+    if not isinstance(found, dict):
+        raise FormatError(f"{where}: the header has no __metadata__")
+    for name in {*wanted, *({"dtypes"} & found.keys())}:
+        got, expected = found.get(name), wanted.get(name)
+        if name == "dtypes" and isinstance(got, str) and expected is not None:  # order and spaces are free
+            same = loads(got.encode()) == loads(expected.encode())
+        else:
+            same = got == expected
+        if not same:
+            raise FormatError(
+                f"{where}: the header's metadata {name!r} is {str(got)[:80]!r}, expected {str(expected)[:80]!r}"
+            )
+
+
+def _rows(found: Mapping[str, Json], base: int, where: str) -> Iterator[tuple[str, HeadEntry]]:
+    for name, entry in found.items():
+        match entry:
+            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)], **more} if (
+                not more and 0 <= start <= stop and all(type(n) is int for n in shape)
+            ):
+                yield name, HeadEntry(dtype, tuple(shape), base + start, base + stop)  # type: ignore[arg-type]
+            case _:
+                raise FormatError(f"{where}: no entry of a safetensors header: {name[:80]!r}: {str(entry)[:120]}")
+
+
+def _check_entries(
+    found: Mapping[str, HeadEntry], start: int, nbytes: int, wanted: Mapping[str, HeadEntry], where: str
+) -> None:
+    """That they are those wanted and slack, and follow one another from `start` to `nbytes`."""
+    num_slack = 0
+    for name, row in sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if row.start != start:
+            raise FormatError(
+                f"{where}: {name!r} begins at {row.start} by the header, but what is before it ends at {start}"
+            )
+        if name in wanted:
+            if row != wanted[name]:
+                raise FormatError(
+                    f"{where}: {name!r} is {_text(row)} by the header, and {_text(wanted[name])} by the part"
+                )
+        elif name == f"@slack.{num_slack}" and row == HeadEntry("U8", (row.stop - start,), start, row.stop):
+            num_slack += 1
+        else:
+            raise FormatError(f"{where}: the header tells of {name[:200]!r}, and the part does not")
+        start = row.stop
+    if start != nbytes:
+        raise FormatError(f"{where}: the header's last entry ends at {start}, the object at {nbytes}")
+    absent = wanted.keys() - found.keys()
+    if absent:
+        raise FormatError(f"{where}: the part tells of {min(absent)[:200]!r}, and the header does not")
+
+
+def _text(entry: HeadEntry) -> str:
+    return f"{entry.dtype} {list(entry.shape)} at [{entry.start}:{entry.stop}]"
