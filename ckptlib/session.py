@@ -80,6 +80,8 @@ class Pending:
         """Whether the step is known to exist. On ranks other than 0 only after `wait_committed`."""
         self.error: Exception | None = None
         """Why it never will."""
+        self.watched = False
+        """Whether a rank that does not commit has asked what becomes of it."""
 
     @property
     def step(self) -> int:
@@ -384,17 +386,19 @@ class Session:
             self._in_use.pop(key, None)
             if event["error"] is None and self.group.rank != 0:
                 self.failures = 0
+                if pending is not None and not pending.watched:
+                    del self._pending[key]
         elif kind == "committed":
             self._pending.pop(key, None)
             self.failures = 0
             if pending is not None:
                 pending.committed = True
-        elif kind == "failed":
+        elif kind == "failed" and pending is not None:  # else it is known already
             self._in_use.pop(key, None)
             self._pending.pop(key, None)
             self._failed(pending, str(event["kind"]), str(event["error"]), key)
 
-    def _failed(self, pending: Pending | None, kind: str, text: str, key: str) -> None:
+    def _failed(self, pending: Pending, kind: str, text: str, key: str) -> None:
         self.failures += 1
         error: SaveFailed
         if kind == "Superseded":
@@ -402,8 +406,7 @@ class Session:
         else:
             error = SaveFailed(f"the save {key} failed and will never be listed; earlier steps are untouched: {text}")
         log.error("%s", error)
-        if pending is not None:
-            pending.error = error
+        pending.error = error
 
     def wait_released(self, timeout_s: float) -> None:
         """Returns when all snapshots are ready and a slot is free. Raises WaitTimeout."""
@@ -423,6 +426,8 @@ class Session:
         except Exception as error:
             raise SaveFailed(f"step {pending.step} was not saved: {error}") from error
         if self.group.rank != 0 and not pending.committed and pending.error is None:
+            pending.watched = True
+            self._pending[str(pending.save)] = pending
             self.writer.watch(pending.save, timeout_s)
         while not pending.committed:
             if pending.error is not None:
@@ -437,7 +442,11 @@ class Session:
         self._stager.close()
         self.poll()
         try:
-            self.writer.close(timeout.total_seconds())
+            if clean:
+                for event in self.writer.close(timeout.total_seconds()):
+                    self._note(event)
+            else:
+                self.writer.leave()
         finally:
             self.arena.close(unlink=clean)
             self.store.close()

@@ -199,8 +199,8 @@ class Stager:
             _seal(staging)
         except Exception as error:  # kept for whoever waits, and told to the other ranks; the thread must live on
             staging.error = error
-        staging._sealed.set()
         self._on_sealed(staging)
+        staging._sealed.set()  # last: whoever waited for it may be killed at once, and the writer has its order
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -29,8 +29,8 @@ class Writer:
         """`setup`: the first order; it may hold secrets, so it goes over the socket."""
         self._setup = setup
         self._slots: list[str] = []
-        self._open: dict[str, Message] = {}
-        """By save: the last order about a save that has not been answered."""
+        self._open: dict[tuple[str, bool], Message] = {}
+        """By save, and whether somebody else commits it: what another writer must do, should this one die."""
         self._deaths = 0
         self._lock = threading.Lock()
         self._start()
@@ -75,66 +75,96 @@ class Writer:
 
     def watch(self, save: SaveId, timeout_s: float) -> None:
         """Asks what becomes of a save that another rank commits; answered by `committed` or `failed`."""
-        self._channel.send({"op": "await", "save": str(save), "timeout_s": timeout_s})
+        self._order({"op": "await", "save": str(save), "timeout_s": timeout_s})
 
     def _order(self, message: Message) -> None:
         with self._lock:
-            self._open[message["save"]] = message
+            self._open[message["save"], message["op"] == "await"] = message
             self._channel.send(message)
 
     def poll(self, timeout_s: float = 0.0) -> list[Message]:
         """What the writer has said since the last call; waits up to `timeout_s` for the first word.
 
-        A writer that died is started again, with all orders that it did not answer. When it keeps dying, each of those
-        is answered by a failure instead.
+        A writer that died is started again as soon as there is something to do, with all orders that it did not carry
+        out. When it keeps dying, each of those is answered by a failure instead.
         """
         events = self._channel.receive(timeout_s)
         with self._lock:
             for event in events:
-                if event["event"] in ("released", "failed"):
-                    self._open.pop(event["save"], None)
-                    self._deaths = 0
-            if self._channel.closed:
+                self._note(event)
+            if self._channel.closed and self._open:
                 events += self._revive()
         return events
+
+    def _note(self, event: Message) -> None:
+        kind = event["event"]
+        if kind == "ready":
+            return
+        save, self._deaths = event["save"], 0
+        if kind == "released" and event["error"] is None and self._setup["rank"] == 0:
+            self._open[save, False] = {"op": "commit", "save": save}  # its slot may be overwritten now
+        else:
+            self._open.pop((save, False), None)
+        if kind != "released":
+            self._open.pop((save, True), None)
 
     def _revive(self) -> list[Message]:
         code = self._process.wait()
         self._deaths += 1
         self._channel.close()
         log.warning("the writer process died (exit %s, log %s); starting it again", code, self.log_path)
-        failed: list[Message] = []
+        given_up: list[Message] = []
+        error = f"the writer process died {self._deaths} times in a row; see {self.log_path}"
         if self._deaths >= MAX_DEATHS:
-            for save, order in self._open.items():
-                error = f"the writer process died {self._deaths} times in a row; see {self.log_path}"
-                failed.append({"event": "released", "save": save, "slot": order.get("slot"), "error": error})
-                failed.append({"event": "failed", "save": save, "kind": "SaveFailed", "error": error})
+            given_up = list(self._open.values())
             self._open.clear()
+            self._deaths = 0
         self._start()
         for path in self._slots:
             self._channel.send({"op": "slot", "path": path})
         for order in self._open.values():
             self._channel.send(order)
-        return failed
+        for order in given_up:
+            if order["op"] not in ("commit", "await"):  # so that no other rank waits for the part
+                self._channel.send({"op": "void", "save": order["save"], "error": error})
+        return [_failure(order["save"], error) for order in given_up]
 
     def forget_slot(self, path: Path) -> None:
-        """The slot is gone."""
+        """The slot is gone; its memory is given back when the writer has let go of it, too."""
         if str(path) in self._slots:
             self._slots.remove(str(path))
+            self._channel.send({"op": "forget", "path": str(path)})
 
-    def close(self, timeout_s: float) -> None:
-        """Lets the writer finish what was ordered. Raises WaitTimeout when it does not end in time; it goes on then."""
+    def leave(self) -> None:
+        """Waits for nothing: the writer finishes alone, as when its trainer dies, and unlinks the slots."""
+        self._channel.close()
+
+    def close(self, timeout_s: float) -> list[Message]:
+        """Lets the writer finish what was ordered; returns what it said, as `poll` does.
+
+        Raises WaitTimeout when it does not end in time; it goes on then.
+        """
         self._channel.send({"op": "close"})
-        began = time.monotonic()
-        while self._process.poll() is None:
-            if time.monotonic() - began > timeout_s:
+        deadline = time.monotonic() + timeout_s
+        events: list[Message] = []
+        while not self._channel.closed:
+            if time.monotonic() > deadline:
                 raise WaitTimeout(
                     f"the writer (pid {self.pid}) did not finish within {timeout_s:.0f} s; it goes on alone"
                 )
-            self._channel.receive(timeout_s=0.05)
+            events += self._channel.receive(timeout_s=0.05)
+        code = self._process.wait()
         self._channel.close()
+        for event in events:
+            self._note(event)
         if self.log_path.exists() and self.log_path.stat().st_size == 0:
             self.log_path.unlink()
+        error = f"the writer process died (exit {code}) while it was waited for; see {self.log_path}"
+        return events + [_failure(order["save"], error) for order in self._open.values()]
+
+
+def _failure(save: str, error: str) -> Message:
+    return {"event": "failed", "save": save, "kind": "SaveFailed", "error": error}
 
 
 def _log_path(rank: int) -> Path:

@@ -3,7 +3,7 @@
 The main thread listens to the trainer and watches for its death by pidfd (a pipe's end may have been inherited by the
 trainer's other children). One thread persists, one commits; each takes its jobs in order.
 
-    trainer -> writer    setup, expect, persist, void, await, close
+    trainer -> writer    setup, slot, forget, expect, persist, commit, void, await, close
     writer -> trainer    ready, released, committed, failed
 """
 
@@ -55,6 +55,7 @@ class WriterProcess:
     def run(self) -> None:
         """Returns when the trainer has closed the channel, or is gone, and all jobs are done."""
         os.nice(NICENESS)
+        threading.excepthook = _die
         closed = self._listen()
         if not closed:
             self._orphaned()
@@ -92,6 +93,9 @@ class WriterProcess:
         if op == "slot":
             self._slots[message["path"]] = Slot.open(Path(message["path"]))
             return
+        if op == "forget":
+            self._persists.put(partial(self._forget, message["path"]))
+            return
         save = parse_save(message["save"])
         if op == "expect":
             self._expected.add(save)
@@ -101,6 +105,8 @@ class WriterProcess:
         elif op == "persist":
             self._expected.discard(save)
             self._persists.put(partial(self._persist, save, message["slot"]))
+        elif op == "commit":
+            self._commits.put(partial(self._commit, save, time.monotonic()))
         elif op == "await":
             self._commits.put(partial(self._await, save, message["timeout_s"]))
         else:
@@ -136,6 +142,11 @@ class WriterProcess:
         )
         if self._rank == 0:
             self._commits.put(partial(self._commit, save, began))
+
+    def _forget(self, path: str) -> None:
+        slot = self._slots.pop(path, None)
+        if slot is not None:
+            slot.close()
 
     def _fail(self, save: SaveId, error: BaseException) -> None:
         """Publishes that this rank's part will not come, so that nobody waits for it."""
@@ -199,7 +210,7 @@ class _Worker:
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"ckptlib-{name}")
+        self._thread = threading.Thread(target=self._run, name=f"ckptlib-{name}", daemon=True)
         self._thread.start()
 
     def put(self, job: Job) -> None:
@@ -213,6 +224,12 @@ class _Worker:
         """Waits for all jobs."""
         self._jobs.put(None)
         self._thread.join()
+
+
+def _die(failure: threading.ExceptHookArgs) -> None:
+    """A bug in one thread ends the process: the trainer sees that, and starts another."""
+    threading.__excepthook__(failure)
+    os._exit(1)
 
 
 def _pidfd(pid: int) -> int:
