@@ -80,7 +80,7 @@ class _ChunkRead:
         if len(self.copies) != 1:
             return None
         target = self.copies[0].target
-        fits = target.nbytes == self.nbytes and target.dtype == self.dtype and target.is_contiguous()
+        fits = target.nbytes == self.nbytes and target.dtype == self.dtype and _is_bytes(target)
         return target if fits and target.device.type == "cpu" else None
 
 
@@ -280,6 +280,11 @@ def _buffer(nbytes: int) -> memoryview:
     return held.data[skip : skip + nbytes]
 
 
+def _is_bytes(tensor: torch.Tensor) -> bool:
+    """Whether the memory is the value: contiguous, with no conjugation or negation pending."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous host tensor, of any dtype."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
@@ -291,7 +296,7 @@ def _place(read: _ChunkRead, data: memoryview) -> None:
     for copy in read.copies:
         count = int(np.prod(copy.shape, dtype=np.int64))
         source = elements[copy.first : copy.first + count].view(copy.shape)[copy.inside]
-        if source.dtype == copy.target.dtype and source.is_contiguous() and copy.target.is_contiguous():
+        if source.dtype == copy.target.dtype and source.is_contiguous() and _is_bytes(copy.target):
             # dtypes that torch cannot copy element by element are bytes all the same
             copy.target.view(-1).view(torch.uint8).copy_(source.view(-1).view(torch.uint8))
         else:
