@@ -6,7 +6,7 @@ Wrappers are known by their type and never by a piece of a name, so a user's own
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,11 +31,14 @@ def named_state(module: nn.Module, path: str) -> Iterator[tuple[str, object]]:
     Parameters come as they are (the objects that an optimizer holds), after any resharding that `state_dict()` does.
     Raises UnsupportedState for wrappers that hide their parameters.
     """
-    names = _names.get(module)
-    if names is None:
+    known = _names.get(module)
+    if known is None:
         _refuse(module, path)
-        names = _names[module] = {}
-    for key, value in module.state_dict(keep_vars=True).items():
+    state = module.state_dict(keep_vars=True)
+    if known is None:
+        _refuse_copies(module, state, path)
+    names = _names.setdefault(module, {})
+    for key, value in state.items():
         name = names.get(key)
         if name is None:
             name = names[key] = canonical(module, key)
@@ -52,6 +55,31 @@ def _refuse(module: nn.Module, path: str) -> None:
             remedy = _REFUSED.get((cls.__module__, cls.__name__))
             if remedy is not None:
                 raise UnsupportedState(f"{path}: {cls.__name__} cannot be saved: {remedy}")
+
+
+def _refuse_copies(module: nn.Module, state: Mapping[str, object], path: str) -> None:
+    """What a hook of `state_dict()` has made is not the module's own, so nothing loaded into it would arrive."""
+    tensors = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+    own = {id(tensor) for tensor in tensors}
+    made = {k: v for k, v in state.items() if type(v) in _PLAIN and id(v) not in own and not is_extra_state(k)}
+    if not made:
+        return
+    memory = {tensor.untyped_storage().data_ptr() for tensor in tensors if type(tensor) in _PLAIN}
+    for key, value in made.items():
+        assert isinstance(value, torch.Tensor)
+        if value.numel() and value.untyped_storage().data_ptr() not in memory:
+            raise UnsupportedState(
+                f"{path}: state_dict() gives {key!r} as a copy, not as the module's own tensor, so it could not be "
+                "loaded in place; give an object whose state_dict() and load_state_dict() call the module's"
+            )
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a key of `state_dict()` is what a module's `get_extra_state()` gave."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _inner_name(module: nn.Module) -> str | None:

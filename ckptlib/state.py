@@ -7,6 +7,7 @@ With `ckptlib.targets` and `adapters/dcp` the only place that knows DTensor.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from ckptlib.box import Box
 from ckptlib.errors import UnsupportedState
 from ckptlib.layout import ByHand, Mesh, Placed
 from ckptlib.layout import PerRank as HeldPerRank
-from ckptlib.modules import named_state
+from ckptlib.modules import is_extra_state, named_state
 from ckptlib.values import Json
 
 
@@ -85,8 +86,8 @@ def join(path: str, key: object) -> str:
     return f"{path}/{text}" if path else text
 
 
-Memo = dict[str, tuple[object, int, Leaf]]
-"""By name: the tensor, the address of its local data, and the leaf made of it at the last pass."""
+Memo = dict[str, tuple[object, object, Leaf]]
+"""By name: the tensor, where and what its local data is, and the leaf made of it at the last pass."""
 
 
 @torch.no_grad()
@@ -102,6 +103,7 @@ def flatten(state: object, memo: Memo | None = None) -> Flat:
     walk.visit(state)
     for path, optimizer in walk.flat.optimizers.items():
         _flatten_optimizer(walk, path, optimizer)
+    walk.forget_others()
     return walk.flat
 
 
@@ -145,6 +147,7 @@ class _Walk:
             for i, value in enumerate(node):
                 self._collect(value, join(path, i), per_rank)
         elif is_stateful(node):
+            refuse_optimizer(node, path)
             self.add_object(node.state_dict(), path, per_rank)  # type: ignore[attr-defined]
         else:
             self.add_value(node, path)
@@ -152,13 +155,16 @@ class _Walk:
     def _visit_module(self, module: nn.Module, path: str, per_rank: bool) -> None:
         for name, value in named_state(module, path):
             full = f"{path}/{name}" if path else name
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not is_extra_state(name):
                 self.add_tensor(value, full, per_rank)
             else:
                 self.add_object(value, full, per_rank)
 
     def add_tensor(self, tensor: torch.Tensor | Sharded, name: str, per_rank: bool) -> None:
         self._claim(name)
+        known = self._memo.get(name)
+        if known is None or known[0] is not tensor:
+            refuse_tensor(tensor, name)
         self.param_names.setdefault(id(tensor), name)
         key = _identity(tensor)
         if key is not None and not per_rank:
@@ -172,14 +178,21 @@ class _Walk:
 
     def _leaf(self, tensor: torch.Tensor | Sharded, name: str, per_rank: bool) -> Leaf | None:
         owner = self.owners.get(id(tensor))
-        address = _address(tensor)
+        place = _place(tensor)
         known = self._memo.get(name)
-        if known is not None and known[0] is tensor and known[1] == address and known[2].owner is owner:
-            return known[2]
-        leaf = leaf_of(tensor, name, per_rank, owner)
-        if leaf is not None:
-            self._memo[name] = (tensor, address, leaf)
-        return leaf
+        if known is not None and known[0] is tensor and known[1] == place:
+            leaf = known[2]
+            if leaf.owner is owner and isinstance(leaf.held, HeldPerRank) == per_rank:
+                return leaf
+        made = leaf_of(tensor, name, per_rank, owner)
+        if made is not None:
+            self._memo[name] = (tensor, place, made)
+        return made
+
+    def forget_others(self) -> None:
+        """Lets go of tensors that the state no longer has."""
+        for name in self._memo.keys() - self._names:
+            del self._memo[name]
 
     def add_value(self, value: object, path: str) -> None:
         self._claim(path)
@@ -201,16 +214,24 @@ class _Walk:
         if not has_tensor(node):
             self.add_value(node, path)
             return "value"
+        kind = _TREES.get(type(node))
+        if kind is None:
+            raise UnsupportedState(
+                f"{path}: a {type(node).__module__}.{type(node).__qualname__} that holds tensors would come back as "
+                "something else; let state_dict() give dict, OrderedDict, list or tuple"
+            )
         if isinstance(node, Mapping):
             pairs = [[values.encode(k, path), self._tree(v, join(path, k), per_rank)] for k, v in node.items()]
-            return {"dict": pairs}  # type: ignore[dict-item]
-        items = [self._tree(v, join(path, i), per_rank) for i, v in enumerate(node)]  # type: ignore[arg-type, var-annotated]
-        return {"tuple" if isinstance(node, tuple) else "list": items}
+            return {kind: pairs}  # type: ignore[dict-item]
+        return {kind: [self._tree(v, join(path, i), per_rank) for i, v in enumerate(node)]}  # type: ignore[arg-type, var-annotated]
 
     def _claim(self, name: str) -> None:
         if name in self._names:
             raise UnsupportedState(f"two entries of the state are both called {name!r}; rename one of them")
         self._names.add(name)
+
+
+_TREES: dict[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tuple: "tuple"}
 
 
 def is_stateful(node: object) -> bool:
@@ -296,14 +317,28 @@ def _placement(placement: Any, ndim: int, name: str) -> sharding.Placement:
 _TENSOR_TYPES = (torch.Tensor, nn.Parameter)
 
 
+def refuse_tensor(tensor: torch.Tensor | Sharded, name: str) -> None:
+    """Raises UnsupportedState for a kind of tensor of which not even the shape or address can be asked."""
+    if not isinstance(tensor, DTensor):
+        _checked(tensor.tensor if isinstance(tensor, Sharded) else tensor, name)
+
+
 def _checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    if is_lazy(tensor):
+        raise UnsupportedState(f"{name}: is not initialised yet; run one forward pass before it is saved or loaded")
     if type(tensor) not in _TENSOR_TYPES and not _is_buffer(tensor):
         raise UnsupportedState(
             f"{name}: {type(tensor).__module__}.{type(tensor).__qualname__} is a tensor subclass that ckptlib does not "
             "know; give the plain tensors it is made of"
         )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-        raise UnsupportedState(f"{name}: only dense tensors can be saved, got {tensor.layout}; give its parts")
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+        raise UnsupportedState(f"{name}: only dense tensors can be saved, this one is {kind}; give its parts")
+    if tensor.device.type == "meta":
+        raise UnsupportedState(
+            f"{name}: is on the meta device and has no memory; only the tensors of a module are given some by load, "
+            "for others make them with torch.empty(..., device=...)"
+        )
     if not dtypes.known(dtype_name(tensor)):
         raise UnsupportedState(f"{name}: dtype {tensor.dtype} is unknown to ckptlib; give tensor.view(torch.uint8)")
     return tensor
@@ -314,11 +349,17 @@ def _is_buffer(tensor: torch.Tensor) -> bool:
     return type(tensor) is getattr(nn, "Buffer", None)
 
 
-def _address(tensor: torch.Tensor | Sharded) -> int:
+def _place(tensor: torch.Tensor | Sharded) -> object:
+    """Changes when the tensor gets other memory, or another view of it."""
     local = tensor.tensor if isinstance(tensor, Sharded) else tensor
     if isinstance(local, DTensor):
         local = local.to_local()
-    return local.data_ptr() if local.layout == torch.strided else 0
+    return local.data_ptr(), local.shape, local.dtype
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter or buffer of a lazy module that has not seen its first input."""
+    return isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -335,9 +376,9 @@ def _identity(tensor: torch.Tensor | Sharded) -> object:
         return None
     if isinstance(tensor, (nn.Parameter, DTensor)):
         return id(tensor)
-    if tensor.device.type == "meta" or tensor.layout != torch.strided or tensor.numel() == 0:
+    if tensor.numel() == 0:
         return None
-    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 # Optimizers
@@ -347,12 +388,14 @@ _REFUSED_OPTIMIZERS = {
     ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"): "use FSDP2, or a plain optimizer",
     ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"): "use FSDP2",
     ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"): "use FSDP2",
+    ("deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"): "use FSDP2",
     ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"): "use FSDP2",
+    ("megatron.core.optimizer.optimizer", "ChainedOptimizer"): "use FSDP2",
 }
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer, path: str) -> None:
-    """Raises UnsupportedState for optimizers whose state cannot be named by parameter."""
+def refuse_optimizer(optimizer: object, path: str) -> None:
+    """Raises UnsupportedState for optimizers whose state cannot be named by parameter; not all are torch's."""
     for cls in type(optimizer).__mro__:
         remedy = _REFUSED_OPTIMIZERS.get((cls.__module__, cls.__name__))
         if remedy is not None:
@@ -405,6 +448,8 @@ def _flatten_optimizer(walk: _Walk, path: str, optimizer: torch.optim.Optimizer)
         walk.add_value(plain, group_path(path, i))
         for name, param in zip(names[i], group["params"], strict=True):
             for entry, content in optimizer.state.get(param, {}).items():
+                if not isinstance(entry, str):
+                    raise UnsupportedState(f"{path}/{name}: optimizer state has the key {entry!r}; keys must be text")
                 _flatten_optimizer_entry(walk, state_path(path, name, entry), content, optimizer)
 
 

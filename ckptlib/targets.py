@@ -6,20 +6,22 @@ by tensor, so it goes into an optimizer that has not stepped yet and keeps the d
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from functools import partial
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckptlib import values
-from ckptlib.errors import StateMismatch
+from ckptlib.errors import StateMismatch, UnsupportedState
 from ckptlib.layout import PerRank as HeldPerRank
 from ckptlib.layout import TensorEntry
-from ckptlib.modules import canonical, named_state, owners_of
+from ckptlib.modules import canonical, is_extra_state, named_state, owners_of
 from ckptlib.reader import Reader, Want
 from ckptlib.state import (
     Leaf,
@@ -146,7 +148,7 @@ class _Walk:
 
     def collect(self, node: object, path: str, setter: Setter) -> None:
         if isinstance(node, PerRank):
-            self.collect(node.value, path, setter)
+            self.collect(node.value, path, None if setter is None else lambda value: setter(PerRank(value)))
         elif isinstance(node, (torch.Tensor, Sharded)):
             self._param_names.setdefault(id(node), path)
             self.add_tensor(node, path)
@@ -161,9 +163,11 @@ class _Walk:
             for key, value in node.items():
                 self.collect(value, join(path, key), _setter(node, key))
         elif isinstance(node, (list, tuple)) and type(node) in (list, tuple):
+            put = _tuple_setter(node, setter) if isinstance(node, tuple) else lambda i: _setter(node, i)
             for i, value in enumerate(node):
-                self.collect(value, join(path, i), _setter(node, i))
+                self.collect(value, join(path, i), put(i))
         elif is_stateful(node):
+            refuse_optimizer(node, path)
             self._add_object(path, node.state_dict, node.load_state_dict)  # type: ignore[attr-defined]
         else:
             self._add_value(path, setter)
@@ -185,6 +189,9 @@ class _Walk:
             self.targets.mismatched.append(
                 f"{name}: target is {leaf.dtype}{list(leaf.shape)}, checkpoint has {entry.dtype}{list(entry.shape)}"
             )
+            return
+        if any(_is_expanded(piece) for _, piece in leaf.pieces):
+            self.targets.mismatched.append(f"{name}: elements of the target share memory; give tensor.contiguous()")
             return
         if id(tensor) not in self._filled:  # tied: filled once, under its first name
             self._filled[id(tensor)] = tensor
@@ -226,37 +233,51 @@ class _Walk:
         else:
             self.targets.missing.append(path)
 
-    def _rebuild(self, tree: Json, path: str, now: object) -> Callable[[], object]:
-        """Wants what the tree needs; returns what makes the object once that is filled."""
+    def _rebuild(self, tree: Json, path: str, now: object, device: torch.device | None = None) -> Callable[[], object]:
+        """Wants what the tree needs; returns what makes the object once that is filled.
+
+        `device`: of tensors that the object has not yet.
+        """
         if tree == "tensor":
-            tensor = self._tensor_for(path, now)
+            tensor = self._tensor_for(path, now, device)
             return lambda: tensor
         if tree == "value":
             self._used.add(path)
             return lambda: self._saved.value(path)
         match tree:
             case {"dict": list(pairs)}:
-                made = {}
-                for pair in pairs:
-                    assert isinstance(pair, list)
-                    key: Any = values.decode(pair[0], path)
-                    inner = now.get(key) if isinstance(now, Mapping) else None
-                    made[key] = self._rebuild(pair[1], join(path, key), inner)
+                made = self._rebuild_pairs(pairs, path, now, device)
                 return lambda: {key: build() for key, build in made.items()}
+            case {"odict": list(pairs)}:
+                made = self._rebuild_pairs(pairs, path, now, device)
+                return lambda: OrderedDict((key, build()) for key, build in made.items())
             case {"list": list(items)}:
-                builds = self._rebuild_items(items, path, now)
+                builds = self._rebuild_items(items, path, now, device)
                 return lambda: [build() for build in builds]
             case {"tuple": list(items)}:
-                builds = self._rebuild_items(items, path, now)
+                builds = self._rebuild_items(items, path, now, device)
                 return lambda: tuple(build() for build in builds)
             case _:
                 raise StateMismatch(f"{path}: the layout's tree of this object cannot be read: {str(tree)[:80]}")
 
-    def _rebuild_items(self, trees: list[Json], path: str, now: object) -> list[Callable[[], object]]:
-        have = now if isinstance(now, (list, tuple)) and len(now) == len(trees) else [None] * len(trees)
-        return [self._rebuild(tree, join(path, i), have[i]) for i, tree in enumerate(trees)]
+    def _rebuild_pairs(
+        self, pairs: list[Json], path: str, now: object, device: torch.device | None
+    ) -> dict[Any, Callable[[], object]]:
+        made = {}
+        for pair in pairs:
+            assert isinstance(pair, list)
+            key: Any = values.decode(pair[0], path)
+            inner = now.get(key) if isinstance(now, Mapping) else None
+            made[key] = self._rebuild(pair[1], join(path, key), inner, device)
+        return made
 
-    def _tensor_for(self, path: str, now: object) -> torch.Tensor:
+    def _rebuild_items(
+        self, trees: list[Json], path: str, now: object, device: torch.device | None
+    ) -> list[Callable[[], object]]:
+        have = now if isinstance(now, (list, tuple)) and len(now) == len(trees) else [None] * len(trees)
+        return [self._rebuild(tree, join(path, i), have[i], device) for i, tree in enumerate(trees)]
+
+    def _tensor_for(self, path: str, now: object, device: torch.device | None = None) -> torch.Tensor:
         """A tensor to fill: the one that the object has, where it fits, else a new one."""
         entry = self._saved.tensors[path]
         if isinstance(now, PerRank):
@@ -264,8 +285,7 @@ class _Walk:
         if isinstance(now, Sharded):
             self.add_tensor(now, path)
             return now.tensor
-        fits = isinstance(now, torch.Tensor) and (tuple(now.shape), dtype_name(now)) == (entry.shape, entry.dtype)
-        tensor = now if fits and isinstance(now, torch.Tensor) else torch.empty(entry.shape, dtype=_dtype(entry))
+        tensor = now if _fits(now, entry) else torch.empty(entry.shape, dtype=_dtype(entry), device=device)
         self._used.add(path)
         leaf = leaf_of(tensor, path, per_rank=False, owner=None)
         if leaf is not None:
@@ -275,11 +295,12 @@ class _Walk:
     # Modules
 
     def add_module(self, module: nn.Module, path: str) -> None:
-        owners = owners_of(module)
         made: dict[int, torch.Tensor] = {}
-        for name, value in named_state(module, path):
+        state = list(named_state(module, path))  # what a hook of it puts in the place of parameters counts
+        owners = owners_of(module)
+        for name, value in state:
             full = f"{path}/{name}" if path else name
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor) or is_extra_state(name):
                 continue
             self._param_names.setdefault(id(value), full)
             if value.device.type != "meta":
@@ -297,11 +318,13 @@ class _Walk:
             device = torch.empty(0).device if not torch.cuda.is_available() else torch.device("cuda")
             new = made[id(meta)] = torch.empty_like(meta, device=device)
         self.add_tensor(new, name)
+        if id(new) not in self._filled:
+            return  # it stays without memory rather than get some that nothing was read into
         for module, attribute in owners:
             self.targets.finish.append(_assigner(module, attribute, meta, new))
 
     def _add_extra_states(self, module: nn.Module, path: str) -> None:
-        for name, submodule in module.named_modules():
+        for name, submodule in module.named_modules(remove_duplicate=False):
             if type(submodule).get_extra_state is not nn.Module.get_extra_state:
                 prefix = f"{name}." if name else ""
                 key = join_module(path, _canonical_prefix(module, prefix) + "_extra_state")
@@ -318,6 +341,11 @@ class _Walk:
             self.targets.missing.append(path)
             return
         self._used.add(saved_path)
+        if any(param.is_meta for group in optimizer.param_groups for param in group["params"]):
+            raise UnsupportedState(
+                f"{path}: holds parameters on the meta device, which loading a module replaces; load the module first, "
+                "then make the optimizer of its parameters and load that"
+            )
         names = names_of_params(optimizer, self._param_names)
         entries = self._entries_by_param(saved_path)
         for i, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
@@ -356,7 +384,7 @@ class _Walk:
         now = optimizer.state.get(param, {})
         for key, name in entries.items():
             if name in self._saved.objects:
-                builds[key] = self._rebuild(self._saved.objects[name], name, now.get(key))
+                builds[key] = self._rebuild(self._saved.objects[name], name, now.get(key), _device_of(param))
             elif name in self._saved.tensors:
                 builds[key] = _constant(self._state_tensor(name, key, now.get(key), param, group))
             else:
@@ -373,15 +401,13 @@ class _Walk:
     ) -> torch.Tensor:
         """The tensor that is there, or one such as the optimizer itself would make."""
         entry = self._saved.tensors[name]
-        fits = isinstance(now, torch.Tensor) and (tuple(now.shape), dtype_name(now)) == (entry.shape, entry.dtype)
-        if fits and isinstance(now, torch.Tensor):
+        if _fits(now, entry):
             tensor = now
         elif key != "step" and entry.shape == tuple(param.shape):
             tensor = torch.empty_like(param, dtype=_dtype(entry), requires_grad=False)
         else:
             on_device = group.get("capturable") or group.get("fused") or (key != "step" and entry.shape)
-            local = param.to_local() if isinstance(param, DTensor) else param
-            tensor = torch.empty(entry.shape, dtype=_dtype(entry), device=local.device if on_device else "cpu")
+            tensor = torch.empty(entry.shape, dtype=_dtype(entry), device=_device_of(param) if on_device else "cpu")
         leaf = leaf_of(tensor, name, per_rank=False, owner=None)
         if leaf is not None:
             self.targets.wants.append(_want(name, leaf, entry))
@@ -453,6 +479,33 @@ def _setter(container: object, key: Any) -> Setter:
 
         return put
     return None
+
+
+def _tuple_setter(node: tuple[object, ...], setter: Setter) -> Callable[[int], Setter]:
+    """A tuple is replaced, in what holds it, by one with the new value."""
+    now = list(node)
+
+    def put(i: int, value: object) -> None:
+        assert setter is not None
+        now[i] = value
+        setter(tuple(now))
+
+    return lambda i: None if setter is None else partial(put, i)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _fits(now: object, entry: TensorEntry) -> TypeGuard[torch.Tensor]:
+    """Whether what is there can be filled as it is."""
+    if not isinstance(now, torch.Tensor) or now.is_meta or _is_expanded(now):
+        return False
+    return (tuple(now.shape), dtype_name(now)) == (entry.shape, entry.dtype)
+
+
+def _device_of(param: torch.Tensor) -> torch.device:
+    return param.to_local().device if isinstance(param, DTensor) else param.device
 
 
 def _assigner(module: nn.Module, attribute: str, meta: torch.Tensor, new: torch.Tensor) -> Callable[[], None]:
