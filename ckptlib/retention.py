@@ -148,6 +148,7 @@ def sweep(
         for save in condemned:
             _put_record(catalog.store, TrashRecord(save, "never committed"))
         _delete(catalog, generation, deleted)
+        catalog.store.clean(oldest)
     return Sweep(tuple(dropped), tuple(condemned), tuple(deleted), tuple(waiting))
 
 

@@ -103,6 +103,10 @@ class _HookedStore(Store):
         self._run("delete", key, lambda _: self._inner.delete(key))
 
     @override
+    def clean(self, before: float) -> None:
+        self._inner.clean(before)
+
+    @override
     def close(self) -> None:
         self._inner.close()
 

@@ -178,6 +178,18 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert keys(store) == ["packs/p"]
 
 
+def test_only_old_remains_are_cleaned(files: Path) -> None:
+    store = LocalStore(str(files))
+    store.clean(before=time.time())  # no remains, no root: nothing to do
+    store.put("a", b"kept")
+    for name, age_s in (("1-old", 1000), ("2-new", 0)):
+        (files / ".tmp" / name).write_bytes(b"half a pack")
+        os.utime(files / ".tmp" / name, (time.time() - age_s,) * 2)
+    store.clean(before=time.time() - 500)
+    assert temp_files(files) == ["2-new"]
+    assert store.get("a") == b"kept"
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0:

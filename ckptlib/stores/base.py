@@ -156,6 +156,12 @@ class Store(ABC):
     def delete(self, key: str) -> None:
         """Removes the object; an absent one is no error."""
 
+    def clean(self, before: float) -> None:  # noqa: B027  (most stores leave nothing behind)
+        """Removes what crashed uploads left that were last written to before `before`, by the store's own clock.
+
+        None of it was ever an object. Only retention calls this.
+        """
+
     def close(self) -> None:  # noqa: B027  (most stores hold nothing)
         """Releases connections and threads. The store must not be used afterwards."""
 

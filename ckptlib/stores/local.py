@@ -129,6 +129,19 @@ class LocalStore(Store):
                     yield Entry(key, status.st_size, status.st_mtime)
 
     @override
+    def clean(self, before: float) -> None:
+        directory = os.path.join(self._root, TEMP_DIRECTORY)
+        try:
+            with os.scandir(directory) as entries:
+                old = [entry.path for entry in entries if entry.stat(follow_symlinks=False).st_mtime < before]
+            for path in old:
+                os.unlink(path)
+        except FileNotFoundError:
+            return  # nothing was ever written here, or another sweep was faster
+        except OSError as error:
+            raise _failure(error, "clean", directory) from error
+
+    @override
     def delete(self, key: str) -> None:
         path = self._path(key)
         try:
