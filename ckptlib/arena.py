@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")
 
+_own: set[Path] = set()
+"""Slots that any arena of this process has open: its locks do not keep itself out, so only this tells them apart."""
+
 
 class Arena:
     """The slots of one rank; owned by one thread."""
@@ -113,6 +116,7 @@ class Arena:
 
     def _make(self, nbytes: int) -> Slot:
         slot = self._make_somewhere(nbytes)
+        _own.add(slot.path)
         slot.prefault()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             try:
@@ -135,18 +139,20 @@ class Arena:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             cuda.unpin(slot.address(), slot.capacity)
         slot.close()
+        _own.discard(slot.path)
 
     def orphans(self, reclaim: bool = False) -> list[Path]:
-        """Slots of this root, of other generations, that a live process has open on this host.
+        """Slots of this root, of other generations, that another live process has open on this host.
 
         `reclaim`: unlinks those that none has; what was killed together with its writer.
         """
         found = []
         for directory in filter(None, (self._directory, self._fallback)):
             for entry in os.scandir(directory):
+                path = Path(entry.path)
                 other = entry.name.startswith(self._root_prefix) and not entry.name.startswith(self._prefix)
-                if other and entry.name.endswith(SUFFIX) and _alive(Path(entry.path), reclaim):
-                    found.append(Path(entry.path))
+                if other and entry.name.endswith(SUFFIX) and path not in _own and _alive(path, reclaim):
+                    found.append(path)
         return found
 
     def close(self, unlink: bool) -> None:
