@@ -27,6 +27,7 @@ from ckptlib.errors import (
     CheckpointNotFound,
     CkptError,
     CorruptData,
+    NewerFormat,
     SaveFailed,
     StateError,
     Superseded,
@@ -173,6 +174,8 @@ class Checkpointer:
             save, manifest = resolve(self._group, self._session.catalog, step)
             generators = LoadedRng(self._group.rank, manifest.world_size)
             report = load_save(self._group, self._session.catalog, manifest, self._state, generators, strict=strict)
+        except NewerFormat:
+            raise  # whole, but not for this version: an older step would be the wrong one
         except (CheckpointNotFound, *DAMAGE) as error:
             raise _Damaged(str(error)) from error
         generators.restore()

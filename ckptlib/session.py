@@ -133,12 +133,9 @@ class Session:
         self.generation = generation
         self.resumed_from: SaveId | None = None
         self._began = False
-        if settings.keep is not None:
-            settings.keep.check(self.root.save_deadline_s)
-        self.arena = Arena(self.root.id, self.generation, settings.arena, NUM_SLOTS)
+        self.arena, self.writer = together(self.group, "making room for snapshots", self._make_room)
         self._known_slots: set[Path] = set()
         self._stager = Stager(self._on_sealed)
-        self.writer = Writer(self._setup())
         self._memo: Memo = {}
         self._agreement: Agreement | None = None
         self._plan: _Plan | None = None
@@ -170,6 +167,11 @@ class Session:
         document, _, tail = data.rpartition(b"\n")
         number, _, nonce = tail.decode().partition("-")
         return Root.decode(document + b"\n", keys.ROOT), GenerationId(int(number), nonce)
+
+    def _make_room(self) -> tuple[Arena, Writer]:
+        if self.settings.keep is not None:
+            self.settings.keep.check(self.root.save_deadline_s)
+        return Arena(self.root.id, self.generation, self.settings.arena, NUM_SLOTS), Writer(self._setup())
 
     def _setup(self) -> dict[str, object]:
         s = self.settings
