@@ -1,0 +1,232 @@
+"""The fence: every optimizer of the state goes through it, it is told apart who did, and it goes without a trace."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from typing_extensions import override
+from workers.torn import held, params_of, raw, step_with_gradients
+
+import ckptlib
+from ckptlib import stage
+from ckptlib.errors import WaitTimeout
+from ckptlib.fence import Fence
+from ckptlib.slot import Slot
+
+
+class Copy:
+    """A copy that is done when it is waited for, and says so."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def wait_copied(self) -> None:
+        self.waited += 1
+
+
+def make_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.AdamW([torch.nn.Parameter(torch.randn(20000))])
+
+
+def hooks_of(optimizer: torch.optim.Optimizer) -> int:
+    return len(optimizer._optimizer_step_pre_hooks)
+
+
+def test_a_step_waits_once_for_every_copy() -> None:
+    fence, copies, optimizer = Fence(), [Copy(), Copy()], make_optimizer()
+    fence.install([optimizer])
+    for pending in copies:
+        fence.guard(pending)
+    step_with_gradients(optimizer)
+    step_with_gradients(optimizer)
+    assert [pending.waited for pending in copies] == [1, 1]
+    assert fence.waited_s >= 0
+
+
+def test_who_fired_is_known_until_forgotten() -> None:
+    fence, one, other = Fence(), make_optimizer(), make_optimizer()
+    fence.install([one, other])
+    assert not fence.fired(one)
+    step_with_gradients(one)
+    assert (fence.fired(one), fence.fired(other)) == (True, False)
+    fence.forget()
+    assert not fence.fired(one)
+    step_with_gradients(one)
+    assert fence.fired(one), "earned anew"
+
+
+def test_an_optimizer_is_hooked_once() -> None:
+    fence, optimizer = Fence(), make_optimizer()
+    fence.install([optimizer])
+    fence.install([optimizer, optimizer])
+    assert hooks_of(optimizer) == 1
+
+
+def test_remove_takes_out_its_own_hooks_only() -> None:
+    fence, optimizer, seen = Fence(), make_optimizer(), []
+    optimizer.register_step_pre_hook(lambda *args: seen.append(args))
+    fence.install([optimizer])
+    fence.remove()
+    pending = Copy()
+    fence.guard(pending)
+    step_with_gradients(optimizer)
+    assert (hooks_of(optimizer), len(seen), pending.waited) == (1, 1, 0)
+
+
+def test_a_step_that_is_skipped_earns_nothing() -> None:
+    """torch.amp's scaler does not call step() when gradients are not finite."""
+    fence, optimizer = Fence(), make_optimizer()
+    fence.install([optimizer])
+    scaler = torch.amp.GradScaler("cpu")
+    for p in params_of(optimizer):
+        scaler.scale(p.sum() * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not fence.fired(optimizer)
+    optimizer.zero_grad()
+    for p in params_of(optimizer):
+        scaler.scale(p.sum()).backward()
+    scaler.step(optimizer)
+    assert fence.fired(optimizer)
+
+
+def test_a_closure_is_called_behind_the_fence() -> None:
+    fence, pending = Fence(), Copy()
+    param = torch.nn.Parameter(torch.randn(10))
+    optimizer = torch.optim.LBFGS([param], max_iter=3)
+    fence.install([optimizer])
+    fence.guard(pending)
+
+    def closure() -> torch.Tensor:
+        assert pending.waited == 1
+        optimizer.zero_grad()
+        loss = param.pow(2).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def test_a_wait_ends_with_an_error_that_says_what_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = make_optimizer()
+    state = {"optim": optimizer}
+    with ckptlib.Checkpointer(tmp_path, state, every=1, arena=tmp_path) as ckpt:
+        step_with_gradients(optimizer)
+        ckpt.after_step(1)
+        step_with_gradients(optimizer)
+        with held(ckpt._session._stager):
+            ckpt.after_step(2)
+            monkeypatch.setattr(stage, "COPY_TIMEOUT_S", 0.01)
+            with pytest.raises(WaitTimeout, match="copy of step 2"):
+                step_with_gradients(optimizer)
+        monkeypatch.undo()
+
+
+# In a Checkpointer
+
+
+def test_every_optimizer_of_the_state_is_hooked_until_the_end(tmp_path: Path) -> None:
+    first, second, stranger = make_optimizer(), make_optimizer(), make_optimizer()
+    state = {"a": first, "deep": {"in": [{"a list": second}]}}
+    with ckptlib.Checkpointer(tmp_path, state, every=1, arena=tmp_path) as ckpt:
+        assert [hooks_of(o) for o in (first, second, stranger)] == [1, 1, 0]
+        for step in (1, 2):
+            step_with_gradients(first)
+            ckpt.after_step(step)
+        ckpt.pending.staging.wait_copied()
+    assert [hooks_of(o) for o in (first, second)] == [0, 0]
+
+
+def test_overlap_is_earned_anew_by_each_step(tmp_path: Path) -> None:
+    """Of two optimizers only what the one that stepped owns is left to the thread."""
+    first, second = make_optimizer(), make_optimizer()
+    both = {"first": first, "second": second}
+    state = {**both, "w": torch.nn.ParameterDict({name: params_of(o)[0] for name, o in both.items()})}
+    for optimizer in both.values():
+        step_with_gradients(optimizer)  # so that the layout stays as it is
+    with ckptlib.Checkpointer(tmp_path, state, every=3, arena=tmp_path) as ckpt:
+        for third, who in enumerate((["first"], ["second"], [], ["first", "second"], [], ["second"])):
+            ckpt.after_step(3 * third + 1)
+            ckpt.after_step(3 * third + 2)
+            for name in who:
+                step_with_gradients(both[name])
+            with recorded_overlaps(ckpt) as overlaps:
+                ckpt.after_step(3 * third + 3)
+            owned = {name for name, overlap in overlaps.items() if overlap}
+            expected = {f"w/{name}" for name in who}
+            assert {name for name in owned if name.startswith("w/")} == expected
+            assert {name for name in owned if name.endswith("exp_avg")} == {f"{name}/w/{name}/exp_avg" for name in who}
+            ckpt.pending.wait_committed(60)
+
+
+@contextmanager
+def recorded_overlaps(ckpt: ckptlib.Checkpointer) -> Iterator[dict[str, bool]]:
+    """Which sources `begin` was given as those that wait at the fence."""
+    stager, found = ckpt._session._stager, {}
+
+    class Recording(stage.Stager):
+        @override
+        def begin(self, slot: Slot, content: stage.Content, sources: Sequence[stage.Source]) -> stage.Staging:
+            found.update({source.name: source.overlap for source in sources})
+            return super().begin(slot, content, sources)
+
+    stager.__class__ = Recording
+    yield found
+    stager.__class__ = stage.Stager
+
+
+@pytest.mark.parametrize("compiled", ["step", "train"])
+def test_compiled(tmp_path: Path, compiled: str) -> None:
+    """A compiled optimizer.step(), or a compiled step of training, goes through the fence and saves what eager does."""
+    torch.manual_seed(0)
+    eager = torch.nn.Linear(200, 200)
+    model = copy.deepcopy(eager)
+    expected = run(tmp_path / "eager", eager, "")
+    assert run(tmp_path / "compiled", model, compiled) == expected
+
+
+def run(root: Path, model: torch.nn.Module, compiled: str) -> list[bytes]:
+    """The weights after a few steps, as they were saved."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    compile_ = functools.partial(torch.compile, backend="eager")
+    update = compile_(lambda: optimizer.step()) if compiled == "step" else optimizer.step
+
+    def train(x: torch.Tensor) -> None:
+        model(x).pow(2).mean().backward()
+        update()
+        optimizer.zero_grad()
+
+    if compiled == "train":
+        train = compile_(train)
+    state, draw, fired = {"model": model, "optim": optimizer}, torch.Generator().manual_seed(1), []
+    with ckptlib.Checkpointer(root, state, every=2, arena=root) as ckpt:
+        for _ in ckpt.loop(0, 4):
+            train(torch.randn(8, 200, generator=draw))
+            fired.append(ckpt._fence.fired(optimizer))
+    assert fired == [True] * 4
+    weights = [raw(p) for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert ckptlib.load(root, state).step == 4
+    assert [raw(p) for p in model.parameters()] == weights
+    return weights
+
+
+def test_the_fence_waits_in_whatever_thread_steps() -> None:
+    """Optimizers that step in a backward hook do so in a thread of autograd's."""
+    fence, pending, optimizer = Fence(), Copy(), make_optimizer()
+    fence.install([optimizer])
+    fence.guard(pending)
+    thread = threading.Thread(target=step_with_gradients, args=[optimizer])
+    thread.start()
+    thread.join()
+    assert pending.waited == 1
+    assert fence.fired(optimizer)
