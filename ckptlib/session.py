@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import platform
 import secrets
 import socket
@@ -86,6 +87,15 @@ class Pending:
     @property
     def step(self) -> int:
         return self.save.step
+
+    @property
+    def group(self) -> Group:
+        return self._session.group
+
+    @property
+    def patience_s(self) -> float:
+        """How long a rank may wait by itself without making the others time out in a collective."""
+        return self._session.settings.timeout.total_seconds() / 2
 
     @property
     def staging(self) -> Staging:
@@ -202,7 +212,7 @@ class Session:
         The caller knows that `can_save` is true. `ready_everywhere`: the newest step ready on all ranks, which allows
         older slots to be reused; None: all ranks have come here after the one before was ready.
         """
-        self._check_step(step)
+        step = self._checked_step(step)
         compare = compare or self._num_saves % AGREE_EVERY == 0
         flat, plan, slot = self._prepare(state, step, compare, ready_everywhere)
         save = SaveId(step, self.generation)
@@ -253,13 +263,15 @@ class Session:
         plan = self._plan_for(flat, agree(flat.leaves, rows, self.group))
         return flat, plan, together(self.group, f"making room for step {step}", lambda: room(plan))
 
-    def _check_step(self, step: int) -> None:
+    def _checked_step(self, step: int) -> int:
+        step = operator.index(step)  # numpy's integers, too; a float would fail only when it is made a name
         if not 0 <= step <= keys.MAX_STEP:
             raise ValueError(f"a step is between 0 and {keys.MAX_STEP}, got {step}")
         if step in self._steps_saved:
             raise ValueError(f"step {step} was saved already by this generation ({self.generation}); steps ascend")
         if self.superseded is not None:
             raise self.superseded
+        return step
 
     def _begin(self, step: int) -> None:
         """Puts this generation's record before its first save."""
