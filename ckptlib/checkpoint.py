@@ -17,7 +17,7 @@ from typing_extensions import override
 from ckptlib import events, rng
 from ckptlib.catalog import Catalog, CheckpointInfo
 from ckptlib.digests import XXH3
-from ckptlib.errors import CkptError, CorruptData, FormatError, ObjectNotFound, StateMismatch
+from ckptlib.errors import CkptError, CorruptData, FormatError, ObjectNotFound, StateMismatch, WaitTimeout
 from ckptlib.group import Group, together
 from ckptlib.keys import SaveId, parse_save
 from ckptlib.manifest import Manifest
@@ -95,11 +95,21 @@ def save(
         metrics=metrics,
         timeout=timeout,
     )
-    session = pending._session
-    if session.group.rank == 0:
-        together(session.group, f"saving step {step}", pending.wait_committed)
-    else:
-        together(session.group, f"saving step {step}", pending.wait_staged)
+    group, patience_s = pending.group, pending.patience_s
+    while not group.any(together(group, f"saving step {step}", lambda: _is_committed(pending, patience_s))):
+        pass  # a large state and a slow store may take longer than ranks wait for one another in a collective
+
+
+def _is_committed(pending: Pending, patience_s: float) -> bool:
+    """Waits for a while; only rank 0 can tell."""
+    try:
+        if pending.group.rank == 0:
+            pending.wait_committed(patience_s)
+        else:
+            pending.wait_staged(patience_s)
+    except WaitTimeout:
+        return False
+    return pending.committed
 
 
 def save_async(
