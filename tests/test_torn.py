@@ -20,8 +20,11 @@ from workers.torn import (
     Rig,
     fenced_case,
     held,
+    make_params,
     params_of,
+    prepared,
     raw,
+    state_of,
     step_with_gradients,
     unfenced_case,
 )
@@ -47,27 +50,6 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     rig = Rig(tmp_path)
     yield rig
     rig.close()
-
-
-def make_params(seed: int) -> list[torch.nn.Parameter]:
-    """A few, of random sizes and dtypes; at least one large enough to be copied behind the fence."""
-    draw = torch.Generator().manual_seed(seed)
-    dtypes = [torch.float32, torch.float64]
-    large = OVERLAP_FROM_BYTES // 4
-    sizes = [large, *torch.randint(1, large, (3,), generator=draw).tolist()]
-    return [
-        torch.nn.Parameter(torch.randn(n, dtype=dtypes[(seed + i) % 2], generator=draw)) for i, n in enumerate(sizes)
-    ]
-
-
-def state_of(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    return {"weights": torch.nn.ParameterList(params_of(optimizer)), "more": {"optim": optimizer}}
-
-
-def prepared(name: str, seed: int) -> torch.optim.Optimizer:
-    optimizer = OPTIMIZERS[name](make_params(seed))
-    step_with_gradients(optimizer)
-    return optimizer
 
 
 def through_the_fence(rig: Rig, mutate: Mutation) -> Mutation:

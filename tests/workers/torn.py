@@ -24,7 +24,7 @@ from ckptlib.layout import Layout, Mesh, Placed, TensorEntry
 from ckptlib.plan import assign, body_nbytes, lay_out
 from ckptlib.sharding import Replicate
 from ckptlib.slot import Slot, SlotHeader
-from ckptlib.stage import Content, Source, Stager, Staging
+from ckptlib.stage import OVERLAP_FROM_BYTES, Content, Source, Stager, Staging
 from ckptlib.state import Leaf, flatten
 
 WAIT_S = 60.0
@@ -63,7 +63,8 @@ class Rig:
 
     def __init__(self, directory: Path) -> None:
         self.slot = Slot.create(directory, "rig", SLOT_BYTES)
-        self.stager = Stager(lambda staging: None)
+        self.told: list[Staging] = []
+        self.stager = Stager(self.told.append)
         self.fence = Fence()
         self._step = 0
         self._oracle: list[bytes] = []
@@ -116,7 +117,7 @@ class Rig:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -190,6 +191,27 @@ OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer
     "adamw-fused": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
     "adamw-loop": lambda ps: torch.optim.AdamW(ps, lr=0.1, foreach=False),
 }
+
+
+def make_params(seed: int) -> list[torch.nn.Parameter]:
+    """A few, of random sizes and dtypes; at least one large enough to be copied behind the fence."""
+    draw = torch.Generator().manual_seed(seed)
+    dtypes = [torch.float32, torch.float64]
+    large = OVERLAP_FROM_BYTES // 4
+    sizes = [large, *torch.randint(1, large, (3,), generator=draw).tolist()]
+    return [
+        torch.nn.Parameter(torch.randn(n, dtype=dtypes[(seed + i) % 2], generator=draw)) for i, n in enumerate(sizes)
+    ]
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    return {"weights": torch.nn.ParameterList(params_of(optimizer)), "more": {"optim": optimizer}}
+
+
+def prepared(name: str, seed: int) -> torch.optim.Optimizer:
+    optimizer = OPTIMIZERS[name](make_params(seed))
+    step_with_gradients(optimizer)
+    return optimizer
 
 
 def fenced_case(rig: Rig, state: Mapping[str, object], optimizer: torch.optim.Optimizer, mutate: Mutation) -> str:
