@@ -85,14 +85,18 @@ def check_head(
     if len(head) < 8 or length > len(head) - 8:
         raise FormatError(f"{where}: the header's length is {length}, but data begins at {len(head)}")
     text = head[8 : 8 + length]
-    try:
-        found = loads(text.rstrip(b" "))
-    except FormatError as error:
-        raise FormatError(f"{where}: the header is {error}") from None
+    found = _loads(text.rstrip(b" "), f"{where}: the header is")
     if not isinstance(found, dict) or not text.startswith(b"{"):
         raise FormatError(f"{where}: the header is no JSON object")
     _check_metadata(found.pop("__metadata__", None), metadata, where)
     _check_entries(dict(_rows(found, 8 + length, where)), 8 + length, nbytes, entries, where)
+
+
+def _loads(data: bytes, what: str) -> Json:
+    try:
+        return loads(data)
+    except FormatError as error:
+        raise FormatError(f"{what} {error}") from None
 
 
 def _check_metadata(found: Json, wanted: Mapping[str, str], where: str) -> None:
@@ -101,7 +105,7 @@ def _check_metadata(found: Json, wanted: Mapping[str, str], where: str) -> None:
     for name in {*wanted, *({"dtypes"} & found.keys())}:
         got, expected = found.get(name), wanted.get(name)
         if name == "dtypes" and isinstance(got, str) and expected is not None:  # order and spaces are free
-            same = loads(got.encode()) == loads(expected.encode())
+            same = _loads(got.encode(), f"{where}: the header's metadata {name!r} is") == loads(expected.encode())
         else:
             same = got == expected
         if not same:

@@ -80,11 +80,17 @@ def verify_root(catalog: Catalog) -> Iterator[Finding]:
 
     Raises StoreError when the store cannot be listed, NewerFormat.
     """
-    yield from _finding_of(catalog.root, keys.ROOT)
+    root = _attempt(catalog.root)
+    if isinstance(root, CheckpointNotFound):
+        yield Finding("missing", keys.ROOT, f"{keys.ROOT}: there is no such object; jobs would take it for a new root")
+    elif isinstance(root, CkptError):
+        yield _finding(root, keys.ROOT, None)
     ids = catalog.generation_ids()
     wanted = {save.generation for save in catalog.saves()}
     for generation in ids:
-        yield from _finding_of(partial(_check_generation, catalog, generation), generation.key)
+        problem = _attempt(partial(_check_generation, catalog, generation))
+        if problem is not None:
+            yield _finding(problem, generation.key, None)
     for generation in sorted(wanted - {*ids}):
         message = f"{generation.key}: steps of this generation are there, but not its record; history ends with them"
         yield Finding("missing", generation.key, message)
@@ -395,13 +401,6 @@ def _damage(error: CkptError) -> Damage:
 
 def _finding(error: CkptError, key: str, save: SaveId | None, rank: int | None = None) -> Finding:
     return Finding(_damage(error), key, str(error), save, rank)
-
-
-def _finding_of(check: Callable[[], object], key: str) -> Iterator[Finding]:
-    """The finding that a check of an object of the root comes to, if any."""
-    problem = _attempt(check)
-    if isinstance(problem, CkptError):
-        yield _finding(problem, key, None)
 
 
 def _attempt(call: Callable[[], T]) -> T | CkptError:

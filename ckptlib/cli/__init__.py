@@ -1,0 +1,16 @@
+"""The `ckptlib` command: what is in a root, whether it is whole, what may go, and whether a host is fit. No torch."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line and exits: 0 good, 1 damage or failure, 2 wrong usage."""
+    try:
+        from ckptlib.cli.app import run
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("click", "rich"):
+            raise
+        sys.exit(f"the ckptlib command needs {error.name}, which is not installed: pip install 'ckptlib[cli]'")
+    run()

@@ -1,0 +1,238 @@
+"""What a host has for checkpoints: memory for slots, limits, kernel, versions, and slots that are there. Reads only."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import re
+import resource
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from ckptlib.cli.output import size
+from ckptlib.errors import CkptError
+from ckptlib.slot import SUFFIX, Slot
+
+MEMORY = Path("/dev/shm")
+
+LEAST_FREE_BYTES = 1 << 30
+"""Less than this in /dev/shm holds no model worth a checkpoint; containers come with 64 MB."""
+
+POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, since Linux 5.14."""
+
+FIRST_TORCH = (2, 6)
+
+Verdict = Literal["ok", "warning", "bad"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the doctor."""
+
+    name: str
+    verdict: Verdict
+    """bad: saves will fail."""
+    found: str
+    advice: str = ""
+    """What to do about it."""
+    numbers: Mapping[str, object] = field(default_factory=dict)
+    """For programs."""
+    details: tuple[str, ...] = ()
+    """Further lines for people."""
+
+
+def checks() -> Iterator[Check]:
+    """All of them, the most telling first."""
+    yield shared_memory(MEMORY)
+    yield cgroup_memory(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    yield remove_ipc(Path("/"), os.geteuid())
+    yield locked_memory()
+    yield kernel()
+    yield versions()
+    yield from slots((MEMORY, Path(tempfile.gettempdir())))
+
+
+def shared_memory(path: Path) -> Check:
+    """Room for slots."""
+    try:
+        found = os.statvfs(path)
+    except OSError as error:
+        return Check("shared memory", "bad", f"{path}: {error.strerror}", "mount a tmpfs there: snapshots live in it")
+    total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    numbers = {"nbytes": total, "nbytes_free": free}
+    text = f"{path}: {size(free)} free of {size(total)}"
+    if not os.access(path, os.W_OK):
+        return Check("shared memory", "bad", f"{path} cannot be written to", "slots are made there", numbers)
+    if free < LEAST_FREE_BYTES:
+        advice = "each rank needs twice its share of the state: docker run --shm-size, or mount -o remount,size="
+        return Check("shared memory", "warning", text, advice, numbers)
+    return Check("shared memory", "ok", text, "", numbers)
+
+
+def cgroup_memory(mount: Path, membership: Path) -> Check:
+    """The tightest limit of this process's group and those above it. What is in /dev/shm counts against it."""
+    tightest: tuple[int, int, str] | None = None
+    for directory, limit_name, usage_name in _cgroup_directories(mount, membership):
+        limit, usage = _number(directory / limit_name), _number(directory / usage_name)
+        if limit is not None and limit < 1 << 62 and (tightest is None or limit < tightest[0]):
+            tightest = (limit, usage or 0, str(directory))
+    if tightest is None:
+        return Check("cgroup memory", "ok", "no limit")
+    limit, usage, where = tightest
+    numbers = {"nbytes_limit": limit, "nbytes_used": usage}
+    text = f"{size(usage)} used of {size(limit)}"
+    if limit - usage < LEAST_FREE_BYTES:
+        advice = f"what is in /dev/shm counts: the kernel kills the trainer at the limit in {where}; raise it"
+        return Check("cgroup memory", "warning", text, advice, numbers)
+    return Check("cgroup memory", "ok", text, "", numbers)
+
+
+def _cgroup_directories(mount: Path, membership: Path) -> Iterator[tuple[Path, str, str]]:
+    """v2 has one hierarchy and an empty list of controllers; v1 names them."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = mount, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        steps = [step for step in path.split("/") if step not in ("", "..")]
+        for depth in range(len(steps), -1, -1):  # in a container the path may be the host's: then only the top is there
+            yield base.joinpath(*steps[:depth]), *names
+
+
+def _number(path: Path) -> int | None:
+    """A file's number; None for "max", and where there is none."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def remove_ipc(root: Path, uid: int) -> Check:
+    """Whether logind deletes a user's files in /dev/shm when the last session ends: slots would go with it."""
+    if uid < 1000:  # system users are exempt: logind.conf(5)
+        return Check("RemoveIPC", "ok", f"does not concern user {uid}")
+    if not (root / "run/systemd/seats").exists() and not (root / "run/systemd/sessions").exists():
+        return Check("RemoveIPC", "ok", "logind does not run here")
+    setting = "yes"  # its default
+    files = [root / "etc/systemd/logind.conf"]
+    for directory in ("usr/lib", "run", "etc"):
+        files += sorted((root / directory / "systemd/logind.conf.d").glob("*.conf"))
+    for file in files:
+        try:
+            text = file.read_text()
+        except OSError:
+            continue
+        for value in re.findall(r"^\s*RemoveIPC\s*=\s*(\w+)", text, re.MULTILINE):
+            setting = value.lower()
+    if setting in ("no", "false", "off", "0"):
+        return Check("RemoveIPC", "ok", "no")
+    advice = "slots go when your last session ends: RemoveIPC=no in logind.conf, or loginctl enable-linger"
+    return Check("RemoveIPC", "warning", setting, advice)
+
+
+def locked_memory() -> Check:
+    """Slots are pinned by CUDA's driver, for which this limit does not count; RDMA's registrations do."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or soft >= 1 << 40:
+        return Check("ulimit -l", "ok", "no limit")
+    return Check("ulimit -l", "ok", f"{size(soft)}; enough, unless an RDMA network asks for more")
+
+
+def kernel() -> Check:
+    """What the writer process and the slots ask of it."""
+    release = platform.release()
+    if sys.platform != "linux":
+        return Check("kernel", "bad", sys.platform, "ckptlib runs on Linux")
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        return Check("kernel", "bad", f"{release}: no pidfd ({error})", "Linux 5.3 and Python 3.9 or later are needed")
+    if not _populates():
+        advice = "first snapshots are slow: slots are touched page by page; Linux 5.14 does it at once"
+        return Check("kernel", "warning", f"{release}: pidfd, no MADV_POPULATE_WRITE", advice)
+    return Check("kernel", "ok", f"{release}: pidfd, MADV_POPULATE_WRITE")
+
+
+def _populates() -> bool:
+    area = mmap.mmap(-1, mmap.PAGESIZE)
+    libc = ctypes.CDLL(None)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    return bool(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), POPULATE_WRITE) == 0)
+
+
+def versions() -> Check:
+    """Of what runs here. torch is not imported."""
+    found = {"python": platform.python_version()}
+    for package in ("ckptlib", "torch"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    text = ", ".join(f"{name} {version}" for name, version in found.items())
+    numbers = [int(number) for number in re.findall(r"\d+", found["torch"])[:2]]
+    if not numbers:
+        return Check("versions", "warning", text, "saves and loads need torch; this command does not", found)
+    if tuple(numbers) < FIRST_TORCH:
+        return Check("versions", "bad", text, f"torch {'.'.join(map(str, FIRST_TORCH))} or later is needed", found)
+    return Check("versions", "ok", text, "", found)
+
+
+def slots(directories: Iterable[Path]) -> Iterator[Check]:
+    """The slots of this user: those of live jobs, and those that killed ones left."""
+    alive: list[dict[str, Any]] = []
+    abandoned: list[dict[str, Any]] = []
+    for directory in directories:
+        for path in sorted(directory.glob(f"ckptlib-*{SUFFIX}")):
+            found = _slot(path)
+            if found is not None:
+                (alive if found["alive"] else abandoned).append(found)
+    if alive or not abandoned:
+        yield Check("slots", "ok", f"{len(alive)} in use, {_sum(alive)}" if alive else "none", "", {"slots": alive})
+    if abandoned:
+        details = tuple(f"{slot['path']}  {size(slot['nbytes'])}  {slot['content']}" for slot in abandoned)
+        advice = "their processes are gone; the next run on the same root takes them back, or remove the files:"
+        yield Check(
+            "slots", "warning", f"{len(abandoned)} abandoned, {_sum(abandoned)}", advice, {"slots": abandoned}, details
+        )
+
+
+def _sum(slots: Sequence[Mapping[str, Any]]) -> str:
+    return size(sum(slot["nbytes"] for slot in slots))
+
+
+def _slot(path: Path) -> dict[str, Any] | None:
+    """None for what is no slot of this user, or is gone by now."""
+    try:
+        slot = Slot.open(path)
+    except CkptError:
+        return None
+    try:
+        alive = not slot.abandoned()
+        return {"path": str(path), "nbytes": slot.capacity, "alive": alive, "content": _content(slot)}
+    finally:
+        slot.close()
+
+
+def _content(slot: Slot) -> str:
+    try:
+        header = slot.read_header()
+    except CkptError:  # never written to, or being written
+        return "empty"
+    state = "" if header.ready else " (unfinished)"
+    return f"step {header.save.step}{state} of rank {header.rank} of {header.world_size}"

@@ -1,0 +1,142 @@
+"""`ckptlib ls`: the steps of a root."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import click
+from rich.text import Text
+
+from ckptlib import keys
+from ckptlib.catalog import Catalog, CheckpointInfo
+from ckptlib.cli.app import with_output, with_store
+from ckptlib.cli.output import Cell, Output, count, duration, metrics, size
+from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError
+from ckptlib.keys import SaveId
+from ckptlib.stores import Store
+
+READ_THREADS = 16
+"""Manifests are small: what counts is the time of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One save of a root."""
+
+    save: SaveId
+    state: str
+    """committed, left behind (by a rewind), damaged, trash, or uncommitted."""
+    info: CheckpointInfo | None
+    """Only where a manifest can be read."""
+    nbytes: int | None
+    """Of the packs."""
+    since: float | None
+    """When it was taken; for trash, when it was dropped; seconds since the epoch."""
+    problem: str | None = None
+
+
+@click.command("ls", short_help="List the steps.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Also what rewinds left behind, trash, and what never committed."
+)
+@with_store
+@with_output
+def command(store: Store, output: Output, everything: bool) -> bool:
+    """Lists the committed steps."""
+    catalog = Catalog(store)
+    rows = committed(catalog, everything)
+    if not rows:
+        catalog.root()  # raises where there is none
+    if everything:
+        rows = sorted([*rows, *others(catalog, {row.save for row in rows})], key=lambda row: row.save)
+    output.document({"url": store.url, "steps": [_document(row) for row in rows]})
+    if rows:
+        _table(output, rows, everything)
+    else:
+        output.line(f"{store.url} holds no committed step")
+    for row in rows:
+        if row.problem:
+            output.err.print(Text(row.problem, style="red"))
+    return not any(row.problem for row in rows)
+
+
+def committed(catalog: Catalog, everything: bool) -> list[Row]:
+    """The saves on the history, or all of them. A damaged manifest is a row, too."""
+    visible = {*catalog.visible()}
+    saves = catalog.saves() if everything else sorted(visible)
+
+    def row(save: SaveId) -> Row | None:
+        try:
+            info = catalog.info(save, visible=save in visible)
+        except CheckpointNotFound:
+            return None  # dropped since it was listed
+        except (CorruptData, FormatError) as error:
+            return Row(save, "damaged", None, None, None, str(error))
+        return Row(save, "committed" if info.visible else "left behind", info, info.nbytes, info.created)
+
+    with ThreadPoolExecutor(READ_THREADS) as executor:
+        return [found for found in executor.map(row, saves) if found is not None]
+
+
+def others(catalog: Catalog, known: set[SaveId]) -> Iterator[Row]:
+    """Saves that have no manifest, but bytes."""
+    sizes: dict[SaveId, int] = {}
+    newest: dict[SaveId, float] = {}
+    for entry in (*catalog.store.scan(keys.PARTS), *catalog.store.scan(keys.PACKS)):
+        part = keys.parse_part_key(entry.key)
+        save = keys.pack_save(entry.key) if part is None else part.save
+        if save is not None:
+            sizes[save] = sizes.get(save, 0) + (entry.nbytes if part is None else 0)
+            newest[save] = max(newest.get(save, 0.0), entry.modified)
+    trash = {
+        save: entry.modified
+        for entry in catalog.store.scan(keys.TRASH)
+        if (save := keys.parse_trash_key(entry.key)) is not None
+    }
+    for save in {*sizes, *trash} - known:
+        yield Row(
+            save, "trash" if save in trash else "uncommitted", None, sizes.get(save, 0), trash.get(save) or newest[save]
+        )
+
+
+def _document(row: Row) -> dict[str, object]:
+    info = row.info
+    return {
+        "step": row.save.step,
+        "generation": row.save.generation.number,
+        "name": str(row.save),
+        "state": row.state,
+        "created": info.created if info else None,
+        "since": row.since,
+        "world_size": info.world_size if info else None,
+        "nbytes": row.nbytes,
+        "metrics": dict(info.metrics) if info else {},
+        **({"problem": row.problem} if row.problem else {}),
+    }
+
+
+def _table(output: Output, rows: list[Row], everything: bool) -> None:
+    now = time.time()
+    header = ["STEP", "GEN", "AGE", "RANKS", "SIZE", *(["STATE"] if everything else []), "METRICS"]
+    if not any(row.info and row.info.metrics for row in rows):
+        header.remove("METRICS")
+    output.columns(header, [_cells(row, header, now) for row in rows], right=("STEP", "GEN", "AGE", "RANKS", "SIZE"))
+    if everything:
+        output.line(Text(f"{count(len(rows), 'save')}, {size(sum(row.nbytes or 0 for row in rows))}", style="dim"))
+
+
+def _cells(row: Row, header: list[str], now: float) -> list[Cell]:
+    dim = "" if row.state == "committed" else "red" if row.state == "damaged" else "dim"
+    cells = {
+        "STEP": str(row.save.step),
+        "GEN": str(row.save.generation.number),
+        "AGE": "-" if row.since is None else duration(now - row.since),
+        "RANKS": str(row.info.world_size) if row.info else "-",
+        "SIZE": "-" if row.nbytes is None else size(row.nbytes),
+        "STATE": row.state,
+        "METRICS": metrics(row.info.metrics) if row.info else "",
+    }
+    return [Text(cells[name], style=dim) if name != "METRICS" else cells[name] for name in header]

@@ -1,0 +1,135 @@
+"""What people and programs see: aligned columns with human sizes, or one JSON document.
+
+Names and values come from a store and may hold anything; what a terminal could take for an order is escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+
+from rich.console import Console
+from rich.text import Text
+from rich.theme import Theme
+
+from ckptlib.errors import CkptError
+
+Cell = str | Text
+
+_CALM = Theme(dict.fromkeys(("progress.download", "progress.data.speed", "progress.remaining"), "default"))
+"""rich would give each number of a progress bar a colour of its own."""
+
+
+class Output:
+    """Where a command writes: results to stdout, and what is about them (progress, questions, errors) to stderr."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self._out = Console(highlight=False, soft_wrap=True)
+        self.err = Console(stderr=True, highlight=False, soft_wrap=True, theme=_CALM)
+
+    def document(self, data: object) -> None:
+        """The one JSON document of a command; nothing in the other mode."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+    def line(self, *cells: Cell) -> None:
+        """One line for people; nothing in JSON mode."""
+        if not self.as_json:
+            self._out.print(Text.assemble(*(_text(cell) for cell in cells)))
+
+    def columns(self, header: Sequence[str], rows: Iterable[Sequence[Cell]], right: Iterable[str] = ()) -> None:
+        """A table; `right`: the columns whose cells end at one another, as numbers do."""
+        if self.as_json:
+            return
+        texts = [[_text(cell) for cell in row] for row in rows]
+        if header:
+            texts.insert(0, [Text(name, style="dim") for name in header])
+        widths = [max(row[i].cell_len for row in texts) for i in range(len(texts[0]))] if texts else []
+        ends = {i for i, name in enumerate(header) if name in {*right}}
+        for row in texts:
+            line = Text()
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
+                pad = " " * (width - cell.cell_len)
+                line.append_text(Text(pad) + cell if i in ends else cell + Text(pad))
+                line.append("  ")
+            line.rstrip()
+            self._out.print(line)
+
+    def error(self, error: BaseException) -> None:
+        """In one line; as JSON, too, where that was asked for."""
+        message = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        self.document({"error": {"kind": type(error).__name__, "message": message}})
+        self.err.print(Text(plain(message), style="red"))
+
+
+def _text(cell: Cell) -> Text:
+    return cell if isinstance(cell, Text) else Text(plain(cell))
+
+
+def plain(text: str) -> str:
+    """The text, with everything escaped that is no printable character."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def size(nbytes: float) -> str:
+    """Bytes with three digits: "3.24 MB"."""
+    if nbytes < 1000:
+        return f"{nbytes:.0f} B"
+    unit = ""
+    for unit in ("kB", "MB", "GB", "TB", "PB"):  # noqa: B007  (the last one is used below)
+        nbytes /= 1000
+        if nbytes < 999.5:
+            break
+    return f"{nbytes:.{2 if nbytes < 9.995 else 1 if nbytes < 99.95 else 0}f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """A time span in its largest unit: "3 min"."""
+    if seconds < 1:
+        return f"{seconds * 1000:.1f} ms" if seconds >= 0 else "-" + duration(-seconds)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def moment(seconds: float) -> str:
+    """Seconds since the epoch as a date, UTC."""
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, OSError, ValueError):  # from a document: may be any number
+        return f"{seconds:g} s since 1970"
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """ "1 step", "2 steps"."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def metrics(found: Mapping[str, object]) -> str:
+    """On one line: "loss 2.513  lr 0.001"."""
+    return "  ".join(f"{name} {_number(value)}" for name, value in found.items())
+
+
+def _number(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def ranks(found: Sequence[int]) -> str:
+    """Ascending ranks: "0-3, 6"."""
+    runs: list[list[int]] = []
+    for rank in found:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+class Failure(CkptError):
+    """A command that cannot do what it was asked; its message is all that people need."""

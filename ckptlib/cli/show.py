@@ -1,0 +1,262 @@
+"""`ckptlib show`: one step, from its manifest, layouts and listings. No pack is opened."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import click
+from rich.text import Text
+
+from ckptlib import keys, sharding
+from ckptlib.catalog import Catalog
+from ckptlib.cli.app import with_output, with_store
+from ckptlib.cli.output import Output, count, duration, metrics, moment, ranks, size
+from ckptlib.keys import SaveId
+from ckptlib.layout import ByHand, Layout, PerRank, TensorEntry
+from ckptlib.manifest import Generation, Manifest
+from ckptlib.stores import Store
+
+READ_THREADS = 16
+
+MAX_VALUE_WIDTH = 100
+"""Longer values are cut for people; JSON has them whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One name of a step, over all its layouts."""
+
+    entry: TensorEntry
+    """Of the first layout that has it."""
+    held: str
+    nbytes: int
+    """Of its data, each replica once."""
+    num_ranks: int
+    """That have a layout with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """What of a step lies in the store."""
+
+    number: int
+    nbytes: int
+
+
+@click.command("show", short_help="Show what a step holds.")
+@click.option("--tensors", "pattern", metavar="PATTERN", help="List the tensors whose name matches, like 'model/*'.")
+@click.option("--values", "with_values", is_flag=True, help="Print what of the state is no tensor, of rank 0.")
+@with_store
+@click.argument("step", default="latest")
+@with_output
+def command(store: Store, output: Output, step: str, pattern: str | None, with_values: bool) -> bool:
+    """Shows what a step holds. STEP: a number, a name as `ls --json` prints it, or (default) the latest."""
+    catalog = Catalog(store)
+    save = catalog.resolve(step)
+    manifest = catalog.manifest(save)
+    with ThreadPoolExecutor(READ_THREADS) as executor:
+        layouts = dict(zip(manifest.layouts, executor.map(catalog.layout, manifest.layouts), strict=True))
+    chain = generation_chain(catalog, save)
+    tensors = merged(manifest, layouts)
+    objects = stored(store, manifest)
+    chosen = [t for t in tensors if pattern is not None and fnmatchcase(t.entry.name, pattern)]
+    values = dict(catalog.part(manifest.parts[0]).values) if with_values else None
+    output.document(
+        {
+            "url": store.url,
+            "step": save.step,
+            "name": str(save),
+            "visible": save in catalog.visible(),
+            "world_size": manifest.world_size,
+            "created": manifest.created,
+            "nbytes": manifest.nbytes,
+            "metrics": dict(manifest.metrics),
+            "generations": [_generation_document(record) for record in chain],
+            "layouts": [
+                {
+                    "digest": digest,
+                    "ranks": ranks(manifest.layouts[digest]),
+                    "num_tensors": len(layout.tensors),
+                    "held": dict(Counter(held(entry) for entry in layout.tensors)),
+                }
+                for digest, layout in layouts.items()
+            ],
+            "totals": totals(tensors),
+            "objects": {name: {"number": o.number, "nbytes": o.nbytes} for name, o in objects.items()},
+            **({} if pattern is None else {"tensors": [_tensor_document(t) for t in chosen]}),
+            **({} if values is None else {"values": values}),
+        }
+    )
+    if output.as_json:
+        return True
+    _print_head(output, manifest, chain)
+    _print_layouts(output, manifest, layouts)
+    _print_totals(output, tensors, objects)
+    if pattern is not None:
+        _print_tensors(output, chosen, pattern)
+    if values is not None:
+        _print_values(output, values)
+    return True
+
+
+def generation_chain(catalog: Catalog, save: SaveId) -> list[Generation]:
+    """The generation of a save, the one it resumed from, and so on."""
+    records = catalog.generations()
+    chain: list[Generation] = []
+    record = records.get(save.generation)
+    while record is not None and record not in chain:
+        chain.append(record)
+        record = None if record.resumed_from is None else records.get(record.resumed_from.generation)
+    return chain
+
+
+def held(entry: TensorEntry) -> str:
+    """How ranks hold a tensor: "S0 on 8", "S0 R on 4x8", "per rank", "by hand"."""
+    holding = entry.holding
+    if isinstance(holding, PerRank):
+        return "per rank"
+    if isinstance(holding, ByHand):
+        return "by hand"
+    placements = " ".join(sharding.encode(placement) for placement in holding.placements)
+    mesh = "x".join(map(str, holding.mesh.shape))
+    return f"{placements} on {mesh}" if mesh else "one rank"
+
+
+def merged(manifest: Manifest, layouts: Mapping[str, Layout]) -> list[Tensor]:
+    """Every tensor of a step once, by name. A tensor per rank counts once for each rank that has it."""
+    found: dict[str, Tensor] = {}
+    for digest, layout in layouts.items():
+        num_ranks = len(manifest.layouts[digest])
+        for entry in layout.tensors:
+            old = found.get(entry.name)
+            nbytes = entry.nbytes_global
+            if isinstance(entry.holding, PerRank):
+                nbytes = nbytes * num_ranks + (old.nbytes if old else 0)
+            first = old.entry if old else entry
+            total = num_ranks + (old.num_ranks if old else 0)
+            found[entry.name] = Tensor(first, held(first), nbytes, total)
+    return [found[name] for name in sorted(found)]
+
+
+def totals(tensors: list[Tensor]) -> dict[str, dict[str, int]]:
+    """By the first component of the names."""
+    found: dict[str, dict[str, int]] = {}
+    for tensor in tensors:
+        total = found.setdefault(tensor.entry.name.partition("/")[0], {"num_tensors": 0, "nbytes": 0})
+        total["num_tensors"] += 1
+        total["nbytes"] += tensor.nbytes
+    return found
+
+
+def stored(store: Store, manifest: Manifest) -> dict[str, Objects]:
+    """The objects that a step needs, by kind; from listings. What failed attempts left behind is not counted."""
+    save = manifest.save
+    attempts = {f"{name.rank:06d}-{name.attempt}" for name in manifest.parts}
+    packs = [e for e in store.scan(save.packs_prefix) if e.key.rpartition("/")[2].rpartition("-")[0] in attempts]
+    names = {name.key for name in manifest.parts}
+    parts = [e for e in store.scan(save.parts_prefix) if e.key in names]
+    wanted = {keys.layout_key(digest) for digest in manifest.layouts}
+    layouts = [e for key in wanted for e in store.scan(key) if e.key == key]
+    found = {"packs": packs, "parts": parts, "layouts": layouts}
+    return {name: Objects(len(entries), sum(e.nbytes for e in entries)) for name, entries in found.items()}
+
+
+def _generation_document(record: Generation) -> dict[str, object]:
+    return {
+        "generation": record.id.number,
+        "name": str(record.id),
+        "world_size": record.world_size,
+        "created": record.created,
+        "host": record.host,
+        "versions": dict(record.versions),
+        "tags": dict(record.tags),
+        "resumed_from": None if record.resumed_from is None else str(record.resumed_from),
+    }
+
+
+def _tensor_document(tensor: Tensor) -> dict[str, object]:
+    return {
+        "name": tensor.entry.name,
+        "dtype": tensor.entry.dtype,
+        "shape": list(tensor.entry.shape),
+        "held": tensor.held,
+        "nbytes": tensor.nbytes,
+    }
+
+
+def _print_head(output: Output, manifest: Manifest, chain: list[Generation]) -> None:
+    age = duration(time.time() - manifest.created)
+    output.line(
+        Text(f"step {manifest.save.step}", style="bold"),
+        f"  {size(manifest.nbytes)} by {count(manifest.world_size, 'rank')}, {moment(manifest.created)} ({age} ago)",
+    )
+    rows = [("save", str(manifest.save))]
+    if manifest.metrics:
+        rows.append(("metrics", metrics(manifest.metrics)))
+    rows += [("generation" if i == 0 else "resumed from", text) for i, text in enumerate(_chain_lines(chain))]
+    if chain and chain[-1].resumed_from is not None:
+        rows.append(("resumed from", f"{chain[-1].resumed_from}, whose generation has no record"))
+    output.columns((), [(Text(name, style="dim"), value) for name, value in rows])
+
+
+def _chain_lines(chain: list[Generation]) -> Iterator[str]:
+    at: SaveId | None = None
+    for record in chain:
+        where = f"step {at.step} of generation " if at is not None else ""
+        versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+        tags = "".join(f", {name}={value}" for name, value in record.tags.items())
+        by = f"{count(record.world_size, 'rank')} on {record.host or '?'}"
+        yield f"{where}{record.id.number}, {moment(record.created)}, {by}{', ' if versions else ''}{versions}{tags}"
+        at = record.resumed_from
+
+
+def _print_layouts(output: Output, manifest: Manifest, layouts: Mapping[str, Layout]) -> None:
+    rows = []
+    for digest, layout in layouts.items():
+        first = True
+        for how, number in Counter(held(entry) for entry in layout.tensors).most_common():
+            who = (digest[:8], ranks(manifest.layouts[digest])) if first else ("", "")
+            rows.append((*who, how, f"{number:,}"))
+            first = False
+    output.line()
+    output.columns(("LAYOUT", "RANKS", "HELD", "TENSORS"), rows, right=("TENSORS",))
+
+
+def _print_totals(output: Output, tensors: list[Tensor], objects: Mapping[str, Objects]) -> None:
+    output.line()
+    rows = [(name, f"{t['num_tensors']:,}", size(t["nbytes"])) for name, t in totals(tensors).items()]
+    rows.append(("total", f"{len(tensors):,}", size(sum(tensor.nbytes for tensor in tensors))))
+    output.columns(("STATE", "TENSORS", "SIZE"), rows, right=("TENSORS", "SIZE"))
+    output.line()
+    rows = [(name, f"{o.number:,}", size(o.nbytes)) for name, o in objects.items()]
+    output.columns(("OBJECTS", "NUMBER", "SIZE"), rows, right=("NUMBER", "SIZE"))
+
+
+def _print_tensors(output: Output, tensors: list[Tensor], pattern: str) -> None:
+    output.line()
+    if not tensors:
+        output.line(f"no tensor's name matches {pattern}")
+        return
+    rows = [
+        (t.entry.name, t.entry.dtype, "x".join(map(str, t.entry.shape)) or "-", t.held, size(t.nbytes)) for t in tensors
+    ]
+    output.columns(("TENSOR", "DTYPE", "SHAPE", "HELD", "SIZE"), rows, right=("SIZE",))
+
+
+def _print_values(output: Output, values: Mapping[str, object]) -> None:
+    output.line()
+    rows = [(path, _cut(json.dumps(value))) for path, value in values.items()]
+    if rows:
+        output.columns(("VALUE", "OF RANK 0"), rows)
+    else:
+        output.line("rank 0 has no values")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_VALUE_WIDTH else text[: MAX_VALUE_WIDTH - 3] + "..."
