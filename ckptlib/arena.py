@@ -10,7 +10,7 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -41,6 +41,8 @@ class Arena:
         self._slots: list[Slot] = []
         self._ready_step: dict[Path, int] = {}
         self._warming: threading.Thread | None = None
+        self.on_made: Callable[[Path], None] = lambda path: None
+        """Told of each slot when it is made, from any thread: who has it open unlinks it, should this process die."""
         for path in self.orphans(reclaim=True):
             log.info("%s is still in use by the job before this one", path)
 
@@ -127,12 +129,14 @@ class Arena:
 
     def _make_somewhere(self, nbytes: int) -> Slot:
         try:
-            return Slot.create(self._directory, self._prefix, nbytes)
+            slot = Slot.create(self._directory, self._prefix, nbytes)
         except NoRoom as error:
             if self._fallback is None:
                 raise
             log.warning("%s; using a file in %s, which is slower", error, self._fallback)
-            return Slot.create(self._fallback, self._prefix, nbytes)
+            slot = Slot.create(self._fallback, self._prefix, nbytes)
+        self.on_made(slot.path)
+        return slot
 
     def _drop(self, slot: Slot) -> None:
         """Lets go of the memory; the file is the caller's."""

@@ -181,7 +181,10 @@ class Session:
     def _make_room(self) -> tuple[Arena, Writer]:
         if self.settings.keep is not None:
             self.settings.keep.check(self.root.save_deadline_s)
-        return Arena(self.root.id, self.generation, self.settings.arena, NUM_SLOTS), Writer(self._setup())
+        arena = Arena(self.root.id, self.generation, self.settings.arena, NUM_SLOTS)
+        writer = Writer(self._setup())
+        arena.on_made = writer.add_slot
+        return arena, writer
 
     def _setup(self) -> dict[str, object]:
         s = self.settings
@@ -352,12 +355,10 @@ class Session:
         if slot is None:
             raise AssertionError("no slot is free; can_save was not asked")
         self.arena.mark_void(slot)
-        for known in self._known_slots - {s.path for s in self.arena.slots}:
-            self.writer.forget_slot(known)
-        self._known_slots = {s.path for s in self.arena.slots} & self._known_slots
-        if slot.path not in self._known_slots:
-            self._known_slots.add(slot.path)
-            self.writer.add_slot(slot.path)
+        paths = {slot.path for slot in self.arena.slots}
+        for gone in self._known_slots - paths:
+            self.writer.forget_slot(gone)
+        self._known_slots = paths
         return slot
 
     def _next_sequence(self) -> int:

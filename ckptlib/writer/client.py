@@ -23,7 +23,7 @@ MAX_DEATHS = 3
 
 
 class Writer:
-    """One writer process; main thread, but for `persist` and `void`, which any thread may call."""
+    """One writer process; main thread, but for `add_slot`, `persist` and `void`, which any thread may call."""
 
     def __init__(self, setup: Message) -> None:
         """`setup`: the first order; it may hold secrets, so it goes over the socket."""
@@ -57,9 +57,10 @@ class Writer:
         return self._process.pid
 
     def add_slot(self, path: Path) -> None:
-        """The writer opens it now, so that it outlives the trainer."""
-        self._slots.append(str(path))
-        self._channel.send({"op": "slot", "path": str(path)})
+        """The writer opens it now, so that it outlives the trainer, and goes after it."""
+        with self._lock:
+            self._slots.append(str(path))
+            self._channel.send({"op": "slot", "path": str(path)})
 
     def expect(self, save: SaveId) -> None:
         """A snapshot is being staged: should the trainer die now, its part will not come."""
@@ -131,7 +132,7 @@ class Writer:
 
     def forget_slot(self, path: Path) -> None:
         """The slot is gone; its memory is given back when the writer has let go of it, too."""
-        if str(path) in self._slots:
+        with self._lock:
             self._slots.remove(str(path))
             self._channel.send({"op": "forget", "path": str(path)})
 

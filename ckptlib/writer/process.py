@@ -68,7 +68,8 @@ class WriterProcess:
     def _listen(self) -> bool:
         """Takes orders until there will be no more; returns whether the trainer said so itself."""
         while True:
-            select.select([self._channel.fileno(), self._trainer], [], [])
+            if self._trainer is not None:
+                select.select([self._channel.fileno(), self._trainer], [], [])
             gone = _dead(self._trainer)  # asked before reading, so that its last words are read
             for message in self._channel.receive(timeout_s=0):
                 if message["op"] == "close":
@@ -232,15 +233,17 @@ def _die(failure: threading.ExceptHookArgs) -> None:
     os._exit(1)
 
 
-def _pidfd(pid: int) -> int:
+def _pidfd(pid: int) -> int | None:
+    """Of the trainer; None when it died while this process was starting. What it had ordered is still to be done."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
-        raise SystemExit(0) from None  # the trainer is gone before it could order anything
+        return None
     if os.getppid() != pid:
-        raise SystemExit(0)
+        os.close(fd)
+        return None
     return fd
 
 
-def _dead(pidfd: int) -> bool:
-    return bool(select.select([pidfd], [], [], 0)[0])
+def _dead(pidfd: int | None) -> bool:
+    return pidfd is None or bool(select.select([pidfd], [], [], 0)[0])
