@@ -310,7 +310,7 @@ def _placement(placement: Any, ndim: int, name: str) -> sharding.Placement:
     if isinstance(placement, torch_placements.Shard):
         return sharding.Shard(placement.dim % ndim)
     raise UnsupportedState(
-        f"{name}: placement {placement} has no value on disk; redistribute to Replicate() or Shard()"
+        f"{name}: placement {placement!r} has no value on disk; redistribute to Replicate() or Shard()"
     )
 
 
@@ -443,6 +443,8 @@ def _flatten_optimizer(walk: _Walk, path: str, optimizer: torch.optim.Optimizer)
         for option, value in hyper_parameters(group):
             if isinstance(value, torch.Tensor):
                 walk.add_tensor(value, join(group_path(path, i), option), per_rank=False)
+            elif has_tensor(value):  # betas may be tensors
+                walk.add_object(value, join(group_path(path, i), option), per_rank=False)
             else:
                 plain[option] = value
         walk.add_value(plain, group_path(path, i))

@@ -97,6 +97,10 @@ class Saved:
             case _:
                 raise StateMismatch(f"{path}: the layout's groups of this optimizer cannot be read")
 
+    def same(self, first: str, second: str) -> bool:
+        """Whether two saved tensors are one, or are equal."""
+        return first == second or self._reader.same_bytes(first, second)
+
     def value(self, path: str) -> object:
         return values.decode(self.values[path], path)
 
@@ -128,7 +132,8 @@ class _Walk:
         self._cast = cast
         self._param_names: dict[int, str] = {}
         self._used: set[str] = set()
-        self._filled: dict[int, object] = {}
+        self._filled: dict[int, tuple[object, str]] = {}
+        """By id: a tensor of the state, kept alive, and the saved one that fills it."""
 
     # What the caller asked for
 
@@ -193,9 +198,15 @@ class _Walk:
         if any(_is_expanded(piece) for _, piece in leaf.pieces):
             self.targets.mismatched.append(f"{name}: elements of the target share memory; give tensor.contiguous()")
             return
-        if id(tensor) not in self._filled:  # tied: filled once, under its first name
-            self._filled[id(tensor)] = tensor
+        first = self._filled.get(id(tensor))
+        if first is None:
+            self._filled[id(tensor)] = (tensor, entry.name)
             self.targets.wants.append(_want(saved_name, leaf, entry))
+        elif not self._saved.same(first[1], entry.name):  # tied: filled once, under its first name
+            self.targets.mismatched.append(
+                f"{name}: is tied to what {first[1]} fills, but the checkpoint has different values for them; load "
+                "them into tensors of their own"
+            )
 
     def _add_value(self, path: str, setter: Setter) -> None:
         if not self._wanted(path):
@@ -285,8 +296,11 @@ class _Walk:
         if isinstance(now, Sharded):
             self.add_tensor(now, path)
             return now.tensor
-        tensor = now if _fits(now, entry) else torch.empty(entry.shape, dtype=_dtype(entry), device=device)
         self._used.add(path)
+        if _fits(now, entry) and self._filled.setdefault(id(now), (now, entry.name))[1] == entry.name:
+            tensor = now
+        else:  # also where the object has one tensor in two places, and the checkpoint has two
+            tensor = torch.empty(entry.shape, dtype=_dtype(entry), device=device)
         leaf = leaf_of(tensor, path, per_rank=False, owner=None)
         if leaf is not None:
             self.targets.wants.append(_want(path, leaf, entry))
@@ -424,29 +438,42 @@ class _Walk:
         if origin is None or group_path(path, origin) not in self._saved.values:
             return
         saved: Any = self._saved.value(group_path(path, origin))
-        different = [o for o in origins if self._saved.value(group_path(path, o)) != saved]
+        options = self._saved_options(group_path(path, origin))
+        different = [
+            o
+            for o in origins
+            if self._saved.value(group_path(path, o)) != saved or self._saved_options(group_path(path, o)) != options
+        ]
         if different:
             self.targets.mismatched.append(
                 f"{path}: group {index} holds parameters that were saved in groups {sorted(origins)} with different "
                 "hyper-parameters; load them into groups that can be told apart"
             )
             return
-        tensors = {}
+        now = dict(hyper_parameters(group))
         prefix = group_path(path, origin) + "/"
-        for name in self._saved.tensors:
-            if name.startswith(prefix):
-                key = name[len(prefix) :]
-                now = dict(hyper_parameters(group)).get(key)
-                tensors[key] = self._tensor_for(name, now)
+        builds = {
+            key: self._rebuild(self._saved.objects.get(prefix + key, "tensor"), prefix + key, now.get(key))
+            for key in options
+        }
 
         def finish() -> None:
-            for key, value in {**saved, **tensors}.items():
+            for key, value in {**saved, **{key: build() for key, build in builds.items()}}.items():
                 if isinstance(group.get(key), torch.Tensor) and isinstance(value, float):
                     group[key].fill_(value)
                 else:
                     group[key] = value
 
         self.targets.finish.append(finish)
+
+    def _saved_options(self, path: str) -> dict[str, object]:
+        """Of a saved group: the options that hold tensors, each with the saved tensors it is made of."""
+        found: dict[str, dict[str, str]] = {}
+        for name, entry in self._saved.tensors.items():
+            if name.startswith(f"{path}/"):
+                key, _, rest = name[len(path) + 1 :].partition("/")
+                found.setdefault(key, {})[rest] = entry.name
+        return dict(found)
 
     def note_unexpected(self) -> None:
         """Everything saved that nobody took."""
