@@ -1,0 +1,357 @@
+"""Optimizers: the run that was resumed equals the run that was not, bit for bit, for every one that torch has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from onerank import Root, opened, same
+from torch import nn, optim
+
+from ckptlib import StateMismatch, UnsupportedState
+
+Make = Callable[[Any], optim.Optimizer]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
+    with opened(tmp_path_factory.mktemp("root")) as root:
+        yield root
+
+
+def model_of(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).to(dtype)
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, first: int, last: int) -> None:
+    """Steps [first, last) of one and the same run."""
+    dtype = next(model.parameters()).dtype
+    for step in range(first, last):
+        batch = torch.randn(8, 5, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(batch).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+
+def params(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def state_of(optimizer: optim.Optimizer) -> list[object]:
+    """By parameter, in the order of groups."""
+    return [dict(optimizer.state.get(p, {})) for group in optimizer.param_groups for p in group["params"]]
+
+
+def options_of(optimizer: optim.Optimizer) -> list[dict[str, object]]:
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def matrices(p: Any) -> list[nn.Parameter]:
+    return [q for q in p if q.ndim == 2]
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: optim.SGD(p, lr=0.1),
+    "SGD momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD fused": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adam": lambda p: optim.Adam(p, lr=0.1),
+    "Adam foreach": lambda p: optim.Adam(p, lr=0.1, foreach=True),
+    "Adam fused": lambda p: optim.Adam(p, lr=0.1, fused=True),
+    "Adam differentiable": lambda p: optim.Adam(p, lr=0.1, differentiable=False, maximize=True),
+    "Adam tensor lr": lambda p: optim.Adam(p, lr=torch.tensor(0.1), foreach=False),
+    "Adam fused tensor lr": lambda p: optim.Adam(p, lr=torch.tensor(0.1), fused=True),
+    "Adam tensor betas": lambda p: optim.Adam(p, lr=0.1, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False),
+    "AdamW": lambda p: optim.AdamW(p, lr=0.1),
+    "AdamW amsgrad": lambda p: optim.AdamW(p, lr=0.1, amsgrad=True),
+    "Adamax": lambda p: optim.Adamax(p, lr=0.1),
+    "NAdam": lambda p: optim.NAdam(p, lr=0.1),
+    "RAdam": lambda p: optim.RAdam(p, lr=0.1),
+    "Adadelta": lambda p: optim.Adadelta(p, lr=0.5),
+    "Adagrad": lambda p: optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.3),
+    "Adagrad fused": lambda p: optim.Adagrad(p, lr=0.1, fused=True),
+    "Adafactor": lambda p: optim.Adafactor(p, lr=0.1),
+    "ASGD": lambda p: optim.ASGD(p, lr=0.1, t0=2),
+    "RMSprop": lambda p: optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
+    "Rprop": lambda p: optim.Rprop(p, lr=0.01),
+    "Muon": lambda p: optim.Muon(matrices(p), lr=0.1),
+    "LBFGS": lambda p: optim.LBFGS(p, lr=0.1, max_iter=3, history_size=4),
+    "LBFGS wolfe": lambda p: optim.LBFGS(p, max_iter=3, line_search_fn="strong_wolfe"),
+}
+
+
+def test_no_optimizer_of_torch_is_forgotten() -> None:
+    everything = [getattr(optim, name) for name in dir(optim)]
+    classes = {c.__name__ for c in everything if isinstance(c, type) and issubclass(c, optim.Optimizer)}
+    assert classes - {kind.split()[0] for kind in OPTIMIZERS} == {"Optimizer", "SparseAdam"}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "used"])
+def test_a_resumed_run_equals_one_that_never_stopped(root: Root, kind: str, stepped: bool) -> None:
+    model = model_of()
+    optimizer = OPTIMIZERS[kind](list(model.parameters()))
+    train(model, optimizer, 0, 3)
+    root.save({"m": model, "o": optimizer})
+    saved, options = [dict(s) for s in _cloned(state_of(optimizer))], options_of(optimizer)
+    other = model_of(seed=1)
+    resumed = OPTIMIZERS[kind](list(other.parameters()))
+    if stepped:
+        train(other, resumed, 50, 55)
+    root.load({"m": other, "o": resumed})
+    assert same(state_of(resumed), saved)
+    assert same(options_of(resumed), options)
+    train(model, optimizer, 3, 7)
+    train(other, resumed, 3, 7)
+    assert same(params(other), params(model))
+    assert same(state_of(resumed), state_of(optimizer))
+
+
+def _cloned(node: Any) -> Any:
+    if isinstance(node, torch.Tensor):
+        return node.clone()
+    if isinstance(node, dict):
+        return {k: _cloned(v) for k, v in node.items()}
+    if isinstance(node, (list, tuple)):
+        return type(node)(_cloned(v) for v in node)
+    return node
+
+
+def test_sparse_adam(root: Root) -> None:
+    def make(seed: int) -> tuple[nn.Embedding, optim.Optimizer]:
+        torch.manual_seed(seed)
+        table = nn.Embedding(10, 3, sparse=True)
+        return table, optim.SparseAdam(list(table.parameters()), lr=0.1)
+
+    def step(table: nn.Embedding, optimizer: optim.Optimizer, row: int) -> None:
+        optimizer.zero_grad()
+        table(torch.tensor([row, row + 1])).sum().backward()
+        optimizer.step()
+
+    table, optimizer = make(0)
+    step(table, optimizer, 1)
+    other, resumed = make(1)
+    root.move({"m": table, "o": optimizer}, {"m": other, "o": resumed})
+    step(table, optimizer, 2)
+    step(other, resumed, 2)
+    assert same(params(other), params(table))
+
+
+class OwnAdam(optim.Optimizer):
+    """Moments in float32 for parameters in bfloat16, made at the first step."""
+
+    def __init__(self, p: Any, lr: float = 0.1) -> None:
+        super().__init__(p, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        with torch.enable_grad():
+            closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["master"], state["moment"], state["count"] = p.float(), torch.zeros_like(p).float(), 0
+                state["count"] += 1
+                state["moment"].lerp_(p.grad.float(), 0.1)
+                state["master"].sub_(state["moment"], alpha=group["lr"])
+                p.copy_(state["master"])
+
+
+def test_moments_keep_their_dtype(root: Root) -> None:
+    model = model_of(torch.bfloat16)
+    optimizer = OwnAdam(model.parameters())
+    train(model, optimizer, 0, 3)
+    other = model_of(torch.bfloat16, seed=1)
+    resumed = OwnAdam(other.parameters())
+    root.move({"m": model, "o": optimizer}, {"m": other, "o": resumed})
+    assert {s["moment"].dtype for s in resumed.state.values()} == {torch.float32}
+    train(model, optimizer, 3, 6)
+    train(other, resumed, 3, 6)
+    assert same(params(other), params(model))
+    assert same(state_of(resumed), state_of(optimizer))
+
+
+def test_foreign_state_is_kept(root: Root) -> None:
+    def content() -> dict[str, object]:
+        return {
+            "state1": torch.randint(0, 256, (17,), dtype=torch.uint8),
+            "absmax1": torch.rand(2),
+            "qmap": torch.rand(256),
+            "list": [torch.rand(2), None, {"a": torch.rand(1), "b/c": (1, torch.rand(()))}],
+            "dict": {},
+            "none": None,
+            "text": "x",
+            "count/all": 3,
+            "step": torch.tensor(4.0),
+            "block": torch.rand(7, 5).t(),
+        }
+
+    model, other = model_of(), model_of()
+    optimizer, resumed = optim.SGD(model.parameters()), optim.SGD(other.parameters())
+    for p in model.parameters():
+        optimizer.state[p] = content()
+    root.move({"m": model, "o": optimizer}, {"m": other, "o": resumed})
+    assert same(state_of(resumed), state_of(optimizer))
+
+
+# -- groups
+
+
+def grouped(p: list[nn.Parameter], *groups: list[int], **options: Any) -> optim.AdamW:
+    return optim.AdamW([{"params": [p[i] for i in group]} for group in groups], **options)
+
+
+@pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[3, 2, 1, 0]], [[1], [3, 0], [2]]], ids=str)
+@pytest.mark.parametrize("saved_groups", [[[0, 1, 2, 3]], [[2, 0], [3, 1]]], ids=str)
+def test_groups_may_be_cut_and_joined(root: Root, groups: list[list[int]], saved_groups: list[list[int]]) -> None:
+    model, other = model_of(), model_of(seed=1)
+    optimizer = grouped(list(model.parameters()), *saved_groups, lr=0.05)
+    train(model, optimizer, 0, 3)
+    resumed = grouped(list(other.parameters()), *groups, lr=0.7)
+    root.move({"m": model, "o": optimizer}, {"m": other, "o": resumed})
+    assert {group["lr"] for group in resumed.param_groups} == {0.05}
+    train(model, optimizer, 3, 6)
+    train(other, resumed, 3, 6)
+    assert same(params(other), params(model))
+
+
+def test_groups_that_differ_cannot_be_joined(root: Root) -> None:
+    model = model_of()
+    p = list(model.parameters())
+    optimizer = optim.AdamW([{"params": p[:2], "lr": 0.1}, {"params": p[2:], "lr": 0.2}])
+    root.save({"m": model, "o": optimizer})
+    with pytest.raises(StateMismatch, match="o: group 0 holds parameters that were saved in groups \\[0, 1\\]"):
+        root.load({"m": model, "o": optim.AdamW(p)})
+    swapped = optim.AdamW([{"params": p[2:]}, {"params": p[:1]}, {"params": p[1:2]}])
+    root.load({"m": model, "o": swapped})
+    assert [group["lr"] for group in swapped.param_groups] == [0.2, 0.1, 0.1]
+
+
+def test_tensor_options_of_groups_are_told_apart(root: Root) -> None:
+    model = model_of()
+    p = list(model.parameters())
+
+    def make(*rates: float) -> optim.Optimizer:
+        return optim.Adam([{"params": p[i : i + 2], "lr": torch.tensor(r)} for i, r in zip((0, 2), rates, strict=True)])
+
+    shared = torch.tensor(0.5)
+    root.save({"m": model, "o": make(0.1, 0.2)})
+    with pytest.raises(StateMismatch, match="saved in groups"):
+        root.load({"m": model, "o": optim.Adam(p, lr=shared)})
+    both = optim.Adam([{"params": p[:2]}, {"params": p[2:]}], lr=shared)
+    assert both.param_groups[0]["lr"] is both.param_groups[1]["lr"]
+    root.load({"m": model, "o": both})
+    assert [same(g["lr"], torch.tensor(r)) for g, r in zip(both.param_groups, (0.1, 0.2), strict=True)] == [True, True]
+    shared.fill_(0.75)
+    root.save({"m": model, "o": optim.Adam([{"params": p[:2]}, {"params": p[2:]}], lr=shared)})
+    joined = optim.Adam(p)
+    root.load({"m": model, "o": joined})
+    assert same(joined.param_groups[0]["lr"], torch.tensor(0.75))
+
+
+def test_a_tensor_lr_and_a_float_take_each_others_value(root: Root) -> None:
+    model = model_of()
+    rate = torch.tensor(0.5)
+    resumed = optim.SGD(model.parameters(), lr=rate)
+    root.move({"m": model, "o": optim.SGD(model.parameters(), lr=0.25)}, {"m": model, "o": resumed})
+    assert resumed.param_groups[0]["lr"] is rate
+    assert rate == 0.25
+    resumed = optim.SGD(model.parameters(), lr=0.5)
+    root.move({"m": model, "o": optim.SGD(model.parameters(), lr=torch.tensor(0.125))}, {"m": model, "o": resumed})
+    assert same(resumed.param_groups[0]["lr"], torch.tensor(0.125))
+
+
+def test_frozen_parameters_and_empty_groups(root: Root) -> None:
+    def make(seed: int) -> tuple[nn.Module, optim.Optimizer]:
+        model = model_of(seed=seed)
+        p = list(model.parameters())
+        p[0].requires_grad_(False)
+        optimizer = optim.AdamW([{"params": p[:1]}, {"params": p[1:]}], lr=0.1)
+        optimizer.add_param_group({"params": [], "lr": 9.0 - seed})
+        return model, optimizer
+
+    model, optimizer = make(0)
+    train(model, optimizer, 0, 3)
+    other, resumed = make(1)
+    root.move({"m": model, "o": optimizer}, {"m": other, "o": resumed})
+    assert list(resumed.state) == list(other.parameters())[1:]
+    assert resumed.param_groups[2]["lr"] == 9.0
+    train(model, optimizer, 3, 5)
+    train(other, resumed, 3, 5)
+    assert same(params(other), params(model))
+
+
+def test_state_that_the_checkpoint_lacks_is_emptied(root: Root) -> None:
+    """Else a run that goes back to before its first step would keep the moments of its future."""
+    model, fresh = model_of(), model_of()
+    optimizer = optim.Adam(model.parameters())
+    root.save({"m": model, "o": optimizer})
+    train(model, optimizer, 0, 3)
+    root.load({"m": model, "o": optimizer})
+    assert all(not state for state in state_of(optimizer))
+    train(model, optimizer, 0, 3)
+    train(fresh, optim.Adam(fresh.parameters()), 0, 3)
+    assert same(params(model), params(fresh))
+
+
+# -- names
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "by position"])
+def test_optimizers_without_their_module(root: Root, named: bool) -> None:
+    def make(model: nn.Module) -> optim.Optimizer:
+        return optim.Adam(model.named_parameters() if named else model.parameters(), lr=0.1)
+
+    model, other = model_of(), model_of()
+    optimizer, resumed = make(model), make(other)
+    train(model, optimizer, 0, 3)
+    root.move({"o": optimizer}, {"o": resumed})
+    assert same(state_of(resumed), state_of(optimizer))
+    _, layout = root.saved()
+    first = "o/0.weight" if named else "o/@0.0"
+    assert f"{first}/exp_avg" in layout.index
+
+
+def test_a_parameter_that_one_side_lacks_is_named(root: Root) -> None:
+    model = model_of()
+    p = list(model.named_parameters())
+    whole = optim.Adam(p)
+    train(model, whole, 0, 1)
+    root.save({"o": whole})
+    with pytest.raises(StateMismatch, match=r"o/2\.bias: not in the state"):
+        root.load({"o": optim.Adam(p[:3])})
+    assert root.load({"o": optim.Adam(p[:3])}, strict=False).unexpected == ("o/2.bias",)
+    root.save({"o": optim.Adam(p[:3])})
+    with pytest.raises(StateMismatch, match=r"o/2\.bias: not in the checkpoint"):
+        root.load({"o": whole})
+
+
+def test_names_given_twice_are_refused(root: Root) -> None:
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = optim.Adam([*one.named_parameters(), *two.named_parameters()])
+    (one(torch.ones(2)) + two(torch.ones(2))).sum().backward()
+    optimizer.step()
+    with pytest.raises(UnsupportedState, match="two entries"):
+        root.save({"o": optimizer})
+    root.save({"one": one, "two": two, "o": optimizer})
+
+
+def test_two_optimizers_of_one_model(root: Root) -> None:
+    model, other = model_of(), model_of(seed=1)
+    p, q = list(model.parameters()), list(other.parameters())
+    state = {"m": model, "os": [optim.SGD(p[:2], momentum=0.9), optim.Adam(p[2:])]}
+    target = {"m": other, "os": [optim.SGD(q[:2]), optim.Adam(q[2:])]}
+    for optimizer in state["os"]:  # type: ignore[attr-defined]
+        train(model, optimizer, 0, 2)
+    root.move(state, target)
+    for mine, theirs in zip(state["os"], target["os"], strict=True):  # type: ignore[call-overload]
+        assert same(state_of(theirs), state_of(mine))
+        assert same(options_of(theirs), options_of(mine))

@@ -1,0 +1,283 @@
+"""What a state becomes when it is flattened: names, ties, trees, and refusals that say what to do instead."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from onerank import Holder
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+from ckptlib import PerRank, Sharded, UnsupportedState
+from ckptlib.box import Box
+from ckptlib.layout import ByHand, Placed
+from ckptlib.layout import PerRank as HeldPerRank
+from ckptlib.state import Flat, Memo, Plain, flatten, join
+
+
+def names(flat: Flat) -> list[str]:
+    return sorted(leaf.name for leaf in flat.leaves)
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# -- names
+
+
+def test_paths_of_different_keys_are_different() -> None:
+    keys = ["a", "a/b", "a%2Fb", "%", "/", "", "b"]
+    paths = [join(join("", x), y) for x in keys if x for y in keys] + [join("", x) for x in keys if x]
+    assert len(set(paths)) == len(paths)
+
+
+def test_names_of_everything() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    flat = flatten(
+        {"m": model, "o": optimizer, "n": {"x": [torch.ones(1), 5]}, "h": Holder({"t": torch.ones(1), "v": 2})}
+    )
+    params = ["0.bias", "0.weight", "1.bias", "1.weight"]
+    assert names(flat) == sorted(
+        [f"m/{name}" for name in [*params, "1.num_batches_tracked", "1.running_mean", "1.running_var"]]
+        + [f"o/m/{name}/momentum_buffer" for name in params]
+        + ["n/x/0", "h/t"]
+    )
+    assert flat.values.keys() == {"n/x/1", "h/v", "o/@group.0"}
+    assert flat.objects["h"] == {"dict": [["t", "tensor"], ["v", "value"]]}
+    owned = {leaf.name for leaf in flat.leaves if leaf.owner is optimizer}
+    assert owned == {name for name in names(flat) if name.startswith("o/") or name[2:] in params}
+
+
+def test_two_entries_of_one_name_are_refused() -> None:
+    for state in (
+        {"a": {1: torch.ones(1), "1": torch.zeros(1)}},
+        {"a": {1: 1, "1": 1}},
+        {"": {"a": 1}, "a": 2},
+        {"h": Holder({1: torch.ones(1), "1": torch.ones(2)})},
+    ):
+        with pytest.raises(UnsupportedState, match="two entries of the state are both called"):
+            flatten(state)
+
+
+# -- ties
+
+
+def test_tied_tensors_are_one_leaf() -> None:
+    a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    a.weight = b.weight
+    flat = flatten({"a": a, "b": b})
+    assert (names(flat), flat.aliases) == (["a/weight"], {"b/weight": "a/weight"})
+
+
+def test_equal_views_of_one_memory_are_ties_and_different_views_are_not() -> None:
+    base = torch.arange(16.0).view(4, 4)
+    number = torch.ones(3, dtype=torch.complex64)
+    flat = flatten(
+        {
+            "1": base, "2": base[:], "3": base.t(), "4": base[:2], "5": base[1:3], "6": base.view(torch.int32),
+            "c": number, "d": number.conj(), "n": base._neg_view(), "e": base[:0], "f": base[:0],
+        }
+    )  # fmt: skip
+    assert flat.aliases == {"2": "1"}
+
+
+def test_per_rank_tensors_are_never_ties() -> None:
+    base = torch.ones(3)
+    flat = flatten({"a": PerRank(base), "b": PerRank([base]), "c": base})
+    assert flat.aliases == {}
+    assert [type(leaf.held) for leaf in flat.leaves] == [HeldPerRank, HeldPerRank, Plain]
+
+
+def test_tensors_made_for_the_save_are_never_mixed_up() -> None:
+    """Memory and ids of temporaries would be given out again if they were not kept."""
+    content = Holder()
+    content.state_dict = lambda: [torch.full((50,), i) for i in range(200)]  # type: ignore[method-assign]
+    flat = flatten({"h": content, "p": [nn.Parameter(torch.full((5,), float(i))) for i in range(50)]})
+    assert flat.aliases == {}
+    assert {leaf.name: leaf.pieces[0][1][0].item() for leaf in flat.leaves} == {
+        **{f"h/{i}": i for i in range(200)},
+        **{f"p/{i}": i for i in range(50)},
+    }
+
+
+# -- the memo
+
+
+def test_what_has_not_changed_gives_the_same_leaves() -> None:
+    memo: Memo = {}
+    model = nn.Linear(3, 3)
+    before = {leaf.name: leaf for leaf in flatten({"m": model}, memo).leaves}
+    with torch.no_grad():
+        model.weight.mul_(2)
+    assert all(before[leaf.name] is leaf for leaf in flatten({"m": model}, memo).leaves)
+    optimizer = torch.optim.SGD(model.parameters())
+    assert all(leaf.owner is optimizer for leaf in flatten({"m": model, "o": optimizer}, memo).leaves)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.t_(),
+        lambda t: t.resize_(2, 2),
+        lambda t: setattr(t, "data", torch.zeros(2, 3)),
+        lambda t: setattr(t, "data", t.data.view(torch.int32)),
+        lambda t: setattr(t, "data", t.data[:1]),
+    ],
+    ids=["transposed", "resized", "replaced", "another dtype", "cut"],
+)
+def test_what_changed_in_place_gives_new_leaves(change: Callable[[torch.Tensor], object]) -> None:
+    memo: Memo = {}
+    tensor = torch.arange(6.0).view(2, 3)
+    flatten({"t": tensor}, memo)
+    change(tensor)
+    (leaf,) = flatten({"t": tensor}, memo).leaves
+    assert (leaf.shape, leaf.dtype) == (tuple(tensor.shape), str(tensor.dtype)[6:])
+    assert leaf.pieces[0][1].data_ptr() == tensor.data_ptr()
+    (leaf,) = flatten({"t": PerRank(tensor)}, memo).leaves
+    assert isinstance(leaf.held, HeldPerRank)
+
+
+def test_the_memo_lets_go_of_what_is_gone() -> None:
+    memo: Memo = {}
+    tensor = torch.ones(3)
+    gone = weakref.ref(tensor)
+    flatten({"t": tensor, "u": torch.ones(1)}, memo)
+    del tensor
+    flatten({"u": torch.ones(1)}, memo)
+    gc.collect()
+    assert gone() is None
+    assert memo.keys() == {"u"}
+
+
+# -- holdings
+
+
+def test_sharded_by_hand() -> None:
+    (leaf,) = flatten({"s": Sharded(torch.ones(2, 3), (4, 0), (6, 3))}).leaves
+    assert (leaf.shape, leaf.held, leaf.pieces[0][0]) == ((6, 3), ByHand(), Box((4, 0), (2, 3)))
+    for offset, shape in [((5, 0), (6, 3)), ((0,), (6, 3)), ((0, 0), (6,)), ((-1, 0), (6, 3))]:
+        with pytest.raises((UnsupportedState, ValueError)):
+            flatten({"s": Sharded(torch.ones(2, 3), offset, shape)})
+
+
+def test_dtensors_on_a_mesh_of_one(world: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    tensor = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
+    flat = flatten({"s": tensor, "r": distribute_tensor(torch.ones(2), mesh, [Replicate()])})
+    assert all(isinstance(leaf.held, Placed) for leaf in flat.leaves)
+    assert flat.leaves[0].pieces[0][0] == Box((0, 0), (4, 3))
+    with pytest.raises(UnsupportedState, match=r"p: placement Partial\(sum\).*redistribute"):
+        flatten({"p": DTensor.from_local(torch.ones(2), mesh, [Partial()])})
+    with pytest.raises(UnsupportedState, match=r"p: a DTensor cannot be PerRank; give tensor.to_local\(\)"):
+        flatten({"p": PerRank(tensor)})
+
+
+# -- refusals
+
+
+class Wrapper(torch.Tensor):
+    pass
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+
+
+def optimizer_with(key: object) -> torch.optim.Optimizer:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight])
+    optimizer.state[weight] = {key: torch.ones(1)}
+    return optimizer
+
+
+def foreign_optimizer() -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    optimizer.state["global"] = {"x": 1}
+    return optimizer
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "subclass": (lambda: torch.ones(3).as_subclass(Wrapper), "Wrapper is a tensor subclass.*give the plain tensors"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "torch.sparse_coo; give its parts"),
+    "csr": (lambda: torch.eye(3).to_sparse_csr(), "torch.sparse_csr; give its parts"),
+    "quantized": (quantized, "quantized; give its parts"),
+    "nested": (nested, "nested; give its parts"),
+    "meta": (lambda: torch.empty(3, device="meta"), "meta device and has no memory"),
+    "lazy": (lambda: nn.LazyLinear(3), "x/weight: is not initialised yet; run one forward pass"),
+    "lazy buffer": (lambda: nn.LazyBatchNorm1d(), "is not initialised yet; run one forward pass"),
+    "lazy, by hand": (lambda: Sharded(nn.UninitializedParameter(), (0,), (1,)), "is not initialised yet"),
+    "bits": (lambda: torch.zeros(3, dtype=torch.uint8).view(torch.bits8), "dtype torch.bits8.*view\\(torch.uint8\\)"),
+    "function": (lambda: lambda: 0, "x: cannot save a builtins.function"),
+    "object": (lambda: object(), "x: cannot save a builtins.object.*state_dict"),
+    "deep": (lambda: [{"a": (object(),)}], "x/0/a/0: cannot save"),
+    "namedtuple": (lambda: Pair(1, 2), "x: cannot save a test_state.Pair.*plain tuple"),
+    "namedtuple in an object": (lambda: Holder(Pair(torch.ones(1), 2)), "x: a test_state.Pair that holds tensors"),
+    "defaultdict in an object": (
+        lambda: Holder({"d": defaultdict(int, t=torch.ones(1))}),
+        "x/d: a collections.defaultdict that holds tensors.*OrderedDict",
+    ),
+    "optimizer key": (lambda: optimizer_with(0), "x/@0.0: optimizer state has the key 0"),
+    "optimizer state of its own": (foreign_optimizer, "x: optimizer state is kept under 'global'"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_saved_is_named_with_a_remedy(kind: str) -> None:
+    make, message = REFUSED[kind]
+    with pytest.raises(UnsupportedState, match=message):
+        flatten({"x": make()})
+
+
+FOREIGN = {
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (nn.Module, "fully_shard"),
+    "deepspeed.runtime.engine.DeepSpeedEngine": (nn.Module, "engine.module"),
+    "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel": (nn.Module, "wrapped module"),
+    "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": (torch.optim.SGD, "FSDP2"),
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": (Holder, "FSDP2"),
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": (Holder, "FSDP2"),
+    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": (Holder, "FSDP2"),
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": (Holder, "FSDP2"),
+    "megatron.core.optimizer.optimizer.ChainedOptimizer": (Holder, "FSDP2"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_frameworks_that_hide_their_parameters_are_refused_by_name(name: str) -> None:
+    """Stand-ins of the same name: not all of these can be installed here."""
+    base, remedy = FOREIGN[name]
+    module, _, cls = name.rpartition(".")
+    stand_in = type(cls, (base,), {"__module__": module})
+    made = stand_in([nn.Parameter(torch.ones(1))]) if base is torch.optim.SGD else stand_in()
+    wrapped = nn.Sequential(made) if base is nn.Module else made
+    with pytest.raises(UnsupportedState, match=f"a/x: {cls} .*{remedy}"):
+        flatten({"a": {"x": wrapped}})
+
+
+def test_ordered_dicts_are_told_from_dicts() -> None:
+    flat = flatten({"h": Holder(OrderedDict(b=torch.ones(1), a={"c": torch.ones(2)}))})
+    assert flat.objects["h"] == {"odict": [["b", "tensor"], ["a", {"dict": [["c", "tensor"]]}]]}
