@@ -18,7 +18,7 @@ from ckptlib import events, rng
 from ckptlib.catalog import Catalog, CheckpointInfo
 from ckptlib.digests import XXH3
 from ckptlib.errors import CkptError, CorruptData, FormatError, ObjectNotFound, StateMismatch, WaitTimeout
-from ckptlib.group import Group, together
+from ckptlib.group import Group, group_or_world, meet, together
 from ckptlib.keys import SaveId, parse_save
 from ckptlib.manifest import Manifest
 from ckptlib.reader import Reader
@@ -127,7 +127,8 @@ def save_async(
     As `save`, but the step exists only when the pending save says so: `pending.wait_committed()`. Waits for an
     earlier save when both slots are taken.
     """
-    session = _session(str(url), storage_options, process_group, timeout)
+    meet(process_group, str(url), f"save of step {step}", timeout)
+    session = _session(str(url), storage_options, process_group)
     together(session.group, f"saving step {step}", lambda: session.wait_released(session.root.save_deadline_s))
     return session.save(state, step, metrics=metrics)
 
@@ -160,7 +161,8 @@ def load(
     Raises CheckpointNotFound, StateMismatch with every name that does not fit, CorruptData that names the damaged
     tensor; on all ranks, if on one.
     """
-    session = _session(str(url), storage_options, process_group, timeout)
+    meet(process_group, str(url), f"load of step {step}", timeout)
+    session = _session(str(url), storage_options, process_group)
     save_id, manifest = resolve(session.group, session.catalog, step)
     generators = LoadedRng(session.group.rank, manifest.world_size) if random else None
     report = load_save(
@@ -308,13 +310,11 @@ DAMAGE = (CorruptData, FormatError, ObjectNotFound)
 
 # Sessions of the functional API: one per root and group, kept for the life of the process
 
-_sessions: dict[tuple[str, int], Session] = {}
+_sessions: dict[tuple[str, dist.ProcessGroup | None], Session] = {}
 
 
-def _session(
-    url: str, options: Mapping[str, object] | None, over: dist.ProcessGroup | None, timeout: timedelta
-) -> Session:
-    key = (url, 0 if over is None else id(over))
+def _session(url: str, options: Mapping[str, object] | None, over: dist.ProcessGroup | None) -> Session:
+    key = (url, group_or_world(over))  # another world, another session
     session = _sessions.get(key)
     if session is None or session.closed:
         settings = Settings(

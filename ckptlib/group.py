@@ -7,17 +7,21 @@ pickled. A group of its own (gloo, CPU) keeps them apart from the trainer's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import xxhash
+from torch._C._distributed_c10d import PrefixStore, Store
 from typing_extensions import override
 
 from ckptlib import errors
 from ckptlib.errors import AgreementFailed
+
+Result = TypeVar("Result")
 
 
 class Group(ABC):
@@ -65,13 +69,6 @@ class Group(ABC):
         """The rank in the job's world, which is what meshes are made of."""
 
     @abstractmethod
-    def meet(self, name: str, timeout: timedelta) -> None:
-        """Waits until every rank has called this with the same `name`, without a collective that could be left broken.
-
-        Raises AgreementFailed that names the ranks that did not come.
-        """
-
-    @abstractmethod
     def close(self) -> None:
         """Gives back what the group holds."""
 
@@ -104,48 +101,44 @@ class SoloGroup(Group):
         return 0
 
     @override
-    def meet(self, name: str, timeout: timedelta) -> None:
-        pass
-
-    @override
     def close(self) -> None:
         pass
 
 
 class TorchGroup(Group):
-    """The ranks of a torch.distributed process group, over a gloo group of our own."""
+    """The ranks of a torch.distributed process group, over gloo connections of our own."""
 
-    def __init__(self, over: dist.ProcessGroup | None, timeout: timedelta) -> None:
-        """Collective over `over` (None: the world); every rank of the world must call it, as `new_group` demands."""
-        self._ranks = dist.get_process_group_ranks(over if over is not None else dist.group.WORLD)
-        self._group = dist.new_group(
-            self._ranks,
-            timeout=timeout,
-            backend="gloo",
-            use_local_synchronization=over is not None,
-            group_desc="ckptlib",
-        )
+    def __init__(self, over: dist.ProcessGroup, timeout: timedelta) -> None:
+        """Collective over `over`.
+
+        Not `new_group`: that is collective over the world, and with local synchronisation it hangs when its members
+        are in different numbers of groups, since the name it makes of that number differs then.
+        """
+        self._ranks = dist.get_process_group_ranks(over)
         self._timeout = timeout
         self.size = len(self._ranks)
         self.rank = self._ranks.index(dist.get_rank())
+        _num_groups[over.group_name] += 1
+        store = _store(f"groups/{over.group_name}/{_num_groups[over.group_name]}")
+        gloo = self._run("connecting", lambda: dist.ProcessGroupGloo(store, self.rank, self.size, timeout))
+        self._gloo = cast(dist.ProcessGroup, gloo)  # it has the same methods; torch's stub leaves them out
 
     @override
     def gather(self, data: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._run("gather", lambda: dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group))
+        self._wait("gather", lambda: self._gloo.allgather([sizes], [torch.tensor([len(data)])]))
         longest = max(int(size) for size in sizes)
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
         found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         if longest:
-            self._run("gather", lambda: dist.all_gather(found, mine, group=self._group))
+            self._wait("gather", lambda: self._gloo.allgather([found], [mine]))
         return [t[: int(n)].numpy().tobytes() for t, n in zip(found, sizes, strict=True)]
 
     @override
     def broadcast(self, data: bytes | None) -> bytes:
-        source = self._ranks[0]
         size = torch.tensor([len(data) if data is not None else 0])
-        self._run("broadcast", lambda: dist.broadcast(size, source, group=self._group))
+        self.broadcast_from(0, size)
         if not int(size):
             return b""
         if self.rank == 0:
@@ -153,22 +146,24 @@ class TorchGroup(Group):
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         else:
             buffer = torch.empty(int(size), dtype=torch.uint8)
-        self._run("broadcast", lambda: dist.broadcast(buffer, source, group=self._group))
+        self.broadcast_from(0, buffer)
         return buffer.numpy().tobytes()
 
     @override
     def broadcast_from(self, rank: int, buffer: torch.Tensor) -> None:
-        self._run("broadcast", lambda: dist.broadcast(buffer, self._ranks[rank], group=self._group))
+        options = dist.BroadcastOptions()
+        options.rootRank = rank
+        self._wait("broadcast", lambda: self._gloo.broadcast([buffer], options))
 
     @override
     def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
         tensor = torch.tensor(values, dtype=torch.int64)
-        work = self._run(
-            "agreement", lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        )
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        work = self._run("agreement", lambda: self._gloo.allreduce([tensor], options))
 
         def wait() -> list[int]:
-            self._run("agreement", lambda: work.wait())
+            self._run("agreement", work.wait)
             found: list[int] = tensor.tolist()
             return found
 
@@ -179,26 +174,15 @@ class TorchGroup(Group):
         return self._ranks[rank]
 
     @override
-    def meet(self, name: str, timeout: timedelta) -> None:
-        store = torch._C._distributed_c10d.PrefixStore(f"ckptlib/{name}", dist.distributed_c10d._get_default_store())
-        store.set(str(self.rank), "here")
-        try:
-            store.wait([str(rank) for rank in range(self.size)], timeout)
-        except RuntimeError as error:
-            missing = [self._ranks[rank] for rank in range(self.size) if not store.check([str(rank)])]
-            raise AgreementFailed(
-                f"{name}: rank(s) {missing} did not call it within {timeout.total_seconds():.0f} s, rank "
-                f"{self._ranks[self.rank]} did. Call it on every rank of the process group, with the same arguments"
-            ) from error
-
-    @override
     def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        self._gloo.shutdown()
 
-    def _run(self, what: str, call: Callable[[], object]) -> dist.Work:
+    def _wait(self, what: str, start: Callable[[], dist.Work]) -> None:
+        self._run(what, lambda: start().wait())
+
+    def _run(self, what: str, call: Callable[[], Result]) -> Result:
         try:
-            return call()  # type: ignore[return-value]
+            return call()
         except RuntimeError as error:  # what gloo raises for a time-out and for a lost peer alike
             raise AgreementFailed(
                 f"{what} among {self.size} ranks failed on rank {self._ranks[self.rank]}: a rank is gone, or did not "
@@ -206,7 +190,13 @@ class TorchGroup(Group):
             ) from error
 
 
-Result = TypeVar("Result")
+_num_groups: Counter[str] = Counter()
+"""By name of a process group: the groups made over it. All its ranks make them in the same order."""
+
+
+def _store(prefix: str) -> Store:
+    """The key-value store by which torch.distributed was initialised."""
+    return PrefixStore(f"ckptlib/{prefix}", dist.distributed_c10d._get_default_store())
 
 
 def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
@@ -229,8 +219,84 @@ def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
     return result
 
 
+def group_or_world(over: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The one given, else the world; None where torch.distributed is not initialised."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return over if over is not None else dist.group.WORLD
+
+
 def group_of(over: dist.ProcessGroup | None, timeout: timedelta) -> Group:
     """The group over a process group; a job of one where torch.distributed is not initialised."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return SoloGroup()
-    return TorchGroup(over, timeout)
+    found = group_or_world(over)
+    return SoloGroup() if found is None else TorchGroup(found, timeout)
+
+
+# Meetings: before what one rank may call alone by mistake
+
+
+_meetings: Counter[str] = Counter()
+"""By process group and place: the meetings that this process has seen the end of."""
+
+
+def meet(over: dist.ProcessGroup | None, place: str, what: str, timeout: timedelta) -> None:
+    """Returns when every rank of `over` has come to `place`, for the same `what`.
+
+    No collective, which would be left half done: a rank that waits in vain gives the meeting up for all, and who comes
+    later goes to the next one, so that ranks find each other again. Raises AgreementFailed that names the ranks that
+    did not come within `timeout`, or came for something else.
+    """
+    group = group_or_world(over)
+    if group is None or group.size() == 1:
+        return
+    name = f"{group.group_name}/{place}"
+    store, attended = _store(f"meetings/{name}"), False
+    while not attended:
+        number = _meetings[name]
+        _meetings[name] += 1
+        attended = _attend(store, number, group, what, timeout)
+
+
+def _attend(store: Store, number: int, group: dist.ProcessGroup, what: str, timeout: timedelta) -> bool:
+    """Whether the meeting takes place; False when it was over before this rank came."""
+    verdict, count = f"{number}/verdict", f"{number}/count"
+    if store.check([verdict]):
+        return False
+    store.set(f"rank{group.rank()}", f"{number} {what}")
+    if store.add(count, 1) == group.size():
+        store.compare_set(verdict, "", _differing(_came(store, number, group)) or _MET)
+        for key in ("verdict", "count"):  # all have left the one before
+            store.delete_key(f"{number - 1}/{key}")
+    else:
+        try:
+            store.wait([verdict], timeout)
+        except dist.DistStoreError:
+            missing = sorted(set(dist.get_process_group_ranks(group)) - _came(store, number, group).keys())
+            reason = f"rank(s) {missing} did not come within {timeout.total_seconds():.0f} s"
+            store.compare_set(verdict, "", reason)
+    found = store.get(verdict).decode()
+    if found != _MET:
+        raise AgreementFailed(
+            f"{what} on rank {dist.get_rank()}: {found}. Call it on every rank of the process group, alike"
+        )
+    return True
+
+
+_MET = "met"
+
+
+def _came(store: Store, number: int, group: dist.ProcessGroup) -> dict[int, str]:
+    """By rank of the world: what it came to this meeting for."""
+    found = {}
+    for rank, rank_of_world in enumerate(dist.get_process_group_ranks(group)):
+        if store.check([f"rank{rank}"]):
+            last, _, what = store.get(f"rank{rank}").decode().partition(" ")
+            if int(last) == number:
+                found[rank_of_world] = what
+    return found
+
+
+def _differing(came: dict[int, str]) -> str:
+    """Who came for what; nothing when all came for the same."""
+    first = {what: rank for rank, what in sorted(came.items(), reverse=True)}
+    return "; ".join(f"rank {rank} called {what}" for what, rank in first.items()) if len(first) > 1 else ""
