@@ -34,6 +34,7 @@ from ckptlib.state import (
     is_stateful,
     join,
     leaf_of,
+    local_of,
     names_of_params,
     refuse_optimizer,
 )
@@ -72,6 +73,7 @@ class Saved:
         self.values: Mapping[str, Json] = own.values
         self.tensors: dict[str, TensorEntry] = {}
         self.objects: dict[str, Json] = {}
+        self._aliases: dict[str, str] = {}
         self.groups: dict[str, dict[str, int]] = {}
         """By path of an optimizer: parameter name to group."""
         for layout in layouts:
@@ -81,6 +83,7 @@ class Saved:
                     self.tensors.setdefault(entry.name, entry)
             for alias, name in layout.aliases.items():
                 self.tensors.setdefault(alias, layout.tensors[layout.index[name]])
+                self._aliases.setdefault(alias, name)
             for path, tree in layout.objects.items():
                 self.objects.setdefault(path, tree)
                 self._add_groups(path, tree)
@@ -96,6 +99,10 @@ class Saved:
                         known.setdefault(str(name), i)
             case _:
                 raise StateMismatch(f"{path}: the layout's groups of this optimizer cannot be read")
+
+    def first_name(self, name: str) -> str:
+        """Of a tensor that had several names: the one that its optimizer state is kept under."""
+        return self._aliases.get(name, name)
 
     def same(self, first: str, second: str) -> bool:
         """Whether two saved tensors are one, or are equal."""
@@ -131,6 +138,10 @@ class _Walk:
         self._only = [only] if isinstance(only, str) else only
         self._cast = cast
         self._param_names: dict[int, str] = {}
+        self._ties: dict[str, str] = {}
+        """By further name of a parameter: its first."""
+        self._by_hand: dict[int, Sharded] = {}
+        """By id of the tensor that each of them holds."""
         self._used: set[str] = set()
         self._filled: dict[int, tuple[object, str]] = {}
         """By id: a tensor of the state, kept alive, and the saved one that fills it."""
@@ -155,7 +166,9 @@ class _Walk:
         if isinstance(node, PerRank):
             self.collect(node.value, path, None if setter is None else lambda value: setter(PerRank(value)))
         elif isinstance(node, (torch.Tensor, Sharded)):
-            self._param_names.setdefault(id(node), path)
+            self._param_names.setdefault(id(local_of(node)), path)
+            if isinstance(node, Sharded):
+                self._by_hand[id(node.tensor)] = node
             self.add_tensor(node, path)
         elif isinstance(node, nn.Module):
             self.modules.append((path, node))
@@ -316,7 +329,9 @@ class _Walk:
             full = f"{path}/{name}" if path else name
             if not isinstance(value, torch.Tensor) or is_extra_state(name):
                 continue
-            self._param_names.setdefault(id(value), full)
+            first = self._param_names.setdefault(id(value), full)
+            if first != full:
+                self._ties[full] = first
             if value.device.type != "meta":
                 self.add_tensor(value, full)
             elif self._wanted(full):
@@ -330,12 +345,15 @@ class _Walk:
         new = made.get(id(meta))
         if new is None:
             device = torch.empty(0).device if not torch.cuda.is_available() else torch.device("cuda")
-            new = made[id(meta)] = torch.empty_like(meta, device=device)
+            new = torch.empty_like(meta, device=device)
+            if isinstance(meta, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=meta.requires_grad)
+            made[id(meta)] = new  # one for all its names, so that what was tied stays tied
         self.add_tensor(new, name)
         if id(new) not in self._filled:
             return  # it stays without memory rather than get some that nothing was read into
         for module, attribute in owners:
-            self.targets.finish.append(_assigner(module, attribute, meta, new))
+            self.targets.finish.append(_assigner(module, attribute, new))
 
     def _add_extra_states(self, module: nn.Module, path: str) -> None:
         for name, submodule in module.named_modules(remove_duplicate=False):
@@ -362,17 +380,29 @@ class _Walk:
             )
         names = names_of_params(optimizer, self._param_names)
         entries = self._entries_by_param(saved_path)
+        taken: set[str] = set()
         for i, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
             self._add_hyper_parameters(group, group_names, saved_path, groups, i)
             for name, param in zip(group_names, group["params"], strict=True):
-                saved_name = self._named(name)
+                saved_name = self._saved.first_name(self._named(name))
                 if saved_name not in groups:
                     self.targets.missing.append(f"{path}/{name}")
                     continue
+                taken.add(saved_name)
                 self._used.add(f"{saved_path}/{saved_name}")
                 self._add_param_state(optimizer, group, param, entries.get(saved_name, {}))
-        for name in groups.keys() - {self._named(n) for group_names in names for n in group_names}:
-            self.targets.unexpected.append(f"{saved_path}/{name}")
+        for name, first in self._ties.items():
+            self._check_tie(path, name, entries.get(self._named(name), {}), entries.get(self._named(first), {}))
+            taken.add(self._named(name))
+        self.targets.unexpected += [f"{saved_path}/{name}" for name in sorted(groups.keys() - taken)]
+
+    def _check_tie(self, path: str, name: str, entries: Mapping[str, str], first: Mapping[str, str]) -> None:
+        """One parameter here may have been two: a pipeline has the tied weight on its first stage and on its last."""
+        tensors = [key for key in entries if entries[key] in self._saved.tensors]
+        if not all(key in first and self._saved.same(first[key], entries[key]) for key in tensors):
+            self.targets.mismatched.append(
+                f"{path}/{name}: is tied here, but was saved with optimizer state of its own"
+            )
 
     def _entries_by_param(self, path: str) -> dict[str, dict[str, str]]:
         """By parameter: the keys of its saved state, each with its full name."""
@@ -415,6 +445,14 @@ class _Walk:
     ) -> torch.Tensor:
         """The tensor that is there, or one such as the optimizer itself would make."""
         entry = self._saved.tensors[name]
+        by_hand = self._by_hand.get(id(param))
+        if by_hand is not None and key != "step" and entry.shape == by_hand.shape:
+            alike = isinstance(now, torch.Tensor) and (now.shape, dtype_name(now)) == (param.shape, entry.dtype)
+            tensor = now if alike and isinstance(now, torch.Tensor) else torch.empty_like(param, dtype=_dtype(entry))
+            leaf = leaf_of(Sharded(tensor, by_hand.offset, by_hand.shape), name, per_rank=False, owner=None)
+            assert leaf is not None
+            self.targets.wants.append(_want(name, leaf, entry))
+            return tensor
         if _fits(now, entry):
             tensor = now
         elif key != "step" and entry.shape == tuple(param.shape):
@@ -431,7 +469,7 @@ class _Walk:
         self, group: dict[str, Any], names: Sequence[str], path: str, groups: Mapping[str, int], index: int
     ) -> None:
         """A group takes those of the saved group that its parameters were in."""
-        origins = {groups[n] for name in names if (n := self._named(name)) in groups}
+        origins = {groups[n] for name in names if (n := self._saved.first_name(self._named(name))) in groups}
         if not origins:
             origins = {index} if group_path(path, index) in self._saved.values and not names else set()
         origin = min(origins, default=None)
@@ -535,10 +573,10 @@ def _device_of(param: torch.Tensor) -> torch.device:
     return param.to_local().device if isinstance(param, DTensor) else param.device
 
 
-def _assigner(module: nn.Module, attribute: str, meta: torch.Tensor, new: torch.Tensor) -> Callable[[], None]:
+def _assigner(module: nn.Module, attribute: str, new: torch.Tensor) -> Callable[[], None]:
     def assign() -> None:
-        if isinstance(meta, nn.Parameter):
-            module._parameters[attribute] = nn.Parameter(new, requires_grad=meta.requires_grad)
+        if isinstance(new, nn.Parameter):
+            module._parameters[attribute] = new
         else:
             module._buffers[attribute] = new
 
