@@ -1,0 +1,237 @@
+"""The reader: few requests, little memory, and no byte believed that a digest does not vouch for."""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from onerank import opened
+from support import make_generation, make_root, make_save, put_parts
+from typing_extensions import override
+
+from ckptlib import reader as reader_module
+from ckptlib.box import Box
+from ckptlib.catalog import Catalog
+from ckptlib.errors import CorruptData, ObjectNotFound, StateMismatch
+from ckptlib.keys import PartName, SaveId
+from ckptlib.manifest import Manifest, Part
+from ckptlib.reader import GAP_BYTES, READ_THREADS, RUN_BYTES, Reader, Want
+from ckptlib.stores.local import LocalStore
+
+
+class CountingStore(LocalStore):
+    """Knows what it was asked for."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.requests: list[tuple[str, int, int]] = []
+        self.in_flight = self.most_in_flight = 0
+        self._counting = threading.Lock()
+
+    @override
+    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        with self._counting:
+            self.requests.append((key, offset, buffer.nbytes))
+            self.in_flight += buffer.nbytes
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        super().get_into(key, offset, buffer)
+        with self._counting:
+            self.in_flight -= buffer.nbytes
+
+
+def want(name: str, array: np.ndarray | torch.Tensor, box: Box | None = None) -> Want:
+    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+    return Want(name, ((Box.whole(tuple(tensor.shape)) if box is None else box, tensor),))
+
+
+def saved(path: Path, tensors: Mapping[str, np.ndarray], world_size: int = 1) -> Reader:
+    store = CountingStore(str(path))
+    catalog = make_root(store)
+    save = make_save(catalog, make_generation(catalog), 1, tensors, world_size)
+    return Reader(catalog, catalog.manifest(save), 0)
+
+
+def requests(reader: Reader) -> list[tuple[str, int, int]]:
+    store = reader._catalog.store
+    assert isinstance(store, CountingStore)
+    return store.requests
+
+
+def nothing(nbytes: int) -> None:
+    pass
+
+
+# -- requests
+
+
+def test_many_small_tensors_are_few_requests(tmp_path: Path) -> None:
+    tensors = {f"t{i:04}": np.full(50 + i % 7, i, dtype=np.float32) for i in range(3000)}
+    reader = saved(tmp_path, tensors)
+    found = {name: np.zeros_like(array) for name, array in tensors.items()}
+    told: list[int] = []
+    reader.read([want(name, array) for name, array in found.items()], told.append)
+    assert len(requests(reader)) == 1
+    assert sum(told) == reader.nbytes_read == requests(reader)[0][2]
+    assert all((found[name] == tensors[name]).all() for name in tensors)
+
+
+def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
+    tensors = {f"t{i}": np.full(100_000, i, dtype=np.float32) for i in range(20)}
+    reader = saved(tmp_path, tensors)
+    found = {name: np.zeros_like(tensors[name]) for name in ("t3", "t4", "t15")}
+    reader.read([want(name, array) for name, array in found.items()], nothing)
+    assert reader.nbytes_read <= 3 * 400_000 + 2 * GAP_BYTES
+    assert all((found[name] == tensors[name]).all() for name in found)
+
+
+def test_a_box_reads_only_its_chunks(tmp_path: Path) -> None:
+    whole = np.arange(4_000_000, dtype=np.float32).reshape(4000, 1000)
+    reader = saved(tmp_path, {"w": whole}, world_size=4)
+    box = Box((2100, 10), (50, 7))
+    found = np.zeros(box.shape, dtype=np.float32)
+    reader.read([want("w", found, box)], nothing)
+    assert (found == whole[2100:2150, 10:17]).all()
+    assert reader.nbytes_read <= 3 << 20
+    assert len({key for key, _, _ in requests(reader)}) == 1
+
+
+def test_nothing_wanted_is_nothing_read(tmp_path: Path) -> None:
+    reader = saved(tmp_path, {"w": np.ones(4), "e": np.ones((0, 3))})
+    reader.read([Want("e", ())], nothing)
+    assert requests(reader) == []
+
+
+# -- memory
+
+
+def test_memory_is_bounded_however_much_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "RUN_BYTES", 256 * 1024)
+    tensors = {f"t{i}": np.full((100, 500), i, dtype=np.float32) for i in range(200)}  # 40 MB
+    reader = saved(tmp_path, tensors)
+    found = {name: torch.zeros(500, 100).t() for name in tensors}
+    wants = [want(name, tensor) for name, tensor in found.items()]
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    reader.read(wants, nothing)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert all((found[name] == i).all() for i, name in enumerate(tensors))
+    store = reader._catalog.store
+    assert isinstance(store, CountingStore)
+    assert store.most_in_flight <= READ_THREADS * (256 * 1024 + 64)
+    assert max(nbytes for _, _, nbytes in store.requests) <= 256 * 1024 + 64
+    # one buffer of 1 MiB per thread, and the plan; the data itself is 40 MB
+    assert peak - before < READ_THREADS * (1 << 20) + (4 << 20)
+    assert READ_THREADS * RUN_BYTES <= 128 << 20
+
+
+def test_large_chunks_go_straight_into_their_targets(tmp_path: Path) -> None:
+    whole = np.random.default_rng(0).integers(0, 255, 24 << 20, dtype=np.uint8)
+    reader = saved(tmp_path, {"w": whole})
+    found = np.zeros_like(whole)
+    tracemalloc.start()
+    reader.read([want("w", found)], nothing)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (found == whole).all()
+    assert peak < 1 << 20
+
+
+# -- damage
+
+
+def tampered(catalog: Catalog, names: list[PartName], save: SaveId, change: Callable[[Part], Part]) -> Reader:
+    """A committed save whose first part says something else, consistently down to its name."""
+    part = catalog.part(names[0])
+    name, document = change(part).encode()
+    catalog.store.put(name.key, document)
+    layouts = {part.table.layout: tuple(range(len(names)))}
+    manifest = Manifest(save, len(names), (name, *names[1:]), layouts, 1, 0.0, {})
+    catalog.store.put(save.manifest_key, manifest.encode())
+    return Reader(catalog, catalog.manifest(save), 0)
+
+
+def without(part: Part, tensor: str, catalog: Catalog) -> Part:
+    """The part without the row of a shard."""
+    table, layout = part.table, catalog.layout(part.table.layout)
+    lost = next(s for s, t in enumerate(table.tensors) if layout.tensors[t].name == tensor)
+    chunks = range(table.first_chunks[lost], table.first_chunks[lost] + table.num_chunks[lost])
+    shards = [s for s in range(len(table.tensors)) if s != lost]
+    kept = [c for c in range(len(table.nbytes)) if c not in chunks]
+    smaller = replace(
+        table,
+        tensors=tuple(table.tensors[s] for s in shards),
+        boxes=tuple(table.boxes[s] for s in shards),
+        num_chunks=tuple(table.num_chunks[s] for s in shards),
+        packs=tuple(table.packs[c] for c in kept),
+        offsets=tuple(table.offsets[c] for c in kept),
+        nbytes=tuple(table.nbytes[c] for c in kept),
+    )
+    return replace(part, table=smaller, digests=tuple(part.digests[c] for c in kept))
+
+
+def test_a_missing_row_names_the_elements(tmp_path: Path) -> None:
+    catalog = make_root(LocalStore(str(tmp_path)))
+    tensors = {"w": np.ones((8, 3), dtype=np.float32), "b": np.ones(4, dtype=np.float32)}
+    save, names = put_parts(catalog, make_generation(catalog), 1, tensors, world_size=4)
+    reader = tampered(catalog, names, save, lambda part: without(part, "w", catalog))
+    reader.read([want("b", np.zeros(4, dtype=np.float32))], nothing)
+    with pytest.raises(StateMismatch, match=r"w\[0:2, 0:3\]: no chunk of step 1 holds these elements"):
+        reader.read([want("w", np.zeros((8, 3), dtype=np.float32))], nothing)
+    found = np.zeros((6, 3), dtype=np.float32)
+    reader.read([want("w", found, Box((2, 0), (6, 3)))], nothing)  # what is there can still be had
+    assert found.all()
+
+
+def test_a_digest_that_does_not_match_names_tensor_and_object(tmp_path: Path) -> None:
+    catalog = make_root(LocalStore(str(tmp_path)))
+    tensors = {"w": np.ones((8, 3), dtype=np.float32)}
+    save, names = put_parts(catalog, make_generation(catalog), 1, tensors)
+    reader = tampered(catalog, names, save, lambda part: replace(part, digests=("0" * 32,)))
+    with pytest.raises(CorruptData, match=r"w\[0:8, 0:3\]: packs/.*\[4096:\+96\] does not match 0{32}"):
+        reader.read([want("w", np.zeros((8, 3), dtype=np.float32))], nothing)
+
+
+def test_a_lost_pack_is_told(tmp_path: Path) -> None:
+    reader = saved(tmp_path, {"w": np.ones(4)})
+    (pack,) = reader.part(0).packs
+    (tmp_path / pack.key).unlink()
+    with pytest.raises(ObjectNotFound, match=pack.key):
+        reader.read([want("w", np.zeros(4))], nothing)
+
+
+# -- what digests know
+
+
+def test_same_bytes(tmp_path: Path) -> None:
+    a = np.arange(600_000, dtype=np.float32)
+    reader = saved(tmp_path, {"a": a, "b": a.copy(), "c": a + 1, "d": a[:-1].copy()}, world_size=3)
+    assert reader.same_bytes("a", "a")
+    assert reader.same_bytes("a", "b")
+    assert not reader.same_bytes("a", "c")
+    assert not reader.same_bytes("a", "d")
+
+
+# -- the whole way
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 256 * 1024, 4 * 1024 * 1024 + 1])
+def test_sizes_around_pages_and_chunks(tmp_path: Path, nbytes: int) -> None:
+    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    target = {"t": torch.zeros(nbytes, dtype=torch.uint8), "u": torch.zeros(3)}
+    with opened(tmp_path) as root:
+        root.move({"t": source, "u": torch.arange(3.0)}, target)
+    assert torch.equal(target["t"], source)
+    assert torch.equal(target["u"], torch.arange(3.0))
+
+
+@pytest.fixture(autouse=True)
+def _no_leftovers() -> Iterator[None]:
+    yield
+    assert not [t for t in threading.enumerate() if t.name.startswith("ckptlib-read")]

@@ -1,0 +1,299 @@
+"""What a load does to its targets, and what it says when they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from onerank import Holder, Root, bits, opened, same, same_modules
+from torch import nn
+
+import ckptlib
+from ckptlib import CheckpointNotFound, PerRank, Sharded, StateMismatch, UnsupportedState
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
+    with opened(tmp_path_factory.mktemp("root")) as root:
+        yield root
+
+
+class Tied(nn.Module):
+    def __init__(self, tied: bool, device: str = "cpu") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4, device=device)
+        self.head = nn.Linear(4, 6, bias=False, device=device)
+        self.register_buffer("scale", torch.ones(2, device=device))
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+# -- ties
+
+
+@pytest.mark.parametrize("from_tied", [True, False])
+@pytest.mark.parametrize("into_tied", [True, False])
+def test_tied_weights_go_into_tied_and_untied_targets(root: Root, from_tied: bool, into_tied: bool) -> None:
+    source, target = Tied(from_tied), Tied(into_tied)
+    with torch.no_grad():
+        source.head.weight.copy_(source.embed.weight)
+    root.move({"m": source}, {"m": target})
+    assert same_modules(source, target)
+    assert (target.head.weight is target.embed.weight) == into_tied
+    assert root.nbytes_of("m/embed.weight") == 6 * 4 * 4
+    assert root.nbytes_of("m/head.weight") == (0 if from_tied else 6 * 4 * 4)
+
+
+def test_two_values_do_not_go_into_one_tensor(root: Root) -> None:
+    root.save({"m": Tied(False)})
+    with pytest.raises(StateMismatch, match=r"m/head.weight: is tied to what m/embed.weight fills"):
+        root.load({"m": Tied(True)})
+
+
+def test_a_tie_may_be_across_modules_and_optimizers_know_it(root: Root) -> None:
+    def make() -> dict[str, Any]:
+        model = Tied(True)
+        return {"m": model, "again": {"w": model.embed.weight}, "o": torch.optim.Adam(model.parameters(), lr=0.1)}
+
+    source, target = make(), make()
+    source["m"].head(source["m"].embed(torch.tensor([1, 2]))).sum().backward()
+    source["o"].step()
+    root.move(source, target)
+    assert same_modules(source["m"], target["m"])
+    assert same(list(target["o"].state.values()), list(source["o"].state.values()))
+
+
+# -- modules without memory
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_meta_modules_get_their_memory_from_the_load(root: Root, tied: bool) -> None:
+    source, target = Tied(tied), Tied(tied, device="meta")
+    source.embed.weight.requires_grad_(False)
+    target.embed.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in source.parameters() if p.requires_grad] or [torch.ones(1)])
+    root.save({"m": source, "o": optimizer})
+    root.load({"m": target}, only="m")
+    assert same_modules(source, target)
+    assert not any(t.is_meta for t in target.state_dict().values())
+    assert (target.head.weight is target.embed.weight) == tied
+    assert [(type(p), p.requires_grad) for p in target.parameters()] == [
+        (nn.Parameter, p.requires_grad) for p in source.parameters()
+    ]
+
+
+def test_an_optimizer_is_made_after_its_meta_module_was_loaded(root: Root) -> None:
+    source, target = nn.Linear(3, 2), nn.Linear(3, 2, device="meta")
+    optimizer = torch.optim.Adam(source.parameters())
+    source(torch.ones(3)).sum().backward()
+    optimizer.step()
+    root.save({"m": source, "o": optimizer})
+    with pytest.raises(UnsupportedState, match=r"o: holds parameters on the meta device.*load the module first"):
+        root.load({"m": target, "o": torch.optim.Adam(target.parameters())})
+    root.load({"m": target}, only="m")
+    resumed = torch.optim.Adam(target.parameters())
+    root.load({"m": target, "o": resumed})
+    assert same(list(resumed.state.values()), list(optimizer.state.values()))
+
+
+def test_what_is_not_in_the_checkpoint_stays_without_memory(root: Root) -> None:
+    target = nn.Linear(3, 2, device="meta")
+    report = root.move({"m": nn.Linear(3, 2, bias=False)}, {"m": target}, strict=False)
+    assert report.missing == ("m/bias",)
+    assert not target.weight.is_meta
+    assert target.bias.is_meta
+
+
+def test_a_plain_meta_tensor_is_refused(root: Root) -> None:
+    root.save({"t": torch.ones(3)})
+    with pytest.raises(UnsupportedState, match="t: is on the meta device"):
+        root.load({"t": torch.empty(3, device="meta")})
+
+
+# -- what does not fit
+
+
+def test_one_error_names_everything_that_does_not_fit(root: Root) -> None:
+    root.save({"a": torch.ones(3), "b": torch.ones(2, dtype=torch.float16), "c": 1, "d": torch.ones(1), "h": Holder(1)})
+    target = {"a": torch.zeros(4), "b": torch.zeros(2), "e": torch.zeros(1), "f": 0, "g": Holder()}
+    before = {name: bits(t) for name, t in target.items() if isinstance(t, torch.Tensor)}
+    with pytest.raises(StateMismatch) as caught:
+        root.load(target)
+    for text in (
+        f"step {root.step} does not fit the state",
+        "a: target is float32[4], checkpoint has float32[3]",
+        "b: target is float32[2], checkpoint has float16[2]",
+        "e: not in the checkpoint",
+        "f: not in the checkpoint",
+        "g: not in the checkpoint",
+        "c: not in the state",
+        "d: not in the state",
+        "h: not in the state",
+    ):
+        assert text in str(caught.value)
+    assert before == {name: bits(t) for name, t in target.items() if isinstance(t, torch.Tensor)}
+    assert target["f"] == 0
+
+
+def test_long_lists_of_misfits_are_cut(root: Root) -> None:
+    root.save({"a": {str(i): i for i in range(60)}})
+    with pytest.raises(StateMismatch, match="and 20 more"):
+        root.load({})
+
+
+def test_not_strict_loads_what_fits_and_reports_the_rest(root: Root) -> None:
+    target = {"a": torch.zeros(2), "c": 5, "e": Holder("old"), "f": torch.zeros(1)}
+    root.save({"a": torch.ones(2), "b": {"x": 1, "y": torch.ones(1)}, "g": Holder({"t": torch.ones(1)})})
+    report = root.load(target, strict=False)
+    assert torch.equal(target["a"], torch.ones(2))  # type: ignore[arg-type]
+    assert set(report.missing) == {"c", "e", "f"}
+    assert set(report.unexpected) == {"b/x", "b/y", "g"}
+    assert (target["c"], target["e"].taken) == (5, 0)  # type: ignore[attr-defined]
+    with pytest.raises(StateMismatch, match="a: target is"):  # what does not fit is no matter of strictness
+        root.load({"a": torch.zeros(3)}, strict=False)
+
+
+def test_expanded_targets_are_refused_before_anything_is_filled(root: Root) -> None:
+    root.save({"a": torch.ones(3, 4), "b": torch.ones(2)})
+    target = {"a": torch.zeros(3, 1).expand(3, 4), "b": torch.zeros(2)}
+    with pytest.raises(StateMismatch, match="a: elements of the target share memory"):
+        root.load(target)
+    assert not target["b"].any()
+
+
+# -- only, map, cast
+
+
+def test_only_a_part(root: Root) -> None:
+    def zeros() -> dict[str, Any]:
+        return {"m": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "n": {"a": 0, "b": torch.zeros(1)}, "h": Holder()}
+
+    source = {"m": zeros()["m"], "n": {"a": 7, "b": torch.ones(1)}, "h": Holder("x")}
+    root.save(source)
+    for only, filled in {
+        "m": {"m/0", "m/1"},
+        "m/0.*": {"m/0"},
+        ("m/1.weight", "m/1.bias", "h"): {"m/1", "h"},
+        "n": {"n/a", "n/b"},
+        "n/b": {"n/b"},
+        "n/[a]": {"n/a"},
+        "nothing": set(),
+    }.items():
+        target = zeros()
+        report = root.load(target, only=only)
+        found = {f"m/{i}" for i in (0, 1) if same_modules(source["m"][i], target["m"][i])}  # type: ignore[index]
+        found |= {"n/a"} if target["n"]["a"] else set()
+        found |= {"n/b"} if target["n"]["b"].any() else set()
+        found |= {"h"} if target["h"].content else set()
+        assert found == filled, only
+        assert (report.missing, report.unexpected) == ((), ())
+    with pytest.raises(StateMismatch, match=r"m/2\.weight: not in the checkpoint"):
+        root.load({"m": nn.Sequential(*zeros()["m"], nn.Linear(2, 2))}, only="m/2*")
+
+
+def test_only_takes_steps_without_the_optimizer(root: Root) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    root.save({"m": model, "o": torch.optim.Adam(model.parameters(), lr=0.25)})
+    root.load({"m": model, "o": optimizer}, only="m")
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    root.load({"m": model, "o": optimizer}, only=["o"])
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_map_renames_from_the_state_to_the_checkpoint(root: Root) -> None:
+    old, new = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer, resumed = torch.optim.Adam(old.parameters()), torch.optim.Adam(new.parameters(), lr=9.0)
+    old(torch.ones(3)).sum().backward()
+    optimizer.step()
+    root.save({"old": old, "o": optimizer, "count": 5, "holder": Holder({"t": torch.ones(2)})})
+    target = {"new": new, "o": resumed, "n": 0, "h": Holder()}
+    table = {"new/weight": "old/weight", "new/bias": "old/bias", "n": "count", "h": "holder"}
+    root.load(target, map=table)
+    assert same_modules(old, new)
+    assert same(list(resumed.state.values()), list(optimizer.state.values()))
+    assert resumed.param_groups[0]["lr"] == 1e-3
+    assert target["n"] == 5
+    assert same(target["h"].content, {"t": torch.ones(2)})  # type: ignore[attr-defined]
+    again = nn.Linear(3, 2)
+    root.load({"new": again}, map=lambda name: name.replace("new", "old"), only="new")
+    assert same_modules(old, again)
+    with pytest.raises(StateMismatch, match="n: not in the checkpoint"):
+        root.load(target, map={"n": "nowhere"}, only="n")
+
+
+def test_map_may_load_one_tensor_twice(root: Root) -> None:
+    target = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    root.save({"w": torch.arange(2.0)})
+    root.load(target, map=lambda name: "w")
+    assert same(target, {"a": torch.arange(2.0), "b": torch.arange(2.0)})
+
+
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int64], ids=str)
+@pytest.mark.parametrize("wanted", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_cast_only_when_asked(root: Root, saved: torch.dtype, wanted: torch.dtype) -> None:
+    source = torch.arange(-8, 8).view(4, 4).to(saved)
+    target = {"a": torch.zeros(4, 4, dtype=wanted), "b": torch.zeros(4, 4, dtype=wanted).t()}
+    root.save({"a": source, "b": source})
+    if saved == wanted:
+        root.load(target)
+    else:
+        with pytest.raises(StateMismatch, match=r"(?s)a: target is .*cast=True"):
+            root.load({"a": target["a"]}, only="a")
+        assert not target["a"].any()
+        root.load(target, cast=True)
+    assert same(target["a"], source.to(wanted))
+    assert same(target["b"], source.to(wanted))
+
+
+# -- objects
+
+
+def test_objects_are_filled_in_place_where_they_can_be(root: Root) -> None:
+    kept = torch.zeros(3)
+    content: Mapping[str, object] = {
+        "same": kept,
+        "other": torch.zeros(5),
+        "shared": torch.zeros(1).expand(4),
+        "list": [],
+    }
+    holder = Holder(content)
+    source = {"same": torch.ones(3), "other": torch.ones(4), "shared": torch.ones(4), "list": [torch.ones(1)]}
+    root.move({"h": Holder(source)}, {"h": holder})
+    assert same(holder.content, source)
+    assert holder.content["same"] is kept  # type: ignore[index]
+
+
+def test_one_tensor_of_an_object_in_two_places_takes_two_values(root: Root) -> None:
+    shared = torch.zeros(2)
+    holder = Holder([shared, shared])
+    root.move({"h": Holder([torch.ones(2), torch.full((2,), 2.0)])}, {"h": holder})
+    assert same(holder.content, [torch.ones(2), torch.full((2,), 2.0)])
+    holder = Holder()
+    root.move({"h": Holder([shared, shared, PerRank(torch.ones(1))])}, {"h": holder})
+    assert same(holder.content, [shared, shared, torch.ones(1)])
+
+
+def test_pieces_cut_by_hand_in_an_object(root: Root) -> None:
+    whole = torch.randn(5, 2)
+    mine = torch.zeros(2, 2)
+    root.save({"h": Holder({"w": Sharded(whole, (0, 0), (5, 2))})})
+    holder = Holder({"w": Sharded(mine, (3, 0), (5, 2))})
+    root.load({"h": holder})
+    assert torch.equal(mine, whole[3:])
+    assert holder.content["w"] is mine  # type: ignore[index]
+
+
+def test_a_value_that_became_an_object_and_the_like_are_told(root: Root) -> None:
+    root.save({"a": 1, "b": torch.ones(1), "c": Holder({"t": torch.ones(1)}), "d": {"x": 1}})
+    for name, node in {"a": torch.ones(1), "b": 1, "c": 1, "d": 1}.items():
+        with pytest.raises(StateMismatch, match=f"{name}: not in the checkpoint"):
+            root.load({name: node}, only=name)
+
+
+def test_an_absent_step_names_those_there_are(root: Root) -> None:
+    root.save({"a": 1})
+    with pytest.raises(CheckpointNotFound, match=rf"no step 999; the last ones are: .*{root.step}$"):
+        ckptlib.load(root.url, {"a": 0}, 999)
