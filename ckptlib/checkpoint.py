@@ -265,21 +265,19 @@ class LoadedRng:
         return {}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self._state = state
-
-    def restore(self) -> None:
-        """Puts the generators back; once."""
-        if self._state is None:
-            return
         if self._rank >= self._world_size:
             log.warning(
                 "rank %d has no saved random state: the checkpoint is of %d ranks; it gets one derived from rank 0's",
                 self._rank,
                 self._world_size,
             )
-            self._state = rng.derive(self._state, self._rank)
-        rng.restore(self._state)
-        self._state = None
+            state = rng.derive(state, self._rank)
+        self._state = state
+
+    def restore(self) -> None:
+        """Puts the generators back; each time to the same state."""
+        if self._state is not None:
+            rng.restore(self._state)
 
 
 def _unexpected_everywhere(group: Group, unexpected: list[str]) -> list[str]:

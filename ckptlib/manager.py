@@ -210,6 +210,7 @@ class Checkpointer:
         """
         if self._generators is not None:
             self._generators.restore()
+            self._generators = None
         self._final = total
         for step in range(start, total):
             yield step
@@ -235,6 +236,8 @@ class Checkpointer:
             self._await_room()
         if last or (word.due and not word.busy):
             self._save(step, metrics, word)
+        if last:  # no step of an optimizer follows, so nothing would wait at the fence
+            self._fence.wait()
         self._note_staged()
         self._fence.forget()
         if not self._stopping:
