@@ -1,0 +1,40 @@
+"""Jobs that end in ways that need a process of their own: jobs.py KIND URL ARENA."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import torch
+
+import ckptlib
+
+
+def main() -> None:
+    kind, url, arena = sys.argv[1:]
+    torch.manual_seed(0)
+    model = torch.nn.Linear(200, 200)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ckptlib.Checkpointer(url, {"model": model, "optim": optimizer}, every=100, arena=arena) as ckpt:
+        start = ckpt.restore().step
+        print("start", start, flush=True)
+        for step in ckpt.loop(start, start + 20):
+            model(torch.randn(4, 200)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if kind == "terminated" and step == start + 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if kind == "terminated twice" and step == start + 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)
+            if kind == "raises" and step == start + 7:
+                ckpt._owed = True  # due at the step after next
+            if kind == "raises" and step == start + 9:
+                raise KeyError("the trainer's own trouble")
+        print("ended", step + 1, ckpt.stopping, flush=True)
+    print("closed", flush=True)
+
+
+if __name__ == "__main__":
+    main()
