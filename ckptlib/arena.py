@@ -10,7 +10,8 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -43,8 +44,7 @@ class Arena:
         self._warming: threading.Thread | None = None
         self.on_made: Callable[[Path], None] = lambda path: None
         """Told of each slot when it is made, from any thread: who has it open unlinks it, should this process die."""
-        for path in self.orphans(reclaim=True):
-            log.info("%s is still in use by the job before this one", path)
+        self.reclaim()
 
     @property
     def slots(self) -> list[Slot]:
@@ -145,19 +145,39 @@ class Arena:
         slot.close()
         _own.discard(slot.path)
 
-    def orphans(self, reclaim: bool = False) -> list[Path]:
-        """Slots of this root, of other generations, that another live process has open on this host.
+    def being_read(self) -> list[Path]:
+        """Slots of this root, of other generations, that a writer on this host has yet to finish with."""
+        with self._others() as slots:
+            return [slot.path for slot in slots if slot.being_read()]
 
-        `reclaim`: unlinks those that none has; what was killed together with its writer.
-        """
-        found = []
+    def reclaim(self) -> list[Path]:
+        """Unlinks the slots of this root, of other generations, that no live process on this host has open."""
+        with self._others() as slots:
+            left_behind = [slot for slot in slots if slot.abandoned()]
+            for slot in left_behind:
+                log.info("reclaimed %s, a slot that its processes left behind", slot.path)
+                slot.unlink()
+            return [slot.path for slot in left_behind]
+
+    @contextmanager
+    def _others(self) -> Iterator[list[Slot]]:
+        """Open for a moment; what is no slot of this user is left alone."""
+        slots = []
         for directory in filter(None, (self._directory, self._fallback)):
             for entry in os.scandir(directory):
                 path = Path(entry.path)
                 other = entry.name.startswith(self._root_prefix) and not entry.name.startswith(self._prefix)
-                if other and entry.name.endswith(SUFFIX) and path not in _own and _alive(path, reclaim):
-                    found.append(path)
-        return found
+                if other and entry.name.endswith(SUFFIX) and path not in _own:
+                    try:
+                        slots.append(Slot.open(path))
+                    except FormatError as error:
+                        if path.exists():
+                            log.warning("left alone: %s", error)
+        try:
+            yield slots
+        finally:
+            for slot in slots:
+                slot.close()
 
     def close(self, unlink: bool) -> None:
         """Lets go of the slots; `unlink` them unless a writer is to finish with them."""
@@ -167,19 +187,3 @@ class Arena:
                 slot.unlink()
             self._drop(slot)
         self._slots.clear()
-
-
-def _alive(path: Path, reclaim: bool) -> bool:
-    """Whether another process has the slot open; where none has, `reclaim` unlinks it."""
-    try:
-        slot = Slot.open(path)
-    except FormatError as error:
-        if path.exists():
-            log.warning("left alone: %s", error)
-        return False
-    alive = not slot.abandoned()
-    if reclaim and not alive:
-        log.info("reclaimed %s, a slot that its processes left behind", path)
-        slot.unlink()
-    slot.close()
-    return alive

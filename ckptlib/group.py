@@ -6,8 +6,9 @@ pickled. A group of its own (gloo, CPU) keeps them apart from the trainer's.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -118,6 +119,7 @@ class TorchGroup(Group):
         self._timeout = timeout
         self.size = len(self._ranks)
         self.rank = self._ranks.index(dist.get_rank())
+        self._held: deque[tuple[torch.Tensor, ...]] = deque(maxlen=8)
         _num_groups[over.group_name] += 1
         store = _store(f"groups/{over.group_name}/{_num_groups[over.group_name]}")
         gloo = self._run("connecting", lambda: dist.ProcessGroupGloo(store, self.rank, self.size, timeout))
@@ -126,11 +128,14 @@ class TorchGroup(Group):
     @override
     def gather(self, data: bytes) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._wait("gather", lambda: self._gloo.allgather([sizes], [torch.tensor([len(data)])]))
+        length = torch.tensor([len(data)])
+        self._hold(length, *sizes)
+        self._wait("gather", lambda: self._gloo.allgather([sizes], [length]))
         longest = max(int(size) for size in sizes)
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
         found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        self._hold(mine, *found)
         if longest:
             self._wait("gather", lambda: self._gloo.allgather([found], [mine]))
         return [t[: int(n)].numpy().tobytes() for t, n in zip(found, sizes, strict=True)]
@@ -153,11 +158,13 @@ class TorchGroup(Group):
     def broadcast_from(self, rank: int, buffer: torch.Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = rank
+        self._hold(buffer)
         self._wait("broadcast", lambda: self._gloo.broadcast([buffer], options))
 
     @override
     def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
         tensor = torch.tensor(values, dtype=torch.int64)
+        self._hold(tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         work = self._run("agreement", lambda: self._gloo.allreduce([tensor], options))
@@ -177,6 +184,14 @@ class TorchGroup(Group):
     def close(self) -> None:
         self._gloo.shutdown()
 
+    def _hold(self, *tensors: torch.Tensor) -> None:
+        """Keeps tensors until long after their collective.
+
+        A gloo thread lets go of them a little later than the caller; were it the last to do so, it would need the GIL,
+        which whoever destroys a process group holds while it waits for that thread: both would hang.
+        """
+        self._held.append(tensors)
+
     def _wait(self, what: str, start: Callable[[], dist.Work]) -> None:
         self._run(what, lambda: start().wait())
 
@@ -195,8 +210,12 @@ _num_groups: Counter[str] = Counter()
 
 
 def _store(prefix: str) -> Store:
-    """The key-value store by which torch.distributed was initialised."""
-    return PrefixStore(f"ckptlib/{prefix}", dist.distributed_c10d._get_default_store())
+    """The key-value store by which torch.distributed was initialised.
+
+    torchrun's outlives a restart of the ranks, with all that the dead ones wrote.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"ckptlib/{attempt}/{prefix}", dist.distributed_c10d._get_default_store())
 
 
 def together(group: Group, what: str, call: Callable[[], Result]) -> Result:

@@ -130,7 +130,6 @@ class Checkpointer:
         Collective. A damaged step is skipped, loudly, on all ranks together, and the one before it is taken. What a
         predecessor's writers still have under way on this host is waited for.
         """
-        began = time.perf_counter()
         self._await_orphans()
         catalog, rank = self._session.catalog, self._group.rank
 
@@ -148,12 +147,12 @@ class Checkpointer:
                 if rank == 0:
                     log.error("step %s is damaged and is skipped, the one before it is tried: %s", step, damage)
                 continue
-            report = replace(report, seconds=time.perf_counter() - began, skipped=tuple(skipped))
+            report = replace(report, skipped=tuple(skipped))
             break
         else:
             if skipped:
                 raise CorruptData(f"{catalog.store.url}: every step is damaged: " + "; ".join(skipped))
-            report = LoadReport(0, catalog.store.url, None, 0, time.perf_counter() - began)
+            report = LoadReport(0, catalog.store.url, None, 0, 0.0)
         if rank == 0:
             log.info("restored %s", report)
         return report
@@ -187,10 +186,10 @@ class Checkpointer:
         """Waits, on every host, for writers of this root that are not this job's."""
         deadline = time.monotonic() + ORPHANS_TIMEOUT_S
         told = False
-        while self._session.arena.orphans():
+        while self._session.arena.being_read():
             if time.monotonic() > deadline:
                 log.warning(
-                    "another live job on this host has snapshots of %s; if it is no left-over, it will be superseded",
+                    "writers of an earlier job still persist snapshots of %s; what they have not finished is given up",
                     self._session.store.url,
                 )
                 break

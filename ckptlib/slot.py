@@ -213,6 +213,13 @@ class Slot:
         """Gives the content free."""
         self._lock(_CONTENT, fcntl.LOCK_UN)
 
+    def being_read(self) -> bool:
+        """Whether another process reads the content, or overwrites it."""
+        free = self.try_write_lock()
+        if free:
+            self.unlock()
+        return not free
+
     def abandoned(self) -> bool:
         """Whether no other process has the slot open; asked by one that opened it after they did."""
         alone = self._lock(_ALIVE, fcntl.LOCK_EX | fcntl.LOCK_NB)

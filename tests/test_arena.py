@@ -200,15 +200,27 @@ def test_slots_of_a_live_process_are_left_alone_and_those_of_a_dead_one_go(tmp_p
         paths = {Path(text) for text in line.split()}
         assert len(paths) == 2
         arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
-        assert {*arena.orphans(reclaim=True)} == paths
+        assert arena.reclaim() == []
         assert all(path.exists() for path in paths)
         other.send_signal(signal.SIGKILL)
         other.wait(60)
-        assert arena.orphans() == []
         assert all(path.exists() for path in paths), "only reclaimed when asked"
-    arena.close(unlink=True)
-    arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)  # asks
+        assert {*arena.reclaim()} == paths
     assert names(tmp_path) == set()
+    arena.close(unlink=True)
+
+
+def test_a_slot_that_a_writer_still_reads_is_waited_for(tmp_path: Path) -> None:
+    left = Slot.create(tmp_path, f"ckptlib-{ROOT_ID[:16]}-{GenerationId(6, '00000006')}", SIZE)
+    left.close()
+    with process("read", left.path) as (other, line):
+        assert line == "reading"
+        arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
+        assert arena.being_read() == [left.path]
+        assert arena.reclaim() == []
+        other.send_signal(signal.SIGKILL)
+        other.wait(60)
+        assert arena.being_read() == []
     arena.close(unlink=True)
 
 
@@ -218,7 +230,7 @@ def test_other_roots_and_this_generation_are_nobodys_orphans(tmp_path: Path) -> 
         Slot.create(tmp_path, f"ckptlib-{root[:16]}-{generation}", SIZE).close()
     before = names(tmp_path)
     arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
-    assert arena.orphans(reclaim=True) == []
+    assert (arena.reclaim(), arena.being_read()) == ([], [])
     assert names(tmp_path) == before
 
 
@@ -227,13 +239,13 @@ def test_two_arenas_of_one_root_in_one_process_leave_each_other_alone(tmp_path: 
     first = Arena(ROOT_ID, GenerationId(6, "00000006"), tmp_path, 2)
     slot = taken(first, -1, [])
     second = Arena(ROOT_ID, GENERATION, tmp_path, 2)
-    assert second.orphans(reclaim=True) == []
+    assert second.reclaim() == []
     assert slot.path.exists()
     with process("read", slot.path) as (_, line):
         assert line == "", "the lock of the first arena still holds"
     first.close(unlink=False)
     assert slot.path.exists(), "left to a writer"
-    assert second.orphans(reclaim=True) == []
+    assert second.reclaim() == [slot.path]
     assert not slot.path.exists(), "nobody's now"
 
 

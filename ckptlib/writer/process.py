@@ -105,6 +105,7 @@ class WriterProcess:
             self._persists.put(partial(self._fail, save, SaveFailed(message["error"])))
         elif op == "persist":
             self._expected.discard(save)
+            self._slots[message["slot"]].read_lock()  # from now on, so that a successor sees that there is work to do
             self._persists.put(partial(self._persist, save, message["slot"]))
         elif op == "commit":
             self._commits.put(partial(self._commit, save, time.monotonic()))
@@ -126,7 +127,6 @@ class WriterProcess:
     def _persist(self, save: SaveId, path: str) -> None:
         began = time.monotonic()
         slot = self._slots[path]
-        slot.read_lock()
         try:
             part = self._persister.persist(slot, save)
         except (CkptError, OSError, ValueError) as error:
