@@ -114,6 +114,8 @@ class _Walk:
         self.flat = Flat()
         self._memo = memo
         self.param_names: dict[int, str] = {}
+        self.by_hand: dict[int, Sharded] = {}
+        """By id of the tensor that each of them holds."""
         self.owners: dict[int, torch.optim.Optimizer] = {}
         self._names: set[str] = set()
         self._seen: dict[object, str] = {}
@@ -165,7 +167,9 @@ class _Walk:
         known = self._memo.get(name)
         if known is None or known[0] is not tensor:
             refuse_tensor(tensor, name)
-        self.param_names.setdefault(id(tensor), name)
+        self.param_names.setdefault(id(local_of(tensor)), name)
+        if isinstance(tensor, Sharded):
+            self.by_hand[id(tensor.tensor)] = tensor
         key = _identity(tensor)
         if key is not None and not per_rank:
             first = self._seen.setdefault(key, name)
@@ -177,7 +181,7 @@ class _Walk:
             self.flat.leaves.append(leaf)
 
     def _leaf(self, tensor: torch.Tensor | Sharded, name: str, per_rank: bool) -> Leaf | None:
-        owner = self.owners.get(id(tensor))
+        owner = self.owners.get(id(local_of(tensor)))
         place = _place(tensor)
         known = self._memo.get(name)
         if known is not None and known[0] is tensor and known[1] == place:
@@ -232,6 +236,11 @@ class _Walk:
 
 
 _TREES: dict[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tuple: "tuple"}
+
+
+def local_of(tensor: torch.Tensor | Sharded) -> torch.Tensor:
+    """The tensor that an optimizer would know."""
+    return tensor.tensor if isinstance(tensor, Sharded) else tensor
 
 
 def is_stateful(node: object) -> bool:
@@ -351,7 +360,7 @@ def _is_buffer(tensor: torch.Tensor) -> bool:
 
 def _place(tensor: torch.Tensor | Sharded) -> object:
     """Changes when the tensor gets other memory, or another view of it."""
-    local = tensor.tensor if isinstance(tensor, Sharded) else tensor
+    local = local_of(tensor)
     if isinstance(local, DTensor):
         local = local.to_local()
     return local.data_ptr(), local.shape, local.dtype
@@ -452,12 +461,20 @@ def _flatten_optimizer(walk: _Walk, path: str, optimizer: torch.optim.Optimizer)
             for entry, content in optimizer.state.get(param, {}).items():
                 if not isinstance(entry, str):
                     raise UnsupportedState(f"{path}/{name}: optimizer state has the key {entry!r}; keys must be text")
-                _flatten_optimizer_entry(walk, state_path(path, name, entry), content, optimizer)
+                cut = cut_like(walk.by_hand.get(id(param)), content)
+                _flatten_optimizer_entry(walk, state_path(path, name, entry), cut, optimizer)
+
+
+def cut_like(param: Sharded | None, value: object) -> object:
+    """Optimizer state of a parameter that was cut by hand: what has its shape was cut like it."""
+    if param is None or not isinstance(value, torch.Tensor) or value.shape != param.tensor.shape:
+        return value
+    return Sharded(value, param.offset, param.shape)
 
 
 def _flatten_optimizer_entry(walk: _Walk, path: str, value: object, optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(value, torch.Tensor):
-        walk.owners[id(value)] = optimizer
+    if isinstance(value, (torch.Tensor, Sharded)):
+        walk.owners[id(local_of(value))] = optimizer
         walk.add_tensor(value, path, per_rank=False)
     else:
         walk.add_object(value, path, per_rank=False)

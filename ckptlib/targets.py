@@ -106,7 +106,7 @@ class Saved:
 
     def same(self, first: str, second: str) -> bool:
         """Whether two saved tensors are one, or are equal."""
-        return first == second or self._reader.same_bytes(first, second)
+        return first == second or (first in self.tensors and self._reader.same_bytes(first, second))
 
     def value(self, path: str) -> object:
         return values.decode(self.values[path], path)
@@ -392,17 +392,19 @@ class _Walk:
                 self._used.add(f"{saved_path}/{saved_name}")
                 self._add_param_state(optimizer, group, param, entries.get(saved_name, {}))
         for name, first in self._ties.items():
-            self._check_tie(path, name, entries.get(self._named(name), {}), entries.get(self._named(first), {}))
-            taken.add(self._named(name))
+            taken.add(self._saved.first_name(self._named(name)))
+            self._check_tie(path, name, first, entries)
         self.targets.unexpected += [f"{saved_path}/{name}" for name in sorted(groups.keys() - taken)]
 
-    def _check_tie(self, path: str, name: str, entries: Mapping[str, str], first: Mapping[str, str]) -> None:
+    def _check_tie(self, path: str, name: str, first: str, entries: Mapping[str, Mapping[str, str]]) -> None:
         """One parameter here may have been two: a pipeline has the tied weight on its first stage and on its last."""
-        tensors = [key for key in entries if entries[key] in self._saved.tensors]
-        if not all(key in first and self._saved.same(first[key], entries[key]) for key in tensors):
-            self.targets.mismatched.append(
-                f"{path}/{name}: is tied here, but was saved with optimizer state of its own"
-            )
+        mine, taken = (self._saved.first_name(self._named(n)) for n in (name, first))
+        if mine == taken:
+            return
+        other = entries.get(taken, {})
+        for key, saved_name in entries.get(mine, {}).items():
+            if saved_name in self._saved.tensors and not self._saved.same(other.get(key, ""), saved_name):
+                self.targets.mismatched.append(f"{path}/{name}: is tied to {first}, but their optimizer state differs")
 
     def _entries_by_param(self, path: str) -> dict[str, dict[str, str]]:
         """By parameter: the keys of its saved state, each with its full name."""
