@@ -1,0 +1,185 @@
+"""Agreement of ranks on what they hold: threads stand for ranks, since the claim is about logic."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rankthreads import run_ranks
+
+from ckptlib import UnsupportedState, plan
+from ckptlib.box import Box
+from ckptlib.group import Group, SoloGroup
+from ckptlib.layout import ByHand, Layout, Mesh, PerRank, Placed
+from ckptlib.replicas import Agreement, agree, alone, entries_of, rows_of
+from ckptlib.sharding import Replicate, Shard
+from ckptlib.state import Leaf, Plain
+
+OWNER = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+
+
+def plain(name: str, tensor: torch.Tensor, owned: bool = False) -> Leaf:
+    whole = ((Box.whole(tuple(tensor.shape)), tensor),) if tensor.numel() else ()
+    return Leaf(name, str(tensor.dtype)[6:], tuple(tensor.shape), Plain(), whole, OWNER if owned else None)
+
+
+def placed(name: str, rank: int, ranks: tuple[int, ...], shape: tuple[int, ...] = (8,)) -> Leaf:
+    held = Placed(Mesh((len(ranks),), ranks), (Shard(0),), None)
+    size = shape[0] // len(ranks)
+    box = Box((ranks.index(rank) * size,), (size,))
+    return Leaf(name, "float32", shape, held, ((box, torch.full((size,), float(rank))),), None)
+
+
+def agreed(size: int, leaves: Callable[[int], Sequence[Leaf]]) -> list[Agreement]:
+    def on_rank(group: Group) -> Agreement:
+        mine = leaves(group.rank)
+        return agree(mine, rows_of(mine, group), group)
+
+    return run_ranks(size, on_rank)
+
+
+def over(*ranks: int) -> Placed:
+    return Placed(Mesh((len(ranks),), ranks), (Replicate(),), None)
+
+
+# -- plain tensors
+
+
+def test_equal_bytes_are_replicas_on_the_ranks_that_have_them() -> None:
+    def leaves(rank: int) -> list[Leaf]:
+        found = [
+            plain("all", torch.arange(5.0)),
+            plain("nan", torch.tensor([float("nan")])),
+            plain("empty", torch.ones(0)),
+        ]
+        return [*found, plain("odd", torch.ones(2))] if rank % 2 else found
+
+    agreements = agreed(4, leaves)
+    for rank, agreement in enumerate(agreements):
+        expected = {"all": over(0, 1, 2, 3), "nan": over(0, 1, 2, 3), "empty": over(0, 1, 2, 3)}
+        assert agreement.holdings == expected | ({"odd": over(1, 3)} if rank % 2 else {})
+        assert agreement.holders == {}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rank: torch.full((3,), float(rank // 2)),
+        lambda rank: torch.ones(3 + rank // 2),
+        lambda rank: torch.ones(3, dtype=torch.float32 if rank < 2 else torch.float64),
+        lambda rank: torch.tensor([0.0, -0.0][rank // 2]),
+    ],
+    ids=["values", "shapes", "dtypes", "sign of zero"],
+)
+def test_differing_tensors_are_every_ranks_own_and_one_warning_names_them(
+    make: Callable[[int], torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        agreements = agreed(4, lambda rank: [plain("bn.mean", make(rank)), plain("same", torch.ones(2))])
+    assert all(a.holdings == {"bn.mean": PerRank(), "same": over(0, 1, 2, 3)} for a in agreements)
+    (record,) = caplog.records
+    assert "bn.mean differs between ranks 0 and " in record.getMessage()
+
+
+@pytest.mark.parametrize("difference", ["values", "shapes"])
+def test_what_an_optimizer_owns_must_not_differ(difference: str) -> None:
+    def leaves(rank: int) -> list[Leaf]:
+        tensor = torch.full((3,), float(rank)) if difference == "values" else torch.ones(3 + rank)
+        return [plain("w", tensor, owned=True)]
+
+    with pytest.raises(UnsupportedState, match=r"w is .*stage-global ones in a pipeline.*DTensor or Sharded.*PerRank"):
+        agreed(2, leaves)
+
+
+def test_one_name_for_different_kinds_is_refused_on_all_ranks() -> None:
+    def on_rank(group: Group) -> str:
+        mine = [plain("w", torch.ones(8)) if group.rank == 1 else placed("w", group.rank, (0, 1, 2, 3))]
+        with pytest.raises(UnsupportedState) as caught:
+            agree(mine, rows_of(mine, group), group)
+        return str(caught.value)
+
+    messages = run_ranks(4, on_rank)
+    assert len(set(messages)) == 1
+    assert "w is not the same tensor on ranks [0, 1, 2, 3]" in messages[0]
+
+
+# -- the others
+
+
+def test_meshes_are_told_in_the_groups_ranks() -> None:
+    def leaves(rank: int) -> list[Leaf]:
+        return [placed("w", rank + 4, (4, 5))]
+
+    def on_rank(group: Group) -> Agreement:
+        mine = leaves(group.rank)
+        return agree(mine, rows_of(mine, group), group)
+
+    for agreement in run_ranks(2, on_rank, first_global_rank=4):
+        holding = agreement.holdings["w"]
+        assert isinstance(holding, Placed)
+        assert holding.mesh == Mesh((2,), (0, 1))
+    with pytest.raises(UnsupportedState, match=r"w: its mesh has rank\(s\) \[4, 5\].*process_group="):
+        run_ranks(2, on_rank)
+
+
+def test_a_mesh_of_which_some_do_not_hold_it_yet() -> None:
+    """An expert that has seen no token has no optimizer state; the others must not wait for its rank."""
+    held = over(0, 1)
+
+    def leaves(rank: int) -> list[Leaf]:
+        leaf = Leaf("o/w/exp_avg", "float32", (2,), held, ((Box.whole((2,)), torch.ones(2)),), None)
+        return [leaf] if rank == 1 else []
+
+    none, one = agreed(2, leaves)
+    assert none == Agreement({}, {})
+    assert one.holders == {"o/w/exp_avg": frozenset({1})}
+    entries = plan.assign(entries_of(leaves(1), one))
+    assert plan.writes(entries[0], 1, one.holders["o/w/exp_avg"])
+
+
+def test_per_rank_and_by_hand_need_no_agreement() -> None:
+    def leaves(rank: int) -> list[Leaf]:
+        own = Leaf("own", "float32", (rank,), PerRank(), ((Box.whole((rank,)), torch.ones(rank)),), None)
+        cut = Leaf("cut", "float32", (9,), ByHand(), ((Box((rank,), (1,)), torch.ones(1)),), None)
+        return [own, cut]
+
+    assert all(a.holdings == {"own": PerRank(), "cut": ByHand()} for a in agreed(3, leaves))
+
+
+def test_alone_a_rank_writes_all_it_holds() -> None:
+    before = Agreement({"old": over(0, 1), "own": PerRank()}, {})
+    leaves = [plain("old", torch.ones(1)), plain("new", torch.ones(1)), plain("own", torch.ones(1))]
+    found = alone(leaves, SoloGroup(), before)
+    assert found.holdings == {"old": over(0), "new": over(0), "own": PerRank()}
+    assert all(plan.writes(entry, 0) for entry in entries_of(leaves, found))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 4), st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 15)), max_size=6))
+def test_every_replica_is_written_once(size: int, names: list[tuple[str, int]]) -> None:
+    """Whatever set of ranks has which name: one writer, and all layouts of a name agree about it."""
+    who = {name: {r for r in range(size) if mask >> r & 1} for name, mask in names}
+
+    def leaves(rank: int) -> list[Leaf]:
+        return [plain(name, torch.full((3,), float(ord(name)))) for name in sorted(who) if rank in who[name]]
+
+    writers: dict[str, list[int]] = {}
+    for rank, agreement in enumerate(agreed(size, leaves)):
+        layout = Layout(size, tuple(plan.assign(entries_of(leaves(rank), agreement))))
+        for entry in layout.tensors:
+            if plan.writes(entry, rank, agreement.holders.get(entry.name)):
+                writers.setdefault(entry.name, []).append(rank)
+    assert writers.keys() == {name for name, ranks in who.items() if ranks}
+    assert all(len(ranks) == 1 and ranks[0] in who[name] for name, ranks in writers.items())
+
+
+def test_digests_do_not_depend_on_strides() -> None:
+    base = torch.randn(4, 6, dtype=torch.complex64)
+    views = [base.t().contiguous(), base.t(), base.conj().t().conj(), base.t().clone()[:, :]]
+    rows = [rows_of([plain("w", view)], SoloGroup())["w"] for view in views]
+    assert all(row == rows[0] for row in rows)
+    assert rows_of([plain("w", base.t().conj())], SoloGroup())["w"] != rows[0]
