@@ -104,7 +104,8 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 def launch(module: str, num_ranks: int, arguments: Mapping[str, object], timeout_s: float) -> list[Line]:
     """Runs `module` under torchrun; returns what its ranks gave to `tell`.
 
-    `arguments`: found by the ranks with `told`. Raises RuntimeError with what they printed when one fails.
+    `arguments`: found by the ranks with `told`. Raises RuntimeError with what they printed when one fails,
+    subprocess.TimeoutExpired when they do not end.
     """
     with tempfile.TemporaryDirectory() as directory:
         environment = {
@@ -116,17 +117,30 @@ def launch(module: str, num_ranks: int, arguments: Mapping[str, object], timeout
         }
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         with (Path(directory) / "log").open("wb+") as log:
-            done = subprocess.run(
-                [*command, "-m", module], env=environment, timeout=timeout_s, stdout=log, stderr=subprocess.STDOUT
-            )
+            process = subprocess.Popen([*command, "-m", module], env=environment, stdout=log, stderr=subprocess.STDOUT)
+            try:
+                code = process.wait(timeout_s)
+            finally:
+                _end(process)
             log.seek(0)
-            if done.returncode:
+            if code:
                 raise RuntimeError(f"{module} on {num_ranks} ranks failed:\n{log.read().decode()[-8000:]}")
         return [
             json.loads(line)
             for path in sorted(Path(directory).glob("rank-*"))
             for line in path.read_text(encoding="utf-8").splitlines()
         ]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Asks first: torchrun takes its ranks along then, and leaves them behind when it is killed."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def told() -> Line:
