@@ -1,0 +1,375 @@
+"""The libraries that ckptlib is measured against, each used as its own documentation says.
+
+A state is a flat dict of tensors, DTensors where there are several ranks. Every save is durable when it is waited for:
+where a library does not flush what it wrote, `flush` does it for it, and its name ends in "+fsync". Imports happen
+inside the classes, so that a process pays only for the peer that it runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from typing_extensions import override
+
+State = dict[str, torch.Tensor]
+Wait = Callable[[], None]
+
+
+class Peer(ABC):
+    """One library. Collective: all ranks make it and call it alike."""
+
+    needs: str | None = None
+    """The module that must be installed."""
+    max_ranks: int | None = None
+    """It is not made for more."""
+
+    @abstractmethod
+    def begin(self, state: State, directory: Path, step: int) -> Wait:
+        """Saves, and blocks as long as training would be blocked; call the result to wait until it is durable."""
+
+    def load(self, state: State, directory: Path, step: int) -> None:
+        """Fills `state` in place."""
+        raise NotImplementedError(f"{type(self).__name__} does not load in this benchmark")
+
+    def close(self) -> None:
+        """Lets go of processes and threads."""
+
+
+def done() -> None:
+    """Nothing more to wait for."""
+
+
+def path_of(directory: Path, step: int) -> Path:
+    """A directory of its own for each step."""
+    path = directory / f"step-{step}"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def flush(directory: Path) -> None:
+    """What a save needs to survive a power loss: every file and directory flushed."""
+    for path in [directory, *directory.rglob("*")]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def barrier() -> None:
+    """A step exists when all ranks have written their share."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def start() -> None:
+    """Joins the other ranks, where there are any."""
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("gloo")
+
+
+def rank() -> int:
+    """This process's place among them."""
+    return dist.getrank() if dist.is_initialized() else 0
+
+
+def _local(state: State) -> State:
+    return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in state.items()}
+
+
+class Ckptlib(Peer):
+    @override
+    def begin(self, state: State, directory: Path, step: int) -> Wait:
+        import ckptlib
+
+        ckptlib.save(directory, state, step)
+        return done
+
+    @override
+    def load(self, state: State, directory: Path, step: int) -> None:
+        import ckptlib
+
+        ckptlib.load(directory, state, step)
+
+
+class CkptlibAsync(Ckptlib):
+    @override
+    def begin(self, state: State, directory: Path, step: int) -> Wait:
+        import ckptlib
+
+        return ckptlib.save_async(directory, state, step).wait_committed
+
+
+class TorchSave(Peer):
+    @override
+    def begin(self, state: State, directory: Path, step: int) -> Wait:
+        path = path_of(directory, step)
+        with (path / f"rank-{rank()}.pt").open("wb") as file:
+            torch.save(_local(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+        barrier()
+        return done
+
+    @override
+    def load(self, state: State, directory: Path, step: int) -> None:
+        self._fill(state, torch.load(path_of(directory, step) / f"rank-{rank()}.pt"))
+
+    def _fill(self, state: State, loaded: State) -> None:
+        with torch.no_grad():
+            for name, tensor in _local(state).items():
+                tensor.copy_(loaded.pop(name))
+
+
+class TorchSaveMapped(TorchSave):
+    @override
+    def load(self, state: State, directory: Path, step: int) -> None:
+        self._fill(state, torch.load(path_of(directory, step) / f"rank-{rank()}.pt", mmap=True))
+
+
+class Safetensors(TorchSave):
+    needs = "safetensors"
+
+    @override
+    def begin(self, state: State, directory: Path, step: int) -> Wait:
+        from safetensors.torch import save_file
+
+        file = path_of(directory, step) / f"rank-{rank()}.safetensors"
+        save_file(_local(state), file)
+        _sync(file)
+        barrier()
+        return done
+
+    @override
+    def load(self, state: State, directory: Path, step: int) -> None:
+        from safetensors.torch import load_file
+
+        self._fill(state, load_file(path_of(directory, step) / f"rank-{rank()}.safetensors"))
+
+
+class Dcp(Peer):
+    @override
+    def begin(self, state: State, directory: Path, step: int) -> Wait:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(state, checkpoint_id=directory / f"step-{step}", no_dist=not dist.is_initialized())
+        return done
+
+    @override
+    def load(self, state: State, directory: Path, step: int) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.load(state, checkpoint_id=directory / f"step-{step}", no_dist=not dist.is_initialized())
+
+
+class DcpAsync(Dcp):
+    """With a gloo group of its own: on the trainer's, a background save under FSDP2 hangs."""
+
+    processes = False
+
+    def __init__(self) -> None:
+        if not dist.is_initialized():  # async_save has no other way
+            dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+        self._group = dist.new_group(backend="gloo")
+
+    @override
+    def begin(self, state: State, directory: Path, step: int) -> Wait:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        kind = AsyncCheckpointerType.PROCESS if self.processes else AsyncCheckpointerType.THREAD
+        future = dcp.async_save(
+            state, checkpoint_id=directory / f"step-{step}", process_group=self._group, async_checkpointer_type=kind
+        )
+        return lambda: _result(future)
+
+
+class DcpAsyncProcess(DcpAsync):
+    processes = True
+
+
+def _result(future: object) -> None:
+    future.result()  # type: ignore[attr-defined]
+    barrier()
+
+
+class TorchCheckpointing(Peer):
+    """Its defaults ask for CUDA and for direct I/O, which fails for lengths that are not whole pages."""
+
+    needs = "torch_checkpointing"
+
+    def __init__(self) -> None:
+        from torch_checkpointing import CheckpointManager, ItemSpec
+        from torch_checkpointing.config import AsyncCheckpointSaverConfig
+        from torch_checkpointing.default_resharder import DefaultResharder
+        from torch_checkpointing.staging import CheckpointStagerConfig
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
+        self._manager = CheckpointManager(
+            CheckpointManager.Config(
+                items={"state": ItemSpec(resharder=DefaultResharder())},
+                save=AsyncCheckpointSaverConfig(staging_config=staging),
+                storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+            )
+        )
+
+    @override
+    def begin(self, state: State, directory: Path, step: int) -> Wait:
+        path = directory / f"step-{step}"
+        future = self._manager.save(str(path), {"state": state})
+
+        def wait() -> None:
+            if future is not None:
+                future.result()
+            barrier()
+            if rank() == 0:
+                flush(path)
+            barrier()
+
+        return wait
+
+    @override
+    def load(self, state: State, directory: Path, step: int) -> None:
+        self._manager.load(str(directory / f"step-{step}"), into={"state": state}, strict=True)
+
+    @override
+    def close(self) -> None:
+        self._manager.close()
+
+
+class Torchsnapshot(Peer):
+    """Knows no DTensors, as torch makes them now: every rank saves its own tensors, which cannot be resharded."""
+
+    needs = "torchsnapshot"
+
+    @override
+    def begin(self, state: State, directory: Path, step: int) -> Wait:
+        from torchsnapshot import Snapshot, StateDict
+
+        path = directory / f"step-{step}"
+        Snapshot.take(str(path), {"state": StateDict(**_local(state))})
+        if rank() == 0:
+            flush(path)
+        barrier()
+        return done
+
+    @override
+    def load(self, state: State, directory: Path, step: int) -> None:
+        from torchsnapshot import Snapshot, StateDict
+
+        Snapshot(str(directory / f"step-{step}")).restore({"state": StateDict(**_local(state))})
+
+
+class LightningAsync(Peer):
+    """Writes one file from one rank: FSDP goes through DCP there."""
+
+    needs = "lightning"
+    max_ranks = 1
+
+    @override
+    def begin(self, state: State, directory: Path, step: int) -> Wait:
+        from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+        path = path_of(directory, step)
+        plugin = AsyncCheckpointIO(TorchCheckpointIO())
+        plugin.save_checkpoint(state, str(path / "all.ckpt"))
+
+        def wait() -> None:
+            plugin.teardown()
+            flush(path)
+
+        return wait
+
+
+def make_state(nbytes: int, num_tensors: int) -> State:
+    """This rank's share of a state, `nbytes` of random float32, as an AdamW of `num_tensors` / 3 parameters holds it.
+
+    DTensors cut along dim 0 over all ranks, or plain tensors where there is one.
+    """
+    rows = max(nbytes // num_tensors // 4096, 1)
+    generator = torch.Generator().manual_seed(rank())
+    state: State = {}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+    for i in range(num_tensors):
+        local = torch.empty(rows, 1024).uniform_(generator=generator)
+        name = f"{('model', 'optim/exp_avg', 'optim/exp_avg_sq')[i % 3]}/layers.{i // 3}.weight"
+        state[name] = local if mesh is None else DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    return state
+
+
+def nbytes_local(state: State) -> int:
+    """Bytes that this rank holds."""
+    return sum(tensor.nbytes for tensor in _local(state).values())
+
+
+def change(state: State) -> None:
+    """What an optimizer's step does to it: no element stays."""
+    for tensor in _local(state).values():
+        tensor.add_(1.0)
+
+
+def clear(state: State) -> None:
+    """Zeroes, so that nothing but a load puts the bytes there; the memory stays touched."""
+    for tensor in _local(state).values():
+        tensor.zero_()
+
+
+def digest(state: State) -> str:
+    """Of this rank's bytes."""
+    hasher = xxhash.xxh3_128()
+    for tensor in _local(state).values():
+        hasher.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
+
+
+PEERS: dict[str, type[Peer]] = {
+    "ckptlib": Ckptlib,
+    "ckptlib async": CkptlibAsync,
+    "DCP": Dcp,
+    "DCP async thread": DcpAsync,
+    "DCP async process": DcpAsyncProcess,
+    "torch.save+fsync": TorchSave,
+    "safetensors+fsync": Safetensors,
+    "torch_checkpointing+fsync": TorchCheckpointing,
+    "torchsnapshot+fsync": Torchsnapshot,
+    "lightning async+fsync": LightningAsync,
+}
+
+LOADERS: dict[str, type[Peer]] = {
+    "ckptlib": Ckptlib,
+    "DCP": Dcp,
+    "torch.load": TorchSave,
+    "torch.load mmap": TorchSaveMapped,
+    "safetensors": Safetensors,
+    "torch_checkpointing": TorchCheckpointing,
+    "torchsnapshot": Torchsnapshot,
+}
+
+
+def why_not(peer: type[Peer], num_ranks: int) -> str | None:
+    """Why a peer cannot take part; None when it can be tried."""
+    if peer.needs is not None and importlib.util.find_spec(peer.needs) is None:
+        return f"{peer.needs} is not installed"
+    if peer.max_ranks is not None and num_ranks > peer.max_ranks:
+        return f"is made for {peer.max_ranks} rank"
+    return None
+
+
+def remove(directory: Path) -> None:
+    """What one measurement left, so that the next one finds the disk as empty."""
+    shutil.rmtree(directory, ignore_errors=True)
