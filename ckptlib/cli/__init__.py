@@ -10,7 +10,8 @@ def main() -> None:
     try:
         from ckptlib.cli.app import run
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in ("click", "rich"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("click", "rich"):
             raise
-        sys.exit(f"the ckptlib command needs {error.name}, which is not installed: pip install 'ckptlib[cli]'")
+        sys.exit(f"the ckptlib command needs {package}, which is not installed: pip install 'ckptlib[cli]'")
     run()

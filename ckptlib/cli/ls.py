@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from rich.text import Text
 from ckptlib import keys
 from ckptlib.catalog import Catalog, CheckpointInfo
 from ckptlib.cli.app import with_output, with_store
-from ckptlib.cli.output import Cell, Output, count, duration, metrics, size
+from ckptlib.cli.output import Cell, Output, age, count, metrics, plain, size
 from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError
 from ckptlib.keys import SaveId
 from ckptlib.stores import Store
@@ -59,7 +58,7 @@ def command(store: Store, output: Output, everything: bool) -> bool:
         output.line(f"{store.url} holds no committed step")
     for row in rows:
         if row.problem:
-            output.err.print(Text(row.problem, style="red"))
+            output.err.print(Text(plain(row.problem), style="red"))
     return not any(row.problem for row in rows)
 
 
@@ -119,24 +118,23 @@ def _document(row: Row) -> dict[str, object]:
 
 
 def _table(output: Output, rows: list[Row], everything: bool) -> None:
-    now = time.time()
     header = ["STEP", "GEN", "AGE", "RANKS", "SIZE", *(["STATE"] if everything else []), "METRICS"]
     if not any(row.info and row.info.metrics for row in rows):
         header.remove("METRICS")
-    output.columns(header, [_cells(row, header, now) for row in rows], right=("STEP", "GEN", "AGE", "RANKS", "SIZE"))
+    output.columns(header, [_cells(row, header) for row in rows], right=("STEP", "GEN", "AGE", "RANKS", "SIZE"))
     if everything:
         output.line(Text(f"{count(len(rows), 'save')}, {size(sum(row.nbytes or 0 for row in rows))}", style="dim"))
 
 
-def _cells(row: Row, header: list[str], now: float) -> list[Cell]:
+def _cells(row: Row, header: list[str]) -> list[Cell]:
     dim = "" if row.state == "committed" else "red" if row.state == "damaged" else "dim"
     cells = {
         "STEP": str(row.save.step),
         "GEN": str(row.save.generation.number),
-        "AGE": "-" if row.since is None else duration(now - row.since),
+        "AGE": "-" if row.since is None else age(row.since),
         "RANKS": str(row.info.world_size) if row.info else "-",
         "SIZE": "-" if row.nbytes is None else size(row.nbytes),
         "STATE": row.state,
         "METRICS": metrics(row.info.metrics) if row.info else "",
     }
-    return [Text(cells[name], style=dim) if name != "METRICS" else cells[name] for name in header]
+    return [Text(plain(cells[name]), style=dim) for name in header]

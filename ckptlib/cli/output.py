@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 
@@ -96,6 +97,12 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def age(since: float) -> str:
+    """How long ago a time was, given in seconds since the epoch."""
+    seconds = time.time() - since
+    return duration(seconds) if abs(seconds) >= 1 else "0 s"
+
+
 def moment(seconds: float) -> str:
     """Seconds since the epoch as a date, UTC."""
     try:
@@ -115,9 +122,15 @@ def metrics(found: Mapping[str, object]) -> str:
 
 
 def _number(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return value if isinstance(value, str) else json.dumps(value)
+    match value:
+        case float():
+            return f"{value:.6g}"
+        case str():
+            return value
+        case {"$float": str(text)}:  # what JSON has no number for
+            return text
+        case _:
+            return json.dumps(value)
 
 
 def ranks(found: Sequence[int]) -> str:

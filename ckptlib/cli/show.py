@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from rich.text import Text
 from ckptlib import keys, sharding
 from ckptlib.catalog import Catalog
 from ckptlib.cli.app import with_output, with_store
-from ckptlib.cli.output import Output, count, duration, metrics, moment, ranks, size
+from ckptlib.cli.output import Output, age, count, metrics, moment, ranks, size
 from ckptlib.keys import SaveId
 from ckptlib.layout import ByHand, Layout, PerRank, TensorEntry
 from ckptlib.manifest import Generation, Manifest
@@ -191,10 +190,10 @@ def _tensor_document(tensor: Tensor) -> dict[str, object]:
 
 
 def _print_head(output: Output, manifest: Manifest, chain: list[Generation]) -> None:
-    age = duration(time.time() - manifest.created)
     output.line(
         Text(f"step {manifest.save.step}", style="bold"),
-        f"  {size(manifest.nbytes)} by {count(manifest.world_size, 'rank')}, {moment(manifest.created)} ({age} ago)",
+        f"  {size(manifest.nbytes)} by {count(manifest.world_size, 'rank')}",
+        f", {moment(manifest.created)} ({age(manifest.created)} ago)",
     )
     rows = [("save", str(manifest.save))]
     if manifest.metrics:
