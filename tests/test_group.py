@@ -1,0 +1,101 @@
+"""The ranks of a job: the same answers from one process, from threads, and from real processes over gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from rankthreads import run_ranks
+
+from ckptlib.errors import AgreementFailed, CkptError, CorruptData, ObjectNotFound
+from ckptlib.group import Group, SoloGroup, TorchGroup, group_of, meet, together
+
+WORKER = Path(__file__).parent / "workers" / "groups.py"
+
+
+def test_three_real_ranks() -> None:
+    """Every collective, every failure, groups of some ranks, meetings, and a rank that stays away."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(WORKER)]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert sorted(line for line in done.stdout.splitlines() if line.endswith("done")) == [
+        f"rank {rank} done" for rank in range(3)
+    ]
+
+
+def check_alone(group: Group) -> None:
+    assert (group.rank, group.size, group.global_rank(0)) == (0, 1, 0)
+    assert group.gather(b"x") == [b"x"]
+    assert group.gather(b"") == [b""]
+    assert group.broadcast(b"y") == b"y"
+    assert group.broadcast(b"") == b""
+    buffer = torch.arange(4, dtype=torch.uint8)
+    group.broadcast_from(0, buffer)
+    assert buffer.tolist() == [0, 1, 2, 3]
+    assert group.max([3, -4]) == [3, -4]
+    assert group.any(True)
+    assert not group.any(False)
+    assert group.same(b"z")
+    assert together(group, "it", lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        together(group, "it", lambda: 1 // 0)
+
+
+def test_a_job_of_one_process() -> None:
+    group = group_of(None, timedelta(seconds=1))
+    assert type(group) is SoloGroup
+    check_alone(group)
+    meet(None, "here", "save", timedelta(seconds=0))
+    group.close()
+
+
+def test_a_job_of_one_process_that_has_a_process_group() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = group_of(None, timedelta(seconds=30))
+        assert type(group) is TorchGroup
+        check_alone(group)
+        meet(None, "here", "save", timedelta(seconds=0))
+        group.close()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "error", [CorruptData("w[0:3]: bad"), ObjectNotFound("packs/x: no such object"), OSError(5, "I/O")]
+)
+def test_together_all_fail_when_one_does(error: Exception) -> None:
+    def on_rank(group: Group) -> BaseException:
+        def act() -> None:
+            if group.rank == 2:
+                raise error
+
+        with pytest.raises((CkptError, OSError)) as caught:
+            together(group, "reading", act)
+        return caught.value
+
+    found = run_ranks(4, on_rank)
+    assert found[2] is error
+    expected = type(error) if isinstance(error, CkptError) else AgreementFailed
+    for rank in (0, 1, 3):
+        assert type(found[rank]) is expected
+        assert str(found[rank]) == f"reading failed on 1 of 4 ranks; on rank 2: {error}"
+
+
+def test_together_returns_each_ranks_own() -> None:
+    assert run_ranks(3, lambda group: together(group, "it", lambda: group.rank * 2)) == [0, 2, 4]
+
+
+def test_same_compares_all_ranks() -> None:
+    for different in range(3):
+        answers = run_ranks(3, lambda group, odd=different: group.same(b"a" if group.rank == odd else b"b"))  # type: ignore[misc]
+        assert answers == [False] * 3
+    assert run_ranks(3, lambda group: group.same(b"a")) == [True] * 3
