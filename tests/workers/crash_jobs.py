@@ -1,0 +1,299 @@
+"""Trainers that are to be killed: real processes, forked from a server that has imported torch once.
+
+A job is a function of this file; it runs in a process of its own and tells what it did through a file of JSON lines.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from workers import crash_oracle
+
+import ckptlib
+
+_context = multiprocessing.get_context("forkserver")
+
+torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # imports 300 modules, a second's worth: once, in the server
+
+WAIT_S = 60.0
+
+NUMEL = 20_000
+"""Of each of the four weights: 80 kB, so that they are copied behind the fence."""
+
+
+class Job:
+    """One rank of a job."""
+
+    def __init__(
+        self, function: Callable[..., None], report: Path, rank: int, size: int, kwargs: dict[str, Any]
+    ) -> None:
+        self._report = report
+        target = (function, str(report), rank, size, f"{report.parent / report.stem}.init", kwargs)
+        self.process: BaseProcess = _context.Process(target=_run, args=target)
+        self.process.start()
+        assert self.process.pid is not None
+        self.pid: int = self.process.pid
+
+    def told(self) -> list[dict[str, Any]]:
+        """What the job has said so far."""
+        if not self._report.exists():
+            return []
+        *lines, _ = self._report.read_text().split("\n")
+        return [json.loads(line) for line in lines]
+
+    def wait_for(self, what: str, count: int = 1) -> dict[str, Any]:
+        """The `count`th line that tells `what`."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            found = [line for line in self.told() if line["what"] == what]
+            if len(found) >= count:
+                return found[count - 1]
+            assert self.process.is_alive() or self.told() != [], f"died before it told {what}"
+            assert time.monotonic() < deadline, f"{what} did not come: {self.told()}"
+            time.sleep(0.002)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def join(self) -> int:
+        """The exit status; -9 when it was killed."""
+        self.process.join(WAIT_S)
+        assert self.process.exitcode is not None, f"pid {self.pid} hangs: {self.told()}"
+        return self.process.exitcode
+
+    def join_writers(self) -> None:
+        """Returns when the writers that it started are gone."""
+        deadline = time.monotonic() + WAIT_S
+        while writers := crash_oracle.writers_of(self.pid):
+            assert time.monotonic() < deadline, f"writers {writers} stay"
+            time.sleep(0.005)
+
+
+def start_server() -> None:
+    """The server imports what every job needs: three seconds, once."""
+    _context.set_forkserver_preload(["ckptlib.manager", "pytest", __name__])
+    before = os.environ.copy()
+    os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=str(Path(__file__).parents[1]))  # it is not given sys.path
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+_numbers = iter(range(10**6))
+
+
+def start(function: Callable[..., None], directory: Path, size: int = 1, **kwargs: Any) -> list[Job]:
+    """All ranks of a job."""
+    start_server()
+    number = next(_numbers)
+    name = f"{number}-{function.__name__}"
+    return [Job(function, directory / f"{name}.rank{rank}.jsonl", rank, size, kwargs) for rank in range(size)]
+
+
+def run(function: Callable[..., None], directory: Path, size: int = 1, **kwargs: Any) -> list[list[dict[str, Any]]]:
+    """What each rank of a job told; the job must end well, and so must its writers."""
+    jobs = start(function, directory, size, **kwargs)
+    assert [job.join() for job in jobs] == [0] * size, [job.told() for job in jobs]
+    for job in jobs:
+        job.join_writers()
+    return [job.told() for job in jobs]
+
+
+# Inside of the process
+
+
+class Teller:
+    """Tells the test what happened; a line that was told is there, whatever comes next."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def __call__(self, what: str, **more: object) -> None:
+        os.write(self._fd, (json.dumps({"what": what, "at": time.monotonic(), **more}) + "\n").encode())
+
+
+def _run(function: Callable[..., None], report: str, rank: int, size: int, init: str, kwargs: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    tell = Teller(report)
+    if size > 1:
+        init = f"file://{init.replace(f'.rank{rank}', '')}"
+        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    try:
+        function(tell, rank, **kwargs)
+    except Exception as error:
+        tell("error", kind=type(error).__name__, text=str(error))
+        raise
+
+
+def pattern(step: int, numel: int) -> torch.Tensor:
+    """What tells one step from every other, in every element."""
+    return torch.arange(numel, dtype=torch.float32) + 1000.0 * step
+
+
+class Diary:
+    """An object whose state grows, so that every step has a layout of its own."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, object]:
+        return {"step": self.step, "row": torch.full((self.step + 1,), self.step)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        assert state["row"].tolist() == [self.step] * (self.step + 1)
+
+
+class State:
+    """A model of a few tensors that are owned by an optimizer, and values that go with them."""
+
+    def __init__(self, numel: int) -> None:
+        self.weights = [torch.nn.Parameter(pattern(0, numel) + i) for i in range(4)]
+        self.optimizer = torch.optim.SGD(self.weights, lr=1.0)
+        self.half = torch.zeros(300, dtype=torch.bfloat16)
+        self.diary = Diary()
+        self.mapping: dict[str, object] = {f"w{i}": w for i, w in enumerate(self.weights)}
+        self.mapping.update(optim=self.optimizer, step=0, half=self.half, diary=self.diary)
+        for weight in self.weights:
+            weight.grad = torch.full_like(weight, -1000.0)
+
+    def advance(self) -> None:
+        """One step of training: every weight goes from pattern(n) to pattern(n + 1), through the optimizer's fence."""
+        self.optimizer.step()
+        self.diary.step += 1
+        self.mapping["step"] = self.diary.step
+        self.half.fill_(self.diary.step)
+
+    def check(self, step: int) -> None:
+        """Whether all of it is as after `step` steps."""
+        assert (self.mapping["step"], self.diary.step) == (step, step)
+        for i, weight in enumerate(self.weights):
+            assert torch.equal(weight.detach(), pattern(step, weight.numel()) + i), (i, step)
+        assert torch.equal(self.half, torch.full_like(self.half, step))
+
+
+def holds(step: crash_oracle.Step, numel: int) -> bool:
+    """Whether what the oracle read is all of the state after that step."""
+    found = step.tensors
+    expected = {f"w{i}": (pattern(step.number, numel) + i).numpy() for i in range(4)}
+    expected["half"] = torch.full((300,), float(step.number)).to(torch.bfloat16).view(torch.uint16).numpy()
+    expected["diary/row"] = np.full(step.number + 1, step.number)
+    return {name for name in found if not name.startswith("@")} == expected.keys() and all(
+        np.array_equal(found[name], value) for name, value in expected.items()
+    )
+
+
+@contextmanager
+def checkpointer(url: str, state: State, **kwargs: Any) -> Iterator[ckptlib.Checkpointer]:
+    seconds = {name: timedelta(seconds=kwargs.pop(name)) for name in ("timeout", "save_deadline") if name in kwargs}
+    with ckptlib.Checkpointer(url, state.mapping, **{"every": 1, **kwargs}, **seconds) as ckpt:
+        yield ckpt
+
+
+def take(ckpt: ckptlib.Checkpointer, state: State, step: int) -> ckptlib.Pending:
+    """A save of this very step; when the loop would take it is not the matter here."""
+    ckpt._session.wait_released(WAIT_S)
+    return ckpt._session.save(state.mapping, step)
+
+
+def settle(tell: Teller, pending: ckptlib.Pending, timeout_s: float = WAIT_S) -> None:
+    """Tells what became of a save."""
+    try:
+        pending.wait_committed(timeout_s)
+    except ckptlib.CkptError as error:
+        tell("failed", step=pending.step, kind=type(error).__name__, text=str(error))
+    else:
+        tell("committed", step=pending.step)
+
+
+def train(tell: Teller, rank: int, *, url: str, numel: int = NUMEL, steps: int = 2, **kwargs: Any) -> None:
+    """Restores, tells from where, and takes and saves so many steps more."""
+    state = State(numel)
+    with checkpointer(url, state, **kwargs) as ckpt:
+        report = ckpt.restore()
+        state.check(report.step)
+        tell("restored", step=report.step, skipped=report.skipped)
+        for step in range(report.step + 1, report.step + steps + 1):
+            state.advance()
+            tell("saving", step=step)
+            settle(tell, take(ckpt, state, step))
+    tell("closed")
+
+
+def train_when_told(tell: Teller, rank: int, *, url: str, gates: str, numel: int = NUMEL, **kwargs: Any) -> None:
+    """As train, but waits before each step for a file that is named after it.
+
+    It says what to do behind the snapshot: "settle", "die" (SIGKILL) or "sleep"; or "end" before it.
+    """
+    state = State(numel)
+    with checkpointer(url, state, **kwargs) as ckpt:
+        report = ckpt.restore()
+        state.check(report.step)
+        tell("restored", step=report.step, skipped=report.skipped)
+        step = report.step + 1
+        while (then := read_gate(tell, gates, step, ckpt)) != "end":
+            state.advance()
+            pending = take(ckpt, state, step)
+            pending.wait_staged(WAIT_S)
+            if then == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            tell("staged", step=step)
+            if then == "sleep":
+                time.sleep(WAIT_S)
+            settle(tell, pending)
+            step += 1
+    tell("closed")
+
+
+def read_gate(tell: Teller, gates: str, step: int, ckpt: ckptlib.Checkpointer) -> str:
+    tell("waiting", step=step, writer=ckpt._session.writer.pid, log=str(ckpt._session.writer.log_path))
+    path = Path(gates) / str(step)
+    deadline = time.monotonic() + WAIT_S
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return path.read_text()
+
+
+def train_for_ever(tell: Teller, rank: int, *, url: str, numel: int, **kwargs: Any) -> None:
+    """Steps as fast as it can, and saves whenever there is room, until it is killed."""
+    state = State(numel)
+    with checkpointer(url, state, **kwargs) as ckpt:
+        step = ckpt.restore().step
+        state.check(step)
+        tell("restored", step=step)
+        while True:
+            state.advance()
+            step += 1
+            ckpt.after_step(step)
+            if ckpt.pending is not None and ckpt.pending.step == step:
+                tell("saving", step=step)
+
+
+def load(tell: Teller, rank: int, *, url: str, numel: int = NUMEL, steps: list[int | str]) -> None:
+    """Loads each, and tells what came of it."""
+    for step in steps:
+        state = State(numel)
+        try:
+            report = ckptlib.load(url, state.mapping, step=step)
+        except ckptlib.CkptError as error:
+            tell("refused", step=step, kind=type(error).__name__, text=str(error))
+        else:
+            state.check(report.step)
+            tell("loaded", step=report.step)

@@ -1,0 +1,128 @@
+"""Reads a root with json, xxhash, numpy and safetensors alone, and is content with nothing less than all of it.
+
+It shares no code with ckptlib, so that neither can excuse the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import xxhash
+
+DTYPES = {"float32": np.float32, "int64": np.int64, "uint8": np.uint8, "bfloat16": np.uint16}
+"""bfloat16 as uint16."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step that has a manifest."""
+
+    name: str
+    number: int
+    generation: int
+    tensors: dict[str, np.ndarray]
+    """bfloat16 as uint16."""
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """The body, when the envelope's digest is that of the exact bytes."""
+    data = path.read_bytes()
+    envelope = json.loads(data)
+    start = data.index(b'"body":') + len(b'"body":')
+    assert envelope["digest"] == "xxh3:" + xxhash.xxh3_128_hexdigest(data[start:-2]), path
+    assert envelope["ckptlib"] == 1, path
+    return envelope["body"]
+
+
+def read_root(root: Path) -> list[Step]:
+    """Every step that is listed, each read in full; ascending by number and generation."""
+    directory = root / "steps"
+    names = sorted(p.name for p in directory.iterdir()) if directory.exists() else []
+    return [_read_step(root, name.removesuffix(".json")) for name in names]
+
+
+def _read_step(root: Path, name: str) -> Step:
+    manifest = read_document(root / "steps" / f"{name}.json")
+    assert manifest["save"] == name
+    assert len(manifest["parts"]) == manifest["world_size"]
+    tensors: dict[str, np.ndarray] = {}
+    covered: dict[str, np.ndarray] = {}
+    nbytes = sum(_read_part(root, key, tensors, covered) for key in manifest["parts"])
+    assert nbytes == manifest["nbytes"]
+    for tensor, mask in covered.items():
+        assert mask.all(), f"{name}: {tensor} has elements that no chunk holds"
+    return Step(name, manifest["step"], int(name.split("-")[1]), tensors)
+
+
+def _read_part(root: Path, key: str, tensors: dict[str, np.ndarray], covered: dict[str, np.ndarray]) -> int:
+    data = (root / key).read_bytes()
+    assert xxhash.xxh3_128_hexdigest(data) in key
+    part = read_document(root / key)
+    layout_path = root / "layouts" / f"{part['table']['layout']}.json"
+    assert xxhash.xxh3_128_hexdigest(layout_path.read_bytes()) == part["table"]["layout"]
+    rows = read_document(layout_path)["tensors"]
+    packs = [(root / pack_key).read_bytes() for pack_key, _ in part["packs"]]
+    assert [len(pack) for pack in packs] == [nbytes for _, nbytes in part["packs"]]
+    chunks = part["table"]["chunks"]
+    places = list(zip(chunks["pack"], chunks["offset"], chunks["nbytes"], strict=True))
+    pieces = [packs[pack][offset : offset + nbytes] for pack, offset, nbytes in places]
+    digests = [part["digests"][i : i + 32] for i in range(0, len(part["digests"]), 32)]
+    assert [xxhash.xxh3_128_hexdigest(piece) for piece in pieces] == digests, key
+    _check_packs(packs, places)
+    first = 0
+    shards = part["table"]["shards"]
+    columns = (shards["tensor"], shards["offset"], shards["shape"], shards["chunks"])
+    for index, offset, shape, count in zip(*columns, strict=True):
+        name, dtype, whole, _ = rows[index]
+        target = tensors.setdefault(name, np.zeros(whole, DTYPES[dtype]))
+        box = tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
+        target[box] = np.frombuffer(b"".join(pieces[first : first + count]), DTYPES[dtype]).reshape(shape)
+        covered.setdefault(name, np.zeros(whole, bool))[box] = True
+        first += count
+    assert first == len(pieces)
+    return sum(map(len, packs))
+
+
+def _check_packs(packs: list[bytes], places: list[tuple[int, int, int]]) -> None:
+    """Each pack is a file of safetensors, and what its header tells is what the rows tell."""
+    for number, pack in enumerate(packs):
+        safetensors.deserialize(pack)
+        head = 8 + int.from_bytes(pack[:8], "little")
+        entries = {n: e["data_offsets"] for n, e in json.loads(pack[8:head]).items() if n != "__metadata__"}
+        told = sorted((head + a, b - a) for n, (a, b) in entries.items() if not n.startswith("@slack"))
+        assert told == sorted((offset, nbytes) for p, offset, nbytes in places if p == number)
+
+
+def failed_parts(root: Path) -> list[str]:
+    """What ranks have said about saves of theirs that failed."""
+    return [read_document(path)["error"] for path in sorted(root.glob("parts/*/*-failed-*.json"))]
+
+
+def slots_of(root: Path, *directories: Path) -> list[Path]:
+    """Slot files of this root, wherever they may lie."""
+    prefix = f"ckptlib-{read_document(root / 'ckptlib.json')['id'][:16]}-"
+    return [p for d in (Path("/dev/shm"), Path("/tmp"), *directories) for p in d.iterdir() if p.name.startswith(prefix)]
+
+
+def writers_of(trainer: int) -> list[int]:
+    """Pids of live writer processes that were started by the process `trainer`."""
+    found = []
+    for path in Path("/proc").iterdir():
+        if re.fullmatch("[0-9]+", path.name) and _is_writer(path, trainer):
+            found.append(int(path.name))
+    return found
+
+
+def _is_writer(path: Path, trainer: int) -> bool:
+    try:
+        arguments = (path / "cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return b"ckptlib.writer" in arguments and os.fsencode(str(trainer)) in arguments
