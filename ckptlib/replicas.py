@@ -56,9 +56,11 @@ def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agre
         for rank, data in enumerate(group.gather(zlib.compress(document, 1))):
             for name, row in json.loads(zlib.decompress(data)).items():
                 found.setdefault(name, {})[rank] = row
+    joined = _join_meshes(leaves, found, group)
     for name, by_rank in sorted(found.items()):
-        _check(name, by_rank)
-    holdings = {leaf.name: _holding(leaf, found[leaf.name], group) for leaf in leaves}
+        if name not in joined:
+            _check(name, by_rank)
+    holdings = {leaf.name: joined.get(leaf.name) or _holding(leaf, found[leaf.name], group) for leaf in leaves}
     holders = {}
     for name, holding in holdings.items():
         have = frozenset(found[name])
@@ -86,6 +88,47 @@ def entries_of(leaves: Sequence[Leaf], agreement: Agreement) -> list[TensorEntry
     """The layout's rows of this rank's tensors, by name; writers are not chosen yet."""
     rows = (TensorEntry(leaf.name, leaf.dtype, leaf.shape, agreement.holdings[leaf.name]) for leaf in leaves)
     return sorted(rows, key=lambda entry: entry.name)
+
+
+def _join_meshes(leaves: Sequence[Leaf], found: Mapping[str, Mapping[int, Row]], group: Group) -> dict[str, Placed]:
+    """By name: the one mesh that several make, for DTensors that are equal on all of them. Collective if there are any.
+
+    FSDP on one axis of a mesh and tensor parallelism on the other leave such: what the latter does not know is sharded
+    on the first axis alone, once for each rank of the other.
+    """
+    candidates = {name: placed for name, by_rank in sorted(found.items()) if (placed := _alike(by_rank)) is not None}
+    if not candidates:
+        return {}
+    digests = {leaf.name: [_digest(t) for _, t in leaf.pieces] for leaf in leaves if leaf.name in candidates}
+    by_rank = [json.loads(data) for data in group.gather(json.dumps(digests).encode())]
+    return {
+        name: placed
+        for name, placed in candidates.items()
+        if all(len({str(by_rank[rank][name]) for rank in replicas}) == 1 for replicas in _columns(placed.mesh))
+    }
+
+
+def _alike(by_rank: Mapping[int, Row]) -> Placed | None:
+    """The meshes of a DTensor, stacked along a new first axis, where they differ in their ranks only."""
+    kinds = sorted({(dtype, tuple(shape), how) for dtype, shape, how, _, _ in by_rank.values()})
+    if len(kinds) == 1 or any(how in ("plain", "per-rank", "by-hand") for _, _, how in kinds):
+        return None
+    found = [json.loads(how) for _, _, how in kinds]
+    shapes = {
+        (dtype, shape, str(mesh_shape), str(p))
+        for (dtype, shape, _), (mesh_shape, _, p) in zip(kinds, found, strict=True)
+    }
+    ranks = tuple(rank for _, ranks, _ in found for rank in ranks)
+    if len(shapes) > 1 or sorted(ranks) != sorted(by_rank):
+        return None
+    mesh = Mesh((len(found), *found[0][0]), ranks)
+    return Placed(mesh, (sharding.Replicate(), *(sharding.decode(p) for p in found[0][2])), None)
+
+
+def _columns(mesh: Mesh) -> list[tuple[int, ...]]:
+    """The ranks at the same place on all axes but the first."""
+    step = len(mesh.ranks) // mesh.shape[0]
+    return list(zip(*(mesh.ranks[i : i + step] for i in range(0, len(mesh.ranks), step)), strict=True))
 
 
 def _row(leaf: Leaf, group: Group) -> Row:
