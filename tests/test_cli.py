@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -58,6 +59,7 @@ Ckptlib = Callable[..., Result]
 @pytest.fixture
 def ckptlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ckptlib:
     """Runs the command in this process."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # no terminal, whoever runs the tests
     monkeypatch.setenv("COLUMNS", "80")  # people's terminals are narrow: nothing may be lost or cut
 
     def call(*arguments: object) -> Result:
@@ -334,7 +336,7 @@ def test_gc_usage(ckptlib: Ckptlib, made: LocalStore, arguments: list[object]) -
 def test_gc_asks_on_a_terminal(made: LocalStore, answer: bytes, left: int) -> None:
     code, said = on_terminal(["gc", made.url, "--keep-last", "1"], answer)
     assert "would drop" in said
-    assert "Go on?" in said
+    assert "Drop 4 steps? [y/N]" in said
     assert code == (1 if left == 5 else 0)
     assert len(list((path_of(made) / "steps").iterdir())) == left
 
@@ -342,7 +344,7 @@ def test_gc_asks_on_a_terminal(made: LocalStore, answer: bytes, left: int) -> No
 def test_gc_does_not_ask_when_told_so(made: LocalStore) -> None:
     code, said = on_terminal(["gc", made.url, "--keep-last", "1", "--yes"], b"")
     assert code == 0
-    assert "Go on?" not in said
+    assert "[y/N]" not in said
 
 
 def test_verify_on_a_terminal_draws_a_bar_and_wipes_it_away(made: LocalStore) -> None:

@@ -55,16 +55,24 @@ def command(
     except ValueError as error:  # a grace period that is too short for this root
         raise click.UsageError(str(error)) from None
     sizes = _sizes(store)
-    asked = not dry_run and not yes and sys.stdin.isatty() and output.err.is_terminal and not _is_idle(plan)
+    asked = not dry_run and not yes and sys.stdin.isatty() and not _is_idle(plan)
     if dry_run or asked:
         _print(output, plan, sizes, grace, done=False)
     if asked:
-        click.confirm("Go on?", abort=True, err=True)
+        click.confirm(_question(plan), abort=True, err=True)
     result = plan if dry_run else sweep(catalog, keep, None, abandoned=abandoned)
     if not dry_run:
         _print(output, result, sizes, grace, done=True)
     output.document({"url": store.url, "dry_run": dry_run, **_document(result, sizes)})
     return True
+
+
+def _question(plan: Sweep) -> str:
+    dropped = [*plan.dropped, *plan.condemned]
+    parts = [f"drop {count(len(dropped), 'step')}"] if dropped else []
+    if plan.deleted:
+        parts.append(f"delete {count(len(plan.deleted), 'object')} ({size(plan.nbytes_deleted)})")
+    return " and ".join(parts).capitalize() + "?"
 
 
 def _is_idle(sweep: Sweep) -> bool:
