@@ -214,7 +214,7 @@ def test_a_slot_that_a_writer_still_reads_is_waited_for(tmp_path: Path) -> None:
     left = Slot.create(tmp_path, f"ckptlib-{ROOT_ID[:16]}-{GenerationId(6, '00000006')}", SIZE)
     left.close()
     with process("read", left.path) as (other, line):
-        assert line == "reading"
+        assert line == "reading\n"
         arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
         assert arena.being_read() == [left.path]
         assert arena.reclaim() == []

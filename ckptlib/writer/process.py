@@ -23,6 +23,7 @@ from pathlib import Path
 from ckptlib.catalog import Catalog, describe
 from ckptlib.errors import CkptError, FormatError, SaveFailed
 from ckptlib.keys import SaveId, parse_save
+from ckptlib.manifest import Part
 from ckptlib.retention import Keep, sweep
 from ckptlib.slot import Slot
 from ckptlib.stores import open_store
@@ -92,7 +93,7 @@ class WriterProcess:
             self._setup(message)
             return
         if op == "slot":
-            self._slots[message["path"]] = Slot.open(Path(message["path"]))
+            self._open_slot(message["path"])
             return
         if op == "forget":
             self._persists.put(partial(self._forget, message["path"]))
@@ -105,7 +106,9 @@ class WriterProcess:
             self._persists.put(partial(self._fail, save, SaveFailed(message["error"])))
         elif op == "persist":
             self._expected.discard(save)
-            self._slots[message["slot"]].read_lock()  # from now on, so that a successor sees that there is work to do
+            slot = self._slots.get(message["slot"]) or self._open_slot(message["slot"])
+            if slot is not None:
+                slot.read_lock()  # from now on, so that a successor sees that there is work to do
             self._persists.put(partial(self._persist, save, message["slot"]))
         elif op == "commit":
             self._commits.put(partial(self._commit, save, time.monotonic()))
@@ -113,6 +116,15 @@ class WriterProcess:
             self._commits.put(partial(self._await, save, message["timeout_s"]))
         else:
             raise FormatError(f"unknown order: {op}")
+
+    def _open_slot(self, path: str) -> Slot | None:
+        """None where it is gone: the trainer made a larger one while this process was still starting."""
+        try:
+            slot = self._slots[path] = Slot.open(Path(path))
+        except FormatError as error:
+            log.info("%s", error)
+            return None
+        return slot
 
     def _setup(self, message: Message) -> None:
         self._rank = int(message["rank"])
@@ -126,15 +138,12 @@ class WriterProcess:
 
     def _persist(self, save: SaveId, path: str) -> None:
         began = time.monotonic()
-        slot = self._slots[path]
         try:
-            part = self._persister.persist(slot, save)
+            part = self._persist_slot(save, path)
         except (CkptError, OSError, ValueError) as error:
-            slot.unlock()
             self._fail(save, error)
             self._channel.send({"event": "released", "save": str(save), "slot": path, "error": describe(error)})
             return
-        slot.unlock()
         nbytes = sum(pack.nbytes for pack in part.packs)
         seconds = time.monotonic() - began
         log.info("step %d: %d bytes persisted in %.3f s", save.step, nbytes, seconds)
@@ -143,6 +152,15 @@ class WriterProcess:
         )
         if self._rank == 0:
             self._commits.put(partial(self._commit, save, began))
+
+    def _persist_slot(self, save: SaveId, path: str) -> Part:
+        slot = self._slots.get(path)
+        if slot is None:
+            raise FormatError(f"{path}: the slot of step {save.step} is gone")
+        try:
+            return self._persister.persist(slot, save)
+        finally:
+            slot.unlock()
 
     def _forget(self, path: str) -> None:
         slot = self._slots.pop(path, None)
