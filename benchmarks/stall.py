@@ -1,0 +1,250 @@
+"""How long does training stand still for a checkpoint? FSDP2 with AdamW on two gloo ranks, a checkpoint every k steps.
+
+All subjects share one training in one run and take turns, with turns without checkpoints in between. A stall is what a
+checkpoint costs the main thread: for ckptlib all of after_step and the wait at the fence, of every iteration; for the
+others the call that saves, and the wait for the save before it. What a checkpoint costs beside (cores, memory
+bandwidth) shows in the length of a turn against that of the turn without, next to it. The slower rank counts.
+
+The others are given a flat dict of tensors that is made once; making it, which they need at every save, is not counted.
+ckptlib walks model and optimizer at every save, and that is.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import ckptlib
+from benchmarks import peers
+from benchmarks.common import resident_bytes, tell, told
+from benchmarks.figures import Figures, Options, run
+from benchmarks.peers import PEERS, State, Wait
+
+EVERY = 4
+CHECKPOINTS = 2
+"""In one turn; each has the iterations up to the next to finish in the background."""
+
+ITERATION_S = 2.0
+WIDTH = 1024
+SUBJECTS = ("ckptlib", "DCP async thread", "DCP", "torch.save+fsync")
+WITHOUT = "no checkpoints"
+
+
+def main(arguments: list[str]) -> None:
+    run(arguments, "stall", measure, gb=0.5)
+
+
+def measure(options: Options, directory: Path, figures: Figures) -> None:
+    given = {
+        "directory": str(directory),
+        "gb": 0.002 if options.toy else options.gb,
+        "rounds": 1 if options.toy else options.rounds,
+        "iteration_s": 0.02 if options.toy else ITERATION_S,
+        "width": 256 if options.toy else WIDTH,
+    }
+    for line in figures.attempt("two ranks", "all", __name__, 2, given, options.timeout_s):
+        figures.add("two ranks", line.pop("subject"), line.pop("what"), line.pop("unit"), line.pop("samples"), **line)
+
+
+# In the ranks
+
+
+def work() -> None:
+    """Turns of every subject, and of none."""
+    given = told()
+    torch.manual_seed(0)
+    peers.start()
+    training = Training(int(given["gb"] * 1e9), given["width"])
+    training.calibrate(given["iteration_s"])
+    directory = Path(given["directory"])
+    takers = [CkptlibTaker(training, directory), *(PeerTaker(training, directory, name) for name in SUBJECTS[1:])]
+    for taker in takers:
+        turn(training, taker)  # first saves are apart: plans are drawn up, helpers started
+    for number in range(given["rounds"]):
+        for taker in takers[number % len(takers) :] + takers[: number % len(takers)]:
+            without = turn(training, None)
+            with_it = turn(training, taker)
+            _tell(training, taker, without, with_it)
+    for taker in takers:
+        taker.close()
+    dist.destroy_process_group()
+
+
+class Training:
+    """A model of one width, and the state that its optimizer makes."""
+
+    def __init__(self, nbytes_local: int, width: int) -> None:
+        self.model = nn.Sequential()
+        for i in range(max(1, nbytes_local * dist.get_world_size() // (12 * width * (width + 1)))):
+            self.model.add_module(str(i), nn.Linear(width, width))
+        for layer in self.model:
+            fully_shard(layer)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+        self.width = width
+        self.micro_steps = 1
+        self.iterate()
+
+    def iterate(self) -> None:
+        for _ in range(self.micro_steps):
+            self.model(torch.randn(32, self.width)).pow(2).mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def calibrate(self, seconds: float) -> None:
+        """As many micro-steps as make an iteration last that long, on all ranks alike."""
+        began = time.perf_counter()
+        for _ in range(3):
+            self.iterate()
+        took = torch.tensor((time.perf_counter() - began) / 3)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        self.micro_steps = max(1, round(seconds / float(took)))
+
+    def flat(self) -> State:
+        """Weights and moments by name."""
+        found: State = {name: p.detach() for name, p in self.model.named_parameters()}
+        for name, p in self.model.named_parameters():
+            found |= {f"{name}.{key}": value for key, value in self.optimizer.state[p].items()}
+        return found
+
+
+class Taker:
+    """Somebody who takes checkpoints of a training."""
+
+    name: str
+
+    def after_iteration(self, number: int) -> None:
+        """`number` counts from 0 in each turn; a checkpoint is due where it is a multiple of EVERY."""
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        """Returns when nothing is under way."""
+
+    def stalled_s(self) -> float:
+        """Seconds that it waited inside of iterations, all in all."""
+        return 0.0
+
+    def close(self) -> None:
+        """Lets go, and leaves no files."""
+
+
+class CkptlibTaker(Taker):
+    name = "ckptlib"
+
+    def __init__(self, training: Training, directory: Path) -> None:
+        state = {"model": training.model, "optim": training.optimizer}
+        self._root = directory / "ckptlib"
+        self.checkpointer = ckptlib.Checkpointer(self._root, state, every=EVERY)
+        self._step = EVERY - 1
+        self.checkpointer.after_step(self._step)
+
+    def after_iteration(self, number: int) -> None:
+        self._step += 1
+        self.checkpointer.after_step(self._step)
+
+    def drain(self) -> None:
+        assert self.checkpointer.pending is not None
+        self.checkpointer.pending.wait_committed()
+
+    def stalled_s(self) -> float:
+        return self.checkpointer.fence_waited_s
+
+    def close(self) -> None:
+        self.checkpointer.close()
+        _remove(self._root)
+
+
+class PeerTaker(Taker):
+    def __init__(self, training: Training, directory: Path, name: str) -> None:
+        self.name = name
+        self._peer = PEERS[name]()
+        self._state = training.flat()
+        self._directory = directory / name.replace(" ", "-")
+        self._wait: Wait = peers.done
+        self._saved = 0
+
+    def after_iteration(self, number: int) -> None:
+        if number % EVERY == 0:
+            self._wait()
+            self._wait = self._peer.begin(self._state, self._directory, self._saved)
+            self._saved += 1
+
+    def drain(self) -> None:
+        self._wait()
+        self._wait = peers.done
+        _remove(self._directory)
+
+    def close(self) -> None:
+        self._peer.close()
+
+
+def _remove(directory: Path) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        peers.remove(directory)
+    dist.barrier()
+
+
+def turn(training: Training, taker: Taker | None) -> dict[str, list[float]]:
+    """EVERY * CHECKPOINTS iterations; seconds of all of them, and per checkpoint of what it stalled."""
+    dist.barrier()
+    calls = [0.0] * CHECKPOINTS
+    longest = [0.0] * CHECKPOINTS
+    began = time.perf_counter()
+    for number in range(EVERY * CHECKPOINTS):
+        before = taker.stalled_s() if taker else 0.0
+        training.iterate()
+        at = time.perf_counter()
+        if taker is not None:
+            taker.after_iteration(number)
+            call = time.perf_counter() - at
+            # a fence is met in the iteration behind its checkpoint
+            calls[number // EVERY] += call + taker.stalled_s() - before
+            longest[number // EVERY] = max(longest[number // EVERY], call)
+    dist.barrier()
+    total = time.perf_counter() - began
+    if taker is not None:
+        taker.drain()
+    return {"total": _slowest([total]), "stall": _slowest(calls), "call": _slowest(longest)}
+
+
+def _slowest(seconds: list[float]) -> list[float]:
+    found = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    values: list[float] = found.tolist()
+    return values
+
+
+def _tell(training: Training, taker: Taker, without: dict[str, list[float]], with_it: dict[str, list[float]]) -> None:
+    if dist.get_rank() != 0:
+        return
+    num_tensors = len(training.flat())
+    state = {
+        "tensors": num_tensors,
+        "nbytes_local": peers.nbytes_local(training.flat()),
+        "micro_steps": training.micro_steps,
+        "every": EVERY,
+    }
+
+    def say(what: str, unit: str, samples: list[float]) -> None:
+        tell(subject=taker.name, what=what, unit=unit, samples=samples, **state)
+
+    say("stall per checkpoint", "s", with_it["stall"])
+    say("longest call", "s", with_it["call"])
+    beside = (with_it["total"][0] - without["total"][0]) / CHECKPOINTS
+    say("longer per checkpoint, whole turn", "s", [beside])
+    say("turn with / without", "1", [with_it["total"][0] / without["total"][0]])
+    tell(subject=WITHOUT, what="iteration", unit="s", samples=[without["total"][0] / (EVERY * CHECKPOINTS)], **state)
+    if isinstance(taker, CkptlibTaker):
+        say("target (2 ms + 10 us per tensor)", "s", [0.002 + 1e-5 * num_tensors])
+        private, _ = resident_bytes(taker.checkpointer._session.writer.pid)
+        say("writer's own memory", "MB", [private / 1e6])
+
+
+if __name__ == "__main__":
+    work()

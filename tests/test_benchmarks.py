@@ -1,0 +1,73 @@
+"""Benchmarks run at toy size: their figures mean nothing then, but they are all there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.__main__ import questions  # noqa: E402
+from benchmarks.common import filesystem, machine, spread, table  # noqa: E402
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+def test_every_benchmark_says_its_question() -> None:
+    done = run()
+    assert done.returncode == 0
+    found = questions()
+    assert "stall" in found
+    for name, question in found.items():
+        assert name in done.stdout
+        assert question.endswith("?") or "?" in question, f"{name}: a benchmark answers a question"
+    assert "no benchmark is called 'nothing'" in run("nothing").stderr
+
+
+def test_stall(tmp_path: Path) -> None:
+    out = tmp_path / "stall.jsonl"
+    done = run("stall", "--toy", "--out", out, "--directory", tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, *lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert first["kind"] == "machine"
+    assert first["settings"]["toy"] is True
+    assert {"torch", "ckptlib", "python"} <= first["versions"].keys()
+    assert not [line for line in lines if line["kind"] == "failure"]
+    found = {(line["subject"], line["what"]): line for line in lines}
+    for subject in ("ckptlib", "DCP async thread", "DCP", "torch.save+fsync"):
+        stall = found[subject, "stall per checkpoint"]
+        assert 0 < stall["low"] <= stall["median"] <= stall["high"]
+        assert stall["n"] == 2
+        assert found[subject, "turn with / without"]["median"] > 0
+        assert subject in done.stdout, "the table"
+    num_tensors = found["ckptlib", "stall per checkpoint"]["tensors"]
+    assert found["ckptlib", "target (2 ms + 10 us per tensor)"]["median"] == pytest.approx(0.002 + 1e-5 * num_tensors)
+    assert found["ckptlib", "writer's own memory"]["median"] > 1
+    assert found["no checkpoints", "iteration"]["n"] == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["stall.jsonl"], "nothing is left behind"
+
+
+def test_spread() -> None:
+    assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "low": 1.0, "high": 3.0, "n": 3}
+    assert spread([5.0]) == {"median": 5.0, "low": 5.0, "high": 5.0, "n": 1}
+
+
+def test_machine(tmp_path: Path) -> None:
+    found = machine(tmp_path)
+    assert found["cores"] >= 1
+    assert found["filesystem"] == filesystem(tmp_path)
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_table() -> None:
+    text = table([{"a": 1, "long name": "x"}, {"a": "wide", "long name": ""}])
+    assert text.splitlines() == ["a     long name", "----  ---------", "1     x", "wide"]
+    assert table([]) == ""
