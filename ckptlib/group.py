@@ -289,7 +289,9 @@ def _attend(store: Store, number: int, group: dist.ProcessGroup, what: str, time
     else:
         try:
             store.wait([verdict], timeout)
-        except dist.DistStoreError:
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:  # a time-out; only TCPStore has a class for it
             missing = sorted(set(dist.get_process_group_ranks(group)) - _came(store, number, group).keys())
             reason = f"rank(s) {missing} did not come within {timeout.total_seconds():.0f} s"
             store.compare_set(verdict, "", reason)
