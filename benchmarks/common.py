@@ -102,7 +102,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def launch(module: str, num_ranks: int, arguments: Mapping[str, object], timeout_s: float) -> list[Line]:
-    """Runs `module` under torchrun; returns what its ranks gave to `tell`.
+    """Runs `module` on ranks, as torchrun does; returns what its ranks gave to `tell`.
 
     `arguments`: found by the ranks with `told`. Raises RuntimeError with what they printed when one fails,
     subprocess.TimeoutExpired when they do not end.
@@ -116,6 +116,10 @@ def launch(module: str, num_ranks: int, arguments: Mapping[str, object], timeout
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         }
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        if num_ranks == 1:  # torchrun costs as much as all else at toy size
+            command = [sys.executable]
+            environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         with (Path(directory) / "log").open("wb+") as log:
             process = subprocess.Popen([*command, "-m", module], env=environment, stdout=log, stderr=subprocess.STDOUT)
             try:

@@ -88,12 +88,7 @@ def run(
     parser.add_argument("--rounds", type=int, default=rounds, help="turns of each subject (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one subject and turn")
     parser.add_argument("--out", type=Path, help="file for the JSON lines (default: stdout)")
-    parser.add_argument(
-        "--directory",
-        type=Path,
-        default=Path(tempfile.gettempdir()),
-        help="where checkpoints go (default: %(default)s)",
-    )
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where checkpoints go")
     given = parser.parse_args(arguments)
     options = Options(given.toy, given.gb, given.rounds, given.timeout)
     report = Report(name, given.out, given.directory, toy=given.toy, gb=given.gb, rounds=given.rounds)

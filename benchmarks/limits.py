@@ -1,7 +1,7 @@
 """What can this machine do at best? The bare speeds that everything else is a share of.
 
-Writing: one thread, 16 MiB blocks of random bytes, aligned, past the page cache, fsync included. Reading: the same file,
-the same way. Copying and digesting: warm memory, one thread.
+Writing: one thread, 16 MiB blocks of random bytes, aligned, past the page cache, fsync included. Reading: the same
+file, the same way. Copying and digesting: warm memory, one thread.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Peer(ABC):
         """Fills `state` in place."""
         raise NotImplementedError(f"{type(self).__name__} does not load in this benchmark")
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most hold nothing)
         """Lets go of processes and threads."""
 
 
@@ -84,10 +84,11 @@ def start() -> None:
 
 def rank() -> int:
     """This process's place among them."""
-    return dist.getrank() if dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _local(state: State) -> State:
+def local(state: State) -> State:
+    """What this rank holds, as plain tensors."""
     return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in state.items()}
 
 
@@ -119,7 +120,7 @@ class TorchSave(Peer):
     def begin(self, state: State, directory: Path, step: int) -> Wait:
         path = path_of(directory, step)
         with (path / f"rank-{rank()}.pt").open("wb") as file:
-            torch.save(_local(state), file)
+            torch.save(local(state), file)
             file.flush()
             os.fsync(file.fileno())
         barrier()
@@ -131,7 +132,7 @@ class TorchSave(Peer):
 
     def _fill(self, state: State, loaded: State) -> None:
         with torch.no_grad():
-            for name, tensor in _local(state).items():
+            for name, tensor in local(state).items():
                 tensor.copy_(loaded.pop(name))
 
 
@@ -149,7 +150,7 @@ class Safetensors(TorchSave):
         from safetensors.torch import save_file
 
         file = path_of(directory, step) / f"rank-{rank()}.safetensors"
-        save_file(_local(state), file)
+        save_file(local(state), file)
         _sync(file)
         barrier()
         return done
@@ -208,7 +209,10 @@ def _result(future: object) -> None:
 
 
 class TorchCheckpointing(Peer):
-    """Its defaults ask for CUDA and for direct I/O, which fails for lengths that are not whole pages."""
+    """Its defaults ask for CUDA and for direct I/O, which fails for lengths that are not whole pages.
+
+    With several ranks, the metadata that resharding needs is gathered on CUDA devices; without one, it goes without.
+    """
 
     needs = "torch_checkpointing"
 
@@ -219,10 +223,11 @@ class TorchCheckpointing(Peer):
         from torch_checkpointing.staging import CheckpointStagerConfig
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
+        reshards = not dist.is_initialized() or torch.cuda.is_available()
         staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
         self._manager = CheckpointManager(
             CheckpointManager.Config(
-                items={"state": ItemSpec(resharder=DefaultResharder())},
+                items={"state": ItemSpec(resharder=DefaultResharder() if reshards else None)},
                 save=AsyncCheckpointSaverConfig(staging_config=staging),
                 storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
             )
@@ -262,7 +267,7 @@ class Torchsnapshot(Peer):
         from torchsnapshot import Snapshot, StateDict
 
         path = directory / f"step-{step}"
-        Snapshot.take(str(path), {"state": StateDict(**_local(state))})
+        Snapshot.take(str(path), {"state": StateDict(**local(state))})
         if rank() == 0:
             flush(path)
         barrier()
@@ -272,7 +277,7 @@ class Torchsnapshot(Peer):
     def load(self, state: State, directory: Path, step: int) -> None:
         from torchsnapshot import Snapshot, StateDict
 
-        Snapshot(str(directory / f"step-{step}")).restore({"state": StateDict(**_local(state))})
+        Snapshot(str(directory / f"step-{step}")).restore({"state": StateDict(**local(state))})
 
 
 class LightningAsync(Peer):
@@ -306,33 +311,33 @@ def make_state(nbytes: int, num_tensors: int) -> State:
     state: State = {}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
     for i in range(num_tensors):
-        local = torch.empty(rows, 1024).uniform_(generator=generator)
+        mine = torch.empty(rows, 1024).uniform_(generator=generator)
         name = f"{('model', 'optim/exp_avg', 'optim/exp_avg_sq')[i % 3]}/layers.{i // 3}.weight"
-        state[name] = local if mesh is None else DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        state[name] = mine if mesh is None else DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
     return state
 
 
 def nbytes_local(state: State) -> int:
     """Bytes that this rank holds."""
-    return sum(tensor.nbytes for tensor in _local(state).values())
+    return sum(tensor.nbytes for tensor in local(state).values())
 
 
 def change(state: State) -> None:
     """What an optimizer's step does to it: no element stays."""
-    for tensor in _local(state).values():
+    for tensor in local(state).values():
         tensor.add_(1.0)
 
 
 def clear(state: State) -> None:
     """Zeroes, so that nothing but a load puts the bytes there; the memory stays touched."""
-    for tensor in _local(state).values():
+    for tensor in local(state).values():
         tensor.zero_()
 
 
 def digest(state: State) -> str:
     """Of this rank's bytes."""
     hasher = xxhash.xxh3_128()
-    for tensor in _local(state).values():
+    for tensor in local(state).values():
         hasher.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
     return hasher.hexdigest()
 

@@ -1,0 +1,153 @@
+"""How much slower are training steps while a checkpoint is written? Step times with and without, in paired blocks.
+
+Two ranks, one thread each, a step of matrix products and AdamW of about 0.4 s. Blocks of steps without checkpoints and
+with one every four steps follow one another in the same processes; quartiles are over steps. A step counts as "while
+persisting" when the checkpoint begun before it was not yet durable as it began.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import ckptlib
+from benchmarks import peers
+from benchmarks.common import tell, told
+from benchmarks.figures import Figures, Options, run
+from benchmarks.peers import PEERS
+
+EVERY = 4
+STEPS_PER_BLOCK = 12
+SUBJECTS = ("ckptlib", "DCP async thread", "DCP async process")
+
+
+def main(arguments: list[str]) -> None:
+    run(arguments, "slowdown", measure, gb=0.5, rounds=3)
+
+
+def measure(options: Options, directory: Path, figures: Figures) -> None:
+    given = {"nbytes": 6_000_000 if options.toy else int(options.gb * 1e9), "step_s": 0.01 if options.toy else 0.4}
+    num_ranks, subjects = (1, SUBJECTS[:1]) if options.toy else (2, SUBJECTS)
+    case = f"{num_ranks} ranks"
+    for turn in range(1 if options.toy else options.rounds):
+        for subject in subjects:
+            order = {**given, "peer": subject, "directory": str(directory / f"{subject}-{turn}")}
+            for line in figures.attempt(case, subject, __name__, num_ranks, order, options.timeout_s):
+                if line["rank"] == 0:
+                    figures.add(case, subject, line["what"], "s", line["samples"], nbytes=given["nbytes"] * num_ranks)
+                    p95 = statistics.quantiles(line["samples"], n=20)[-1]
+                    figures.add(case, subject, f"{line['what']}, p95", "s", [p95])
+
+
+# In the ranks
+
+
+class _Training:
+    """A model whose AdamW state is of a given size, and steps of a given length."""
+
+    def __init__(self, nbytes: int, step_s: float) -> None:
+        width = 1024
+        layers = max(nbytes // (12 * width * width), 1)
+        self.model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(layers)])
+        for module in self.model:
+            if dist.get_world_size() > 1:
+                torch.distributed.fsdp.fully_shard(module)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self._x = torch.randn(1024, 1024)
+        self._products = 0
+        self.step()
+        began = time.perf_counter()
+        self.step()
+        bare = time.perf_counter() - began
+        began = time.perf_counter()
+        torch.mm(self._x, self._x)
+        product = torch.tensor([time.perf_counter() - began])
+        dist.all_reduce(product, dist.ReduceOp.MAX)
+        self._products = max(int((step_s - bare) / product.item()), 0)
+
+    def step(self) -> None:
+        self.model(self._x[:32]).pow(2).mean().backward()
+        for _ in range(self._products):
+            torch.mm(self._x, self._x)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def work() -> None:
+    """Blocks of steps: without, with, without."""
+    given = told()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    training = _Training(given["nbytes"], given["step_s"])
+    without = _block(training, lambda step: None, lambda: False)[0]
+    with_saves = _with_ckptlib if given["peer"] == "ckptlib" else _with_peer
+    idle, busy = with_saves(training, given)
+    without += _block(training, lambda step: None, lambda: False)[0]
+    tell(what="step without checkpoints", samples=without)
+    for what, samples in (("step between checkpoints", idle), ("step while persisting", busy)):
+        if len(samples) > 1:
+            tell(what=what, samples=samples)
+    tell(what="step with checkpoints", samples=idle + busy)
+    dist.destroy_process_group()
+
+
+def _block(
+    training: _Training, after: Callable[[int], None], under_way: Callable[[], bool], start: int = 0
+) -> tuple[list[float], list[float]]:
+    """(seconds of steps beside which nothing was written, and of those beside which something was)."""
+    idle: list[float] = []
+    busy: list[float] = []
+    for step in range(start + 1, start + STEPS_PER_BLOCK + 1):
+        times = busy if under_way() else idle
+        began = time.perf_counter()
+        training.step()
+        after(step)
+        times.append(time.perf_counter() - began)
+    return idle, busy
+
+
+def _with_ckptlib(training: _Training, given: dict[str, str]) -> tuple[list[float], list[float]]:
+    state = {"model": training.model, "optim": training.optimizer}
+    with ckptlib.Checkpointer(given["directory"], state, every=EVERY) as saver:
+
+        def under_way() -> bool:
+            """Whether this rank's writer still reads a slot, or the copy is not over."""
+            saver._session.poll()
+            return bool(saver._session._in_use)
+
+        _block(training, saver.after_step, under_way)  # slots are made, plans are drawn up
+        return _block(training, saver.after_step, under_way, start=STEPS_PER_BLOCK)
+
+
+def _with_peer(training: _Training, given: dict[str, str]) -> tuple[list[float], list[float]]:
+    peer = PEERS[given["peer"]]()
+    waits: list[peers.Wait] = []
+
+    def after(step: int) -> None:
+        if step % EVERY:
+            return
+        while waits:
+            waits.pop()()
+        state = {f"model/{name}": tensor for name, tensor in training.model.state_dict().items()}
+        for i, held in enumerate(training.optimizer.state.values()):
+            state |= {f"optim/{i}/{key}": value for key, value in held.items()}
+        waits.append(peer.begin(state, Path(given["directory"]), step))
+
+    def under_way() -> bool:
+        return bool(waits)  # its future cannot be asked on all ranks alike; the files are waited for at the next save
+
+    _block(training, after, under_way)
+    found = _block(training, after, under_way, start=STEPS_PER_BLOCK)
+    while waits:
+        waits.pop()()
+    peer.close()
+    return found
+
+
+if __name__ == "__main__":
+    work()
