@@ -37,7 +37,6 @@ from ckptlib.group import together
 from ckptlib.policy import Policy, Steps
 from ckptlib.retention import Keep
 from ckptlib.session import Pending, Session, Settings
-from ckptlib.stage import TornSnapshot
 from ckptlib.state import Leaf, flatten
 
 log = logging.getLogger(__name__)
@@ -227,6 +226,7 @@ class Checkpointer:
             self._say(step)
         word = self._beat.agreed(step)
         self._session.poll()
+        self._note_torn()
         self._raise_agreed(word)
         self._stopping = bool(word.stop)
         self._ready_everywhere = -word.minus_ready
@@ -237,7 +237,6 @@ class Checkpointer:
             self._save(step, metrics, word)
         if last:  # no step of an optimizer follows, so nothing would wait at the fence
             self._fence.wait()
-        self._note_staged()
         self._fence.forget()
         if not self._stopping:
             self._say(step + 1)
@@ -282,7 +281,7 @@ class Checkpointer:
         self._owed = False
         if step == self._last_saved:
             return
-        inline = bool(word.inline)
+        inline = bool(word.inline) or self._wants_inline
         self._wants_inline = False
         try:
             self._last = self._session.save(
@@ -307,12 +306,14 @@ class Checkpointer:
         """Whether the leaf's only writer is an optimizer that was seen to wait at the fence."""
         return leaf.owner is not None and self._fence.fired(leaf.owner)
 
-    def _note_staged(self) -> None:
+    def _note_torn(self) -> None:
         """A torn snapshot is owed once more, without overlap."""
-        last = self._last
-        if last is not None and last.staging.done and isinstance(last.staging.error, TornSnapshot):
-            log.warning("%s; it is taken again at the next step, without overlap", last.staging.error)
-            self._owed = self._wants_inline = True
+        torn, self._session.torn = self._session.torn, None
+        if torn is None:
+            return
+        log.warning("%s; another one is taken as soon as can be, without overlap", torn.staging.error)
+        self._owed = self._wants_inline = True
+        if self._last is torn:
             self._last = None
 
     @contextmanager

@@ -34,7 +34,7 @@ from ckptlib.replicas import Agreement, Row, agree, alone, entries_of, rows_of
 from ckptlib.retention import Keep
 from ckptlib.rng import RngState
 from ckptlib.slot import Slot, SlotHeader
-from ckptlib.stage import Content, Source, Stager, Staging
+from ckptlib.stage import Content, Source, Stager, Staging, TornSnapshot
 from ckptlib.state import Flat, Leaf, Memo, PerRank, flatten
 from ckptlib.stores import open_store
 from ckptlib.writer.client import Writer
@@ -158,6 +158,8 @@ class Session:
         self._staging: list[Pending] = []
         self.newest_ready = -1
         """The newest step of which this rank holds a ready snapshot."""
+        self.torn: Pending | None = None
+        """The last snapshot that was found torn, until somebody has taken note of it."""
         self.failures = 0
         """Saves that failed in a row, as far as this rank knows."""
         self.superseded: Superseded | None = None
@@ -388,6 +390,8 @@ class Session:
             if pending.staging.error is None:
                 self.newest_ready = max(self.newest_ready, pending.step)
                 self.arena.mark_ready(pending.staging.slot, pending.step)
+            elif isinstance(pending.staging.error, TornSnapshot):
+                self.torn = pending
         for event in self.writer.poll(timeout_s):
             self._note(event)
 
