@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -15,9 +16,11 @@ import torch
 from workers.torn import (
     IN_PLACE,
     OPTIMIZERS,
+    WAIT_S,
     Mutation,
     OpensGate,
     Rig,
+    clip_weights,
     fenced_case,
     held,
     make_params,
@@ -205,6 +208,29 @@ def test_checkpointer(tmp_path: Path, mutation: str) -> None:
         whole.wait_committed(60)
     assert saved(tmp_path) == {6: {"step": 6}, 8: {"step": 8}}
     for step in (6, 8):
+        ckptlib.load(tmp_path, state, step=step)
+        assert [raw(p) for p in params_of(optimizer)] == oracle[step]
+
+
+def test_who_always_writes_past_the_fence_still_gets_checkpoints(tmp_path: Path) -> None:
+    """However often they are due: every other one at least is taken without overlap."""
+    optimizer = prepared("adamw-foreach", 1)
+    state, oracle = state_of(optimizer), {}
+    with ckptlib.Checkpointer(tmp_path, state, every=1, arena=tmp_path) as ckpt:
+        for step in range(1, 31):
+            step_with_gradients(optimizer)
+            oracle[step] = [raw(p) for p in params_of(optimizer)]
+            with held(ckpt._session._stager):
+                ckpt.after_step(step)
+                clip_weights(optimizer)
+            if ckpt.pending is not None:
+                with contextlib.suppress(SaveFailed):
+                    ckpt.pending.wait_committed(WAIT_S)
+            ckpt._session.wait_released(WAIT_S)
+        ckpt._last = None  # the last one may have been torn, too
+    steps = [info.step for info in ckptlib.checkpoints(tmp_path)]
+    assert len(steps) >= 5
+    for step in steps:
         ckptlib.load(tmp_path, state, step=step)
         assert [raw(p) for p in params_of(optimizer)] == oracle[step]
 
