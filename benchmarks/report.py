@@ -1,0 +1,231 @@
+"""How does ckptlib stand? Runs all benchmarks one after another, and writes what they found as a page with plots.
+
+`python -m benchmarks report --out DIR` leaves DIR/<name>.jsonl, DIR/RESULTS.md and a few images; with --write-only the
+page is made anew from the lines that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common import Line
+
+NAMES = ("limits", "stall", "save", "load", "reshard", "small_tensors", "memory", "beat", "slowdown", "scale")
+SUBJECT = "ckptlib"
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks report")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="default: beside the benchmarks")
+    parser.add_argument("--write-only", action="store_true", help="runs nothing")
+    parser.add_argument("--toy", action="store_true", help="seconds each; the figures mean nothing")
+    parser.add_argument("names", nargs="*", default=NAMES, help="default: all")
+    given = parser.parse_args(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
+    for name in () if given.write_only else given.names:
+        print(f"\n{name}", flush=True)
+        toy = ["--toy"] if given.toy else []
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks", name, "--out", str(given.out / f"{name}.jsonl"), *toy], check=False
+        )
+    lines = {path.stem: read(path) for path in sorted(given.out.glob("*.jsonl"))}
+    (given.out / "RESULTS.md").write_text(page(lines, plots(lines, given.out)))
+
+
+def read(path: Path) -> list[Line]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# Targets
+
+Figures = Mapping[tuple[str, str, str, str], Line]
+"""By benchmark, case, subject and quantity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A promise, and how it is read off the figures."""
+
+    text: str
+    at_least: bool
+    bound: float
+    found: Callable[[Figures], list[float]]
+    """One value per case; the worst counts."""
+    unit: str = ""
+
+
+def figures_of(lines: Mapping[str, Sequence[Line]]) -> Figures:
+    return {
+        (name, line["case"], line["subject"], line["what"]): line
+        for name, found in lines.items()
+        for line in found
+        if line["kind"] == "figure" and "subject" in line
+    }
+
+
+def _times(benchmark: str, other: str, what: str, ours: str | None = None) -> Callable[[Figures], list[float]]:
+    """The median of `other` over ckptlib's, case by case."""
+
+    def found(figures: Figures) -> list[float]:
+        pairs = (
+            (line, figures.get((benchmark, case, SUBJECT, ours or what)))
+            for (name, case, subject, quantity), line in figures.items()
+            if (name, subject, quantity) == (benchmark, other, what)
+        )
+        return [line["median"] / mine["median"] for line, mine in pairs if mine is not None]
+
+    return found
+
+
+def _medians(benchmark: str, what: str, cases: str = "") -> Callable[[Figures], list[float]]:
+    def found(figures: Figures) -> list[float]:
+        return [
+            line["median"]
+            for (name, case, subject, quantity), line in figures.items()
+            if (name, subject) == (benchmark, SUBJECT) and quantity.startswith(what) and case.startswith(cases)
+        ]
+
+    return found
+
+
+TARGETS = (
+    Target("persist, of the bare direct write", True, 0.9, _times("save", "bare direct write", "durable", "persist")),
+    Target("load from a cold disk, of the bare direct read", True, 0.9, _times("load", "bare direct read", "load")),
+    Target("synchronous save, times DCP", True, 3.0, _times("save", "DCP", "durable")),
+    Target("synchronous save, times torch.save + fsync", True, 1.5, _times("save", "torch.save+fsync", "durable")),
+    Target("load, times DCP", True, 2.0, _times("load", "DCP", "load")),
+    Target("bytes read over bytes needed, another number of ranks", False, 1.02, _medians("reshard", "came", "FSDP")),
+    Target("small tensors: save, times DCP", True, 10.0, _times("small_tensors", "DCP", "save")),
+    Target("small tensors: load, times DCP", True, 10.0, _times("small_tensors", "DCP", "load")),
+    Target(
+        "small tensors: beside the data", False, 150.0, _medians("small_tensors", "beside the data"), "B per tensor"
+    ),
+    Target("trainer's memory beyond its slots", False, 64.0, _medians("memory", "extra"), "MB"),
+    Target("writer's memory", False, 150.0, _medians("memory", "writer"), "MB"),
+    Target("construction", False, 0.1, _medians("beat", "construction"), "s"),
+    Target("writer ready", False, 0.5, _medians("beat", "writer ready"), "s"),
+    Target("committing at 1,024 ranks, rank 0", False, 0.1, _medians("scale", "steady commit"), "cpu s"),
+    Target("planning a load at 1,024 ranks", False, 1.0, _medians("scale", "load planning"), "cpu s"),
+)
+
+
+def judged(figures: Figures) -> Iterable[tuple[str, str, str, str]]:
+    """(target, bound, the worst that was found, verdict)."""
+    for target in TARGETS:
+        found = target.found(figures)
+        bound = f"{'>=' if target.at_least else '<='} {target.bound:g} {target.unit}".rstrip()
+        if not found:
+            yield target.text, bound, "", "not measured"
+            continue
+        worst = min(found) if target.at_least else max(found)
+        met = worst >= target.bound if target.at_least else worst <= target.bound
+        yield target.text, bound, f"{worst:.3g} {target.unit}".rstrip(), "met" if met else "**missed**"
+
+
+# The page
+
+
+def page(lines: Mapping[str, Sequence[Line]], images: Sequence[str]) -> str:
+    """Markdown."""
+    text = ["# Results", "", "Made by `python -m benchmarks report`. Losses stand beside gains.", ""]
+    machines = [line for found in lines.values() for line in found if line["kind"] == "machine"]
+    if machines:
+        text += [*_machine(machines), ""]
+    if any(line["settings"].get("toy") for line in machines):
+        text += ["**These are toy sizes: they show that everything runs, and measure nothing.**", ""]
+    text += ["## Targets", "", *_table(("target", "bound", "worst case", ""), judged(figures_of(lines))), ""]
+    text += [f"![{image.removesuffix('.png')}]({image})" for image in images] + [""] * bool(images)
+    for name, found in lines.items():
+        text += [f"## {name}", "", *_section(found), ""]
+    return "\n".join(text)
+
+
+def _machine(machines: Sequence[Line]) -> list[str]:
+    first = machines[0]
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    loads = [line["load"] for line in machines]
+    return [
+        f"{first['cpu']}, {first['cores']} cores, {first['memory_bytes'] / 2**30:.0f} GiB, Linux {first['kernel']}, "
+        f"checkpoints on {first.get('filesystem', 'an unknown file system')}; load average {min(loads):.1f} to "
+        f"{max(loads):.1f} as the benchmarks began, {machines[0]['at']} to {machines[-1]['at']}.",
+        "",
+        f"{versions}.",
+    ]
+
+
+def _section(found: Sequence[Line]) -> list[str]:
+    figures = [line for line in found if line["kind"] == "figure" and "subject" in line]
+    best = {(line["case"], line["what"]): line["median"] for line in figures if line["subject"] == SUBJECT}
+    rows = []
+    for line in figures:
+        mine = best.get((line["case"], line["what"]))
+        ratio = f"{line['median'] / mine:.2f}" if mine and line["subject"] != SUBJECT else ""
+        cold = f"{line['resident']:.0%} of the pages stayed in the cache" if "resident" in line else ""
+        rate = f"{line['nbytes'] / line['median'] / 1e9:.2f} GB/s" if _has_rate(line) else ""
+        rows.append(
+            (
+                line["case"],
+                line["subject"],
+                line["what"],
+                f"{line['median']:.4g} {line['unit']}",
+                f"{line['low']:.4g} - {line['high']:.4g} ({line['n']})",
+                rate,
+                ratio,
+                cold,
+            )
+        )
+    columns = ("case", "subject", "what", "median", "quartiles (samples)", "rate", "over ckptlib's", "")
+    text = _table(columns, rows) if rows else []
+    failures = [f"- {line['case']}, {line['subject']}: {line['why']}" for line in found if line["kind"] == "failure"]
+    others = [line for line in found if line["kind"] not in ("figure", "failure", "machine") or line not in figures]
+    more = [f"- {json.dumps(line)}" for line in others if line["kind"] not in ("failure", "machine")]
+    return [*text, *([""] if failures else []), *failures, *more]
+
+
+def _has_rate(line: Line) -> bool:
+    return line["unit"] == "s" and line["what"] in ("durable", "persist", "load") and "nbytes" in line
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
+
+
+# Plots
+
+
+def plots(lines: Mapping[str, Sequence[Line]], out: Path) -> list[str]:
+    """Names of the images."""
+    images = []
+    for name, what, title in (
+        ("save", "durable", "Synchronous save"),
+        ("load", "load", "Load, cold"),
+        ("small_tensors", "save", "Saving many small tensors"),
+    ):
+        found = [line for line in lines.get(name, []) if line["kind"] == "figure" and line["what"] == what]
+        if found:
+            _plot(found, title, out / f"{name}.png")
+            images.append(f"{name}.png")
+    return images
+
+
+def _plot(found: Sequence[Line], title: str, path: Path) -> None:
+    import matplotlib.pyplot as plt  # only the page needs it
+
+    cases = list(dict.fromkeys(line["case"] for line in found))
+    figure, axes = plt.subplots(1, len(cases), figsize=(4.5 * len(cases), 3), squeeze=False)
+    for axis, case in zip(axes[0], cases, strict=True):
+        lines = sorted((line for line in found if line["case"] == case), key=lambda line: -line["median"])
+        colours = ["tab:orange" if line["subject"].startswith(SUBJECT) else "tab:grey" for line in lines]
+        axis.barh([line["subject"] for line in lines], [line["median"] for line in lines], color=colours)
+        axis.set_title(f"{title}: {case}", fontsize=9)
+        axis.set_xlabel("seconds, median", fontsize=8)
+        axis.tick_params(labelsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
