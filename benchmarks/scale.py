@@ -129,4 +129,4 @@ def _plan_load(store: MemoryStore, manifest: Manifest, rank: int, num_ranks: int
     wants = [
         Want(name, ((box, torch.empty(box.shape, device="meta")),)) for name, box in _boxes(layout, rank, num_ranks)
     ]
-    return len(_merge([read for want in wants for read in reader._plan(want)]))
+    return len(_merge([read for want in wants for read in reader._plan(want, reader._ranks_for(want))]))
