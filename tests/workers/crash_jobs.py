@@ -5,11 +5,14 @@ A job is a function of this file; it runs in a process of its own and tells what
 
 from __future__ import annotations
 
+import ctypes
 import json
+import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +27,7 @@ import torch.distributed as dist
 from workers import crash_oracle
 
 import ckptlib
+from ckptlib import checkpoint, manager
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -33,6 +37,9 @@ WAIT_S = 60.0
 
 NUMEL = 20_000
 """Of each of the four weights: 80 kB, so that they are copied behind the fence."""
+
+
+_started: list[Job] = []
 
 
 class Job:
@@ -45,8 +52,13 @@ class Job:
         target = (function, str(report), rank, size, f"{report.parent / report.stem}.init", kwargs)
         self.process: BaseProcess = _context.Process(target=_run, args=target)
         self.process.start()
+        _started.append(self)
         assert self.process.pid is not None
         self.pid: int = self.process.pid
+
+    def log(self) -> str:
+        """What ckptlib has logged in the trainer."""
+        return self._report.with_suffix(".log").read_text()
 
     def told(self) -> list[dict[str, Any]]:
         """What the job has said so far."""
@@ -59,10 +71,11 @@ class Job:
         """The `count`th line that tells `what`."""
         deadline = time.monotonic() + WAIT_S
         while True:
+            alive = self.process.is_alive()  # asked before reading, so that its last words are read
             found = [line for line in self.told() if line["what"] == what]
             if len(found) >= count:
                 return found[count - 1]
-            assert self.process.is_alive() or self.told() != [], f"died before it told {what}"
+            assert alive, f"died before it told {what}: {self.told()}"
             assert time.monotonic() < deadline, f"{what} did not come: {self.told()}"
             time.sleep(0.002)
 
@@ -81,6 +94,20 @@ class Job:
         while writers := crash_oracle.writers_of(self.pid):
             assert time.monotonic() < deadline, f"writers {writers} stay"
             time.sleep(0.005)
+
+
+def end_all(root: Path) -> None:
+    """Kills what a failed test has left, and unlinks its slots."""
+    for job in _started:
+        job.process.kill()
+        job.process.join()
+        for writer in crash_oracle.writers_of(job.pid):
+            os.kill(writer, signal.SIGCONT)
+            os.kill(writer, signal.SIGKILL)
+    _started.clear()
+    if (root / "ckptlib.json").exists():
+        for path in crash_oracle.slots_of(root):
+            path.unlink(missing_ok=True)
 
 
 def start_server() -> None:
@@ -131,6 +158,7 @@ class Teller:
 def _run(function: Callable[..., None], report: str, rank: int, size: int, init: str, kwargs: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     tell = Teller(report)
+    logging.basicConfig(filename=Path(report).with_suffix(".log"))
     if size > 1:
         init = f"file://{init.replace(f'.rank{rank}', '')}"
         dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size, timeout=timedelta(seconds=30))
@@ -200,7 +228,10 @@ def holds(step: crash_oracle.Step, numel: int) -> bool:
 
 
 @contextmanager
-def checkpointer(url: str, state: State, **kwargs: Any) -> Iterator[ckptlib.Checkpointer]:
+def checkpointer(
+    url: str, state: State, orphans_timeout_s: float = WAIT_S, **kwargs: Any
+) -> Iterator[ckptlib.Checkpointer]:
+    manager.ORPHANS_TIMEOUT_S = orphans_timeout_s
     seconds = {name: timedelta(seconds=kwargs.pop(name)) for name in ("timeout", "save_deadline") if name in kwargs}
     with ckptlib.Checkpointer(url, state.mapping, **{"every": 1, **kwargs}, **seconds) as ckpt:
         yield ckpt
@@ -286,14 +317,49 @@ def train_for_ever(tell: Teller, rank: int, *, url: str, numel: int, **kwargs: A
                 tell("saving", step=step)
 
 
-def load(tell: Teller, rank: int, *, url: str, numel: int = NUMEL, steps: list[int | str]) -> None:
-    """Loads each, and tells what came of it."""
-    for step in steps:
-        state = State(numel)
+def train_without_memory(tell: Teller, rank: int, **kwargs: Any) -> None:
+    """As train, where /dev/shm has room for nothing: in a mount namespace of its own."""
+    assert ctypes.CDLL(None, use_errno=True).unshare(0x00020000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWNS
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/dev/shm"], check=True)
+    train(tell, rank, **kwargs)
+
+
+def come_alone(tell: Teller, rank: int, *, url: str, how: str, gate: str) -> None:
+    """Rank 0 comes, the others do not; all stay until the gate is open."""
+    state = State(NUMEL)
+    began = time.monotonic()
+    try:
+        if rank == 0 and how == "Checkpointer":
+            ckptlib.Checkpointer(url, state.mapping, every=1, timeout=timedelta(seconds=2))
+        elif rank == 0:
+            ckptlib.save(url, state.mapping, step=1, timeout=timedelta(seconds=2))
+    except ckptlib.AgreementFailed as error:
+        tell("refused", text=str(error), seconds=time.monotonic() - began)
+        Path(gate).touch()
+    while not Path(gate).exists():
+        time.sleep(0.01)
+
+
+def try_roots(tell: Teller, rank: int, *, roots: list[str], step: int) -> None:
+    """Of each root: loads one step by its number, then restores what there is."""
+    for url in roots:
+        name = Path(url).name
+        state = State(NUMEL)
         try:
-            report = ckptlib.load(url, state.mapping, step=step)
+            state_step = ckptlib.load(url, state.mapping, step=step).step
         except ckptlib.CkptError as error:
-            tell("refused", step=step, kind=type(error).__name__, text=str(error))
+            tell("load", root=name, kind=type(error).__name__, text=str(error))
         else:
-            state.check(report.step)
-            tell("loaded", step=report.step)
+            state.check(state_step)
+            tell("load", root=name, kind="", step=state_step)
+        checkpoint._close_all()  # else each root keeps a writer until the process ends
+        state = State(NUMEL)
+        try:
+            with checkpointer(url, state) as ckpt:
+                report = ckpt.restore()
+                state.check(report.step)
+        except ckptlib.CkptError as error:
+            tell("restore", root=name, kind=type(error).__name__, text=str(error))
+        else:
+            tell("restore", root=name, kind="", step=report.step, skipped=report.skipped)

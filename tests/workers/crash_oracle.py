@@ -16,7 +16,7 @@ import numpy as np
 import safetensors
 import xxhash
 
-DTYPES = {"float32": np.float32, "int64": np.int64, "uint8": np.uint8, "bfloat16": np.uint16}
+DTYPES = {"float32": np.float32, "int32": np.int32, "int64": np.int64, "uint8": np.uint8, "bfloat16": np.uint16}
 """bfloat16 as uint16."""
 
 

@@ -1,0 +1,273 @@
+"""The writer process: what it is made of, and what it leaves to its trainer. No torch on either side."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from workers.crash_oracle import failed_parts, read_root
+from workers.crash_spare import make_root, ready_slot, setup
+
+from ckptlib.errors import WaitTimeout
+from ckptlib.keys import SaveId
+from ckptlib.slot import Slot
+from ckptlib.writer.client import MAX_DEATHS, Writer
+
+LARGE_BYTES = 600 << 20
+WAIT_S = 60.0
+
+
+class Bench:
+    """A root, a writer, and slots for it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.root = directory / "root"
+        self.directory = directory
+        self.generation = make_root(self.root)
+        self.slots: list[Slot] = []
+        self.writers: list[Writer] = []
+
+    def writer(self, **more: object) -> Writer:
+        self.writers.append(Writer(setup(self.root, **more)))
+        return self.writers[-1]
+
+    def slot(self, step: int, memory: Path = Path("/dev/shm"), nbytes: int = 1 << 20) -> tuple[SaveId, Slot]:
+        save = SaveId(step, self.generation)
+        values = np.arange(nbytes // 4, dtype=np.int32) + step
+        self.slots.append(ready_slot(memory, save, {"w": values}))
+        return save, self.slots[-1]
+
+    def close(self) -> None:
+        for writer in self.writers:
+            if alive(writer.pid):
+                os.kill(writer.pid, signal.SIGCONT)
+                os.kill(writer.pid, signal.SIGKILL)
+        for slot in self.slots:
+            slot.unlink()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.close()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def hear(writer: Writer, event: str) -> dict[str, Any]:
+    """The next event of this kind; what comes before it is dropped."""
+    return next(found for found in heard(writer, event) if found["event"] == event)
+
+
+def heard(writer: Writer, last: str) -> list[dict[str, Any]]:
+    """All that the writer says up to an event of this kind."""
+    deadline, events = time.monotonic() + WAIT_S, []
+    while last not in [found["event"] for found in events]:
+        assert time.monotonic() < deadline, f"{last} was not heard: {events}; see {writer.log_path.read_text()}"
+        events += writer.poll(0.05)
+    return events
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def status(pid: int, name: str) -> int:
+    return int(re.search(rf"^{name}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1])  # type: ignore[index]
+
+
+# -- what it is
+
+
+def test_starts_without_torch_in_a_session_of_its_own_at_low_priority(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = time.perf_counter()
+    writer = bench.writer()
+    hear(writer, "ready")
+    with capsys.disabled():
+        print(f" writer ready after {time.perf_counter() - began:.2f} s ", end="")
+    maps = Path(f"/proc/{writer.pid}/maps").read_text()
+    assert "libpython" in maps or "python" in maps
+    assert "torch" not in maps
+    assert os.getsid(writer.pid) == writer.pid != os.getsid(0)
+    assert os.getpriority(os.PRIO_PROCESS, writer.pid) >= 10
+    assert os.readlink(f"/proc/{writer.pid}/fd/0") == "/dev/null"
+    for stream in (1, 2):
+        assert os.readlink(f"/proc/{writer.pid}/fd/{stream}") == str(writer.log_path)
+    assert writer.log_path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_secrets_do_not_show(bench: Bench) -> None:
+    secret = "hunter2hunter2"
+    writer = bench.writer(options={"secret": secret})
+    hear(writer, "ready")
+    assert secret.encode() not in Path(f"/proc/{writer.pid}/cmdline").read_bytes()
+    assert secret.encode() not in Path(f"/proc/{writer.pid}/environ").read_bytes()
+    assert secret not in writer.log_path.read_text()
+
+
+def test_memory_stays_small_beside_a_large_slot(bench: Bench) -> None:
+    """What it holds for itself while it persists 600 MB, apart from the slot, which it shares with the trainer."""
+    save, slot = bench.slot(1, nbytes=LARGE_BYTES)
+    writer = bench.writer()
+    writer.add_slot(slot.path)
+    writer.persist(save, slot.path)
+    hear(writer, "committed")
+    own = status(writer.pid, "VmHWM") - status(writer.pid, "RssShmem")
+    shared = status(writer.pid, "RssShmem")
+    private = sum(
+        int(kb)
+        for kb in re.findall(r"^Private_\w+:\s+(\d+)", Path(f"/proc/{writer.pid}/smaps_rollup").read_text(), re.M)
+    )
+    assert shared >= LARGE_BYTES // 1024, "the slot was read where it is"
+    assert private < 150 * 1024
+    assert own < 150 * 1024 + shared - LARGE_BYTES // 1024 + 4096, "at no time did it hold more"
+    (pack,) = bench.root.glob("packs/*/*")
+    stored = np.memmap(pack, np.int32, offset=pack.stat().st_size - LARGE_BYTES)
+    assert all(stored[i] == i + 1 for i in range(0, LARGE_BYTES // 4, 1 << 16))
+
+
+def test_a_slot_that_is_forgotten_gives_its_memory_back(bench: Bench) -> None:
+    writer = bench.writer()
+    for step in range(1, 4):
+        save, slot = bench.slot(step)
+        writer.add_slot(slot.path)
+        writer.persist(save, slot.path)
+        hear(writer, "committed")
+        assert str(slot.path) in Path(f"/proc/{writer.pid}/maps").read_text()
+        writer.forget_slot(slot.path)
+        slot.unlink()
+    until(lambda: ".slot" not in Path(f"/proc/{writer.pid}/maps").read_text())
+    assert [step.number for step in read_root(bench.root)] == [1, 2, 3]
+
+
+# -- orders
+
+
+def test_closed_it_finishes_what_was_ordered_and_leaves_no_log(bench: Bench) -> None:
+    writer = bench.writer()
+    for step in range(1, 4):
+        save, slot = bench.slot(step)
+        writer.add_slot(slot.path)
+        writer.expect(save)
+        writer.persist(save, slot.path)
+    events = writer.close(WAIT_S)
+    assert [event["step"] if "step" in event else event["event"] for event in events].count("committed") == 3
+    assert [step.number for step in read_root(bench.root)] == [1, 2, 3]
+    assert not alive(writer.pid)
+    assert not writer.log_path.exists()
+    assert all(slot.path.exists() for slot in bench.slots), "slots are the trainer's to unlink"
+
+
+def test_left_alone_it_finishes_and_unlinks_the_slots(bench: Bench) -> None:
+    writer = bench.writer()
+    save, slot = bench.slot(1)
+    writer.add_slot(slot.path)
+    writer.persist(save, slot.path)
+    expected = SaveId(2, bench.generation)
+    writer.expect(expected)
+    writer.leave()
+    until(lambda: not alive(writer.pid))
+    assert [step.number for step in read_root(bench.root)] == [1]
+    assert not slot.path.exists()
+    (error,) = failed_parts(bench.root)
+    assert "the trainer died before its snapshot was whole" in error
+
+
+def test_a_void_save_is_published(bench: Bench) -> None:
+    writer = bench.writer()
+    save = SaveId(1, bench.generation)
+    writer.expect(save)
+    writer.void(save, "no memory")
+    failed = hear(writer, "failed")
+    assert (failed["save"], failed["kind"], failed["error"]) == (str(save), "SaveFailed", "no memory")
+    assert failed_parts(bench.root) == ["no memory"]
+    assert read_root(bench.root) == []
+
+
+def test_orders_are_given_again_to_the_next_writer(bench: Bench) -> None:
+    writer = bench.writer()
+    first = writer.pid
+    os.kill(first, signal.SIGSTOP)
+    save, slot = bench.slot(1)
+    writer.add_slot(slot.path)
+    writer.expect(save)
+    writer.persist(save, slot.path)
+    os.kill(first, signal.SIGKILL)
+    assert [event["error"] for event in heard(writer, "committed") if event["event"] == "released"] == [None]
+    assert writer.pid != first
+    assert [step.number for step in read_root(bench.root)] == [1]
+
+
+def test_a_writer_that_dies_idle_is_started_again_by_the_next_order(bench: Bench) -> None:
+    writer = bench.writer()
+    hear(writer, "ready")
+    first = writer.pid
+    for _ in range(MAX_DEATHS + 1):
+        os.kill(writer.pid, signal.SIGKILL)
+        until(lambda: not alive(writer.pid))
+        assert writer.poll() == []
+        assert writer.pid == first, "there is nothing to do for another one"
+        save, slot = bench.slot(len(bench.slots) + 1)
+        writer.add_slot(slot.path)
+        writer.persist(save, slot.path)
+        hear(writer, "committed")
+        assert writer.pid != first
+        first = writer.pid
+
+
+def test_a_writer_that_keeps_dying_answers_by_a_failure(bench: Bench) -> None:
+    writer = bench.writer()
+    save, slot = bench.slot(1)
+    os.kill(writer.pid, signal.SIGSTOP)
+    writer.add_slot(slot.path)
+    writer.persist(save, slot.path)
+    pids, events = {writer.pid}, []
+    while not events:
+        os.kill(writer.pid, signal.SIGKILL)
+        until(lambda: not alive(writer.pid))
+        events = [event for event in writer.poll() if event["event"] == "failed"]
+        if not events:
+            os.kill(writer.pid, signal.SIGSTOP)
+            pids.add(writer.pid)
+    assert len(pids) == MAX_DEATHS
+    assert "died 3 times in a row" in events[0]["error"]
+    hear(writer, "failed")  # the fourth publishes it, for the other ranks
+    assert "died 3 times in a row" in failed_parts(bench.root)[0]
+    assert read_root(bench.root) == []
+
+
+def test_a_writer_that_does_not_end_is_named(bench: Bench) -> None:
+    writer = bench.writer()
+    os.kill(writer.pid, signal.SIGSTOP)
+    with pytest.raises(WaitTimeout, match=rf"pid {writer.pid}\) did not finish within 0 s; it goes on alone"):
+        writer.close(0.1)
+
+
+def test_orders_that_cannot_be_carried_out_end_it_and_are_answered(bench: Bench) -> None:
+    """Such as those of a setup that is wrong: no process is left behind that answers nothing."""
+    writer = bench.writer(url="no-such-scheme://nowhere")
+    save, slot = bench.slot(1)
+    writer.add_slot(slot.path)
+    writer.persist(save, slot.path)
+    failed = hear(writer, "failed")
+    assert "died 3 times in a row" in failed["error"]
+    assert "no-such-scheme" in writer.log_path.read_text()
+    until(lambda: not alive(writer.pid))

@@ -1,0 +1,61 @@
+"""Orders a writer about without torch: what the writer needs must be visible, apart from what a trainer needs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ckptlib import plan
+from ckptlib.catalog import Catalog
+from ckptlib.digests import XXH3, digester
+from ckptlib.documents import encode
+from ckptlib.keys import GenerationId, SaveId
+from ckptlib.layout import Layout, Mesh, Placed, TensorEntry
+from ckptlib.manifest import Generation, Root
+from ckptlib.sharding import Replicate
+from ckptlib.slot import Slot, SlotHeader
+from ckptlib.stores.local import LocalStore
+
+ROOT_ID = "feedbeef" * 4
+
+
+def make_root(root: Path) -> GenerationId:
+    """A root with one generation."""
+    catalog = Catalog(LocalStore(str(root)))
+    catalog.open_root(Root(ROOT_ID, XXH3, 60.0))
+    generation = GenerationId(1, "00000001")
+    catalog.put_generation(Generation(generation, 1, None, 0.0, {}, "here"))
+    return generation
+
+
+def setup(root: Path, rank: int = 0, **more: object) -> dict[str, object]:
+    """A writer's first order."""
+    order = {"op": "setup", "url": str(root), "options": {}, "rank": rank, "world_size": 1, "deadline_s": 60.0}
+    return {**order, "keep": None, **more}
+
+
+def ready_slot(directory: Path, save: SaveId, arrays: dict[str, np.ndarray]) -> Slot:
+    """A snapshot of whole tensors, sealed."""
+    holding = Placed(Mesh((1,), (0,)), (Replicate(),), (0,))
+    entries = [TensorEntry(name, str(a.dtype), a.shape, holding) for name, a in sorted(arrays.items())]
+    layout = Layout(1, tuple(entries))
+    boxes = [(entry.name, plan.Box.whole(entry.shape)) for entry in entries]
+    table = plan.lay_out(layout, boxes)
+    nbytes = plan.body_nbytes(table)
+    slot = Slot.create(directory, f"ckptlib-{ROOT_ID[:16]}-{save.generation}", nbytes + (1 << 20))
+    body = slot.body
+    for tensor, first in zip(table.tensors, table.first_chunks, strict=True):
+        raw = arrays[entries[tensor].name].reshape(-1).view(np.uint8)
+        body[table.offsets[first] : table.offsets[first] + raw.nbytes] = raw.data
+    digest = digester(XXH3)
+    digests = [digest(body[o : o + n]) for o, n in zip(table.offsets, table.nbytes, strict=True)]
+    snapshot = encode(
+        "snapshot",
+        {"created": time.time(), "algorithm": XXH3, "digests": "".join(digests), "metrics": {}, "values": {}},
+    )
+    documents = {"layout": layout.encoded, "table": table.encoded.encode(), "snapshot": snapshot}
+    places = slot.write_documents(nbytes, documents)
+    slot.write_header(SlotHeader(ROOT_ID, save, 0, 1, 2, nbytes, places))
+    return slot
