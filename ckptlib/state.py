@@ -122,10 +122,10 @@ class _Walk:
         self._modules: list[tuple[str, nn.Module, bool]] = []
 
     def visit(self, state: object) -> None:
-        self._collect(state, "", per_rank=False)
-        for optimizer in self.flat.optimizers.values():
+        for optimizer in _optimizers_in(state):
             for group in optimizer.param_groups:
                 self.owners.update((id(p), optimizer) for p in group["params"])
+        self._collect(state, "", per_rank=False)
         for module_path, module, module_per_rank in self._modules:
             self._visit_module(module, module_path, module_per_rank)
         self._modules.clear()
@@ -236,6 +236,20 @@ class _Walk:
 
 
 _TREES: dict[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tuple: "tuple"}
+
+
+def _optimizers_in(node: object) -> Iterator[torch.optim.Optimizer]:
+    """Before any tensor is looked at, since a tensor may stand before its owner."""
+    if isinstance(node, PerRank):
+        yield from _optimizers_in(node.value)
+    elif isinstance(node, torch.optim.Optimizer):
+        yield node
+    elif isinstance(node, Mapping):
+        for value in node.values():
+            yield from _optimizers_in(value)
+    elif isinstance(node, (list, tuple)):
+        for value in node:
+            yield from _optimizers_in(value)
 
 
 def local_of(tensor: torch.Tensor | Sharded) -> torch.Tensor:
