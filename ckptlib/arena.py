@@ -99,6 +99,10 @@ class Arena:
         """The slot holds a whole snapshot of `step` now."""
         self._ready_step[slot.path] = step
 
+    def forget_ready(self, after: int, until: int) -> None:
+        """Snapshots of steps in (after, until] are worth nothing: another rank lacks its own."""
+        self._ready_step = {path: step for path, step in self._ready_step.items() if not after < step <= until}
+
     def mark_void(self, slot: Slot) -> None:
         """The slot's content is worth nothing."""
         self._ready_step.pop(slot.path, None)

@@ -37,6 +37,8 @@ class Word:
     """1: a newer generation owns the root."""
     minus_ready: int = 1
     """-(newest step this rank holds ready); the maximum shows the newest that all hold. 1: none."""
+    minus_settled: int = 1
+    """-(newest step whose snapshot is ready on this rank, or failed on it). 1: none."""
 
 
 class Beat:
@@ -63,6 +65,9 @@ class Beat:
         pending, self._pending = self._pending, None
         word = Word(*pending())
         if word.step != -word.minus_step or word.step != step:
+            if word.step == -word.minus_step:  # this rank alone is elsewhere: the others are told by their next word
+                first, last = sorted((step, word.step))
+                self._group.start_max(astuple(Word(step=last, minus_step=-first)))
             raise AgreementFailed(
                 f"after_step({step}) on this rank, but ranks were between steps {-word.minus_step} and {word.step}; "
                 "every rank must call after_step with the same, ascending steps"

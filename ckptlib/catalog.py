@@ -292,13 +292,15 @@ class Catalog:
 
     def _raise_failure(self, save: SaveId, found: Mapping[int, list[PartName]]) -> None:
         for rank, names in found.items():
-            if not any(name.ok for name in names):
+            if names and not any(name.ok for name in names):
                 failure = FailedPart.decode(names[0], self.store.get(names[0].key))
                 raise SaveFailed(f"step {save.step}: rank {rank} failed: {failure.error}")
 
     def raise_if_failed(self, save: SaveId) -> None:
-        """Raises SaveFailed when a rank has published that its part will not come."""
-        self._raise_failure(save, self.parts(save))
+        """Raises SaveFailed when a rank has published that its part will not come, or rank 0 that it gave up."""
+        found = self.parts(save)
+        self._raise_failure(save, found)
+        self._raise_failure(save, {0: [name for name in found.get(0, []) if not name.ok]})
 
     def finish(self, generation: GenerationId) -> list[SaveId]:
         """Commits the saves of dead generations, older than `generation`, whose parts are all there.

@@ -230,6 +230,7 @@ class Checkpointer:
         self._raise_agreed(word)
         self._stopping = bool(word.stop)
         self._ready_everywhere = -word.minus_ready
+        self._session.note_ready(-word.minus_ready, -word.minus_settled)
         last = word.stop or step == self._final
         if last:
             self._await_room()
@@ -262,6 +263,7 @@ class Checkpointer:
                 failures=max(session.failures, self._local_failures),
                 superseded=int(session.superseded is not None),
                 minus_ready=-session.newest_ready,
+                minus_settled=-session.newest_settled,
             )
         )
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from ckptlib import __version__, keys, values
 from ckptlib.arena import Arena
 from ckptlib.box import Box
-from ckptlib.catalog import Catalog
-from ckptlib.errors import SaveFailed, Superseded, WaitTimeout
+from ckptlib.catalog import Catalog, describe
+from ckptlib.errors import CkptError, SaveFailed, Superseded, WaitTimeout
 from ckptlib.group import Group, group_of, together
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.layout import Layout
@@ -158,6 +158,8 @@ class Session:
         self._staging: list[Pending] = []
         self.newest_ready = -1
         """The newest step of which this rank holds a ready snapshot."""
+        self.newest_settled = -1
+        """The newest step whose snapshot this rank holds ready, or could not take."""
         self.torn: Pending | None = None
         """The last snapshot that was found torn, until somebody has taken note of it."""
         self.failures = 0
@@ -214,13 +216,25 @@ class Session:
     ) -> Pending:
         """Takes a snapshot of `state` and has it persisted. Collective when `compare`.
 
+        Where ranks do not compare, what this rank alone finds wrong is published as its failure, and raised as
+        SaveFailed; the next save compares.
+
         The caller knows that `can_save` is true. `ready_everywhere`: the newest step ready on all ranks, which allows
         older slots to be reused; None: all ranks have come here after the one before was ready.
         """
         step = self._checked_step(step)
-        compare = compare or self._num_saves % AGREE_EVERY == 0
-        flat, plan, slot = self._prepare(state, step, compare, ready_everywhere)
+        compare = compare or self._agreement is None or self._num_saves % AGREE_EVERY == 0
+        self._num_saves += 1  # whatever becomes of it: ranks that count differently would not compare together
         save = SaveId(step, self.generation)
+        try:
+            flat, encoded, plan, slot = self._prepare(state, metrics or {}, step, compare, ready_everywhere)
+        except CkptError as error:
+            if compare:
+                raise
+            self.writer.void(save, describe(error))
+            self.newest_settled = step
+            self.layout_changed = True
+            raise SaveFailed(f"step {step} could not be saved on rank {self.group.rank}: {error}") from error
         content = Content(
             header=SlotHeader(
                 self.root.id, save, self.group.rank, self.group.size, self._next_sequence(), body_nbytes(plan.table), {}
@@ -228,7 +242,7 @@ class Session:
             layout=plan.layout.encoded,
             table=plan.table,
             values=flat.values,
-            metrics={k: values.encode(v, f"metrics[{k}]") for k, v in (metrics or {}).items()},
+            metrics=encoded,
             created=time.time(),
             algorithm=self.root.algorithm,
         )
@@ -242,31 +256,33 @@ class Session:
         staging = self._stager.begin(slot, content, sources)
         pending = self._pending[str(save)] = Pending(self, save, staging)
         self._staging.append(pending)
-        self._num_saves += 1
         self._steps_saved.add(step)
         return pending
 
     def _prepare(
-        self, state: object, step: int, compare: bool, ready_everywhere: int | None
-    ) -> tuple[Flat, _Plan, Slot]:
+        self, state: object, metrics: Mapping[str, object], step: int, compare: bool, ready_everywhere: int | None
+    ) -> tuple[Flat, dict[str, values.Json], _Plan, Slot]:
         """Everything that can fail, before anything is ordered; where ranks compare, it fails on all or on none."""
 
-        def look() -> tuple[Flat, dict[str, Row]]:
+        def look() -> tuple[Flat, dict[str, values.Json], dict[str, Row]]:
+            if self.superseded is not None:
+                raise self.superseded
             self._begin(step)
+            encoded = {k: values.encode(v, f"metrics[{k}]") for k, v in metrics.items()}
             flat = flatten({**_as_mapping(state), RNG: PerRank(RngState())}, self._memo)
-            return flat, rows_of(flat.leaves, self.group) if compare else {}
+            return flat, encoded, rows_of(flat.leaves, self.group) if compare else {}
 
         def room(plan: _Plan) -> Slot:
             nbytes = body_nbytes(plan.table)
             return self._take_slot(nbytes, self.newest_ready if ready_everywhere is None else ready_everywhere)
 
         if not compare:
-            flat, _ = look()
+            flat, encoded, _ = look()
             plan = self._plan_for(flat, None)
-            return flat, plan, room(plan)
-        flat, rows = together(self.group, f"saving step {step}", look)
+            return flat, encoded, plan, room(plan)
+        flat, encoded, rows = together(self.group, f"saving step {step}", look)
         plan = self._plan_for(flat, agree(flat.leaves, rows, self.group))
-        return flat, plan, together(self.group, f"making room for step {step}", lambda: room(plan))
+        return flat, encoded, plan, together(self.group, f"making room for step {step}", lambda: room(plan))
 
     def _checked_step(self, step: int) -> int:
         step = operator.index(step)  # numpy's integers, too; a float would fail only when it is made a name
@@ -274,8 +290,6 @@ class Session:
             raise ValueError(f"a step is between 0 and {keys.MAX_STEP}, got {step}")
         if step in self._steps_saved:
             raise ValueError(f"step {step} was saved already by this generation ({self.generation}); steps ascend")
-        if self.superseded is not None:
-            raise self.superseded
         return step
 
     def _begin(self, step: int) -> None:
@@ -387,6 +401,7 @@ class Session:
         """Takes note of what the staging thread and the writer have done."""
         for pending in [p for p in self._staging if p.staging.done]:
             self._staging.remove(pending)
+            self.newest_settled = max(self.newest_settled, pending.step)
             if pending.staging.error is None:
                 self.newest_ready = max(self.newest_ready, pending.step)
                 self.arena.mark_ready(pending.staging.slot, pending.step)
@@ -426,6 +441,16 @@ class Session:
             error = SaveFailed(f"the save {key} failed and will never be listed; earlier steps are untouched: {text}")
         log.error("%s", error)
         pending.error = error
+
+    def note_ready(self, everywhere: int, settled: int) -> None:
+        """Takes note of the newest step that all ranks hold ready, and of the newest whose fate is known on all.
+
+        What lies between them failed on some rank. It must not keep its slot: with two of them, no other snapshot
+        could ever be taken.
+        """
+        if everywhere < self.newest_ready <= settled:
+            self.arena.forget_ready(everywhere, settled)
+            self.newest_ready = everywhere
 
     def wait_released(self, timeout_s: float) -> None:
         """Returns when all snapshots are ready and a slot is free. Raises WaitTimeout."""

@@ -168,7 +168,7 @@ class WriterProcess:
             slot.close()
 
     def _fail(self, save: SaveId, error: BaseException) -> None:
-        """Publishes that this rank's part will not come, so that nobody waits for it."""
+        """Publishes that this rank's part will not come, or its commit, so that nobody waits for it."""
         log.error("step %d: %s", save.step, describe(error))
         try:
             put_failure(self._store, save, self._rank, describe(error))
@@ -185,8 +185,7 @@ class WriterProcess:
         try:
             manifest = self._catalog.commit_when_whole(save, self._world_size, lambda: self._seconds_left(began))
         except (CkptError, OSError) as error:
-            log.error("step %d is not committed: %s", save.step, describe(error))
-            self._report_failure(save, error)
+            self._fail(save, error)  # its own part is there, but the others wait for the step
             return
         seconds = time.monotonic() - began
         log.info("step %d is committed: %d bytes in %.3f s", save.step, manifest.nbytes, seconds)
