@@ -18,7 +18,7 @@ from ckptlib import events, rng
 from ckptlib.catalog import Catalog, CheckpointInfo
 from ckptlib.digests import XXH3
 from ckptlib.errors import CkptError, CorruptData, FormatError, ObjectNotFound, StateMismatch, WaitTimeout
-from ckptlib.group import Group, group_or_world, meet, together
+from ckptlib.group import Group, group_of, group_or_world, meet, together
 from ckptlib.keys import SaveId, parse_save
 from ckptlib.manifest import Manifest
 from ckptlib.reader import Reader
@@ -162,15 +162,15 @@ def load(
     tensor; on all ranks, if on one.
     """
     meet(process_group, str(url), f"load of step {step}", timeout)
-    session = _session(str(url), storage_options, process_group)
-    save_id, manifest = resolve(session.group, session.catalog, step)
-    generators = LoadedRng(session.group.rank, manifest.world_size) if random else None
-    report = load_save(
-        session.group, session.catalog, manifest, state, generators, strict=strict, rename=map, only=only, cast=cast
-    )
+    group = _group(process_group)
+    with open_store(str(url), storage_options) as store:
+        catalog = Catalog(store)
+        save_id, manifest = resolve(group, catalog, step)
+        generators = LoadedRng(group.rank, manifest.world_size) if random else None
+        report = load_save(group, catalog, manifest, state, generators, strict=strict, rename=map, only=only, cast=cast)
     if generators is not None:
         generators.restore()
-    session.resumed_from = save_id
+    _loaded[_key(str(url), process_group)] = save_id
     return report
 
 
@@ -306,13 +306,31 @@ DAMAGE = (CorruptData, FormatError, ObjectNotFound)
 """What makes a committed step unusable, as opposed to a store that cannot be reached."""
 
 
-# Sessions of the functional API: one per root and group, kept for the life of the process
+# What the functional API keeps for the life of the process: a group per process group, a session per root saved to
 
-_sessions: dict[tuple[str, dist.ProcessGroup | None], Session] = {}
+Key = tuple[str, dist.ProcessGroup | None]
+
+_groups: dict[dist.ProcessGroup | None, Group] = {}
+_sessions: dict[Key, Session] = {}
+_loaded: dict[Key, SaveId] = {}
+"""What was loaded last, and is continued by what is saved first."""
+
+
+def _key(url: str, over: dist.ProcessGroup | None) -> Key:
+    return url, group_or_world(over)  # another world, another session
+
+
+def _group(over: dist.ProcessGroup | None) -> Group:
+    """For loads, which write nothing and need no session. Collective."""
+    world = group_or_world(over)
+    if world not in _groups:
+        _close_at_exit()
+        _groups[world] = group_of(over, TIMEOUT)
+    return _groups[world]
 
 
 def _session(url: str, options: Mapping[str, object] | None, over: dist.ProcessGroup | None) -> Session:
-    key = (url, group_or_world(over))  # another world, another session
+    key = _key(url, over)
     session = _sessions.get(key)
     if session is None or session.closed:
         settings = Settings(
@@ -325,10 +343,15 @@ def _session(url: str, options: Mapping[str, object] | None, over: dist.ProcessG
             keep=None,
             tags={},
         )
-        if not _sessions:
-            atexit.register(_close_all)
+        _close_at_exit()
         session = _sessions[key] = Session(settings, over)
+        session.resumed_from = _loaded.get(key)
     return session
+
+
+def _close_at_exit() -> None:
+    if not _groups and not _sessions:
+        atexit.register(_close_all)
 
 
 def _close_all() -> None:
@@ -338,3 +361,6 @@ def _close_all() -> None:
         except CkptError as error:
             log.error("%s", error)
     _sessions.clear()
+    for group in _groups.values():
+        group.close()
+    _groups.clear()

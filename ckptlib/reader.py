@@ -189,7 +189,7 @@ class Reader:
             return  # the most common case by far, and the general one costs 25 us
         hole = find_hole(box, list(sources))
         if hole is not None:
-            raise StateMismatch(
+            raise CorruptData(
                 f"{name}{hole}: no chunk of step {self.manifest.save.step} holds these elements; try an earlier step, "
                 "or: ckptlib verify"
             )

@@ -18,7 +18,7 @@ from typing_extensions import override
 from ckptlib import reader as reader_module
 from ckptlib.box import Box
 from ckptlib.catalog import Catalog
-from ckptlib.errors import CorruptData, ObjectNotFound, StateMismatch
+from ckptlib.errors import CorruptData, ObjectNotFound
 from ckptlib.keys import PartName, SaveId
 from ckptlib.manifest import Manifest, Part
 from ckptlib.reader import GAP_BYTES, READ_THREADS, RUN_BYTES, Reader, Want
@@ -182,7 +182,7 @@ def test_a_missing_row_names_the_elements(tmp_path: Path) -> None:
     save, names = put_parts(catalog, make_generation(catalog), 1, tensors, world_size=4)
     reader = tampered(catalog, names, save, lambda part: without(part, "w", catalog))
     reader.read([want("b", np.zeros(4, dtype=np.float32))], nothing)
-    with pytest.raises(StateMismatch, match=r"w\[0:2, 0:3\]: no chunk of step 1 holds these elements"):
+    with pytest.raises(CorruptData, match=r"w\[0:2, 0:3\]: no chunk of step 1 holds these elements"):
         reader.read([want("w", np.zeros((8, 3), dtype=np.float32))], nothing)
     found = np.zeros((6, 3), dtype=np.float32)
     reader.read([want("w", found, Box((2, 0), (6, 3)))], nothing)  # what is there can still be had

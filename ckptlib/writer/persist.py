@@ -147,5 +147,5 @@ def _check_body(slot: Slot, snapshot: Snapshot) -> None:
                 name = snapshot.layout.tensors[tensor].name
                 raise CorruptData(
                     f"{slot.path}: {name}{box} at [{offset}:+{nbytes}] changed in memory after it was sealed; the save "
-                    "is given up, and the slot is not used again"
+                    "is given up. Look at the host's memory when it happens again"
                 )
