@@ -238,21 +238,24 @@ def _store(prefix: str) -> Store:
 def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
     """What `call` returns, if it succeeds on every rank; collective.
 
-    Where it fails on this rank its own error is raised; on the others one of the same class, when it is ckptlib's, that
-    names the failing rank. No rank goes on alone, and none waits for one that gave up.
+    All ranks raise an error of the same class, since callers act on it: that of the first rank that failed, where it is
+    ckptlib's. A rank that failed so itself raises its own. No rank goes on alone, and none waits for one that gave up.
     """
+    own: Exception | None = None
     try:
         result = call()
     except Exception as error:
-        group.gather(f"{type(error).__name__}: {error}".encode())
-        raise
-    failures = {rank: text.decode() for rank, text in enumerate(group.gather(b"")) if text}
-    if failures:
-        rank, text = min(failures.items())
-        name, _, message = text.partition(": ")
-        cls = getattr(errors, name, AgreementFailed)
-        raise cls(f"{what} failed on {len(failures)} of {group.size} ranks; on rank {rank}: {message}")
-    return result
+        own = error
+    told = group.gather(b"" if own is None else f"{type(own).__name__}: {own}".encode())
+    failures = {rank: text.decode() for rank, text in enumerate(told) if text}
+    if not failures:
+        return result
+    rank, text = min(failures.items())
+    name, _, message = text.partition(": ")
+    if own is not None and type(own).__name__ == name:
+        raise own
+    cls = getattr(errors, name, AgreementFailed)
+    raise cls(f"{what} failed on {len(failures)} of {group.size} ranks; on rank {rank}: {message}") from own
 
 
 def group_or_world(over: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

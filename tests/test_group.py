@@ -90,6 +90,27 @@ def test_together_all_fail_when_one_does(error: Exception) -> None:
         assert str(found[rank]) == f"reading failed on 1 of 4 ranks; on rank 2: {error}"
 
 
+def test_together_all_raise_the_same_class_where_ranks_fail_differently() -> None:
+    """restore() goes on after damage and stops at an outage; ranks that disagree on that would wait for each other."""
+    errors = [None, CorruptData("w: bad"), OSError(5, "I/O"), CorruptData("b: bad")]
+
+    def on_rank(group: Group) -> BaseException:
+        def act() -> None:
+            error = errors[group.rank]
+            if error is not None:
+                raise error
+
+        with pytest.raises(CorruptData) as caught:
+            together(group, "reading", act)
+        return caught.value
+
+    found = run_ranks(4, on_rank)
+    assert found[1] is errors[1]
+    assert found[3] is errors[3]
+    assert found[2].__cause__ is errors[2]
+    assert str(found[0]) == str(found[2]) == "reading failed on 3 of 4 ranks; on rank 1: w: bad"
+
+
 def test_together_returns_each_ranks_own() -> None:
     assert run_ranks(3, lambda group: together(group, "it", lambda: group.rank * 2)) == [0, 2, 4]
 
