@@ -11,8 +11,12 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.common import Line, Report, launch, scratch, spread, table
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,12 @@ def _reason(output: str) -> str:
     lines = [line.strip() for line in output.splitlines()]
     errors = [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
     return (errors or lines)[-1].partition("]: ")[2][:300] or (errors or lines)[-1][:300]
+
+
+def rotated(turns: Sequence[T], number: int) -> list[T]:
+    """Another one first in each round: some disks give a burst to whoever comes after a pause."""
+    at = number % max(len(turns), 1)
+    return [*turns[at:], *turns[:at]]
 
 
 def run(

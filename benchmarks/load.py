@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks import limits, peers
 from benchmarks.common import Line, tell, told
-from benchmarks.figures import Figures, Options, run
+from benchmarks.figures import Figures, Options, rotated, run
 from benchmarks.peers import LOADERS, why_not
 
 STEP = 1
@@ -56,10 +56,10 @@ def _case(
         return figures.attempt(case, turn[0], __name__, num_ranks, order, options.timeout_s)
 
     saved = {(line["peer"], line["rank"]): line["digest"] for turn in turns for line in ask(turn, "save")}
-    for _ in range(1 if options.toy else options.rounds):
+    for number in range(1 if options.toy else options.rounds):
         _, read_s = limits.disk_seconds(directory, nbytes * num_ranks)
         figures.add(case, "bare direct read", "load", "s", [read_s], **more)
-        for turn in turns:
+        for turn in rotated(turns, number):
             for line in ask(turn, "load"):
                 if line["digest"] != saved[line["peer"], line["rank"]]:
                     figures.failed(case, line["peer"], "loaded other bytes than it had saved")

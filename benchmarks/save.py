@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks import limits, peers
 from benchmarks.common import tell, told
-from benchmarks.figures import Figures, Options, run
+from benchmarks.figures import Figures, Options, rotated, run
 from benchmarks.peers import PEERS, why_not
 
 SAVES = 3
@@ -53,10 +53,10 @@ def _case(
     for name in (name for turn in turns for name in turn):
         if (why := why_not(PEERS[name], num_ranks)) is not None:
             figures.failed(case, name, why)
-    for _ in range(1 if options.toy else options.rounds):
+    for number in range(1 if options.toy else options.rounds):
         write_s, _ = limits.disk_seconds(directory, nbytes * num_ranks)
         figures.add(case, "bare direct write", "durable", "s", [write_s], **more)
-        for turn in turns:
+        for turn in rotated(turns, number):
             given = {"peers": turn, "nbytes": nbytes, "tensors": num_tensors, "directory": str(directory)}
             for line in figures.attempt(case, turn[0], __name__, num_ranks, given, options.timeout_s):
                 figures.add(case, line["peer"], line["what"], "s", line["seconds"], **more)
