@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")
 
+NEVER = 2**62
+"""A step that is never reached."""
+
 _own: set[Path] = set()
 """Slots that any arena of this process has open: its locks do not keep itself out, so only this tells them apart."""
 
@@ -87,9 +90,15 @@ class Arena:
             return self._add(nbytes)
         return None
 
-    def has_room(self, ready_everywhere: int, in_use: Collection[Slot]) -> bool:
-        """Whether `take` would find a slot, as far as can be told without locking one."""
-        return bool(self._free(ready_everywhere, in_use)) or len(self._slots) < self._num_slots
+    def needs_ready(self, in_use: Collection[Slot]) -> int:
+        """The least `ready_everywhere` with which `take` finds a slot, as far as can be told without locking one.
+
+        -1: any; NEVER: none, until one is no longer in use.
+        """
+        if len(self._slots) < self._num_slots:
+            return -1
+        steps = (self._ready_step.get(slot.path) for slot in self._slots if slot not in in_use)
+        return min((-1 if step is None else step + 1 for step in steps), default=NEVER)
 
     def _free(self, ready_everywhere: int, in_use: Collection[Slot]) -> list[Slot]:
         steps = ((slot, self._ready_step.get(slot.path)) for slot in self._slots if slot not in in_use)

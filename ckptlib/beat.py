@@ -29,8 +29,8 @@ class Word:
     """1: a rank's layout changed, so the next save must compare all of them."""
     stop: int = 0
     """1: the job was told to stop."""
-    busy: int = 0
-    """1: no slot is free for another snapshot."""
+    needs_ready: int = -1
+    """The step that must be ready on all ranks before this rank has a slot for another snapshot; -1: it has one."""
     failures: int = 0
     """Background saves that failed in a row."""
     superseded: int = 0

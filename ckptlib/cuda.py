@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ckptlib.memory import bytes_of
+
 PIN_BYTES = 1 << 30
 """Registered at a time: the call holds locks in the driver for as long as it touches pages."""
 
@@ -93,8 +95,7 @@ def _samples(copies: Sequence[Copy]) -> torch.Tensor:
 
 
 def _window(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes from the middle of a contiguous tensor, aligned to its elements."""
-    flat = tensor.detach().view(-1)
-    count = max(1, SAMPLE_BYTES // tensor.itemsize)
-    middle = max(0, flat.numel() // 2 - count)
-    return flat[middle : middle + count].view(torch.uint8)[:SAMPLE_BYTES]
+    """Bytes from the middle of a contiguous tensor."""
+    data = bytes_of(tensor)
+    middle = data.numel() // 2
+    return data[middle : middle + SAMPLE_BYTES]

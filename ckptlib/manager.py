@@ -234,7 +234,7 @@ class Checkpointer:
         last = word.stop or step == self._final
         if last:
             self._await_room()
-        if last or (word.due and not word.busy):
+        if last or (word.due and word.needs_ready <= self._ready_everywhere):
             self._save(step, metrics, word)
         if last:  # no step of an optimizer follows, so nothing would wait at the fence
             self._fence.wait()
@@ -259,7 +259,7 @@ class Checkpointer:
                 inline=int(self._wants_inline),
                 agree=int(session.layout_changed),
                 stop=int(self._stop.wanted),
-                busy=int(not session.can_save(self._ready_everywhere)),
+                needs_ready=session.needs_ready(),
                 failures=max(session.failures, self._local_failures),
                 superseded=int(session.superseded is not None),
                 minus_ready=-session.newest_ready,

@@ -21,6 +21,7 @@ from ckptlib.digests import digester
 from ckptlib.errors import CorruptData, StateMismatch
 from ckptlib.layout import ByHand, Layout, PerRank, TensorEntry, ranks_touching
 from ckptlib.manifest import Manifest, Part
+from ckptlib.memory import bytes_of, is_bytes
 
 READ_THREADS = 8
 """Requests under way at once: a local disk is busy with 4, an object store wants more."""
@@ -80,7 +81,7 @@ class _ChunkRead:
         if len(self.copies) != 1:
             return None
         target = self.copies[0].target
-        fits = target.nbytes == self.nbytes and target.dtype == self.dtype and _is_bytes(target)
+        fits = target.nbytes == self.nbytes and target.dtype == self.dtype and is_bytes(target)
         return target if fits and target.device.type == "cpu" else None
 
 
@@ -227,7 +228,7 @@ class Reader:
         direct = run[0].direct if len(run) == 1 and run[0].nbytes >= DIRECT_FROM_BYTES else None
         start = run[0].offset
         if direct is not None:
-            buffer = _bytes_of(direct)
+            buffer = bytes_of(direct).numpy().data
         else:
             start -= start % 64  # so that every chunk keeps the alignment that it has in the pack
             buffer = _buffer(run[-1].offset + run[-1].nbytes - start)
@@ -291,24 +292,14 @@ def _buffer(nbytes: int) -> memoryview:
     return held.data[skip : skip + nbytes]
 
 
-def _is_bytes(tensor: torch.Tensor) -> bool:
-    """Whether the memory is the value: contiguous, with no conjugation or negation pending."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous host tensor, of any dtype."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
 @torch.no_grad()
 def _place(read: _ChunkRead, data: memoryview) -> None:
     elements = torch.frombuffer(data, dtype=torch.uint8).view(read.dtype)
     for copy in read.copies:
         count = int(np.prod(copy.shape, dtype=np.int64))
         source = elements[copy.first : copy.first + count].view(copy.shape)[copy.inside]
-        if source.dtype == copy.target.dtype and source.is_contiguous() and _is_bytes(copy.target):
+        if source.dtype == copy.target.dtype and source.is_contiguous() and is_bytes(copy.target):
             # dtypes that torch cannot copy element by element are bytes all the same
-            copy.target.view(-1).view(torch.uint8).copy_(source.view(-1).view(torch.uint8))
+            bytes_of(copy.target).copy_(bytes_of(source))
         else:
             copy.target.copy_(source)

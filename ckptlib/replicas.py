@@ -20,6 +20,7 @@ from ckptlib import sharding
 from ckptlib.errors import UnsupportedState
 from ckptlib.group import Group
 from ckptlib.layout import ByHand, Holding, Mesh, PerRank, Placed, TensorEntry
+from ckptlib.memory import bytes_of
 from ckptlib.state import Leaf, Plain
 
 log = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ def _in_group(leaf: Leaf, group: Group) -> Holding:
 
 def _digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return str(xxhash.xxh3_128_hexdigest(data.reshape(-1).view(torch.uint8).numpy().data))
+    return str(xxhash.xxh3_128_hexdigest(bytes_of(data).numpy().data))
 
 
 def _check(name: str, by_rank: Mapping[int, Row]) -> None:

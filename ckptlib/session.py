@@ -149,6 +149,8 @@ class Session:
         self._memo: Memo = {}
         self._agreement: Agreement | None = None
         self._plan: _Plan | None = None
+        self._sources: list[tuple[Leaf, Source]] = []
+        self._sources_plan: _Plan | None = None
         self._num_saves = 0
         self._sequence = 0
         self.layout_changed = False
@@ -248,16 +250,26 @@ class Session:
         )
         self.writer.expect(save)
         self._in_use[str(save)] = slot
-        leaves = flat.leaves
-        # detached: what `p.data = x` puts in place of this memory must not be copied instead, least of all past its end
-        sources = [
-            Source(leaves[i].name, leaves[i].pieces[piece][1].detach(), overlap(leaves[i])) for i, piece in plan.order
-        ]
-        staging = self._stager.begin(slot, content, sources)
+        staging = self._stager.begin(slot, content, self._sources_of(flat.leaves, plan, overlap))
         pending = self._pending[str(save)] = Pending(self, save, staging)
         self._staging.append(pending)
         self._steps_saved.add(step)
         return pending
+
+    def _sources_of(self, leaves: list[Leaf], plan: _Plan, overlap: Overlap) -> list[Source]:
+        """What is copied, in the table's order; the very sources of the last save where nothing changed."""
+        known = self._sources if self._sources_plan is plan else []
+        self._sources, self._sources_plan = [], plan
+        for n, (i, piece) in enumerate(plan.order):
+            leaf = leaves[i]
+            late = overlap(leaf)
+            if n < len(known) and known[n][0] is leaf and known[n][1].overlap == late:
+                self._sources.append(known[n])
+            else:
+                # detached: what `p.data = x` puts in place of this memory must not be copied instead, least of all
+                # past its end
+                self._sources.append((leaf, Source(leaf.name, leaf.pieces[piece][1].detach(), late)))
+        return [source for _, source in self._sources]
 
     def _prepare(
         self, state: object, metrics: Mapping[str, object], step: int, compare: bool, ready_everywhere: int | None
@@ -395,7 +407,11 @@ class Session:
     def can_save(self, ready_everywhere: int) -> bool:
         """Whether a slot is free for another snapshot, as far as this rank knows."""
         self.poll()
-        return self.arena.has_room(ready_everywhere, self._in_use.values())
+        return self.needs_ready() <= ready_everywhere
+
+    def needs_ready(self) -> int:
+        """The step that must be ready on all ranks before a slot is free; see `Arena.needs_ready`."""
+        return self.arena.needs_ready(self._in_use.values())
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Takes note of what the staging thread and the writer have done."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ckptlib.group import Group
+from ckptlib.memory import bytes_of, is_bytes
 from ckptlib.reader import Want
 
 BUCKET_BYTES = 16 * 1024 * 1024
@@ -37,14 +38,14 @@ def spread(buckets: Iterable[tuple[int, list[Want]]], group: Group) -> None:
     """Gives every rank what one of them read. Collective; after all ranks have read their share."""
     for owner, wants in buckets:
         targets = [want.pieces[0][1] for want in wants]
-        if len(targets) == 1 and targets[0].device.type == "cpu" and targets[0].is_contiguous():
-            group.broadcast_from(owner, _bytes(targets[0]))
+        if len(targets) == 1 and targets[0].device.type == "cpu" and is_bytes(targets[0]):
+            group.broadcast_from(owner, bytes_of(targets[0]))
             continue
         buffer = torch.empty(sum(target.nbytes for target in targets), dtype=torch.uint8)
         views = torch.split(buffer, [target.nbytes for target in targets])
         if group.rank == owner:
             for view, target in zip(views, targets, strict=True):
-                view.copy_(_bytes(target.detach().contiguous()))
+                view.copy_(bytes_of(target.detach().resolve_conj().resolve_neg().contiguous()))
         group.broadcast_from(owner, buffer)
         if group.rank != owner:
             with torch.no_grad():
@@ -76,13 +77,8 @@ def _owners(buckets: Sequence[list[Want]], num_ranks: int) -> list[int]:
     return owners
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor."""
-    return tensor.detach().view(-1).view(torch.uint8)
-
-
 def _bytes_into(target: torch.Tensor, data: torch.Tensor) -> None:
-    if target.is_contiguous():
-        _bytes(target).copy_(data)
+    if is_bytes(target):
+        bytes_of(target).copy_(data)
     else:
         target.copy_(data.clone().view(target.dtype).view(target.shape))

@@ -23,6 +23,7 @@ from ckptlib.digests import digester
 from ckptlib.documents import encode
 from ckptlib.errors import CkptError, WaitTimeout
 from ckptlib.manifest import Table
+from ckptlib.memory import is_bytes
 from ckptlib.plan import body_nbytes
 from ckptlib.slot import Slot, SlotHeader
 from ckptlib.values import Json
@@ -55,8 +56,33 @@ class Source:
     """Whether its only writer waits at the fence."""
 
 
-Pair = tuple[Source, torch.Tensor]
-"""A shard, and the view of the slot that it is copied to."""
+class Pair:
+    """A shard and its place in a slot, with all that a copy needs to know looked up once."""
+
+    __slots__ = (
+        "body",
+        "device",
+        "movable",
+        "nbytes",
+        "offset",
+        "source",
+        "source_address",
+        "target",
+        "target_address",
+    )
+
+    def __init__(self, source: Source, body: torch.Tensor, offset: int) -> None:
+        tensor = source.tensor
+        self.source, self.body, self.offset, self.nbytes = source, body, offset, tensor.nbytes
+        self.target = body[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        on_host = tensor.device.type == "cpu"
+        self.device = None if on_host else tensor.device
+        self.movable = on_host and is_bytes(tensor)
+        self.source_address, self.target_address = tensor.data_ptr(), self.target.data_ptr()
+
+    def move(self) -> None:
+        """No dispatch, no autograd, no thread pool that would compete with the trainer's; the GIL is released."""
+        ctypes.memmove(self.target_address, self.source_address, self.nbytes)
 
 
 @dataclass(frozen=True)
@@ -122,7 +148,7 @@ class Stager:
         self._on_sealed = on_sealed
         self._random = random.Random(0xC0FFEE)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._views: dict[tuple[str, str], list[torch.Tensor]] = {}
+        self._pairs: dict[tuple[str, str], list[Pair]] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread = threading.Thread(target=self._run, name="ckptlib-stage", daemon=True)
         self._thread.start()
@@ -133,19 +159,22 @@ class Stager:
         staging = Staging(slot, content)
         header = replace(content.header, sequence=content.header.sequence - 1)
         slot.write_header(header)
-        pairs = list(zip(sources, self._targets(slot, content, sources), strict=True))
-        devices = {source.tensor.device for source in sources if source.tensor.device.type == "cuda"}
-        for device in devices:
-            staging.device_copies.append(self._begin_device(device, [p for p in pairs if p[0].tensor.device == device]))
-        later = []
-        for source, target in pairs:
-            if source.tensor.device in devices:
-                continue
-            if source.overlap and target.nbytes >= OVERLAP_FROM_BYTES and _movable(source.tensor):
-                later.append((source, target))
+        pairs = self._pairs_of(slot, content.table, sources)
+        later: list[Pair] = []
+        on_devices: dict[torch.device, list[Pair]] = {}
+        for pair in pairs:
+            if pair.movable:
+                if pair.source.overlap and pair.nbytes >= OVERLAP_FROM_BYTES:
+                    later.append(pair)
+                else:
+                    pair.move()
+            elif pair.device is not None:
+                on_devices.setdefault(pair.device, []).append(pair)
             else:
-                _copy(target, source.tensor)
-        samples = [self._sample(source.tensor) for source, _ in later]
+                pair.target.copy_(pair.source.tensor)
+        for device, on_device in on_devices.items():
+            staging.device_copies.append(self._begin_device(device, on_device))
+        samples = [self._sample(pair) for pair in later]
         if not later:
             staging._copied.set()
         self._jobs.put(lambda: self._finish(staging, later, samples))
@@ -153,28 +182,33 @@ class Stager:
 
     def _begin_device(self, device: torch.device, pairs: list[Pair]) -> tuple[DeviceCopies, list[Source]]:
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-        overlaps = [
-            p for p in pairs if p[0].overlap and p[1].nbytes >= OVERLAP_FROM_BYTES and p[0].tensor.is_contiguous()
-        ]
-        chosen = {id(source) for source, _ in overlaps}
-        now = [(target, source.tensor) for source, target in pairs if id(source) not in chosen]
-        later = [(target, source.tensor) for source, target in overlaps]
-        return DeviceCopies(stream, now, later), [source for source, _ in overlaps]
+        late = [p.source.overlap and p.nbytes >= OVERLAP_FROM_BYTES and is_bytes(p.source.tensor) for p in pairs]
+        now = [(p.target, p.source.tensor) for p, is_late in zip(pairs, late, strict=True) if not is_late]
+        later = [(p.target, p.source.tensor) for p, is_late in zip(pairs, late, strict=True) if is_late]
+        return DeviceCopies(stream, now, later), [p.source for p, is_late in zip(pairs, late, strict=True) if is_late]
 
-    def _targets(self, slot: Slot, content: Content, sources: Sequence[Source]) -> list[torch.Tensor]:
-        """Views of the slot's body, one per shard."""
-        key = (str(slot.path), content.table.digest)
-        found = self._views.get(key)
-        if found is None:
-            self._views = {k: v for k, v in self._views.items() if k[1] == content.table.digest}
-            found = self._views[key] = _views(slot, content.table, sources)
+    def _pairs_of(self, slot: Slot, table: Table, sources: Sequence[Source]) -> list[Pair]:
+        """One per shard. Those of the last snapshot in this slot, where the source is the very same."""
+        key = (str(slot.path), table.digest)
+        known = self._pairs.get(key)
+        if known is None:
+            self._pairs = {k: v for k, v in self._pairs.items() if k[1] == table.digest}
+            body = torch.frombuffer(slot.body, dtype=torch.uint8)
+            firsts = (table.offsets[first] for first in table.first_chunks)
+            found = [Pair(source, body, offset) for source, offset in zip(sources, firsts, strict=True)]
+        else:
+            found = [
+                pair if pair.source is source else Pair(source, pair.body, pair.offset)
+                for pair, source in zip(known, sources, strict=True)
+            ]
+        self._pairs[key] = found
         return found
 
-    def _sample(self, tensor: torch.Tensor) -> list[tuple[int, bytes]]:
-        """(offset, bytes) of a few windows of a movable tensor."""
-        last, address, draw = tensor.nbytes - SAMPLE_BYTES, tensor.data_ptr(), self._random.random
+    def _sample(self, pair: Pair) -> list[tuple[int, bytes]]:
+        """(offset, bytes) of a few windows of a movable source."""
+        last, draw = pair.nbytes - SAMPLE_BYTES, self._random.random
         offsets = [int(draw() * last) for _ in range(SAMPLES)]
-        return [(offset, ctypes.string_at(address + offset, SAMPLE_BYTES)) for offset in offsets]
+        return [(offset, ctypes.string_at(pair.source_address + offset, SAMPLE_BYTES)) for offset in offsets]
 
     @torch.no_grad()
     def _finish(
@@ -186,8 +220,8 @@ class Stager:
         try:
             began = time.perf_counter()
             try:
-                for source, target in later:
-                    _copy(target, source.tensor)
+                for pair in later:
+                    pair.move()
                 _check_samples(later, samples, staging.step)
             finally:
                 staging.seconds = time.perf_counter() - began
@@ -210,39 +244,16 @@ class Stager:
         """Waits for what is under way."""
         self._jobs.put(None)
         self._thread.join()
-        self._views.clear()
-
-
-def _views(slot: Slot, table: Table, sources: Sequence[Source]) -> list[torch.Tensor]:
-    body = torch.frombuffer(slot.body, dtype=torch.uint8)
-    views = []
-    for source, first in zip(sources, table.first_chunks, strict=True):
-        offset = table.offsets[first]
-        raw = body[offset : offset + source.tensor.nbytes]
-        views.append(raw.view(source.tensor.dtype).view(source.tensor.shape))
-    return views
-
-
-def _movable(tensor: torch.Tensor) -> bool:
-    """Whether its bytes are what they seem: contiguous, on the host, with no conjugation or negation pending."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    if _movable(source):
-        # no dispatch, no autograd, no thread pool that would compete with the trainer's; the GIL is released
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-    else:
-        target.copy_(source)
+        self._pairs.clear()
 
 
 def _check_samples(later: list[Pair], samples: list[list[tuple[int, bytes]]], step: int) -> None:
-    for (source, target), windows in zip(later, samples, strict=True):
+    for pair, windows in zip(later, samples, strict=True):
         for offset, expected in windows:
-            copied = ctypes.string_at(target.data_ptr() + offset, SAMPLE_BYTES)
-            now = ctypes.string_at(source.tensor.data_ptr() + offset, SAMPLE_BYTES)
+            copied = ctypes.string_at(pair.target_address + offset, SAMPLE_BYTES)
+            now = ctypes.string_at(pair.source_address + offset, SAMPLE_BYTES)
             if not expected == copied == now:
-                raise _torn(step, source.name)
+                raise _torn(step, pair.source.name)
 
 
 def _torn(step: int, name: str) -> TornSnapshot:

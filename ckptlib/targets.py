@@ -166,7 +166,7 @@ class _Walk:
         if isinstance(node, PerRank):
             self.collect(node.value, path, None if setter is None else lambda value: setter(PerRank(value)))
         elif isinstance(node, (torch.Tensor, Sharded)):
-            self._param_names.setdefault(id(local_of(node)), path)
+            self._name_param(local_of(node), path)
             if isinstance(node, Sharded):
                 self._by_hand[id(node.tensor)] = node
             self.add_tensor(node, path)
@@ -189,6 +189,11 @@ class _Walk:
             self._add_object(path, node.state_dict, node.load_state_dict)  # type: ignore[attr-defined]
         else:
             self._add_value(path, setter)
+
+    def _name_param(self, tensor: torch.Tensor, name: str) -> None:
+        first = self._param_names.setdefault(id(tensor), name)
+        if first != name:
+            self._ties[name] = first
 
     def add_tensor(self, tensor: torch.Tensor | Sharded, name: str) -> None:
         """Fills a tensor of the state in place."""
@@ -329,9 +334,7 @@ class _Walk:
             full = f"{path}/{name}" if path else name
             if not isinstance(value, torch.Tensor) or is_extra_state(name):
                 continue
-            first = self._param_names.setdefault(id(value), full)
-            if first != full:
-                self._ties[full] = first
+            self._name_param(value, full)
             if value.device.type != "meta":
                 self.add_tensor(value, full)
             elif self._wanted(full):

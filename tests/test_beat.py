@@ -57,8 +57,9 @@ def agreed(words: Sequence[Word]) -> list[Word | AgreementFailed]:
 
 FLAGS = st.fixed_dictionaries(
     {
-        **{name: st.integers(0, 1) for name in ("due", "inline", "agree", "stop", "busy", "superseded")},
+        **{name: st.integers(0, 1) for name in ("due", "inline", "agree", "stop", "superseded")},
         "failures": st.integers(0, 5),
+        "needs_ready": st.integers(-1, 1000),
         "minus_ready": st.integers(-1000, 1),
     }
 )
@@ -70,7 +71,7 @@ def test_all_ranks_act_on_the_same_word(step: int, flags: list[dict[str, int]]) 
     assert all(word == found[0] for word in found)
     word = found[0]
     assert isinstance(word, Word)
-    for name in ("due", "inline", "agree", "stop", "busy", "superseded", "failures"):
+    for name in ("due", "inline", "agree", "stop", "needs_ready", "superseded", "failures"):
         assert getattr(word, name) == max(given[name] for given in flags)
     assert -word.minus_ready == min(-given["minus_ready"] for given in flags), "ready everywhere: the oldest counts"
 

@@ -117,7 +117,8 @@ class Rig:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -1,0 +1,16 @@
+"""A tensor's memory as bytes."""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_bytes(tensor: torch.Tensor) -> bool:
+    """Whether the memory is the value: contiguous, with no conjugation or negation pending."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor that `is_bytes`, as a 1-d view of dtype uint8, whatever the dtype."""
+    # not view(-1): a dim of size 1 may have any stride, and view(dtype) minds it
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
