@@ -396,7 +396,7 @@ def _identity(tensor: torch.Tensor | Sharded) -> object:
     A parameter is known by itself, since an empty shard has no memory to be known by.
     """
     if isinstance(tensor, Sharded):
-        return None
+        return (id(tensor.tensor), tuple(tensor.offset), tuple(tensor.shape))
     if isinstance(tensor, (nn.Parameter, DTensor)):
         return id(tensor)
     if tensor.numel() == 0:
