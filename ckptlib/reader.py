@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import EllipsisType
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ class _Copy:
     """Element of the chunk."""
     shape: tuple[int, ...]
     """Of the stretch, as it lies in the chunk."""
-    inside: tuple[slice, ...]
+    inside: tuple[slice | EllipsisType, ...]
     """What of that is wanted."""
     target: torch.Tensor
     """Of the wanted shape."""
@@ -249,6 +250,9 @@ class Reader:
 
 def _copies(box: Box, first: int, last: int, wanted: Box, target: torch.Tensor) -> Iterable[_Copy]:
     """How elements [first, last) of a shard that fills `box` go into `target`, which fills `wanted`."""
+    if box == wanted and last - first == box.numel:  # a shard of one chunk, wanted as it is: most small tensors
+        yield _Copy(0, box.shape, (...,), target)
+        return
     for flat, local in boxes_of_range(box.shape, first, last):
         here = Box(tuple(o + b for o, b in zip(local.offset, box.offset, strict=True)), local.shape)
         common = here.intersect(wanted)
