@@ -15,7 +15,6 @@ from typing import TypeVar
 
 from benchmarks.common import Line, Report, launch, scratch, spread, table
 
-
 T = TypeVar("T")
 
 
