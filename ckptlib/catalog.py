@@ -8,6 +8,7 @@ is no part of history. No torch.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from ckptlib.errors import (
     CkptError,
     CorruptData,
     FormatError,
+    NewerFormat,
     ObjectExists,
     ObjectNotFound,
     SaveFailed,
@@ -29,6 +31,8 @@ from ckptlib.layout import Layout, decode_layout
 from ckptlib.manifest import FailedPart, Generation, Manifest, Part, Root
 from ckptlib.plan import find_missing
 from ckptlib.stores import Store
+
+log = logging.getLogger(__name__)
 
 POLL_FIRST_S = 0.005
 POLL_LAST_S = 0.5
@@ -117,16 +121,30 @@ class Catalog:
 
     def generations(self) -> dict[GenerationId, Generation]:
         """Their records. Raises CorruptData or FormatError for a damaged one."""
-        ids = self.generation_ids()
-        for generation in ids:
-            if generation not in self._generations:
-                key = generation.key
-                self._generations[generation] = Generation.decode(self.store.get(key), f"{self.store.url}/{key}")
-        return {generation: self._generations[generation] for generation in ids}
+        return {generation: self.generation(generation) for generation in self.generation_ids()}
+
+    def generation(self, generation: GenerationId) -> Generation:
+        """Its record. Raises ObjectNotFound, CorruptData or FormatError."""
+        if generation not in self._generations:
+            key = generation.key
+            self._generations[generation] = Generation.decode(self.store.get(key), f"{self.store.url}/{key}")
+        return self._generations[generation]
 
     def visible(self) -> list[SaveId]:
-        """The saves on the job's history, ascending by step."""
-        return history(self.saves(), self.generations())
+        """The saves on the job's history, ascending by step.
+
+        A damaged record of a generation counts as none, loudly: its steps are whole all the same. Raises NewerFormat.
+        """
+        saves = self.saves()
+        records = {}
+        for generation in self.generation_ids():
+            try:
+                records[generation] = self.generation(generation)
+            except NewerFormat:
+                raise
+            except (CorruptData, FormatError) as error:
+                log.error("what generation %s resumed from is not known: %s", generation, error)
+        return history(saves, records)
 
     def resolve(self, step: int | str) -> SaveId:
         """The save of a visible step; "latest", a step number, or a full name for one that is not visible.
@@ -201,10 +219,16 @@ class Catalog:
         self._put_new(generation.id.key, generation.encode())
 
     def put_layout(self, digest: str, document: bytes) -> None:
-        """Once for all steps that share it."""
+        """Once for all steps that share it; a damaged one is replaced, since every step that has it is lost with it."""
         key = keys.layout_key(digest)
-        if not any(entry.key == key for entry in self.store.scan(key)):
-            self._put_new(key, document)
+        try:
+            if digester(XXH3)(self.store.get(key)) == digest:
+                return
+            log.error("%s/%s does not match the digest in its name; it is put again", self.store.url, key)
+            self.store.delete(key)
+        except ObjectNotFound:
+            pass
+        self._put_new(key, document)
 
     def check_head(self, generation: GenerationId) -> None:
         """Raises Superseded when a newer generation has put its record."""
@@ -241,8 +265,10 @@ class Catalog:
         first = Part.decode(names[0], self.store.get(names[0].key))
         manifest = Manifest(save, len(names), tuple(names), layouts, nbytes, first.created, first.metrics)
         self._put_new(save.manifest_key, manifest.encode())
+        present = {entry.key for entry in self.store.scan(keys.LAYOUTS)}
         for digest in layouts:  # retention may have deleted one that no step named until now
-            self.put_layout(digest, self.layout(digest).encoded)
+            if keys.layout_key(digest) not in present:
+                self.put_layout(digest, self.layout(digest).encoded)
         return manifest
 
     def _prove(self, save: SaveId, names: Sequence[PartName]) -> tuple[Mapping[str, tuple[int, ...]], int]:
@@ -322,8 +348,8 @@ class Catalog:
 
     def _finish_one(self, save: SaveId) -> bool:
         names = self.parts(save)
-        if 0 not in names or not all(any(n.ok for n in found) for found in names.values()):
-            return False
+        if 0 not in names or not all(n.ok for found in names.values() for n in found):
+            return False  # a rank, or the committer, said that it gave up
         self._verified.clear()  # nobody is left who knows whether these parts are whole: read them all
         try:
             world_size = self.part(next(n for n in names[0] if n.ok)).world_size

@@ -215,12 +215,38 @@ def test_a_layout_that_is_not_what_its_name_says_is_refused(store: Store, catalo
         Catalog(store).layout(layout.digest)
 
 
-def test_a_damaged_generation_hides_no_steps_but_says_so(store: Store, catalog: Catalog) -> None:
+def test_a_damaged_generation_hides_no_steps_but_says_so(
+    store: Store, catalog: Catalog, caplog: pytest.LogCaptureFixture
+) -> None:
     generation = make_generation(catalog)
-    make_save(catalog, generation, 10, state(10))
+    save = make_save(catalog, generation, 10, state(10))
     replace_object(store, generation.key, store.get(generation.key)[:-5])
+    assert Catalog(store).visible() == [save]
+    assert str(generation) in caplog.text
     with pytest.raises(CorruptData, match=str(generation)):
-        Catalog(store).visible()
+        Catalog(store).generations()
+
+
+def test_a_damaged_layout_is_put_again(store: Store, catalog: Catalog) -> None:
+    """It is shared by every step that has it, so a save that has it at hand mends them all."""
+    save = make_save(catalog, make_generation(catalog), 10, state(10))
+    digest, layout = next((d, catalog.layout(d)) for d in catalog.manifest(save).layouts)
+    key = keys.layout_key(digest)
+    replace_object(store, key, store.get(key)[:-5])
+    with pytest.raises(CorruptData):
+        Catalog(store).layout(digest)
+    catalog.put_layout(digest, layout.encoded)
+    assert Catalog(store).layout(digest) == layout
+
+
+def test_what_somebody_gave_up_is_never_finished(store: Store, catalog: Catalog) -> None:
+    """Though all parts are there: it was reported as failed."""
+    generation = make_generation(catalog)
+    save, _ = put_parts(catalog, generation, 10, state(10))
+    name, document = FailedPart(save, 0, "f" * 8, "the deadline passed").encode()
+    store.put(name.key, document)
+    assert catalog.finish(GenerationId(2, "0" * 8)) == []
+    assert catalog.saves() == []
 
 
 # -- generations

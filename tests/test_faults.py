@@ -372,25 +372,12 @@ def test_a_damaged_root_document_is_named(tmp_path: Path, template: Path) -> Non
         damage(newest(tmp_path / case, "root"))
     told = try_all(tmp_path, [tmp_path / case for case in damages])
     for case, (_, kind) in damages.items():
-        for line in told[case]["load"] + told[case]["restore"]:
+        assert [line["kind"] for line in told[case]["load"]] == ["", ""], "a load writes nothing and needs no root"
+        for line in told[case]["restore"]:
             assert line["kind"] == kind
             assert f"{tmp_path / case}/ckptlib.json" in line["text"]
 
 
-def test_a_damaged_generation_record_is_named(tmp_path: Path, template: Path) -> None:
-    shutil.copytree(template, tmp_path / "flip")
-    record = newest(tmp_path / "flip", "generation")
-    flip_bit(record, middle(record))
-    told = try_all(tmp_path, [tmp_path / "flip"])["flip"]
-    for line in told["load"] + told["restore"]:
-        assert line["kind"] == "CorruptData"
-        assert record.name in line["text"]
-    record.unlink()  # the way out: what a generation saved is listed without its record, too
-    told = try_all(tmp_path, [tmp_path / "flip"])["flip"]
-    assert [line["step"] for line in told["restore"]] == [NEWEST] * 2
-
-
-@pytest.mark.xfail(strict=True, reason="one flipped bit in a record hides all steps until somebody deletes the record")
 def test_a_damaged_generation_record_hides_no_step(tmp_path: Path, template: Path) -> None:
     shutil.copytree(template, tmp_path / "flip")
     record = newest(tmp_path / "flip", "generation")
