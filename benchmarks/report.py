@@ -100,7 +100,7 @@ TARGETS = (
     Target("synchronous save, times DCP", True, 3.0, _times("save", "DCP", "durable")),
     Target("synchronous save, times torch.save + fsync", True, 1.5, _times("save", "torch.save+fsync", "durable")),
     Target("load, times DCP", True, 2.0, _times("load", "DCP", "load")),
-    Target("bytes read over bytes needed, another number of ranks", False, 1.02, _medians("reshard", "came", "FSDP")),
+    Target("bytes read over bytes needed, another number of ranks", False, 1.02, _medians("reshard", "asked", "FSDP")),
     Target("small tensors: save, times DCP", True, 10.0, _times("small_tensors", "DCP", "save")),
     Target("small tensors: load, times DCP", True, 10.0, _times("small_tensors", "DCP", "load")),
     Target(
@@ -134,7 +134,8 @@ def judged(figures: Figures) -> Iterable[tuple[str, str, str, str]]:
 def page(lines: Mapping[str, Sequence[Line]], images: Sequence[str]) -> str:
     """Markdown."""
     text = ["# Results", "", "Made by `python -m benchmarks report`. Losses stand beside gains.", ""]
-    machines = [line for found in lines.values() for line in found if line["kind"] == "machine"]
+    started = (line for found in lines.values() for line in found if line["kind"] == "machine")
+    machines = sorted(started, key=lambda line: line["at"])
     if machines:
         text += [*_machine(machines), ""]
     if any(line["settings"].get("toy") for line in machines):
