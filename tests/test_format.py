@@ -15,7 +15,8 @@ from ckptlib.layout import decode_layout
 from ckptlib.manifest import Generation, Manifest, Part, Root, Table
 
 TEXT = (Path(__file__).parent.parent / "FORMAT.md").read_text()
-EXAMPLES = {json.loads(block)["kind"]: (block + "\n").encode() for block in re.findall(r"```json\n(.*?)\n```", TEXT, re.S)}
+BLOCKS = re.findall(r"```json\n(.*?)\n```", TEXT, re.S)
+EXAMPLES = {json.loads(block)["kind"]: (block + "\n").encode() for block in BLOCKS}
 
 
 def test_every_kind_is_shown() -> None:
