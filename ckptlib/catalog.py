@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckptlib import keys
 from ckptlib.digests import XXH3, digester
@@ -50,7 +51,7 @@ class CheckpointInfo:
     """Of all packs."""
     created: float
     """When the snapshot was taken; seconds since the epoch, by rank 0's clock."""
-    metrics: Mapping[str, object]
+    metrics: Mapping[str, Any]
     visible: bool
     """Whether it lies on the job's history; a step left behind by a rewind does not."""
     name: str

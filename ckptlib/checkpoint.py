@@ -6,7 +6,7 @@ import atexit
 import logging
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ckptlib import events, rng
+from ckptlib import events, rng, values
 from ckptlib.catalog import Catalog, CheckpointInfo
 from ckptlib.digests import XXH3
 from ckptlib.errors import CkptError, CorruptData, FormatError, ObjectNotFound, StateMismatch, WaitTimeout
@@ -179,7 +179,9 @@ def checkpoints(url: str | Path, *, storage_options: Mapping[str, object] | None
     with open_store(str(url), storage_options) as store:
         catalog = Catalog(store)
         for save_id in catalog.visible():
-            yield catalog.info(save_id, visible=True)
+            info = catalog.info(save_id, visible=True)
+            metrics = {name: values.decode(value, name) for name, value in info.metrics.items()}
+            yield replace(info, metrics=metrics)
 
 
 # What the Checkpointer shares

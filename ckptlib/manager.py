@@ -31,6 +31,7 @@ from ckptlib.errors import (
     SaveFailed,
     StateError,
     Superseded,
+    WaitTimeout,
 )
 from ckptlib.fence import Fence
 from ckptlib.group import together
@@ -219,8 +220,10 @@ class Checkpointer:
     def after_step(self, step: int, metrics: Mapping[str, object] | None = None) -> None:
         """Says that `step` steps are done; saves when all ranks agreed that it is time.
 
-        Call it on every rank, after optimizer.step(), with ascending steps. Raises SaveFailed after several background
-        saves failed in a row, Superseded when a newer job has taken the root over, on all ranks at the same step.
+        Call it on every rank, after optimizer.step(), with steps that follow one another; what is due while no slot is
+        free is saved a few steps later, and what is due at the end of a loop of another shape than `loop` may be left
+        out: ask `save` of it. Raises SaveFailed after several background saves failed in a row, Superseded when a newer
+        job has taken the root over, on all ranks at the same step.
         """
         if not self._beat.started:
             self._say(step)
@@ -242,11 +245,33 @@ class Checkpointer:
         if not self._stopping:
             self._say(step + 1)
 
+    def save(self, step: int, metrics: Mapping[str, object] | None = None) -> Pending:
+        """Saves the state after `step` steps now, whatever the policy says. Collective; waits for a slot only.
+
+        Raises, on all ranks, UnsupportedState, NoRoom, Superseded.
+        """
+        if self._last is None or step != self._last_saved:
+            self._await_room()
+            self._last = self._session.save(self._state, step, metrics=metrics)
+            self._last_saved = step
+        return self._last
+
     def _await_room(self) -> None:
-        """Before the last save, which is worth waiting for."""
-        timeout_s = self._session.root.save_deadline_s
-        together(self._group, "waiting for a slot", lambda: self._session.wait_released(timeout_s))
+        """Before the last save, which is worth waiting for: until every rank has a slot, but the deadline of a save."""
+        deadline = time.monotonic() + self._session.root.save_deadline_s
+        while self._group.any(together(self._group, "waiting for a slot", lambda: self._lacks_room(deadline))):
+            pass  # longer than ranks wait for one another in a collective, if need be
         self._ready_everywhere = self._session.newest_ready
+
+    def _lacks_room(self, deadline: float) -> bool:
+        """Waits for a while."""
+        try:
+            self._session.wait_released(self._session.patience_s)
+        except WaitTimeout:
+            if time.monotonic() > deadline:
+                raise
+            return True
+        return False
 
     def _say(self, step: int) -> None:
         session = self._session

@@ -94,8 +94,8 @@ class Pending:
 
     @property
     def patience_s(self) -> float:
-        """How long a rank may wait by itself without making the others time out in a collective."""
-        return self._session.settings.timeout.total_seconds() / 2
+        """See `Session.patience_s`."""
+        return self._session.patience_s
 
     @property
     def staging(self) -> Staging:
@@ -467,6 +467,11 @@ class Session:
         if everywhere < self.newest_ready <= settled:
             self.arena.forget_ready(everywhere, settled)
             self.newest_ready = everywhere
+
+    @property
+    def patience_s(self) -> float:
+        """How long a rank may wait by itself without making the others time out in a collective."""
+        return self.settings.timeout.total_seconds() / 2
 
     def wait_released(self, timeout_s: float) -> None:
         """Returns when all snapshots are ready and a slot is free. Raises WaitTimeout."""
