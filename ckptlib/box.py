@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from typing_extensions import override
 
 
@@ -109,26 +110,22 @@ def _in_row(row: int, inner: tuple[int, ...], first: int, last: int, base: int) 
 
 def find_hole(outer: Box, pieces: Sequence[Box]) -> Box | None:
     """A region of `outer` that no piece covers, or None when the pieces cover it."""
-    for cell, count in _cells(outer, pieces):
-        if count == 0:
-            return cell
-    return None
+    if outer.numel == 0 or any(outer.within(piece) for piece in pieces):
+        return None
+    edges, counts = _grid(outer, pieces)
+    return _cell(edges, counts == 0)
 
 
 def find_overlap(outer: Box, pieces: Sequence[Box]) -> Box | None:
     """A region of `outer` that two pieces cover, or None when they are disjoint inside it."""
-    for cell, count in _cells(outer, pieces):
-        if count > 1:
-            return cell
-    return None
+    if outer.numel == 0 or len(pieces) < 2:
+        return None
+    edges, counts = _grid(outer, pieces)
+    return _cell(edges, counts > 1)
 
 
-def _cells(outer: Box, pieces: Sequence[Box]) -> Iterator[tuple[Box, int]]:
-    """Cuts `outer` along every edge of every piece and counts the pieces over each cell."""
-    import numpy as np
-
-    if outer.numel == 0:
-        return
+def _grid(outer: Box, pieces: Sequence[Box]) -> tuple[list[list[int]], np.ndarray]:
+    """Cuts `outer` along every edge of every piece: the edges by dim, and how many pieces lie over each cell."""
     clipped = [c for p in pieces if (c := p.intersect(outer)) is not None]
     edges = [
         sorted({a, a + n, *(c.offset[d] for c in clipped), *(c.offset[d] + c.shape[d] for c in clipped)})
@@ -141,7 +138,13 @@ def _cells(outer: Box, pieces: Sequence[Box]) -> Iterator[tuple[Box, int]]:
             slice(position[d][a], position[d][a + n]) for d, (a, n) in enumerate(zip(c.offset, c.shape, strict=True))
         )
         counts[region] += 1
-    for index in np.ndindex(counts.shape):
-        low = tuple(edges[d][i] for d, i in enumerate(index))
-        size = tuple(edges[d][i + 1] - edges[d][i] for d, i in enumerate(index))
-        yield Box(low, size), int(counts[index])
+    return edges, counts
+
+
+def _cell(edges: list[list[int]], chosen: np.ndarray) -> Box | None:
+    """The first of the chosen cells."""
+    if not chosen.any():
+        return None
+    index = [int(i) for i in np.unravel_index(int(chosen.argmax()), chosen.shape)]
+    low = tuple(edges[d][i] for d, i in enumerate(index))
+    return Box(low, tuple(edges[d][i + 1] - edges[d][i] for d, i in enumerate(index)))

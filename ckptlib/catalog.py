@@ -276,7 +276,7 @@ class Catalog:
         key = tuple(name.table for name in names)
         found = self._verified.get(key)
         if found is None:
-            parts = [self.part(name) for name in names]
+            parts = [Part.decode(name, self.store.get(name.key)) for name in names]  # find_missing checks their tables
             layouts: dict[str, tuple[int, ...]] = {}
             for part in parts:
                 if part.world_size != len(names):

@@ -6,6 +6,7 @@ checked against its digest before a byte of it is believed; every element of eve
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -77,13 +78,54 @@ class _ChunkRead:
     copies: tuple[_Copy, ...]
 
     @property
-    def direct(self) -> torch.Tensor | None:
-        """The target, when the chunk's bytes are exactly its memory."""
+    def address(self) -> int | None:
+        """Of the target's memory, when the chunk's bytes are exactly that."""
         if len(self.copies) != 1:
             return None
         target = self.copies[0].target
         fits = target.nbytes == self.nbytes and target.dtype == self.dtype and is_bytes(target)
-        return target if fits and target.device.type == "cpu" else None
+        return target.data_ptr() if fits and target.device.type == "cpu" else None
+
+
+class _Run:
+    """Chunks that one request reads: neighbours in a pack."""
+
+    def __init__(self, read: _ChunkRead) -> None:
+        self.reads = [read]
+        self.base = read.address
+        """Where the run's bytes go as they are, one after the other; None: they do not."""
+        self._largest = read.nbytes
+
+    @property
+    def pack(self) -> str:
+        return self.reads[0].pack
+
+    @property
+    def offset(self) -> int:
+        return self.reads[0].offset
+
+    @property
+    def nbytes(self) -> int:
+        return self.reads[-1].offset + self.reads[-1].nbytes - self.offset
+
+    @property
+    def direct(self) -> bool:
+        """Whether it is worth reading straight into the targets."""
+        return self.base is not None and self.nbytes >= DIRECT_FROM_BYTES
+
+    def take(self, read: _ChunkRead) -> bool:
+        """Whether the next chunk in the order of packs joins this request."""
+        gap = read.offset - self.offset - self.nbytes
+        if read.pack != self.pack or read.offset + read.nbytes - self.offset > RUN_BYTES or not 0 <= gap <= GAP_BYTES:
+            return False
+        goes_on = gap == 0 and self.base is not None and read.address == self.base + self.nbytes
+        if not goes_on and (self.direct or max(self._largest, read.nbytes) >= DIRECT_FROM_BYTES):
+            return False
+        if not goes_on:
+            self.base = None
+        self.reads.append(read)
+        self._largest = max(self._largest, read.nbytes)
+        return True
 
 
 class Reader:
@@ -224,17 +266,16 @@ class Reader:
                     copies,
                 )
 
-    def _run(self, run: list[_ChunkRead], verify: Callable[[memoryview], str]) -> int:
+    def _run(self, run: _Run, verify: Callable[[memoryview], str]) -> int:
         """One request: its chunks are checked, then placed."""
-        direct = run[0].direct if len(run) == 1 and run[0].nbytes >= DIRECT_FROM_BYTES else None
-        start = run[0].offset
-        if direct is not None:
-            buffer = bytes_of(direct).numpy().data
+        start = run.offset
+        if run.direct:
+            buffer = memoryview((ctypes.c_char * run.nbytes).from_address(run.base or 0)).cast("B")
         else:
             start -= start % 64  # so that every chunk keeps the alignment that it has in the pack
-            buffer = _buffer(run[-1].offset + run[-1].nbytes - start)
-        self._catalog.store.get_into(run[0].pack, start, buffer)
-        for read in run:
+            buffer = _buffer(run.offset + run.nbytes - start)
+        self._catalog.store.get_into(run.pack, start, buffer)
+        for read in run.reads:
             data = buffer[read.offset - start : read.offset - start + read.nbytes]
             found = verify(data)
             if found != read.digest:
@@ -243,7 +284,7 @@ class Reader:
                     f"{found}); the object was altered after it was written. Try an earlier step than "
                     f"{self.manifest.save.step}, or: ckptlib verify"
                 )
-            if direct is None:
+            if not run.direct:
                 _place(read, data)
         return len(buffer)
 
@@ -265,22 +306,12 @@ def _copies(box: Box, first: int, last: int, wanted: Box, target: torch.Tensor) 
             )
 
 
-def _merge(reads: Sequence[_ChunkRead]) -> list[list[_ChunkRead]]:
+def _merge(reads: Sequence[_ChunkRead]) -> list[_Run]:
     """Reads in the order of their packs, neighbours together in one request."""
-    runs: list[list[_ChunkRead]] = []
+    runs: list[_Run] = []
     for read in sorted(reads, key=lambda r: (r.pack, r.offset)):
-        last = runs[-1][-1] if runs else None
-        joins = (
-            last is not None
-            and last.pack == read.pack
-            and 0 <= read.offset - (last.offset + last.nbytes) <= GAP_BYTES
-            and read.offset + read.nbytes - runs[-1][0].offset <= RUN_BYTES
-            and max(read.nbytes, last.nbytes) < DIRECT_FROM_BYTES
-        )
-        if joins:
-            runs[-1].append(read)
-        else:
-            runs.append([read])
+        if not (runs and runs[-1].take(read)):
+            runs.append(_Run(read))
     return runs
 
 

@@ -49,7 +49,7 @@ def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agre
 
     Raises UnsupportedState, on all ranks, for a name that stands for different tensors.
     """
-    document = json.dumps(rows, sort_keys=True).encode()
+    document = b"" if group.size == 1 else json.dumps(rows, sort_keys=True).encode()
     found: dict[str, dict[int, Row]] = {}
     if group.same(document):
         found = {name: dict.fromkeys(range(group.size), row) for name, row in rows.items()}
@@ -135,7 +135,7 @@ def _columns(mesh: Mesh) -> list[tuple[int, ...]]:
 def _row(leaf: Leaf, group: Group) -> Row:
     digest = ""
     if isinstance(leaf.held, Plain):
-        how, digest = "plain", _digest(leaf.pieces[0][1]) if leaf.pieces else ""
+        how, digest = "plain", _digest(leaf.pieces[0][1]) if leaf.pieces and group.size > 1 else ""
     else:
         how = _describe(_in_group(leaf, group))
     shape = [] if how == "per-rank" else list(leaf.shape)
