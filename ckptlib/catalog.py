@@ -297,6 +297,8 @@ class Catalog:
 
         Raises SaveFailed with the ranks that failed, or that did not come while there were seconds left.
         """
+        if self.is_committed(save):  # by one that died before it could say so
+            return self.manifest(save)
         pause = POLL_FIRST_S
         while True:
             names, missing = self._complete(save, world_size)

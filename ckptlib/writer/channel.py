@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
@@ -19,20 +20,16 @@ class Channel:
         self._received = b""
         self._sending = threading.Lock()
         self.closed = False
-        """Whether the other end is gone."""
+        """Whether the other end is gone, and all that it said has been received."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Message) -> bool:
-        """Whether the other end could still be told."""
+    def send(self, message: Message) -> None:
+        """Says something, if the other end is still there; `receive` tells when it is not."""
         data = json.dumps(message).encode() + b"\n"
-        with self._sending:
-            try:
-                self._socket.sendall(data)
-            except OSError:
-                self.closed = True
-        return not self.closed
+        with self._sending, contextlib.suppress(OSError):
+            self._socket.sendall(data)
 
     def receive(self, timeout_s: float | None) -> list[Message]:
         """Every message that is here, or the first to come within the time-out; none when it passes or at the end."""

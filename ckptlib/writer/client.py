@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -32,12 +33,12 @@ class Writer:
         self._open: dict[tuple[str, bool], Message] = {}
         """By save, and whether somebody else commits it: what another writer must do, should this one die."""
         self._deaths = 0
+        self.log_path = _log_path(int(setup["rank"]))
         self._lock = threading.Lock()
         self._start()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        self.log_path = _log_path(int(self._setup["rank"]))
         with self.log_path.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "ckptlib.writer", str(theirs.fileno()), str(os.getpid())],
@@ -171,4 +172,4 @@ def _failure(save: str, error: str) -> Message:
 def _log_path(rank: int) -> Path:
     directory = Path(tempfile.gettempdir()) / f"ckptlib-{os.geteuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
-    return directory / f"writer-rank{rank}-{os.getpid()}.log"
+    return directory / f"writer-rank{rank}-{os.getpid()}-{secrets.token_hex(4)}.log"
