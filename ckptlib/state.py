@@ -377,7 +377,7 @@ def _place(tensor: torch.Tensor | Sharded) -> object:
     local = local_of(tensor)
     if isinstance(local, DTensor):
         local = local.to_local()
-    return local.data_ptr(), local.shape, local.dtype
+    return local.data_ptr(), local.shape, local.stride(), local.dtype
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:

@@ -151,6 +151,15 @@ def test_what_changed_in_place_gives_new_leaves(change: Callable[[torch.Tensor],
     assert isinstance(leaf.held, HeldPerRank)
 
 
+def test_a_square_that_is_transposed_in_place_is_another_leaf() -> None:
+    memo: Memo = {}
+    tensor = torch.arange(9.0).view(3, 3)
+    (before,) = flatten({"t": tensor}, memo).leaves
+    tensor.t_()
+    (after,) = flatten({"t": tensor}, memo).leaves
+    assert after is not before
+
+
 def test_the_memo_lets_go_of_what_is_gone() -> None:
     memo: Memo = {}
     tensor = torch.ones(3)
