@@ -10,6 +10,7 @@ import datetime
 import itertools
 import math
 import multiprocessing
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -202,7 +203,8 @@ def check_on_rank(rank: int, rendezvous: str) -> None:
             assert np.array_equal(assemble(pieces(*layout), local.shape, full), local), name
             kinds.add(" ".join(map(encode, placements)))
     assert {"SS0x2 S0", "S0 S1", "S0"} <= kinds, kinds
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # gloo's threads may abort an interpreter that ends in the ordinary way (torch 2.13)
 
 
 def test_pieces_are_what_fsdp2_and_tensor_parallel_give(tmp_path: Path) -> None:
