@@ -1,0 +1,1 @@
+"""Snapshots in the memory of other hosts."""

@@ -1,0 +1,71 @@
+"""Placement: which ranks keep the replicas of which. Pure integers and names: no torch, no I/O.
+
+Gemini's (SOSP 2023), over failure domains: they are cut into groups of copies + 1, each of which holds the snapshots
+of all its members, so that few sets of lost domains take every copy of something with them. Where the number does not
+divide, the rest joins the last group, which then is a ring: a domain's copies go to the next ones around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who holds what. Equal on all ranks that know the same domains."""
+
+    domains: tuple[str, ...]
+    """Per rank: what is lost together with it, such as its host."""
+    holders: tuple[tuple[int, ...], ...]
+    """Per rank: the ranks that keep a replica of its snapshots; each in a domain of its own, none in the rank's."""
+
+    def origins(self, rank: int) -> tuple[int, ...]:
+        """The ranks whose replicas a rank keeps, ascending."""
+        return tuple(origin for origin, holders in enumerate(self.holders) if rank in holders)
+
+    def lost(self, domains: Collection[str]) -> tuple[int, ...]:
+        """The ranks of whose snapshots no copy is left, their own included, when these domains are gone."""
+        gone = frozenset(domains)
+        return tuple(rank for rank in range(len(self.domains)) if self._homes(rank) <= gone)
+
+    @property
+    def num_losses_survived(self) -> int:
+        """As many domains may be gone, whichever they are, with a copy left of every rank's snapshots."""
+        return min(len(self._homes(rank)) for rank in range(len(self.domains))) - 1
+
+    def _homes(self, rank: int) -> frozenset[str]:
+        """Every domain with a copy of a rank's snapshots."""
+        return frozenset(self.domains[r] for r in (rank, *self.holders[rank]))
+
+
+def place(domains: Sequence[str], copies: int) -> Placement:
+    """The placement of `copies` replicas of each rank's snapshots, beside its own. `domains`: per rank.
+
+    Raises ValueError where there are too few domains for so many copies.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, domain in enumerate(domains):
+        ranks_of.setdefault(domain, []).append(rank)
+    if not 0 <= copies < len(ranks_of):
+        raise ValueError(
+            f"copies={copies} takes {copies + 1} failure domains, and the {len(domains)} ranks are on {len(ranks_of)} "
+            f"({_listed(list(ranks_of))}); copies is at least 0 and here at most {max(len(ranks_of) - 1, 0)}"
+        )
+    holders: list[tuple[int, ...]] = [()] * len(domains)
+    for ring in _rings(list(ranks_of), copies + 1):
+        for position, origin in enumerate(ring):
+            around = [ranks_of[ring[(position + k) % len(ring)]] for k in range(1, copies + 1)]
+            for i, rank in enumerate(ranks_of[origin]):
+                holders[rank] = tuple(there[i % len(there)] for there in around)
+    return Placement(tuple(domains), tuple(holders))
+
+
+def _rings(domains: list[str], size: int) -> list[list[str]]:
+    """Groups of `size` domains, in their order; the last one takes the rest, too."""
+    starts = range(0, len(domains) - size + 1, size)
+    return [domains[start : len(domains) if start == starts[-1] else start + size] for start in starts]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
