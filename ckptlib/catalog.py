@@ -365,6 +365,27 @@ class Catalog:
         return True
 
 
+class Committed:
+    """A committed step, as a source for a Reader."""
+
+    def __init__(self, catalog: Catalog, manifest: Manifest) -> None:
+        self._catalog = catalog
+        self._parts = manifest.parts
+        self.save = manifest.save
+        self.world_size = manifest.world_size
+        self.layouts = manifest.layouts
+        self.where = catalog.store.url
+
+    def layout(self, digest: str) -> Layout:
+        return self._catalog.layout(digest)
+
+    def part(self, rank: int) -> Part:
+        return self._catalog.part(self._parts[rank])
+
+    def read_into(self, pack: str, offset: int, buffer: memoryview) -> None:
+        self._catalog.store.get_into(pack, offset, buffer)
+
+
 def describe(error: BaseException) -> str:
     """One line for a document or a message to another process."""
     text = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"

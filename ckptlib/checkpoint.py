@@ -15,13 +15,13 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ckptlib import events, rng, values
-from ckptlib.catalog import Catalog, CheckpointInfo
+from ckptlib.catalog import Catalog, CheckpointInfo, Committed
 from ckptlib.digests import XXH3
 from ckptlib.errors import CkptError, CorruptData, FormatError, ObjectNotFound, StateMismatch, WaitTimeout
 from ckptlib.group import Group, group_of, group_or_world, meet, together
 from ckptlib.keys import SaveId, parse_save
 from ckptlib.manifest import Manifest
-from ckptlib.reader import Reader
+from ckptlib.reader import Reader, Source
 from ckptlib.session import RNG, Pending, Session, Settings
 from ckptlib.spread import share_out, spread
 from ckptlib.stores import open_store
@@ -165,12 +165,12 @@ def load(
     group = _group(process_group)
     with open_store(str(url), storage_options) as store:
         catalog = Catalog(store)
-        save_id, manifest = resolve(group, catalog, step)
-        generators = LoadedRng(group.rank, manifest.world_size) if random else None
-        report = load_save(group, catalog, manifest, state, generators, strict=strict, rename=map, only=only, cast=cast)
+        source = resolve(group, catalog, step)
+        generators = LoadedRng(group.rank, source.world_size) if random else None
+        report = load_save(group, source, state, generators, strict=strict, rename=map, only=only, cast=cast)
     if generators is not None:
         generators.restore()
-    _loaded[_key(str(url), process_group)] = save_id
+    _loaded[_key(str(url), process_group)] = source.save
     return report
 
 
@@ -187,7 +187,7 @@ def checkpoints(url: str | Path, *, storage_options: Mapping[str, object] | None
 # What the Checkpointer shares
 
 
-def resolve(group: Group, catalog: Catalog, step: int | str) -> tuple[SaveId, Manifest]:
+def resolve(group: Group, catalog: Catalog, step: int | str) -> Committed:
     """One step for all ranks, read once. Collective."""
 
     def find() -> bytes | None:
@@ -200,13 +200,13 @@ def resolve(group: Group, catalog: Catalog, step: int | str) -> tuple[SaveId, Ma
     data = group.broadcast(together(group, f"resolving step {step}", find))
     name, _, document = data.partition(b"\n")
     found = parse_save(name.decode())
-    return found, Manifest.decode(found, document, f"{catalog.store.url}/{found.manifest_key}")
+    manifest = Manifest.decode(found, document, f"{catalog.store.url}/{found.manifest_key}")
+    return Committed(catalog, manifest)
 
 
 def load_save(
     group: Group,
-    catalog: Catalog,
-    manifest: Manifest,
+    source: Source,
     state: Mapping[str, object],
     generators: LoadedRng | None,
     *,
@@ -215,25 +215,25 @@ def load_save(
     only: Only = None,
     cast: bool = False,
 ) -> LoadReport:
-    """Fills `state` from the step of a manifest, and `generators` with the saved random state. Collective."""
+    """Fills `state` from one step, and `generators` with the saved random state. Collective."""
     began = time.perf_counter()
     whole = state if generators is None else {**state, RNG: generators}
 
     def plan() -> tuple[Reader, Targets]:
-        reader = Reader(catalog, manifest, group.rank)
+        reader = Reader(source, group.rank)
         wanted = targets(whole, Saved(reader), rename=rename, only=only, cast=cast)
         return reader, wanted
 
-    what = f"loading step {manifest.save.step}"
+    what = f"loading step {source.save.step}"
     reader, wanted = together(group, what, plan)
     unexpected = _unexpected_everywhere(group, wanted.unexpected)
-    together(group, what, lambda: _check(manifest, wanted, unexpected, strict))
+    together(group, what, lambda: _check(source.save, wanted, unexpected, strict))
 
     reads, buckets = share_out(wanted.wants, group)
 
     def fill() -> None:
         total = sum(tensor.nbytes for want in reads for _, tensor in want.pieces)
-        with events.progress(f"{what} from {catalog.store.url}", total, shown=group.rank == 0) as advance:
+        with events.progress(f"{what} from {source.where}", total, shown=group.rank == 0) as advance:
             reader.read(reads, advance)
 
     together(group, what, fill)
@@ -243,9 +243,9 @@ def load_save(
     if whole is not state and isinstance(state, MutableMapping):  # plain values were put into the copy
         state.update({key: value for key, value in whole.items() if key != RNG})
     return LoadReport(
-        step=manifest.save.step,
-        source=catalog.store.url,
-        save=manifest.save,
+        step=source.save.step,
+        source=source.where,
+        save=source.save,
         nbytes=reader.nbytes_read,
         seconds=time.perf_counter() - began,
         missing=tuple(wanted.missing),
@@ -291,7 +291,7 @@ def _unexpected_everywhere(group: Group, unexpected: list[str]) -> list[str]:
     return sorted(set.intersection(*by_rank))
 
 
-def _check(manifest: Manifest, wanted: Targets, unexpected: list[str], strict: bool) -> None:
+def _check(save: SaveId, wanted: Targets, unexpected: list[str], strict: bool) -> None:
     problems = [f"  {text}" for text in wanted.mismatched]
     if strict:
         problems += [f"  {name}: not in the checkpoint" for name in wanted.missing]
@@ -299,7 +299,7 @@ def _check(manifest: Manifest, wanted: Targets, unexpected: list[str], strict: b
     if problems:
         more = f"\n  and {len(problems) - 40} more" if len(problems) > 40 else ""
         raise StateMismatch(
-            f"step {manifest.save.step} does not fit the state:\n" + "\n".join(problems[:40]) + more + "\n"
+            f"step {save.step} does not fit the state:\n" + "\n".join(problems[:40]) + more + "\n"
             "map= renames, only= takes a part, strict=False leaves out what one side lacks, cast=True converts dtypes"
         )
 

@@ -170,16 +170,16 @@ class Checkpointer:
 
     def _restore_step(self, step: str, strict: bool) -> LoadReport:
         try:
-            save, manifest = resolve(self._group, self._session.catalog, step)
-            generators = LoadedRng(self._group.rank, manifest.world_size)
-            report = load_save(self._group, self._session.catalog, manifest, self._state, generators, strict=strict)
+            source = resolve(self._group, self._session.catalog, step)
+            generators = LoadedRng(self._group.rank, source.world_size)
+            report = load_save(self._group, source, self._state, generators, strict=strict)
         except NewerFormat:
             raise  # whole, but not for this version: an older step would be the wrong one
         except (CheckpointNotFound, *DAMAGE) as error:
             raise _Damaged(str(error)) from error
         generators.restore()
         self._generators = generators
-        self._session.resumed_from = save
+        self._session.resumed_from = source.save
         return report
 
     def _await_orphans(self) -> None:

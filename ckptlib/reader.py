@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import EllipsisType
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from ckptlib import dtypes
 from ckptlib.box import Box, boxes_of_range, find_hole, find_overlap
-from ckptlib.catalog import Catalog
 from ckptlib.digests import digester
 from ckptlib.errors import CorruptData, StateMismatch
+from ckptlib.keys import SaveId
 from ckptlib.layout import ByHand, Layout, PerRank, TensorEntry, ranks_touching
-from ckptlib.manifest import Manifest, Part
+from ckptlib.manifest import Part
 from ckptlib.memory import bytes_of, is_bytes
 
 READ_THREADS = 8
@@ -36,6 +37,26 @@ GAP_BYTES = 64 * 1024
 
 DIRECT_FROM_BYTES = 1024 * 1024
 """From this size on, a chunk that fits its target as it is gets read straight into it."""
+
+
+class Source(Protocol):
+    """One step, wherever it lies: in a store, or in memory."""
+
+    save: SaveId
+    world_size: int
+    layouts: Mapping[str, tuple[int, ...]]
+    """By digest: the saved ranks that have it."""
+    where: str
+    """For people."""
+
+    def layout(self, digest: str) -> Layout:
+        """Raises CorruptData, FormatError, ObjectNotFound."""
+
+    def part(self, rank: int) -> Part:
+        """A saved rank's, checked against its layout. Raises as `layout` does."""
+
+    def read_into(self, pack: str, offset: int, buffer: memoryview) -> None:
+        """Fills `buffer` with bytes of one of a part's packs. From any thread. Raises StoreError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,27 +150,26 @@ class _Run:
 
 
 class Reader:
-    """Reads one committed step for one rank."""
+    """Reads one step for one rank."""
 
-    def __init__(self, catalog: Catalog, manifest: Manifest, rank: int) -> None:
-        self.manifest = manifest
-        self._catalog = catalog
+    def __init__(self, source: Source, rank: int) -> None:
+        self._source = source
         self._rank = rank
         self._parts: dict[int, Part] = {}
         self._shards: dict[int, dict[str, list[int]]] = {}
-        self.layouts: Mapping[str, Layout] = {digest: catalog.layout(digest) for digest in manifest.layouts}
-        self._ranks = {digest: frozenset(ranks) for digest, ranks in manifest.layouts.items()}
+        self.layouts: Mapping[str, Layout] = {digest: source.layout(digest) for digest in source.layouts}
+        self._ranks = {digest: frozenset(ranks) for digest, ranks in source.layouts.items()}
         self.nbytes_read = 0
 
     @property
     def own_rank(self) -> int:
         """The saved rank whose values and per-rank tensors this rank takes: its own, or 0 where it is new."""
-        return self._rank if self._rank < self.manifest.world_size else 0
+        return self._rank if self._rank < self._source.world_size else 0
 
     def part(self, rank: int) -> Part:
         """A rank's part, read once."""
         if rank not in self._parts:
-            part = self._catalog.part(self.manifest.parts[rank])
+            part = self._source.part(rank)
             layout = self.layouts[part.table.layout]
             shards: dict[str, list[int]] = {}
             for shard, tensor in enumerate(part.table.tensors):
@@ -195,7 +215,7 @@ class Reader:
         found: set[int] = set()
         for digest, entry in self.entries(want.name).items():
             ranks = self._ranks[digest]
-            if isinstance(entry.holding, PerRank) or self.manifest.world_size == 1:
+            if isinstance(entry.holding, PerRank) or self._source.world_size == 1:
                 found |= {self.own_rank} & ranks
                 continue
             for box, _ in want.pieces:
@@ -234,7 +254,7 @@ class Reader:
         hole = find_hole(box, list(sources))
         if hole is not None:
             raise CorruptData(
-                f"{name}{hole}: no chunk of step {self.manifest.save.step} holds these elements; try an earlier step, "
+                f"{name}{hole}: no chunk of step {self._source.save.step} holds these elements; try an earlier step, "
                 "or: ckptlib verify"
             )
         by_hand = any(isinstance(entry.holding, ByHand) for entry in self.entries(name).values())
@@ -274,7 +294,7 @@ class Reader:
         else:
             start -= start % 64  # so that every chunk keeps the alignment that it has in the pack
             buffer = _buffer(run.offset + run.nbytes - start)
-        self._catalog.store.get_into(run.pack, start, buffer)
+        self._source.read_into(run.pack, start, buffer)
         for read in run.reads:
             data = buffer[read.offset - start : read.offset - start + read.nbytes]
             found = verify(data)
@@ -282,7 +302,7 @@ class Reader:
                 raise CorruptData(
                     f"{read.what}: {read.pack} [{read.offset}:+{read.nbytes}] does not match {read.digest} (got "
                     f"{found}); the object was altered after it was written. Try an earlier step than "
-                    f"{self.manifest.save.step}, or: ckptlib verify"
+                    f"{self._source.save.step}, or: ckptlib verify"
                 )
             if not run.direct:
                 _place(read, data)

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from ckptlib import reader as reader_module
 from ckptlib.box import Box
-from ckptlib.catalog import Catalog
+from ckptlib.catalog import Catalog, Committed
 from ckptlib.errors import CorruptData, ObjectNotFound
 from ckptlib.keys import PartName, SaveId
 from ckptlib.manifest import Manifest, Part
@@ -54,11 +54,11 @@ def saved(path: Path, tensors: Mapping[str, np.ndarray], world_size: int = 1) ->
     store = CountingStore(str(path))
     catalog = make_root(store)
     save = make_save(catalog, make_generation(catalog), 1, tensors, world_size)
-    return Reader(catalog, catalog.manifest(save), 0)
+    return Reader(Committed(catalog, catalog.manifest(save)), 0)
 
 
 def requests(reader: Reader) -> list[tuple[str, int, int]]:
-    store = reader._catalog.store
+    store = reader._source._catalog.store
     assert isinstance(store, CountingStore)
     return store.requests
 
@@ -122,7 +122,7 @@ def test_memory_is_bounded_however_much_is_read(tmp_path: Path, monkeypatch: pyt
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert all((found[name] == i).all() for i, name in enumerate(tensors))
-    store = reader._catalog.store
+    store = reader._source._catalog.store
     assert isinstance(store, CountingStore)
     assert store.most_in_flight <= READ_THREADS * (256 * 1024 + 64)
     assert max(nbytes for _, _, nbytes in store.requests) <= 256 * 1024 + 64
@@ -154,7 +154,7 @@ def tampered(catalog: Catalog, names: list[PartName], save: SaveId, change: Call
     layouts = {part.table.layout: tuple(range(len(names)))}
     manifest = Manifest(save, len(names), (name, *names[1:]), layouts, 1, 0.0, {})
     catalog.store.put(save.manifest_key, manifest.encode())
-    return Reader(catalog, catalog.manifest(save), 0)
+    return Reader(Committed(catalog, catalog.manifest(save)), 0)
 
 
 def without(part: Part, tensor: str, catalog: Catalog) -> Part:
