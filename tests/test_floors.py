@@ -15,7 +15,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ckptlib"
 
 # and floors 0 and 1
-TORCH_FREE = {"ckptlib", "plan", "slot", "catalog", "retention", "probe", "verify", "heads", "writer/*", "cli/*"}
+TORCH_FREE = {
+    *("ckptlib", "plan", "slot", "snapshot", "catalog", "retention", "probe", "verify", "heads"),
+    *("writer/*", "cli/*"),
+}
 TORCH_INSIDE_FUNCTIONS = {"ckptlib.values"}
 RUNS_CODE = {"pickle", "_pickle", "shelve", "marshal", "dill", "cloudpickle"}
 PICKLES_INSIDE = {

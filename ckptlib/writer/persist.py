@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
-from dataclasses import dataclass
 
 from ckptlib.catalog import Catalog
-from ckptlib.digests import HEX_WIDTH, digester
-from ckptlib.documents import Fields, decode
 from ckptlib.errors import CorruptData, FormatError
 from ckptlib.keys import PartName, SaveId, new_nonce
-from ckptlib.layout import Layout, decode_layout
 from ckptlib.manifest import FailedPart, Pack, Part, Table
-from ckptlib.slot import Slot, SlotHeader
+from ckptlib.slot import Slot
+from ckptlib.snapshot import Snapshot, SnapshotReader, check_body
 from ckptlib.stores import Store
-from ckptlib.values import Json, loads
 from ckptlib.writer.packs import Packing, pack
 
 WRITE_BYTES = 16 * 1024 * 1024
 """Per write: from 4 MiB on, one thread saturates a local NVMe with direct I/O."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What a ready slot says it holds."""
-
-    header: SlotHeader
-    table: Table
-    layout: Layout
-    algorithm: str
-    digests: tuple[str, ...]
-    values: dict[str, Json]
-    metrics: dict[str, Json]
-    created: float
 
 
 class Persister:
@@ -42,7 +24,8 @@ class Persister:
         """`executor` runs the digest check beside the writes; both release the GIL."""
         self._store = store
         self._executor = executor
-        self._tables: dict[str, tuple[Table, Layout, Packing]] = {}
+        self._snapshots = SnapshotReader()
+        self._packing: tuple[Table, Packing] | None = None
         self._layouts_put: set[str] = set()
 
     def persist(self, slot: Slot, save: SaveId) -> Part:
@@ -53,7 +36,7 @@ class Persister:
         snapshot, packing = self.read(slot, save)
         attempt = new_nonce()
         rank = snapshot.header.rank
-        checked = self._executor.submit(_check_body, slot, snapshot)
+        checked = self._executor.submit(check_body, slot, snapshot)
         try:
             packs = tuple(
                 self._put_pack(slot, snapshot, packing, number, save.pack_key(rank, attempt, number))
@@ -88,31 +71,10 @@ class Persister:
         header = slot.read_header()
         if not header.ready or header.save != save:
             raise FormatError(f"{slot.path}: holds {header.save} ({header.sequence}), expected {save} and ready")
-        text = slot.read_document(header, "table")
-        digest = header.documents["table"][2]
-        known = self._tables.get(digest)
-        if known is None:
-            layout = decode_layout(slot.read_document(header, "layout"), f"{slot.path}: layout")
-            table = Table.decode(Fields(loads(text), f"{slot.path}: table"))
-            table.check(layout, str(slot.path))
-            known = (table, layout, pack(table, layout, self._store.pack_nbytes))
-            self._tables = {digest: known}
-        table, layout, packing = known
-        fields = decode("snapshot", slot.read_document(header, "snapshot"), f"{slot.path}: snapshot")
-        digests = fields.text("digests")
-        if len(digests) != HEX_WIDTH * len(table.nbytes):
-            raise fields.fail(f"{len(digests)} hex digits of digests for {len(table.nbytes)} chunks")
-        snapshot = Snapshot(
-            header,
-            table,
-            layout,
-            fields.text("algorithm"),
-            tuple(digests[i : i + HEX_WIDTH] for i in range(0, len(digests), HEX_WIDTH)),
-            fields.mapping("values"),
-            fields.mapping("metrics"),
-            fields.number("created"),
-        )
-        return snapshot, packing
+        snapshot = self._snapshots.read(slot, header)
+        if self._packing is None or self._packing[0] is not snapshot.table:
+            self._packing = (snapshot.table, pack(snapshot.table, snapshot.layout, self._store.pack_nbytes))
+        return snapshot, self._packing[1]
 
     def _put_pack(self, slot: Slot, snapshot: Snapshot, packing: Packing, number: int, key: str) -> Pack:
         shape, body = packing.packs[number], slot.body
@@ -134,18 +96,3 @@ def put_failure(store: Store, save: SaveId, rank: int, error: str) -> PartName:
     name, document = FailedPart(save, rank, new_nonce(), error).encode()
     store.put(name.key, document)
     return name
-
-
-def _check_body(slot: Slot, snapshot: Snapshot) -> None:
-    """Raises CorruptData, naming the tensor, when a chunk in the slot no longer matches its digest."""
-    digest, body, table = digester(snapshot.algorithm), slot.body, snapshot.table
-    for shard, (tensor, box) in enumerate(zip(table.tensors, table.boxes, strict=True)):
-        first = table.first_chunks[shard]
-        for chunk in range(first, first + table.num_chunks[shard]):
-            offset, nbytes = table.offsets[chunk], table.nbytes[chunk]
-            if digest(body[offset : offset + nbytes]) != snapshot.digests[chunk]:
-                name = snapshot.layout.tensors[tensor].name
-                raise CorruptData(
-                    f"{slot.path}: {name}{box} at [{offset}:+{nbytes}] changed in memory after it was sealed; the save "
-                    "is given up. Look at the host's memory when it happens again"
-                )

@@ -1,0 +1,88 @@
+"""Snapshots: what a ready slot holds, decoded, and the check that its bytes are those that were sealed. No torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckptlib.digests import HEX_WIDTH, digester
+from ckptlib.documents import Fields, decode
+from ckptlib.errors import CorruptData
+from ckptlib.layout import Layout, decode_layout
+from ckptlib.manifest import Table
+from ckptlib.slot import Slot, SlotHeader
+from ckptlib.values import Json, loads
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a ready slot says it holds."""
+
+    header: SlotHeader
+    table: Table
+    layout: Layout
+    algorithm: str
+    digests: tuple[str, ...]
+    """Per chunk of the table."""
+    values: dict[str, Json]
+    metrics: dict[str, Json]
+    created: float
+
+
+class SnapshotReader:
+    """Reads snapshots. Keeps what is the same from one save of a rank to its next. Owned by one thread."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, tuple[str, Table, Layout]] = {}
+        """By rank: the last table, its digest and its layout."""
+
+    def read(self, slot: Slot, header: SlotHeader) -> Snapshot:
+        """The snapshot of which `header` says where its documents lie. Raises CorruptData, FormatError."""
+        table, layout = self._table(slot, header)
+        fields = decode("snapshot", slot.read_document(header, "snapshot"), f"{slot.path}: snapshot")
+        digests = fields.text("digests")
+        if len(digests) != HEX_WIDTH * len(table.nbytes):
+            raise fields.fail(f"{len(digests)} hex digits of digests for {len(table.nbytes)} chunks")
+        return Snapshot(
+            header,
+            table,
+            layout,
+            fields.text("algorithm"),
+            tuple(digests[i : i + HEX_WIDTH] for i in range(0, len(digests), HEX_WIDTH)),
+            fields.mapping("values"),
+            fields.mapping("metrics"),
+            fields.number("created"),
+        )
+
+    def _table(self, slot: Slot, header: SlotHeader) -> tuple[Table, Layout]:
+        text = slot.read_document(header, "table")
+        digest = header.documents["table"][2]
+        known = self._tables.get(header.rank)
+        if known is None or known[0] != digest:
+            layout = decode_layout(slot.read_document(header, "layout"), f"{slot.path}: layout")
+            table = Table.decode(Fields(loads(text), f"{slot.path}: table"))
+            table.check(layout, str(slot.path))
+            known = self._tables[header.rank] = (digest, table, layout)
+        return known[1:]
+
+
+def check_body(slot: Slot, snapshot: Snapshot, arriving: Iterable[int] = ()) -> None:
+    """Raises CorruptData, naming the tensor, when a chunk in the slot does not match its digest.
+
+    `arriving`: where the body is still being received, gives again and again how many of its bytes are there by now.
+    """
+    digest, body, table = digester(snapshot.algorithm), slot.body, snapshot.table
+    arrivals, there = iter(arriving), 0
+    for shard, (tensor, box) in enumerate(zip(table.tensors, table.boxes, strict=True)):
+        first = table.first_chunks[shard]
+        for chunk in range(first, first + table.num_chunks[shard]):
+            offset, nbytes = table.offsets[chunk], table.nbytes[chunk]
+            while offset + nbytes > there:
+                there = next(arrivals, sys.maxsize)
+            if digest(body[offset : offset + nbytes]) != snapshot.digests[chunk]:
+                name = snapshot.layout.tensors[tensor].name
+                raise CorruptData(
+                    f"{slot.path}: {name}{box} at [{offset}:+{nbytes}] changed in memory after it was sealed. Look at "
+                    "the host's memory when it happens again"
+                )
