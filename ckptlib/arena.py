@@ -1,7 +1,7 @@
 """The arena: the directory in which a rank's slots live, and the rule by which they are reused.
 
-A slot is overwritten only when a newer snapshot is ready on every rank and nobody reads it. Slots that no live process
-has open are unlinked when the next incarnation of the same root comes.
+A slot is overwritten only when every rank holds a newer snapshot and nobody reads it. Slots that no live process has
+open are unlinked when the next incarnation of the same root asks for it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Arena:
         self._fallback = Path(tempfile.gettempdir()) if directory is None else None
         self._num_slots = num_slots
         self._slots: list[Slot] = []
-        self._ready_step: dict[Path, int] = {}
+        self._steps: dict[Path, int] = {}
+        """What is in the slots that hold something to be kept."""
         self._warming: threading.Thread | None = None
         self.on_made: Callable[[Path], None] = lambda path: None
         """Told of each slot when it is made, from any thread: who has it open unlinks it, should this process die."""
@@ -76,45 +77,48 @@ class Arena:
             self._warming.join()
             self._warming = None
 
-    def take(self, nbytes: int, ready_everywhere: int, in_use: Collection[Slot]) -> Slot | None:
+    def take(self, nbytes: int, held_by_all: int, in_use: Collection[Slot]) -> Slot | None:
         """A slot to overwrite, locked, with room for a body of `nbytes`; None while all are needed or read.
 
-        `ready_everywhere`: the newest step known to be ready on all ranks, -1 for none: what is older is not needed.
-        `in_use`: slots that a writer still has to read. Raises NoRoom.
+        `held_by_all`: the newest step known to be held by all ranks, -1 for none: what is older is not needed.
+        `in_use`: slots that somebody still has to read. Of several, the one that was taken first. Raises NoRoom.
         """
         self._join()
-        for slot in self._free(ready_everywhere, in_use):
+        for slot in self._free(held_by_all, in_use):
             if slot.try_write_lock():
+                self.mark_void(slot)
+                self._slots.remove(slot)
+                self._slots.append(slot)
                 return slot if slot.capacity >= nbytes else self._grown(slot, nbytes)
         if len(self._slots) < self._num_slots:
             return self._add(nbytes)
         return None
 
-    def needs_ready(self, in_use: Collection[Slot]) -> int:
-        """The least `ready_everywhere` with which `take` finds a slot, as far as can be told without locking one.
+    def needs_held(self, in_use: Collection[Slot]) -> int:
+        """The least `held_by_all` with which `take` finds a slot, as far as can be told without locking one.
 
         -1: any; NEVER: none, until one is no longer in use.
         """
         if len(self._slots) < self._num_slots:
             return -1
-        steps = (self._ready_step.get(slot.path) for slot in self._slots if slot not in in_use)
+        steps = (self._steps.get(slot.path) for slot in self._slots if slot not in in_use)
         return min((-1 if step is None else step + 1 for step in steps), default=NEVER)
 
-    def _free(self, ready_everywhere: int, in_use: Collection[Slot]) -> list[Slot]:
-        steps = ((slot, self._ready_step.get(slot.path)) for slot in self._slots if slot not in in_use)
-        return [slot for slot, step in steps if step is None or step < ready_everywhere]
+    def _free(self, held_by_all: int, in_use: Collection[Slot]) -> list[Slot]:
+        steps = ((slot, self._steps.get(slot.path)) for slot in self._slots if slot not in in_use)
+        return [slot for slot, step in steps if step is None or step < held_by_all]
 
     def mark_ready(self, slot: Slot, step: int) -> None:
         """The slot holds a whole snapshot of `step` now."""
-        self._ready_step[slot.path] = step
+        self._steps[slot.path] = step
 
-    def forget_ready(self, after: int, until: int) -> None:
-        """Snapshots of steps in (after, until] are worth nothing: another rank lacks its own."""
-        self._ready_step = {path: step for path, step in self._ready_step.items() if not after < step <= until}
+    def forget(self, after: int, until: int) -> None:
+        """Snapshots of steps in (after, until] need not be kept: another rank lacks its own."""
+        self._steps = {path: step for path, step in self._steps.items() if not after < step <= until}
 
     def mark_void(self, slot: Slot) -> None:
         """The slot's content is worth nothing."""
-        self._ready_step.pop(slot.path, None)
+        self._steps.pop(slot.path, None)
 
     def _grown(self, slot: Slot, nbytes: int) -> Slot:
         self._slots.remove(slot)

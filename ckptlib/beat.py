@@ -11,6 +11,7 @@ from dataclasses import astuple, dataclass
 
 from ckptlib.errors import AgreementFailed
 from ckptlib.group import Group
+from ckptlib.held import NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +30,18 @@ class Word:
     """1: a rank's layout changed, so the next save must compare all of them."""
     stop: int = 0
     """1: the job was told to stop."""
-    needs_ready: int = -1
-    """The step that must be ready on all ranks before this rank has a slot for another snapshot; -1: it has one."""
+    needs_held: int = -1
+    """The step that all ranks must hold before this rank has a slot for another snapshot; -1: it has one."""
     failures: int = 0
     """Background saves that failed in a row."""
     superseded: int = 0
     """1: a newer generation owns the root."""
-    minus_ready: int = 1
-    """-(newest step this rank holds ready); the maximum shows the newest that all hold. 1: none."""
-    minus_settled: int = 1
-    """-(newest step whose snapshot is ready on this rank, or failed on it). 1: none."""
+    minus_held: int = -NONE
+    """-(newest step this rank holds; see `Held`): the maximum shows the oldest of these."""
+    held_since: int = 0
+    """From which step on all snapshots of this rank have been held."""
+    minus_settled: int = -NONE
+    """-(newest step whose snapshot has come to an end on this rank)."""
 
 
 class Beat:

@@ -129,7 +129,7 @@ def save_async(
     """
     meet(process_group, str(url), f"save of step {step}", timeout)
     session = _session(str(url), storage_options, process_group)
-    together(session.group, f"saving step {step}", lambda: session.wait_released(session.root.save_deadline_s))
+    session.await_room()
     return session.save(state, step, metrics=metrics)
 
 

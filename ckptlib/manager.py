@@ -31,7 +31,6 @@ from ckptlib.errors import (
     SaveFailed,
     StateError,
     Superseded,
-    WaitTimeout,
 )
 from ckptlib.fence import Fence
 from ckptlib.group import together
@@ -111,8 +110,6 @@ class Checkpointer:
         self._local_failures = 0
         self._owed = False
         """Whether a save is due that could not be taken yet."""
-        self._ready_everywhere = -1
-        """The newest step that all ranks are known to hold ready."""
         self._final: int | None = None
         self._install()
 
@@ -232,12 +229,11 @@ class Checkpointer:
         self._note_torn()
         self._raise_agreed(word)
         self._stopping = bool(word.stop)
-        self._ready_everywhere = -word.minus_ready
-        self._session.note_ready(-word.minus_ready, -word.minus_settled)
+        self._session.note_held(-word.minus_held, word.held_since, -word.minus_settled)
         last = word.stop or step == self._final
         if last:
-            self._await_room()
-        if last or (word.due and word.needs_ready <= self._ready_everywhere):
+            self._session.await_room()
+        if last or (word.due and word.needs_held <= self._session.held_by_all):
             self._save(step, metrics, word)
         if last:  # no step of an optimizer follows, so nothing would wait at the fence
             self._fence.wait()
@@ -251,27 +247,10 @@ class Checkpointer:
         Raises, on all ranks, UnsupportedState, NoRoom, Superseded.
         """
         if self._last is None or step != self._last_saved:
-            self._await_room()
+            self._session.await_room()
             self._last = self._session.save(self._state, step, metrics=metrics)
             self._last_saved = step
         return self._last
-
-    def _await_room(self) -> None:
-        """Before the last save, which is worth waiting for: until every rank has a slot, but the deadline of a save."""
-        deadline = time.monotonic() + self._session.root.save_deadline_s
-        while self._group.any(together(self._group, "waiting for a slot", lambda: self._lacks_room(deadline))):
-            pass  # longer than ranks wait for one another in a collective, if need be
-        self._ready_everywhere = self._session.newest_ready
-
-    def _lacks_room(self, deadline: float) -> bool:
-        """Waits for a while."""
-        try:
-            self._session.wait_released(self._session.patience_s)
-        except WaitTimeout:
-            if time.monotonic() > deadline:
-                raise
-            return True
-        return False
 
     def _say(self, step: int) -> None:
         session = self._session
@@ -284,11 +263,12 @@ class Checkpointer:
                 inline=int(self._wants_inline),
                 agree=int(session.layout_changed),
                 stop=int(self._stop.wanted),
-                needs_ready=session.needs_ready(),
+                needs_held=session.needs_held(),
                 failures=max(session.failures, self._local_failures),
                 superseded=int(session.superseded is not None),
-                minus_ready=-session.newest_ready,
-                minus_settled=-session.newest_settled,
+                minus_held=-session.held.newest,
+                held_since=session.held.since,
+                minus_settled=-session.held.settled,
             )
         )
 
@@ -317,7 +297,6 @@ class Checkpointer:
                 metrics=metrics,
                 overlap=(lambda leaf: False) if inline else self._earned,
                 compare=bool(word.agree),
-                ready_everywhere=self._ready_everywhere,
             )
         except (StateError, AgreementFailed):
             raise

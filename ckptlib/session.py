@@ -25,6 +25,7 @@ from ckptlib.box import Box
 from ckptlib.catalog import Catalog, describe
 from ckptlib.errors import CkptError, SaveFailed, Superseded, WaitTimeout
 from ckptlib.group import Group, group_of, together
+from ckptlib.held import NONE, Held
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.layout import Layout
 from ckptlib.manifest import Generation, Root, Table
@@ -158,10 +159,9 @@ class Session:
         self._pending: dict[str, Pending] = {}
         self._in_use: dict[str, Slot] = {}
         self._staging: list[Pending] = []
-        self.newest_ready = -1
-        """The newest step of which this rank holds a ready snapshot."""
-        self.newest_settled = -1
-        """The newest step whose snapshot this rank holds ready, or could not take."""
+        self.held = Held()
+        self.held_by_all = NONE
+        """The newest step that all ranks are known to hold."""
         self.torn: Pending | None = None
         """The last snapshot that was found torn, until somebody has taken note of it."""
         self.failures = 0
@@ -214,32 +214,37 @@ class Session:
         metrics: Mapping[str, object] | None = None,
         overlap: Overlap = lambda leaf: False,
         compare: bool = True,
-        ready_everywhere: int | None = None,
     ) -> Pending:
         """Takes a snapshot of `state` and has it persisted. Collective when `compare`.
 
         Where ranks do not compare, what this rank alone finds wrong is published as its failure, and raised as
         SaveFailed; the next save compares.
 
-        The caller knows that `can_save` is true. `ready_everywhere`: the newest step ready on all ranks, which allows
-        older slots to be reused; None: all ranks have come here after the one before was ready.
+        The caller knows, of all ranks, that there is a slot: from what they say in the beat, or from `await_room`.
         """
         step = self._checked_step(step)
         compare = compare or self._agreement is None or self._num_saves % AGREE_EVERY == 0
         self._num_saves += 1  # whatever becomes of it: ranks that count differently would not compare together
         save = SaveId(step, self.generation)
         try:
-            flat, encoded, plan, slot = self._prepare(state, metrics or {}, step, compare, ready_everywhere)
+            flat, encoded, plan, slot = self._prepare(state, metrics or {}, step, compare)
         except CkptError as error:
             if compare:
                 raise
             self.writer.void(save, describe(error))
-            self.newest_settled = step
+            self.held.note(step, held=False)
             self.layout_changed = True
             raise SaveFailed(f"step {step} could not be saved on rank {self.group.rank}: {error}") from error
         content = Content(
             header=SlotHeader(
-                self.root.id, save, self.group.rank, self.group.size, self._next_sequence(), body_nbytes(plan.table), {}
+                self.root.id,
+                save,
+                self.group.rank,
+                self.group.size,
+                self._num_saves,
+                self._next_sequence(),
+                body_nbytes(plan.table),
+                {},
             ),
             layout=plan.layout.encoded,
             table=plan.table,
@@ -272,7 +277,7 @@ class Session:
         return [source for _, source in self._sources]
 
     def _prepare(
-        self, state: object, metrics: Mapping[str, object], step: int, compare: bool, ready_everywhere: int | None
+        self, state: object, metrics: Mapping[str, object], step: int, compare: bool
     ) -> tuple[Flat, dict[str, values.Json], _Plan, Slot]:
         """Everything that can fail, before anything is ordered; where ranks compare, it fails on all or on none."""
 
@@ -285,8 +290,7 @@ class Session:
             return flat, encoded, rows_of(flat.leaves, self.group) if compare else {}
 
         def room(plan: _Plan) -> Slot:
-            nbytes = body_nbytes(plan.table)
-            return self._take_slot(nbytes, self.newest_ready if ready_everywhere is None else ready_everywhere)
+            return self._take_slot(body_nbytes(plan.table))
 
         if not compare:
             flat, encoded, _ = look()
@@ -378,11 +382,10 @@ class Session:
         order = tuple(places[layout.tensors[t].name, box] for t, box in zip(table.tensors, table.boxes, strict=True))
         return _Plan(shape, layout, table, order)
 
-    def _take_slot(self, nbytes: int, ready_everywhere: int) -> Slot:
-        slot = self.arena.take(nbytes, ready_everywhere, self._in_use.values())
+    def _take_slot(self, nbytes: int) -> Slot:
+        slot = self.arena.take(nbytes, self.held_by_all, self._in_use.values())
         if slot is None:
-            raise AssertionError("no slot is free; can_save was not asked")
-        self.arena.mark_void(slot)
+            raise AssertionError("no slot is free, and nobody asked")
         paths = {slot.path for slot in self.arena.slots}
         for gone in self._known_slots - paths:
             self.writer.forget_slot(gone)
@@ -404,22 +407,17 @@ class Session:
 
     # What became of it
 
-    def can_save(self, ready_everywhere: int) -> bool:
-        """Whether a slot is free for another snapshot, as far as this rank knows."""
-        self.poll()
-        return self.needs_ready() <= ready_everywhere
-
-    def needs_ready(self) -> int:
-        """The step that must be ready on all ranks before a slot is free; see `Arena.needs_ready`."""
-        return self.arena.needs_ready(self._in_use.values())
+    def needs_held(self) -> int:
+        """The step that all ranks must hold before a slot is free; see `Arena.needs_held`."""
+        return self.arena.needs_held(self._in_use.values())
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Takes note of what the staging thread and the writer have done."""
         for pending in [p for p in self._staging if p.staging.done]:
             self._staging.remove(pending)
-            self.newest_settled = max(self.newest_settled, pending.step)
-            if pending.staging.error is None:
-                self.newest_ready = max(self.newest_ready, pending.step)
+            ready = pending.staging.error is None
+            self.held.note(pending.step, ready)
+            if ready:
                 self.arena.mark_ready(pending.staging.slot, pending.step)
             elif isinstance(pending.staging.error, TornSnapshot):
                 self.torn = pending
@@ -458,28 +456,48 @@ class Session:
         log.error("%s", error)
         pending.error = error
 
-    def note_ready(self, everywhere: int, settled: int) -> None:
-        """Takes note of the newest step that all ranks hold ready, and of the newest whose fate is known on all.
+    def note_held(self, oldest_newest: int, latest_since: int, settled: int) -> None:
+        """Takes note of what all ranks said of their `held`: minimum, maximum and minimum over them.
 
-        What lies between them failed on some rank. It must not keep its slot: with two of them, no other snapshot
-        could ever be taken.
+        Steps between the newest held by all and the newest settled on all failed on some rank. They must not keep their
+        slots, or no other snapshot could ever be taken.
         """
-        if everywhere < self.newest_ready <= settled:
-            self.arena.forget_ready(everywhere, settled)
-            self.newest_ready = everywhere
+        self.held_by_all = max(self.held_by_all, Held.by_all(oldest_newest, latest_since))
+        if settled > self.held_by_all:
+            self.arena.forget(self.held_by_all, settled)
 
     @property
     def patience_s(self) -> float:
         """How long a rank may wait by itself without making the others time out in a collective."""
         return self.settings.timeout.total_seconds() / 2
 
-    def wait_released(self, timeout_s: float) -> None:
-        """Returns when all snapshots are ready and a slot is free. Raises WaitTimeout."""
-        deadline = time.monotonic() + timeout_s
-        while self._staging or not self.can_save(self.newest_ready):
-            if time.monotonic() > deadline:
-                raise WaitTimeout(f"no slot was free within {timeout_s:.0f} s: the store is slower than the saves")
+    def await_room(self) -> None:
+        """Returns when every rank has a slot for another snapshot. Collective.
+
+        Raises WaitTimeout after the deadline of a save: longer than ranks wait for one another in a collective.
+        """
+        deadline = time.monotonic() + self.root.save_deadline_s
+        lacking = True
+        while lacking:
+            lacks = together(self.group, "waiting for a slot", lambda: self._lacks_room(deadline))
+            held = self.held
+            found = self.group.max([int(lacks), -held.newest, held.since, -held.settled])
+            lacking = bool(found[0])
+            self.note_held(-found[1], found[2], -found[3])
+
+    def _lacks_room(self, deadline: float) -> bool:
+        """Whether there is no slot after a while."""
+        patience = time.monotonic() + self.patience_s
+        while self._staging or self.needs_held() > self.held.newest:
+            now = time.monotonic()
+            if now > deadline:
+                raise WaitTimeout(
+                    f"no slot was free within {self.root.save_deadline_s:.0f} s: the store is slower than the saves"
+                )
+            if now > patience:
+                return True
             self.poll(0.02)
+        return False
 
     def wait_committed(self, pending: Pending, timeout: float | None) -> None:
         timeout_s = self.root.save_deadline_s if timeout is None else timeout

@@ -47,6 +47,8 @@ class SlotHeader:
     """The snapshot it holds, or is about to hold."""
     rank: int
     world_size: int
+    number: int
+    """Counts the snapshots of a generation, alike on all ranks: two of one step are not to be mixed."""
     sequence: int
     """Odd while the content is written, even when it is whole; never goes back."""
     body_nbytes: int
@@ -66,6 +68,7 @@ class SlotHeader:
                 "save": str(self.save),
                 "rank": self.rank,
                 "world_size": self.world_size,
+                "number": self.number,
                 "sequence": self.sequence,
                 "body_nbytes": self.body_nbytes,
                 "documents": documents,
@@ -89,6 +92,7 @@ class SlotHeader:
             parse_save(fields.text("save")),
             fields.integer("rank", 0, MAX_RANK),
             fields.integer("world_size", 1, MAX_RANK + 1),
+            fields.integer("number"),
             fields.integer("sequence"),
             fields.integer("body_nbytes"),
             documents,

@@ -45,15 +45,15 @@ def process(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
         running.communicate(timeout=60)
 
 
-def taken(arena: Arena, ready_everywhere: int, in_use: list[Slot], nbytes: int = SIZE) -> Slot:
-    slot = arena.take(nbytes, ready_everywhere, in_use)
+def taken(arena: Arena, held_by_all: int, in_use: list[Slot], nbytes: int = SIZE) -> Slot:
+    slot = arena.take(nbytes, held_by_all, in_use)
     assert slot is not None
     return slot
 
 
-def saved(arena: Arena, step: int, ready_everywhere: int, in_use: list[Slot]) -> Slot:
+def saved(arena: Arena, step: int, held_by_all: int, in_use: list[Slot]) -> Slot:
     """As a save does: taken, written, ready."""
-    slot = taken(arena, ready_everywhere, in_use)
+    slot = taken(arena, held_by_all, in_use)
     arena.mark_void(slot)
     slot.unlock()
     arena.mark_ready(slot, step)
@@ -76,7 +76,7 @@ def test_the_newest_that_all_have_is_never_overwritten(arena: Arena) -> None:
     """However often it is asked: step 2 is ready here, but only 1 is everywhere."""
     first, second = saved(arena, 1, -1, []), saved(arena, 2, 1, [])
     assert arena.take(SIZE, 1, []) is None
-    assert arena.needs_ready([]) == 2
+    assert arena.needs_held([]) == 2
     assert taken(arena, 2, []) is first
     assert second.path.exists()
 
@@ -84,7 +84,7 @@ def test_the_newest_that_all_have_is_never_overwritten(arena: Arena) -> None:
 def test_what_a_writer_still_has_to_read_is_not_overwritten(arena: Arena) -> None:
     first = saved(arena, 1, -1, [])
     saved(arena, 2, 1, [first])
-    assert arena.needs_ready([first]) == 3
+    assert arena.needs_held([first]) == 3
     assert arena.take(SIZE, 2, [first]) is None
     assert taken(arena, 2, []) is first
 

@@ -59,8 +59,8 @@ FLAGS = st.fixed_dictionaries(
     {
         **{name: st.integers(0, 1) for name in ("due", "inline", "agree", "stop", "superseded")},
         "failures": st.integers(0, 5),
-        "needs_ready": st.integers(-1, 1000),
-        "minus_ready": st.integers(-1000, 1),
+        "needs_held": st.integers(-1, 1000),
+        "minus_held": st.integers(-1000, 1),
     }
 )
 
@@ -71,9 +71,9 @@ def test_all_ranks_act_on_the_same_word(step: int, flags: list[dict[str, int]]) 
     assert all(word == found[0] for word in found)
     word = found[0]
     assert isinstance(word, Word)
-    for name in ("due", "inline", "agree", "stop", "needs_ready", "superseded", "failures"):
+    for name in ("due", "inline", "agree", "stop", "needs_held", "superseded", "failures"):
         assert getattr(word, name) == max(given[name] for given in flags)
-    assert -word.minus_ready == min(-given["minus_ready"] for given in flags), "ready everywhere: the oldest counts"
+    assert -word.minus_held == min(-given["minus_held"] for given in flags), "held by all: the oldest counts"
 
 
 @given(st.lists(st.integers(0, 20), min_size=2, max_size=4).filter(lambda steps: len({*steps}) > 1))

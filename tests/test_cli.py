@@ -423,7 +423,7 @@ def test_slots_alive_and_abandoned(tmp_path: Path) -> None:
     slot = Slot.open(Path(path))
     slot.close()
     other = Slot.create(tmp_path, "ckptlib-01", 1 << 16)
-    other.write_header(SlotHeader(ROOT_ID, SaveId(7, GenerationId(1, "0" * 8)), 3, 4, 2, 100, {}))
+    other.write_header(SlotHeader(ROOT_ID, SaveId(7, GenerationId(1, "0" * 8)), 3, 4, 1, 2, 100, {}))
     other.close()
     try:
         alive, abandoned = host.slots([tmp_path])

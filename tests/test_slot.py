@@ -24,7 +24,7 @@ from ckptlib.slot import PAGE_BYTES, SUFFIX, Slot, SlotHeader
 SAVE = SaveId(500, GenerationId(7, "0123abcd"))
 CAPACITY = 4 * PAGE_BYTES
 DOCUMENTS = {"layout": b"l" * 100, "table": b"t" * 5000, "snapshot": b"s"}
-HEADER = SlotHeader(ROOT_ID, SAVE, 3, 8, 4, CAPACITY, {"layout": (20480, 100, "0" * 32)})
+HEADER = SlotHeader(ROOT_ID, SAVE, 3, 8, 2, 4, CAPACITY, {"layout": (20480, 100, "0" * 32)})
 
 
 @pytest.fixture
@@ -56,6 +56,7 @@ NUMBERS = st.integers(0, 2**40)
         st.sampled_from([SAVE, *SAVES_APART]),
         st.integers(0, MAX_RANK),
         st.integers(1, MAX_RANK + 1),
+        NUMBERS,
         NUMBERS,
         NUMBERS,
         st.dictionaries(

@@ -226,7 +226,7 @@ def test_who_always_writes_past_the_fence_still_gets_checkpoints(tmp_path: Path)
             if ckpt.pending is not None:
                 with contextlib.suppress(SaveFailed):
                     ckpt.pending.wait_committed(WAIT_S)
-            ckpt._session.wait_released(WAIT_S)
+            ckpt._session.await_room()
         ckpt._last = None  # the last one may have been torn, too
     steps = [info.step for info in ckptlib.checkpoints(tmp_path)]
     assert len(steps) >= 5

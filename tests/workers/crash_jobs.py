@@ -239,7 +239,7 @@ def checkpointer(
 
 def take(ckpt: ckptlib.Checkpointer, state: State, step: int) -> ckptlib.Pending:
     """A save of this very step; when the loop would take it is not the matter here."""
-    ckpt._session.wait_released(WAIT_S)
+    ckpt._session.await_room()
     return ckpt._session.save(state.mapping, step)
 
 

@@ -57,5 +57,5 @@ def ready_slot(directory: Path, save: SaveId, arrays: dict[str, np.ndarray]) -> 
     )
     documents = {"layout": layout.encoded, "table": table.encoded.encode(), "snapshot": snapshot}
     places = slot.write_documents(nbytes, documents)
-    slot.write_header(SlotHeader(ROOT_ID, save, 0, 1, 2, nbytes, places))
+    slot.write_header(SlotHeader(ROOT_ID, save, 0, 1, 1, 2, nbytes, places))
     return slot

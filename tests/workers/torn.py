@@ -104,7 +104,7 @@ class Rig:
         table = lay_out(layout, [(entry.name, Box.whole(entry.shape)) for entry in layout.tensors])
         self._step += 1
         save = SaveId(self._step, GenerationId(1, "00000001"))
-        header = SlotHeader("0" * 32, save, 0, 1, 2 * self._step, body_nbytes(table), {})
+        header = SlotHeader("0" * 32, save, 0, 1, self._step, 2 * self._step, body_nbytes(table), {})
         return Content(header, layout.encoded, table, {}, {}, 0.0, XXH3)
 
     def holds_the_oracle(self, staging: Staging) -> bool:
