@@ -111,20 +111,13 @@ class TorchGroup(Group):
     """The ranks of a torch.distributed process group, over gloo connections of our own."""
 
     def __init__(self, over: dist.ProcessGroup, timeout: timedelta) -> None:
-        """Collective over `over`.
-
-        Not `new_group`: that is collective over the world, and with local synchronisation it hangs when its members
-        are in different numbers of groups, since the name it makes of that number differs then.
-        """
+        """Collective over `over`."""
         self._ranks = dist.get_process_group_ranks(over)
         self._timeout = timeout
         self.size = len(self._ranks)
         self.rank = self._ranks.index(dist.get_rank())
         self._held: deque[tuple[torch.Tensor, ...]] = deque(maxlen=8)
-        _num_groups[over.group_name] += 1
-        store = _store(f"groups/{over.group_name}/{_num_groups[over.group_name]}")
-        gloo = self._run("connecting", lambda: dist.ProcessGroupGloo(store, self.rank, self.size, timeout))
-        self._gloo = cast(dist.ProcessGroup, gloo)  # it has the same methods; torch's stub leaves them out
+        self._gloo = connect(over, timeout)
 
     @override
     def gather(self, data: bytes) -> list[bytes]:
@@ -213,10 +206,7 @@ class TorchGroup(Group):
         try:
             return call()
         except RuntimeError as error:  # what gloo raises for a time-out and for a lost peer alike
-            raise AgreementFailed(
-                f"{what} among {self.size} ranks failed on rank {self._ranks[self.rank]}: a rank is gone, or did not "
-                f"come within {self._timeout.total_seconds():.0f} s: {error}"
-            ) from error
+            raise _failed(what, self.size, self._timeout, error) from error
 
 
 LET_GO_S = 1.0
@@ -224,6 +214,28 @@ LET_GO_S = 1.0
 
 _num_groups: Counter[str] = Counter()
 """By name of a process group: the groups made over it. All its ranks make them in the same order."""
+
+
+def connect(over: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """gloo connections of our own among the ranks of `over`; collective over it. Raises AgreementFailed.
+
+    Not `new_group`: that is collective over the world, and with local synchronisation it hangs when its members are in
+    different numbers of groups, since the name it makes of that number differs then.
+    """
+    _num_groups[over.group_name] += 1
+    store = _store(f"groups/{over.group_name}/{_num_groups[over.group_name]}")
+    try:
+        gloo = dist.ProcessGroupGloo(store, over.rank(), over.size(), timeout)
+    except RuntimeError as error:
+        raise _failed("connecting", over.size(), timeout, error) from error
+    return cast(dist.ProcessGroup, gloo)  # it has the same methods; torch's stub leaves them out
+
+
+def _failed(what: str, size: int, timeout: timedelta, error: RuntimeError) -> AgreementFailed:
+    return AgreementFailed(
+        f"{what} among {size} ranks failed on rank {dist.get_rank()}: a rank is gone, or did not come within "
+        f"{timeout.total_seconds():.0f} s: {error}"
+    )
 
 
 def _store(prefix: str) -> Store:
