@@ -15,6 +15,8 @@
     +-- SaveFailed              a save that will never be committed; earlier steps are untouched
     |   +-- Superseded          a newer generation of the job owns the root
     +-- NoRoom                  no memory or space for a snapshot
+    +-- ReplicationFailed       a peer did not get a replica of a snapshot; the next one may succeed
+    |   +-- PeerRefused         the peer has no room for it, or wants another one
     +-- AgreementFailed         ranks did not come together in time
     +-- WaitTimeout             something took longer than its time-out (also a TimeoutError)
 
@@ -88,6 +90,14 @@ class Superseded(SaveFailed):
 
 class NoRoom(CkptError):
     """No memory or disk space for a snapshot."""
+
+
+class ReplicationFailed(CkptError):
+    """A peer did not get a replica of a snapshot. The snapshot itself is untouched; the next one may get there."""
+
+
+class PeerRefused(ReplicationFailed):
+    """The peer has no room for a replica, or wants another one."""
 
 
 class AgreementFailed(CkptError):
