@@ -21,23 +21,11 @@ from ckptlib import values
 from ckptlib.errors import StateMismatch, UnsupportedState
 from ckptlib.layout import PerRank as HeldPerRank
 from ckptlib.layout import TensorEntry
+from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, join, leaf_of, local_of
 from ckptlib.modules import canonical, is_extra_state, named_state, owners_of
+from ckptlib.optimizers import group_path, hyper_parameters, names_of_params, refuse_optimizer
 from ckptlib.reader import Reader, Want
-from ckptlib.state import (
-    Leaf,
-    PerRank,
-    Plain,
-    Sharded,
-    dtype_name,
-    group_path,
-    hyper_parameters,
-    is_stateful,
-    join,
-    leaf_of,
-    local_of,
-    names_of_params,
-    refuse_optimizer,
-)
+from ckptlib.state import is_stateful
 from ckptlib.values import Json
 
 

@@ -1,0 +1,203 @@
+"""Leaves: one tensor of the state, as this rank holds it, and how it may be held.
+
+With `ckptlib.targets` and `adapters/dcp` the only place that knows DTensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import placement_types as torch_placements
+
+from ckptlib import dtypes, sharding
+from ckptlib.box import Box
+from ckptlib.errors import UnsupportedState
+from ckptlib.layout import ByHand, Mesh, Placed
+from ckptlib.layout import PerRank as HeldPerRank
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """Marks state of which every rank has its own: `{"cache": PerRank(tensor_or_object_or_dict)}`."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """Marks a tensor as one box, cut by hand, of a larger one: `Sharded(local, offset=(512, 0), shape=(1024, 64))`."""
+
+    tensor: torch.Tensor
+    """The box's elements."""
+    offset: tuple[int, ...]
+    """Where the box begins in global coordinates."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Held as an ordinary tensor: a replica, if its digest says so on every rank that has the name."""
+
+
+Held = Placed | HeldPerRank | ByHand | Plain
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor of the state, as this rank holds it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Global."""
+    held: Held
+    pieces: tuple[tuple[Box, torch.Tensor], ...]
+    """What this rank has: boxes in global coordinates, each with a view of the same shape."""
+    owner: torch.optim.Optimizer | None
+    """The optimizer whose step is the only writer of this tensor; None where there is none known."""
+
+
+def join(path: str, key: object) -> str:
+    """The path of an entry. Slashes in keys are escaped, so two paths are never the same text."""
+    text = str(key).replace("%", "%25").replace("/", "%2F")
+    return f"{path}/{text}" if path else text
+
+
+def local_of(tensor: torch.Tensor | Sharded) -> torch.Tensor:
+    """The tensor that an optimizer would know."""
+    return tensor.tensor if isinstance(tensor, Sharded) else tensor
+
+
+def leaf_of(
+    tensor: torch.Tensor | Sharded, name: str, per_rank: bool, owner: torch.optim.Optimizer | None
+) -> Leaf | None:
+    """The tensor as this rank holds it, or None when it stands outside of the tensor's mesh."""
+    if isinstance(tensor, Sharded):
+        local = _checked(tensor.tensor, name)
+        box = Box(tuple(tensor.offset), tuple(local.shape))
+        if len(tensor.shape) != box.ndim or not box.within(Box.whole(tensor.shape)):
+            raise UnsupportedState(f"{name}: Sharded box {box} does not lie in a tensor of shape {tuple(tensor.shape)}")
+        pieces = ((box, local),) if box.numel else ()
+        return Leaf(name, dtype_name(local), tuple(tensor.shape), ByHand(), pieces, owner)
+    if isinstance(tensor, DTensor):
+        if per_rank:
+            raise UnsupportedState(f"{name}: a DTensor cannot be PerRank; give tensor.to_local()")
+        return _leaf_of_dtensor(tensor, name, owner)
+    tensor = _checked(tensor, name)
+    shape = tuple(tensor.shape)
+    pieces = ((Box.whole(shape), tensor),) if tensor.numel() else ()
+    return Leaf(name, dtype_name(tensor), shape, HeldPerRank() if per_rank else Plain(), pieces, owner)
+
+
+def _leaf_of_dtensor(tensor: DTensor, name: str, owner: torch.optim.Optimizer | None) -> Leaf | None:
+    local = _checked(tensor.to_local(), name)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    held = Placed(mesh_of(tensor), placements_of(tensor, name), None)
+    shape = tuple(tensor.shape)
+    found = sharding.pieces(shape, held.mesh.shape, held.placements, tuple(coordinate))
+    expected = sharding.shape_local(shape, held.mesh.shape, held.placements, tuple(coordinate))
+    if tuple(local.shape) != expected:
+        raise UnsupportedState(
+            f"{name}: local shape {tuple(local.shape)} is not the {expected} that {tensor.placements} of {shape} give; "
+            "cut it by hand: Sharded(local, offset, shape)"
+        )
+    whole = len(found) == 1 and found[0].local.shape == expected
+    pieces = tuple((p.box, local if whole else local[p.local.slices()]) for p in found)
+    return Leaf(name, dtype_name(tensor), shape, held, pieces, owner)
+
+
+def mesh_of(tensor: DTensor) -> Mesh:
+    """The tensor's mesh, by global ranks."""
+    ranks = tensor.device_mesh.mesh
+    return Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()))
+
+
+def placements_of(tensor: DTensor, name: str) -> tuple[sharding.Placement, ...]:
+    """DTensor's placements in our words. Raises UnsupportedState for Partial and for what nobody taught us."""
+    return tuple(_placement(p, tensor.ndim, name) for p in tensor.placements)
+
+
+def _placement(placement: Any, ndim: int, name: str) -> sharding.Placement:
+    if isinstance(placement, torch_placements.Replicate):
+        return sharding.Replicate()
+    if isinstance(placement, torch_placements._StridedShard):
+        return sharding.StridedShard(placement.dim % ndim, int(placement.split_factor))
+    if isinstance(placement, torch_placements.Shard):
+        return sharding.Shard(placement.dim % ndim)
+    raise UnsupportedState(
+        f"{name}: placement {placement!r} has no value on disk; redistribute to Replicate() or Shard()"
+    )
+
+
+_TENSOR_TYPES = (torch.Tensor, nn.Parameter)
+
+
+def refuse_tensor(tensor: torch.Tensor | Sharded, name: str) -> None:
+    """Raises UnsupportedState for a kind of tensor of which not even the shape or address can be asked."""
+    if not isinstance(tensor, DTensor):
+        _checked(tensor.tensor if isinstance(tensor, Sharded) else tensor, name)
+
+
+def _checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    if is_lazy(tensor):
+        raise UnsupportedState(f"{name}: is not initialised yet; run one forward pass before it is saved or loaded")
+    if type(tensor) not in _TENSOR_TYPES and not _is_buffer(tensor):
+        raise UnsupportedState(
+            f"{name}: {type(tensor).__module__}.{type(tensor).__qualname__} is a tensor subclass that ckptlib does not "
+            "know; give the plain tensors it is made of"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+        raise UnsupportedState(f"{name}: only dense tensors can be saved, this one is {kind}; give its parts")
+    if tensor.device.type == "meta":
+        raise UnsupportedState(
+            f"{name}: is on the meta device and has no memory; only the tensors of a module are given some by load, "
+            "for others make them with torch.empty(..., device=...)"
+        )
+    if not dtypes.known(dtype_name(tensor)):
+        raise UnsupportedState(f"{name}: dtype {tensor.dtype} is unknown to ckptlib; give tensor.view(torch.uint8)")
+    return tensor
+
+
+def _is_buffer(tensor: torch.Tensor) -> bool:
+    """nn.Buffer is a factory: what it makes is a torch.Tensor with a mark; a functional wrapper is not."""
+    return type(tensor) is getattr(nn, "Buffer", None)
+
+
+def place(tensor: torch.Tensor | Sharded) -> object:
+    """Changes when the tensor gets other memory, or another view of it."""
+    local = local_of(tensor)
+    if isinstance(local, DTensor):
+        local = local.to_local()
+    return local.data_ptr(), local.shape, local.stride(), local.dtype
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter or buffer of a lazy module that has not seen its first input."""
+    return isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """torch's name without the module: "bfloat16"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def identity(tensor: torch.Tensor | Sharded) -> object:
+    """What two names of one tensor have in common; None where nothing can be said.
+
+    A parameter is known by itself, since an empty shard has no memory to be known by.
+    """
+    if isinstance(tensor, Sharded):
+        return (id(tensor.tensor), tuple(tensor.offset), tuple(tensor.shape))
+    if isinstance(tensor, (nn.Parameter, DTensor)):
+        return id(tensor)
+    if tensor.numel() == 0:
+        return None
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
