@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from ckptlib import cuda
-from ckptlib.errors import FormatError, NoRoom
-from ckptlib.keys import GenerationId
+from ckptlib.errors import CorruptData, FormatError, NoRoom
+from ckptlib.keys import GenerationId, SaveId
 from ckptlib.slot import SUFFIX, Slot
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,8 @@ class Arena:
         self._warming: threading.Thread | None = None
         self.on_made: Callable[[Path], None] = lambda path: None
         """Told of each slot when it is made, from any thread: who has it open unlinks it, should this process die."""
-        self.reclaim()
+        self.on_gone: Callable[[Path], None] = lambda path: None
+        """Told of each that is unlinked before the end, so that nobody keeps its memory."""
 
     @property
     def slots(self) -> list[Slot]:
@@ -120,11 +121,21 @@ class Arena:
         """The slot's content is worth nothing."""
         self._steps.pop(slot.path, None)
 
-    def _grown(self, slot: Slot, nbytes: int) -> Slot:
-        self._slots.remove(slot)
-        self.mark_void(slot)
+    def borrow(self, nbytes: int) -> Slot:
+        """A slot beside those that are reused, locked; until `give_back`. From any thread. Raises NoRoom."""
+        slot = self._make(nbytes)
+        slot.try_write_lock()
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """Unlinks a slot that was borrowed."""
         slot.unlink()
         self._drop(slot)
+        self.on_gone(slot.path)
+
+    def _grown(self, slot: Slot, nbytes: int) -> Slot:
+        self._slots.remove(slot)
+        self.give_back(slot)
         return self._add(nbytes)
 
     def _add(self, nbytes: int) -> Slot:
@@ -162,25 +173,33 @@ class Arena:
         slot.close()
         _own.discard(slot.path)
 
+    @property
+    def directories(self) -> list[Path]:
+        """Where slots may be, the usual one first."""
+        return [directory for directory in (self._directory, self._fallback) if directory is not None]
+
     def being_read(self) -> list[Path]:
         """Slots of this root, of other generations, that a writer on this host has yet to finish with."""
-        with self._others() as slots:
+        with self.others() as slots:
             return [slot.path for slot in slots if slot.being_read()]
 
-    def reclaim(self) -> list[Path]:
-        """Unlinks the slots of this root, of other generations, that no live process on this host has open."""
-        with self._others() as slots:
-            left_behind = [slot for slot in slots if slot.abandoned()]
+    def reclaim(self, but: SaveId | None = None) -> list[Path]:
+        """Unlinks the slots of this root, of other generations, that no live process on this host has open.
+
+        `but`: those that hold this snapshot stay.
+        """
+        with self.others() as slots:
+            left_behind = [slot for slot in slots if slot.abandoned() and (but is None or not _holds(slot, but))]
             for slot in left_behind:
                 log.info("reclaimed %s, a slot that its processes left behind", slot.path)
                 slot.unlink()
             return [slot.path for slot in left_behind]
 
     @contextmanager
-    def _others(self) -> Iterator[list[Slot]]:
-        """Open for a moment; what is no slot of this user is left alone."""
+    def others(self) -> Iterator[list[Slot]]:
+        """The slots of this root, of other generations, open for a moment. What is not this user's is left alone."""
         slots = []
-        for directory in filter(None, (self._directory, self._fallback)):
+        for directory in self.directories:
             for entry in os.scandir(directory):
                 path = Path(entry.path)
                 other = entry.name.startswith(self._root_prefix) and not entry.name.startswith(self._prefix)
@@ -204,3 +223,10 @@ class Arena:
                 slot.unlink()
             self._drop(slot)
         self._slots.clear()
+
+
+def _holds(slot: Slot, save: SaveId) -> bool:
+    try:
+        return slot.read_header().save == save
+    except (CorruptData, FormatError):
+        return False

@@ -24,6 +24,8 @@ class Word:
     """-step: with `step`, it shows whether all ranks are at the same one."""
     due: int = 0
     """1: the state after `step` should be saved."""
+    snap: int = 0
+    """1: it should be kept in memory."""
     inline: int = 0
     """1: it should be copied without overlap, since the last snapshot was torn."""
     agree: int = 0
@@ -36,6 +38,10 @@ class Word:
     """Background saves that failed in a row."""
     superseded: int = 0
     """1: a newer generation owns the root."""
+    link_failed: int = 0
+    """1: this rank lost a peer."""
+    not_calm: int = 0
+    """1: this rank is not ready to connect to its peers anew."""
     minus_held: int = -NONE
     """-(newest step this rank holds; see `Held`): the maximum shows the oldest of these."""
     held_since: int = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,12 +131,12 @@ class Catalog:
             self._generations[generation] = Generation.decode(self.store.get(key), f"{self.store.url}/{key}")
         return self._generations[generation]
 
-    def visible(self) -> list[SaveId]:
-        """The saves on the job's history, ascending by step.
+    def visible(self, further: Collection[SaveId] = ()) -> list[SaveId]:
+        """The saves on the job's history, ascending by step. `further`: some that are whole, though not committed.
 
         A damaged record of a generation counts as none, loudly: its steps are whole all the same. Raises NewerFormat.
         """
-        saves = self.saves()
+        saves = {*self.saves(), *further}
         records = {}
         for generation in self.generation_ids():
             try:
@@ -384,6 +384,12 @@ class Committed:
 
     def read_into(self, pack: str, offset: int, buffer: memoryview) -> None:
         self._catalog.store.get_into(pack, offset, buffer)
+
+    def near(self, ranks: Collection[int]) -> None:
+        """A store is as far from one rank as from another."""
+
+    def bring(self, ranks: Collection[int]) -> None:
+        """All of it is readable everywhere."""
 
 
 def describe(error: BaseException) -> str:

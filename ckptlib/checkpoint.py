@@ -21,7 +21,7 @@ from ckptlib.errors import CkptError, CorruptData, FormatError, ObjectNotFound, 
 from ckptlib.group import Group, group_of, group_or_world, meet, together
 from ckptlib.keys import SaveId, parse_save
 from ckptlib.manifest import Manifest
-from ckptlib.reader import Reader, Source
+from ckptlib.reader import Reader, Source, own_rank
 from ckptlib.session import RNG, Pending, Session, Settings
 from ckptlib.spread import share_out, spread
 from ckptlib.stores import open_store
@@ -57,7 +57,9 @@ class LoadReport:
     values: Mapping[str, object] = field(default_factory=dict)
     """Plain values by path."""
     skipped: tuple[str, ...] = ()
-    """Newer steps that were found damaged, and why."""
+    """Newer steps, or nearer copies, that were found damaged, and why."""
+    in_memory: bool = False
+    """Whether it came from the memory of the job's hosts."""
 
     @override
     def __str__(self) -> str:
@@ -225,11 +227,13 @@ def load_save(
         return reader, wanted
 
     what = f"loading step {source.save.step}"
+    source.bring({own_rank(group.rank, source.world_size)})
     reader, wanted = together(group, what, plan)
     unexpected = _unexpected_everywhere(group, wanted.unexpected)
     together(group, what, lambda: _check(source.save, wanted, unexpected, strict))
 
-    reads, buckets = share_out(wanted.wants, group)
+    reads, buckets = share_out(wanted.wants, group, lambda want: source.near(reader.ranks_for(want)))
+    source.bring(set().union(*map(reader.ranks_for, reads)))
 
     def fill() -> None:
         total = sum(tensor.nbytes for want in reads for _, tensor in want.pieces)
@@ -251,6 +255,7 @@ def load_save(
         missing=tuple(wanted.missing),
         unexpected=tuple(unexpected),
         values=wanted.values,
+        in_memory=not isinstance(source, Committed),
     )
 
 
@@ -344,6 +349,7 @@ def _session(url: str, options: Mapping[str, object] | None, over: dist.ProcessG
             arena=None,
             keep=None,
             tags={},
+            peers=None,
         )
         _close_at_exit()
         session = _sessions[key] = Session(settings, over)

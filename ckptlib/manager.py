@@ -8,10 +8,8 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -20,21 +18,20 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from ckptlib.beat import Beat, Word
-from ckptlib.checkpoint import DAMAGE, SAVE_DEADLINE, TIMEOUT, LoadedRng, LoadReport, load_save, resolve
+from ckptlib.checkpoint import SAVE_DEADLINE, TIMEOUT, LoadedRng, LoadReport
 from ckptlib.digests import XXH3
 from ckptlib.errors import (
     AgreementFailed,
-    CheckpointNotFound,
     CkptError,
-    CorruptData,
-    NewerFormat,
     SaveFailed,
     StateError,
     Superseded,
 )
 from ckptlib.fence import Fence
 from ckptlib.group import together
+from ckptlib.peer.peers import Peers
 from ckptlib.policy import Policy, Steps
+from ckptlib.restore import restore
 from ckptlib.retention import Keep
 from ckptlib.session import Pending, Session, Settings
 from ckptlib.state import Leaf, flatten
@@ -47,9 +44,6 @@ MAX_FAILURES = 3
 CLOSE_TIMEOUT = timedelta(minutes=30)
 """How long a normal exit waits for the last save to be committed."""
 
-ORPHANS_TIMEOUT_S = 60.0
-"""How long a restart waits for writers that its predecessor left behind on this host."""
-
 
 class Checkpointer:
     """Saves and restores one training job.
@@ -59,6 +53,7 @@ class Checkpointer:
                      values, and nestings of these. Random generators are saved without being named.
     every:           when to save; a policy, or a number of steps.
     keep:            which steps stay; None: all of them.
+    peers:           snapshots in memory, and in that of other hosts, from which `restore` is quickest; None: none.
     process_group:   the ranks that hold the state; default: the world.
     storage_options: for fsspec's filesystem.
     arena:           the directory of the snapshots in memory; default: /dev/shm, and a file where that has no room.
@@ -77,6 +72,7 @@ class Checkpointer:
         *,
         every: Policy | int,
         keep: Keep | None = None,
+        peers: Peers | None = None,
         process_group: dist.ProcessGroup | None = None,
         storage_options: Mapping[str, object] | None = None,
         arena: str | Path | None = None,
@@ -94,6 +90,7 @@ class Checkpointer:
             arena=None if arena is None else Path(arena),
             keep=keep,
             tags=tags or {},
+            peers=peers,
         )
         self._state = state
         self._policy = Steps(every) if isinstance(every, int) else every
@@ -105,11 +102,12 @@ class Checkpointer:
         self._stopping = False
         self._generators: LoadedRng | None = None
         self._last: Pending | None = None
-        self._last_saved = -1
         self._wants_inline = False
         self._local_failures = 0
         self._owed = False
         """Whether a save is due that could not be taken yet."""
+        self._owed_in_memory = False
+        """The same, of a snapshot for memory only."""
         self._final: int | None = None
         self._install()
 
@@ -117,84 +115,35 @@ class Checkpointer:
         """Looks at the state once, so that what cannot be saved is refused now, and makes room for it."""
         flat = together(self._group, "looking at the state", lambda: flatten(self._state))
         self._fence.install(flat.optimizers.values())
-        self._session.arena.warm(_estimate(flat.leaves, self._group.size))
+        self._to_warm: int | None = _estimate(flat.leaves, self._group.size)
+        if self._session.settings.peers is None:
+            self._warm()
+
+    def _warm(self) -> None:
+        """Makes the slots in the background. With peers not before `restore` has looked at those of the job before."""
+        if self._to_warm is not None:
+            self._session.arena.warm(self._to_warm)
+            self._to_warm = None
 
     # Restoring
 
     def restore(self, *, strict: bool = True) -> LoadReport:
-        """Fills the state from the newest step that is whole; step 0 where there is none.
+        """Fills the state from the newest step that is whole, in memory or in the store; step 0 where there is none.
 
-        Collective. A damaged step is skipped, loudly, on all ranks together, and the one before it is taken. What a
-        predecessor's writers still have under way on this host is waited for.
+        Collective. What is damaged is skipped, loudly, on all ranks together, and the next is taken: another copy, the
+        store, the step before. With peers, the restored state is kept in memory, and persisted where the store does
+        not have it, at once.
         """
-        self._await_orphans()
-        catalog, rank = self._session.catalog, self._group.rank
-
-        def finish() -> None:
-            for save in catalog.finish(self._session.generation) if rank == 0 else []:
-                log.warning("step %d was whole but not committed; it is now", save.step)
-
-        together(self._group, "finishing saves", finish)
-        skipped: list[str] = []
-        for step in self._candidates():
-            try:
-                report = self._restore_step(step, strict)
-            except _Damaged as damage:
-                skipped.append(f"step {step}: {damage}")
-                if rank == 0:
-                    log.error("step %s is damaged and is skipped, the one before it is tried: %s", step, damage)
-                continue
-            report = replace(report, skipped=tuple(skipped))
-            break
-        else:
-            if skipped:
-                raise CorruptData(f"{catalog.store.url}: every step is damaged: " + "; ".join(skipped))
-            report = LoadReport(0, catalog.store.url, None, 0, 0.0)
-        if rank == 0:
+        report, self._generators = restore(self._session, self._state, strict)
+        if self._group.rank == 0:
             log.info("restored %s", report)
+        if self._session.settings.peers is not None:
+            self._session.arena.reclaim(but=report.save)
+            self._warm()
+            if report.save is not None:
+                pending = self._session.save(self._state, report.step, persist=report.in_memory)
+                self._last = pending if pending.persists else None
         return report
-
-    def _candidates(self) -> list[str]:
-        """Names of the visible saves, newest first; the same on all ranks."""
-
-        def names() -> bytes:
-            if self._group.rank != 0:
-                return b""
-            return "\n".join(str(save) for save in reversed(self._session.catalog.visible())).encode()
-
-        found = self._group.broadcast(together(self._group, "listing steps", names))
-        return found.decode().split()
-
-    def _restore_step(self, step: str, strict: bool) -> LoadReport:
-        try:
-            source = resolve(self._group, self._session.catalog, step)
-            generators = LoadedRng(self._group.rank, source.world_size)
-            report = load_save(self._group, source, self._state, generators, strict=strict)
-        except NewerFormat:
-            raise  # whole, but not for this version: an older step would be the wrong one
-        except (CheckpointNotFound, *DAMAGE) as error:
-            raise _Damaged(str(error)) from error
-        generators.restore()
-        self._generators = generators
-        self._session.resumed_from = source.save
-        return report
-
-    def _await_orphans(self) -> None:
-        """Waits, on every host, for writers of this root that are not this job's."""
-        deadline = time.monotonic() + ORPHANS_TIMEOUT_S
-        told = False
-        while self._session.arena.being_read():
-            if time.monotonic() > deadline:
-                log.warning(
-                    "writers of an earlier job still persist snapshots of %s; what they have not finished is given up",
-                    self._session.store.url,
-                )
-                break
-            if not told:
-                log.info("waiting for the writers of the job before this one to finish")
-                told = True
-            time.sleep(0.05)
-        together(self._group, "waiting for the writers of the job before", lambda: None)
 
     # The loop
 
@@ -223,6 +172,7 @@ class Checkpointer:
         job has taken the root over, on all ranks at the same step.
         """
         if not self._beat.started:
+            self._warm()
             self._say(step)
         word = self._beat.agreed(step)
         self._session.poll()
@@ -230,11 +180,13 @@ class Checkpointer:
         self._raise_agreed(word)
         self._stopping = bool(word.stop)
         self._session.note_held(-word.minus_held, word.held_since, -word.minus_settled)
+        if self._session.replicator is not None:
+            self._session.mend_link(bool(word.link_failed), not word.not_calm)
         last = word.stop or step == self._final
         if last:
             self._session.await_room()
-        if last or (word.due and word.needs_held <= self._session.held_by_all):
-            self._save(step, metrics, word)
+        if last or ((word.due or word.snap) and word.needs_held <= self._session.held_by_all):
+            self._save(step, metrics, word, persist=bool(last or word.due))
         if last:  # no step of an optimizer follows, so nothing would wait at the fence
             self._fence.wait()
         self._fence.forget()
@@ -246,26 +198,29 @@ class Checkpointer:
 
         Raises, on all ranks, UnsupportedState, NoRoom, Superseded.
         """
-        if self._last is None or step != self._last_saved:
+        if self._last is None or step != self._last.step:
             self._session.await_room()
             self._last = self._session.save(self._state, step, metrics=metrics)
-            self._last_saved = step
         return self._last
 
     def _say(self, step: int) -> None:
-        session = self._session
+        session, peers, replicator = self._session, self._session.settings.peers, self._session.replicator
         self._owed = self._owed or self._policy.due(step) or step == self._final
+        self._owed_in_memory = self._owed_in_memory or (peers is not None and step % peers.every == 0)
         self._beat.start(
             Word(
                 step=step,
                 minus_step=-step,
                 due=int(self._owed),
+                snap=int(self._owed_in_memory),
                 inline=int(self._wants_inline),
                 agree=int(session.layout_changed),
                 stop=int(self._stop.wanted),
                 needs_held=session.needs_held(),
                 failures=max(session.failures, self._local_failures),
                 superseded=int(session.superseded is not None),
+                link_failed=int(replicator is not None and replicator.link_failed),
+                not_calm=int(replicator is not None and not replicator.calm),
                 minus_held=-session.held.newest,
                 held_since=session.held.since,
                 minus_settled=-session.held.settled,
@@ -284,19 +239,21 @@ class Checkpointer:
                 f"error on this rank: {last or 'none'}"
             )
 
-    def _save(self, step: int, metrics: Mapping[str, object] | None, word: Word) -> None:
-        self._owed = False
-        if step == self._last_saved:
+    def _save(self, step: int, metrics: Mapping[str, object] | None, word: Word, persist: bool) -> None:
+        self._owed = self._owed and not persist
+        self._owed_in_memory = False
+        if self._last is not None and step == self._last.step:
             return
         inline = bool(word.inline) or self._wants_inline
         self._wants_inline = False
         try:
-            self._last = self._session.save(
+            pending = self._session.save(
                 self._state,
                 step,
                 metrics=metrics,
                 overlap=(lambda leaf: False) if inline else self._earned,
                 compare=bool(word.agree),
+                persist=persist,
             )
         except (StateError, AgreementFailed):
             raise
@@ -305,8 +262,9 @@ class Checkpointer:
             log.error("step %d could not be saved: %s", step, error)
             return
         self._local_failures = 0
-        self._last_saved = step
-        self._fence.guard(self._last.staging)
+        if persist:
+            self._last = pending
+        self._fence.guard(pending.staging)
 
     def _earned(self, leaf: Leaf) -> bool:
         """Whether the leaf's only writer is an optimizer that was seen to wait at the fence."""
@@ -318,7 +276,9 @@ class Checkpointer:
         if torn is None:
             return
         log.warning("%s; another one is taken as soon as can be, without overlap", torn.staging.error)
-        self._owed = self._wants_inline = True
+        self._wants_inline = self._owed_in_memory = True
+        if torn.persists:
+            self._owed = True
         if self._last is torn:
             self._last = None
 
@@ -370,10 +330,6 @@ class Checkpointer:
             self.close()
         else:  # nothing is waited for: the writer has the slot, and finishes alone
             self._let_go(clean=False, timeout=timedelta(0))
-
-
-class _Damaged(CkptError):
-    """A committed step that cannot be loaded."""
 
 
 class _StopSignal:

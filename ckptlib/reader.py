@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import EllipsisType
@@ -57,6 +57,12 @@ class Source(Protocol):
 
     def read_into(self, pack: str, offset: int, buffer: memoryview) -> None:
         """Fills `buffer` with bytes of one of a part's packs. From any thread. Raises StoreError."""
+
+    def near(self, ranks: Collection[int]) -> Collection[int] | None:
+        """The ranks of this job to which the shares of all these saved ranks are near; None: to all alike."""
+
+    def bring(self, ranks: Collection[int]) -> None:
+        """Makes the shares of these saved ranks readable here, before they are asked for. Collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +155,11 @@ class _Run:
         return True
 
 
+def own_rank(rank: int, world_size: int) -> int:
+    """The saved rank whose values and per-rank tensors a rank takes: its own, or 0 where it is new."""
+    return rank if rank < world_size else 0
+
+
 class Reader:
     """Reads one step for one rank."""
 
@@ -163,8 +174,8 @@ class Reader:
 
     @property
     def own_rank(self) -> int:
-        """The saved rank whose values and per-rank tensors this rank takes: its own, or 0 where it is new."""
-        return self._rank if self._rank < self._source.world_size else 0
+        """See the function."""
+        return own_rank(self._rank, self._source.world_size)
 
     def part(self, rank: int) -> Part:
         """A rank's part, read once."""
@@ -188,7 +199,7 @@ class Reader:
         found = []
         for name in (first, second):
             whole = Box.whole(next(iter(self.entries(name).values())).shape)
-            ranks = sorted(self._ranks_for(Want(name, ((whole, torch.empty(0)),))))
+            ranks = sorted(self.ranks_for(Want(name, ((whole, torch.empty(0)),))))
             found.append({box: self._digests(*at) for box, at in self._sources(name, ranks).items()})
         return found[0] == found[1]
 
@@ -198,7 +209,7 @@ class Reader:
         Raises CorruptData that names the tensor, StateMismatch for an element that no chunk covers, StoreError.
         """
         with ThreadPoolExecutor(READ_THREADS, "ckptlib-read") as executor:
-            ranks = [self._ranks_for(want) for want in wants]
+            ranks = [self.ranks_for(want) for want in wants]
             list(executor.map(self.part, sorted(set().union(*ranks) - self._parts.keys())))
             reads = [read for want, of in zip(wants, ranks, strict=True) for read in self._plan(want, of)]
             runs = _merge(reads)
@@ -210,7 +221,7 @@ class Reader:
             finally:
                 executor.shutdown(cancel_futures=True)
 
-    def _ranks_for(self, want: Want) -> set[int]:
+    def ranks_for(self, want: Want) -> set[int]:
         """Whose parts may hold what is wanted."""
         found: set[int] = set()
         for digest, entry in self.entries(want.name).items():

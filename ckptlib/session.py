@@ -11,6 +11,7 @@ import platform
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,11 +25,14 @@ from ckptlib.arena import Arena
 from ckptlib.box import Box
 from ckptlib.catalog import Catalog, describe
 from ckptlib.errors import CkptError, SaveFailed, Superseded, WaitTimeout
-from ckptlib.group import Group, group_of, together
+from ckptlib.group import Group, group_of, group_or_world, together
 from ckptlib.held import NONE, Held
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.layout import Layout
 from ckptlib.manifest import Generation, Root, Table
+from ckptlib.peer.peers import Peers
+from ckptlib.peer.placement import Placement, place
+from ckptlib.peer.replicate import Fate, Replicator, Round
 from ckptlib.plan import assign, body_nbytes, lay_out, writes
 from ckptlib.probe import probe
 from ckptlib.replicas import Agreement, Row, agree, alone, entries_of, rows_of
@@ -51,6 +55,9 @@ AGREE_EVERY = 20
 NUM_SLOTS = 2
 """One to be written to the store while the next snapshot is taken."""
 
+NUM_SLOTS_WITH_PEERS = 3
+"""At every step: one that all ranks hold, one on its way to them, one that is written."""
+
 Overlap = Callable[[Leaf], bool]
 
 
@@ -69,13 +76,17 @@ class Settings:
     arena: Path | None
     keep: Keep | None
     tags: Mapping[str, str]
+    peers: Peers | None
+    """None: snapshots serve storage only."""
 
 
 class Pending:
-    """A save under way."""
+    """A snapshot under way, and the save that is made of it."""
 
-    def __init__(self, session: Session, save: SaveId, staging: Staging) -> None:
+    def __init__(self, session: Session, save: SaveId, staging: Staging, persists: bool) -> None:
         self.save = save
+        self.persists = persists
+        """Whether it goes to the store; else it is for memory only, and never committed."""
         self._session = session
         self._staging = staging
         self.committed = False
@@ -117,6 +128,29 @@ class Pending:
         self._session.wait_committed(self, timeout)
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A snapshot whose end is not known yet."""
+
+    step: int
+    pending: Pending | None
+    """None: it failed on this rank before anything was copied."""
+    fate: Fate | None
+    """Of its replicas; None: there are to be none."""
+
+    @property
+    def settled(self) -> bool:
+        return (self.pending is None or self.pending.staging.done) and (self.fate is None or self.fate.settled)
+
+    @property
+    def ready(self) -> bool:
+        return self.pending is not None and self.pending.staging.error is None
+
+    @property
+    def held(self) -> bool:
+        return self.ready and not (self.fate is not None and self.fate.failed)
+
+
 @dataclass(frozen=True)
 class _Plan:
     """What this rank stages, as long as the state's layout stays the same."""
@@ -135,6 +169,7 @@ class Session:
     def __init__(self, settings: Settings, over: dist.ProcessGroup | None) -> None:
         """Collective. Raises, on all ranks, what any of them finds wrong with the store."""
         self.settings = settings
+        self.over = group_or_world(over)
         self.group: Group = group_of(over, settings.timeout)
         self.store = open_store(settings.url, settings.options)
         self.catalog = Catalog(self.store)
@@ -144,8 +179,9 @@ class Session:
         self.generation = generation
         self.resumed_from: SaveId | None = None
         self._began = False
+        self.placement = self._place()
         self.arena, self.writer = together(self.group, "making room for snapshots", self._make_room)
-        self._known_slots: set[Path] = set()
+        self.replicator = self._make_replicator()
         self._stager = Stager(self._on_sealed)
         self._memo: Memo = {}
         self._agreement: Agreement | None = None
@@ -158,10 +194,13 @@ class Session:
         """Whether the state changed since all ranks last agreed on it."""
         self._pending: dict[str, Pending] = {}
         self._in_use: dict[str, Slot] = {}
-        self._staging: list[Pending] = []
+        self._unsettled: deque[_Begun] = deque()
+        self._to_persist: set[SaveId] = set()
+        """Snapshots that the writer is told of as soon as they are ready."""
         self.held = Held()
         self.held_by_all = NONE
         """The newest step that all ranks are known to hold."""
+        self._settled_by_all = NONE
         self.torn: Pending | None = None
         """The last snapshot that was found torn, until somebody has taken note of it."""
         self.failures = 0
@@ -187,10 +226,34 @@ class Session:
     def _make_room(self) -> tuple[Arena, Writer]:
         if self.settings.keep is not None:
             self.settings.keep.check(self.root.save_deadline_s)
-        arena = Arena(self.root.id, self.generation, self.settings.arena, NUM_SLOTS)
         writer = Writer(self._setup())
-        arena.on_made = writer.add_slot
+        arena = self._make_arena(writer)
+        if self.settings.peers is None:
+            arena.reclaim()
         return arena, writer
+
+    def _make_arena(self, writer: Writer) -> Arena:
+        num_slots = NUM_SLOTS if self.settings.peers is None else NUM_SLOTS_WITH_PEERS
+        arena = Arena(self.root.id, self.generation, self.settings.arena, num_slots)
+        arena.on_made, arena.on_gone = writer.add_slot, writer.forget_slot
+        return arena
+
+    def _place(self) -> Placement | None:
+        peers = self.settings.peers
+        if peers is None:
+            return None
+        domain = together(self.group, "looking for the failure domain", lambda: peers.domain_name)
+        return place([name.decode() for name in self.group.gather(domain.encode())], peers.copies)
+
+    def _make_replicator(self) -> Replicator | None:
+        peers, placement = self.settings.peers, self.placement
+        if peers is None or placement is None:
+            return None
+
+        def make_arena() -> Arena:
+            return self._make_arena(self.writer)
+
+        return Replicator(self.over, self.group.rank, placement, peers, make_arena)
 
     def _setup(self) -> dict[str, object]:
         s = self.settings
@@ -202,6 +265,7 @@ class Session:
             "world_size": self.group.size,
             "deadline_s": self.root.save_deadline_s,
             "keep": None if s.keep is None else s.keep.to_json(),
+            "keep_slots_s": 0.0 if s.peers is None else s.peers.keep_for.total_seconds(),
         }
 
     # Saving, top to bottom
@@ -214,8 +278,9 @@ class Session:
         metrics: Mapping[str, object] | None = None,
         overlap: Overlap = lambda leaf: False,
         compare: bool = True,
+        persist: bool = True,
     ) -> Pending:
-        """Takes a snapshot of `state` and has it persisted. Collective when `compare`.
+        """Takes a snapshot of `state`, and has it persisted unless it is for memory only. Collective when `compare`.
 
         Where ranks do not compare, what this rank alone finds wrong is published as its failure, and raised as
         SaveFailed; the next save compares.
@@ -231,8 +296,9 @@ class Session:
         except CkptError as error:
             if compare:
                 raise
-            self.writer.void(save, describe(error))
-            self.held.note(step, held=False)
+            if persist:
+                self.writer.void(save, describe(error))
+            self._begun(step, None)
             self.layout_changed = True
             raise SaveFailed(f"step {step} could not be saved on rank {self.group.rank}: {error}") from error
         content = Content(
@@ -253,13 +319,27 @@ class Session:
             created=time.time(),
             algorithm=self.root.algorithm,
         )
-        self.writer.expect(save)
-        self._in_use[str(save)] = slot
+        if persist:
+            self.writer.expect(save)
+            self._in_use[str(save)] = slot
+            self._to_persist.add(save)
+            self._steps_saved.add(step)
         staging = self._stager.begin(slot, content, self._sources_of(flat.leaves, plan, overlap))
-        pending = self._pending[str(save)] = Pending(self, save, staging)
-        self._staging.append(pending)
-        self._steps_saved.add(step)
+        pending = Pending(self, save, staging, persist)
+        if persist:
+            self._pending[str(save)] = pending
+        self._begun(step, pending)
         return pending
+
+    def _begun(self, step: int, pending: Pending | None) -> None:
+        """A snapshot was begun on all ranks; `pending`: None where it failed at once on this one."""
+        fate = None
+        if self.replicator is not None:
+            round_ = Round(
+                self.root.id, SaveId(step, self.generation), self._num_saves, self.held_by_all, self._settled_by_all
+            )
+            fate = self.replicator.begin(round_, None if pending is None else pending.staging)
+        self._unsettled.append(_Begun(step, pending, fate))
 
     def _sources_of(self, leaves: list[Leaf], plan: _Plan, overlap: Overlap) -> list[Source]:
         """What is copied, in the table's order; the very sources of the last save where nothing changed."""
@@ -383,13 +463,9 @@ class Session:
         return _Plan(shape, layout, table, order)
 
     def _take_slot(self, nbytes: int) -> Slot:
-        slot = self.arena.take(nbytes, self.held_by_all, self._in_use.values())
+        slot = self.arena.take(nbytes, self.held_by_all, self._slots_in_use())
         if slot is None:
             raise AssertionError("no slot is free, and nobody asked")
-        paths = {slot.path for slot in self.arena.slots}
-        for gone in self._known_slots - paths:
-            self.writer.forget_slot(gone)
-        self._known_slots = paths
         return slot
 
     def _next_sequence(self) -> int:
@@ -400,6 +476,9 @@ class Session:
         """From the staging thread."""
         save = staging.content.header.save
         staging.slot.unlock()
+        if save not in self._to_persist:
+            return
+        self._to_persist.discard(save)
         if staging.error is None:
             self.writer.persist(save, staging.slot.path)
         else:
@@ -409,18 +488,23 @@ class Session:
 
     def needs_held(self) -> int:
         """The step that all ranks must hold before a slot is free; see `Arena.needs_held`."""
-        return self.arena.needs_held(self._in_use.values())
+        return self.arena.needs_held(self._slots_in_use())
+
+    def _slots_in_use(self) -> list[Slot]:
+        """Those that are written, sent to a peer or persisted."""
+        unsettled = [begun.pending.staging.slot for begun in self._unsettled if begun.pending is not None]
+        return [*self._in_use.values(), *unsettled]
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Takes note of what the staging thread and the writer have done."""
-        for pending in [p for p in self._staging if p.staging.done]:
-            self._staging.remove(pending)
-            ready = pending.staging.error is None
-            self.held.note(pending.step, ready)
-            if ready:
-                self.arena.mark_ready(pending.staging.slot, pending.step)
-            elif isinstance(pending.staging.error, TornSnapshot):
-                self.torn = pending
+        while self._unsettled and self._unsettled[0].settled:
+            begun = self._unsettled.popleft()
+            self.held.note(begun.step, begun.held)
+            if begun.pending is not None:
+                if begun.ready:
+                    self.arena.mark_ready(begun.pending.staging.slot, begun.step)
+                elif isinstance(begun.pending.staging.error, TornSnapshot):
+                    self.torn = begun.pending
         for event in self.writer.poll(timeout_s):
             self._note(event)
 
@@ -462,9 +546,30 @@ class Session:
         Steps between the newest held by all and the newest settled on all failed on some rank. They must not keep their
         slots, or no other snapshot could ever be taken.
         """
+        first = self.held_by_all == NONE
         self.held_by_all = max(self.held_by_all, Held.by_all(oldest_newest, latest_since))
+        if first and self.held_by_all != NONE:  # what the job before left in memory is needed no more
+            self.arena.reclaim()
+        self._settled_by_all = settled
         if settled > self.held_by_all:
             self.arena.forget(self.held_by_all, settled)
+
+    def mend_link(self, failed: bool, calm: bool) -> None:
+        """Does about the link between peers what all ranks agreed upon. Collective where `calm`.
+
+        failed: some rank lost a peer. calm: no rank has anything under way, and all have waited long enough.
+        """
+        assert self.replicator is not None
+        if failed:
+            self.replicator.drop_link()
+        elif calm and not self.replicator.linked:
+            try:
+                together(self.group, "connecting peers anew", self.replicator.connect)
+            except CkptError as error:
+                log.warning("%s", error)
+                self.replicator.drop_link()
+            else:
+                log.warning("the ranks have connected anew: snapshots have replicas again")
 
     @property
     def patience_s(self) -> float:
@@ -488,7 +593,7 @@ class Session:
     def _lacks_room(self, deadline: float) -> bool:
         """Whether there is no slot after a while."""
         patience = time.monotonic() + self.patience_s
-        while self._staging or self.needs_held() > self.held.newest:
+        while self._unsettled or self.needs_held() > self.held.newest:
             now = time.monotonic()
             if now > deadline:
                 raise WaitTimeout(
@@ -531,6 +636,8 @@ class Session:
             else:
                 self.writer.leave()
         finally:
+            if self.replicator is not None:
+                self.replicator.close(clean)
             self.arena.close(unlink=clean)
             self.store.close()
             self.group.close()

@@ -231,6 +231,10 @@ class Slot:
             self._lock(_ALIVE, fcntl.LOCK_SH)
         return alone
 
+    def abandon(self) -> None:
+        """No longer counts as a process that has it open; whoever comes next may unlink it."""
+        self._lock(_ALIVE, fcntl.LOCK_UN)
+
     def _lock(self, byte: int, how: int) -> bool:
         try:
             fcntl.lockf(self._fd, how, 1, byte)

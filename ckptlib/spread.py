@@ -6,7 +6,7 @@ A plain tensor of a DDP job is wanted whole by all ranks; N ranks that read it N
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -18,17 +18,25 @@ BUCKET_BYTES = 16 * 1024 * 1024
 """Smaller tensors travel together in one broadcast of about this size."""
 
 
-def share_out(wants: Sequence[Want], group: Group) -> tuple[list[Want], list[tuple[int, list[Want]]]]:
+Near = Callable[[Want], Collection[int] | None]
+
+
+def share_out(wants: Sequence[Want], group: Group, near: Near) -> tuple[list[Want], list[tuple[int, list[Want]]]]:
     """(what this rank reads, what is spread afterwards: buckets, each with the rank that read it). Collective.
 
+    `near`: the ranks that are nearest to what is wanted, the same on all of them; None, or nobody: all alike.
     Where ranks do not want the same plain tensors, everybody reads its own.
     """
     shared = [want for want in wants if want.everywhere]
     described = [[want.name, str(want.pieces[0][1].dtype), list(want.pieces[0][0].shape)] for want in shared]
     if group.size == 1 or not group.same(json.dumps(described).encode()) or not shared:
         return list(wants), []
-    buckets = _buckets(shared)
-    owners = _owners(buckets, group.size)
+    by_readers: dict[tuple[int, ...], list[Want]] = {}
+    for want in shared:
+        by_readers.setdefault(tuple(near(want) or range(group.size)), []).append(want)
+    found = [(readers, bucket) for readers, some in by_readers.items() for bucket in _buckets(some)]
+    buckets = [bucket for _, bucket in found]
+    owners = _owners(found, group.size)
     mine = {id(want) for bucket, owner in zip(buckets, owners, strict=True) if owner == group.rank for want in bucket}
     reads = [want for want in wants if not want.everywhere or id(want) in mine]
     return reads, list(zip(owners, buckets, strict=True))
@@ -66,12 +74,12 @@ def _buckets(wants: Sequence[Want]) -> list[list[Want]]:
     return buckets
 
 
-def _owners(buckets: Sequence[list[Want]], num_ranks: int) -> list[int]:
-    """Who reads each bucket, so that all ranks read about as much."""
+def _owners(buckets: Sequence[tuple[tuple[int, ...], list[Want]]], num_ranks: int) -> list[int]:
+    """Who reads each bucket, of those who can, so that all ranks read about as much."""
     loads = [0] * num_ranks
     owners = []
-    for bucket in buckets:
-        rank = loads.index(min(loads))
+    for readers, bucket in buckets:
+        rank = min(readers, key=lambda reader: loads[reader])
         loads[rank] += sum(want.pieces[0][1].nbytes for want in bucket)
         owners.append(rank)
     return owners

@@ -132,10 +132,14 @@ class Staging:
         """Whether it is ready or has failed."""
         return self._sealed.is_set()
 
-    def wait_sealed(self, timeout_s: float | None) -> None:
-        """Returns when it is ready. Raises what made it fail, or WaitTimeout."""
+    def wait_done(self, timeout_s: float | None) -> None:
+        """Returns when it is ready or has failed. Raises WaitTimeout."""
         if not self._sealed.wait(timeout_s):
             raise WaitTimeout(f"the snapshot of step {self.step} was not ready within {timeout_s} s")
+
+    def wait_sealed(self, timeout_s: float | None) -> None:
+        """Returns when it is ready. Raises what made it fail, or WaitTimeout."""
+        self.wait_done(timeout_s)
         if self.error is not None:
             raise self.error
 

@@ -58,6 +58,11 @@ def send_slot(link: Link, to: int, slot: Slot, header: SlotHeader) -> None:
     _hear(link, to, answer)
 
 
+def withdraw(link: Link, to: int, origin: int, why: str) -> None:
+    """Tells a peer that waits for a snapshot of rank `origin` that none will come. Raises AgreementFailed."""
+    _tell(link, to, _tags(origin)[0], _FAILED, why)
+
+
 def receive_slot(
     link: Link, frm: int, origin: int, take: Callable[[SlotHeader], Slot], snapshots: SnapshotReader
 ) -> SlotHeader:

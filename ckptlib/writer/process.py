@@ -38,6 +38,8 @@ NICENESS = 10
 ORPHAN_DEADLINE_S = 60.0
 """How long a committer whose trainer is gone still waits for other ranks."""
 
+SUCCESSOR_POLL_S = 0.2
+
 Job = Callable[[], None]
 
 
@@ -50,6 +52,7 @@ class WriterProcess:
         self._slots: dict[str, Slot] = {}
         self._expected: set[SaveId] = set()
         self._orphan_since: float | None = None
+        self._keep_slots_s = 0.0
         self._persists = _Worker("persist")
         self._commits = _Worker("commit")
 
@@ -63,8 +66,17 @@ class WriterProcess:
         self._persists.finish()
         self._commits.finish()
         if not closed:
+            self._await_successor()
             for slot in self._slots.values():
                 slot.unlink()
+
+    def _await_successor(self) -> None:
+        """The slots are what a restarted job comes back from soonest; it unlinks them when it needs them no more."""
+        for slot in self._slots.values():
+            slot.abandon()
+        deadline = time.monotonic() + self._keep_slots_s
+        while time.monotonic() < deadline and any(slot.path.exists() for slot in self._slots.values()):
+            time.sleep(SUCCESSOR_POLL_S)
 
     def _listen(self) -> bool:
         """Takes orders until there will be no more; returns whether the trainer said so itself."""
@@ -130,6 +142,7 @@ class WriterProcess:
         self._rank = int(message["rank"])
         self._world_size = int(message["world_size"])
         self._deadline_s = float(message["deadline_s"])
+        self._keep_slots_s = float(message["keep_slots_s"])
         self._keep = None if message["keep"] is None else Keep.from_json(message["keep"])
         self._store = open_store(message["url"], message["options"])
         self._catalog = Catalog(self._store)

@@ -32,7 +32,15 @@ def make_root(root: Path) -> GenerationId:
 
 def setup(root: Path, rank: int = 0, **more: object) -> dict[str, object]:
     """A writer's first order."""
-    order = {"op": "setup", "url": str(root), "options": {}, "rank": rank, "world_size": 1, "deadline_s": 60.0}
+    order = {
+        "op": "setup",
+        "url": str(root),
+        "options": {},
+        "rank": rank,
+        "world_size": 1,
+        "deadline_s": 60.0,
+        "keep_slots_s": 0.0,
+    }
     return {**order, "keep": None, **more}
 
 

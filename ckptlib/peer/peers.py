@@ -1,0 +1,40 @@
+"""What a user asks of the memory of a job's hosts, and what this host is called among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Snapshots in memory every few steps, and replicas of them in the memory of other hosts.
+
+    copies:   replicas of each rank's snapshot, each in another failure domain than the others and the rank itself. 0:
+              none; a snapshot then survives its trainer, but not its host.
+    every:    steps from one snapshot to the next.
+    domain:   the failure domain of this rank: what is lost at one time. "host": this machine; else a name, such as
+              that of its rack.
+    timeout:  after which a peer that does not take or give a few megabytes counts as gone.
+    keep_for: how long, after the trainers of a host died, its snapshots wait for a job that goes on from them.
+    """
+
+    copies: int = 1
+    every: int = 1
+    domain: str = HOST
+    timeout: timedelta = timedelta(seconds=60)
+    keep_for: timedelta = timedelta(minutes=15)
+
+    def __post_init__(self) -> None:
+        if self.copies < 0 or self.every < 1:
+            raise ValueError(f"Peers needs copies >= 0 and every >= 1, got {self.copies} and {self.every}")
+
+    @property
+    def domain_name(self) -> str:
+        """Of this rank's failure domain. Containers have host names of their own; one machine has one boot id."""
+        return BOOT_ID.read_text().strip() if self.domain == HOST else self.domain

@@ -1,0 +1,171 @@
+"""Restoring: from the newest step that is whole, in memory or in the store, on all ranks the same one.
+
+Memory first, since it is the newest and the quickest; then the store; then the step before. What proves damaged is
+named and skipped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ckptlib.checkpoint import DAMAGE, LoadedRng, LoadReport, load_save, resolve
+from ckptlib.errors import CheckpointNotFound, CorruptData, NewerFormat
+from ckptlib.group import together
+from ckptlib.keys import SaveId, parse_save
+from ckptlib.peer.inventory import Inventory, SnapshotId, describe, look, memory_of
+from ckptlib.peer.source import InMemory
+from ckptlib.reader import Source
+from ckptlib.session import Session
+
+log = logging.getLogger(__name__)
+
+ORPHANS_TIMEOUT_S = 60.0
+"""How long a restart waits for writers that its predecessor left behind on this host."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """One way back to one step."""
+
+    save: SaveId
+    snapshot: SnapshotId | None
+    """None: from the store."""
+
+
+def restore(session: Session, state: Mapping[str, object], strict: bool) -> tuple[LoadReport, LoadedRng | None]:
+    """Fills `state`; collective. What random generators are to be put back to comes with the report.
+
+    Raises CorruptData when there are steps and all of them are damaged.
+    """
+    began = time.perf_counter()
+    inventory = _look_around(session)
+    if not inventory.whole():  # else what they have under way is older than what is in memory
+        _await_orphans(session)
+    _finish(session)
+    skipped: list[str] = []
+    candidates = list(_candidates(session, inventory))
+    for n, candidate in enumerate(candidates):
+        try:
+            report, generators = _restore_from(session, inventory, candidate, state, strict)
+        except NewerFormat:
+            raise  # whole, but not for this version: an older step would be the wrong one
+        except (CheckpointNotFound, *DAMAGE) as error:
+            where = "the store" if candidate.snapshot is None else "memory"
+            skipped.append(f"step {candidate.save} in {where}: {error}")
+            if session.group.rank == 0:
+                log.error(
+                    "step %s in %s is damaged and is skipped%s: %s",
+                    candidate.save,
+                    where,
+                    ", the next is tried" if n + 1 < len(candidates) else "",
+                    error,
+                )
+            continue
+        session.resumed_from = candidate.save
+        seconds = time.perf_counter() - began
+        return replace(report, skipped=tuple(skipped), seconds=seconds), generators
+    if skipped:
+        raise CorruptData(f"{session.store.url}: every step is damaged: " + "; ".join(skipped))
+    return LoadReport(0, session.store.url, None, 0, 0.0), None
+
+
+def _look_around(session: Session) -> Inventory:
+    """What is in the memory of all hosts; collective. Nothing where the job keeps no snapshots for itself."""
+    if session.settings.peers is None:
+        return Inventory([])
+
+    def own() -> bytes:
+        with session.arena.others() as slots:
+            found = look(slots, session.root.id)
+        return describe(found, map(memory_of, session.arena.directories))
+
+    return Inventory(session.group.gather(together(session.group, "looking for snapshots in memory", own)))
+
+
+def _candidates(session: Session, inventory: Inventory) -> Iterator[_Candidate]:
+    """Newest first; the same on all ranks. What history has left behind is none, wherever it is."""
+    in_memory = inventory.whole()
+
+    def names() -> bytes:
+        if session.group.rank != 0:
+            return b""
+        committed = session.catalog.saves()
+        visible = session.catalog.visible({snapshot.save for snapshot in in_memory})
+        return "\n".join(f"{save} {int(save in committed)}" for save in reversed(visible)).encode()
+
+    found = session.group.broadcast(together(session.group, "listing steps", names))
+    for line in found.decode().splitlines():
+        name, committed = line.split()
+        save = parse_save(name)
+        yield from (_Candidate(save, snapshot) for snapshot in in_memory if snapshot.save == save)
+        if committed == "1":
+            yield _Candidate(save, None)
+
+
+def _restore_from(
+    session: Session, inventory: Inventory, candidate: _Candidate, state: Mapping[str, object], strict: bool
+) -> tuple[LoadReport, LoadedRng]:
+    if candidate.snapshot is None:
+        return _load(session, resolve(session.group, session.catalog, str(candidate.save)), state, strict)
+    if session.group.rank == 0:
+        log.info("restoring step %d from memory: %s", candidate.save.step, _describe(session, inventory, candidate))
+    source = InMemory(
+        session.group, session.over, session.arena, inventory, candidate.snapshot, session.settings.timeout
+    )
+    try:
+        while True:
+            try:
+                return _load(session, source, state, strict)
+            except DAMAGE:
+                if not source.drop_damaged():
+                    raise
+    finally:
+        source.close()
+
+
+def _load(session: Session, source: Source, state: Mapping[str, object], strict: bool) -> tuple[LoadReport, LoadedRng]:
+    generators = LoadedRng(session.group.rank, source.world_size)
+    report = load_save(session.group, source, state, generators, strict=strict)
+    generators.restore()
+    return report, generators
+
+
+def _describe(session: Session, inventory: Inventory, candidate: _Candidate) -> str:
+    """The plan, for people."""
+    assert candidate.snapshot is not None
+    size, saved_size = session.group.size, candidate.snapshot.world_size
+    needs = [{rank if rank < saved_size else 0} for rank in range(size)]
+    moves = inventory.moves(candidate.snapshot, needs)
+    text = f"{size - len(moves)} of {size} ranks have their snapshot on their host"
+    return text + "".join(f", rank {m.receiver} gets that of rank {m.found.rank} from rank {m.sender}" for m in moves)
+
+
+def _finish(session: Session) -> None:
+    """Commits what is whole in the store and was not committed before its job died. Collective."""
+
+    def finish() -> None:
+        for save in session.catalog.finish(session.generation) if session.group.rank == 0 else []:
+            log.warning("step %d was whole but not committed; it is now", save.step)
+
+    together(session.group, "finishing saves", finish)
+
+
+def _await_orphans(session: Session) -> None:
+    """Waits, on every host, for writers of this root that are not this job's. Collective."""
+    deadline = time.monotonic() + ORPHANS_TIMEOUT_S
+    told = False
+    while session.arena.being_read():
+        if time.monotonic() > deadline:
+            log.warning(
+                "writers of an earlier job still persist snapshots of %s; what they have not finished is given up",
+                session.store.url,
+            )
+            break
+        if not told:
+            log.info("waiting for the writers of the job before this one to finish")
+            told = True
+        time.sleep(0.05)
+    together(session.group, "waiting for the writers of the job before", lambda: None)
