@@ -18,8 +18,9 @@ import torch.distributed as dist
 from ckptlib.errors import AgreementFailed
 from ckptlib.group import connect
 
-CHUNK_BYTES = 16 * 1024 * 1024
-"""Per message. Over loopback 4 to 512 MiB are as fast; smaller ones cost a wake-up each."""
+CHUNK_BYTES = 64 * 1024 * 1024
+"""Per message. Each costs a few wake-ups of both ranks: over loopback, on two cores, messages of 16, 32 and 64 MiB ran
+at 0.74, 0.90 and 0.97 of the speed of a single one for all (median of 8)."""
 
 IN_FLIGHT = 2
 """Messages under way in each stream: one is on its way while the one before is being waited for."""

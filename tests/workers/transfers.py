@@ -32,8 +32,9 @@ from support import ROOT_ID, layout_of, shards_of
 from ckptlib.digests import XXH3
 from ckptlib.errors import AgreementFailed, CorruptData, FormatError, NoRoom, PeerRefused, ReplicationFailed
 from ckptlib.keys import GenerationId, SaveId
-from ckptlib.peer.link import CHUNK_BYTES, Link
-from ckptlib.peer.transfer import MAX_DOCUMENTS_BYTES, receive_slot, send_slot
+from ckptlib.peer import link as link_module
+from ckptlib.peer.link import Link
+from ckptlib.peer.transfer import MAX_DOCUMENTS_BYTES, receive_slot, send_slot, withdraw
 from ckptlib.plan import body_nbytes, lay_out
 from ckptlib.slot import PAGE_BYTES, Slot, SlotHeader
 from ckptlib.snapshot import SnapshotReader, check_body
@@ -44,12 +45,15 @@ NUM_RANKS = 3
 PATIENCE = timedelta(seconds=60)
 """Long enough for a busy machine; whoever waits for it has found a bug."""
 
+CHUNK_BYTES = 1 << 20
+"""Per message, here: a small body takes several."""
+
 STATE = {
-    "w": np.random.default_rng(0).integers(0, 2**32, (9, 1024, 1024), np.uint32),
+    "w": np.random.default_rng(0).integers(0, 2**32, (9, 64, 1024), np.uint32),
     "b": np.arange(5, dtype=np.int64),
     "count": np.array(7.0),
 }
-"""36 MiB: two full messages and a part of one."""
+"""2.25 MiB: two full messages and a part of one."""
 
 
 def rank() -> int:
@@ -75,7 +79,7 @@ def slot_of(directory: Path, capacity: int) -> Iterator[Slot]:
     slot.unlink()
 
 
-CAPACITY = 40 << 20
+CAPACITY = 3 << 20
 
 
 def seal(slot: Slot, step: int, origin: int, state: dict[str, np.ndarray] | None = None) -> SlotHeader:
@@ -301,6 +305,18 @@ def document_damaged_on_the_way(directory: Path) -> None:
             assert_not_ready(slot, 1)
 
 
+def withdrawn(directory: Path) -> None:
+    with linked() as link, slot_of(directory, CAPACITY) as slot:
+        if rank() == 0:
+            withdraw(link, 1, 0, "step 1 was torn")
+        if rank() == 1:
+            offered: list[SlotHeader] = []
+            with pytest.raises(ReplicationFailed, match="rank 0 says: step 1 was torn"):
+                receive_slot(link, 0, 0, taking(slot, offered), SnapshotReader())
+            assert not offered
+        recovers(link, slot, 9)
+
+
 def no_room(directory: Path) -> None:
     with linked() as link, slot_of(directory, CAPACITY) as slot, slot_of(directory, PAGE_BYTES) as small:
         if rank() == 0:
@@ -434,7 +450,7 @@ def killed(directory: Path) -> None:
     """Rank 1 as it sends to rank 0, then rank 2 as it receives from it: the last case."""
     world = dist.group.WORLD
     assert world is not None
-    link = Dies(world, timedelta(seconds=10))  # gloo does not say that a message of which a part is sent never ends
+    link = Dies(world, PATIENCE)
     with slot_of(directory, CAPACITY) as slot:
         header = seal(slot, 1, 1)
         if rank() == 0:
@@ -460,6 +476,7 @@ CASES = [
     damaged_body,
     damaged_document,
     document_damaged_on_the_way,
+    withdrawn,
     no_room,
     overwritten,
     hostile_offers,
@@ -475,6 +492,7 @@ def main() -> None:
         "gloo", init_method=f"file://{directory}/store", rank=int(sys.argv[1]), world_size=NUM_RANKS, timeout=PATIENCE
     )
     warnings.simplefilter("error")
+    link_module.CHUNK_BYTES = CHUNK_BYTES
     for case in CASES:
         here = directory / case.__name__
         here.mkdir(exist_ok=True)
