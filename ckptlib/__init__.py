@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from ckptlib.manager import Checkpointer
+    from ckptlib.peer.peers import Peers
     from ckptlib.policy import Steps
     from ckptlib.retention import Keep
     from ckptlib.session import Pending
@@ -53,6 +54,7 @@ _HOMES = {
     "save": "checkpoint",
     "save_async": "checkpoint",
     "Checkpointer": "manager",
+    "Peers": "peer.peers",
     "Steps": "policy",
     "Keep": "retention",
     "PerRank": "state",
@@ -95,6 +97,7 @@ __all__ = [
     "NoRoom",
     "ObjectExists",
     "ObjectNotFound",
+    "Peers",
     "Pending",
     "PerRank",
     "SaveFailed",

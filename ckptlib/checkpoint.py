@@ -60,6 +60,8 @@ class LoadReport:
     """Newer steps, or nearer copies, that were found damaged, and why."""
     in_memory: bool = False
     """Whether it came from the memory of the job's hosts."""
+    committed: bool = True
+    """Whether the store has it."""
 
     @override
     def __str__(self) -> str:

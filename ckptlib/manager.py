@@ -141,7 +141,7 @@ class Checkpointer:
             self._session.arena.reclaim(but=report.save)
             self._warm()
             if report.save is not None:
-                pending = self._session.save(self._state, report.step, persist=report.in_memory)
+                pending = self._session.save(self._state, report.step, persist=not report.committed)
                 self._last = pending if pending.persists else None
         return report
 

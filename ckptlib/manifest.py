@@ -69,6 +69,10 @@ class Generation:
     host: str
     """Where rank 0 ran."""
     tags: Mapping[str, str] = field(default_factory=dict)
+    domains: tuple[str, ...] = ()
+    """With snapshots in memory, the failure domain of each rank; none without."""
+    copies: int = 0
+    """Replicas of each rank's snapshots, in other domains than its own."""
 
     def encode(self) -> bytes:
         body: dict[str, Json] = {
@@ -81,12 +85,15 @@ class Generation:
             "versions": dict(self.versions),
             "tags": dict(self.tags),
         }
+        if self.domains:
+            body["peers"] = {"copies": self.copies, "domains": list(self.domains)}
         return encode("generation", body)
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Generation:
         fields = decode("generation", data, where)
         resumed = None if fields.raw("resumed_from") is None else parse_save(fields.text("resumed_from"))
+        peers = fields.inner("peers") if "peers" in fields else None
         return cls(
             GenerationId(fields.integer("generation", 0, MAX_GENERATION), fields.text("nonce", "[0-9a-f]{8}")),
             fields.integer("world_size", 1, MAX_RANK + 1),
@@ -95,6 +102,8 @@ class Generation:
             {k: str(v) for k, v in fields.mapping("versions").items()},
             fields.text("host"),
             {k: str(v) for k, v in fields.mapping("tags").items()},
+            () if peers is None else tuple(peers.texts("domains")),
+            0 if peers is None else peers.integer("copies"),
         )
 
 

@@ -33,6 +33,7 @@ class _Candidate:
     save: SaveId
     snapshot: SnapshotId | None
     """None: from the store."""
+    committed: bool
 
 
 def restore(session: Session, state: Mapping[str, object], strict: bool) -> tuple[LoadReport, LoadedRng | None]:
@@ -66,7 +67,7 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
             continue
         session.resumed_from = candidate.save
         seconds = time.perf_counter() - began
-        return replace(report, skipped=tuple(skipped), seconds=seconds), generators
+        return replace(report, skipped=tuple(skipped), seconds=seconds, committed=candidate.committed), generators
     if skipped:
         raise CorruptData(f"{session.store.url}: every step is damaged: " + "; ".join(skipped))
     return LoadReport(0, session.store.url, None, 0, 0.0), None
@@ -100,9 +101,10 @@ def _candidates(session: Session, inventory: Inventory) -> Iterator[_Candidate]:
     for line in found.decode().splitlines():
         name, committed = line.split()
         save = parse_save(name)
-        yield from (_Candidate(save, snapshot) for snapshot in in_memory if snapshot.save == save)
-        if committed == "1":
-            yield _Candidate(save, None)
+        stored = committed == "1"
+        yield from (_Candidate(save, snapshot, stored) for snapshot in in_memory if snapshot.save == save)
+        if stored:
+            yield _Candidate(save, None, stored)
 
 
 def _restore_from(

@@ -31,8 +31,8 @@ from ckptlib.keys import GenerationId, SaveId
 from ckptlib.layout import Layout
 from ckptlib.manifest import Generation, Root, Table
 from ckptlib.peer.peers import Peers
-from ckptlib.peer.placement import Placement, place
 from ckptlib.peer.replicate import Fate, Replicator, Round
+from ckptlib.placement import Placement, place
 from ckptlib.plan import assign, body_nbytes, lay_out, writes
 from ckptlib.probe import probe
 from ckptlib.replicas import Agreement, Row, agree, alone, entries_of, rows_of
@@ -422,6 +422,8 @@ class Session:
                 versions={"ckptlib": __version__, "torch": torch.__version__, "python": platform.python_version()},
                 host=socket.gethostname(),
                 tags=self.settings.tags,
+                domains=() if self.placement is None else self.placement.domains,
+                copies=0 if self.settings.peers is None else self.settings.peers.copies,
             )
         )
 

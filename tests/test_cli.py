@@ -23,10 +23,12 @@ import pytest
 from support import ROOT_ID, age, make_generation, make_root, make_save, state
 
 from ckptlib import keys
+from ckptlib.catalog import Catalog
 from ckptlib.cli import host
 from ckptlib.cli.app import OPTIONS_VARIABLE, run
 from ckptlib.cli.output import duration, plain, size
 from ckptlib.keys import GenerationId, SaveId
+from ckptlib.manifest import Generation, Root
 from ckptlib.slot import Slot, SlotHeader
 from ckptlib.stores import open_store
 from ckptlib.stores.local import LocalStore
@@ -433,6 +435,42 @@ def test_slots_alive_and_abandoned(tmp_path: Path) -> None:
     assert [s["path"] for s in alive.numbers["slots"]] == [path]  # type: ignore[attr-defined]
     assert [s["content"] for s in abandoned.numbers["slots"]] == ["step 7 of rank 3 of 4"]  # type: ignore[attr-defined]
     assert [check.verdict for check in host.slots([tmp_path])] == ["warning"]
+
+
+def test_slots_of_a_job_and_what_it_survives(ckptlib: Ckptlib, tmp_path: Path) -> None:
+    with open_store(str(tmp_path / "root")) as store:
+        catalog = Catalog(store)
+        catalog.open_root(Root(ROOT_ID, "xxh3", 60.0))
+        generation = GenerationId(1, "0" * 8)
+        domains = ("h0", "h0", "h1", "h1", "h2", "h2")
+        catalog.put_generation(Generation(generation, 6, None, 0.0, {}, "here", domains=domains, copies=1))
+    arena = tmp_path / "arena"
+    arena.mkdir()
+    mine = Slot.create(arena, f"ckptlib-{ROOT_ID[:16]}-{generation}", 1 << 16)
+    mine.write_header(SlotHeader(ROOT_ID, SaveId(7, generation), 3, 6, 1, 2, 100, {}))
+    other = Slot.create(arena, f"ckptlib-{'1' * 16}-{generation}", 1 << 16)
+    other.write_header(SlotHeader("1" * 32, SaveId(9, generation), 0, 1, 1, 1, 100, {}))
+    mine.close()
+    other.close()
+
+    found = ckptlib("slots", tmp_path / "root", "--arena", arena, "--json").json
+    assert [(s["path"], s["step"], s["rank"], s["state"]) for s in found["slots"]] == [
+        (str(mine.path), 7, 3, "ready, left behind")
+    ]
+    assert found["placement"]["num_losses_survived"] == 1
+    assert found["placement"]["holders"] == [[2], [3], [4], [5], [0], [1]]
+    shown = ckptlib("slots", tmp_path / "root", "--arena", arena)
+    assert "survives the loss of any 1" in shown.out
+    every = ckptlib("slots", "--arena", arena, "--json").json["slots"]
+    assert {(s["path"], s["state"]) for s in every} >= {
+        (str(mine.path), "ready, left behind"),
+        (str(other.path), "being written, left behind"),
+    }
+
+    cleaned = ckptlib("slots", tmp_path / "root", "--arena", arena, "--clean", "--json").json
+    assert cleaned["removed"] == [str(mine.path)]
+    assert not mine.path.exists()
+    assert other.path.exists()
 
 
 def write(path: Path, text: str) -> None:

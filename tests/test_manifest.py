@@ -347,3 +347,9 @@ def test_a_hostile_manifest_is_refused(fields: dict[str, object]) -> None:
 def test_a_manifest_under_another_name_is_refused() -> None:
     with pytest.raises(FormatError, match="different saves"):
         Manifest.decode(SaveId(501, GENERATION), MANIFEST.encode())
+
+
+def test_a_generation_with_peers_comes_back() -> None:
+    with_peers = replace(INCARNATION, domains=("rack 1", "rack 1", "rack 2"), copies=1)
+    assert Generation.decode(with_peers.encode(), "here") == with_peers
+    assert b"peers" not in INCARNATION.encode()

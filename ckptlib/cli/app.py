@@ -106,8 +106,8 @@ def with_output(command: Command) -> Command:
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """The whole command; exits. `arguments`: those of the process where none are given."""
-    from ckptlib.cli import doctor, gc, ls, show, verify
+    from ckptlib.cli import doctor, gc, ls, show, slots, verify
 
-    for module in (ls, show, verify, gc, doctor):
+    for module in (ls, show, verify, gc, doctor, slots):
         cli.add_command(module.command)
     cli.main(args=arguments, prog_name="ckptlib")

@@ -23,8 +23,8 @@ from ckptlib.errors import CkptError, FormatError, NoRoom
 from ckptlib.keys import SaveId
 from ckptlib.peer.link import Link
 from ckptlib.peer.peers import Peers
-from ckptlib.peer.placement import Placement
 from ckptlib.peer.transfer import receive_slot, send_slot, withdraw
+from ckptlib.placement import Placement
 from ckptlib.slot import Slot, SlotHeader
 from ckptlib.snapshot import SnapshotReader
 from ckptlib.stage import Staging

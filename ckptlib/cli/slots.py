@@ -1,0 +1,165 @@
+"""`ckptlib slots`: the snapshots in this host's memory, and what the job they belong to survives."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.text import Text
+
+from ckptlib.catalog import Catalog
+from ckptlib.cli.app import open_url, storage_options, with_output, with_storage_options
+from ckptlib.cli.host import MEMORY
+from ckptlib.cli.output import Cell, Output, count, plain, size
+from ckptlib.errors import CkptError
+from ckptlib.manifest import Generation
+from ckptlib.placement import Placement, place
+from ckptlib.slot import SUFFIX, Slot, SlotHeader
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One slot of this user."""
+
+    path: Path
+    nbytes: int
+    """Of its file."""
+    header: SlotHeader | None
+    """None: empty, or torn."""
+    in_use: bool
+    """Whether a process has it open, and does not merely wait for a successor."""
+
+    @property
+    def state(self) -> str:
+        ready = "empty" if self.header is None else "ready" if self.header.ready else "being written"
+        return ready if self.in_use else f"{ready}, left behind"
+
+
+@click.command("slots", short_help="Show the snapshots in this host's memory.")
+@click.argument("url", required=False)
+@click.option("--arena", multiple=True, help="A further directory of slots; may be repeated.")
+@click.option("--clean", is_flag=True, help="Remove those that their jobs left behind.")
+@with_storage_options
+@with_output
+def command(url: str | None, output: Output, option: tuple[str, ...], arena: tuple[str, ...], clean: bool) -> bool:
+    """Lists the slots of this user on this host; with URL, those of that job alone, and which losses it survives."""
+    generation, root_id = None, None
+    if url is not None:
+        with open_url(url, storage_options(option)) as store:
+            catalog = Catalog(store)
+            root_id = catalog.root().id
+            newest = max(catalog.generation_ids(), default=None)
+            generation = None if newest is None else catalog.generation(newest)
+    directories = [MEMORY, Path(tempfile.gettempdir()), *map(Path, arena)]
+    rows = [row for row in find(directories) if root_id is None or _belongs(row, root_id)]
+    removed = [row for row in rows if clean and not row.in_use]
+    for row in removed:
+        row.path.unlink(missing_ok=True)
+    rows = [row for row in rows if row not in removed]
+    placement = None if generation is None or not generation.domains else _placement(generation)
+    output.document(
+        {
+            "slots": [_document(row) for row in rows],
+            "removed": [str(row.path) for row in removed],
+            "placement": None if placement is None else _placement_document(placement),
+        }
+    )
+    _print(output, rows, removed)
+    if generation is not None:
+        _print_placement(output, generation, placement)
+    return True
+
+
+def find(directories: Sequence[Path]) -> Iterator[Row]:
+    """What is a slot of this user."""
+    for directory in directories:
+        for path in sorted(directory.glob(f"ckptlib-*{SUFFIX}")):
+            try:
+                slot = Slot.open(path)
+            except CkptError:
+                continue
+            try:
+                yield Row(path, os.stat(path).st_size, _header(slot), not slot.abandoned())
+            except FileNotFoundError:
+                continue  # gone since it was listed
+            finally:
+                slot.close()
+
+
+def _header(slot: Slot) -> SlotHeader | None:
+    try:
+        return slot.read_header()
+    except CkptError:
+        return None
+
+
+def _belongs(row: Row, root_id: str) -> bool:
+    return row.path.name.startswith(f"ckptlib-{root_id[:16]}-")
+
+
+def _placement(generation: Generation) -> Placement | None:
+    try:
+        return place(generation.domains, generation.copies)
+    except ValueError:
+        return None  # nobody could have made it
+
+
+def _document(row: Row) -> dict[str, object]:
+    header = row.header
+    return {
+        "path": str(row.path),
+        "nbytes": row.nbytes,
+        "state": row.state,
+        "step": None if header is None else header.save.step,
+        "rank": None if header is None else header.rank,
+        "world_size": None if header is None else header.world_size,
+        "snapshot": None if header is None else str(header.save),
+    }
+
+
+def _placement_document(placement: Placement) -> dict[str, object]:
+    return {
+        "domains": list(placement.domains),
+        "holders": [list(holders) for holders in placement.holders],
+        "num_losses_survived": placement.num_losses_survived,
+    }
+
+
+def _print(output: Output, rows: Sequence[Row], removed: Sequence[Row]) -> None:
+    header = ["STEP", "RANK", "SIZE", "STATE", "PATH"]
+    if rows:
+        output.columns(header, [_cells(row) for row in rows], right=("STEP", "RANK", "SIZE"))
+        output.line(Text(f"{count(len(rows), 'slot')}, {size(sum(row.nbytes for row in rows))}", style="dim"))
+    else:
+        output.line("no slots on this host")
+    if removed:
+        output.line(f"removed {count(len(removed), 'slot')}, {size(sum(row.nbytes for row in removed))}")
+
+
+def _cells(row: Row) -> list[Cell]:
+    header = row.header
+    step = "-" if header is None else str(header.save.step)
+    rank = "-" if header is None else f"{header.rank}/{header.world_size}"
+    return [Text(plain(cell)) for cell in (step, rank, size(row.nbytes), row.state, str(row.path))]
+
+
+def _print_placement(output: Output, generation: Generation, placement: Placement | None) -> None:
+    if placement is None:
+        output.line(f"generation {generation.id.number} keeps no snapshots in memory but to persist them")
+        return
+    hosts = dict.fromkeys(placement.domains)
+    output.line(
+        f"generation {generation.id.number}: {count(len(placement.domains), 'rank')} in "
+        f"{count(len(hosts), 'failure domain')}, copies={generation.copies}: survives the loss of any "
+        f"{placement.num_losses_survived}"
+    )
+    for domain in hosts:
+        ranks = [rank for rank, d in enumerate(placement.domains) if d == domain]
+        homes = dict.fromkeys(placement.domains[h] for rank in ranks for h in placement.holders[rank])
+        output.line(
+            f"  {plain(domain)}: ranks {ranks[0]}-{ranks[-1]}, replicas in {', '.join(map(plain, homes)) or '-'}"
+        )
