@@ -5,6 +5,8 @@ With `ckptlib.targets` and `adapters/dcp` the only place that knows DTensor.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,12 +173,22 @@ def _is_buffer(tensor: torch.Tensor) -> bool:
     return type(tensor) is getattr(nn, "Buffer", None)
 
 
-def place(tensor: torch.Tensor | Sharded) -> object:
-    """Changes when the tensor gets other memory, or another view of it."""
-    local = local_of(tensor)
-    if isinstance(local, DTensor):
-        local = local.to_local()
-    return local.data_ptr(), local.shape, local.stride(), local.dtype
+def places(tensors: Sequence[torch.Tensor]) -> tuple[list[object], ...]:
+    """Compares equal until one of them gets other memory, becomes another view of it, or is cut otherwise."""
+    specs: list[object] = [t._spec for t in tensors if isinstance(t, DTensor)]
+    local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors] if specs else tensors
+    return specs, *(list(map(column, local)) for column in _COLUMNS)
+
+
+_COLUMNS: tuple[Callable[[torch.Tensor], object], ...] = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.size,
+    torch.Tensor.stride,
+    torch.Tensor.is_conj,
+    torch.Tensor.is_neg,
+    operator.attrgetter("dtype"),
+)
+"""All of them functions of C: thousands of tensors are asked without a frame of Python for each."""
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:

@@ -31,13 +31,25 @@ def refuse_optimizer(optimizer: object, path: str) -> None:
             raise UnsupportedState(f"{path}: {cls.__name__} flattens its state across ranks: {remedy}")
 
 
+def refuse_strangers(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], path: str) -> None:
+    """Raises UnsupportedState for state that no parameter of the groups, `params`, has."""
+    known = set(map(id, params))
+    for key in optimizer.state:
+        if id(key) not in known:
+            raise UnsupportedState(
+                f"{path}: optimizer state is kept under {str(key)[:40]!r}, which is no parameter of its groups"
+            )
+
+
 def group_path(path: str, index: int) -> str:
     """Where the hyper-parameters of a group are kept."""
     return f"{path}/@group.{index}" if path else f"@group.{index}"
 
 
 def state_path(path: str, param_name: str, key: object) -> str:
-    """Where one entry of a parameter's optimizer state is kept."""
+    """Where one entry of a parameter's optimizer state is kept. Raises UnsupportedState for a key that is no text."""
+    if not isinstance(key, str):
+        raise UnsupportedState(f"{path}/{param_name}: optimizer state has the key {key!r}; keys must be text")
     return join(f"{path}/{param_name}" if path else param_name, key)
 
 
@@ -58,8 +70,8 @@ def hyper_parameters(group: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     return ((key, value) for key, value in group.items() if key not in ("params", "param_names"))
 
 
-def cut_like(param: Sharded | None, value: object) -> object:
+def cut_like(param: Sharded | None, value: torch.Tensor) -> torch.Tensor | Sharded:
     """Optimizer state of a parameter that was cut by hand: what has its shape was cut like it."""
-    if param is None or not isinstance(value, torch.Tensor) or value.shape != param.tensor.shape:
+    if param is None or value.shape != param.tensor.shape:
         return value
     return Sharded(value, param.offset, param.shape)

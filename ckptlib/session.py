@@ -183,7 +183,7 @@ class Session:
         self.arena, self.writer = together(self.group, "making room for snapshots", self._make_room)
         self.replicator = self._make_replicator()
         self._stager = Stager(self._on_sealed)
-        self._memo: Memo = {}
+        self._memo = Memo()
         self._agreement: Agreement | None = None
         self._plan: _Plan | None = None
         self._sources: list[tuple[Leaf, Source]] = []

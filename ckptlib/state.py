@@ -7,8 +7,9 @@ objects with `state_dict()` and `load_state_dict()`. `flatten` calls each `state
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import nn
@@ -16,9 +17,18 @@ from torch import nn
 from ckptlib import values
 from ckptlib.errors import UnsupportedState
 from ckptlib.layout import PerRank as HeldPerRank
-from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, identity, join, leaf_of, local_of, place, refuse_tensor
+from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, identity, join, leaf_of, local_of, places, refuse_tensor
 from ckptlib.modules import is_extra_state, named_state
-from ckptlib.optimizers import cut_like, group_path, hyper_parameters, names_of_params, refuse_optimizer, state_path
+from ckptlib.optimizers import (
+    cut_like,
+    group_path,
+    hyper_parameters,
+    names_of_params,
+    refuse_optimizer,
+    refuse_strangers,
+    state_path,
+)
+from ckptlib.sections import Section, Sight
 from ckptlib.values import Json
 
 __all__ = ["Flat", "Leaf", "Memo", "PerRank", "Plain", "Sharded", "flatten", "has_tensor", "is_stateful", "join"]
@@ -36,8 +46,16 @@ class Flat:
     """By path."""
 
 
-Memo = dict[str, tuple[object, object, Leaf]]
-"""By name: the tensor, where and what its local data is, and the leaf made of it at the last pass."""
+class Memo:
+    """What an earlier pass found, for the next one to take again where it is still so."""
+
+    def __init__(self) -> None:
+        self.leaves: dict[str, tuple[object, object, Leaf]] = {}
+        """By name: the tensor, where and what its local data is, and the leaf made of it."""
+        self.owners: dict[int, torch.optim.Optimizer] = {}
+        """By id of parameter."""
+        self.sections: dict[tuple[str, bool], Section[_Walk]] = {}
+        """By path, and whether it is per rank: a module or an optimizer."""
 
 
 @torch.no_grad()
@@ -49,36 +67,42 @@ def flatten(state: object, memo: Memo | None = None) -> Flat:
 
     Raises UnsupportedState, naming the path, for what cannot be saved.
     """
-    walk = _Walk({} if memo is None else memo)
+    memo = Memo() if memo is None else memo
+    walk = _Walk(memo, _owners_in(state))
+    if walk.owners != memo.owners:
+        memo.sections.clear()
+    memo.owners = dict(walk.owners)
     walk.visit(state)
-    for path, optimizer in walk.flat.optimizers.items():
-        walk.add_optimizer(optimizer, path)
-    walk.forget_others()
+    for name in memo.leaves.keys() - walk.names.keys():  # what the state no longer has
+        del memo.leaves[name]
+    for key in memo.sections.keys() - walk.sections:
+        del memo.sections[key]
     return walk.flat
 
 
 class _Walk:
-    """One pass over a state."""
+    """One pass over a state, or over a section of it."""
 
-    def __init__(self, memo: Memo) -> None:
+    def __init__(self, memo: Memo, owners: dict[int, torch.optim.Optimizer]) -> None:
+        """`owners`: by id of tensor."""
         self.flat = Flat()
-        self._memo = memo
+        self.names: dict[str, None] = {}
         self.param_names: dict[int, str] = {}
+        self.seen: dict[object, str] = {}
+        """By what two names of one tensor have in common: the first of them."""
+        self.owners = owners
         self.by_hand: dict[int, Sharded] = {}
         """By id of the tensor that each of them holds."""
-        self.owners: dict[int, torch.optim.Optimizer] = {}
-        self._names: set[str] = set()
-        self._seen: dict[object, str] = {}
+        self.sections: set[tuple[str, bool]] = set()
+        self._memo = memo
         self._modules: list[tuple[str, nn.Module, bool]] = []
 
     def visit(self, state: object) -> None:
-        for optimizer in _optimizers_in(state):
-            for group in optimizer.param_groups:
-                self.owners.update((id(p), optimizer) for p in group["params"])
         self._collect(state, "", per_rank=False)
-        for module_path, module, module_per_rank in self._modules:
-            self._visit_module(module, module_path, module_per_rank)
-        self._modules.clear()
+        for path, module, per_rank in self._modules:
+            self._visit_module(module, path, per_rank)
+        for path, optimizer in self.flat.optimizers.items():
+            self._visit_optimizer(optimizer, path)
 
     def _collect(self, node: object, path: str, per_rank: bool) -> None:
         if isinstance(node, PerRank):
@@ -105,16 +129,53 @@ class _Walk:
             self.add_value(node, path)
 
     def _visit_module(self, module: nn.Module, path: str, per_rank: bool) -> None:
+        names: list[str] = []
+        tensors: list[torch.Tensor] = []
+        others: list[tuple[str, object]] = []
         for name, value in named_state(module, path):
             full = f"{path}/{name}" if path else name
             if isinstance(value, torch.Tensor) and not is_extra_state(name):
-                self.add_tensor(value, full, per_rank)
+                names.append(full)
+                tensors.append(value)
             else:
-                self.add_object(value, full, per_rank)
+                others.append((full, value))
+
+        def add(walk: _Walk) -> None:
+            for name, tensor in zip(names, tensors, strict=True):
+                walk.add_tensor(tensor, name, per_rank)
+
+        self._add_section((path, per_rank), Sight(names, (), tensors), add)
+        for name, value in others:
+            self.add_object(value, name, per_rank)
+
+    def _add_section(self, key: tuple[str, bool], sight: Sight, add: Callable[[_Walk], None]) -> None:
+        """What `add` finds, or what it found at the last pass.
+
+        It is given a walk of its own, so that what it finds can be kept, unless that has something in common with what
+        was found before it.
+        """
+        self.sections.add(key)
+        known = self._memo.sections.get(key)
+        if known is None or not known.shows(sight):
+            made = _Walk(self._memo, self.owners)
+            add(made)
+            known = self._memo.sections[key] = Section(sight, made)
+        made = known.made
+        if self.names.keys().isdisjoint(made.names) and self.seen.keys().isdisjoint(made.seen):
+            self._take(made)
+        else:  # ties, or names that stand twice
+            add(self)
+
+    def _take(self, made: _Walk) -> None:
+        self.flat.leaves += made.flat.leaves
+        self.flat.aliases |= made.flat.aliases
+        self.names |= made.names
+        self.seen |= made.seen
+        self.param_names = made.param_names | self.param_names
 
     def add_tensor(self, tensor: torch.Tensor | Sharded, name: str, per_rank: bool) -> None:
         self._claim(name)
-        known = self._memo.get(name)
+        known = self._memo.leaves.get(name)
         if known is None or known[0] is not tensor:
             refuse_tensor(tensor, name)
         self.param_names.setdefault(id(local_of(tensor)), name)
@@ -122,7 +183,7 @@ class _Walk:
             self.by_hand[id(tensor.tensor)] = tensor
         key = identity(tensor)
         if key is not None and not per_rank:
-            first = self._seen.setdefault(key, name)
+            first = self.seen.setdefault(key, name)
             if first != name:
                 self.flat.aliases[name] = first
                 return
@@ -132,56 +193,58 @@ class _Walk:
 
     def _leaf(self, tensor: torch.Tensor | Sharded, name: str, per_rank: bool) -> Leaf | None:
         owner = self.owners.get(id(local_of(tensor)))
-        at = place(tensor)
-        known = self._memo.get(name)
+        at = places([local_of(tensor)])
+        known = self._memo.leaves.get(name)
         if known is not None and known[0] is tensor and known[1] == at:
             leaf = known[2]
             if leaf.owner is owner and isinstance(leaf.held, HeldPerRank) == per_rank:
                 return leaf
         made = leaf_of(tensor, name, per_rank, owner)
         if made is not None:
-            self._memo[name] = (tensor, at, made)
+            self._memo.leaves[name] = (tensor, at, made)
         return made
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+    def _visit_optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         names = names_of_params(optimizer, self.param_names)
         self.flat.objects[path] = {"optimizer": {"groups": names}}  # type: ignore[dict-item]
-        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for key in optimizer.state:
-            if id(key) not in known:
-                raise UnsupportedState(
-                    f"{path}: optimizer state is kept under {str(key)[:40]!r}, which is no parameter of its groups"
-                )
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        refuse_strangers(optimizer, params, path)
         for i, group in enumerate(optimizer.param_groups):
-            plain: dict[str, object] = {}
-            for option, value in hyper_parameters(group):
+            self._add_hyper_parameters(group, group_path(path, i))
+
+        def content() -> Iterator[tuple[str, torch.Tensor, object]]:
+            for name, param in zip(chain.from_iterable(names), params, strict=True):
+                for key, value in optimizer.state.get(param, {}).items():
+                    yield state_path(path, name, key), param, value
+
+        def add(walk: _Walk) -> None:
+            for name, param, value in content():
                 if isinstance(value, torch.Tensor):
-                    self.add_tensor(value, join(group_path(path, i), option), per_rank=False)
-                elif has_tensor(value):  # betas may be tensors
-                    self.add_object(value, join(group_path(path, i), option), per_rank=False)
-                else:
-                    plain[option] = value
-            self.add_value(plain, group_path(path, i))
-            for name, param in zip(names[i], group["params"], strict=True):
-                for entry, content in optimizer.state.get(param, {}).items():
-                    if not isinstance(entry, str):
-                        raise UnsupportedState(
-                            f"{path}/{name}: optimizer state has the key {entry!r}; keys must be text"
-                        )
-                    cut = cut_like(self.by_hand.get(id(param)), content)
-                    self._add_optimizer_entry(state_path(path, name, entry), cut, optimizer)
+                    walk.owners[id(value)] = optimizer
+                    walk.add_tensor(cut_like(self.by_hand.get(id(param)), value), name, per_rank=False)
 
-    def _add_optimizer_entry(self, path: str, value: object, optimizer: torch.optim.Optimizer) -> None:
-        if isinstance(value, (torch.Tensor, Sharded)):
-            self.owners[id(local_of(value))] = optimizer
-            self.add_tensor(value, path, per_rank=False)
+        entries = optimizer.state.values()
+        tensors = [value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor)]
+        keys = [[key for key, value in entry.items() if isinstance(value, torch.Tensor)] for entry in entries]
+        if self.by_hand:
+            add(self)
         else:
-            self.add_object(value, path, per_rank=False)
+            self._add_section((path, False), Sight([names, keys], [*params, *optimizer.state], tensors), add)
+        if len(tensors) < sum(map(len, entries)):
+            for name, _, value in content():
+                if not isinstance(value, torch.Tensor):
+                    self.add_object(value, name, per_rank=False)
 
-    def forget_others(self) -> None:
-        """Lets go of tensors that the state no longer has."""
-        for name in self._memo.keys() - self._names:
-            del self._memo[name]
+    def _add_hyper_parameters(self, group: Mapping[str, object], path: str) -> None:
+        plain: dict[str, object] = {}
+        for option, value in hyper_parameters(group):
+            if isinstance(value, torch.Tensor):
+                self.add_tensor(value, join(path, option), per_rank=False)
+            elif has_tensor(value):  # betas may be tensors
+                self.add_object(value, join(path, option), per_rank=False)
+            else:
+                plain[option] = value
+        self.add_value(plain, path)
 
     def add_value(self, value: object, path: str) -> None:
         self._claim(path)
@@ -215,16 +278,22 @@ class _Walk:
         return {kind: [self._tree(v, join(path, i), per_rank) for i, v in enumerate(node)]}  # type: ignore[arg-type, var-annotated]
 
     def _claim(self, name: str) -> None:
-        if name in self._names:
+        if name in self.names:
             raise UnsupportedState(f"two entries of the state are both called {name!r}; rename one of them")
-        self._names.add(name)
+        self.names[name] = None
 
 
 _TREES: dict[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tuple: "tuple"}
 
 
+def _owners_in(state: object) -> dict[int, torch.optim.Optimizer]:
+    """By id of parameter. Before any tensor is looked at, since a tensor may stand before its owner."""
+    return {
+        id(p): optimizer for optimizer in _optimizers_in(state) for g in optimizer.param_groups for p in g["params"]
+    }
+
+
 def _optimizers_in(node: object) -> Iterator[torch.optim.Optimizer]:
-    """Before any tensor is looked at, since a tensor may stand before its owner."""
     if isinstance(node, PerRank):
         yield from _optimizers_in(node.value)
     elif isinstance(node, torch.optim.Optimizer):

@@ -118,7 +118,7 @@ def test_tensors_made_for_the_save_are_never_mixed_up() -> None:
 
 
 def test_what_has_not_changed_gives_the_same_leaves() -> None:
-    memo: Memo = {}
+    memo = Memo()
     model = nn.Linear(3, 3)
     before = {leaf.name: leaf for leaf in flatten({"m": model}, memo).leaves}
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_what_has_not_changed_gives_the_same_leaves() -> None:
     ids=["transposed", "resized", "replaced", "another dtype", "cut"],
 )
 def test_what_changed_in_place_gives_new_leaves(change: Callable[[torch.Tensor], object]) -> None:
-    memo: Memo = {}
+    memo = Memo()
     tensor = torch.arange(6.0).view(2, 3)
     flatten({"t": tensor}, memo)
     change(tensor)
@@ -152,7 +152,7 @@ def test_what_changed_in_place_gives_new_leaves(change: Callable[[torch.Tensor],
 
 
 def test_a_square_that_is_transposed_in_place_is_another_leaf() -> None:
-    memo: Memo = {}
+    memo = Memo()
     tensor = torch.arange(9.0).view(3, 3)
     (before,) = flatten({"t": tensor}, memo).leaves
     tensor.t_()
@@ -161,7 +161,7 @@ def test_a_square_that_is_transposed_in_place_is_another_leaf() -> None:
 
 
 def test_the_memo_lets_go_of_what_is_gone() -> None:
-    memo: Memo = {}
+    memo = Memo()
     tensor = torch.ones(3)
     gone = weakref.ref(tensor)
     flatten({"t": tensor, "u": torch.ones(1)}, memo)
@@ -169,7 +169,7 @@ def test_the_memo_lets_go_of_what_is_gone() -> None:
     flatten({"u": torch.ones(1)}, memo)
     gc.collect()
     assert gone() is None
-    assert memo.keys() == {"u"}
+    assert memo.leaves.keys() == {"u"}
 
 
 # -- holdings
