@@ -548,10 +548,12 @@ class Session:
         Steps between the newest held by all and the newest settled on all failed on some rank. They must not keep their
         slots, or no other snapshot could ever be taken.
         """
-        first = self.held_by_all == NONE
-        self.held_by_all = max(self.held_by_all, Held.by_all(oldest_newest, latest_since))
-        if first and self.held_by_all != NONE:  # what the job before left in memory is needed no more
-            self.arena.reclaim()
+        before = self.held_by_all
+        self.held_by_all = max(before, Held.by_all(oldest_newest, latest_since))
+        if self.held_by_all != before and self.replicator is not None:
+            self.writer.held(SaveId(self.held_by_all, self.generation))
+            if before == NONE:  # what the job before left in memory is needed no more
+                self.arena.reclaim()
         self._settled_by_all = settled
         if settled > self.held_by_all:
             self.arena.forget(self.held_by_all, settled)

@@ -63,6 +63,10 @@ class Writer:
             self._slots.append(str(path))
             self._channel.send({"op": "slot", "path": str(path)})
 
+    def held(self, save: SaveId) -> None:
+        """All ranks hold this snapshot in memory: should no job go on from it, it must not be lost."""
+        self._channel.send({"op": "held", "save": str(save)})
+
     def expect(self, save: SaveId) -> None:
         """A snapshot is being staged: should the trainer die now, its part will not come."""
         self._order({"op": "expect", "save": str(save)})

@@ -3,7 +3,7 @@
 The main thread listens to the trainer and watches for its death by pidfd (a pipe's end may have been inherited by the
 trainer's other children). One thread persists, one commits; each takes its jobs in order.
 
-    trainer -> writer    setup, slot, forget, expect, persist, commit, void, await, close
+    trainer -> writer    setup, slot, forget, held, expect, persist, commit, void, await, close
     writer -> trainer    ready, released, committed, failed
 """
 
@@ -29,6 +29,7 @@ from ckptlib.slot import Slot
 from ckptlib.stores import open_store
 from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.persist import Persister, put_failure
+from ckptlib.writer.rescue import rescue
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,9 @@ NICENESS = 10
 
 ORPHAN_DEADLINE_S = 60.0
 """How long a committer whose trainer is gone still waits for other ranks."""
+
+RESCUE_AFTER_S = 15.0
+"""How long a restart may take before what is in memory only is persisted: less than a killed allocation has left."""
 
 SUCCESSOR_POLL_S = 0.2
 
@@ -53,6 +57,8 @@ class WriterProcess:
         self._expected: set[SaveId] = set()
         self._orphan_since: float | None = None
         self._keep_slots_s = 0.0
+        self._held: SaveId | None = None
+        """The newest snapshot that all ranks hold in memory."""
         self._persists = _Worker("persist")
         self._commits = _Worker("commit")
 
@@ -71,12 +77,27 @@ class WriterProcess:
                 slot.unlink()
 
     def _await_successor(self) -> None:
-        """The slots are what a restarted job comes back from soonest; it unlinks them when it needs them no more."""
-        for slot in self._slots.values():
+        """The slots are what a restarted job comes back from soonest; it unlinks them when it needs them no more.
+
+        A step that is in memory only is persisted when no such job has come for a while.
+        """
+        slots = list(self._slots.values())
+        for slot in slots:
             slot.abandon()
-        deadline = time.monotonic() + self._keep_slots_s
-        while time.monotonic() < deadline and any(slot.path.exists() for slot in self._slots.values()):
+        began = time.monotonic()
+        rescued = self._held is None
+        while time.monotonic() - began < self._keep_slots_s and any(slot.path.exists() for slot in slots):
+            if not rescued and time.monotonic() - began > min(RESCUE_AFTER_S, self._keep_slots_s / 2):
+                rescued = True
+                self._rescue(slots)
             time.sleep(SUCCESSOR_POLL_S)
+
+    def _rescue(self, slots: list[Slot]) -> None:
+        assert self._held is not None
+        try:
+            rescue(slots, self._held, self._rank, self._persister, self._catalog)
+        except (CkptError, OSError, ValueError) as error:
+            log.warning("step %d stays in memory only: %s", self._held.step, describe(error))
 
     def _listen(self) -> bool:
         """Takes orders until there will be no more; returns whether the trainer said so itself."""
@@ -113,6 +134,8 @@ class WriterProcess:
         save = parse_save(message["save"])
         if op == "expect":
             self._expected.add(save)
+        elif op == "held":
+            self._held = save
         elif op == "void":
             self._expected.discard(save)
             self._persists.put(partial(self._fail, save, SaveFailed(message["error"])))

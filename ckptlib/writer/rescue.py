@@ -1,0 +1,93 @@
+"""What an orphaned writer does with a snapshot that is in memory only, when no job comes to go on from it.
+
+Each persists its own rank's share; then those of replicas whose ranks have put none, since their host may be lost. Who
+has put rank 0's share commits. It is a save like any other: it exists when its manifest does.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from ckptlib.catalog import Catalog
+from ckptlib.errors import CkptError, SaveFailed
+from ckptlib.keys import SaveId
+from ckptlib.slot import Slot, SlotHeader
+from ckptlib.writer.persist import Persister
+
+log = logging.getLogger(__name__)
+
+SHARES_TIMEOUT_S = 20.0
+"""How long the writers of other ranks have to put their own shares, before the replicas of these are used."""
+
+COMMIT_TIMEOUT_S = 300.0
+
+POLL_S = 0.5
+
+
+def rescue(slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persister, catalog: Catalog) -> None:
+    """Persists what is in these slots of a snapshot that all ranks held, and commits it if that falls to this writer.
+
+    `save`: the newest that this rank's trainer knew to be held by all; others may have known of a newer one, and what
+    they put then is gone along with. Raises Superseded when a newer generation has begun, SaveFailed when shares are
+    missing, and what the store and damaged slots raise.
+    """
+    catalog.check_head(save.generation)
+    save = _settle(slots, save, own_rank, persister, catalog)
+    shares = _shares(slots, save)
+    if catalog.is_committed(save):
+        return
+    stand_ins = _missing(catalog, save, shares.keys() - {own_rank})
+    for rank in sorted(stand_ins):
+        _persist(shares[rank], save, persister)
+    if 0 in stand_ins or (own_rank == 0 and 0 in shares):
+        world_size = shares[0].read_header().world_size
+        deadline = time.monotonic() + COMMIT_TIMEOUT_S
+        manifest = catalog.commit_when_whole(save, world_size, lambda: deadline - time.monotonic())
+        log.warning("step %d was in memory only, and is committed now: %d bytes", save.step, manifest.nbytes)
+
+
+def _settle(slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persister, catalog: Catalog) -> SaveId:
+    """The newest snapshot that any rank has put a share of by now; this rank's own is put, too."""
+    newer = sorted({header.save for header, _ in _ready(slots) if header.save > save})
+    deadline = time.monotonic() + SHARES_TIMEOUT_S
+    while True:
+        own = _shares(slots, save).get(own_rank)
+        if own is not None and _missing(catalog, save, {own_rank}):
+            _persist(own, save, persister)
+        if time.monotonic() > deadline:
+            return save
+        time.sleep(POLL_S)
+        save = max((other for other in newer if other > save and catalog.parts(other)), default=save)
+
+
+def _ready(slots: Iterable[Slot]) -> Iterator[tuple[SlotHeader, Slot]]:
+    for slot in slots:
+        try:
+            header = slot.read_header()
+        except CkptError:
+            continue  # empty, or torn
+        if header.ready:
+            yield header, slot
+
+
+def _shares(slots: Iterable[Slot], save: SaveId) -> dict[int, Slot]:
+    """By rank: the newest slot with its share."""
+    ready = sorted(_ready(slots), key=lambda found: found[0].number)
+    return {header.rank: slot for header, slot in ready if header.save == save}
+
+
+def _missing(catalog: Catalog, save: SaveId, ranks: Collection[int]) -> set[int]:
+    """Those of these ranks that have put no share."""
+    there = {rank for rank, names in catalog.parts(save).items() if any(name.ok for name in names)}
+    return {*ranks} - there
+
+
+def _persist(slot: Slot, save: SaveId, persister: Persister) -> None:
+    if not slot.read_lock():
+        raise SaveFailed(f"{slot.path}: is being overwritten")
+    try:
+        persister.persist(slot, save)
+    finally:
+        slot.unlock()

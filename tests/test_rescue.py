@@ -1,0 +1,151 @@
+"""Writers without trainers and without a successor: what all ranks held in memory becomes a step of the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import ROOT_ID, layout_of, make_generation, make_root, read_save, shards_of
+
+from ckptlib import plan
+from ckptlib.catalog import Catalog
+from ckptlib.digests import XXH3, digester
+from ckptlib.documents import encode
+from ckptlib.errors import SaveFailed, Superseded
+from ckptlib.keys import GenerationId, SaveId
+from ckptlib.slot import Slot, SlotHeader
+from ckptlib.stores.local import LocalStore
+from ckptlib.writer import rescue as module
+from ckptlib.writer.persist import Persister
+from ckptlib.writer.rescue import rescue
+
+RANKS = 2
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHARES_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(module, "COMMIT_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+
+
+def tensors(step: int) -> dict[str, np.ndarray]:
+    return {"w": np.arange(6000, dtype=np.float32) * step, "b": np.full(7, step, dtype=np.int64)}
+
+
+def slot_of(directory: Path, save: SaveId, rank: int, number: int, arrays: Mapping[str, np.ndarray]) -> Slot:
+    """One rank's share of a snapshot, ready."""
+    layout = layout_of(arrays, RANKS)
+    table = plan.lay_out(layout, shards_of(layout, rank))
+    nbytes = plan.body_nbytes(table)
+    slot = Slot.create(directory, f"ckptlib-{ROOT_ID[:16]}-{save.generation}", nbytes + (1 << 20))
+    body, digests = slot.body, []
+    for tensor, box, first in zip(table.tensors, table.boxes, table.first_chunks, strict=True):
+        raw = np.ascontiguousarray(arrays[layout.tensors[tensor].name][box.slices()]).tobytes()
+        body[table.offsets[first] : table.offsets[first] + len(raw)] = raw
+    digest = digester(XXH3)
+    digests = [digest(body[o : o + n]) for o, n in zip(table.offsets, table.nbytes, strict=True)]
+    fields = {"created": time.time(), "algorithm": XXH3, "digests": "".join(digests), "metrics": {}, "values": {}}
+    documents = {"layout": layout.encoded, "table": table.encoded.encode(), "snapshot": encode("snapshot", fields)}
+    places = slot.write_documents(nbytes, documents)
+    slot.write_header(SlotHeader(ROOT_ID, save, rank, RANKS, number, 2, nbytes, places))
+    slot.unlock()
+    return slot
+
+
+class Job:
+    """A root, and the slots on the hosts of two ranks, each of which holds replicas of the other."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.catalog = Catalog(LocalStore(str(directory / "root")))
+        make_root(self.catalog.store)
+        self.generation = make_generation(self.catalog)
+        self.hosts = {rank: list[Slot]() for rank in range(RANKS)}
+
+    def snapshot(self, step: int) -> SaveId:
+        save = SaveId(step, self.generation)
+        for host, slots in self.hosts.items():
+            directory = self.directory / f"host{host}"
+            directory.mkdir(exist_ok=True)
+            slots += [slot_of(directory, save, rank, step, tensors(step)) for rank in range(RANKS)]
+        return save
+
+    def rescue(self, known: Mapping[int, SaveId]) -> list[Exception | None]:
+        """By the writers of these ranks, each with what its trainer knew; what they raised."""
+
+        def run(rank: int) -> Exception | None:
+            store = LocalStore(str(self.directory / "root"))
+            try:
+                with ThreadPoolExecutor(1) as executor:
+                    rescue(self.hosts[rank], known[rank], rank, Persister(store, executor), Catalog(store))
+            except Exception as error:
+                return error
+            return None
+
+        with ThreadPoolExecutor(RANKS) as executor:
+            return list(executor.map(run, sorted(known)))
+
+    def check(self, save: SaveId) -> None:
+        found = read_save(self.catalog.store, save)
+        assert {name: array.tobytes() for name, array in found.items()} == {
+            name: array.tobytes() for name, array in tensors(save.step).items()
+        }
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+@pytest.mark.parametrize("writers", [(0, 1), (0,), (1,)], ids=str)
+def test_what_all_ranks_held_is_committed_whichever_writers_are_left(job: Job, writers: tuple[int, ...]) -> None:
+    save = job.snapshot(15)
+    assert job.rescue(dict.fromkeys(writers, save)) == [None] * len(writers)
+    assert job.catalog.visible() == [save]
+    job.check(save)
+
+
+def test_the_newest_that_any_rank_knew_of_counts(job: Job) -> None:
+    older, newer = job.snapshot(15), job.snapshot(16)
+    assert job.rescue({0: newer, 1: older}) == [None, None]
+    assert max(job.catalog.visible()) == newer
+    job.check(newer)
+
+
+def test_a_newer_generation_is_left_alone(job: Job) -> None:
+    save = job.snapshot(15)
+    make_generation(job.catalog, number=2)
+    assert [type(error) for error in job.rescue({0: save, 1: save})] == [Superseded, Superseded]
+    assert not list(job.catalog.store.scan("parts/"))
+
+
+def test_a_share_that_is_nowhere_is_no_step(job: Job) -> None:
+    save = job.snapshot(15)
+    for slots in job.hosts.values():
+        del slots[1]
+    errors = job.rescue({0: save})
+    assert isinstance(errors[0], SaveFailed)
+    assert "no part came from 1 of 2 ranks: 1" in str(errors[0])
+    assert job.catalog.visible() == []
+
+
+def test_what_is_committed_is_not_put_again(job: Job) -> None:
+    save = job.snapshot(15)
+    job.rescue({0: save, 1: save})
+    before = sorted(entry.key for entry in job.catalog.store.scan(""))
+    assert job.rescue({0: save, 1: save}) == [None, None]
+    assert sorted(entry.key for entry in job.catalog.store.scan("")) == before
+
+
+def test_generations_are_told_apart(job: Job) -> None:
+    """A slot of another generation with the same step is not a share of this one."""
+    save = job.snapshot(15)
+    other = SaveId(15, GenerationId(9, "99999999"))
+    job.hosts[0] = [slot_of(job.directory, other, rank, 1, tensors(3)) for rank in range(RANKS)]
+    job.rescue({0: save, 1: save})
+    job.check(save)
