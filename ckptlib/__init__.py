@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from ckptlib.manager import Checkpointer
-    from ckptlib.peer.peers import Peers
+    from ckptlib.peer.peers import Coverage, Peers
     from ckptlib.policy import Steps
     from ckptlib.retention import Keep
     from ckptlib.session import Pending
@@ -54,6 +54,7 @@ _HOMES = {
     "save": "checkpoint",
     "save_async": "checkpoint",
     "Checkpointer": "manager",
+    "Coverage": "peer.peers",
     "Peers": "peer.peers",
     "Steps": "policy",
     "Keep": "retention",
@@ -90,6 +91,7 @@ __all__ = [
     "Checkpointer",
     "CkptError",
     "CorruptData",
+    "Coverage",
     "FormatError",
     "Keep",
     "LoadReport",

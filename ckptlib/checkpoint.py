@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -62,6 +61,9 @@ class LoadReport:
     """Whether it came from the memory of the job's hosts."""
     committed: bool = True
     """Whether the store has it."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase: look (for snapshots in memory), wait (for writers of the job before), list (the steps), bring
+    (from peers), plan, read, spread (over ranks)."""
 
     @override
     def __str__(self) -> str:
@@ -220,7 +222,7 @@ def load_save(
     cast: bool = False,
 ) -> LoadReport:
     """Fills `state` from one step, and `generators` with the saved random state. Collective."""
-    began = time.perf_counter()
+    laps = events.Laps()
     whole = state if generators is None else {**state, RNG: generators}
 
     def plan() -> tuple[Reader, Targets]:
@@ -230,12 +232,15 @@ def load_save(
 
     what = f"loading step {source.save.step}"
     source.bring({own_rank(group.rank, source.world_size)})
+    laps.end("bring")
     reader, wanted = together(group, what, plan)
     unexpected = _unexpected_everywhere(group, wanted.unexpected)
     together(group, what, lambda: _check(source.save, wanted, unexpected, strict))
 
     reads, buckets = share_out(wanted.wants, group, lambda want: source.near(reader.ranks_for(want)))
+    laps.end("plan")
     source.bring(set().union(*map(reader.ranks_for, reads)))
+    laps.end("bring")
 
     def fill() -> None:
         total = sum(tensor.nbytes for want in reads for _, tensor in want.pieces)
@@ -243,7 +248,9 @@ def load_save(
             reader.read(reads, advance)
 
     together(group, what, fill)
+    laps.end("read")
     spread(buckets, group)
+    laps.end("spread")
     for action in wanted.finish:
         action()
     if whole is not state and isinstance(state, MutableMapping):  # plain values were put into the copy
@@ -253,11 +260,12 @@ def load_save(
         source=source.where,
         save=source.save,
         nbytes=reader.nbytes_read,
-        seconds=time.perf_counter() - began,
+        seconds=laps.total,
         missing=tuple(wanted.missing),
         unexpected=tuple(unexpected),
         values=wanted.values,
         in_memory=not isinstance(source, Committed),
+        phases=laps.seconds,
     )
 
 

@@ -1,4 +1,4 @@
-"""What people see of long operations: a line that moves on a terminal, nothing elsewhere."""
+"""What people see of long operations, a line that moves on a terminal; and how long each of their parts took."""
 
 from __future__ import annotations
 
@@ -12,6 +12,24 @@ SHOW_AFTER_S = 1.0
 """What is done sooner needs no progress."""
 
 REFRESH_S = 0.2
+
+
+class Laps:
+    """Seconds by phase of something that goes on from one to the next."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        """What came since the last call was of this phase; several of one name count together."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
 
 
 @contextmanager

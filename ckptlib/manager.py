@@ -29,7 +29,7 @@ from ckptlib.errors import (
 )
 from ckptlib.fence import Fence
 from ckptlib.group import together
-from ckptlib.peer.peers import Peers
+from ckptlib.peer.peers import Coverage, Peers
 from ckptlib.policy import Policy, Steps
 from ckptlib.restore import restore
 from ckptlib.retention import Keep
@@ -301,6 +301,11 @@ class Checkpointer:
     def pending(self) -> Pending | None:
         """The newest save; None before the first."""
         return self._last
+
+    @property
+    def coverage(self) -> Coverage | None:
+        """What the memory of the job's hosts protects just now; None without peers."""
+        return self._session.coverage
 
     @property
     def fence_waited_s(self) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from ckptlib.checkpoint import DAMAGE, LoadedRng, LoadReport, load_save, resolve
 from ckptlib.errors import CheckpointNotFound, CorruptData, NewerFormat
+from ckptlib.events import Laps
 from ckptlib.group import together
 from ckptlib.keys import SaveId, parse_save
 from ckptlib.peer.inventory import Inventory, SnapshotId, describe, look, memory_of
@@ -41,13 +42,16 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
 
     Raises CorruptData when there are steps and all of them are damaged.
     """
-    began = time.perf_counter()
+    laps = Laps()
     inventory = _look_around(session)
+    laps.end("look")
     if not inventory.whole():  # else what they have under way is older than what is in memory
         _await_orphans(session)
+        laps.end("wait")
     _finish(session)
     skipped: list[str] = []
     candidates = list(_candidates(session, inventory))
+    laps.end("list")
     for n, candidate in enumerate(candidates):
         try:
             report, generators = _restore_from(session, inventory, candidate, state, strict)
@@ -66,8 +70,9 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
                 )
             continue
         session.resumed_from = candidate.save
-        seconds = time.perf_counter() - began
-        return replace(report, skipped=tuple(skipped), seconds=seconds, committed=candidate.committed), generators
+        phases = {**laps.seconds, **report.phases}
+        report = replace(report, skipped=tuple(skipped), committed=candidate.committed, phases=phases)
+        return replace(report, seconds=sum(phases.values())), generators
     if skipped:
         raise CorruptData(f"{session.store.url}: every step is damaged: " + "; ".join(skipped))
     return LoadReport(0, session.store.url, None, 0, 0.0), None

@@ -30,7 +30,7 @@ from ckptlib.held import NONE, Held
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.layout import Layout
 from ckptlib.manifest import Generation, Root, Table
-from ckptlib.peer.peers import Peers
+from ckptlib.peer.peers import Coverage, Peers
 from ckptlib.peer.replicate import Fate, Replicator, Round
 from ckptlib.placement import Placement, place
 from ckptlib.plan import assign, body_nbytes, lay_out, writes
@@ -557,6 +557,16 @@ class Session:
         self._settled_by_all = settled
         if settled > self.held_by_all:
             self.arena.forget(self.held_by_all, settled)
+
+    @property
+    def coverage(self) -> Coverage | None:
+        """None without peers."""
+        if self.placement is None or self.replicator is None:
+            return None
+        held = None if self.held_by_all == NONE else self.held_by_all
+        newest = max((begun.step for begun in self._unsettled), default=self.held.settled)
+        losses = 0 if held is None else self.placement.num_losses_survived
+        return Coverage(held, newest - (held or 0), losses, self.replicator.linked)
 
     def mend_link(self, failed: bool, calm: bool) -> None:
         """Does about the link between peers what all ranks agreed upon. Collective where `calm`.

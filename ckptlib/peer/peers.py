@@ -38,3 +38,17 @@ class Peers:
     def domain_name(self) -> str:
         """Of this rank's failure domain. Containers have host names of their own; one machine has one boot id."""
         return BOOT_ID.read_text().strip() if self.domain == HOST else self.domain
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What the memory of the job's hosts protects, as all ranks last agreed."""
+
+    step: int | None
+    """The newest snapshot that every rank holds, with all its replicas; None: there is none yet."""
+    lag: int
+    """Steps from it to the newest snapshot that was begun: what would be lost with as many domains."""
+    num_losses: int
+    """As many failure domains may be lost, whichever they are, and `step` still comes back from memory."""
+    linked: bool
+    """Whether new snapshots get replicas; not while a peer cannot be reached."""
