@@ -32,13 +32,25 @@ _log = logging.getLogger(__name__)
 
 _PYTHON = struct.Struct("<I625IBd")
 _NUMPY = struct.Struct("<624IIId")
+_NUMPY_TAIL = struct.Struct("<IId")
 
 
 class RngState:
     """The generators of this process as a member of the state that is saved: for each rank its own."""
 
+    def __init__(self) -> None:
+        self._given: dict[str, torch.Tensor] = {}
+
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return capture()
+        """The tensors are the same at every call, and show the newest state: what lies where need not be asked anew."""
+        state = capture()
+        for name, new in state.items():
+            given = self._given.get(name)
+            if given is None or given.shape != new.shape:
+                self._given[name] = new
+            else:
+                given.copy_(new)
+        return {name: self._given[name] for name in state}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         restore(state)
@@ -133,7 +145,8 @@ def _numpy_bytes(source: np.random.RandomState | None = None) -> bytes:
             "use numpy.random.Generator objects and save their bit_generator.state"
         )
     words, position = state["state"]["key"], state["state"]["pos"]
-    return _NUMPY.pack(*words.tolist(), position, state["has_gauss"], state["gauss"])
+    head: bytes = words.astype("<u4").tobytes()
+    return head + _NUMPY_TAIL.pack(position, state["has_gauss"], state["gauss"])
 
 
 def _numpy_state(data: bytes) -> tuple[str, np.ndarray[tuple[int], np.dtype[np.uint32]], int, int, float]:

@@ -45,12 +45,13 @@ class Section(Generic[Made]):
         """Whether nothing has changed."""
         before = self._sight
         return (
-            _same(before.tensors, sight.tensors)
-            and _same(before.objects, sight.objects)
+            same(before.tensors, sight.tensors)
+            and same(before.objects, sight.objects)
             and before.names == sight.names
             and self._places == places(sight.tensors)
         )
 
 
-def _same(before: Sequence[object], now: Sequence[object]) -> bool:
+def same(before: Sequence[object], now: Sequence[object]) -> bool:
+    """Whether both hold the very same objects, in the same order."""
     return len(before) == len(now) and all(map(operator.is_, before, now))

@@ -13,7 +13,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from ckptlib.probe import probe
 from ckptlib.replicas import Agreement, Row, agree, alone, entries_of, rows_of
 from ckptlib.retention import Keep
 from ckptlib.rng import RngState
+from ckptlib.sections import same
 from ckptlib.slot import Slot, SlotHeader
 from ckptlib.stage import Content, Source, Stager, Staging, TornSnapshot
 from ckptlib.state import Flat, Leaf, Memo, PerRank, flatten
@@ -59,6 +60,7 @@ NUM_SLOTS_WITH_PEERS = 3
 """At every step: one that all ranks hold, one on its way to them, one that is written."""
 
 Overlap = Callable[[Leaf], bool]
+"""Whether its only writer waits at the fence; asked once for all leaves of one owner."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,20 @@ class _Plan:
     table: Table
     order: tuple[tuple[int, int], ...]
     """Per shard of the table: the leaf and its piece."""
+    body_nbytes: int
+    """Of a slot."""
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """What a save copied, and what that depended upon."""
+
+    plan: _Plan
+    leaves: list[Leaf]
+    late: Mapping[torch.optim.Optimizer | None, bool]
+    """By owner: whether what it owns is copied behind the fence."""
+    sources: list[Source]
+    """In the order of the plan's table."""
 
 
 class Session:
@@ -184,10 +200,12 @@ class Session:
         self.replicator = self._make_replicator()
         self._stager = Stager(self._on_sealed)
         self._memo = Memo()
+        self._rng = RngState()
         self._agreement: Agreement | None = None
         self._plan: _Plan | None = None
-        self._sources: list[tuple[Leaf, Source]] = []
-        self._sources_plan: _Plan | None = None
+        self._leaves: list[Leaf] = []
+        """Those that the plan stood for last."""
+        self._sources: _Sources | None = None
         self._num_saves = 0
         self._sequence = 0
         self.layout_changed = False
@@ -309,7 +327,7 @@ class Session:
                 self.group.size,
                 self._num_saves,
                 self._next_sequence(),
-                body_nbytes(plan.table),
+                plan.body_nbytes,
                 {},
             ),
             layout=plan.layout.encoded,
@@ -343,18 +361,25 @@ class Session:
 
     def _sources_of(self, leaves: list[Leaf], plan: _Plan, overlap: Overlap) -> list[Source]:
         """What is copied, in the table's order; the very sources of the last save where nothing changed."""
-        known = self._sources if self._sources_plan is plan else []
-        self._sources, self._sources_plan = [], plan
+        late: dict[torch.optim.Optimizer | None, bool] = {}
+        for leaf in leaves:
+            if leaf.owner not in late:
+                late[leaf.owner] = overlap(leaf)
+        known = self._sources if self._sources is not None and self._sources.plan is plan else None
+        if known is not None and known.late == late and same(known.leaves, leaves):
+            return known.sources
+        found = []
         for n, (i, piece) in enumerate(plan.order):
-            leaf = leaves[i]
-            late = overlap(leaf)
-            if n < len(known) and known[n][0] is leaf and known[n][1].overlap == late:
-                self._sources.append(known[n])
+            leaf, is_late = leaves[i], late[leaves[i].owner]
+            if known is not None and known.leaves[i] is leaf:
+                source = known.sources[n]
+                found.append(source if source.overlap == is_late else replace(source, overlap=is_late))
             else:
                 # detached: what `p.data = x` puts in place of this memory must not be copied instead, least of all
                 # past its end
-                self._sources.append((leaf, Source(leaf.name, leaf.pieces[piece][1].detach(), late)))
-        return [source for _, source in self._sources]
+                found.append(Source(leaf.name, leaf.pieces[piece][1].detach(), is_late))
+        self._sources = _Sources(plan, leaves, late, found)
+        return found
 
     def _prepare(
         self, state: object, metrics: Mapping[str, object], step: int, compare: bool
@@ -366,11 +391,11 @@ class Session:
                 raise self.superseded
             self._begin(step)
             encoded = {k: values.encode(v, f"metrics[{k}]") for k, v in metrics.items()}
-            flat = flatten({**_as_mapping(state), RNG: PerRank(RngState())}, self._memo)
+            flat = flatten({**_as_mapping(state), RNG: PerRank(self._rng)}, self._memo)
             return flat, encoded, rows_of(flat.leaves, self.group) if compare else {}
 
         def room(plan: _Plan) -> Slot:
-            return self._take_slot(body_nbytes(plan.table))
+            return self._take_slot(plan.body_nbytes)
 
         if not compare:
             flat, encoded, _ = look()
@@ -432,7 +457,10 @@ class Session:
 
         `agreement`: what all ranks have just agreed upon; None: the last one stands.
         """
-        shape = tuple((leaf.name, leaf.dtype, leaf.shape, leaf.held) for leaf in flat.leaves)
+        if self._plan is not None and same(self._leaves, flat.leaves):
+            shape = self._plan.shape
+        else:
+            shape = tuple((leaf.name, leaf.dtype, leaf.shape, leaf.held) for leaf in flat.leaves)
         known = self._plan if self._plan is not None and self._plan.shape == shape else None
         if known is not None and (known.layout.aliases, known.layout.objects) != (flat.aliases, flat.objects):
             known = None
@@ -446,6 +474,7 @@ class Session:
                 self.layout_changed = True
             by = alone(flat.leaves, self.group, self._agreement) if self.layout_changed else self._agreement
             self._plan = known = self._make_plan(flat, shape, by)
+        self._leaves = flat.leaves
         return known
 
     def _make_plan(
@@ -462,7 +491,7 @@ class Session:
                 places.update({(leaf.name, box): (i, piece) for piece, (box, _) in enumerate(leaf.pieces)})
         table = lay_out(layout, list(places))
         order = tuple(places[layout.tensors[t].name, box] for t, box in zip(table.tensors, table.boxes, strict=True))
-        return _Plan(shape, layout, table, order)
+        return _Plan(shape, layout, table, order, body_nbytes(table))
 
     def _take_slot(self, nbytes: int) -> Slot:
         slot = self.arena.take(nbytes, self.held_by_all, self._slots_in_use())

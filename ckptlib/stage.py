@@ -13,6 +13,7 @@ import queue
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,9 +37,9 @@ OVERLAP_FROM_BYTES = 64 * 1024
 COPY_TIMEOUT_S = 600.0
 """A copy runs at memory speed; one that takes longer has lost its thread."""
 
-SAMPLE_BYTES = 64
-SAMPLES = 2
-"""Windows per tensor: 0.5 us each; a write to a whole tensor that leaves both alone is not to be expected."""
+SAMPLE_BYTES = 128
+"""Of each tensor, at a place drawn anew; a write to a whole tensor that leaves it alone is not to be expected. One
+window and not several: the first look at a page that was not touched lately costs more than all the rest (0.5 us)."""
 
 
 class TornSnapshot(CkptError):
@@ -61,9 +62,12 @@ class Pair:
 
     __slots__ = (
         "body",
+        "copied",
         "device",
+        "late",
         "movable",
         "nbytes",
+        "now",
         "offset",
         "source",
         "source_address",
@@ -79,10 +83,53 @@ class Pair:
         self.device = None if on_host else tensor.device
         self.movable = on_host and is_bytes(tensor)
         self.source_address, self.target_address = tensor.data_ptr(), self.target.data_ptr()
+        self.late = source.overlap and self.nbytes >= OVERLAP_FROM_BYTES and is_bytes(tensor)
+        """Whether it is copied behind the fence."""
+        if self.movable and self.late:
+            self.now, self.copied = (_bytes_at(a, self.nbytes) for a in (self.source_address, self.target_address))
 
     def move(self) -> None:
         """No dispatch, no autograd, no thread pool that would compete with the trainer's; the GIL is released."""
         ctypes.memmove(self.target_address, self.source_address, self.nbytes)
+
+
+def _bytes_at(address: int, nbytes: int) -> memoryview:
+    """Memory that lives as long as its tensor; not by way of numpy, after which a tensor cannot be resized."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+_move_small = ctypes.PyDLL(None).memmove
+"""Keeps the GIL: giving it up hundreds of times would let any other thread hold up the trainer."""
+_move_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_move_small.restype = None
+
+
+class Pairs:
+    """The shards of a snapshot and their places in one slot, sorted by how they are copied."""
+
+    def __init__(self, pairs: list[Pair]) -> None:
+        self.all = pairs
+        self.late = [pair for pair in pairs if pair.movable and pair.late]
+        now = [pair for pair in pairs if pair.movable and not pair.late]
+        self.large = [pair for pair in now if pair.nbytes >= OVERLAP_FROM_BYTES]
+        small = [pair for pair in now if pair.nbytes < OVERLAP_FROM_BYTES]
+        self.small = tuple(
+            [getattr(pair, of) for pair in small] for of in ("target_address", "source_address", "nbytes")
+        )
+        """Addresses of targets and of sources, and sizes."""
+        self.strided = [pair for pair in pairs if pair.device is None and not pair.movable]
+        self.on_devices: dict[torch.device, list[Pair]] = {}
+        for pair in pairs:
+            if pair.device is not None:
+                self.on_devices.setdefault(pair.device, []).append(pair)
+
+    def move_now(self) -> None:
+        """All that is in host memory and is not copied behind the fence."""
+        deque(map(_move_small, *self.small), maxlen=0)
+        for pair in self.large:
+            pair.move()
+        for pair in self.strided:
+            pair.target.copy_(pair.source.tensor)
 
 
 @dataclass(frozen=True)
@@ -152,7 +199,8 @@ class Stager:
         self._on_sealed = on_sealed
         self._random = random.Random(0xC0FFEE)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._pairs: dict[tuple[str, str], list[Pair]] = {}
+        self._pairs: dict[tuple[str, str], Pairs] = {}
+        """By slot and table."""
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread = threading.Thread(target=self._run, name="ckptlib-stage", daemon=True)
         self._thread.start()
@@ -164,20 +212,10 @@ class Stager:
         header = replace(content.header, sequence=content.header.sequence - 1)
         slot.write_header(header)
         pairs = self._pairs_of(slot, content.table, sources)
-        later: list[Pair] = []
-        on_devices: dict[torch.device, list[Pair]] = {}
-        for pair in pairs:
-            if pair.movable:
-                if pair.source.overlap and pair.nbytes >= OVERLAP_FROM_BYTES:
-                    later.append(pair)
-                else:
-                    pair.move()
-            elif pair.device is not None:
-                on_devices.setdefault(pair.device, []).append(pair)
-            else:
-                pair.target.copy_(pair.source.tensor)
-        for device, on_device in on_devices.items():
+        pairs.move_now()
+        for device, on_device in pairs.on_devices.items():
             staging.device_copies.append(self._begin_device(device, on_device))
+        later = list(pairs.late)
         samples = [self._sample(pair) for pair in later]
         if not later:
             staging._copied.set()
@@ -186,13 +224,12 @@ class Stager:
 
     def _begin_device(self, device: torch.device, pairs: list[Pair]) -> tuple[DeviceCopies, list[Source]]:
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-        late = [p.source.overlap and p.nbytes >= OVERLAP_FROM_BYTES and is_bytes(p.source.tensor) for p in pairs]
-        now = [(p.target, p.source.tensor) for p, is_late in zip(pairs, late, strict=True) if not is_late]
-        later = [(p.target, p.source.tensor) for p, is_late in zip(pairs, late, strict=True) if is_late]
-        return DeviceCopies(stream, now, later), [p.source for p, is_late in zip(pairs, late, strict=True) if is_late]
+        now = [(pair.target, pair.source.tensor) for pair in pairs if not pair.late]
+        later = [(pair.target, pair.source.tensor) for pair in pairs if pair.late]
+        return DeviceCopies(stream, now, later), [pair.source for pair in pairs if pair.late]
 
-    def _pairs_of(self, slot: Slot, table: Table, sources: Sequence[Source]) -> list[Pair]:
-        """One per shard. Those of the last snapshot in this slot, where the source is the very same."""
+    def _pairs_of(self, slot: Slot, table: Table, sources: Sequence[Source]) -> Pairs:
+        """Those of the last snapshot in this slot, as far as the sources are the very same."""
         key = (str(slot.path), table.digest)
         known = self._pairs.get(key)
         if known is None:
@@ -200,26 +237,27 @@ class Stager:
             body = torch.frombuffer(slot.body, dtype=torch.uint8)
             firsts = (table.offsets[first] for first in table.first_chunks)
             found = [Pair(source, body, offset) for source, offset in zip(sources, firsts, strict=True)]
+        elif all(pair.source is source for pair, source in zip(known.all, sources, strict=True)):
+            return known
         else:
             found = [
                 pair if pair.source is source else Pair(source, pair.body, pair.offset)
-                for pair, source in zip(known, sources, strict=True)
+                for pair, source in zip(known.all, sources, strict=True)
             ]
-        self._pairs[key] = found
-        return found
+        self._pairs[key] = Pairs(found)
+        return self._pairs[key]
 
-    def _sample(self, pair: Pair) -> list[tuple[int, bytes]]:
-        """(offset, bytes) of a few windows of a movable source."""
-        last, draw = pair.nbytes - SAMPLE_BYTES, self._random.random
-        offsets = [int(draw() * last) for _ in range(SAMPLES)]
-        return [(offset, ctypes.string_at(pair.source_address + offset, SAMPLE_BYTES)) for offset in offsets]
+    def _sample(self, pair: Pair) -> tuple[int, bytes]:
+        """(offset, bytes) of a window of a source that is copied behind the fence."""
+        offset = int(self._random.random() * (pair.nbytes - SAMPLE_BYTES))
+        return offset, bytes(pair.now[offset : offset + SAMPLE_BYTES])
 
     @torch.no_grad()
     def _finish(
         self,
         staging: Staging,
         later: list[Pair],
-        samples: list[list[tuple[int, bytes]]],
+        samples: list[tuple[int, bytes]],
     ) -> None:
         try:
             began = time.perf_counter()
@@ -251,13 +289,11 @@ class Stager:
         self._pairs.clear()
 
 
-def _check_samples(later: list[Pair], samples: list[list[tuple[int, bytes]]], step: int) -> None:
-    for pair, windows in zip(later, samples, strict=True):
-        for offset, expected in windows:
-            copied = ctypes.string_at(pair.target_address + offset, SAMPLE_BYTES)
-            now = ctypes.string_at(pair.source_address + offset, SAMPLE_BYTES)
-            if not expected == copied == now:
-                raise _torn(step, pair.source.name)
+def _check_samples(later: list[Pair], samples: list[tuple[int, bytes]], step: int) -> None:
+    for pair, (offset, expected) in zip(later, samples, strict=True):
+        window = slice(offset, offset + SAMPLE_BYTES)
+        if not expected == pair.copied[window] == pair.now[window]:
+            raise _torn(step, pair.source.name)
 
 
 def _torn(step: int, name: str) -> TornSnapshot:

@@ -224,13 +224,17 @@ class _Walk:
                     walk.add_tensor(cut_like(self.by_hand.get(id(param)), value), name, per_rank=False)
 
         entries = optimizer.state.values()
-        tensors = [value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor)]
-        keys = [[key for key, value in entry.items() if isinstance(value, torch.Tensor)] for entry in entries]
+        contents = [value for entry in entries for value in entry.values()]
+        tensors = [value for value in contents if isinstance(value, torch.Tensor)]
+        if len(tensors) == len(contents):
+            keys = list(map(list, entries))
+        else:
+            keys = [[key for key, value in entry.items() if isinstance(value, torch.Tensor)] for entry in entries]
         if self.by_hand:
             add(self)
         else:
             self._add_section((path, False), Sight([names, keys], [*params, *optimizer.state], tensors), add)
-        if len(tensors) < sum(map(len, entries)):
+        if len(tensors) < len(contents):
             for name, _, value in content():
                 if not isinstance(value, torch.Tensor):
                     self.add_object(value, name, per_rank=False)

@@ -94,6 +94,16 @@ def test_what_it_holds() -> None:
     assert numpy == (*key.tolist(), *rest)
 
 
+def test_a_member_gives_the_same_tensors_with_the_newest_state() -> None:
+    member = RngState()
+    first = member.state_dict()
+    before = plain(first)
+    draws()
+    second = member.state_dict()
+    assert all(second[name] is tensor for name, tensor in first.items())
+    assert plain(second) == plain(capture()) != before
+
+
 def test_as_a_member_of_the_state() -> None:
     member = RngState()
     state = member.state_dict()

@@ -36,6 +36,9 @@ class Buffers(nn.Module):
         self.calls += 1
         return {"calls": self.calls, "kept": self.kept}
 
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state["kept"]
+
 
 def make_state() -> State:
     torch.manual_seed(0)

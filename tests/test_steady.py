@@ -1,0 +1,84 @@
+"""Saves that follow one another: what was looked up at one and kept for the next is never what is copied by mistake."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from onerank import Root, bits, opened
+from test_sections import CHANGES, State, make_state, weight
+
+from ckptlib import PerRank
+from ckptlib.rng import RngState
+from ckptlib.state import flatten
+
+LOADED = [
+    change
+    for change in CHANGES
+    # what load refuses, since the state does not say what it is
+    if change not in ("an object that cuts", "a number added", "an entry that became a number")
+]
+
+
+def data_of(state: State) -> dict[str, bytes]:
+    return {leaf.name: b"".join(bits(tensor) for _, tensor in leaf.pieces) for leaf in flatten(state).leaves}
+
+
+@torch.no_grad()
+def overwrite(state: State) -> None:
+    for leaf in flatten(state).leaves:
+        for _, tensor in leaf.pieces:
+            tensor.zero_()
+
+
+@torch.no_grad()
+def go_on(state: State) -> None:
+    """Every tensor gets other content, where it is."""
+    for leaf in flatten(state).leaves:
+        for _, tensor in leaf.pieces:
+            tensor += 1
+
+
+def check(root: Root, state: State) -> None:
+    go_on(state)
+    root.save(state)
+    expected = data_of(state)
+    overwrite(state)
+    root.load(state)
+    assert data_of(state) == expected
+
+
+@pytest.mark.parametrize("change", LOADED)
+def test_what_changes_between_two_saves_is_in_the_second(tmp_path: Path, change: str) -> None:
+    state = make_state()
+    with opened(tmp_path) as root:
+        for _ in range(3):  # each slot has been used
+            go_on(state)
+            root.save(state)
+        CHANGES[change](state)
+        check(root, state)
+        check(root, state)
+
+
+def test_memory_that_changes_again_and_again(tmp_path: Path) -> None:
+    state = make_state()
+    with opened(tmp_path) as root:
+        for _ in range(5):
+            check(root, state)
+            weight(state).data = weight(state).data.clone()
+
+
+def test_generators_are_saved_as_they_are_at_each_save(tmp_path: Path) -> None:
+    state: State = {"all": PerRank(RngState()), "x": torch.ones(1)}
+    with opened(tmp_path) as root:
+        draws = []
+        for _ in range(3):
+            root.save(state)
+            draws.append((torch.rand(1).item(), random.random(), np.random.rand()))
+        for step, expected in enumerate(draws, 1):
+            root.step = step
+            root.load(state)
+            assert (torch.rand(1).item(), random.random(), np.random.rand()) == expected
