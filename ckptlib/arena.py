@@ -46,6 +46,8 @@ class Arena:
         self._steps: dict[Path, int] = {}
         """What is in the slots that hold something to be kept."""
         self._warming: threading.Thread | None = None
+        self._left_alone: set[Path] = set()
+        """What was told of already."""
         self.on_made: Callable[[Path], None] = lambda path: None
         """Told of each slot when it is made, from any thread: who has it open unlinks it, should this process die."""
         self.on_gone: Callable[[Path], None] = lambda path: None
@@ -189,15 +191,25 @@ class Arena:
         `but`: those that hold this snapshot stay.
         """
         with self.others() as slots:
-            left_behind = [slot for slot in slots if slot.abandoned() and (but is None or not _holds(slot, but))]
+            left_behind = [slot for slot in slots if (but is None or not _holds(slot, but)) and slot.abandoned()]
             for slot in left_behind:
                 log.info("reclaimed %s, a slot that its processes left behind", slot.path)
                 slot.unlink()
             return [slot.path for slot in left_behind]
 
+    @property
+    def has_others(self) -> bool:
+        """Whether slots of this root, of other generations, are there."""
+        with self.others() as slots:
+            return bool(slots)
+
     @contextmanager
     def others(self) -> Iterator[list[Slot]]:
-        """The slots of this root, of other generations, open for a moment. What is not this user's is left alone."""
+        """The slots of this root, of other generations, open for a moment. What is not this user's is left alone.
+
+        Who only looks does not count as having them open: ranks of one host that look at the same time would each take
+        the other for an owner, and none would reclaim anything.
+        """
         slots = []
         for directory in self.directories:
             for entry in os.scandir(directory):
@@ -206,8 +218,10 @@ class Arena:
                 if other and entry.name.endswith(SUFFIX) and path not in _own:
                     try:
                         slots.append(Slot.open(path))
+                        slots[-1].abandon()
                     except FormatError as error:
-                        if path.exists():
+                        if path.exists() and path not in self._left_alone:
+                            self._left_alone.add(path)
                             log.warning("left alone: %s", error)
         try:
             yield slots

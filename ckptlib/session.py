@@ -59,6 +59,9 @@ NUM_SLOTS = 2
 NUM_SLOTS_WITH_PEERS = 3
 """At every step: one that all ranks hold, one on its way to them, one that is written."""
 
+RECLAIM_EVERY_S = 1.0
+"""How often a job looks whether the writers of the one before have let go of its slots."""
+
 Overlap = Callable[[Leaf], bool]
 """Whether its only writer waits at the fence; asked once for all leaves of one owner."""
 
@@ -219,6 +222,8 @@ class Session:
         self.held_by_all = NONE
         """The newest step that all ranks are known to hold."""
         self._settled_by_all = NONE
+        self._reclaim_at: float | None = None
+        """When slots of the job before are looked for again; None: not yet, or no more."""
         self.torn: Pending | None = None
         """The last snapshot that was found torn, until somebody has taken note of it."""
         self.failures = 0
@@ -581,8 +586,9 @@ class Session:
         self.held_by_all = max(before, Held.by_all(oldest_newest, latest_since))
         if self.held_by_all != before and self.replicator is not None:
             self.writer.held(SaveId(self.held_by_all, self.generation))
-            if before == NONE:  # what the job before left in memory is needed no more
-                self.arena.reclaim()
+            if before == NONE:
+                self._reclaim_at = time.monotonic()
+        self._reclaim()
         self._settled_by_all = settled
         if settled > self.held_by_all:
             self.arena.forget(self.held_by_all, settled)
@@ -596,6 +602,13 @@ class Session:
         newest = max((begun.step for begun in self._unsettled), default=self.held.settled)
         losses = 0 if held is None else self.placement.num_losses_survived
         return Coverage(held, newest - (held or 0), losses, self.replicator.linked)
+
+    def _reclaim(self) -> None:
+        """What the job before left in memory is needed no more; its writers may have it open for a while yet."""
+        if self._reclaim_at is None or time.monotonic() < self._reclaim_at:
+            return
+        self.arena.reclaim()
+        self._reclaim_at = time.monotonic() + RECLAIM_EVERY_S if self.arena.has_others else None
 
     def mend_link(self, failed: bool, calm: bool) -> None:
         """Does about the link between peers what all ranks agreed upon. Collective where `calm`.
