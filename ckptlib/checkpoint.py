@@ -21,10 +21,11 @@ from ckptlib.group import Group, group_of, group_or_world, meet, together
 from ckptlib.keys import SaveId, parse_save
 from ckptlib.manifest import Manifest
 from ckptlib.reader import Reader, Source, own_rank
+from ckptlib.saved import Saved
 from ckptlib.session import RNG, Pending, Session, Settings
 from ckptlib.spread import share_out, spread
 from ckptlib.stores import open_store
-from ckptlib.targets import Only, Rename, Saved, Targets, targets
+from ckptlib.targets import Only, Rename, Targets, targets
 
 log = logging.getLogger(__name__)
 

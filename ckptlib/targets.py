@@ -24,7 +24,8 @@ from ckptlib.layout import TensorEntry
 from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, join, leaf_of, local_of
 from ckptlib.modules import canonical, is_extra_state, named_state, owners_of
 from ckptlib.optimizers import group_path, hyper_parameters, names_of_params, refuse_optimizer
-from ckptlib.reader import Reader, Want
+from ckptlib.reader import Want
+from ckptlib.saved import Saved
 from ckptlib.state import is_stateful
 from ckptlib.values import Json
 
@@ -48,56 +49,6 @@ class Targets:
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Only = str | Sequence[str] | None
-
-
-class Saved:
-    """What a checkpoint holds, by name, as one rank sees it."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        own = reader.part(reader.own_rank)
-        own_layout = reader.layouts[own.table.layout]
-        layouts = [own_layout, *(layout for layout in reader.layouts.values() if layout is not own_layout)]
-        self.values: Mapping[str, Json] = own.values
-        self.tensors: dict[str, TensorEntry] = {}
-        self.objects: dict[str, Json] = {}
-        self._aliases: dict[str, str] = {}
-        self.groups: dict[str, dict[str, int]] = {}
-        """By path of an optimizer: parameter name to group."""
-        for layout in layouts:
-            per_rank_elsewhere = layout is not own_layout
-            for entry in layout.tensors:
-                if not (per_rank_elsewhere and isinstance(entry.holding, HeldPerRank)):
-                    self.tensors.setdefault(entry.name, entry)
-            for alias, name in layout.aliases.items():
-                self.tensors.setdefault(alias, layout.tensors[layout.index[name]])
-                self._aliases.setdefault(alias, name)
-            for path, tree in layout.objects.items():
-                self.objects.setdefault(path, tree)
-                self._add_groups(path, tree)
-
-    def _add_groups(self, path: str, tree: Json) -> None:
-        if not isinstance(tree, dict) or "optimizer" not in tree:
-            return
-        known = self.groups.setdefault(path, {})
-        match tree["optimizer"]:
-            case {"groups": list(groups)}:
-                for i, names in enumerate(groups):
-                    for name in names if isinstance(names, list) else []:
-                        known.setdefault(str(name), i)
-            case _:
-                raise StateMismatch(f"{path}: the layout's groups of this optimizer cannot be read")
-
-    def first_name(self, name: str) -> str:
-        """Of a tensor that had several names: the one that its optimizer state is kept under."""
-        return self._aliases.get(name, name)
-
-    def same(self, first: str, second: str) -> bool:
-        """Whether two saved tensors are one, or are equal."""
-        return first == second or (first in self.tensors and self._reader.same_bytes(first, second))
-
-    def value(self, path: str) -> object:
-        return values.decode(self.values[path], path)
 
 
 def targets(state: object, saved: Saved, *, rename: Rename = None, only: Only = None, cast: bool = False) -> Targets:
