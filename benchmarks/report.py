@@ -16,7 +16,19 @@ from pathlib import Path
 
 from benchmarks.common import Line
 
-NAMES = ("limits", "stall", "save", "load", "reshard", "small_tensors", "memory", "beat", "slowdown", "scale")
+NAMES = (
+    "limits",
+    "stall",
+    "save",
+    "load",
+    "reshard",
+    "small_tensors",
+    "memory",
+    "beat",
+    "slowdown",
+    "scale",
+    "recover",
+)
 SUBJECT = "ckptlib"
 
 
@@ -110,6 +122,8 @@ TARGETS = (
     Target("writer's memory", False, 150.0, _medians("memory", "writer"), "MB"),
     Target("construction", False, 0.1, _medians("beat", "construction"), "s"),
     Target("writer ready", False, 0.5, _medians("beat", "writer ready"), "s"),
+    Target("restore from own slots, of a warm copy", True, 0.7, _times("recover", "bare copy", "read")),
+    Target("restore from a peer, of bare gloo", True, 0.8, _times("recover", "bare gloo", "bring")),
     Target("committing at 1,024 ranks, rank 0", False, 0.1, _medians("scale", "steady commit"), "cpu s"),
     Target("planning a load at 1,024 ranks", False, 1.0, _medians("scale", "load planning"), "cpu s"),
 )

@@ -9,6 +9,7 @@ alike, so only all their steps together are told.
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,8 @@ from benchmarks.peers import PEERS
 
 EVERY = 4
 STEPS_PER_BLOCK = 12
-SUBJECTS = ("ckptlib", "DCP async thread", "DCP async process")
+IN_MEMORY, BARE = "ckptlib, in memory and a peer's at every step", "bare gloo, the same bytes at every step"
+SUBJECTS = ("ckptlib", IN_MEMORY, BARE, "DCP async thread", "DCP async process")
 
 
 def main(arguments: list[str]) -> None:
@@ -87,7 +89,7 @@ def work() -> None:
     dist.init_process_group("gloo")
     training = _Training(given["nbytes"], given["step_s"])
     without = _block(training, lambda step: None, lambda: False)[0]
-    with_saves = _with_ckptlib if given["peer"] == "ckptlib" else _with_peer
+    with_saves = {"ckptlib": _with_ckptlib, IN_MEMORY: _in_memory, BARE: _bare}.get(given["peer"], _with_peer)
     idle, busy = with_saves(training, given)
     without += _block(training, lambda step: None, lambda: False)[0]
     tell(what="step without checkpoints", samples=without)
@@ -124,6 +126,39 @@ def _with_ckptlib(training: _Training, given: dict[str, str]) -> tuple[list[floa
 
         _block(training, saver.after_step, under_way)  # slots are made, plans are drawn up
         return _block(training, saver.after_step, under_way, start=STEPS_PER_BLOCK)
+
+
+def _in_memory(training: _Training, given: dict[str, str]) -> tuple[list[float], list[float]]:
+    """A snapshot of every step, and its replica; nothing goes to the store."""
+    state = {"model": training.model, "optim": training.optimizer}
+    peers_ = ckptlib.Peers(copies=1, every=1, domain=f"host{dist.get_rank()}")
+    with ckptlib.Checkpointer(given["directory"], state, every=10**9, peers=peers_) as saver:
+        _block(training, saver.after_step, lambda: False)
+        return _block(training, saver.after_step, lambda: False, start=STEPS_PER_BLOCK)
+
+
+def _bare(training: _Training, given: dict[str, str]) -> tuple[list[float], list[float]]:
+    """Each rank sends as much as its snapshot to the other, in chunks of 16 MiB, from a thread."""
+    nbytes, peer = int(given["nbytes"]), 1 - dist.get_rank()
+    group = dist.new_group(backend="gloo")
+    mine, theirs = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+    threads: list[threading.Thread] = []
+
+    def exchange() -> None:
+        for ours, other in zip(mine.split(16 << 20), theirs.split(16 << 20), strict=True):
+            works = [dist.isend(ours, peer, group), dist.irecv(other, peer, group)]
+            for work in works:
+                work.wait()
+
+    def after(step: int) -> None:
+        while threads:
+            threads.pop().join()
+        threads.append(threading.Thread(target=exchange))
+        threads[-1].start()
+
+    found = _block(training, after, lambda: False)
+    threads.pop().join()
+    return found
 
 
 def _with_peer(training: _Training, given: dict[str, str]) -> tuple[list[float], list[float]]:

@@ -153,6 +153,7 @@ def main() -> None:
         {"model": model, "optim": optim, "sched": sched, "loader": loader},
         every=ckptlib.Steps(args.every),
         keep=ckptlib.Keep(last=3),
+        peers=None if args.copies is None else ckptlib.Peers(args.copies),
     ) as ckpt:
         report = ckpt.restore()
         say(rank, f"pid {os.getpid()}, {world_size} x {device.type}, {args.parallel}: {report}")
@@ -186,6 +187,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--root", required=True, help="where checkpoints go: a path or a URL such as s3://bucket/run")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
+    parser.add_argument("--copies", type=int, help="keep every step in memory, and so many copies on other hosts")
     parser.add_argument("--parallel", choices=["fsdp", "ddp", "none"], help="default: fsdp under torchrun, else none")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)

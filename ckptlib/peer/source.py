@@ -6,7 +6,6 @@ A slot that proves damaged is dropped by all ranks, and the next copy is tried.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 from collections.abc import Collection, Mapping
@@ -14,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -96,12 +94,7 @@ class InMemory:
         )
 
     def read_into(self, pack: str, offset: int, buffer: memoryview) -> None:
-        body = self._slots[pack].body
-        if offset + len(buffer) > len(body):
-            raise FormatError(f"{pack}: [{offset}:+{len(buffer)}] lies behind its end")
-        source = np.frombuffer(body[offset : offset + len(buffer)], dtype=np.uint8)
-        target = np.frombuffer(buffer, dtype=np.uint8)
-        ctypes.memmove(target.ctypes.data, source.ctypes.data, len(buffer))  # without the GIL
+        self._slots[pack].read_into(offset, buffer)
 
     # Where it is
 
