@@ -101,11 +101,13 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     return "\n".join(lines)
 
 
-def launch(module: str, num_ranks: int, arguments: Mapping[str, object], timeout_s: float) -> list[Line]:
+def launch(
+    module: str, num_ranks: int, arguments: Mapping[str, object], timeout_s: float, restarts: int = 0
+) -> list[Line]:
     """Runs `module` on ranks, as torchrun does; returns what its ranks gave to `tell`.
 
-    `arguments`: found by the ranks with `told`. Raises RuntimeError with what they printed when one fails,
-    subprocess.TimeoutExpired when they do not end.
+    `arguments`: found by the ranks with `told`. `restarts`: how often torchrun starts them again when one dies.
+    Raises RuntimeError with what they printed when one fails, subprocess.TimeoutExpired when they do not end.
     """
     with tempfile.TemporaryDirectory() as directory:
         environment = {
@@ -116,6 +118,7 @@ def launch(module: str, num_ranks: int, arguments: Mapping[str, object], timeout
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         }
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        command += [f"--max-restarts={restarts}"]
         if num_ranks == 1:  # torchrun costs as much as all else at toy size
             command = [sys.executable]
             environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

@@ -52,13 +52,20 @@ class Figures:
         self.failures[case, subject] = why
 
     def attempt(
-        self, case: str, subject: str, module: str, num_ranks: int, arguments: Mapping[str, object], timeout_s: float
+        self,
+        case: str,
+        subject: str,
+        module: str,
+        num_ranks: int,
+        arguments: Mapping[str, object],
+        timeout_s: float,
+        restarts: int = 0,
     ) -> list[Line]:
-        """What the ranks told; a subject that failed or hung is noted as that, and told nothing."""
+        """What the ranks told (see `launch`); a subject that failed or hung is noted as that, and told nothing."""
         if (case, subject) in self.failures:
             return []
         try:
-            return launch(module, num_ranks, arguments, timeout_s)
+            return launch(module, num_ranks, arguments, timeout_s, restarts)
         except subprocess.TimeoutExpired:
             self.failed(case, subject, f"did not end within {timeout_s:.0f} s")
         except RuntimeError as error:

@@ -3,14 +3,17 @@
 Two ranks, each a host of its own: with a directory in /dev/shm that the other does not look into. A job trains until
 both hold a snapshot and its replica, and dies; the next one restores, in fresh processes, into memory that was touched.
 Before that the bare speeds are measured by the same ranks: a warm copy on both at once, and a gloo transfer from one to
-the other. A host is lost by removing its directory. What was restored is compared with what was saved.
+the other. A host is lost by removing its directory. What was restored is compared with what was saved. Last, the whole
+way of a torchrun job from the SIGKILL of a rank to the end of the first step after it, phase by phase.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import shutil
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import ckptlib
 from benchmarks import limits, peers
@@ -26,6 +30,7 @@ from benchmarks.figures import Figures, Options, rotated, run
 
 MEMORY = Path("/dev/shm")
 OWN, REPLICA, STORE = "own slots", "a peer's replica", "local store, cold"
+DEATH = "from SIGKILL to the next step"
 WAIT_S = 60.0
 
 
@@ -46,6 +51,11 @@ def measure(options: Options, directory: Path, figures: Figures) -> None:
                 order = {**given, "doing": "restore"}
                 for line in figures.attempt(case, "ckptlib", __name__, 2, order, options.timeout_s):
                     _note(figures, case, line, saved, nbytes)
+        for number in range(1 if options.toy else options.rounds):
+            order = {**given, "doing": "die", "directory": f"{directory}-{number}"}
+            for line in figures.attempt(DEATH, "ckptlib", __name__, 2, order, options.timeout_s, restarts=1):
+                for phase, seconds in line["phases"].items() if line["rank"] == 0 else ():
+                    figures.add(DEATH, "ckptlib", phase, "s", [seconds], nbytes=nbytes)
 
 
 def _lose(memory: Path, case: str) -> None:
@@ -75,9 +85,58 @@ def _note(figures: Figures, case: str, line: dict[str, object], saved: dict[int,
 # In the ranks
 
 
+def _die_and_come_back(given: dict[str, object]) -> None:
+    """A job of which a rank is killed, and that torchrun starts again."""
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    times = [("imports", _started_at()), ("process group", time.time())]
+    store, rank, size = next(iter(dist.rendezvous("env://")))
+    dist.init_process_group("gloo", store=dist.PrefixStore(attempt, store), rank=rank, world_size=size)
+    times.append(("model and optimizer", time.time()))
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(max(int(given["nbytes"]) // 12 >> 20, 1))])
+    for module in model:
+        fully_shard(module)
+    optimizer = torch.optim.AdamW(model.parameters())
+    times.append(("construction", time.time()))
+    checkpointer = ckptlib.Checkpointer(
+        str(given["directory"]),
+        {"model": model, "optimizer": optimizer},
+        every=10**9,
+        peers=ckptlib.Peers(copies=1, every=1, domain=f"host{rank}"),
+    )
+    times.append(("restore", time.time()))
+    start = checkpointer.restore().step
+    times.append(("first step", time.time()))
+    killed = Path(str(given["directory"])) / "killed"
+    for step in range(start, start + 1000):
+        model(torch.ones(8, 1024)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if attempt == "1":
+            break
+        checkpointer.after_step(step + 1)
+        if rank == 1 and checkpointer.coverage.step is not None:
+            killed.write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+    times.append(("", time.time()))
+    phases = {"torchrun": times[0][1] - float(killed.read_text())}
+    phases |= {name: after - at for (name, at), (_, after) in itertools.pairwise(times)}
+    tell(phases={**phases, "all": sum(phases.values())})
+    peers.barrier()
+    checkpointer.close()
+    os._exit(0)
+
+
+def _started_at() -> float:
+    """When this process was started."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
 def work() -> None:
     """Trains until its snapshot is safe, or restores; and dies either way."""
     given = told()
+    if given["doing"] == "die":
+        _die_and_come_back(given)
     peers.start()
     rank = dist.get_rank()
     state = peers.make_state(given["nbytes"], 150)

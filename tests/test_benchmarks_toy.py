@@ -22,6 +22,7 @@ SUBJECTS = {
     "beat": {"ckptlib"},
     "slowdown": {"ckptlib"},
     "scale": {"ckptlib"},
+    "recover": {"ckptlib", "bare copy", "bare gloo"},
 }
 """Who must show up in the figures of each."""
 
