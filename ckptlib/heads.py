@@ -41,19 +41,20 @@ def expected_head(part: Part, layout: Layout, number: int) -> tuple[dict[str, st
     table = part.table
     entries: dict[str, HeadEntry] = {}
     foreign: dict[str, str] = {}
-    for tensor, box, first, count in zip(table.tensors, table.boxes, table.first_chunks, table.num_chunks, strict=True):
-        entry, element = layout.tensors[tensor], 0
-        for chunk in range(first, first + count):
-            elements = table.nbytes[chunk] // dtypes.itemsize(entry.dtype)
+    sizes = table.sizes(layout)
+    for shard, begin in enumerate(table.begins(sizes)):
+        entry, box, element = layout.tensors[table.tensors[shard]], table.boxes[shard], 0
+        word, chunks = dtypes.safetensors_name(entry.dtype), table.chunks(shard)
+        for chunk in chunks:
+            start, nbytes = (begin, sizes[shard]) if len(chunks) == 1 else (table.offsets[chunk], table.nbytes[chunk])
+            elements = nbytes // dtypes.itemsize(entry.dtype)
             if table.packs[chunk] == number:
                 name = _name(entry, box, element)
-                shape = box.shape if count == 1 else (elements,)
+                shape = box.shape if len(chunks) == 1 else (elements,)
                 if not dtypes.has_own_word(entry.dtype):
                     foreign[name] = entry.dtype
-                    shape = (table.nbytes[chunk],)
-                start = table.offsets[chunk]
-                word = dtypes.safetensors_name(entry.dtype)
-                entries[name] = HeadEntry(word, shape, start, start + table.nbytes[chunk])
+                    shape = (nbytes,)
+                entries[name] = HeadEntry(word, shape, start, start + nbytes)
             element += elements
     metadata = {
         "ckptlib": "1",

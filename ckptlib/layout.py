@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -178,15 +179,17 @@ def decode_layout(data: bytes, where: str) -> Layout:
     holdings = [
         _decode_holding(Fields(h, f"{where}: holding {i}"), meshes) for i, h in enumerate(fields.items("holdings"))
     ]
-    tensors = tuple(_decode_entry(row, holdings, fields) for row in fields.items("tensors"))
+    tensors = _decode_entries(fields.items("tensors"), holdings, fields)
     names = [entry.name for entry in tensors]
-    if any(a >= b for a, b in itertools.pairwise(names)):
+    if any(map(operator.ge, names, names[1:])):
         raise fields.fail("tensors are not sorted by name, or one stands twice")
     aliases = fields.mapping("aliases")
     known = set(names)
     if not all(isinstance(v, str) and v in known and k not in known for k, v in aliases.items()):
         raise fields.fail("an alias names no tensor, or shadows one")
-    return Layout(world_size, tensors, aliases, fields.mapping("objects"))  # type: ignore[arg-type]
+    layout = Layout(world_size, tensors, aliases, fields.mapping("objects"))  # type: ignore[arg-type]
+    vars(layout)["encoded"] = data  # with fields that this version does not know: its name covers them, too
+    return layout
 
 
 def _decode_mesh(fields: Fields, world_size: int) -> Mesh:
@@ -217,34 +220,50 @@ def _decode_holding(fields: Fields, meshes: list[Mesh]) -> Holding:
     return Placed(mesh, placements, writer)
 
 
-def _decode_entry(row: Json, holdings: list[Holding], fields: Fields) -> TensorEntry:
-    match row:
-        case [str(name), str(dtype), list(sizes), int(index)] if 0 <= index < len(holdings):
-            pass
-        case _:
+def _decode_entries(rows: list[Json], holdings: list[Holding], fields: Fields) -> tuple[TensorEntry, ...]:
+    """Checked column by column: there may be a hundred thousand."""
+    if not rows:
+        return ()
+    for row in rows:
+        if not isinstance(row, list) or len(row) != 4:
             raise fields.fail(f"not a row of tensors: {str(row)[:80]}")
-    dtypes.itemsize(dtype)
-    shape = decode_shape(sizes, fields)
-    holding = holdings[index]
-    if isinstance(holding, Placed):
-        _check_dims(holding.placements, len(shape), fields, name)
-    return TensorEntry(name, dtype, shape, holding)
+    names, words, sizes, indices = zip(*rows, strict=True)
+    for what, column, kind in (("names", names, str), ("dtypes", words, str), ("holdings", indices, int)):
+        if {*map(type, column)} != {kind}:
+            raise fields.fail(f"the {what} of tensors are not all of type {kind.__name__}")
+    if min(indices) < 0 or max(indices) >= len(holdings):
+        raise fields.fail(f"a tensor has a holding that is none of {len(holdings)}")
+    for word in {*words}:
+        dtypes.itemsize(word)
+    shapes = _decode_shapes(list(sizes), fields)
+    for index, ndim in {*zip(indices, map(len, shapes), strict=True)}:
+        holding = holdings[index]
+        if isinstance(holding, Placed):
+            _check_dims(holding.placements, ndim, fields)
+    held = (holdings[index] for index in indices)
+    return tuple(map(TensorEntry, names, words, shapes, held))
 
 
-def _check_dims(placements: tuple[Placement, ...], ndim: int, fields: Fields, name: str) -> None:
+def _check_dims(placements: tuple[Placement, ...], ndim: int, fields: Fields) -> None:
     for placement in placements:
         if not isinstance(placement, sharding.Replicate) and not 0 <= placement.dim < ndim:
-            raise fields.fail(f"{name}: placement {sharding.encode(placement)} of a tensor with {ndim} dims")
+            raise fields.fail(f"placement {sharding.encode(placement)} of a tensor with {ndim} dims")
 
 
-def decode_shape(value: Json, fields: Fields) -> tuple[int, ...]:
-    """A shape or an offset: sizes >= 0, of bounded number and product. Raises FormatError."""
-    if (
-        not isinstance(value, list)
-        or len(value) > MAX_NDIM
-        or not all(type(n) is int and 0 <= n <= MAX_NUMEL for n in value)
-    ):
-        raise fields.fail(f"not a shape: {str(value)[:80]}")
-    if math.prod(value) > MAX_NUMEL:  # type: ignore[arg-type]
-        raise fields.fail(f"a shape of absurd size: {str(value)[:80]}")
-    return tuple(value)  # type: ignore[arg-type]
+def decode_shapes(name: str, fields: Fields) -> list[tuple[int, ...]]:
+    """A column of shapes or offsets: sizes >= 0, of bounded number and product. Raises FormatError."""
+    return _decode_shapes(fields.items(name), fields)
+
+
+def _decode_shapes(values: list[Json], fields: Fields) -> list[tuple[int, ...]]:
+    if {*map(type, values)} - {list}:
+        raise fields.fail("a shape that is no list")
+    shapes: list[tuple[int, ...]] = list(map(tuple, values))  # type: ignore[arg-type]
+    if {*map(type, itertools.chain.from_iterable(shapes))} - {int}:
+        raise fields.fail("a shape that is not made of integers")
+    for shape in {*shapes}:
+        if len(shape) > MAX_NDIM or min(shape, default=0) < 0 or max(shape, default=0) > MAX_NUMEL:
+            raise fields.fail(f"not a shape: {str(shape)[:80]}")
+        if math.prod(shape) > MAX_NUMEL:
+            raise fields.fail(f"a shape of absurd size: {str(shape)[:80]}")
+    return shapes

@@ -5,9 +5,10 @@ A manifest is derived from parts alone, so whoever commits a step writes the sam
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -27,7 +28,7 @@ from ckptlib.keys import (
     parse_part_key,
     parse_save,
 )
-from ckptlib.layout import Layout, TensorEntry, decode_shape
+from ckptlib.layout import Layout, TensorEntry, decode_shapes
 from ckptlib.values import Json
 
 
@@ -111,6 +112,8 @@ class Generation:
 class Table:
     """What lies where: shards, each cut into chunks that follow one another in its row-major order.
 
+    Small shards share a chunk: one with no chunk of its own lies in that of the shard before it, right behind it.
+
     Without the digests of the data, so that it is the same at every save as long as the layout is. Offsets count from
     the first byte of a pack; in a slot, from the first byte of its body.
     """
@@ -122,7 +125,7 @@ class Table:
     boxes: tuple[Box, ...]
     """Per shard: in the tensor's global coordinates."""
     num_chunks: tuple[int, ...]
-    """Per shard."""
+    """Per shard; 0: it lies in the chunk of the shard before it, which is one chunk."""
     packs: tuple[int, ...]
     """Per chunk: position in the part's packs."""
     offsets: tuple[int, ...]
@@ -138,8 +141,8 @@ class Table:
                 "layout": self.layout,
                 "shards": {
                     "tensor": list(self.tensors),
-                    "offset": [list(box.offset) for box in self.boxes],
-                    "shape": [list(box.shape) for box in self.boxes],
+                    "offset": [box.offset for box in self.boxes],  # type: ignore[misc]
+                    "shape": [box.shape for box in self.boxes],  # type: ignore[misc]
                     "chunks": list(self.num_chunks),
                 },
                 "chunks": {"pack": list(self.packs), "offset": list(self.offsets), "nbytes": list(self.nbytes)},
@@ -152,12 +155,40 @@ class Table:
 
     @cached_property
     def first_chunks(self) -> tuple[int, ...]:
-        """Per shard: position of its first chunk."""
-        position, firsts = 0, []
-        for count in self.num_chunks:
-            firsts.append(position)
-            position += count
-        return tuple(firsts)
+        """Per shard: position of the chunk in which it begins."""
+        stops = itertools.accumulate(self.num_chunks)
+        return tuple(stop - (count or 1) for stop, count in zip(stops, self.num_chunks, strict=True))
+
+    def chunks(self, shard: int) -> range:
+        """Positions of the chunks in which a shard lies."""
+        first = self.first_chunks[shard]
+        return range(first, first + (self.num_chunks[shard] or 1))
+
+    def is_shared(self, shard: int) -> bool:
+        """Whether other shards lie in its chunk."""
+        return 0 in (self.num_chunks[shard], *self.num_chunks[shard + 1 : shard + 2])
+
+    def begins(self, sizes: Iterable[int]) -> tuple[int, ...]:
+        """Per shard: where its first byte lies, as `offsets` count. `sizes`: bytes of each shard."""
+        found, end = [], 0
+        for first, count, nbytes in zip(self.first_chunks, self.num_chunks, sizes, strict=True):
+            begin = self.offsets[first] if count else end
+            found.append(begin)
+            end = begin + nbytes
+        return tuple(found)
+
+    def sizes(self, layout: Layout) -> list[int]:
+        """Per shard: its bytes."""
+        return [shard_nbytes(layout.tensors[t], box) for t, box in zip(self.tensors, self.boxes, strict=True)]
+
+    def shards_in(self, chunk: int) -> list[int]:
+        """Positions of the shards that lie in a chunk, at least in part."""
+        return [shard for shard in range(len(self.tensors)) if chunk in self.chunks(shard)]
+
+    def describe(self, chunk: int, layout: Layout) -> str:
+        """What lies in a chunk, for messages."""
+        names = [f"{layout.tensors[self.tensors[shard]].name}{self.boxes[shard]}" for shard in self.shards_in(chunk)]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
 
     @property
     def nbytes_data(self) -> int:
@@ -167,54 +198,81 @@ class Table:
     @classmethod
     def decode(cls, fields: Fields) -> Table:
         shards, chunks = fields.inner("shards"), fields.inner("chunks")
-        tensors = tuple(shards.integers("tensor"))
-        boxes = tuple(
-            Box(decode_shape(offset, shards), decode_shape(shape, shards))
-            for offset, shape in zip(shards.items("offset"), shards.items("shape"), strict=False)
-        )
         table = cls(
             fields.digest("layout"),
-            tensors,
-            boxes,
-            tuple(shards.integers("chunks", 1)),
+            tuple(shards.integers("tensor")),
+            _decode_boxes(shards),
+            tuple(shards.integers("chunks")),
             tuple(chunks.integers("pack", 0, 10**6)),
             tuple(chunks.integers("offset")),
             tuple(chunks.integers("nbytes", 1)),
         )
-        if {len(boxes), len(table.num_chunks), len(shards.items("offset")), len(shards.items("shape"))} != {
-            len(tensors)
-        }:
+        if {len(table.boxes), len(table.num_chunks)} != {len(table.tensors)}:
             raise fields.fail("columns of shards differ in length")
         if {len(table.packs), len(table.offsets), len(table.nbytes)} != {sum(table.num_chunks)}:
             raise fields.fail("columns of chunks differ in length")
+        for before, count in itertools.pairwise((0, *table.num_chunks)):
+            if count == 0 and before > 1:
+                raise fields.fail(f"a shard shares {before} chunks of the shard before it")
+        if table.num_chunks[:1] == (0,):
+            raise fields.fail("the first shard has no chunk")
         return table
 
     def check(self, layout: Layout, where: str) -> None:
         """Raises FormatError unless every shard lies in its tensor and its chunks hold exactly its bytes."""
         if layout.digest != self.layout:
             raise FormatError(f"{where}: table is for layout {self.layout}, not {layout.digest}")
-        for shard, (tensor, box) in enumerate(zip(self.tensors, self.boxes, strict=True)):
-            if tensor >= len(layout.tensors):
-                raise FormatError(f"{where}: shard {shard} names tensor {tensor} of {len(layout.tensors)}")
+        if max(self.tensors, default=0) >= max(len(layout.tensors), 1):
+            raise FormatError(f"{where}: a shard names tensor {max(self.tensors)} of {len(layout.tensors)}")
+        wholes: dict[tuple[int, ...], Box] = {}
+        held = [0] * len(self.nbytes)
+        for shard, (tensor, box, first, count) in enumerate(
+            zip(self.tensors, self.boxes, self.first_chunks, self.num_chunks, strict=True)
+        ):
             entry = layout.tensors[tensor]
-            if len(box.offset) != len(box.shape) or len(box.shape) != len(entry.shape):
+            whole = wholes.get(entry.shape) or wholes.setdefault(entry.shape, Box.whole(entry.shape))
+            if box != whole:
+                _check_box(box, whole, entry, where)
+            if count > 1:
+                self._check_cuts(shard, entry, where)
+            else:
+                held[first] += shard_nbytes(entry, box)
+        for shard, (first, count) in enumerate(zip(self.first_chunks, self.num_chunks, strict=True)):
+            if count == 1 and held[first] != self.nbytes[first]:
+                name = f"{layout.tensors[self.tensors[shard]].name}{self.boxes[shard]}"
                 raise FormatError(
-                    f"{where}: offset {box.offset} and shape {box.shape} are no box of {entry.name}, "
-                    f"which has {len(entry.shape)} dims"
+                    f"{where}: {name} and what shares its chunk are {held[first]} bytes, but the chunk holds "
+                    f"{self.nbytes[first]}"
                 )
-            if not box.within(Box.whole(entry.shape)):
-                raise FormatError(f"{where}: {entry.name}{box} lies outside of its tensor of shape {entry.shape}")
-            self._check_chunks(shard, entry, where)
 
-    def _check_chunks(self, shard: int, entry: TensorEntry, where: str) -> None:
+    def _check_cuts(self, shard: int, entry: TensorEntry, where: str) -> None:
         itemsize, box = dtypes.itemsize(entry.dtype), self.boxes[shard]
-        first = self.first_chunks[shard]
-        sizes = self.nbytes[first : first + self.num_chunks[shard]]
+        chunks = self.chunks(shard)
+        sizes = self.nbytes[chunks.start : chunks.stop]
         if sum(sizes) != box.numel * itemsize or any(size % itemsize for size in sizes):
             raise FormatError(
                 f"{where}: {entry.name}{box} is {box.numel} elements of {itemsize} bytes, "
                 f"but its chunks hold {sum(sizes)}"
             )
+
+
+def _decode_boxes(shards: Fields) -> tuple[Box, ...]:
+    """One object for all boxes that are equal: thousands of small tensors are of few shapes."""
+    offsets, shapes = decode_shapes("offset", shards), decode_shapes("shape", shards)
+    if len(offsets) != len(shapes):
+        raise shards.fail("columns of shards differ in length")
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], Box] = {}
+    return tuple(known.get(at) or known.setdefault(at, Box(*at)) for at in zip(offsets, shapes, strict=True))
+
+
+def _check_box(box: Box, whole: Box, entry: TensorEntry, where: str) -> None:
+    if len(box.offset) != len(box.shape) or len(box.shape) != len(entry.shape):
+        raise FormatError(
+            f"{where}: offset {box.offset} and shape {box.shape} are no box of {entry.name}, "
+            f"which has {len(entry.shape)} dims"
+        )
+    if not box.within(whole):
+        raise FormatError(f"{where}: {entry.name}{box} lies outside of its tensor of shape {entry.shape}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,10 @@ PARTS, SMALLEST_CHUNK_BYTES = 8, 256 * 1024
 """A shard is cut into up to so many equal parts, where they are no smaller than that: a job of twice, four or eight
 times as many ranks wants halves, quarters or eighths of it, and then reads no byte too many (1.83 times before)."""
 
+SHARED_CHUNK_BYTES = 64 * 1024
+"""Small shards that lie side by side share a chunk of up to this size: a digest, a row and a call for each would cost
+more than their bytes, and whoever reads one of them reads no more than what one request costs anyway."""
+
 
 def assign(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     """The entries, each with the writer of its replicas.
@@ -93,8 +97,8 @@ def lay_out(layout: Layout, shards: Sequence[tuple[str, Box]], chunk_bytes: int 
     """Where each shard lies in a slot's body, which is also the body of the pack made of it.
 
     Large shards come first, each on a page of its own; the rest follows in blocks that begin on a page and have no
-    gaps, widest elements first, so that each is aligned to its element. Offsets count from the body's first byte; all
-    chunks are in pack 0.
+    gaps, widest elements first, so that each is aligned to its element. The smallest of them share chunks. Offsets
+    count from the body's first byte; all chunks are in pack 0.
     """
     sized = []
     for name, box in shards:
@@ -113,10 +117,18 @@ def lay_out(layout: Layout, shards: Sequence[tuple[str, Box]], chunk_bytes: int 
         counts.append(_add_chunks(round_up(end), nbytes, chunk_bytes, offsets, sizes))
         end = offsets[-1] + sizes[-1]
     end = block = round_up(end)
+    shared_bytes, room = min(SHARED_CHUNK_BYTES, chunk_bytes), 0
     for _, _, nbytes in small:
         if end - block >= ALIGN_FROM_BYTES:  # a pack can only be cut where a page begins
             end = block = round_up(end)
-        counts.append(_add_chunks(end, nbytes, chunk_bytes, offsets, sizes))
+            room = 0
+        if nbytes <= room:
+            counts.append(0)
+            sizes[-1] += nbytes
+        else:
+            counts.append(_add_chunks(end, nbytes, chunk_bytes, offsets, sizes))
+            room = shared_bytes
+        room -= nbytes
         end += nbytes
     ordered = large + small
     return Table(

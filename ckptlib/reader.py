@@ -7,6 +7,7 @@ checked against its digest before a byte of it is believed; every element of eve
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +17,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from ckptlib import dtypes
 from ckptlib.box import Box, boxes_of_range, find_hole, find_overlap
+from ckptlib.contents import Contents, SavedShard
 from ckptlib.digests import digester
 from ckptlib.errors import CorruptData, StateMismatch
 from ckptlib.keys import SaveId
@@ -77,12 +80,17 @@ class Want:
     """Whether it is a whole plain tensor, which every rank is likely to want."""
 
 
+_Move = tuple[int, int, int]
+"""(first byte in the chunk, bytes, address): what goes into memory of the host as it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Copy:
     """A contiguous stretch of a chunk, and where it goes."""
 
     first: int
-    """Element of the chunk."""
+    """Byte of the chunk."""
+    dtype: torch.dtype
     shape: tuple[int, ...]
     """Of the stretch, as it lies in the chunk."""
     inside: tuple[slice | EllipsisType, ...]
@@ -91,27 +99,54 @@ class _Copy:
     """Of the wanted shape."""
 
 
-@dataclass(frozen=True, slots=True)
 class _ChunkRead:
     """One chunk to be read, checked and placed."""
 
-    pack: str
-    offset: int
-    nbytes: int
-    digest: str
-    what: str
-    """The tensor and box, for messages."""
-    dtype: torch.dtype
-    copies: tuple[_Copy, ...]
+    __slots__ = ("chunk", "copies", "moves", "nbytes", "offset", "pack", "share")
+
+    def __init__(self, share: _Share, chunk: int) -> None:
+        table = share.part.table
+        self.share, self.chunk = share, chunk
+        self.pack = share.part.packs[table.packs[chunk]].key
+        self.offset, self.nbytes = table.offsets[chunk], table.nbytes[chunk]
+        self.moves: list[_Move] = []
+        self.copies: list[_Copy] = []
+
+    @property
+    def digest(self) -> str:
+        return self.share.part.digests[self.chunk]
 
     @property
     def address(self) -> int | None:
         """Of the target's memory, when the chunk's bytes are exactly that."""
-        if len(self.copies) != 1:
+        if self.copies or len(self.moves) != 1 or self.moves[0][1] != self.nbytes:
             return None
-        target = self.copies[0].target
-        fits = target.nbytes == self.nbytes and target.dtype == self.dtype and is_bytes(target)
-        return target.data_ptr() if fits and target.device.type == "cpu" else None
+        return self.moves[0][2]
+
+    @override
+    def __str__(self) -> str:
+        """The tensors that lie in it, for messages."""
+        return self.share.part.table.describe(self.chunk, self.share.layout)
+
+
+class _Share:
+    """A saved rank's part, with what is asked of it for each tensor looked up once."""
+
+    def __init__(self, part: Part, layout: Layout) -> None:
+        self.part, self.layout = part, layout
+        self.sizes = part.table.sizes(layout)
+        self.begins = part.table.begins(self.sizes)
+        self._shards: dict[str, tuple[int, ...]] = {}
+        for shard, tensor in enumerate(part.table.tensors):
+            name = layout.tensors[tensor].name
+            self._shards[name] = (*self._shards.get(name, ()), shard)
+
+    def shards(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, by any of its names."""
+        return self._shards.get(self.layout.aliases.get(name, name), ())
+
+    def shard(self, shard: int) -> SavedShard:
+        return SavedShard(self.part, self.layout, shard, self.begins[shard], self.sizes[shard])
 
 
 class _Run:
@@ -166,10 +201,11 @@ class Reader:
     def __init__(self, source: Source, rank: int) -> None:
         self._source = source
         self._rank = rank
-        self._parts: dict[int, Part] = {}
-        self._shards: dict[int, dict[str, list[int]]] = {}
+        self._shares: dict[int, _Share] = {}
+        self._contents = Contents(source.read_into)
         self.layouts: Mapping[str, Layout] = {digest: source.layout(digest) for digest in source.layouts}
         self._ranks = {digest: frozenset(ranks) for digest, ranks in source.layouts.items()}
+        self._own = frozenset({self.own_rank})
         self.nbytes_read = 0
 
     @property
@@ -179,15 +215,14 @@ class Reader:
 
     def part(self, rank: int) -> Part:
         """A rank's part, read once."""
-        if rank not in self._parts:
+        return self._share(rank).part
+
+    def _share(self, rank: int) -> _Share:
+        found = self._shares.get(rank)
+        if found is None:
             part = self._source.part(rank)
-            layout = self.layouts[part.table.layout]
-            shards: dict[str, list[int]] = {}
-            for shard, tensor in enumerate(part.table.tensors):
-                shards.setdefault(layout.tensors[tensor].name, []).append(shard)
-            self._shards[rank] = shards
-            self._parts[rank] = part
-        return self._parts[rank]
+            found = self._shares[rank] = _Share(part, self.layouts[part.table.layout])
+        return found
 
     def entries(self, name: str) -> dict[str, TensorEntry]:
         """By layout: the tensor of this name."""
@@ -195,13 +230,13 @@ class Reader:
         return {digest: entry for digest, entry in found if entry is not None}
 
     def same_bytes(self, first: str, second: str) -> bool:
-        """Whether two tensors were saved with the same content, as their digests tell."""
+        """Whether two tensors were saved with the same content."""
         found = []
         for name in (first, second):
             whole = Box.whole(next(iter(self.entries(name).values())).shape)
             ranks = sorted(self.ranks_for(Want(name, ((whole, torch.empty(0)),))))
-            found.append({box: self._digests(*at) for box, at in self._sources(name, ranks).items()})
-        return found[0] == found[1]
+            found.append(self._sources(name, ranks))
+        return found[0].keys() == found[1].keys() and all(self._same(at, found[1][box]) for box, at in found[0].items())
 
     def read(self, wants: Sequence[Want], progress: Callable[[int], None]) -> None:
         """Fills every want. `progress` is told of bytes as they arrive.
@@ -210,9 +245,11 @@ class Reader:
         """
         with ThreadPoolExecutor(READ_THREADS, "ckptlib-read") as executor:
             ranks = [self.ranks_for(want) for want in wants]
-            list(executor.map(self.part, sorted(set().union(*ranks) - self._parts.keys())))
-            reads = [read for want, of in zip(wants, ranks, strict=True) for read in self._plan(want, of)]
-            runs = _merge(reads)
+            list(executor.map(self._share, sorted(frozenset().union(*ranks) - self._shares.keys())))
+            reads: dict[tuple[int, int], _ChunkRead] = {}
+            for want, of in zip(wants, ranks, strict=True):
+                self._plan(want, of, reads)
+            runs = _merge(reads.values())
             verify = digester(self.part(self.own_rank).algorithm)
             try:
                 for nbytes in executor.map(lambda run: self._run(run, verify), runs):
@@ -221,47 +258,50 @@ class Reader:
             finally:
                 executor.shutdown(cancel_futures=True)
 
-    def ranks_for(self, want: Want) -> set[int]:
+    def ranks_for(self, want: Want) -> frozenset[int]:
         """Whose parts may hold what is wanted."""
+        if self._source.world_size == 1:
+            return self._own
         found: set[int] = set()
         for digest, entry in self.entries(want.name).items():
             ranks = self._ranks[digest]
-            if isinstance(entry.holding, PerRank) or self._source.world_size == 1:
-                found |= {self.own_rank} & ranks
+            if isinstance(entry.holding, PerRank):
+                found |= self._own & ranks
                 continue
             for box, _ in want.pieces:
                 found.update(ranks_touching(entry, box, ranks))
-        return found
+        return frozenset(found)
 
-    def _plan(self, want: Want, ranks: Iterable[int]) -> Iterable[_ChunkRead]:
+    def _plan(self, want: Want, ranks: Collection[int], reads: dict[tuple[int, int], _ChunkRead]) -> None:
+        """Adds to `reads`, by saved rank and chunk, what fills a want."""
         sources = self._sources(want.name, sorted(ranks))
         for box, target in want.pieces:
+            if len(sources) == 1 and box in sources:  # saved and wanted alike: most tensors by far
+                self._plan_shard(*sources[box], box, box, target, reads)
+                continue
             touching = {b: source for b, source in sources.items() if b.intersect(box) is not None}
             self._check_cover(want.name, box, touching)
             for source_box, (rank, shard) in touching.items():
-                yield from self._plan_shard(rank, shard, source_box, box, target)
+                self._plan_shard(rank, shard, source_box, box, target, reads)
 
     def _sources(self, name: str, ranks: Iterable[int]) -> dict[Box, tuple[int, int]]:
-        """By box: a rank and the shard of its part. Where two hold the same box, their digests must agree."""
+        """By box: a rank and the shard of its part. Where two hold the same box, their bytes must agree."""
         found: dict[Box, tuple[int, int]] = {}
         for rank in ranks:
-            part = self.part(rank)
-            saved = self.layouts[part.table.layout].aliases.get(name, name)
-            for shard in self._shards[rank].get(saved, []):
-                box = part.table.boxes[shard]
-                if box in found and self._digests(*found[box]) != self._digests(rank, shard):
-                    raise CorruptData(f"{name}{box}: ranks {found[box][0]} and {rank} saved different bytes for it")
-                found.setdefault(box, (rank, shard))
+            share = self._share(rank)
+            for shard in share.shards(name):
+                box = share.part.table.boxes[shard]
+                first = found.setdefault(box, (rank, shard))
+                if first != (rank, shard) and not self._same(first, (rank, shard)):
+                    raise CorruptData(f"{name}{box}: ranks {first[0]} and {rank} saved different bytes for it")
         return found
 
-    def _digests(self, rank: int, shard: int) -> tuple[str, ...]:
-        part = self.part(rank)
-        first = part.table.first_chunks[shard]
-        return part.digests[first : first + part.table.num_chunks[shard]]
+    def _same(self, first: tuple[int, int], second: tuple[int, int]) -> bool:
+        return self._contents.same(self._share(first[0]).shard(first[1]), self._share(second[0]).shard(second[1]))
 
     def _check_cover(self, name: str, box: Box, sources: Mapping[Box, tuple[int, int]]) -> None:
         if len(sources) == 1 and box.within(next(iter(sources))):
-            return  # the most common case by far, and the general one costs 25 us
+            return  # the general case costs 25 us
         hole = find_hole(box, list(sources))
         if hole is not None:
             raise CorruptData(
@@ -275,27 +315,37 @@ class Reader:
                 f"{name}{overlap}: two of the boxes given by hand overlap here, so its value is not known"
             )
 
-    def _plan_shard(self, rank: int, shard: int, box: Box, wanted: Box, target: torch.Tensor) -> Iterable[_ChunkRead]:
-        """The chunks of a shard that hold something of `wanted`."""
-        part = self.part(rank)
-        table = part.table
-        entry = self.layouts[table.layout].tensors[table.tensors[shard]]
-        itemsize, dtype = dtypes.itemsize(entry.dtype), getattr(torch, entry.dtype)
-        element = 0
-        for chunk in range(table.first_chunks[shard], table.first_chunks[shard] + table.num_chunks[shard]):
-            count = table.nbytes[chunk] // itemsize
-            copies = tuple(_copies(box, element, element + count, wanted, target))
+    def _plan_shard(
+        self,
+        rank: int,
+        shard: int,
+        box: Box,
+        wanted: Box,
+        target: torch.Tensor,
+        reads: dict[tuple[int, int], _ChunkRead],
+    ) -> None:
+        """Adds the chunks of a shard that hold something of `wanted`."""
+        share = self._share(rank)
+        table, begin, nbytes = share.part.table, share.begins[shard], share.sizes[shard]
+        entry = share.layout.tensors[table.tensors[shard]]
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        chunk = table.first_chunks[shard]
+        address = _address(target, dtype) if box == wanted else None
+        if address is not None and table.num_chunks[shard] <= 1:
+            _read_of(reads, rank, share, chunk).moves.append((begin - table.offsets[chunk], nbytes, address))
+            return
+        itemsize, element = dtypes.itemsize(entry.dtype), 0
+        for chunk in table.chunks(shard):
+            skipped = max(begin - table.offsets[chunk], 0) if table.num_chunks[shard] <= 1 else 0
+            here = nbytes if table.num_chunks[shard] <= 1 else table.nbytes[chunk]
+            count = here // itemsize
+            if address is not None:
+                _read_of(reads, rank, share, chunk).moves.append((0, here, address + element * itemsize))
+            else:
+                copies = list(_copies(box, element, element + count, wanted, target, skipped, dtype, itemsize))
+                if copies:
+                    _read_of(reads, rank, share, chunk).copies.extend(copies)
             element += count
-            if copies:
-                yield _ChunkRead(
-                    part.packs[table.packs[chunk]].key,
-                    table.offsets[chunk],
-                    table.nbytes[chunk],
-                    part.digests[chunk],
-                    f"{entry.name}{box}",
-                    dtype,
-                    copies,
-                )
 
     def _run(self, run: _Run, verify: Callable[[memoryview], str]) -> int:
         """One request: its chunks are checked, then placed."""
@@ -311,7 +361,7 @@ class Reader:
             found = verify(data)
             if found != read.digest:
                 raise CorruptData(
-                    f"{read.what}: {read.pack} [{read.offset}:+{read.nbytes}] does not match {read.digest} (got "
+                    f"{read}: {read.pack} [{read.offset}:+{read.nbytes}] does not match {read.digest} (got "
                     f"{found}); the object was altered after it was written. Try an earlier step than "
                     f"{self._source.save.step}, or: ckptlib verify"
                 )
@@ -320,24 +370,51 @@ class Reader:
         return len(buffer)
 
 
-def _copies(box: Box, first: int, last: int, wanted: Box, target: torch.Tensor) -> Iterable[_Copy]:
-    """How elements [first, last) of a shard that fills `box` go into `target`, which fills `wanted`."""
-    if box == wanted and last - first == box.numel:  # a shard of one chunk, wanted as it is: most small tensors
-        yield _Copy(0, box.shape, (...,), target)
+def _read_of(reads: dict[tuple[int, int], _ChunkRead], rank: int, share: _Share, chunk: int) -> _ChunkRead:
+    found = reads.get((rank, chunk))
+    if found is None:
+        found = reads[rank, chunk] = _ChunkRead(share, chunk)
+    return found
+
+
+def _address(target: torch.Tensor, dtype: torch.dtype) -> int | None:
+    """Of its memory, when bytes of this dtype are its value as they are."""
+    if target.device.type != "cpu" or target.dtype != dtype or not is_bytes(target):
+        return None
+    return target.data_ptr()
+
+
+def _copies(
+    box: Box,
+    first: int,
+    last: int,
+    wanted: Box,
+    target: torch.Tensor,
+    skipped: int,
+    dtype: torch.dtype,
+    itemsize: int,
+) -> Iterable[_Copy]:
+    """How elements [first, last) of a shard that fills `box` go into `target`, which fills `wanted`.
+
+    `skipped`: bytes of the chunk that lie before them.
+    """
+    if box == wanted and last - first == box.numel:  # nothing to be cut
+        yield _Copy(skipped, dtype, box.shape, (...,), target)
         return
     for flat, local in boxes_of_range(box.shape, first, last):
         here = Box(tuple(o + b for o, b in zip(local.offset, box.offset, strict=True)), local.shape)
         common = here.intersect(wanted)
         if common is not None:
             yield _Copy(
-                flat - first,
+                skipped + (flat - first) * itemsize,
+                dtype,
                 here.shape,
                 common.relative_to(here.offset).slices(),
                 target[common.relative_to(wanted.offset).slices()] if wanted.ndim else target,
             )
 
 
-def _merge(reads: Sequence[_ChunkRead]) -> list[_Run]:
+def _merge(reads: Iterable[_ChunkRead]) -> list[_Run]:
     """Reads in the order of their packs, neighbours together in one request."""
     runs: list[_Run] = []
     for read in sorted(reads, key=lambda r: (r.pack, r.offset)):
@@ -358,12 +435,21 @@ def _buffer(nbytes: int) -> memoryview:
     return held.data[skip : skip + nbytes]
 
 
+_move: Callable[[int, int, int], int] = ctypes.PyDLL(None).memmove
+"""Keeps the GIL, unlike ctypes.memmove: threads that gave it up for every small tensor would wait for one another."""
+_move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]  # type: ignore[attr-defined]
+
+
 @torch.no_grad()
 def _place(read: _ChunkRead, data: memoryview) -> None:
-    elements = torch.frombuffer(data, dtype=torch.uint8).view(read.dtype)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    for first, nbytes, address in read.moves:
+        move = _move if nbytes < DIRECT_FROM_BYTES else ctypes.memmove
+        move(address, base + first, nbytes)
     for copy in read.copies:
-        count = int(np.prod(copy.shape, dtype=np.int64))
-        source = elements[copy.first : copy.first + count].view(copy.shape)[copy.inside]
+        nbytes = copy.dtype.itemsize * math.prod(copy.shape)
+        stretch = torch.frombuffer(data[copy.first : copy.first + nbytes], dtype=torch.uint8)
+        source = stretch.view(copy.dtype).view(copy.shape)[copy.inside]
         if source.dtype == copy.target.dtype and source.is_contiguous() and is_bytes(copy.target):
             # dtypes that torch cannot copy element by element are bytes all the same
             bytes_of(copy.target).copy_(bytes_of(source))

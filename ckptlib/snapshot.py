@@ -74,15 +74,12 @@ def check_body(slot: Slot, snapshot: Snapshot, arriving: Iterable[int] = ()) -> 
     """
     digest, body, table = digester(snapshot.algorithm), slot.body, snapshot.table
     arrivals, there = iter(arriving), 0
-    for shard, (tensor, box) in enumerate(zip(table.tensors, table.boxes, strict=True)):
-        first = table.first_chunks[shard]
-        for chunk in range(first, first + table.num_chunks[shard]):
-            offset, nbytes = table.offsets[chunk], table.nbytes[chunk]
-            while offset + nbytes > there:
-                there = next(arrivals, sys.maxsize)
-            if digest(body[offset : offset + nbytes]) != snapshot.digests[chunk]:
-                name = snapshot.layout.tensors[tensor].name
-                raise CorruptData(
-                    f"{slot.path}: {name}{box} at [{offset}:+{nbytes}] changed in memory after it was sealed. Look at "
-                    "the host's memory when it happens again"
-                )
+    for chunk, (offset, nbytes, expected) in enumerate(zip(table.offsets, table.nbytes, snapshot.digests, strict=True)):
+        while offset + nbytes > there:
+            there = next(arrivals, sys.maxsize)
+        if digest(body[offset : offset + nbytes]) != expected:
+            what = table.describe(chunk, snapshot.layout)
+            raise CorruptData(
+                f"{slot.path}: {what} at [{offset}:+{nbytes}] changed in memory after it was sealed. Look at the "
+                "host's memory when it happens again"
+            )

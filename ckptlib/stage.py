@@ -235,7 +235,7 @@ class Stager:
         if known is None:
             self._pairs = {k: v for k, v in self._pairs.items() if k[1] == table.digest}
             body = torch.frombuffer(slot.body, dtype=torch.uint8)
-            firsts = (table.offsets[first] for first in table.first_chunks)
+            firsts = table.begins(source.tensor.nbytes for source in sources)
             found = [Pair(source, body, offset) for source, offset in zip(sources, firsts, strict=True)]
         elif all(pair.source is source for pair, source in zip(known.all, sources, strict=True)):
             return known

@@ -20,6 +20,7 @@ import numpy as np
 from ckptlib import keys
 from ckptlib.box import Box, find_overlap
 from ckptlib.catalog import Catalog
+from ckptlib.contents import Contents, SavedShard
 from ckptlib.digests import digester
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -130,7 +131,7 @@ def verify_save(catalog: Catalog, save: SaveId, advance: Advance = lambda nbytes
                 yield _finding(part, name.key, save, name.rank)
         if len(sound) == manifest.world_size:
             yield from _check_manifest(manifest, sound)
-            yield from _check_cover(manifest, sound, readable)
+            yield from _check_cover(manifest, sound, readable, Contents(catalog.store.get_into))
         yield from _verify_packs(catalog, save, sound, readable, executor, advance)
 
 
@@ -168,27 +169,30 @@ def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Findi
             yield Finding("malformed", key, f"{key}: its {what} is not that of its parts", manifest.save)
 
 
-def _check_cover(manifest: Manifest, parts: Sequence[Part], layouts: Mapping[str, Layout]) -> Iterator[Finding]:
+def _check_cover(
+    manifest: Manifest, parts: Sequence[Part], layouts: Mapping[str, Layout], contents: Contents
+) -> Iterator[Finding]:
     """Whether the parts hold every element once, or more than once but alike."""
     save, key = manifest.save, manifest.save.manifest_key
     missing = find_missing(parts, layouts)
     if missing is not None:
         yield Finding("incomplete", key, f"{missing}: no part of step {save.step} holds these elements", save)
-    held: dict[tuple[str, Box], tuple[int, tuple[str, ...]]] = {}
+    held: dict[tuple[str, Box], SavedShard] = {}
     by_hand: defaultdict[str, list[Box]] = defaultdict(list)
     for part in parts:
         layout = layouts[part.table.layout]
+        sizes = part.table.sizes(layout)
+        begins = part.table.begins(sizes)
         for shard, name, box in _shards(part, layout):
             holding = layout.tensors[part.table.tensors[shard]].holding
             if isinstance(holding, PerRank):
                 continue
-            first = part.table.first_chunks[shard]
-            digests = part.digests[first : first + part.table.num_chunks[shard]]
-            other, expected = held.setdefault((name, box), (part.rank, digests))
-            if expected != digests:
-                message = f"{name}{box}: ranks {other} and {part.rank} saved different bytes for it"
+            saved = SavedShard(part, layout, shard, begins[shard], sizes[shard])
+            first = held.setdefault((name, box), saved)
+            if _attempt(partial(contents.same, first, saved)) is False:  # what cannot be read is another's finding
+                message = f"{name}{box}: ranks {first.part.rank} and {part.rank} saved different bytes for it"
                 yield Finding("incomplete", key, message, save, part.rank, ((name, box),))
-            elif isinstance(holding, ByHand) and other == part.rank:
+            elif isinstance(holding, ByHand) and first.part.rank == part.rank:
                 by_hand[name].append(box)
     for name, boxes in by_hand.items():
         overlap = find_overlap(Box.whole(_shape_of(name, layouts)), boxes)
@@ -218,8 +222,8 @@ class _PackRead:
     """Position in the part's packs."""
     chunks: tuple[int, ...]
     """Positions in the part's table, by offset in the pack."""
-    shard_of: Sequence[int]
-    """Per chunk of the part."""
+    shards_in: Sequence[Sequence[int]]
+    """Per chunk of the part: the shards that lie in it."""
     layout: Layout
 
     @property
@@ -231,13 +235,11 @@ class _PackRead:
         """Of the object, by the part."""
         return self.part.packs[self.number].nbytes
 
-    def shard(self, chunk: int) -> tuple[str, Box]:
-        shard = self.shard_of[chunk]
-        return self.layout.tensors[self.part.table.tensors[shard]].name, self.part.table.boxes[shard]
-
     def shards(self, chunks: Iterable[int]) -> tuple[tuple[str, Box], ...]:
-        """Those that own the chunks; each once."""
-        return tuple(dict.fromkeys(self.shard(chunk) for chunk in chunks))
+        """Those that lie in the chunks; each once."""
+        found = dict.fromkeys(shard for chunk in chunks for shard in self.shards_in[chunk])
+        table = self.part.table
+        return tuple((self.layout.tensors[table.tensors[shard]].name, table.boxes[shard]) for shard in found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,13 +293,16 @@ def _verify_packs(
 def _packs(parts: Iterable[Part], layouts: Mapping[str, Layout]) -> Iterator[_PackRead]:
     for part in parts:
         table = part.table
-        shard_of = [shard for shard, count in enumerate(table.num_chunks) for _ in range(count)]
+        shards_in: list[list[int]] = [[] for _ in table.nbytes]
+        for shard in range(len(table.tensors)):
+            for chunk in table.chunks(shard):
+                shards_in[chunk].append(shard)
         chunks: list[list[int]] = [[] for _ in part.packs]
         for chunk, pack in enumerate(table.packs):
             chunks[pack].append(chunk)
         for number, pack_chunks in enumerate(chunks):
             ordered = tuple(sorted(pack_chunks, key=table.offsets.__getitem__))
-            yield _PackRead(part, number, ordered, shard_of, layouts[table.layout])
+            yield _PackRead(part, number, ordered, shards_in, layouts[table.layout])
 
 
 def _runs(packs: Iterable[_PackRead], sizes: Mapping[str, int], lost: list[Finding]) -> Iterator[_Run]:
@@ -370,22 +375,23 @@ def _read_head(catalog: Catalog, run: _Run) -> None:
 
 
 def _pack_findings(save: SaveId, pack: _PackRead, bad: Iterable[_Bad]) -> Iterator[Finding]:
-    """Damaged chunks of one shard are one finding."""
-    by_shard: defaultdict[tuple[int, Damage], list[_Bad]] = defaultdict(list)
+    """Damaged chunks of one shard are one finding, and so are the shards that share one."""
+    by_shards: defaultdict[tuple[tuple[tuple[str, Box], ...], Damage], list[_Bad]] = defaultdict(list)
     for one in bad:
         if one.chunk is None:
             yield Finding(one.damage, pack.key, one.message, save, pack.part.rank)
         else:
-            by_shard[pack.shard_of[one.chunk], one.damage].append(one)
+            by_shards[pack.shards([one.chunk]), one.damage].append(one)
     table = pack.part.table
-    for (shard, damage), ones in by_shard.items():
+    for (shards, damage), ones in by_shards.items():
         chunks = [one.chunk for one in ones if one.chunk is not None]
         start = min(table.offsets[c] for c in chunks)
         stop = max(table.offsets[c] + table.nbytes[c] for c in chunks)
-        name, box = pack.shard(chunks[0])
-        of = f", {len(chunks)} of {table.num_chunks[shard]} chunks" if table.num_chunks[shard] > 1 else ""
-        message = f"{name}{box} of rank {pack.part.rank}: {pack.key} [{start}:+{stop - start}]{of}: {ones[0].message}"
-        yield Finding(damage, pack.key, message, save, pack.part.rank, ((name, box),), start, stop - start)
+        num_chunks = len(table.chunks(pack.shards_in[chunks[0]][0]))
+        of = f", {len(chunks)} of {num_chunks} chunks" if num_chunks > 1 else ""
+        names = table.describe(chunks[0], pack.layout)
+        message = f"{names} of rank {pack.part.rank}: {pack.key} [{start}:+{stop - start}]{of}: {ones[0].message}"
+        yield Finding(damage, pack.key, message, save, pack.part.rank, shards, start, stop - start)
 
 
 # Findings from errors

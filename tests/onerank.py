@@ -51,13 +51,10 @@ class Root:
             return part, catalog.layout(part.table.layout)
 
     def nbytes_of(self, name: str) -> int:
-        """Bytes of chunks that the newest step keeps under a name."""
+        """Bytes that the newest step keeps under a name."""
         part, layout = self.saved()
-        table, total = part.table, 0
-        for tensor, first, count in zip(table.tensors, table.first_chunks, table.num_chunks, strict=True):
-            if layout.tensors[tensor].name == name:
-                total += sum(table.nbytes[first : first + count])
-        return total
+        sizes = zip(part.table.tensors, part.table.sizes(layout), strict=True)
+        return sum(nbytes for tensor, nbytes in sizes if layout.tensors[tensor].name == name)
 
     def close(self) -> None:
         session = checkpoint._sessions.pop((self.url, 0), None)

@@ -87,12 +87,10 @@ def put_part(
     """Packs and part of one rank, put in the order of a writer."""
     table = plan.lay_out(layout, shards_of(layout, rank), chunk_bytes=1 << 20)
     body = bytearray(plan.body_nbytes(table))
-    digests = []
-    for tensor, box, first, count in zip(table.tensors, table.boxes, table.first_chunks, table.num_chunks, strict=True):
+    for tensor, box, begin in zip(table.tensors, table.boxes, table.begins(table.sizes(layout)), strict=True):
         raw = np.ascontiguousarray(tensors[layout.tensors[tensor].name][box.slices()]).tobytes()
-        body[table.offsets[first] : table.offsets[first] + len(raw)] = raw
-        for c in range(first, first + count):
-            digests.append(digester(XXH3)(bytes(body[table.offsets[c] : table.offsets[c] + table.nbytes[c]])))
+        body[begin : begin + len(raw)] = raw
+    digests = [digester(XXH3)(bytes(body[o : o + n])) for o, n in zip(table.offsets, table.nbytes, strict=True)]
     packing = pack(table, layout, catalog.store.pack_nbytes)
     packs = []
     for n, shape in enumerate(packing.packs):

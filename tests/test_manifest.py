@@ -220,6 +220,22 @@ def test_a_table_that_contradicts_its_layout_is_refused(changes: dict[str, objec
         replace(TABLE, **changes).check(LAYOUT, "here")  # type: ignore[arg-type]
 
 
+def test_shards_that_share_a_chunk_fill_it() -> None:
+    """b and c lie in one chunk, c behind b; where, the sizes say."""
+    shared = replace(TABLE, num_chunks=(2, 1, 0), packs=(0, 0, 1), offsets=(4096, 4144, 4096), nbytes=(48, 16, 18))
+    again = Table.decode(Fields(json.loads(shared.encoded), "here"))
+    again.check(LAYOUT, "here")
+    assert again == shared
+    assert shared.first_chunks == (0, 2, 2)
+    assert [shared.is_shared(shard) for shard in range(3)] == [False, True, True]
+    assert shared.begins(shared.sizes(LAYOUT)) == (4096, 4096, 4106)
+    assert shared.describe(2, LAYOUT) == "b[5:10], c[]"
+    assert shared.shards_in(0) == shared.shards_in(1) == [0]
+    for nbytes in (10, 17, 19, 26):
+        with pytest.raises(FormatError, match=r"here: b.* what shares its chunk are 18 bytes"):
+            replace(shared, nbytes=(48, 16, nbytes)).check(LAYOUT, "here")
+
+
 SHARDS, CHUNKS = json.loads(TABLE.encoded)["shards"], json.loads(TABLE.encoded)["chunks"]
 
 
@@ -233,7 +249,9 @@ SHARDS, CHUNKS = json.loads(TABLE.encoded)["shards"], json.loads(TABLE.encoded)[
         {"shards": {**SHARDS, "shape": [*SHARDS["shape"], []]}},
         {"shards": {**SHARDS, "shape": [[4, -4], [5], []]}},
         {"shards": {**SHARDS, "shape": [[2**40, 2**40], [5], []]}},
-        {"shards": {**SHARDS, "chunks": [2, 0, 2]}},
+        {"shards": {**SHARDS, "chunks": [2, 0, 2]}},  # shares two chunks
+        {"shards": {**SHARDS, "chunks": [0, 2, 2]}},  # shares with nobody
+        {"shards": {**SHARDS, "chunks": [2, 2, -1]}},
         {"shards": {**SHARDS, "chunks": [2, 1, 2]}},
         {"shards": {**SHARDS, "chunks": [2, 1, 2**62]}},
         {"chunks": {**CHUNKS, "pack": [0, 0, 1]}},

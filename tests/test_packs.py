@@ -67,10 +67,10 @@ def test_every_dtype_opens_bit_for_bit(tmp_path: Path) -> None:
     with safe_open(path, framework="pt") as found:
         foreign = json.loads(found.metadata()["dtypes"])
         assert foreign == {f"{name}@0": dtype for name, (dtype, _) in shapes.items() if not dtypes.has_own_word(dtype)}
-        for t, first in zip(table.tensors, table.first_chunks, strict=True):
+        for t, begin in zip(table.tensors, table.begins(table.sizes(layout)), strict=True):
             entry = layout.tensors[t]
             tensor = found.get_tensor(f"{entry.name}@0")
-            expected = body[table.offsets[first] : table.offsets[first] + entry.nbytes_global]
+            expected = body[begin : begin + entry.nbytes_global]
             assert raw(tensor) == expected, entry
             if dtypes.has_own_word(entry.dtype):
                 assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{entry.dtype}", entry.shape)
@@ -116,17 +116,21 @@ def test_what_is_cut_is_whole(case: tuple[Layout, Table, Packing, int]) -> None:
         table.num_chunks,
         table.nbytes,
     )
-    for t, first, count in zip(table.tensors, table.first_chunks, table.num_chunks, strict=True):
-        entry, done = layout.tensors[t], 0
-        for c in range(first, first + count):
-            expected = body[table.offsets[c] : table.offsets[c] + table.nbytes[c]]
-            assert data[moved.packs[c]][moved.offsets[c] : moved.offsets[c] + moved.nbytes[c]] == expected
+    for c in range(len(table.nbytes)):
+        expected = body[table.offsets[c] : table.offsets[c] + table.nbytes[c]]
+        assert data[moved.packs[c]][moved.offsets[c] : moved.offsets[c] + moved.nbytes[c]] == expected
+    num_entries = 0
+    for shard, begin in enumerate(table.begins(table.sizes(layout))):
+        entry = layout.tensors[table.tensors[shard]]
+        itemsize, done = dtypes.itemsize(entry.dtype), 0
+        for c in table.chunks(shard):
             tensor = found[moved.packs[c]][f"{entry.name}@{done}"]
-            assert raw(tensor) == expected
-            done += table.nbytes[c] // dtypes.itemsize(entry.dtype)
+            assert raw(tensor) == body[begin + done * itemsize :][: tensor.nbytes]
+            done += tensor.nbytes // itemsize
+            num_entries += 1
         assert done == math.prod(entry.shape)
     num_slack = sum(name.startswith("@slack.") for pieces in found for name in pieces)
-    assert sum(map(len, found)) - num_slack == len(table.nbytes)
+    assert sum(map(len, found)) - num_slack == num_entries
 
 
 @given(packings())

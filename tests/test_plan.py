@@ -19,7 +19,7 @@ from ckptlib.errors import FormatError
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.layout import ByHand, Layout, Mesh, PerRank, Placed, TensorEntry
 from ckptlib.manifest import Pack, Part, Table
-from ckptlib.plan import ALIGN_FROM_BYTES, PAGE_BYTES
+from ckptlib.plan import ALIGN_FROM_BYTES, PAGE_BYTES, SHARED_CHUNK_BYTES
 from ckptlib.sharding import Placement, Replicate, Shard
 
 SAVE = SaveId(1, GenerationId(1, "0" * 8))
@@ -174,17 +174,26 @@ def test_lay_out(case: tuple[Layout, list[tuple[str, Box]], Table, int]) -> None
         shards, key=lambda s: s[0]
     )
     end = 0
-    for t, first, count in zip(table.tensors, table.first_chunks, table.num_chunks, strict=True):
-        entry = layout.tensors[t]
-        assert table.offsets[first] % dtypes.itemsize(entry.dtype) == 0
+    for c, (offset, nbytes) in enumerate(zip(table.offsets, table.nbytes, strict=True)):
+        assert 0 < nbytes <= chunk_bytes
+        assert 0 <= offset - end < PAGE_BYTES, "chunks overlap, or have a gap"
+        end = offset + nbytes
+        shared = [s for s in range(len(shards)) if c in table.chunks(s)]
+        assert len(shared) == 1 or nbytes <= SHARED_CHUNK_BYTES
+        assert [table.is_shared(s) for s in shared] == [len(shared) > 1] * len(shared)
+    sizes = table.sizes(layout)
+    behind = 0
+    for shard, (begin, nbytes) in enumerate(zip(table.begins(sizes), sizes, strict=True)):
+        entry, chunks = layout.tensors[table.tensors[shard]], table.chunks(shard)
+        assert begin >= behind, "shards overlap"
+        behind = begin + nbytes
+        assert begin % dtypes.itemsize(entry.dtype) == 0
         if entry.nbytes_global >= ALIGN_FROM_BYTES:
-            assert table.offsets[first] % PAGE_BYTES == 0
-        for c in range(first, first + count):
-            assert 0 < table.nbytes[c] <= chunk_bytes
-            assert table.offsets[c] >= end, "chunks overlap"
-            assert c == first or table.offsets[c] == end, "a shard is not contiguous"
-            assert table.offsets[c] - end < PAGE_BYTES
-            end = table.offsets[c] + table.nbytes[c]
+            assert begin % PAGE_BYTES == 0
+        assert table.offsets[chunks[0]] <= begin
+        assert begin + nbytes <= table.offsets[chunks[-1]] + table.nbytes[chunks[-1]]
+        for c in chunks[1:]:
+            assert table.offsets[c] == table.offsets[c - 1] + table.nbytes[c - 1], "a shard is not contiguous"
     assert plan.body_nbytes(table) == -(-end // PAGE_BYTES) * PAGE_BYTES
     assert table == plan.lay_out(layout, list(reversed(shards)), chunk_bytes), "the order given does not matter"
 
@@ -198,7 +207,8 @@ def test_small_shards_lie_together_behind_the_large_ones() -> None:
     layout = layout_of(arrays)
     table = plan.lay_out(layout, [(name, Box.whole(a.shape)) for name, a in arrays.items()])
     assert [layout.tensors[t].name for t in table.tensors] == ["big", "s2", "s1"]
-    assert table.offsets == (0, ALIGN_FROM_BYTES, ALIGN_FROM_BYTES + 40)
+    assert (table.num_chunks, table.offsets, table.nbytes) == ((1, 1, 0), (0, ALIGN_FROM_BYTES), (ALIGN_FROM_BYTES, 43))
+    assert table.begins(table.sizes(layout)) == (0, ALIGN_FROM_BYTES, ALIGN_FROM_BYTES + 40)
     assert plan.body_nbytes(table) == ALIGN_FROM_BYTES + PAGE_BYTES
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import support
 import torch
 from onerank import opened
-from support import make_generation, make_root, make_save, put_parts
+from support import make_generation, make_root, make_save, put_part, put_parts
 from typing_extensions import override
 
 from ckptlib import reader as reader_module
@@ -20,6 +21,7 @@ from ckptlib.box import Box
 from ckptlib.catalog import Catalog, Committed
 from ckptlib.errors import CorruptData, ObjectNotFound
 from ckptlib.keys import PartName, SaveId
+from ckptlib.layout import ByHand, Layout, TensorEntry
 from ckptlib.manifest import Manifest, Part
 from ckptlib.reader import GAP_BYTES, READ_THREADS, RUN_BYTES, Reader, Want
 from ckptlib.stores.local import LocalStore
@@ -107,6 +109,55 @@ def test_nothing_wanted_is_nothing_read(tmp_path: Path) -> None:
     assert requests(reader) == []
 
 
+# -- small shards share chunks
+
+
+def test_shards_that_share_a_chunk_go_where_they_are_wanted(tmp_path: Path) -> None:
+    """As they are, transposed, in part, of several dtypes: all of one chunk."""
+    tensors = {
+        "a": np.arange(12, dtype=np.float64).reshape(3, 4),
+        "b": np.arange(7, dtype=np.float32),
+        "c": np.arange(20, dtype=np.int16).reshape(4, 5),
+        "d": np.array(True),
+    }
+    reader = saved(tmp_path, tensors)
+    assert len(reader.part(0).table.nbytes) == 1
+    turned, part = torch.zeros(4, 3, dtype=torch.float64).t(), torch.zeros(2, 3, dtype=torch.int16)
+    small, last = np.zeros(7, np.float32), np.zeros((), np.bool_)
+    wants = [want("a", turned), want("b", small), want("c", part, Box((1, 2), (2, 3))), want("d", last)]
+    reader.read(wants, nothing)
+    assert (turned.numpy() == tensors["a"]).all()
+    assert (part.numpy() == tensors["c"][1:3, 2:5]).all()
+    assert (small == tensors["b"]).all()
+    assert last
+    assert len(requests(reader)) == 1
+
+
+def test_replicas_are_compared_though_their_chunks_differ(tmp_path: Path) -> None:
+    """Two ranks hold the same box beside other tensors: its bytes decide."""
+    catalog = make_root(LocalStore(str(tmp_path)))
+    save = SaveId(1, make_generation(catalog))
+    entries = tuple(TensorEntry(name, "float32", (4,), ByHand()) for name in ("other", "same", "unlike"))
+    names, layouts = [], {}
+    for rank in range(2):
+        layout = Layout(2, entries[rank:])
+        arrays = {name: np.full(4, 2.0, np.float32) for name in ("other", "same")}
+        arrays["unlike"] = np.full(4, rank, np.float32)
+        layouts[layout.digest] = (rank,)
+        with pytest.MonkeyPatch.context() as patch:
+            boxes = [(entry.name, Box.whole(entry.shape)) for entry in layout.tensors]
+            patch.setattr(support, "shards_of", lambda layout, rank, boxes=boxes: boxes)
+            names.append(put_part(catalog, save, rank, layout, arrays))
+    catalog.store.put(save.manifest_key, Manifest(save, 2, tuple(names), layouts, 1, 0.0, {}).encode())
+    reader = Reader(Committed(catalog, catalog.manifest(save)), 0)
+    found = np.zeros(4, np.float32)
+    reader.read([want("same", found)], nothing)
+    assert (found == 2).all()
+    assert reader.same_bytes("other", "same")
+    with pytest.raises(CorruptData, match=r"unlike.*ranks 0 and 1 saved different bytes"):
+        reader.read([want("unlike", found)], nothing)
+
+
 # -- memory
 
 
@@ -161,7 +212,8 @@ def without(part: Part, tensor: str, catalog: Catalog) -> Part:
     """The part without the row of a shard."""
     table, layout = part.table, catalog.layout(part.table.layout)
     lost = next(s for s, t in enumerate(table.tensors) if layout.tensors[t].name == tensor)
-    chunks = range(table.first_chunks[lost], table.first_chunks[lost] + table.num_chunks[lost])
+    assert not table.is_shared(lost)
+    chunks = table.chunks(lost)
     shards = [s for s in range(len(table.tensors)) if s != lost]
     kept = [c for c in range(len(table.nbytes)) if c not in chunks]
     smaller = replace(
@@ -178,14 +230,14 @@ def without(part: Part, tensor: str, catalog: Catalog) -> Part:
 
 def test_a_missing_row_names_the_elements(tmp_path: Path) -> None:
     catalog = make_root(LocalStore(str(tmp_path)))
-    tensors = {"w": np.ones((8, 3), dtype=np.float32), "b": np.ones(4, dtype=np.float32)}
+    tensors = {"w": np.ones((8, 50_000), dtype=np.float32), "b": np.ones(4, dtype=np.float32)}
     save, names = put_parts(catalog, make_generation(catalog), 1, tensors, world_size=4)
     reader = tampered(catalog, names, save, lambda part: without(part, "w", catalog))
     reader.read([want("b", np.zeros(4, dtype=np.float32))], nothing)
-    with pytest.raises(CorruptData, match=r"w\[0:2, 0:3\]: no chunk of step 1 holds these elements"):
-        reader.read([want("w", np.zeros((8, 3), dtype=np.float32))], nothing)
-    found = np.zeros((6, 3), dtype=np.float32)
-    reader.read([want("w", found, Box((2, 0), (6, 3)))], nothing)  # what is there can still be had
+    with pytest.raises(CorruptData, match=r"w\[0:2, 0:50000\]: no chunk of step 1 holds these elements"):
+        reader.read([want("w", np.zeros((8, 50_000), dtype=np.float32))], nothing)
+    found = np.zeros((6, 50_000), dtype=np.float32)
+    reader.read([want("w", found, Box((2, 0), (6, 50_000)))], nothing)  # what is there can still be had
     assert found.all()
 
 

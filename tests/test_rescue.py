@@ -44,9 +44,9 @@ def slot_of(directory: Path, save: SaveId, rank: int, number: int, arrays: Mappi
     nbytes = plan.body_nbytes(table)
     slot = Slot.create(directory, f"ckptlib-{ROOT_ID[:16]}-{save.generation}", nbytes + (1 << 20))
     body, digests = slot.body, []
-    for tensor, box, first in zip(table.tensors, table.boxes, table.first_chunks, strict=True):
+    for tensor, box, begin in zip(table.tensors, table.boxes, table.begins(table.sizes(layout)), strict=True):
         raw = np.ascontiguousarray(arrays[layout.tensors[tensor].name][box.slices()]).tobytes()
-        body[table.offsets[first] : table.offsets[first] + len(raw)] = raw
+        body[begin : begin + len(raw)] = raw
     digest = digester(XXH3)
     digests = [digest(body[o : o + n]) for o, n in zip(table.offsets, table.nbytes, strict=True)]
     fields = {"created": time.time(), "algorithm": XXH3, "digests": "".join(digests), "metrics": {}, "values": {}}

@@ -136,12 +136,11 @@ def test_flips_in_a_pack_are_found_where_they_are(store: MemoryStore, save: Save
     for part in parts_of(store, save):
         table, pack = part.table, part.packs[0]
         layout = Catalog(store).layout(table.layout)
-        owner: dict[range, tuple[str, Box]] = {}
-        for tensor, box, first, count in zip(
-            table.tensors, table.boxes, table.first_chunks, table.num_chunks, strict=True
-        ):
-            for c in range(first, first + count):
-                owner[range(table.offsets[c], table.offsets[c] + table.nbytes[c])] = (layout.tensors[tensor].name, box)
+        owners: dict[range, tuple[tuple[str, Box], ...]] = {}
+        for shard, (tensor, box) in enumerate(zip(table.tensors, table.boxes, strict=True)):
+            for c in table.chunks(shard):
+                where = range(table.offsets[c], table.offsets[c] + table.nbytes[c])
+                owners[where] = (*owners.get(where, ()), (layout.tensors[tensor].name, box))
         start = min(table.offsets)
         positions = {
             0,
@@ -153,16 +152,19 @@ def test_flips_in_a_pack_are_found_where_they_are(store: MemoryStore, save: Save
             *range(0, start, 97),
             *range(start, pack.nbytes, 99_991),
         }
-        positions |= {edge for span in owner for edge in (span.start, span.stop - 1, span.stop)} - {pack.nbytes}
+        positions |= {edge for span in owners for edge in (span.start, span.stop - 1, span.stop)} - {pack.nbytes}
         for at in sorted(positions):
             alter(store, pack.key, flip(at, 0x10))
             found = findings(store, save)
-            span = next((span for span in owner if at in span), None)
+            span = next((span for span in owners if at in span), None)
             if span is not None:
                 one = only(found)
-                assert (one.damage, one.rank, one.shards) == ("altered", part.rank, (owner[span],))
+                assert (one.damage, one.rank, one.shards) == ("altered", part.rank, owners[span])
                 assert (one.key, one.offset, one.nbytes) == (pack.key, span.start, len(span))
-                assert all(text in one.message for text in (*map(str, owner[span]), pack.key, f"rank {part.rank}"))
+                assert all(
+                    text in one.message
+                    for text in (*owners[span][0][0], str(owners[span][0][1]), pack.key, f"rank {part.rank}")
+                )
             elif at < start:
                 assert [one.damage for one in found] == ["malformed"]
                 assert only(found).key == pack.key
@@ -198,8 +200,8 @@ def shards_behind(store: Store, part: Part, size: int) -> set[tuple[str, Box]]:
     table, layout = part.table, Catalog(store).layout(part.table.layout)
     return {
         (layout.tensors[table.tensors[shard]].name, table.boxes[shard])
-        for shard, (first, count) in enumerate(zip(table.first_chunks, table.num_chunks, strict=True))
-        if any(table.offsets[c] + table.nbytes[c] > size for c in range(first, first + count))
+        for shard in range(len(table.tensors))
+        if any(table.offsets[c] + table.nbytes[c] > size for c in table.chunks(shard))
     }
 
 
@@ -254,25 +256,25 @@ def commit_unproved(store: MemoryStore, save: SaveId, names: list[PartName]) -> 
     store.put(save.manifest_key, manifest.encode())
 
 
-def without_last_shard(part: Part) -> Part:
+def without_first_shard(part: Part) -> Part:
     table = part.table
-    kept = sum(table.num_chunks[:-1])
+    first = table.num_chunks[0]
     cut = Table(
         table.layout,
-        table.tensors[:-1],
-        table.boxes[:-1],
-        table.num_chunks[:-1],
-        table.packs[:kept],
-        table.offsets[:kept],
-        table.nbytes[:kept],
+        table.tensors[1:],
+        table.boxes[1:],
+        table.num_chunks[1:],
+        table.packs[first:],
+        table.offsets[first:],
+        table.nbytes[first:],
     )
-    return replace(part, table=cut, digests=part.digests[:kept])
+    return replace(part, table=cut, digests=part.digests[first:])
 
 
 def test_elements_that_no_part_holds(store: MemoryStore, save: SaveId) -> None:
     catalog = Catalog(store)
     other, names = put_parts(catalog, save.generation, 6, tensors(), RANKS)
-    name, document = without_last_shard(Part.decode(names[1], store.get(names[1].key))).encode()
+    name, document = without_first_shard(Part.decode(names[1], store.get(names[1].key))).encode()
     store.put(name.key, document)
     commit_unproved(store, other, [names[0], name])
     found = list(verify_save(Catalog(store), other))
@@ -340,9 +342,12 @@ def test_what_the_store_does_not_give_is_unreadable(store: MemoryStore, save: Sa
 
 def test_bad_sector_hurts_only_its_chunk(store: MemoryStore, save: SaveId) -> None:
     part = parts_of(store, save)[0]
-    bad = part.table.offsets[part.table.first_chunks[part.table.boxes.index(Box((0, 0), (3, 4)))]]
+    table = part.table
+    bad = table.offsets[table.first_chunks[table.boxes.index(Box((0, 0), (3, 4)))]]
     found = only(findings(BadSector(store, part.packs[0].key, bad), save))
-    assert (found.damage, found.shards, found.offset) == ("unreadable", (("w", Box((0, 0), (3, 4))),), bad)
+    assert (found.damage, found.offset) == ("unreadable", bad)
+    assert ("w", Box((0, 0), (3, 4))) in found.shards
+    assert "large" not in {name for name, _ in found.shards}
 
 
 def test_outage_is_no_damage(store: MemoryStore, save: SaveId, tmp_path: Path) -> None:

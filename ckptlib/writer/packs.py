@@ -1,19 +1,22 @@
 """How the body of a slot is cut into packs, and the safetensors header of each. Pure.
 
 A pack is a valid safetensors file: 8 bytes of header length, a JSON header padded with spaces so that data begins on a
-page, then data without gaps. An entry is called `<tensor>@<flat index of its first element in the whole tensor>`; it
-has the shape of its shard where the chunk is the whole shard, else one dim. Padding between chunks is an entry too.
+page, then data without gaps. An entry is a shard, or a chunk of one that has several. It is called
+`<tensor>@<flat index of its first element in the whole tensor>`; it has the shape of its shard where it is the whole of
+it, else one dim. Padding between chunks is an entry too.
 """
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ckptlib import dtypes
 from ckptlib.box import Box
 from ckptlib.keys import GenerationId, SaveId
-from ckptlib.layout import Layout, TensorEntry
+from ckptlib.layout import Layout
 from ckptlib.manifest import Table
 from ckptlib.plan import PAGE_BYTES, body_nbytes, round_up
 
@@ -60,19 +63,21 @@ def pack(table: Table, layout: Layout, pack_nbytes: int) -> Packing:
 
     `table`: of the slot. The same table always gives the same packing.
     """
-    names = _entry_names(table, layout)
-    cuts = _cuts(table, pack_nbytes, [len(name) + 100 for name, _ in names])
-    packs, placed = [], {}
-    for number, (start, stop, first, last) in enumerate(cuts):
-        shape = _shape(table, names, start, stop, range(first, last))
+    entries = _entries(table, layout)
+    head_sizes = [0] * len(table.nbytes)
+    for entry in entries:
+        head_sizes[entry.chunk] += len(entry.name) + 100
+    packs: list[PackShape] = []
+    numbers: list[int] = []
+    offsets: list[int] = []
+    of_chunk = [entry.chunk for entry in entries]
+    for start, stop, first, last in _cuts(table, pack_nbytes, head_sizes):
+        here = entries[bisect_left(of_chunk, first) : bisect_left(of_chunk, last)]
+        shape = _shape(here, start, stop)
+        numbers += [len(packs)] * (last - first)
+        offsets += [shape.head_nbytes + offset - start for offset in table.offsets[first:last]]
         packs.append(shape)
-        placed.update({c: (number, shape.head_nbytes + table.offsets[c] - start) for c in range(first, last)})
-    moved = replace(
-        table,
-        packs=tuple(placed[c][0] for c in range(len(table.nbytes))),
-        offsets=tuple(placed[c][1] for c in range(len(table.nbytes))),
-    )
-    return Packing(tuple(packs), moved)
+    return Packing(tuple(packs), replace(table, packs=tuple(numbers), offsets=tuple(offsets)))
 
 
 def _cuts(table: Table, pack_nbytes: int, head_sizes: list[int]) -> list[tuple[int, int, int, int]]:
@@ -90,16 +95,36 @@ def _cuts(table: Table, pack_nbytes: int, head_sizes: list[int]) -> list[tuple[i
     return cuts
 
 
-def _entry_names(table: Table, layout: Layout) -> list[tuple[str, TensorEntry]]:
-    """Per chunk."""
-    found = []
-    for shard, (tensor, box) in enumerate(zip(table.tensors, table.boxes, strict=True)):
-        entry = layout.tensors[tensor]
-        itemsize, done = dtypes.itemsize(entry.dtype), 0
-        first = table.first_chunks[shard]
-        for chunk in range(first, first + table.num_chunks[shard]):
-            found.append((f"{entry.name}@{_flat_index(entry.shape, box, done)}", entry))
-            done += table.nbytes[chunk] // itemsize
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a header says of a shard, or of one chunk of it."""
+
+    name: str
+    dtype: str
+    """torch's name."""
+    shape: tuple[int, ...]
+    chunk: int
+    offset: int
+    """In the body."""
+    nbytes: int
+
+
+def _entries(table: Table, layout: Layout) -> list[_Entry]:
+    """In the order of the chunks."""
+    found: list[_Entry] = []
+    sizes = table.sizes(layout)
+    for shard, (begin, nbytes) in enumerate(zip(table.begins(sizes), sizes, strict=True)):
+        tensor, box = layout.tensors[table.tensors[shard]], table.boxes[shard]
+        first, name = table.first_chunks[shard], f"{tensor.name}@{_flat_index(tensor.shape, box, 0)}"
+        if table.num_chunks[shard] <= 1:
+            found.append(_Entry(name, tensor.dtype, box.shape, first, begin, nbytes))
+            continue
+        itemsize, done = dtypes.itemsize(tensor.dtype), 0
+        for chunk in table.chunks(shard):
+            count = table.nbytes[chunk] // itemsize
+            name = f"{tensor.name}@{_flat_index(tensor.shape, box, done)}"
+            found.append(_Entry(name, tensor.dtype, (count,), chunk, table.offsets[chunk], table.nbytes[chunk]))
+            done += count
     return found
 
 
@@ -113,30 +138,27 @@ def _flat_index(shape: tuple[int, ...], box: Box, element: int) -> int:
     return flat
 
 
-def _shape(table: Table, names: list[tuple[str, TensorEntry]], start: int, stop: int, chunks: range) -> PackShape:
-    whole = {table.first_chunks[s]: table.boxes[s].shape for s, n in enumerate(table.num_chunks) if n == 1}
+def _shape(entries: Sequence[_Entry], start: int, stop: int) -> PackShape:
     texts, foreign, end, gaps = [], {}, start, 0
-    for c in chunks:
-        offset, nbytes, (name, entry) = table.offsets[c], table.nbytes[c], names[c]
-        if offset > end:
-            texts.append(_entry(f"@slack.{gaps}", "U8", [offset - end], end - start, offset - start))
+    for entry in entries:
+        if entry.offset > end:
+            texts.append(_text(f"@slack.{gaps}", "U8", (entry.offset - end,), end - start, entry.offset - start))
             gaps += 1
-        if dtypes.has_own_word(entry.dtype):
-            shape = list(whole.get(c, (nbytes // dtypes.itemsize(entry.dtype),)))
-        else:
-            shape = [nbytes]
-            foreign[name] = entry.dtype
-        end = offset + nbytes
-        texts.append(_entry(name, dtypes.safetensors_name(entry.dtype), shape, offset - start, end - start))
+        end, shape = entry.offset + entry.nbytes, entry.shape
+        if not dtypes.has_own_word(entry.dtype):
+            shape = (entry.nbytes,)
+            foreign[entry.name] = entry.dtype
+        word = dtypes.safetensors_name(entry.dtype)
+        texts.append(_text(entry.name, word, shape, entry.offset - start, end - start))
     if stop > end:
-        texts.append(_entry(f"@slack.{gaps}", "U8", [stop - end], end - start, stop - start))
-    entries = ",".join(texts)
+        texts.append(_text(f"@slack.{gaps}", "U8", (stop - end,), end - start, stop - start))
+    text = ",".join(texts)
     # every save's head is as long as this one's: its numbers have fixed width
-    longest = _head(entries, foreign, _WIDEST, 0, "0" * 32)
-    return PackShape(start, stop, round_up(len(longest)), entries, foreign)
+    longest = _head(text, foreign, _WIDEST, 0, "0" * 32)
+    return PackShape(start, stop, round_up(len(longest)), text, foreign)
 
 
-def _entry(name: str, dtype: str, shape: list[int], start: int, stop: int) -> str:
+def _text(name: str, dtype: str, shape: tuple[int, ...], start: int, stop: int) -> str:
     sizes = ",".join(map(str, shape))
     return f'{json.dumps(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{start},{stop}]}}'
 

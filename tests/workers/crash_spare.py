@@ -54,9 +54,9 @@ def ready_slot(directory: Path, save: SaveId, arrays: dict[str, np.ndarray]) -> 
     nbytes = plan.body_nbytes(table)
     slot = Slot.create(directory, f"ckptlib-{ROOT_ID[:16]}-{save.generation}", nbytes + (1 << 20))
     body = slot.body
-    for tensor, first in zip(table.tensors, table.first_chunks, strict=True):
+    for tensor, begin in zip(table.tensors, table.begins(table.sizes(layout)), strict=True):
         raw = arrays[entries[tensor].name].reshape(-1).view(np.uint8)
-        body[table.offsets[first] : table.offsets[first] + raw.nbytes] = raw.data
+        body[begin : begin + raw.nbytes] = raw.data
     digest = digester(XXH3)
     digests = [digest(body[o : o + n]) for o, n in zip(table.offsets, table.nbytes, strict=True)]
     snapshot = encode(

@@ -110,9 +110,8 @@ class Rig:
     def holds_the_oracle(self, staging: Staging) -> bool:
         """Whether every shard in the slot is, bit for bit, what the state was when `begin` was called."""
         table = staging.content.table
-        for expected, first, count in zip(self._oracle, table.first_chunks, table.num_chunks, strict=True):
-            start, last = table.offsets[first], first + count - 1
-            if bytes(self.slot.body[start : table.offsets[last] + table.nbytes[last]]) != expected:
+        for expected, begin in zip(self._oracle, table.begins(map(len, self._oracle)), strict=True):
+            if bytes(self.slot.body[begin : begin + len(expected)]) != expected:
                 return False
         return True
 

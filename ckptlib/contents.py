@@ -1,0 +1,92 @@
+"""Whether two saved shards hold the same bytes: by their digests where these tell, else by the bytes. No torch.
+
+Small shards share chunks, whose digests say nothing of one of them alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptlib.digests import digester
+from ckptlib.errors import CorruptData
+from ckptlib.layout import Layout
+from ckptlib.manifest import Part
+
+ReadInto = Callable[[str, int, memoryview], None]
+"""Fills a buffer with bytes of a pack, from an offset on."""
+
+CHUNKS_KEPT = 16
+"""Shards are asked about in about the order in which they lie; a shared chunk has 64 KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedShard:
+    """One shard of a part."""
+
+    part: Part
+    layout: Layout
+    """The part's."""
+    shard: int
+    """Position in the part's table."""
+    begin: int
+    """Offset of its first byte in its pack."""
+    nbytes: int
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Of its chunks."""
+        chunks = self.part.table.chunks(self.shard)
+        return self.part.digests[chunks.start : chunks.stop]
+
+    @property
+    def skipped(self) -> int:
+        """Bytes of its first chunk that lie before it."""
+        return self.begin - self.part.table.offsets[self.part.table.first_chunks[self.shard]]
+
+    @property
+    def is_shared(self) -> bool:
+        return self.part.table.is_shared(self.shard)
+
+
+class Contents:
+    """Compares shards; owned by one thread."""
+
+    def __init__(self, read: ReadInto) -> None:
+        self._read = read
+        self._chunks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+
+    def same(self, first: SavedShard, second: SavedShard) -> bool:
+        """Whether two shards of equal boxes hold the same bytes.
+
+        Raises CorruptData for a chunk that does not match its digest, StoreError when one had to be read.
+        """
+        if first.digests == second.digests and first.skipped == second.skipped:
+            return True
+        if not first.is_shared and not second.is_shared:
+            return False
+        return self._bytes(first) == self._bytes(second)
+
+    def _bytes(self, saved: SavedShard) -> bytes:
+        chunks = saved.part.table.chunks(saved.shard)
+        data = b"".join(self._chunk(saved.part, chunk, saved.layout) for chunk in chunks)
+        return data[saved.skipped : saved.skipped + saved.nbytes]
+
+    def _chunk(self, part: Part, chunk: int, layout: Layout) -> bytes:
+        table = part.table
+        key, offset, nbytes = part.packs[table.packs[chunk]].key, table.offsets[chunk], table.nbytes[chunk]
+        found = self._chunks.get((key, offset))
+        if found is None:
+            buffer = bytearray(nbytes)
+            self._read(key, offset, memoryview(buffer))
+            found = bytes(buffer)
+            if digester(part.algorithm)(found) != part.digests[chunk]:
+                raise CorruptData(
+                    f"{table.describe(chunk, layout)}: {key} [{offset}:+{nbytes}] does not match "
+                    f"{part.digests[chunk]}; the object was altered after it was written"
+                )
+            self._chunks[key, offset] = found
+            if len(self._chunks) > CHUNKS_KEPT:
+                self._chunks.popitem(last=False)
+        return found
