@@ -195,6 +195,7 @@ class Arena:
             for slot in left_behind:
                 log.info("reclaimed %s, a slot that its processes left behind", slot.path)
                 slot.unlink()
+                slot.empty()  # its old writer may have it open until the last of them is gone
             return [slot.path for slot in left_behind]
 
     @property

@@ -34,6 +34,7 @@ PAGE_BYTES = 4096
 SUFFIX = ".slot"
 
 _CONTENT, _ALIVE = 0, 1
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14: map and touch pages at memory speed; a fault per page runs at a tenth of it."""
 
@@ -186,6 +187,9 @@ class Slot:
         header = SlotHeader.decode(os.pread(self._fd, PAGE_BYTES, 0), str(self.path))
         if header.body_nbytes > self.capacity:
             raise FormatError(f"{self.path}: a body of {header.body_nbytes} bytes in a slot for {self.capacity}")
+        end = max((offset + nbytes for offset, nbytes, _ in header.documents.values()), default=0)
+        if header.ready and end > os.fstat(self._fd).st_size:  # before anybody makes room for them
+            raise FormatError(f"{self.path}: documents up to {end} lie behind the end of the slot")
         return header
 
     def write_documents(self, body_nbytes: int, documents: Mapping[str, bytes]) -> dict[str, tuple[int, int, str]]:
@@ -262,10 +266,16 @@ class Slot:
             os.close(self._fd)
             self._fd = -1
 
+    def empty(self) -> None:
+        """Gives the memory back now, whoever has it open still; what they read from here on is zeros."""
+        size = os.fstat(self._fd).st_size
+        _libc.fallocate(self._fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, 0, size)
+
     def unlink(self) -> None:
         """Removes the name; the memory is given back when nobody has it open."""
         self.path.unlink(missing_ok=True)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -15,7 +15,7 @@ from pathlib import Path
 from ckptlib.errors import CorruptData, FormatError
 from ckptlib.keys import SaveId, parse_save
 from ckptlib.peer.peers import BOOT_ID
-from ckptlib.slot import Slot
+from ckptlib.slot import Slot, SlotHeader
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -72,6 +72,11 @@ def memory_of(directory: Path) -> str:
     return f"{BOOT_ID.read_text().strip()}:{found.st_dev}:{found.st_ino}"
 
 
+def snapshot_id(header: SlotHeader) -> SnapshotId:
+    """The snapshot that a slot holds a share of."""
+    return SnapshotId(header.save, header.number, header.world_size)
+
+
 def look(slots: Iterable[Slot], root_id: str) -> list[Found]:
     """The ready ones of a root. One that is torn, or not ready, is as good as none."""
     found = []
@@ -80,11 +85,13 @@ def look(slots: Iterable[Slot], root_id: str) -> list[Found]:
             header = slot.read_header()
         except (CorruptData, FormatError):
             continue
-        if header.ready and header.root_id == root_id and "layout" in header.documents:
+        ours = header.root_id == root_id and header.rank < header.world_size
+        if header.ready and ours and "layout" in header.documents:
             _, nbytes, digest = header.documents["layout"]
-            snapshot = SnapshotId(header.save, header.number, header.world_size)
             memory = memory_of(slot.path.parent)
-            found.append(Found(snapshot, header.rank, memory, str(slot.path), digest, nbytes, header.body_nbytes))
+            found.append(
+                Found(snapshot_id(header), header.rank, memory, str(slot.path), digest, nbytes, header.body_nbytes)
+            )
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -18,13 +19,22 @@ import torch.distributed as dist
 
 from ckptlib.arena import Arena
 from ckptlib.digests import XXH3, digester
-from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError, ObjectNotFound
+from ckptlib.errors import (
+    AgreementFailed,
+    CkptError,
+    CorruptData,
+    FormatError,
+    NoRoom,
+    ObjectNotFound,
+    PeerRefused,
+    ReplicationFailed,
+)
 from ckptlib.group import Group, together
 from ckptlib.layout import Layout, decode_layout
 from ckptlib.manifest import Pack, Part
-from ckptlib.peer.inventory import Found, Inventory, Move, SnapshotId, by_rank, look
+from ckptlib.peer.inventory import Found, Inventory, Move, SnapshotId, by_rank, look, snapshot_id
 from ckptlib.peer.link import Link
-from ckptlib.peer.transfer import receive_slot, send_slot
+from ckptlib.peer.transfer import receive_slot, send_slot, withdraw
 from ckptlib.slot import Slot, SlotHeader
 from ckptlib.snapshot import Snapshot, SnapshotReader, check_body
 
@@ -56,6 +66,9 @@ class InMemory:
         self._snapshot = snapshot
         self._timeout = timeout
         self._slots: dict[str, Slot] = {}
+        self._opening = threading.Lock()
+        self._asked: set[str] = set()
+        """Slots that this rank has opened, or tried to."""
         self._received: list[Slot] = []
         self._readers: dict[int, SnapshotReader] = {}
         self._read: dict[str, Snapshot] = {}
@@ -118,20 +131,35 @@ class InMemory:
         if found.path not in self._read:
             slot = self._open(found)
             header = slot.read_header()
-            if not header.ready or SnapshotId(header.save, header.number, header.world_size) != found.snapshot:
+            if not header.ready or snapshot_id(header) != found.snapshot:
                 raise CorruptData(f"{found.path}: holds {header.save}, expected {found.snapshot.save}")
             reader = self._readers.setdefault(found.rank, SnapshotReader())
             self._read[found.path] = reader.read(slot, header)
         return self._read[found.path]
 
     def _open(self, found: Found) -> Slot:
-        if found.path not in self._slots:
-            self._slots[found.path] = Slot.open(Path(found.path))
-        return self._slots[found.path]
+        """From any thread: once, since to close a second descriptor would drop the locks of the first."""
+        with self._opening:
+            self._asked.add(found.path)
+            if found.path not in self._slots:
+                self._slots[found.path] = Slot.open(Path(found.path))
+            return self._slots[found.path]
 
     def _share_layout(self, digest: str) -> Layout:
+        """From the first copy that is whole. Collective. Raises CorruptData or FormatError when there is none."""
+        copies = [f for there in self._inventory.of(self._snapshot).values() for f in there if f.layout == digest]
+        for n, found in enumerate(copies, 1):
+            try:
+                return self._read_layout(digest, found)
+            except (CorruptData, FormatError) as error:
+                if n == len(copies):
+                    self.close()
+                    raise
+                log.warning("the layout in %s is not used: %s", found.path, error)
+        raise AssertionError("a layout that no slot has")
+
+    def _read_layout(self, digest: str, found: Found) -> Layout:
         """Read by one rank, and spread. Collective."""
-        found = next(f for there in self._inventory.of(self._snapshot).values() for f in there if f.layout == digest)
         owner = next(r for r, memories in enumerate(self._inventory.memories) if found.memory in memories)
         buffer = torch.zeros(found.layout_nbytes, dtype=torch.uint8)
 
@@ -168,33 +196,45 @@ class InMemory:
         self._inventory.drop({(memory, path) for word in told for memory, path in word["damaged"]})
 
     def _transfer(self, link: Link, move: Move) -> tuple[Found | None, tuple[str, str] | None]:
-        """What was received, and what proved damaged."""
+        """What was received, and what is of no use: damaged, gone, or too large for the receiver."""
         found = move.found
         try:
             if self._group.rank == move.sender:
-                slot = self._open(found)
-                send_slot(link, move.receiver, slot, slot.read_header())
+                self._send(link, move)
                 return None, None
             return self._receive(link, move), None
         except AgreementFailed:
             raise
-        except (CorruptData, FormatError) as error:
+        except (CorruptData, FormatError, NoRoom, PeerRefused, ReplicationFailed) as error:
             log.error("%s is skipped: %s", found.path, error)
             return None, (found.memory, found.path)
 
-    def _receive(self, link: Link, move: Move) -> Found:
-        def take(header: SlotHeader) -> Slot:
-            if SnapshotId(header.save, header.number, header.world_size) != move.found.snapshot:
-                raise FormatError(f"rank {move.sender} offers {header.save}, expected {self.save}")
-            slot = self._arena.borrow(header.body_nbytes)
-            self._received.append(slot)
-            return slot
+    def _send(self, link: Link, move: Move) -> None:
+        found = move.found
+        try:
+            slot = self._open(found)
+            header = slot.read_header()
+            if (header.rank, snapshot_id(header)) != (found.rank, found.snapshot):
+                raise CorruptData(f"{found.path}: holds {header.save} of rank {header.rank} by now")
+        except (CorruptData, FormatError) as error:
+            withdraw(link, move.receiver, found.rank, str(error))
+            raise
+        send_slot(link, move.receiver, slot, header)
 
-        receive_slot(link, move.sender, move.found.rank, take, SnapshotReader())
-        slot = self._received[-1]
-        self._slots[str(slot.path)] = slot
+    def _receive(self, link: Link, move: Move) -> Found:
+        taken: list[Slot] = []
+
+        def take(header: SlotHeader) -> Slot:
+            if snapshot_id(header) != move.found.snapshot:
+                raise FormatError(f"rank {move.sender} offers {header.save}, expected {self.save}")
+            taken.append(self._arena.borrow(header.body_nbytes))
+            self._received.extend(taken)
+            return taken[0]
+
+        header = receive_slot(link, move.sender, move.found.rank, take, SnapshotReader())
+        self._slots[str(taken[0].path)] = taken[0]
         self.num_received += 1
-        return look([slot], slot.read_header().root_id)[0]
+        return look(taken, header.root_id)[0]
 
     # Damage, and the end
 
@@ -205,9 +245,9 @@ class InMemory:
         """
         damaged = []
         for rank, found in self._near().items():
-            if found.path in self._slots:
+            if found.path in self._asked or found.path in self._slots:
                 try:
-                    check_body(self._slots[found.path], self._snapshot_in(found))
+                    check_body(self._open(found), self._snapshot_in(found))
                 except (CkptError, OSError) as error:
                     log.error("the share of rank %d in %s is skipped: %s", rank, found.path, error)
                     damaged.append((found.memory, found.path))
