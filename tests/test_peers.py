@@ -1,0 +1,472 @@
+"""Snapshots in the memory of peers: real trainers, real writers, SIGKILL, lost hosts, damage and dead links.
+
+After each fault: the newest step that the faults have left whole is restored, on all ranks the same one; training goes
+on to the very bits of a training without faults; and neither slots nor processes stay behind.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from workers.peers_bench import PAGE_BYTES, Cluster, num_open, wait_until
+
+from ckptlib.slot import SlotHeader
+
+MEMORY, STORE = True, False
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Any]:
+    made: list[Cluster] = []
+
+    def make(**options: Any) -> Cluster:
+        made.append(Cluster(tmp_path, **options))
+        return made[-1]
+
+    yield make
+    for cluster in made:
+        cluster.close()
+
+
+# -- what is lost
+
+
+@pytest.mark.parametrize(
+    ("hosts", "kind"),
+    [
+        ("AB", "fsdp"),
+        ("AABB", "fsdp"),
+        ("ABC", "ddp"),
+        pytest.param("AAB", "fsdp", marks=slow),
+        pytest.param("AABB", "ddp", marks=slow),
+        pytest.param("AAAABBBB", "fsdp", marks=slow),
+    ],
+)
+def test_lost_one_after_the_other(make: Any, hosts: str, kind: str) -> None:
+    cluster = make(kind=kind, own_data=kind == "fsdp")  # DDP adds up in another order after a restart
+    cluster.start(hosts, pauses=[2])
+    assert cluster.restored() == {(0, False)}
+
+    # One trainer is killed, the others fail by themselves: every host has what its ranks need.
+    cluster.until_paused(2)
+    cluster.kill([cluster.jobs[1]])
+    cluster.say(2)
+    assert [job.join() for job in cluster.jobs] == [-9 if job is cluster.jobs[1] else 1 for job in cluster.jobs]
+    cluster.start(hosts, pauses=[4])
+    assert (cluster.restored(), cluster.received()) == ({(2, MEMORY)}, 0)
+
+    # All trainers of a host are killed, and its writers: its slots have no process any more.
+    cluster.until_paused(4)
+    cluster.lose()
+    cluster.kill_writers()
+    cluster.start(hosts, pauses=[6])
+    assert (cluster.restored(), cluster.received()) == ({(4, MEMORY)}, 0)
+
+    # A host is lost with its memory; an empty one takes its place.
+    cluster.until_paused(6)
+    cluster.lose("B")
+    cluster.start(hosts)
+    assert (cluster.restored(), cluster.received()) == ({(6, MEMORY)}, hosts.count("B"))
+    cluster.finish()
+
+
+@pytest.mark.parametrize(
+    ("copies", "lost", "found"),
+    [
+        (2, "AB", MEMORY),  # C has both
+        (1, "AB", STORE),  # a ring of three: A's replica was on B
+        pytest.param(2, "BC", MEMORY, marks=slow),
+        pytest.param(2, "ABC", STORE, marks=slow),
+    ],
+)
+def test_several_hosts_lost_at_once(make: Any, copies: int, lost: str, found: bool) -> None:
+    cluster = make(copies=copies, every=4)
+    cluster.start("ABC", pauses=[6])
+    cluster.until_paused(6)
+    cluster.wait_until_committed(4)
+    cluster.lose(*lost)
+    cluster.start("ABC")
+    assert cluster.restored() == {(6, MEMORY) if found == MEMORY else (4, STORE)}
+    assert cluster.received() == (len(lost) if found == MEMORY else 0)
+    cluster.finish()
+
+
+@slow
+def test_one_host_of_each_pair_lost(make: Any) -> None:
+    cluster = make()
+    cluster.start("ABCD", pauses=[3])
+    cluster.until_paused(3)
+    cluster.lose("A", "D")
+    cluster.start("ABCD")
+    assert (cluster.restored(), cluster.received()) == ({(3, MEMORY)}, 2)
+    cluster.finish()
+
+
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=slow)])
+def test_other_numbers_of_ranks(make: Any, kind: str) -> None:
+    cluster = make(kind=kind, own_data=False)
+    cluster.start("AABB", pauses=[2])
+    cluster.until_paused(2)
+    cluster.lose()
+    cluster.start("AB", pauses=[4])
+    assert cluster.restored() == {(2, MEMORY)}
+    cluster.until_paused(4)
+    cluster.lose("A")
+    cluster.start("BBAA", pauses=[6])  # of A, nothing is there; of B, its own slots and A's replicas
+    assert cluster.restored() == {(4, MEMORY)}
+    cluster.until_paused(6)
+    cluster.lose()
+    cluster.start("B", copies=0, pauses=[8])
+    assert (cluster.restored(), cluster.received()) == ({(6, MEMORY)}, 0)
+    cluster.until_paused(8)
+    cluster.lose("A")
+    cluster.start("AB")
+    assert cluster.restored() == {(8, MEMORY)}
+    cluster.finish()
+
+
+def test_slots_of_writers_that_are_slow_to_go(make: Any) -> None:
+    cluster = make()
+    cluster.start("AB", pauses=[3])
+    cluster.until_paused(3)
+    wait_until(lambda: all(num_open(pid) == 6 for pid in cluster.writers()), "the writers have no slots")
+    writers = cluster.stop_writers()
+    cluster.kill()
+    before = cluster.in_use()
+    assert before
+    cluster.start("AB", pauses=[6], patient=False)
+    assert cluster.restored() == {(3, MEMORY)}
+    cluster.until_paused(6)
+    assert before <= set(cluster.slots()), "a process that is alive may still read them"
+    for pid in writers:
+        os.kill(pid, signal.SIGCONT)
+    cluster.await_let_go(before)
+    cluster.say(6)
+    cluster.finish()
+
+
+# -- what is damaged
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def header_of(path: Path) -> SlotHeader:
+    with path.open("rb") as file:
+        return SlotHeader.decode(file.read(PAGE_BYTES), str(path))
+
+
+def forge(path: Path, **fields: Any) -> None:
+    """A header with other fields, and a digest that fits."""
+    with path.open("r+b") as file:
+        file.write(replace(header_of(path), **fields).encode())
+
+
+def flip_document(name: str) -> Callable[[Path], None]:
+    return lambda path: flip(path, header_of(path).documents[name][0] + 100)
+
+
+def forge_document(name: str, offset: int | None = None, nbytes: int | None = None) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        documents = dict(header_of(path).documents)
+        found = documents[name]
+        documents[name] = (found[0] if offset is None else offset, found[1] if nbytes is None else nbytes, found[2])
+        forge(path, documents=documents)
+
+    return damage
+
+
+def replace_by_link(path: Path) -> None:
+    elsewhere = path.parent / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def vanish(path: Path) -> None:
+    path.unlink()
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "body": lambda path: flip(path, PAGE_BYTES + 1000),
+    "header": lambda path: flip(path, 200),
+    "layout": flip_document("layout"),
+    "table": flip_document("table"),
+    "snapshot": flip_document("snapshot"),
+    "cut in the body": lambda path: os.truncate(path, PAGE_BYTES + 1000),
+    "cut in the header": lambda path: os.truncate(path, 100),
+    "not there": vanish,
+    "a link": replace_by_link,
+    "of another user": lambda path: os.chown(path, 12345, 12345),
+    "absurd body": lambda path: forge(path, body_nbytes=2**62),
+    "absurd layout": forge_document("layout", nbytes=2**39),
+    "absurd table": forge_document("table", nbytes=2**39),
+    "absurd place": forge_document("snapshot", offset=2**62),
+    "another rank": lambda path: forge(path, rank=5),
+    "another root": lambda path: forge(path, root_id="0" * 32),
+    "another snapshot": lambda path: forge(path, number=77),
+}
+
+STRANGE = {"cut in the header", "a link", "of another user"}
+"""What nobody touches, to the end."""
+
+
+def clean_up(cluster: Cluster, name: str, path: Path) -> None:
+    if name in STRANGE:
+        path.unlink()
+        (path.parent / "elsewhere").unlink(missing_ok=True)
+
+
+SOME = ["body", "header", "layout", "snapshot", "cut in the body", "a link", "of another user", "absurd layout"]
+
+
+@pytest.mark.parametrize("names", [pytest.param(SOME, id="some"), pytest.param([*DAMAGES], id="all", marks=slow)])
+def test_damage_to_a_slot_of_its_own(make: Any, names: list[str]) -> None:
+    """The replica is sent instead."""
+    cluster = make()
+    cluster.start("AB", total=2 * len(names) + 2, pauses=[2])
+    for step, name in enumerate(names, 1):
+        cluster.until_paused(2 * step)
+        cluster.lose()
+        path = cluster.slots_of(rank=0, step=2 * step)["A"]
+        DAMAGES[name](path)
+        cluster.start("AB", total=2 * len(names) + 2, pauses=[2 * step + 2])
+        assert (cluster.restored(), cluster.received()) == ({(2 * step, MEMORY)}, 1), (name, cluster.story())
+        clean_up(cluster, name, path)
+    cluster.say(2 * len(names) + 2)
+    cluster.finish()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["body", "layout", "absurd table"], id="some"),
+        pytest.param([*DAMAGES], id="all", marks=slow),
+    ],
+)
+def test_damage_to_the_only_copy(make: Any, names: list[str]) -> None:
+    """The snapshot before it is restored, by all ranks."""
+    cluster = make()
+    step = 3
+    cluster.start("AB", total=3 * len(names) + 4, pauses=[step])
+    for name in names:
+        cluster.until_paused(step)
+        cluster.lose("B")
+        path = cluster.slots_of(rank=1, step=step)["A"]
+        DAMAGES[name](path)
+        cluster.start("AB", total=3 * len(names) + 4, pauses=[step + 2])
+        assert (cluster.restored(), cluster.received()) == ({(step - 1, MEMORY)}, 1), (name, cluster.story())
+        clean_up(cluster, name, path)
+        step += 2
+    cluster.until_paused(step)
+    cluster.say(step)
+    cluster.finish()
+
+
+def test_damage_to_everything_in_memory(make: Any) -> None:
+    cluster = make(every=4)
+    cluster.start("AB", pauses=[6])
+    cluster.until_paused(6)
+    cluster.wait_until_committed(4)
+    cluster.lose()
+    for path in cluster.slots():
+        flip(path, PAGE_BYTES + 1000)
+    cluster.start("AB")
+    assert cluster.restored() == {(4, STORE)}
+    assert all(len(line["skipped"]) >= 2 for line in cluster.wait_for("restored"))
+    cluster.finish()
+
+
+def test_steps_are_not_mixed(make: Any) -> None:
+    """Rank 0 has steps 5 and 6, rank 1 has 4 and 5."""
+    cluster = make()
+    cluster.start("AB", pauses=[6])
+    cluster.until_paused(6)
+    cluster.lose()
+    for path in cluster.slots_of(rank=1, step=6).values():
+        path.unlink()
+    cluster.start("AB")
+    assert (cluster.restored(), cluster.received()) == ({(5, MEMORY)}, 0)
+    cluster.finish()
+
+
+# -- what goes wrong between the peers
+
+
+def test_link_that_dies(make: Any) -> None:
+    cluster = make()
+    cluster.start("AB", pauses=[3, 5])
+    cluster.until_paused(3)
+    cluster.say(3, {0: "cut"})
+    told = cluster.wait_for("paused", 2)
+    assert [(line["step"], line["held"]) for line in told] == [(5, 3)] * 2, "training goes on without replicas"
+    cluster.lose("B")
+    cluster.start("AB", total=10**6, every=1, pauses=[5], pause_when_held=6)
+    assert (cluster.restored(), cluster.received()) == ({(3, MEMORY)}, 1), "what all held has stayed"
+    cluster.until_paused(5)
+    cluster.say(5, {1: "cut"})
+    (step,) = {line["step"] for line in cluster.wait_for("paused", 2)}  # the ranks have connected anew
+    cluster.wait_until_committed(6)
+    cluster.lose("A")
+    cluster.start("AB", total=step + 3)
+    assert (cluster.restored(), cluster.received()) == ({(step, MEMORY)}, 1)
+    cluster.finish()
+
+
+@pytest.mark.root
+def test_peer_without_room(make: Any) -> None:
+    """A host whose memory has room for its own snapshots only; then it is given more."""
+    cluster = make()
+    cluster.start("AB", pauses=[3])
+    cluster.until_paused(3)
+    own = sum(path.stat().st_size for path in cluster.slots("A")) - 3 * min(
+        path.stat().st_size for path in cluster.slots("A")
+    )
+    cluster.lose("A", "B")
+    with cluster.small_memory("B", own + 3 * 4096) as enlarge:
+        cluster.start("AB", total=10**6, every=4, pauses=[5], pause_when_held=6)
+        assert cluster.restored() == {(0, False)}
+        told = cluster.wait_for("paused")
+        assert [(line["step"], line["held_by_all"]) for line in told] == [(5, -1)] * 2
+        cluster.wait_until_committed(4)
+        cluster.kill()
+        cluster.start("AB", total=10**6, every=4, pauses=[7], pause_when_held=8)
+        assert (cluster.restored(), cluster.received()) == ({(5, MEMORY)}, 0), "every rank has its own"
+        cluster.wait_for("paused")
+        enlarge()
+        cluster.say(7)
+        (step,) = {line["step"] for line in cluster.wait_for("paused", 2)}
+        cluster.kill()
+        cluster.start("AB", total=step + 3)
+        assert (cluster.restored(), cluster.received()) == ({(step, MEMORY)}, 0)
+        cluster.finish()
+
+
+# -- SIGKILL in the midst of it
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(
+            [
+                # stage, rank, lost host, whether the snapshot is restored
+                ("staging", 1, "", False),
+                ("sealing", 1, "", False),
+                ("sealed", 1, "", True),
+                ("sealed", 1, "B", False),  # its replica was not there yet
+                ("sending", 1, "B", False),
+                ("receiving", 0, "B", False),
+                ("received", 0, "B", False),
+                ("replicated", 0, "B", True),
+            ],
+            id="some",
+        ),
+        pytest.param(
+            [
+                ("staging", 0, "B", False),
+                ("sealing", 0, "A", False),
+                ("sealed", 0, "A", False),
+                ("sending", 0, "", True),
+                ("receiving", 1, "", True),
+                ("received", 1, "", True),
+                ("received", 1, "A", False),
+                ("replicated", 1, "A", True),
+                ("replicated", 1, "", True),
+            ],
+            id="more",
+            marks=slow,
+        ),
+    ],
+)
+def test_killed_while_a_snapshot_is_made(make: Any, cases: list[tuple[str, int, str, bool]]) -> None:
+    cluster = make()
+    total, expected = 3 * len(cases) + 3, {(0, False)}
+    received = 0
+    for stage, rank, lost, whole in cases:
+        step = max(expected)[0] + 3
+        cluster.start("AB", total=total, traps=[{"stage": stage, "rank": rank, "step": step}])
+        assert (cluster.restored(), cluster.received()) == (expected, received), cluster.story()
+        statuses = [job.join() for job in cluster.jobs]
+        assert statuses == [-9 if r == rank else 1 for r in range(2)], cluster.story()
+        cluster.lose(*lost)
+        expected, received = {(step if whole else step - 1, MEMORY)}, len(lost)
+    cluster.start("AB", total=total)
+    assert (cluster.restored(), cluster.received()) == (expected, received), cluster.story()
+    cluster.finish()
+
+
+def test_killed_while_it_is_restored(make: Any) -> None:
+    """Again and again: nothing is lost by it."""
+    cluster = make()
+    cluster.start("AB", pauses=[6])
+    cluster.until_paused(6)
+    cluster.lose("B")
+    for stage, rank in (("bringing", 1), ("brought", 1), ("loading", 0), ("loaded", 1), ("loaded", 0)):
+        cluster.start("AB", traps=[{"stage": stage, "rank": rank}])
+        statuses = [job.join() for job in cluster.jobs]
+        assert statuses == [-9 if r == rank else 1 for r in range(2)], (stage, cluster.story())
+        cluster.lose("B")
+    cluster.start("AB")
+    assert (cluster.restored(), cluster.received()) == ({(6, MEMORY)}, 1)
+    cluster.finish()
+
+
+# -- what is stale
+
+
+def test_abandoned_branch(make: Any) -> None:
+    """What a job went back behind is not restored, though its steps are higher."""
+    cluster = make(every=4)
+    cluster.start("AB", pauses=[10])
+    cluster.until_paused(10)
+    cluster.wait_until_committed(4)
+    cluster.wait_until_committed(8)
+    cluster.lose()
+    cluster.start("AB", load_step=4, pauses=[7])
+    cluster.wait_for("paused")
+    cluster.lose()
+    cluster.start("AB", pauses=[9])
+    assert (cluster.restored(), cluster.received()) == ({(7, MEMORY)}, 0)
+    cluster.until_paused(9)
+    cluster.lose("B")
+    cluster.start("AB")
+    assert (cluster.restored(), cluster.received()) == ({(9, MEMORY)}, 1)
+    cluster.finish()
+
+
+def test_slots_of_another_root(make: Any, tmp_path: Path) -> None:
+    """In the same memory; one of them even has a name of this root."""
+    cluster = make()
+    cluster.start("AB", pauses=[9])
+    cluster.until_paused(9)
+    cluster.lose()
+    others = cluster.slots()
+    cluster.root = tmp_path / "another"
+    cluster.start("AB", pauses=[3])
+    assert cluster.restored() == {(0, False)}
+    cluster.until_paused(3)
+    cluster.lose()
+    ours = [path for path in cluster.slots() if path not in others]
+    prefix = ours[0].name.rsplit("-", 1)[0]
+    for path in others:
+        shutil.copy(path, path.parent / f"{prefix}-{path.name.rsplit('-', 1)[1]}")
+    cluster.start("AB")
+    assert (cluster.restored(), cluster.received()) == ({(3, MEMORY)}, 0)
+    assert set(others) <= set(cluster.slots())
+    for path in others:
+        path.unlink()
+    cluster.finish()

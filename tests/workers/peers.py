@@ -1,0 +1,373 @@
+"""Trainings that keep snapshots in the memory of several hosts, and faults in the midst of them.
+
+A host is a directory of slots, and a failure domain, of its own. `train` is started by `crash_jobs.start`, or by
+torchrun: peers.py <directory> <arguments of train as JSON>; it tells what it does in JSON lines. Each step of training
+waits until the snapshot of the one before has come to its end, so what a kill finds does not depend on timing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from workers.crash_jobs import Teller
+
+import ckptlib
+from ckptlib import Peers, session, stage
+from ckptlib.peer import link, replicate, source
+from ckptlib.reader import Reader
+from ckptlib.slot import Slot, SlotHeader
+
+WIDTH = 64
+WAIT_S = 60.0
+TIMEOUT = timedelta(seconds=60)
+
+CHUNK_BYTES = 1 << 14
+"""Per message of a link, here: a small body takes several."""
+
+
+class Training:
+    """A model and an optimizer, whose every bit after a step follows from the number of ranks and of that step."""
+
+    def __init__(self, kind: str, rank: int, own_data: bool) -> None:
+        """`own_data`: drawn by each rank from its own generator; else alike on all.
+
+        Means over 1, 2 or 4 equal gradients are exact, so these numbers of ranks come to the same.
+        """
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self._forward: Callable[[torch.Tensor], torch.Tensor] = self.model
+        if kind == "fsdp":
+            for layer in self.model:
+                fully_shard(layer)
+            fully_shard(self.model)
+        else:
+            self._forward = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.state: dict[str, object] = {"model": self.model, "optim": self.optimizer}
+        self._own_data = own_data
+        torch.manual_seed(1000 + rank)
+
+    def body(self, step: int) -> None:
+        generator = None if self._own_data else torch.Generator().manual_seed(step)
+        self._forward(torch.randn(4, WIDTH, generator=generator)).pow(2).mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def digest(self) -> str:
+        """Of all weights, all of the optimizer's state and, where they count, this rank's generators. Collective."""
+        found = hashlib.sha256()
+        for name, parameter in self.model.named_parameters():
+            for key, value in (("", parameter.detach()), *sorted(self.optimizer.state[parameter].items())):
+                whole = value.full_tensor() if isinstance(value, dist.tensor.DTensor) else value
+                found.update(f"{name} {key} {whole.dtype}".encode() + whole.numpy().tobytes())
+        if self._own_data:
+            found.update(torch.get_rng_state().numpy().tobytes())
+        return found.hexdigest()[:16]
+
+
+def practise(tell: Teller, rank: int, *, kind: str, own_data: bool, total: int) -> None:
+    """The same training without ckptlib: what all others must come to."""
+    training = Training(kind, rank, own_data)
+    for step in range(total):
+        training.body(step)
+        tell("digest", step=step + 1, digest=training.digest())
+
+
+def train(
+    tell: Teller,
+    rank: int,
+    *,
+    url: str,
+    hosts: Sequence[str],
+    arenas: dict[str, str],
+    total: int,
+    kind: str = "fsdp",
+    own_data: bool = True,
+    copies: int = 1,
+    every: int = 10**6,
+    pauses: Sequence[int] = (),
+    gates: str = "",
+    traps: Sequence[dict[str, Any]] = (),
+    pause_when_held: int | None = None,
+    load_step: int | None = None,
+    timeout_s: float = 60.0,
+) -> None:
+    """Restores, trains up to `total`, and tells the digest.
+
+    hosts:           by rank. arenas: by host.
+    every:           to the store; the last step goes there, too.
+    pauses:          steps behind which it waits for a word; see `_pause`.
+    pause_when_held: it waits as soon as all ranks hold this step, or a later one.
+    traps:           see `_set_traps`.
+    load_step:       loaded from the store, instead of a restore.
+    """
+    link.CHUNK_BYTES = CHUNK_BYTES
+    replicate.FIRST_BACKOFF_S = 0.2
+    session.RECLAIM_EVERY_S = 0.0
+    logging.getLogger("ckptlib").setLevel(logging.INFO)
+    training = Training(kind, rank, own_data)
+    received = _watch_recoveries()
+    if load_step is not None:
+        ckptlib.load(url, training.state, step=load_step, random=True)
+    host = hosts[rank]
+    peers = Peers(copies=copies, domain=host, timeout=timedelta(seconds=timeout_s))
+    with ckptlib.Checkpointer(
+        url, training.state, every=every, peers=peers, arena=arenas.get(host), timeout=TIMEOUT
+    ) as ckpt:
+        _mark_sealed(rank, gates)
+        for trap in traps:
+            if trap["rank"] == rank:
+                _set_trap(ckpt, Path(gates), len(hosts), **trap)
+        tell("made", generation=str(ckpt._session.generation), writer=ckpt._session.writer.pid)
+        start = load_step
+        if start is None:
+            report = ckpt.restore()
+            start = report.step
+            tell(
+                "restored",
+                step=report.step,
+                in_memory=report.in_memory,
+                received=sum(received),
+                save=str(report.save),
+                skipped=report.skipped,
+            )
+        for step in ckpt.loop(start, total):
+            _await_settled(ckpt)
+            tell("step", step=step, held=ckpt._session.held.newest, held_by_all=ckpt._session.held_by_all)
+            again = pause_when_held is not None and ckpt._session.held_by_all >= pause_when_held
+            if step in pauses or again:
+                _pause(tell, ckpt, rank, step, gates)
+                pause_when_held = None if again else pause_when_held
+            training.body(step)
+        tell("done", step=total, digest=training.digest())
+    tell("closed", reclaimable=[str(path) for path in ckpt._session.arena.being_read()])
+    dist.barrier()
+
+
+def _watch_recoveries() -> list[int]:
+    """How many slots peers have sent here, for each snapshot that was tried."""
+    found: list[int] = []
+    close = source.InMemory.close
+
+    def watched(self: source.InMemory) -> None:
+        found.append(self.num_received)
+        close(self)
+
+    source.InMemory.close = watched  # type: ignore[method-assign]
+    return found
+
+
+def _await_settled(ckpt: ckptlib.Checkpointer) -> None:
+    """Returns when the snapshots that were begun, and what is made of them, have come to their ends on this rank.
+
+    So that there is a slot at every step, whatever the writer is busy with.
+    """
+    deadline = time.monotonic() + WAIT_S
+    while ckpt._session._unsettled or ckpt._session._in_use:
+        ckpt._session.poll(0.002)
+        assert time.monotonic() < deadline, "a snapshot does not come to its end"
+
+
+# What a test may say at a pause
+
+
+def _pause(tell: Teller, ckpt: ckptlib.Checkpointer, rank: int, step: int, gates: str) -> None:
+    """Waits for the file of this step: words by rank, for those who are to do something before they go on."""
+    tell("paused", step=step, held=ckpt._session.held.newest, held_by_all=ckpt._session.held_by_all)
+    path = Path(gates) / str(step)
+    deadline = time.monotonic() + WAIT_S
+    while not path.exists():
+        ckpt._session.poll(0.002)
+        assert time.monotonic() < deadline, "nobody said what to do"
+    word = json.loads(path.read_text()).get(str(rank))
+    if word == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif word == "cut":
+        _cut(ckpt)
+    elif word == "raise":
+        raise KeyError("the trainer's own trouble")
+    else:
+        assert word is None, word
+
+
+def _cut(ckpt: ckptlib.Checkpointer) -> None:
+    """Ends every connection of the link, as a network does that goes away."""
+    for fd in _sockets_of_last_link:
+        try:
+            connection = socket.socket(fileno=os.dup(fd))
+        except OSError:
+            continue
+        with connection:
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+_sockets_of_last_link: list[int] = []
+
+_connect = link.connect
+
+
+def _connect_and_note(*args: Any) -> Any:
+    before = _connected()
+    made = _connect(*args)
+    _sockets_of_last_link[:] = sorted(_connected() - before)
+    return made
+
+
+link.connect = _connect_and_note
+
+
+def _connected() -> set[int]:
+    """Sockets that have a peer on the network."""
+    found = set()
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        fd = int(entry.name)
+        try:
+            with socket.socket(fileno=os.dup(fd)) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.getpeername()
+                    found.add(fd)
+        except OSError:
+            continue
+    return found
+
+
+# Traps: SIGKILL in the midst of the real code
+
+
+def _mark_sealed(rank: int, gates: str) -> None:
+    """A file for each snapshot that this rank has sealed: no trap may depend on who is faster."""
+
+    def mark(staging: stage.Staging) -> None:
+        Path(gates, f"sealed{staging.step}.rank{rank}").touch()
+
+    _wrap(stage, "_seal", after=mark)
+
+
+def _set_trap(
+    ckpt: ckptlib.Checkpointer, gates: Path, size: int, *, stage: str, rank: int, step: int | None = None
+) -> None:
+    """Kills this process at a stage of a snapshot, when all ranks, or all others, have sealed theirs of this `step`.
+
+    staging     copied, not sealed
+    sealing     before the header that makes it ready
+    sealed      after it
+    sending     in the middle of a body
+    receiving   in the middle of a body
+    received    before the header of the replica
+    replicated  after it, before the peer is told
+    bringing    a snapshot is being received for a restore
+    brought     it is there, and ready, before the peer is told
+    loading     some tensors are filled
+    loaded      all of them are; nothing of the new generation is anywhere
+    """
+
+    def die() -> None:
+        if step is not None:
+            others = [r for r in range(size) if r != rank or _in("to") or _in("from")]
+            while not all((gates / f"sealed{step}.rank{r}").exists() for r in others):
+                time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_header(thread: str) -> Callable[..., None]:
+        def check(slot: Slot, header: SlotHeader) -> None:
+            if _in(thread) and header.ready and step in (None, header.save.step):
+                die()
+
+        return check
+
+    def on_message(thread: str) -> Callable[..., None]:
+        def check(self: link.Link, peer: int, data: torch.Tensor, tag: int) -> None:
+            if not _in(thread) or data.numel() != CHUNK_BYTES:
+                return
+            if step is None or step == ckpt._session._unsettled[-1].step:
+                die()
+
+        return check
+
+    def on_staging(staging: Any) -> None:
+        if staging.step == step:
+            die()
+
+    match stage:
+        case "staging":
+            _wrap(sys.modules["ckptlib.stage"], "_seal", before=on_staging)
+        case "sealing":
+            _wrap(Slot, "write_header", before=on_header("stage"))
+        case "sealed":
+            _wrap(Slot, "write_header", after=on_header("stage"))
+        case "sending":
+            _wrap(link.Link, "_begin_send", after=on_message("to"))
+        case "receiving":
+            _wrap(link.Link, "_begin_recv", after=on_message("from"))
+        case "received":
+            _wrap(Slot, "write_header", before=on_header("from"))
+        case "replicated":
+            _wrap(Slot, "write_header", after=on_header("from"))
+        case "bringing":
+            _wrap(link.Link, "_begin_recv", after=on_message("bring"))
+        case "brought":
+            _wrap(Slot, "write_header", after=on_header("bring"))
+        case "loading":
+            _wrap(Reader, "_run", after=lambda *args: die())
+        case "loaded":
+            _wrap(replicate.Replicator, "begin", before=lambda *args: die())
+        case _:
+            raise AssertionError(stage)
+
+
+def _wrap(
+    owner: Any, name: str, *, before: Callable[..., None] | None = None, after: Callable[..., None] | None = None
+) -> None:
+    """Calls these with the arguments of the original, which is called as ever."""
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args)
+        result = original(*args, **kwargs)
+        if after is not None:
+            after(*args)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _in(thread: str) -> bool:
+    return threading.current_thread().name.startswith(f"ckptlib-{thread}")
+
+
+def main() -> None:
+    """A rank that torchrun has started."""
+    directory, arguments = Path(sys.argv[1]), json.loads(sys.argv[2])
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    logging.basicConfig()
+    store, _, size = next(iter(dist.rendezvous("env://")))
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"attempt{attempt}", store), rank=rank, world_size=size)
+    tell = Teller(str(directory / f"attempt{attempt}.rank{rank}.jsonl"))
+    train(tell, rank, **arguments)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
