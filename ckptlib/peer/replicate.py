@@ -90,6 +90,8 @@ class Replicator:
         self._readers = {origin: SnapshotReader() for origin in self._arenas}
         self._senders = {to: _Stream(f"to-{to}") for to in placement.holders[rank]}
         self._receivers = {origin: _Stream(f"from-{origin}") for origin in self._arenas}
+        self._failing: set[str] = set()
+        """What was warned of and has not succeeded since."""
         self._backoff_s = FIRST_BACKOFF_S
         self._retry_at = 0.0
         self._link: Link | None = None
@@ -124,8 +126,9 @@ class Replicator:
             else:
                 send_slot(link, to, staging.slot, staging.slot.read_header())
                 sealed = True
+                self._told(f"replicas on rank {to}", step, None)
         except CkptError as error:
-            log.warning("step %d has no replica on rank %d: %s", step, to, error)
+            self._told(f"replicas on rank {to}", step, error)
         finally:
             fate.note(sealed)
 
@@ -148,11 +151,21 @@ class Replicator:
         try:
             receive_slot(link, origin, origin, take, self._readers[origin])
             arena.mark_ready(taken[0], now.save.step)
+            self._told(f"replicas of rank {origin}", now.save.step, None)
         except CkptError as error:
-            log.warning("step %d of rank %d has no replica here: %s", now.save.step, origin, error)
+            self._told(f"replicas of rank {origin}", now.save.step, error)
         finally:
             for slot in taken:
                 slot.unlock()
+
+    def _told(self, what: str, step: int, error: CkptError | None) -> None:
+        """Warns of the first failure and of the first success after it: there may be a snapshot at every step."""
+        if error is None and what in self._failing:
+            self._failing.discard(what)
+            log.warning("%s: there is one of step %d again", what, step)
+        elif error is not None and what not in self._failing:
+            self._failing.add(what)
+            log.warning("%s: there is none of step %d: %s", what, step, error)
 
     # The link
 
