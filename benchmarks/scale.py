@@ -17,12 +17,12 @@ import torch
 from benchmarks.figures import Figures, Options, run
 from ckptlib import plan, sharding
 from ckptlib.box import Box
-from ckptlib.catalog import Catalog
+from ckptlib.catalog import Catalog, Committed
 from ckptlib.digests import XXH3
 from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.layout import Layout, Mesh, Placed, TensorEntry
 from ckptlib.manifest import Generation, Manifest, Pack, Part, Root
-from ckptlib.reader import Reader, Want, _merge
+from ckptlib.reader import Reader, Want, _ChunkRead, _merge
 from ckptlib.sharding import Shard
 from ckptlib.stores.memory import MemoryStore
 
@@ -124,9 +124,12 @@ def _put(store: MemoryStore, part: Part) -> PartName:
 
 def _plan_load(store: MemoryStore, manifest: Manifest, rank: int, num_ranks: int) -> int:
     """Documents included: what a rank does before it reads a byte of a pack."""
-    reader = Reader(Catalog(store), manifest, rank)
+    reader = Reader(Committed(Catalog(store), manifest), rank)
     layout = next(iter(reader.layouts.values()))
     wants = [
         Want(name, ((box, torch.empty(box.shape, device="meta")),)) for name, box in _boxes(layout, rank, num_ranks)
     ]
-    return len(_merge([read for want in wants for read in reader._plan(want, reader._ranks_for(want))]))
+    reads: dict[tuple[int, int], _ChunkRead] = {}
+    for want in wants:
+        reader._plan(want, reader.ranks_for(want), reads)
+    return len(_merge(reads.values()))
