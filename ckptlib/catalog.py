@@ -29,7 +29,7 @@ from ckptlib.errors import (
 )
 from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.layout import Layout, decode_layout
-from ckptlib.manifest import FailedPart, Generation, Manifest, Part, Root
+from ckptlib.manifest import FailedPart, Generation, Manifest, Part, PartHead, Root
 from ckptlib.plan import find_missing
 from ckptlib.stores import Store
 
@@ -263,7 +263,7 @@ class Catalog:
         assert [(n.save, n.rank) for n in names] == [(save, rank) for rank in range(len(names))], "one part per rank"
         layouts, nbytes = self._prove(save, names)
         self.check_head(save.generation)
-        first = Part.decode(names[0], self.store.get(names[0].key))
+        first = PartHead.decode(names[0], self.store.get(names[0].key))
         manifest = Manifest(save, len(names), tuple(names), layouts, nbytes, first.created, first.metrics)
         self._put_new(save.manifest_key, manifest.encode())
         present = {entry.key for entry in self.store.scan(keys.LAYOUTS)}

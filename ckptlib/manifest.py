@@ -353,6 +353,21 @@ class Part:
         return part
 
 
+@dataclass(frozen=True, slots=True)
+class PartHead:
+    """What a manifest takes from a part, without its table."""
+
+    created: float
+    metrics: Mapping[str, Json]
+
+    @classmethod
+    def decode(cls, name: PartName, data: bytes) -> PartHead:
+        """Of the part of this name. Raises as `Part.decode` does."""
+        check_part_digest(name, data)
+        fields = decode("part", data, name.key)
+        return cls(fields.number("created"), fields.mapping("metrics"))
+
+
 def check_part_digest(name: PartName, data: bytes) -> None:
     """Raises a CorruptData that names the part when its bytes are not those its name promises."""
     from ckptlib.errors import CorruptData

@@ -12,6 +12,7 @@ import logging
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import xxhash
@@ -40,8 +41,11 @@ class Agreement:
 
 
 def rows_of(leaves: Sequence[Leaf], group: Group) -> dict[str, Row]:
-    """What this rank holds, by name; reads plain tensors whole, for their digests. Not collective."""
-    return {leaf.name: _row(leaf, group) for leaf in leaves}
+    """What this rank holds, by name; reads plain tensors whole, for their digests. Not collective.
+
+    Nothing in a group of one, which has nobody to tell it to.
+    """
+    return {} if group.size == 1 else {leaf.name: _row(leaf, group) for leaf in leaves}
 
 
 def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agreement:
@@ -49,7 +53,9 @@ def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agre
 
     Raises UnsupportedState, on all ranks, for a name that stands for different tensors.
     """
-    document = b"" if group.size == 1 else json.dumps(rows, sort_keys=True).encode()
+    if group.size == 1:  # nobody to differ from: a tenth of the time, for thousands of small tensors
+        return Agreement({leaf.name: _holding_alone(leaf, group) for leaf in leaves}, {})
+    document = json.dumps(rows, sort_keys=True).encode()
     found: dict[str, dict[int, Row]] = {}
     if group.same(document):
         found = {name: dict.fromkeys(range(group.size), row) for name, row in rows.items()}
@@ -135,7 +141,7 @@ def _columns(mesh: Mesh) -> list[tuple[int, ...]]:
 def _row(leaf: Leaf, group: Group) -> Row:
     digest = ""
     if isinstance(leaf.held, Plain):
-        how, digest = "plain", _digest(leaf.pieces[0][1]) if leaf.pieces and group.size > 1 else ""
+        how, digest = "plain", _digest(leaf.pieces[0][1]) if leaf.pieces else ""
     else:
         how = _describe(_in_group(leaf, group))
     shape = [] if how == "per-rank" else list(leaf.shape)
@@ -164,6 +170,16 @@ def _in_group(leaf: Leaf, group: Group) -> Holding:
             "give process_group= with all ranks that hold the state"
         )
     return replace(held, mesh=Mesh(held.mesh.shape, tuple(own[rank] for rank in held.mesh.ranks)))
+
+
+def _holding_alone(leaf: Leaf, group: Group) -> Holding:
+    return _replicated((0,)) if isinstance(leaf.held, Plain) else _in_group(leaf, group)
+
+
+@lru_cache(maxsize=64)
+def _replicated(ranks: tuple[int, ...]) -> Placed:
+    """One object for all tensors that the same ranks hold: agreements and layouts are compared at every save."""
+    return Placed(Mesh((len(ranks),), ranks), (sharding.Replicate(),), None)
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -199,8 +215,7 @@ def _holding(leaf: Leaf, by_rank: Mapping[int, Row], group: Group) -> Holding:
     if not isinstance(leaf.held, Plain):
         return _in_group(leaf, group)
     if len({(row[0], tuple(row[1]), row[4]) for row in by_rank.values()}) == 1:
-        ranks = tuple(sorted(by_rank))
-        return Placed(Mesh((len(ranks),), ranks), (sharding.Replicate(),), None)
+        return _replicated(tuple(sorted(by_rank)))
     if group.rank == min(by_rank):
         log.warning(
             "%s differs between ranks %s; every rank's own is saved. Say PerRank(...) if that is meant, else it should "

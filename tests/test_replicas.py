@@ -189,4 +189,9 @@ def test_digests_do_not_depend_on_strides() -> None:
     rows = [rows_of([plain("w", view)], TwoRanks())["w"] for view in views]
     assert all(row == rows[0] for row in rows)
     assert rows_of([plain("w", base.t().conj())], TwoRanks())["w"] != rows[0]
-    assert rows_of([plain("w", base)], SoloGroup())["w"][-1] == ""
+
+
+def test_one_rank_compares_nothing() -> None:
+    leaves = [plain("w", torch.ones(4)), placed("d", 0, (0,))]
+    assert rows_of(leaves, SoloGroup()) == {}
+    assert agree(leaves, {}, SoloGroup()) == Agreement({"w": over(0), "d": leaves[1].held}, {})
