@@ -6,7 +6,6 @@ pickled. A group of its own (gloo, CPU) keeps them apart from the trainer's.
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -20,7 +19,7 @@ import xxhash
 from torch._C._distributed_c10d import PrefixStore, Store
 from typing_extensions import override
 
-from ckptlib import errors
+from ckptlib import errors, incarnation
 from ckptlib.errors import AgreementFailed
 
 Result = TypeVar("Result")
@@ -223,7 +222,10 @@ def connect(over: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     different numbers of groups, since the name it makes of that number differs then.
     """
     _num_groups[over.group_name] += 1
-    store = _store(f"groups/{over.group_name}/{_num_groups[over.group_name]}")
+    try:
+        store = PrefixStore(f"groups/{_num_groups[over.group_name]}", _store(over, timeout))
+    except AgreementFailed as error:
+        raise AgreementFailed(f"connecting on rank {dist.get_rank()}: {error}") from error
     try:
         gloo = dist.ProcessGroupGloo(store, over.rank(), over.size(), timeout)
     except RuntimeError as error:
@@ -238,13 +240,22 @@ def _failed(what: str, size: int, timeout: timedelta, error: RuntimeError) -> Ag
     )
 
 
-def _store(prefix: str) -> Store:
-    """The key-value store by which torch.distributed was initialised.
+_stores: dict[str, tuple[Store, Store]] = {}
+"""By name of a process group: the store by which torch.distributed was initialised, and what of it is the group's."""
 
-    torchrun's outlives a restart of the ranks, with all that the dead ones wrote.
+
+def _store(over: dist.ProcessGroup, timeout: timedelta) -> Store:
+    """Keys and values that the ranks of a process group share, and that no rank has written before this incarnation.
+
+    Raises AgreementFailed.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"ckptlib/{attempt}/{prefix}", dist.distributed_c10d._get_default_store())
+    whole = dist.distributed_c10d._get_default_store()
+    known = _stores.get(over.group_name)
+    if known is None or known[0] is not whole:
+        place = PrefixStore(f"ckptlib/{over.group_name}", whole)
+        name = incarnation.agree(place, dist.get_process_group_ranks(over), over.rank(), timeout)
+        known = _stores[over.group_name] = (whole, PrefixStore(name, place))
+    return known[1]
 
 
 def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
@@ -300,8 +311,11 @@ def meet(over: dist.ProcessGroup | None, place: str, what: str, timeout: timedel
     group = group_or_world(over)
     if group is None or group.size() == 1:
         return
-    name = f"{group.group_name}/{place}"
-    store, attended = _store(f"meetings/{name}"), False
+    name, attended = f"{group.group_name}/{place}", False
+    try:
+        store = PrefixStore(f"meetings/{place}", _store(group, timeout))
+    except AgreementFailed as error:
+        raise _nobody_came(what, str(error)) from error
     while not attended:
         number = _meetings[name]
         _meetings[name] += 1
@@ -329,10 +343,14 @@ def _attend(store: Store, number: int, group: dist.ProcessGroup, what: str, time
             store.compare_set(verdict, "", reason)
     found = store.get(verdict).decode()
     if found != _MET:
-        raise AgreementFailed(
-            f"{what} on rank {dist.get_rank()}: {found}. Call it on every rank of the process group, alike"
-        )
+        raise _nobody_came(what, found)
     return True
+
+
+def _nobody_came(what: str, why: str) -> AgreementFailed:
+    return AgreementFailed(
+        f"{what} on rank {dist.get_rank()}: {why}. Call it on every rank of the process group, alike"
+    )
 
 
 _MET = "met"
