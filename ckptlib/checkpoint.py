@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ckptlib import events, rng, values
+from ckptlib import events, garbage, rng, values
 from ckptlib.catalog import Catalog, CheckpointInfo, Committed
 from ckptlib.digests import XXH3
 from ckptlib.errors import CkptError, CorruptData, FormatError, ObjectNotFound, StateMismatch, WaitTimeout
@@ -227,8 +227,9 @@ def load_save(
     whole = state if generators is None else {**state, RNG: generators}
 
     def plan() -> tuple[Reader, Targets]:
-        reader = Reader(source, group.rank)
-        wanted = targets(whole, Saved(reader), rename=rename, only=only, cast=cast)
+        with garbage.kept():
+            reader = Reader(source, group.rank)
+            wanted = targets(whole, Saved(reader), rename=rename, only=only, cast=cast)
         return reader, wanted
 
     what = f"loading step {source.save.step}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -92,8 +93,14 @@ def leaf_of(
         return _leaf_of_dtensor(tensor, name, owner)
     tensor = _checked(tensor, name)
     shape = tuple(tensor.shape)
-    pieces = ((Box.whole(shape), tensor),) if tensor.numel() else ()
+    pieces = ((_whole(shape), tensor),) if tensor.numel() else ()
     return Leaf(name, dtype_name(tensor), shape, HeldPerRank() if per_rank else Plain(), pieces, owner)
+
+
+@lru_cache(maxsize=1024)
+def _whole(shape: tuple[int, ...]) -> Box:
+    """One object for all tensors of a shape: there may be thousands of small ones."""
+    return Box.whole(shape)
 
 
 def _leaf_of_dtensor(tensor: DTensor, name: str, owner: torch.optim.Optimizer | None) -> Leaf | None:
@@ -148,9 +155,10 @@ def refuse_tensor(tensor: torch.Tensor | Sharded, name: str) -> None:
 
 
 def _checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    if is_lazy(tensor):
+    known = type(tensor) in _TENSOR_TYPES  # first: to ask for a parameter's kind costs a frame of Python
+    if not known and is_lazy(tensor):
         raise UnsupportedState(f"{name}: is not initialised yet; run one forward pass before it is saved or loaded")
-    if type(tensor) not in _TENSOR_TYPES and not _is_buffer(tensor):
+    if not known and not _is_buffer(tensor):
         raise UnsupportedState(
             f"{name}: {type(tensor).__module__}.{type(tensor).__qualname__} is a tensor subclass that ckptlib does not "
             "know; give the plain tensors it is made of"
@@ -198,7 +206,12 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """torch's name without the module: "bfloat16"."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name_of(tensor.dtype)
+
+
+@lru_cache(maxsize=64)
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def identity(tensor: torch.Tensor | Sharded) -> object:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from ckptlib import dtypes
+from ckptlib import dtypes, garbage
 from ckptlib.box import Box, boxes_of_range, find_hole, find_overlap
 from ckptlib.contents import Contents, SavedShard
 from ckptlib.digests import digester
@@ -246,10 +246,8 @@ class Reader:
         with ThreadPoolExecutor(READ_THREADS, "ckptlib-read") as executor:
             ranks = [self.ranks_for(want) for want in wants]
             list(executor.map(self._share, sorted(frozenset().union(*ranks) - self._shares.keys())))
-            reads: dict[tuple[int, int], _ChunkRead] = {}
-            for want, of in zip(wants, ranks, strict=True):
-                self._plan(want, of, reads)
-            runs = _merge(reads.values())
+            with garbage.kept():
+                runs = self._plan(wants, ranks)
             verify = digester(self.part(self.own_rank).algorithm)
             try:
                 for nbytes in executor.map(lambda run: self._run(run, verify), runs):
@@ -272,17 +270,28 @@ class Reader:
                 found.update(ranks_touching(entry, box, ranks))
         return frozenset(found)
 
-    def _plan(self, want: Want, ranks: Collection[int], reads: dict[tuple[int, int], _ChunkRead]) -> None:
+    def _plan(self, wants: Sequence[Want], ranks: Sequence[frozenset[int]]) -> list[_Run]:
+        """The requests that fill all wants. `ranks`: of each want, whose parts may hold it."""
+        reads: dict[tuple[int, int], _ChunkRead] = {}
+        for want, of in zip(wants, ranks, strict=True):
+            if len(of) == len(want.pieces) == 1:
+                (rank,), ((box, target),) = of, want.pieces
+                share = self._share(rank)
+                shards = share.shards(want.name)
+                if len(shards) == 1 and share.part.table.boxes[shards[0]] == box:
+                    self._plan_shard(share, shards[0], box, box, target, reads)
+                    continue  # saved and wanted alike: most tensors by far, and the general way costs twice as much
+            self._plan_want(want, of, reads)
+        return _merge(reads.values())
+
+    def _plan_want(self, want: Want, ranks: Collection[int], reads: dict[tuple[int, int], _ChunkRead]) -> None:
         """Adds to `reads`, by saved rank and chunk, what fills a want."""
         sources = self._sources(want.name, sorted(ranks))
         for box, target in want.pieces:
-            if len(sources) == 1 and box in sources:  # saved and wanted alike: most tensors by far
-                self._plan_shard(*sources[box], box, box, target, reads)
-                continue
             touching = {b: source for b, source in sources.items() if b.intersect(box) is not None}
             self._check_cover(want.name, box, touching)
             for source_box, (rank, shard) in touching.items():
-                self._plan_shard(rank, shard, source_box, box, target, reads)
+                self._plan_shard(self._share(rank), shard, source_box, box, target, reads)
 
     def _sources(self, name: str, ranks: Iterable[int]) -> dict[Box, tuple[int, int]]:
         """By box: a rank and the shard of its part. Where two hold the same box, their bytes must agree."""
@@ -317,7 +326,7 @@ class Reader:
 
     def _plan_shard(
         self,
-        rank: int,
+        share: _Share,
         shard: int,
         box: Box,
         wanted: Box,
@@ -325,26 +334,21 @@ class Reader:
         reads: dict[tuple[int, int], _ChunkRead],
     ) -> None:
         """Adds the chunks of a shard that hold something of `wanted`."""
-        share = self._share(rank)
-        table, begin, nbytes = share.part.table, share.begins[shard], share.sizes[shard]
+        table, nbytes = share.part.table, share.sizes[shard]
         entry = share.layout.tensors[table.tensors[shard]]
         dtype: torch.dtype = getattr(torch, entry.dtype)
-        chunk = table.first_chunks[shard]
         address = _address(target, dtype) if box == wanted else None
-        if address is not None and table.num_chunks[shard] <= 1:
-            _read_of(reads, rank, share, chunk).moves.append((begin - table.offsets[chunk], nbytes, address))
-            return
-        itemsize, element = dtypes.itemsize(entry.dtype), 0
-        for chunk in table.chunks(shard):
-            skipped = max(begin - table.offsets[chunk], 0) if table.num_chunks[shard] <= 1 else 0
-            here = nbytes if table.num_chunks[shard] <= 1 else table.nbytes[chunk]
+        itemsize, chunks, element = dtypes.itemsize(entry.dtype), table.chunks(shard), 0
+        for chunk in chunks:
+            skipped = share.begins[shard] - table.offsets[chunk] if len(chunks) == 1 else 0
+            here = nbytes if len(chunks) == 1 else table.nbytes[chunk]
             count = here // itemsize
             if address is not None:
-                _read_of(reads, rank, share, chunk).moves.append((0, here, address + element * itemsize))
+                _read_of(reads, share, chunk).moves.append((skipped, here, address + element * itemsize))
             else:
                 copies = list(_copies(box, element, element + count, wanted, target, skipped, dtype, itemsize))
                 if copies:
-                    _read_of(reads, rank, share, chunk).copies.extend(copies)
+                    _read_of(reads, share, chunk).copies.extend(copies)
             element += count
 
     def _run(self, run: _Run, verify: Callable[[memoryview], str]) -> int:
@@ -370,10 +374,10 @@ class Reader:
         return len(buffer)
 
 
-def _read_of(reads: dict[tuple[int, int], _ChunkRead], rank: int, share: _Share, chunk: int) -> _ChunkRead:
-    found = reads.get((rank, chunk))
+def _read_of(reads: dict[tuple[int, int], _ChunkRead], share: _Share, chunk: int) -> _ChunkRead:
+    found = reads.get((share.part.rank, chunk))
     if found is None:
-        found = reads[rank, chunk] = _ChunkRead(share, chunk)
+        found = reads[share.part.rank, chunk] = _ChunkRead(share, chunk)
     return found
 
 

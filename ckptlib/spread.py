@@ -27,9 +27,11 @@ def share_out(wants: Sequence[Want], group: Group, near: Near) -> tuple[list[Wan
     `near`: the ranks that are nearest to what is wanted, the same on all of them; None, or nobody: all alike.
     Where ranks do not want the same plain tensors, everybody reads its own.
     """
+    if group.size == 1:
+        return list(wants), []
     shared = [want for want in wants if want.everywhere]
     described = [[want.name, str(want.pieces[0][1].dtype), list(want.pieces[0][0].shape)] for want in shared]
-    if group.size == 1 or not group.same(json.dumps(described).encode()) or not shared:
+    if not group.same(json.dumps(described).encode()) or not shared:
         return list(wants), []
     by_readers: dict[tuple[int, ...], list[Want]] = {}
     for want in shared:

@@ -102,13 +102,13 @@ class _Walk:
     # The walk
 
     def collect(self, node: object, path: str, setter: Setter) -> None:
-        if isinstance(node, PerRank):
-            self.collect(node.value, path, None if setter is None else lambda value: setter(PerRank(value)))
-        elif isinstance(node, (torch.Tensor, Sharded)):
+        if isinstance(node, (torch.Tensor, Sharded)):
             self._name_param(local_of(node), path)
             if isinstance(node, Sharded):
                 self._by_hand[id(node.tensor)] = node
             self.add_tensor(node, path)
+        elif isinstance(node, PerRank):
+            self.collect(node.value, path, None if setter is None else lambda value: setter(PerRank(value)))
         elif isinstance(node, nn.Module):
             self.modules.append((path, node))
         elif isinstance(node, torch.optim.Optimizer):
@@ -118,7 +118,8 @@ class _Walk:
             self._add_generator(node, path)
         elif isinstance(node, Mapping):
             for key, value in node.items():
-                self.collect(value, join(path, key), _setter(node, key))
+                is_tensor = isinstance(value, torch.Tensor)  # filled in place; there may be thousands
+                self.collect(value, join(path, key), None if is_tensor else _setter(node, key))
         elif isinstance(node, (list, tuple)) and type(node) in (list, tuple):
             put = _tuple_setter(node, setter) if isinstance(node, tuple) else lambda i: _setter(node, i)
             for i, value in enumerate(node):
@@ -503,7 +504,8 @@ def _tuple_setter(node: tuple[object, ...], setter: Setter) -> Callable[[int], S
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    steps = tensor.stride()
+    return 0 in steps and any(step == 0 and size > 1 for step, size in zip(steps, tensor.shape, strict=True))
 
 
 def _fits(now: object, entry: TensorEntry) -> TypeGuard[torch.Tensor]:
