@@ -139,7 +139,7 @@ def train(
         for trap in traps:
             if trap["rank"] == rank:
                 _set_trap(ckpt, Path(gates), len(hosts), **trap)
-        tell("made", generation=str(ckpt._session.generation), writer=ckpt._session.writer.pid)
+        tell("made", pid=os.getpid(), generation=str(ckpt._session.generation))
         start = load_step
         if start is None:
             report = ckpt.restore()
@@ -161,7 +161,6 @@ def train(
                 pause_when_held = None if again else pause_when_held
             training.body(step)
         tell("done", step=total, digest=training.digest())
-    tell("closed", reclaimable=[str(path) for path in ckpt._session.arena.being_read()])
     dist.barrier()
 
 
@@ -360,12 +359,13 @@ def _in(thread: str) -> bool:
 def main() -> None:
     """A rank that torchrun has started."""
     directory, arguments = Path(sys.argv[1]), json.loads(sys.argv[2])
-    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
     logging.basicConfig()
     store, _, size = next(iter(dist.rendezvous("env://")))
-    dist.init_process_group("gloo", store=dist.PrefixStore(f"attempt{attempt}", store), rank=rank, world_size=size)
-    tell = Teller(str(directory / f"attempt{attempt}.rank{rank}.jsonl"))
-    train(tell, rank, **arguments)
+    if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":  # else it is a new one each time, with nothing in it
+        store = dist.PrefixStore(f"attempt{attempt}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    train(Teller(str(directory / f"attempt{attempt}.rank{rank}.jsonl")), rank, **arguments)
     os._exit(0)
 
 

@@ -8,10 +8,11 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -235,6 +236,70 @@ class Cluster:
         """Ends what a failed test has left."""
         crash_jobs.end_all(self.root)
         shutil.rmtree(self.memory)
+
+
+class Node:
+    """A machine of its own, as far as memory goes: an agent of torchrun with a /dev/shm that nobody else sees."""
+
+    def __init__(self, directory: Path, name: str, num_ranks: int, options: Sequence[str], **arguments: Any) -> None:
+        self.directory = directory / name
+        self.directory.mkdir()
+        agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), *options]
+        worker = [peers.__file__, str(self.directory), json.dumps(arguments)]
+        script = 'mount -t tmpfs tmpfs /dev/shm && { "$@"; status=$?; ls /dev/shm >"$LEFT"; exit $status; }'
+        with (self.directory / "output").open("w") as output:
+            self._process = subprocess.Popen(
+                ["unshare", "-m", "sh", "-c", script, "sh", *agent, *worker],
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "LEFT": str(self.directory / "left"),
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else no other agent can take a lost one's place
+                },
+                stdout=output,
+                stderr=output,
+            )
+
+        wait_until(lambda: _namespace_of(self._process.pid) not in ("", _namespace_of(os.getpid())), "no namespace")
+        self._namespace = _namespace_of(self._process.pid)
+
+    def told(self, what: str) -> list[dict[str, Any]]:
+        """By all ranks that were here, in order."""
+        reports = sorted(self.directory.glob("*.jsonl"))
+        lines = [line for path in reports for line in path.read_text().split("\n")[:-1]]
+        return sorted((line for line in map(json.loads, lines) if line["what"] == what), key=lambda line: line["at"])
+
+    def wait_for(self, what: str, count: int = 1) -> list[dict[str, Any]]:
+        wait_until(lambda: len(self.told(what)) >= count, f"{what} did not come on {self.directory.name}")
+        return self.told(what)
+
+    def lose(self) -> None:
+        """SIGKILL to all that runs on it; its memory goes with the last of them."""
+        while found := self._processes():
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.poll()
+            time.sleep(0.005)
+
+    def _processes(self) -> list[int]:
+        here = self._namespace
+        found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+        return [pid for pid in found if _namespace_of(pid) == here]
+
+    def finish(self) -> None:
+        """It ends well, and nothing stays on it."""
+        assert self._process.wait(crash_jobs.WAIT_S) == 0, (self.directory / "output").read_text()[-5000:]
+        wait_until(lambda: not self._processes(), "processes stay")
+        assert (self.directory / "left").read_text() == ""
+
+
+def _namespace_of(pid: int) -> str:
+    """Of mounts; "" for one that has ended, or is another user's."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/mnt")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return ""
 
 
 def num_open(pid: int) -> int:
