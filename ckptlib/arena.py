@@ -124,8 +124,13 @@ class Arena:
         self._steps.pop(slot.path, None)
 
     def borrow(self, nbytes: int) -> Slot:
-        """A slot beside those that are reused, locked; until `give_back`. From any thread. Raises NoRoom."""
-        slot = self._make(nbytes)
+        """A slot beside those that are reused, locked; until `give_back`. From any thread. Raises NoRoom.
+
+        Its pages are mapped while it is being filled.
+        """
+        slot = self._make_somewhere(nbytes)
+        _own.add(slot.path)
+        threading.Thread(target=slot.prefault, name="ckptlib-prefault", daemon=True).start()
         slot.try_write_lock()
         return slot
 
