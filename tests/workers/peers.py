@@ -138,7 +138,7 @@ def train(
         _mark_sealed(rank, gates)
         for trap in traps:
             if trap["rank"] == rank:
-                _set_trap(ckpt, Path(gates), len(hosts), **trap)
+                _set_trap(Path(gates), len(hosts), **trap)
         tell("made", pid=os.getpid(), generation=str(ckpt._session.generation))
         start = load_step
         if start is None:
@@ -263,9 +263,7 @@ def _mark_sealed(rank: int, gates: str) -> None:
     _wrap(stage, "_seal", after=mark)
 
 
-def _set_trap(
-    ckpt: ckptlib.Checkpointer, gates: Path, size: int, *, stage: str, rank: int, step: int | None = None
-) -> None:
+def _set_trap(gates: Path, size: int, *, stage: str, rank: int, step: int | None = None) -> None:
     """Kills this process at a stage of a snapshot, when all ranks, or all others, have sealed theirs of this `step`.
 
     staging     copied, not sealed
@@ -299,10 +297,13 @@ def _set_trap(
         def check(self: link.Link, peer: int, data: torch.Tensor, tag: int) -> None:
             if not _in(thread) or data.numel() != CHUNK_BYTES:
                 return
-            if step is None or step == ckpt._session._unsettled[-1].step:
+            if step is None or begun[-1] == step:
                 die()
 
         return check
+
+    begun: list[int] = []
+    _wrap(replicate.Replicator, "begin", before=lambda replicator, now, staging: begun.append(now.save.step))
 
     def on_staging(staging: Any) -> None:
         if staging.step == step:
