@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
 def measure(options: Options, directory: Path, figures: Figures) -> None:
     nbytes = int((0.004 if options.toy else options.gb) * 1e9)
     with tempfile.TemporaryDirectory(prefix="ckptlib-recover-", dir=MEMORY) as memory:
-        given = {"nbytes": nbytes, "directory": str(directory), "memory": memory}
+        given = {"nbytes": nbytes, "directory": str(directory / "job"), "memory": memory}
         lines = figures.attempt("setup", "ckptlib", __name__, 2, {**given, "doing": "train"}, options.timeout_s)
         saved = {line["rank"]: line["digest"] for line in lines}
         for number in range(1 if options.toy else options.rounds):
@@ -52,7 +52,7 @@ def measure(options: Options, directory: Path, figures: Figures) -> None:
                 for line in figures.attempt(case, "ckptlib", __name__, 2, order, options.timeout_s):
                     _note(figures, case, line, saved, nbytes)
         for number in range(1 if options.toy else options.rounds):
-            order = {**given, "doing": "die", "directory": f"{directory}-{number}"}
+            order = {**given, "doing": "die", "directory": str(directory / f"job-{number}")}
             for line in figures.attempt(DEATH, "ckptlib", __name__, 2, order, options.timeout_s, restarts=1):
                 for phase, seconds in line["phases"].items() if line["rank"] == 0 else ():
                     figures.add(DEATH, "ckptlib", phase, "s", [seconds], nbytes=nbytes)
