@@ -22,7 +22,7 @@ from ckptlib.digests import XXH3
 from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.layout import Layout, Mesh, Placed, TensorEntry
 from ckptlib.manifest import Generation, Manifest, Pack, Part, Root
-from ckptlib.reader import Reader, Want, _ChunkRead, _merge
+from ckptlib.reader import Reader, Want
 from ckptlib.sharding import Shard
 from ckptlib.stores.memory import MemoryStore
 
@@ -129,7 +129,4 @@ def _plan_load(store: MemoryStore, manifest: Manifest, rank: int, num_ranks: int
     wants = [
         Want(name, ((box, torch.empty(box.shape, device="meta")),)) for name, box in _boxes(layout, rank, num_ranks)
     ]
-    reads: dict[tuple[int, int], _ChunkRead] = {}
-    for want in wants:
-        reader._plan(want, reader.ranks_for(want), reads)
-    return len(_merge(reads.values()))
+    return len(reader._plan(wants, [reader.ranks_for(want) for want in wants]))

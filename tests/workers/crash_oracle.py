@@ -75,18 +75,25 @@ def _read_part(root: Path, key: str, tensors: dict[str, np.ndarray], covered: di
     pieces = [packs[pack][offset : offset + nbytes] for pack, offset, nbytes in places]
     digests = [part["digests"][i : i + 32] for i in range(0, len(part["digests"]), 32)]
     assert [xxhash.xxh3_128_hexdigest(piece) for piece in pieces] == digests, key
-    _check_packs(packs, places)
-    first = 0
     shards = part["table"]["shards"]
     columns = (shards["tensor"], shards["offset"], shards["shape"], shards["chunks"])
+    first, rest, end = 0, b"", (0, 0)
+    told: list[tuple[int, int, int]] = []
     for index, offset, shape, count in zip(*columns, strict=True):
         name, dtype, whole, _ = rows[index]
         target = tensors.setdefault(name, np.zeros(whole, DTYPES[dtype]))
         box = tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
-        target[box] = np.frombuffer(b"".join(pieces[first : first + count]), DTYPES[dtype]).reshape(shape)
+        if count:  # else it lies in what is left of the chunk before it
+            assert not rest, "a chunk holds more than its shards"
+            rest, end = b"".join(pieces[first : first + count]), places[first][:2]
+        data, rest = rest[: target[box].nbytes], rest[target[box].nbytes :]
+        told += places[first : first + count] if count > 1 else [(*end, len(data))]
+        end = (end[0], end[1] + len(data))
+        target[box] = np.frombuffer(data, DTYPES[dtype]).reshape(shape)
         covered.setdefault(name, np.zeros(whole, bool))[box] = True
         first += count
-    assert first == len(pieces)
+    assert (first, rest) == (len(pieces), b"")
+    _check_packs(packs, told)
     return sum(map(len, packs))
 
 
