@@ -16,6 +16,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ckptlib
 from benchmarks import limits, peers
-from benchmarks.common import tell, told
+from benchmarks.common import Line, tell, told
 from benchmarks.figures import Figures, Options, rotated, run
 
 MEMORY = Path("/dev/shm")
@@ -40,22 +41,35 @@ def main(arguments: list[str]) -> None:
 
 def measure(options: Options, directory: Path, figures: Figures) -> None:
     nbytes = int((0.004 if options.toy else options.gb) * 1e9)
+    rounds = range(1 if options.toy else options.rounds)
+    writers: list[int] = []
+
+    def ask(case: str, doing: str, job: str, restarts: int = 0) -> list[Line]:
+        order = {"nbytes": nbytes, "directory": str(directory / job), "memory": memory, "doing": doing}
+        lines = figures.attempt(case, "ckptlib", __name__, 2, order, options.timeout_s, restarts)
+        writers.extend(line["writer"] for line in lines if "writer" in line)
+        return [line for line in lines if "writer" not in line]
+
     with tempfile.TemporaryDirectory(prefix="ckptlib-recover-", dir=MEMORY) as memory:
-        given = {"nbytes": nbytes, "directory": str(directory / "job"), "memory": memory}
-        lines = figures.attempt("setup", "ckptlib", __name__, 2, {**given, "doing": "train"}, options.timeout_s)
-        saved = {line["rank"]: line["digest"] for line in lines}
-        for number in range(1 if options.toy else options.rounds):
+        saved = {line["rank"]: line["digest"] for line in ask("setup", "train", "job")}
+        for number in rounds:
             for case in rotated((OWN, REPLICA, STORE), number) if saved else ():
                 _lose(Path(memory), case)
                 limits.evict(directory)
-                order = {**given, "doing": "restore"}
-                for line in figures.attempt(case, "ckptlib", __name__, 2, order, options.timeout_s):
+                for line in ask(case, "restore", "job"):
                     _note(figures, case, line, saved, nbytes)
-        for number in range(1 if options.toy else options.rounds):
-            order = {**given, "doing": "die", "directory": str(directory / f"job-{number}")}
-            for line in figures.attempt(DEATH, "ckptlib", __name__, 2, order, options.timeout_s, restarts=1):
+        for number in rounds:
+            for line in ask(DEATH, "die", f"job-{number}", restarts=1):
                 for phase, seconds in line["phases"].items() if line["rank"] == 0 else ():
                     figures.add(DEATH, "ckptlib", phase, "s", [seconds], nbytes=nbytes)
+    _await_end(writers)
+
+
+def _await_end(writers: Sequence[int]) -> None:
+    """Writers that were left behind end when their slots are gone; until then they may write."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in writers):
+        time.sleep(0.1)
 
 
 def _lose(memory: Path, case: str) -> None:
@@ -103,6 +117,7 @@ def _die_and_come_back(given: dict[str, object]) -> None:
         every=10**9,
         peers=ckptlib.Peers(copies=1, every=1, domain=f"host{rank}"),
     )
+    tell(writer=checkpointer._session.writer.pid)
     times.append(("restore", time.time()))
     start = checkpointer.restore().step
     times.append(("first step", time.time()))
@@ -152,6 +167,7 @@ def work() -> None:
         peers=ckptlib.Peers(copies=1, every=1, domain=f"host{rank}"),
         arena=arena,
     )
+    tell(writer=checkpointer._session.writer.pid)
     if given["doing"] == "train":
         checkpointer.save(1).wait_committed()
         tell(digest=peers.digest(state))

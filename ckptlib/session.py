@@ -689,6 +689,7 @@ class Session:
             if clean:
                 for event in self.writer.close(timeout.total_seconds()):
                     self._note(event)
+                self.arena.reclaim()  # a job that came to its end needs nothing of the one before
             else:
                 self.writer.leave()
         finally:
