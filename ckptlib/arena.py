@@ -39,6 +39,7 @@ class Arena:
         """`directory`: where slots are made; None: memory (/dev/shm), and a file where that has no room."""
         self._root_prefix = f"ckptlib-{root_id[:16]}-"
         self._prefix = f"{self._root_prefix}{generation}"
+        self._generation = generation
         self._directory = MEMORY if directory is None else directory
         self._fallback = Path(tempfile.gettempdir()) if directory is None else None
         self._num_slots = num_slots
@@ -191,23 +192,32 @@ class Arena:
             return [slot.path for slot in slots if slot.being_read()]
 
     def reclaim(self, but: SaveId | None = None) -> list[Path]:
-        """Unlinks the slots of this root, of other generations, that no live process on this host has open.
+        """Unlinks the slots of this root, of earlier generations, that no live process on this host has open.
 
-        `but`: those that hold this snapshot stay.
+        `but`: those that hold this snapshot stay. What a later generation keeps for its successor is not ours to take.
         """
         with self.others() as slots:
-            left_behind = [slot for slot in slots if (but is None or not _holds(slot, but)) and slot.abandoned()]
+            left_behind = [
+                slot
+                for slot in slots
+                if not self._is_later(slot) and (but is None or not _holds(slot, but)) and slot.abandoned()
+            ]
             for slot in left_behind:
                 log.info("reclaimed %s, a slot that its processes left behind", slot.path)
                 slot.unlink()
                 slot.empty()  # its old writer may have it open until the last of them is gone
             return [slot.path for slot in left_behind]
 
+    def _is_later(self, slot: Slot) -> bool:
+        """By its name, whose numbers have fixed width. Generations that began at one time may have one number."""
+        own = f"{self._generation.number:06d}"
+        return slot.path.name.removeprefix(self._root_prefix)[: len(own)] > own
+
     @property
     def has_others(self) -> bool:
-        """Whether slots of this root, of other generations, are there."""
+        """Whether slots of this root, of earlier generations, are there."""
         with self.others() as slots:
-            return bool(slots)
+            return any(not self._is_later(slot) for slot in slots)
 
     @contextmanager
     def others(self) -> Iterator[list[Slot]]:

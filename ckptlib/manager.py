@@ -23,6 +23,7 @@ from ckptlib.digests import XXH3
 from ckptlib.errors import (
     AgreementFailed,
     CkptError,
+    NoRoom,
     SaveFailed,
     StateError,
     Superseded,
@@ -141,9 +142,20 @@ class Checkpointer:
             self._session.arena.reclaim(but=report.save)
             self._warm()
             if report.save is not None:
-                pending = self._session.save(self._state, report.step, persist=not report.committed)
-                self._last = pending if pending.persists else None
+                self._keep(report)
         return report
+
+    def _keep(self, report: LoadReport) -> None:
+        """Redundancy is down, and what memory alone had is in one process only; collective.
+
+        No room for it, on all ranks alike, is no reason not to go on from what was restored.
+        """
+        try:
+            pending = self._session.save(self._state, report.step, persist=not report.committed)
+        except NoRoom as error:
+            log.error("step %d was restored, and is not kept in memory: %s", report.step, error)
+        else:
+            self._last = pending if pending.persists else None
 
     # The loop
 

@@ -18,7 +18,7 @@ from ckptlib.group import together
 from ckptlib.keys import SaveId, parse_save
 from ckptlib.peer.inventory import Inventory, SnapshotId, describe, look, memory_of
 from ckptlib.peer.source import InMemory
-from ckptlib.reader import Source
+from ckptlib.reader import Source, own_rank
 from ckptlib.session import Session
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
     laps = Laps()
     inventory = _look_around(session)
     laps.end("look")
-    if not inventory.whole():  # else what they have under way is older than what is in memory
-        _await_orphans(session)
+    if all(candidate.snapshot is None for candidate in _candidates(session, inventory)):
+        _await_orphans(session)  # else what they have under way is older than what is in memory
         laps.end("wait")
     _finish(session)
     skipped: list[str] = []
@@ -144,7 +144,7 @@ def _describe(session: Session, inventory: Inventory, candidate: _Candidate) -> 
     """The plan, for people."""
     assert candidate.snapshot is not None
     size, saved_size = session.group.size, candidate.snapshot.world_size
-    needs = [{rank if rank < saved_size else 0} for rank in range(size)]
+    needs = [{own_rank(rank, saved_size)} for rank in range(size)]
     moves = inventory.moves(candidate.snapshot, needs)
     text = f"{size - len(moves)} of {size} ranks have their snapshot on their host"
     return text + "".join(f", rank {m.receiver} gets that of rank {m.found.rank} from rank {m.sender}" for m in moves)

@@ -601,7 +601,7 @@ class Session:
         held = None if self.held_by_all == NONE else self.held_by_all
         newest = max((begun.step for begun in self._unsettled), default=self.held.settled)
         losses = 0 if held is None else self.placement.num_losses_survived
-        return Coverage(held, newest - (held or 0), losses, self.replicator.linked)
+        return Coverage(held, max(newest - (held or 0), 0), losses, self.replicator.linked)
 
     def _reclaim(self) -> None:
         """What the job before left in memory is needed no more; its writers may have it open for a while yet."""

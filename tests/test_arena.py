@@ -233,6 +233,19 @@ def test_other_roots_and_this_generation_are_nobodys_orphans(tmp_path: Path) -> 
     assert names(tmp_path) == before
 
 
+def test_what_a_later_generation_left_for_its_successor_is_not_taken_by_an_earlier_one(tmp_path: Path) -> None:
+    """A superseded job that comes to its end while the one after it is dead."""
+    left = {}
+    for number in (GENERATION.number - 1, GENERATION.number, GENERATION.number + 1):
+        slot = Slot.create(tmp_path, f"ckptlib-{ROOT_ID[:16]}-{GenerationId(number, 'abcdef01')}", SIZE)
+        slot.close()
+        left[number] = slot.path
+    arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
+    assert {*arena.reclaim()} == {left[GENERATION.number - 1], left[GENERATION.number]}
+    assert left[GENERATION.number + 1].exists()
+    assert not arena.has_others
+
+
 def test_two_arenas_of_one_root_in_one_process_leave_each_other_alone(tmp_path: Path) -> None:
     """`save(url)` and a Checkpointer of the same root: their locks cannot tell them apart."""
     first = Arena(ROOT_ID, GenerationId(6, "00000006"), tmp_path, 2)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -204,11 +203,6 @@ class Replicator:
 
     def _streams(self) -> list[_Stream]:
         return [*self._senders.values(), *self._receivers.values()]
-
-    @property
-    def slots(self) -> list[Path]:
-        """Of replicas."""
-        return [slot.path for arena in self._arenas.values() for slot in arena.slots]
 
     def close(self, clean: bool) -> None:
         """Lets go; `clean`: what is under way is waited for, and the replicas go."""

@@ -1,0 +1,48 @@
+"""What a restart makes of its own host's memory; hosts that are lost are in test_peers."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptlib
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 2 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def checkpointer(root: Path, state: dict[str, object], arena: Path) -> ckptlib.Checkpointer:
+    peers = ckptlib.Peers(copies=0, every=1, keep_for=timedelta(0))
+    return ckptlib.Checkpointer(root, state, every=1000, peers=peers, arena=arena)
+
+
+def test_no_room_for_what_was_restored_is_said_and_the_job_goes_on(
+    tmp_path: Path, small: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = torch.arange(2_000_000, dtype=torch.float32)
+    roomy = tmp_path / "roomy"
+    roomy.mkdir()
+    with checkpointer(tmp_path / "root", {"w": weights.clone()}, roomy) as ckpt:
+        ckpt.save(3)
+    found = torch.zeros_like(weights)
+    ckpt = checkpointer(tmp_path / "root", {"w": found}, small)
+    report = ckpt.restore()
+    assert (report.step, report.in_memory, report.committed) == (3, False, True)
+    assert torch.equal(found, weights)
+    assert "is not kept in memory" in caplog.text
+    assert ckpt.coverage == ckptlib.Coverage(step=None, lag=0, num_losses=0, linked=True)
+    ckpt.close()
