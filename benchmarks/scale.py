@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from benchmarks.figures import Figures, Options, run
-from ckptlib import plan, sharding
+from ckptlib import garbage, plan, sharding
 from ckptlib.box import Box
 from ckptlib.catalog import Catalog, Committed
 from ckptlib.digests import XXH3
@@ -129,4 +129,5 @@ def _plan_load(store: MemoryStore, manifest: Manifest, rank: int, num_ranks: int
     wants = [
         Want(name, ((box, torch.empty(box.shape, device="meta")),)) for name, box in _boxes(layout, rank, num_ranks)
     ]
-    return len(reader._plan(wants, [reader.ranks_for(want) for want in wants]))
+    with garbage.kept():
+        return len(reader._plan(wants, [reader.ranks_for(want) for want in wants]))

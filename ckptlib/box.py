@@ -78,6 +78,27 @@ class Box:
         return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.offset, self.shape, strict=True)) + "]"
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements that follow one another in two arrays."""
+
+    first: int
+    """Flat index of their first in one array."""
+    at: int
+    """And in the other."""
+    numel: int
+
+
+def common_run(one: Box, other: Box) -> Run | None:
+    """What two boxes have in common, where that is one run of elements in each of them, row-major; None elsewhere."""
+    common = one.intersect(other)
+    if common is None:
+        return None
+    first, last = common.relative_to(one.offset).flat_range(one.shape)
+    at, end = common.relative_to(other.offset).flat_range(other.shape)
+    return Run(first, at, common.numel) if last - first == end - at == common.numel else None
+
+
 def boxes_of_range(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[int, Box]]:
     """Cuts the flat, row-major range [first, last) of an array into boxes.
 

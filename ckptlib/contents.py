@@ -6,7 +6,7 @@ Small shards share chunks, whose digests say nothing of one of them alone.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptlib.digests import digester
@@ -48,6 +48,28 @@ class SavedShard:
     @property
     def is_shared(self) -> bool:
         return self.part.table.is_shared(self.shard)
+
+
+class Share:
+    """A part, with what is asked of it for each tensor looked up once."""
+
+    def __init__(self, part: Part, layout: Layout) -> None:
+        self.part, self.layout = part, layout
+        self.sizes = part.table.sizes(layout)
+        """Per shard: its bytes."""
+        self.begins = part.table.begins(self.sizes)
+        """Per shard: offset of its first byte in its pack."""
+        self._shards: dict[int, list[int]] = {}
+        for shard, tensor in enumerate(part.table.tensors):
+            self._shards.setdefault(tensor, []).append(shard)
+
+    def shards(self, name: str) -> Sequence[int]:
+        """Of a tensor, by any of its names: positions in the part's table."""
+        tensor = self.layout.index.get(self.layout.aliases.get(name, name))
+        return () if tensor is None else self._shards.get(tensor, ())
+
+    def shard(self, shard: int) -> SavedShard:
+        return SavedShard(self.part, self.layout, shard, self.begins[shard], self.sizes[shard])
 
 
 class Contents:

@@ -107,9 +107,11 @@ class Fields:
 
     def integers(self, name: str, low: int = 0, high: int = 2**62) -> list[int]:
         value = self.raw(name)
-        if not isinstance(value, list) or not all(type(v) is int and low <= v <= high for v in value):
-            raise self._wrong(name, f"a list of integers in [{low}, {high}]")
-        return value  # type: ignore[return-value]
+        if isinstance(value, list) and not {*map(type, value)} - {int}:
+            numbers: list[int] = value  # type: ignore[assignment]
+            if low <= min(numbers, default=low) and max(numbers, default=high) <= high:
+                return numbers
+        raise self._wrong(name, f"a list of integers in [{low}, {high}]")
 
     def items(self, name: str) -> list[Json]:
         value = self.raw(name)

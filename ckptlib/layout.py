@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ckptlib import dtypes, sharding
 from ckptlib.box import Box
@@ -117,6 +117,17 @@ class Layout:
         """Position of each name in `tensors`."""
         return {entry.name: i for i, entry in enumerate(self.tensors)}
 
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """Per tensor: position of the first one of its shape and dtype."""
+        first: dict[tuple[tuple[int, ...], str], int] = {}
+        return tuple(first.setdefault((entry.shape, entry.dtype), i) for i, entry in enumerate(self.tensors))
+
+    @cached_property
+    def per_rank(self) -> tuple[int, ...]:
+        """Positions of the tensors of which every rank has its own, and which are not empty."""
+        return tuple(i for i, e in enumerate(self.tensors) if isinstance(e.holding, PerRank) and e.nbytes_global)
+
     def find(self, name: str) -> TensorEntry | None:
         """The tensor of this name, aliases included."""
         i = self.index.get(self.aliases.get(name, name))
@@ -129,12 +140,16 @@ def ranks_touching(entry: TensorEntry, box: Box, ranks: frozenset[int]) -> Itera
     if not isinstance(holding, Placed) or holding.writer is None:
         yield from sorted(ranks)
         return
-    replicating = sharding.replica_axes(holding.placements)
-    for at in sharding.coordinates_touching(entry.shape, holding.mesh.shape, holding.placements, box):
-        coordinate = tuple(holding.writer[a] if a in replicating else c for a, c in enumerate(at))
-        rank = holding.mesh.rank(coordinate)
-        if rank in ranks:
-            yield rank
+    yield from (rank for rank in _writers(entry.shape, holding, holding.writer, box) if rank in ranks)
+
+
+@lru_cache(maxsize=256)  # layers are alike
+def _writers(shape: tuple[int, ...], placed: Placed, writer: tuple[int, ...], box: Box) -> tuple[int, ...]:
+    """The ranks that write what `box` holds."""
+    replicating = sharding.replica_axes(placed.placements)
+    found = sharding.coordinates_touching(shape, placed.mesh.shape, placed.placements, box)
+    coordinates = (tuple(writer[a] if a in replicating else c for a, c in enumerate(at)) for at in found)
+    return tuple(map(placed.mesh.rank, coordinates))
 
 
 def _encode(layout: Layout) -> bytes:

@@ -179,7 +179,19 @@ class Table:
 
     def sizes(self, layout: Layout) -> list[int]:
         """Per shard: its bytes."""
-        return [shard_nbytes(layout.tensors[t], box) for t, box in zip(self.tensors, self.boxes, strict=True)]
+        kinds = self._kinds(layout)
+        nbytes = {
+            kind: shard_nbytes(layout.tensors[self.tensors[shard]], self.boxes[shard])
+            for kind, shard in {kind: shard for shard, kind in enumerate(kinds)}.items()
+        }
+        return [*map(nbytes.__getitem__, kinds)]
+
+    def _kinds(self, layout: Layout) -> list[tuple[int, int]]:
+        """Per shard: equal for those with the same box of tensors of the same shape and dtype.
+
+        Thousands of shards are of few kinds, and equal boxes are one object.
+        """
+        return [*zip(map(layout.alike.__getitem__, self.tensors), map(id, self.boxes), strict=True)]
 
     def shards_in(self, chunk: int) -> list[int]:
         """Positions of the shards that lie in a chunk, at least in part."""
@@ -224,26 +236,26 @@ class Table:
             raise FormatError(f"{where}: table is for layout {self.layout}, not {layout.digest}")
         if max(self.tensors, default=0) >= max(len(layout.tensors), 1):
             raise FormatError(f"{where}: a shard names tensor {max(self.tensors)} of {len(layout.tensors)}")
-        wholes: dict[tuple[int, ...], Box] = {}
-        held = [0] * len(self.nbytes)
-        for shard, (tensor, box, first, count) in enumerate(
-            zip(self.tensors, self.boxes, self.first_chunks, self.num_chunks, strict=True)
-        ):
-            entry = layout.tensors[tensor]
-            whole = wholes.get(entry.shape) or wholes.setdefault(entry.shape, Box.whole(entry.shape))
-            if box != whole:
-                _check_box(box, whole, entry, where)
+        for shard in {kind: shard for shard, kind in enumerate(self._kinds(layout))}.values():
+            _check_box(self.boxes[shard], layout.tensors[self.tensors[shard]], where)
+        for shard, count in enumerate(self.num_chunks):
             if count > 1:
-                self._check_cuts(shard, entry, where)
-            else:
-                held[first] += shard_nbytes(entry, box)
-        for shard, (first, count) in enumerate(zip(self.first_chunks, self.num_chunks, strict=True)):
-            if count == 1 and held[first] != self.nbytes[first]:
-                name = f"{layout.tensors[self.tensors[shard]].name}{self.boxes[shard]}"
+                self._check_cuts(shard, layout.tensors[self.tensors[shard]], where)
+        self._check_sizes(layout, where)
+
+    def _check_sizes(self, layout: Layout, where: str) -> None:
+        """Shards and chunks follow one another, so they fit when they end together, wherever both do."""
+        ends, chunk_ends = [0, *itertools.accumulate(self.sizes(layout))], [0, *itertools.accumulate(self.nbytes)]
+        first = 0
+        for last, stop in enumerate(itertools.accumulate(self.num_chunks), 1):
+            if last < len(self.num_chunks) and self.num_chunks[last] == 0:
+                continue  # the next one shares the chunk
+            if ends[last] != chunk_ends[stop]:
                 raise FormatError(
-                    f"{where}: {name} and what shares its chunk are {held[first]} bytes, but the chunk holds "
-                    f"{self.nbytes[first]}"
+                    f"{where}: {layout.tensors[self.tensors[first]].name}{self.boxes[first]} and what shares its chunk "
+                    f"are {ends[last] - ends[first]} bytes, but the chunk holds {self.nbytes[stop - 1]}"
                 )
+            first = last
 
     def _check_cuts(self, shard: int, entry: TensorEntry, where: str) -> None:
         itemsize, box = dtypes.itemsize(entry.dtype), self.boxes[shard]
@@ -265,13 +277,13 @@ def _decode_boxes(shards: Fields) -> tuple[Box, ...]:
     return tuple(known.get(at) or known.setdefault(at, Box(*at)) for at in zip(offsets, shapes, strict=True))
 
 
-def _check_box(box: Box, whole: Box, entry: TensorEntry, where: str) -> None:
+def _check_box(box: Box, entry: TensorEntry, where: str) -> None:
     if len(box.offset) != len(box.shape) or len(box.shape) != len(entry.shape):
         raise FormatError(
             f"{where}: offset {box.offset} and shape {box.shape} are no box of {entry.name}, "
             f"which has {len(entry.shape)} dims"
         )
-    if not box.within(whole):
+    if not box.within(Box.whole(entry.shape)):
         raise FormatError(f"{where}: {entry.name}{box} lies outside of its tensor of shape {entry.shape}")
 
 
@@ -343,7 +355,11 @@ class Part:
             fields.mapping("metrics"),
             fields.number("created"),
         )
-        if (part.save, part.rank, part.attempt, table.digest) != (name.save, name.rank, name.attempt, name.table):
+        if (part.save, part.rank, part.attempt) != (name.save, name.rank, name.attempt):
+            raise fields.fail("content and name tell of different parts")
+        # The table's text comes last wherever ckptlib wrote it; to write it again takes longer than to read it.
+        text = data[data.rfind(b'"table":') + len(b'"table":') : -len(b"}}\n")]
+        if digester(XXH3)(text) != name.table and table.digest != name.table:
             raise fields.fail("content and name tell of different parts")
         if len(digests) != HEX_WIDTH * len(table.nbytes):
             raise fields.fail(f"{len(digests)} hex digits of digests for {len(table.nbytes)} chunks")

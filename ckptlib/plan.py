@@ -6,14 +6,13 @@ Every function here gives the same answer on every rank that asks about the same
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from ckptlib import dtypes, sharding
-from ckptlib.box import Box, find_hole
-from ckptlib.layout import Layout, PerRank, Placed, TensorEntry
-from ckptlib.manifest import Part, Table, shard_nbytes
+from ckptlib.box import Box
+from ckptlib.layout import Layout, Placed, TensorEntry
+from ckptlib.manifest import Table, shard_nbytes
 
 PAGE_BYTES = 4096
 """Direct I/O moves whole pages only; chunks of large shards begin on one."""
@@ -168,44 +167,3 @@ def round_up(nbytes: int, unit: int = PAGE_BYTES) -> int:
 def body_nbytes(table: Table) -> int:
     """Bytes of the body of a slot laid out so: whole pages."""
     return round_up(max((o + n for o, n in zip(table.offsets, table.nbytes, strict=True)), default=0))
-
-
-def find_missing(parts: Sequence[Part], layouts: Mapping[str, Layout]) -> str | None:
-    """What a set of parts fails to hold, as "name[box]", or None when every tensor of their layouts is whole.
-
-    Raises FormatError where a part contradicts its layout.
-    """
-    written: dict[str, list[Box]] = {}
-    wanted: dict[str, TensorEntry] = {}
-    for part in parts:
-        layout = layouts[part.table.layout]
-        part.table.check(layout, f"part of rank {part.rank}")
-        own = {layout.tensors[t].name for t in part.table.tensors}
-        for tensor, box in zip(part.table.tensors, part.table.boxes, strict=True):
-            written.setdefault(layout.tensors[tensor].name, []).append(box)
-        for entry in layout.tensors:
-            if not isinstance(entry.holding, PerRank):
-                wanted.setdefault(entry.name, entry)
-            elif entry.nbytes_global and entry.name not in own:
-                return f"{entry.name} of rank {part.rank}"
-    for name, entry in wanted.items():
-        hole = _hole(entry, written.get(name, []))
-        if hole is not None:
-            return f"{name}{hole}"
-    return None
-
-
-def _hole(entry: TensorEntry, boxes: list[Box]) -> Box | None:
-    distinct, holding = set(boxes), entry.holding
-    if isinstance(holding, Placed) and _placed_boxes(entry.shape, holding.mesh.shape, holding.placements) <= distinct:
-        return None  # thousands of boxes, and the general way takes the square of that
-    return find_hole(Box.whole(entry.shape), list(distinct))
-
-
-@lru_cache(maxsize=64)  # layers are alike
-def _placed_boxes(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[sharding.Placement, ...]
-) -> frozenset[Box]:
-    """Every box of a tensor on a mesh; together they are the whole."""
-    holders = sharding.coordinates_touching(shape, mesh_shape, placements, Box.whole(shape))
-    return frozenset(piece.box for at in holders for piece in sharding.pieces(shape, mesh_shape, placements, at))

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from types import EllipsisType
 from typing import Protocol
 
@@ -19,9 +20,9 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from ckptlib import dtypes, garbage
-from ckptlib.box import Box, boxes_of_range, find_hole, find_overlap
-from ckptlib.contents import Contents, SavedShard
+from ckptlib import garbage
+from ckptlib.box import Box, Run, boxes_of_range, common_run, find_hole, find_overlap
+from ckptlib.contents import Contents, Share
 from ckptlib.digests import digester
 from ckptlib.errors import CorruptData, StateMismatch
 from ckptlib.keys import SaveId
@@ -104,7 +105,7 @@ class _ChunkRead:
 
     __slots__ = ("chunk", "copies", "moves", "nbytes", "offset", "pack", "share")
 
-    def __init__(self, share: _Share, chunk: int) -> None:
+    def __init__(self, share: Share, chunk: int) -> None:
         table = share.part.table
         self.share, self.chunk = share, chunk
         self.pack = share.part.packs[table.packs[chunk]].key
@@ -127,26 +128,6 @@ class _ChunkRead:
     def __str__(self) -> str:
         """The tensors that lie in it, for messages."""
         return self.share.part.table.describe(self.chunk, self.share.layout)
-
-
-class _Share:
-    """A saved rank's part, with what is asked of it for each tensor looked up once."""
-
-    def __init__(self, part: Part, layout: Layout) -> None:
-        self.part, self.layout = part, layout
-        self.sizes = part.table.sizes(layout)
-        self.begins = part.table.begins(self.sizes)
-        self._shards: dict[str, tuple[int, ...]] = {}
-        for shard, tensor in enumerate(part.table.tensors):
-            name = layout.tensors[tensor].name
-            self._shards[name] = (*self._shards.get(name, ()), shard)
-
-    def shards(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, by any of its names."""
-        return self._shards.get(self.layout.aliases.get(name, name), ())
-
-    def shard(self, shard: int) -> SavedShard:
-        return SavedShard(self.part, self.layout, shard, self.begins[shard], self.sizes[shard])
 
 
 class _Run:
@@ -201,7 +182,7 @@ class Reader:
     def __init__(self, source: Source, rank: int) -> None:
         self._source = source
         self._rank = rank
-        self._shares: dict[int, _Share] = {}
+        self._shares: dict[int, Share] = {}
         self._contents = Contents(source.read_into)
         self.layouts: Mapping[str, Layout] = {digest: source.layout(digest) for digest in source.layouts}
         self._ranks = {digest: frozenset(ranks) for digest, ranks in source.layouts.items()}
@@ -217,11 +198,11 @@ class Reader:
         """A rank's part, read once."""
         return self._share(rank).part
 
-    def _share(self, rank: int) -> _Share:
+    def _share(self, rank: int) -> Share:
         found = self._shares.get(rank)
         if found is None:
             part = self._source.part(rank)
-            found = self._shares[rank] = _Share(part, self.layouts[part.table.layout])
+            found = self._shares[rank] = Share(part, self.layouts[part.table.layout])
         return found
 
     def entries(self, name: str) -> dict[str, TensorEntry]:
@@ -279,7 +260,7 @@ class Reader:
                 share = self._share(rank)
                 shards = share.shards(want.name)
                 if len(shards) == 1 and share.part.table.boxes[shards[0]] == box:
-                    self._plan_shard(share, shards[0], box, box, target, reads)
+                    self._plan_shard(share, shards[0], Run(0, 0, box.numel), box, _Target(target), reads)
                     continue  # saved and wanted alike: most tensors by far, and the general way costs twice as much
             self._plan_want(want, of, reads)
         return _merge(reads.values())
@@ -287,11 +268,14 @@ class Reader:
     def _plan_want(self, want: Want, ranks: Collection[int], reads: dict[tuple[int, int], _ChunkRead]) -> None:
         """Adds to `reads`, by saved rank and chunk, what fills a want."""
         sources = self._sources(want.name, sorted(ranks))
+        boxes, shards = tuple(sources), list(sources.values())
         for box, target in want.pieces:
-            touching = {b: source for b, source in sources.items() if b.intersect(box) is not None}
-            self._check_cover(want.name, box, touching)
-            for source_box, (rank, shard) in touching.items():
-                self._plan_shard(self._share(rank), shard, source_box, box, target, reads)
+            touching, hole = _cover(box, boxes)
+            self._check_cover(want.name, box, boxes, hole)
+            to = _Target(target)
+            for i, run in touching:
+                rank, shard = shards[i]
+                self._plan_shard(self._shares[rank], shard, run, box, to, reads)
 
     def _sources(self, name: str, ranks: Iterable[int]) -> dict[Box, tuple[int, int]]:
         """By box: a rank and the shard of its part. Where two hold the same box, their bytes must agree."""
@@ -308,17 +292,14 @@ class Reader:
     def _same(self, first: tuple[int, int], second: tuple[int, int]) -> bool:
         return self._contents.same(self._share(first[0]).shard(first[1]), self._share(second[0]).shard(second[1]))
 
-    def _check_cover(self, name: str, box: Box, sources: Mapping[Box, tuple[int, int]]) -> None:
-        if len(sources) == 1 and box.within(next(iter(sources))):
-            return  # the general case costs 25 us
-        hole = find_hole(box, list(sources))
+    def _check_cover(self, name: str, box: Box, sources: Sequence[Box], hole: Box | None) -> None:
         if hole is not None:
             raise CorruptData(
                 f"{name}{hole}: no chunk of step {self._source.save.step} holds these elements; try an earlier step, "
                 "or: ckptlib verify"
             )
         by_hand = any(isinstance(entry.holding, ByHand) for entry in self.entries(name).values())
-        overlap = find_overlap(box, list(sources)) if by_hand else None
+        overlap = find_overlap(box, sources) if by_hand else None
         if overlap is not None:
             raise StateMismatch(
                 f"{name}{overlap}: two of the boxes given by hand overlap here, so its value is not known"
@@ -326,30 +307,30 @@ class Reader:
 
     def _plan_shard(
         self,
-        share: _Share,
+        share: Share,
         shard: int,
-        box: Box,
+        run: Run | None,
         wanted: Box,
-        target: torch.Tensor,
+        to: _Target,
         reads: dict[tuple[int, int], _ChunkRead],
     ) -> None:
-        """Adds the chunks of a shard that hold something of `wanted`."""
+        """Adds the chunks of a shard that hold something of `wanted`. `run`: what they have in common, if it is one."""
         table, nbytes = share.part.table, share.sizes[shard]
-        entry = share.layout.tensors[table.tensors[shard]]
-        dtype: torch.dtype = getattr(torch, entry.dtype)
-        address = _address(target, dtype) if box == wanted else None
-        itemsize, chunks, element = dtypes.itemsize(entry.dtype), table.chunks(shard), 0
+        dtype: torch.dtype = getattr(torch, share.layout.tensors[table.tensors[shard]].dtype)
+        itemsize, chunks, element = dtype.itemsize, table.chunks(shard), 0
         for chunk in chunks:
             skipped = share.begins[shard] - table.offsets[chunk] if len(chunks) == 1 else 0
-            here = nbytes if len(chunks) == 1 else table.nbytes[chunk]
-            count = here // itemsize
-            if address is not None:
-                _read_of(reads, share, chunk).moves.append((skipped, here, address + element * itemsize))
+            stop = element + (nbytes if len(chunks) == 1 else table.nbytes[chunk]) // itemsize
+            if run is None or not to.is_row_major:
+                copies = _copies(table.boxes[shard], element, stop, wanted, to.tensor, skipped, dtype)
+                for copy in copies:
+                    _read_of(reads, share, chunk).copies.append(copy)
             else:
-                copies = list(_copies(box, element, element + count, wanted, target, skipped, dtype, itemsize))
-                if copies:
-                    _read_of(reads, share, chunk).copies.extend(copies)
-            element += count
+                first, last = max(run.first, element), min(run.first + run.numel, stop)
+                if first < last:
+                    at, skipped = run.at + first - run.first, skipped + (first - element) * itemsize
+                    to.take(_read_of(reads, share, chunk), skipped, at, last - first, dtype)
+            element = stop
 
     def _run(self, run: _Run, verify: Callable[[memoryview], str]) -> int:
         """One request: its chunks are checked, then placed."""
@@ -374,18 +355,41 @@ class Reader:
         return len(buffer)
 
 
-def _read_of(reads: dict[tuple[int, int], _ChunkRead], share: _Share, chunk: int) -> _ChunkRead:
+def _read_of(reads: dict[tuple[int, int], _ChunkRead], share: Share, chunk: int) -> _ChunkRead:
     found = reads.get((share.part.rank, chunk))
     if found is None:
         found = reads[share.part.rank, chunk] = _ChunkRead(share, chunk)
     return found
 
 
-def _address(target: torch.Tensor, dtype: torch.dtype) -> int | None:
-    """Of its memory, when bytes of this dtype are its value as they are."""
-    if target.device.type != "cpu" or target.dtype != dtype or not is_bytes(target):
-        return None
-    return target.data_ptr()
+class _Target:
+    """A tensor to be filled."""
+
+    __slots__ = ("_flat", "address", "is_row_major", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._flat: torch.Tensor | None = None
+        self.is_row_major = tensor.is_contiguous()
+        self.address = tensor.data_ptr() if tensor.device.type == "cpu" and is_bytes(tensor) else None
+        """Of its memory, when that is its value, and the host's."""
+
+    def take(self, read: _ChunkRead, skipped: int, at: int, numel: int, dtype: torch.dtype) -> None:
+        """Its elements from `at` on, row-major, are what lies behind `skipped` bytes of a chunk."""
+        if self.address is not None and self.tensor.dtype == dtype:
+            read.moves.append((skipped, numel * dtype.itemsize, self.address + at * dtype.itemsize))
+            return
+        if self._flat is None:
+            self._flat = self.tensor.view(-1)
+        read.copies.append(_Copy(skipped, dtype, (numel,), (...,), self._flat[at : at + numel]))
+
+
+@lru_cache(maxsize=256)  # layers are alike
+def _cover(wanted: Box, boxes: tuple[Box, ...]) -> tuple[tuple[tuple[int, Run | None], ...], Box | None]:
+    """Positions of the boxes that hold something of what is wanted, each with what they have in common, where that is
+    one run; and what none of them holds."""
+    touching = ((i, common_run(b, wanted)) for i, b in enumerate(boxes) if b.intersect(wanted) is not None)
+    return tuple(touching), find_hole(wanted, boxes)
 
 
 def _copies(
@@ -396,21 +400,17 @@ def _copies(
     target: torch.Tensor,
     skipped: int,
     dtype: torch.dtype,
-    itemsize: int,
 ) -> Iterable[_Copy]:
     """How elements [first, last) of a shard that fills `box` go into `target`, which fills `wanted`.
 
     `skipped`: bytes of the chunk that lie before them.
     """
-    if box == wanted and last - first == box.numel:  # nothing to be cut
-        yield _Copy(skipped, dtype, box.shape, (...,), target)
-        return
     for flat, local in boxes_of_range(box.shape, first, last):
         here = Box(tuple(o + b for o, b in zip(local.offset, box.offset, strict=True)), local.shape)
         common = here.intersect(wanted)
         if common is not None:
             yield _Copy(
-                skipped + (flat - first) * itemsize,
+                skipped + (flat - first) * dtype.itemsize,
                 dtype,
                 here.shape,
                 common.relative_to(here.offset).slices(),

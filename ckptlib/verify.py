@@ -20,7 +20,8 @@ import numpy as np
 from ckptlib import keys
 from ckptlib.box import Box, find_overlap
 from ckptlib.catalog import Catalog
-from ckptlib.contents import Contents, SavedShard
+from ckptlib.contents import Contents, SavedShard, Share
+from ckptlib.coverage import Coverage
 from ckptlib.digests import digester
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -35,7 +36,6 @@ from ckptlib.heads import MAX_HEAD_BYTES, check_head, expected_head
 from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.layout import ByHand, Layout, PerRank
 from ckptlib.manifest import Generation, Manifest, Part
-from ckptlib.plan import find_missing
 
 READ_THREADS = 8
 """Requests under way at once: a local disk is busy with 4, an object store wants more."""
@@ -174,20 +174,22 @@ def _check_cover(
 ) -> Iterator[Finding]:
     """Whether the parts hold every element once, or more than once but alike."""
     save, key = manifest.save, manifest.save.manifest_key
-    missing = find_missing(parts, layouts)
+    coverage = Coverage()
+    for part in parts:
+        coverage.add(part, layouts[part.table.layout])
+    missing = coverage.missing()
     if missing is not None:
         yield Finding("incomplete", key, f"{missing}: no part of step {save.step} holds these elements", save)
     held: dict[tuple[str, Box], SavedShard] = {}
     by_hand: defaultdict[str, list[Box]] = defaultdict(list)
     for part in parts:
         layout = layouts[part.table.layout]
-        sizes = part.table.sizes(layout)
-        begins = part.table.begins(sizes)
+        share = Share(part, layout)
         for shard, name, box in _shards(part, layout):
             holding = layout.tensors[part.table.tensors[shard]].holding
             if isinstance(holding, PerRank):
                 continue
-            saved = SavedShard(part, layout, shard, begins[shard], sizes[shard])
+            saved = share.shard(shard)
             first = held.setdefault((name, box), saved)
             if _attempt(partial(contents.same, first, saved)) is False:  # what cannot be read is another's finding
                 message = f"{name}{box}: ranks {first.part.rank} and {part.rank} saved different bytes for it"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptlib.box import Box, boxes_of_range, find_hole, find_overlap
+from ckptlib.box import Box, boxes_of_range, common_run, find_hole, find_overlap
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -142,3 +142,18 @@ def test_mixed_numbers_of_dims_are_refused() -> None:
 
 def test_a_box_prints_as_slices() -> None:
     assert str(Box((0, 4), (2, 3))) == "[0:2, 4:7]"
+
+
+@given(shape_and_boxes(2))
+def test_a_common_run_is_what_lies_side_by_side_in_both(case: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, (one, other) = case
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    flat, wanted = numbers[one.slices()].ravel(), numbers[other.slices()].ravel()
+    common = np.intersect1d(flat, wanted)
+    run = common_run(one, other)
+    at = [np.flatnonzero(np.isin(array, common)) for array in (flat, wanted)]
+    if common.size and all(np.ptp(found) + 1 == common.size for found in at):
+        assert run is not None
+        assert (run.first, run.at, run.numel) == (at[0][0], at[1][0], common.size)
+    else:
+        assert run is None

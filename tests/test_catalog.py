@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ from ckptlib.errors import (
     Superseded,
 )
 from ckptlib.keys import GenerationId, SaveId
-from ckptlib.manifest import FailedPart, Generation, Root
+from ckptlib.manifest import FailedPart, Generation, Part, Root
 from ckptlib.stores import Store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
@@ -338,6 +339,15 @@ def test_commit_refuses_failed_and_damaged_parts(store: Store, catalog: Catalog)
         refused(catalog, save, lambda: Catalog(store).commit(save, [name]), CorruptData, "digest in its name")
     store.delete(name.key)
     refused(catalog, save, lambda: Catalog(store).commit(save, [name]), ObjectNotFound, "no such object")
+
+
+def test_commit_refuses_a_part_that_contradicts_its_layout(store: Store, catalog: Catalog) -> None:
+    save, [name] = put_parts(catalog, make_generation(catalog), 10, state(10))
+    part = Part.decode(name, store.get(name.key))
+    torn = replace(part, attempt="f" * 8, table=replace(part.table, tensors=(99, *part.table.tensors[1:])))
+    other, document = torn.encode()
+    store.put(other.key, document)
+    refused(catalog, save, lambda: catalog.commit(save, [other]), FormatError, "a shard names tensor 99")
 
 
 def test_commit_refuses_parts_for_another_number_of_ranks(catalog: Catalog) -> None:

@@ -190,6 +190,19 @@ def test_a_table_fits_its_layout() -> None:
     assert [shard_nbytes(e, b) for e, b in zip(LAYOUT.tensors, TABLE.boxes, strict=True)] == [64, 10, 8]
 
 
+def test_equal_boxes_of_several_dtypes_and_shapes_are_told_apart() -> None:
+    kinds = [("float32", (4, 4)), ("float64", (4, 4)), ("float32", (2, 4)), ("float32", (4, 4))]
+    layout = Layout(1, tuple(TensorEntry(f"t{i}", dtype, shape, ByHand()) for i, (dtype, shape) in enumerate(kinds)))
+    box = Box((0, 0), (2, 4))
+    table = Table(layout.digest, (0, 1, 2, 3), (box,) * 4, (1,) * 4, (0,) * 4, (0, 32, 96, 128), (32, 64, 32, 32))
+    assert table.sizes(layout) == [32, 64, 32, 32]
+    table.check(layout, "here")
+    with pytest.raises(FormatError, match=r"here: t2\[1:3, 0:4\] lies outside of its tensor of shape \(2, 4\)"):
+        replace(table, boxes=(Box((1, 0), (2, 4)),) * 4).check(layout, "here")
+    with pytest.raises(FormatError, match=r"here: t1.* are 64 bytes, but the chunk holds 32"):
+        replace(table, nbytes=(32, 32, 64, 32)).check(layout, "here")
+
+
 def test_a_table_is_named_by_its_content_alone() -> None:
     again = Table.decode(Fields(json.loads(TABLE.encoded), "here"))
     assert again == TABLE

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import layout_of, shards_of, state
+from support import layout_of
 
 from ckptlib import dtypes, plan, sharding
 from ckptlib.box import Box
-from ckptlib.errors import FormatError
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.layout import ByHand, Layout, Mesh, PerRank, Placed, TensorEntry
-from ckptlib.manifest import Pack, Part, Table
+from ckptlib.manifest import Table
 from ckptlib.plan import ALIGN_FROM_BYTES, PAGE_BYTES, SHARED_CHUNK_BYTES
 from ckptlib.sharding import Placement, Replicate, Shard
 
@@ -218,72 +217,3 @@ def test_nothing_takes_no_room() -> None:
     assert (plan.body_nbytes(table), table.nbytes) == (0, ())
     assert plan.round_up(0) == 0
     assert [plan.round_up(n) for n in (1, PAGE_BYTES, PAGE_BYTES + 1)] == [PAGE_BYTES, PAGE_BYTES, 2 * PAGE_BYTES]
-
-
-# -- find_missing
-
-
-def part_of(layout: Layout, rank: int, shards: list[tuple[str, Box]]) -> Part:
-    table = plan.lay_out(layout, shards)
-    digests = ("0" * 32,) * len(table.nbytes)
-    packs = (Pack(SAVE.pack_key(rank, "0" * 8, 0), 1 << 40),)
-    return Part(SAVE, rank, layout.world_size, "0" * 8, table, packs, "xxh3", digests, {}, {}, 0.0)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_find_missing_finds_any_shard_that_is_removed(world_size: int) -> None:
-    layout = layout_of(state(1), world_size)
-    layouts = {layout.digest: layout}
-    shards = {rank: shards_of(layout, rank) for rank in range(world_size)}
-    whole = [part_of(layout, rank, s) for rank, s in shards.items()]
-    assert plan.find_missing(whole, layouts) is None
-    for rank, i in ((r, i) for r in shards for i in range(len(shards[r]))):
-        name, box = shards[rank][i]
-        torn = [*whole]
-        torn[rank] = part_of(layout, rank, shards[rank][:i] + shards[rank][i + 1 :])
-        assert plan.find_missing(torn, layouts) == f"{name}{box}"
-
-
-def test_a_box_that_is_written_twice_is_no_hole_and_hides_none() -> None:
-    layout = Layout(2, (TensorEntry("a", "float32", (8,), ByHand()),))
-    layouts = {layout.digest: layout}
-
-    def missing(*boxes: Box) -> str | None:
-        return plan.find_missing([part_of(layout, rank, [("a", box)]) for rank, box in enumerate(boxes)], layouts)
-
-    assert missing(Box((0,), (8,)), Box((0,), (8,))) is None
-    assert missing(Box((0,), (6,)), Box((2,), (6,))) is None
-    assert missing(Box((0,), (4,)), Box((0,), (4,))) == "a[4:8]"
-    assert missing(Box((0,), (3,)), Box((5,), (3,))) == "a[3:5]"
-
-
-def test_boxes_that_overlap_do_not_hide_a_hole_of_a_placed_tensor() -> None:
-    """Their sizes add up to the whole."""
-    layout = Layout(2, (placed("a", (8,), mesh_of(2), Shard(0)),))
-    parts = [part_of(layout, 0, [("a", Box((0,), (4,)))]), part_of(layout, 1, [("a", Box((2,), (4,)))])]
-    assert plan.find_missing(parts, {layout.digest: layout}) == "a[6:8]"
-
-
-def test_every_rank_must_write_its_own_of_what_is_per_rank() -> None:
-    layout = Layout(2, (TensorEntry("empty", "uint8", (0,), PerRank()), TensorEntry("rng", "uint8", (16,), PerRank())))
-    layouts = {layout.digest: layout}
-    own = [("rng", Box.whole((16,)))]
-    assert plan.find_missing([part_of(layout, 0, own), part_of(layout, 1, own)], layouts) is None
-    assert plan.find_missing([part_of(layout, 0, own), part_of(layout, 1, [])], layouts) == "rng of rank 1"
-
-
-def test_ranks_may_have_layouts_of_their_own() -> None:
-    """Pipeline stages: a tensor that stands in one layout only must still be whole."""
-    first, second = (Layout(2, (TensorEntry(name, "float32", (4,), ByHand()),)) for name in "ab")
-    layouts = {first.digest: first, second.digest: second}
-    whole = [("a", Box.whole((4,)))], [("b", Box.whole((4,)))]
-    assert plan.find_missing([part_of(first, 0, whole[0]), part_of(second, 1, whole[1])], layouts) is None
-    assert plan.find_missing([part_of(first, 0, whole[0]), part_of(second, 1, [])], layouts) == "b[0:4]"
-
-
-def test_a_part_that_contradicts_its_layout_is_refused() -> None:
-    layout = layout_of(state(1))
-    part = part_of(layout, 0, shards_of(layout, 0))
-    torn = replace(part, table=replace(part.table, tensors=(99, *part.table.tensors[1:])))
-    with pytest.raises(FormatError, match="part of rank 0"):
-        plan.find_missing([torn], {layout.digest: layout})

@@ -103,6 +103,31 @@ def test_a_box_reads_only_its_chunks(tmp_path: Path) -> None:
     assert len({key for key, _, _ in requests(reader)}) == 1
 
 
+@pytest.mark.parametrize("kind", ["as saved", "transposed", "cast"])
+def test_every_box_of_a_tensor_that_three_ranks_hold(tmp_path: Path, kind: str) -> None:
+    """Rows, columns, and all between; of one chunk and of several."""
+    whole = np.random.default_rng(1).integers(0, 1 << 16, (7, 5)).astype(np.uint16)
+    reader = saved(tmp_path, {"w": whole}, world_size=3)
+    spans = {size: [(a, b - a) for a in range(size) for b in range(a + 1, size + 1)] for size in whole.shape}
+    boxes = [Box((a, c), (n, m)) for a, n in spans[7] for c, m in spans[5]]
+    dtype = torch.int32 if kind == "cast" else torch.uint16
+    made = [torch.zeros(box.shape[::-1] if kind == "transposed" else box.shape, dtype=dtype) for box in boxes]
+    found = [tensor.t() if kind == "transposed" else tensor for tensor in made]
+    reader.read([want("w", tensor, box) for tensor, box in zip(found, boxes, strict=True)], nothing)
+    for tensor, box in zip(found, boxes, strict=True):
+        assert (tensor.numpy() == whole[box.slices()]).all(), box
+
+
+def test_parts_of_large_chunks_go_where_they_are_wanted(tmp_path: Path) -> None:
+    whole = np.arange(3 << 20, dtype=np.float32)
+    reader = saved(tmp_path, {"w": whole}, world_size=2)
+    boxes = [Box((start,), (stop - start,)) for start, stop in ((0, 1), (700_001, 2_900_003), (1 << 20, 3 << 19))]
+    found = [np.zeros(box.shape, np.float32) for box in boxes]
+    reader.read([want("w", array, box) for array, box in zip(found, boxes, strict=True)], nothing)
+    for array, box in zip(found, boxes, strict=True):
+        assert (array == whole[box.slices()]).all()
+
+
 def test_nothing_wanted_is_nothing_read(tmp_path: Path) -> None:
     reader = saved(tmp_path, {"w": np.ones(4), "e": np.ones((0, 3))})
     reader.read([Want("e", ())], nothing)
