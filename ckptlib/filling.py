@@ -1,0 +1,202 @@
+"""What is to be filled with what of a checkpoint, name by name, and what of a state was not found or does not fit.
+
+Knows tensors, values and objects; modules and optimizers are made of these by `ckptlib.targets` and
+`ckptlib.optimizer_targets`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
+
+import torch
+
+from ckptlib import values
+from ckptlib.errors import StateMismatch
+from ckptlib.layout import PerRank as HeldPerRank
+from ckptlib.layout import TensorEntry
+from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, join, leaf_of
+from ckptlib.reader import Want
+from ckptlib.saved import Saved
+from ckptlib.values import Json
+
+Setter = Callable[[object], None] | None
+
+
+class Filling:
+    """Collects what a load will do; changes nothing yet."""
+
+    def __init__(self, saved: Saved, named: Callable[[str], str], wanted: Callable[[str], bool], cast: bool) -> None:
+        """`named`: what the checkpoint calls something; `wanted`: whether a path is to be loaded at all."""
+        self.saved, self.named, self.wanted = saved, named, wanted
+        self.wants: list[Want] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.mismatched: list[str] = []
+        self.values: dict[str, object] = {}
+        self.finish: list[Callable[[], None]] = []
+        self.used: set[str] = set()
+        """Names of the checkpoint that somebody took."""
+        self._cast = cast
+        self._filled: dict[int, tuple[object, str]] = {}
+        """By id: a tensor of the state, kept alive, and the saved one that fills it."""
+
+    def add_tensor(self, tensor: torch.Tensor | Sharded, name: str) -> None:
+        """Fills a tensor of the state in place."""
+        if not self.wanted(name):
+            return
+        saved_name = self.named(name)
+        entry = self.saved.tensors.get(saved_name)
+        if entry is None:
+            self.missing.append(name)
+            return
+        self.used.add(saved_name)
+        leaf = leaf_of(tensor, name, per_rank=False, owner=None)
+        if leaf is None:
+            return
+        if leaf.shape != entry.shape or (leaf.dtype != entry.dtype and not self._cast):
+            self.mismatched.append(
+                f"{name}: target is {leaf.dtype}{list(leaf.shape)}, checkpoint has {entry.dtype}{list(entry.shape)}"
+            )
+            return
+        if any(_is_expanded(piece) for _, piece in leaf.pieces):
+            self.mismatched.append(f"{name}: elements of the target share memory; give tensor.contiguous()")
+            return
+        first = self._filled.get(id(tensor))
+        if first is None:
+            self._filled[id(tensor)] = (tensor, entry.name)
+            self.wants.append(want(saved_name, leaf, entry))
+        elif not self.saved.same(first[1], entry.name):  # tied: filled once, under its first name
+            self.mismatched.append(
+                f"{name}: is tied to what {first[1]} fills, but the checkpoint has different values for them; load "
+                "them into tensors of their own"
+            )
+
+    def fills(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the state is going to be filled."""
+        return id(tensor) in self._filled
+
+    def add_value(self, path: str, setter: Setter) -> None:
+        if not self.wanted(path):
+            return
+        name = self.named(path)
+        if name not in self.saved.values:
+            self.missing.append(path)
+            return
+        self.used.add(name)
+        value = self.values[path] = self.saved.value(name)
+        if setter is not None:
+            self.finish.append(lambda: setter(value))
+
+    def add_generator(self, generator: torch.Generator, path: str) -> None:
+        state = generator.get_state()
+        before = len(self.wants)
+        self.add_tensor(state, path)
+        if len(self.wants) > before:
+            self.finish.append(lambda: _call(generator.set_state, state))
+
+    def add_object(self, path: str, get: Callable[[], object], load: Callable[[Any], object]) -> None:
+        """An object is given back what its `state_dict()` once was, rebuilt."""
+        if not self.wanted(path):
+            return
+        name = self.named(path)
+        tree = self.saved.objects.get(name)
+        if tree is not None:
+            self.used.add(name)
+            now = get()
+            build = self.rebuild(tree, name, now)
+            self.finish.append(lambda: _call(load, build()))
+        elif name in self.saved.values:
+            self.used.add(name)
+            self.finish.append(lambda: _call(load, self.saved.value(name)))
+        else:
+            self.missing.append(path)
+
+    def rebuild(self, tree: Json, path: str, now: object, device: torch.device | None = None) -> Callable[[], object]:
+        """Wants what the tree needs; returns what makes the object once that is filled.
+
+        `device`: of tensors that the object has not yet.
+        """
+        if tree == "tensor":
+            tensor = self._tensor_for(path, now, device)
+            return lambda: tensor
+        if tree == "value":
+            self.used.add(path)
+            return lambda: self.saved.value(path)
+        match tree:
+            case {"dict": list(pairs)}:
+                made = self._rebuild_pairs(pairs, path, now, device)
+                return lambda: {key: build() for key, build in made.items()}
+            case {"odict": list(pairs)}:
+                made = self._rebuild_pairs(pairs, path, now, device)
+                return lambda: OrderedDict((key, build()) for key, build in made.items())
+            case {"list": list(items)}:
+                builds = self._rebuild_items(items, path, now, device)
+                return lambda: [build() for build in builds]
+            case {"tuple": list(items)}:
+                builds = self._rebuild_items(items, path, now, device)
+                return lambda: tuple(build() for build in builds)
+            case _:
+                raise StateMismatch(f"{path}: the layout's tree of this object cannot be read: {str(tree)[:80]}")
+
+    def _rebuild_pairs(
+        self, pairs: list[Json], path: str, now: object, device: torch.device | None
+    ) -> dict[Any, Callable[[], object]]:
+        made = {}
+        for pair in pairs:
+            assert isinstance(pair, list)
+            key: Any = values.decode(pair[0], path)
+            inner = now.get(key) if isinstance(now, Mapping) else None
+            made[key] = self.rebuild(pair[1], join(path, key), inner, device)
+        return made
+
+    def _rebuild_items(
+        self, trees: list[Json], path: str, now: object, device: torch.device | None
+    ) -> list[Callable[[], object]]:
+        have = now if isinstance(now, (list, tuple)) and len(now) == len(trees) else [None] * len(trees)
+        return [self.rebuild(tree, join(path, i), have[i], device) for i, tree in enumerate(trees)]
+
+    def _tensor_for(self, path: str, now: object, device: torch.device | None = None) -> torch.Tensor:
+        """A tensor to fill: the one that the object has, where it fits, else a new one."""
+        entry = self.saved.tensors[path]
+        if isinstance(now, PerRank):
+            now = now.value
+        if isinstance(now, Sharded):
+            self.add_tensor(now, path)
+            return now.tensor
+        self.used.add(path)
+        if fits(now, entry) and self._filled.setdefault(id(now), (now, entry.name))[1] == entry.name:
+            tensor = now
+        else:  # also where the object has one tensor in two places, and the checkpoint has two
+            tensor = torch.empty(entry.shape, dtype=torch_dtype(entry), device=device)
+        leaf = leaf_of(tensor, path, per_rank=False, owner=None)
+        if leaf is not None:
+            self.wants.append(want(path, leaf, entry))
+        return tensor
+
+
+def want(name: str, leaf: Leaf, entry: TensorEntry) -> Want:
+    plain = isinstance(leaf.held, Plain) and not isinstance(entry.holding, HeldPerRank)
+    return Want(name, leaf.pieces, everywhere=plain and bool(leaf.pieces))
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    steps = tensor.stride()
+    return 0 in steps and any(step == 0 and size > 1 for step, size in zip(steps, tensor.shape, strict=True))
+
+
+def fits(now: object, entry: TensorEntry) -> TypeGuard[torch.Tensor]:
+    """Whether what is there can be filled as it is."""
+    if not isinstance(now, torch.Tensor) or now.is_meta or _is_expanded(now):
+        return False
+    return (tuple(now.shape), dtype_name(now)) == (entry.shape, entry.dtype)
+
+
+def _call(function: Callable[[Any], object], argument: object) -> None:
+    function(argument)
+
+
+def torch_dtype(entry: TensorEntry) -> torch.dtype:
+    found: torch.dtype = getattr(torch, entry.dtype)
+    return found

@@ -1,0 +1,203 @@
+"""Where the state of optimizers goes: tensor by tensor, by parameter, never through `load_state_dict`.
+
+So it goes into an optimizer that has not stepped yet, and keeps the dtype it was saved with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ckptlib.errors import UnsupportedState
+from ckptlib.filling import Filling, fits, torch_dtype, want
+from ckptlib.leaf import Sharded, dtype_name, leaf_of
+from ckptlib.optimizers import group_path, hyper_parameters, names_of_params
+
+
+class Params:
+    """The parameters that a walk of the state has met."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        """By id: the first name."""
+        self.ties: dict[str, str] = {}
+        """By further name of a parameter: its first."""
+        self.by_hand: dict[int, Sharded] = {}
+        """By id of the tensor that each of them holds."""
+
+    def add(self, tensor: torch.Tensor, name: str) -> None:
+        first = self.names.setdefault(id(tensor), name)
+        if first != name:
+            self.ties[name] = first
+
+
+class OptimizerTargets:
+    """Adds optimizers to what is to be filled."""
+
+    def __init__(self, filling: Filling, params: Params) -> None:
+        self._filling = filling
+        self._saved = filling.saved
+        self._params = params
+
+    def add(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+        if not self._filling.wanted(path):
+            return
+        saved_path = self._filling.named(path)
+        groups = self._saved.groups.get(saved_path)
+        if groups is None:
+            self._filling.missing.append(path)
+            return
+        self._filling.used.add(saved_path)
+        if any(param.is_meta for group in optimizer.param_groups for param in group["params"]):
+            raise UnsupportedState(
+                f"{path}: holds parameters on the meta device, which loading a module replaces; load the module first, "
+                "then make the optimizer of its parameters and load that"
+            )
+        names = names_of_params(optimizer, self._params.names)
+        entries = self._entries_by_param(saved_path)
+        taken: set[str] = set()
+        for i, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
+            self._add_hyper_parameters(group, group_names, saved_path, groups, i)
+            for name, param in zip(group_names, group["params"], strict=True):
+                saved_name = self._saved.first_name(self._filling.named(name))
+                if saved_name not in groups:
+                    self._filling.missing.append(f"{path}/{name}")
+                    continue
+                taken.add(saved_name)
+                self._filling.used.add(f"{saved_path}/{saved_name}")
+                self._add_param_state(optimizer, group, param, entries.get(saved_name, {}))
+        for name, first in self._params.ties.items():
+            taken.add(self._saved.first_name(self._filling.named(name)))
+            self._check_tie(path, name, first, entries)
+        self._filling.unexpected += [f"{saved_path}/{name}" for name in sorted(groups.keys() - taken)]
+
+    def _check_tie(self, path: str, name: str, first: str, entries: Mapping[str, Mapping[str, str]]) -> None:
+        """One parameter here may have been two: a pipeline has the tied weight on its first stage and on its last."""
+        mine, taken = (self._saved.first_name(self._filling.named(n)) for n in (name, first))
+        if mine == taken:
+            return
+        other = entries.get(taken, {})
+        for key, saved_name in entries.get(mine, {}).items():
+            if saved_name in self._saved.tensors and not self._saved.same(other.get(key, ""), saved_name):
+                self._filling.mismatched.append(f"{path}/{name}: is tied to {first}, but their optimizer state differs")
+
+    def _entries_by_param(self, path: str) -> dict[str, dict[str, str]]:
+        """By parameter: the keys of its saved state, each with its full name."""
+        found: dict[str, dict[str, str]] = {}
+        prefix = f"{path}/" if path else ""
+        nested = tuple(f"{p}/" for p in self._saved.objects if p.startswith(prefix) and p != path)
+        for name in (*self._saved.tensors, *self._saved.values, *self._saved.objects):
+            if name == path or not name.startswith(prefix) or name.startswith(nested):
+                continue
+            param, _, key = name[len(prefix) :].rpartition("/")
+            found.setdefault(param, {})[key.replace("%2F", "/").replace("%25", "%")] = name
+            self._filling.used.add(name)
+        return found
+
+    def _add_param_state(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: Mapping[str, Any],
+        param: torch.Tensor,
+        entries: Mapping[str, str],
+    ) -> None:
+        builds: dict[str, Callable[[], object]] = {}
+        now = optimizer.state.get(param, {})
+        for key, name in entries.items():
+            if name in self._saved.objects:
+                builds[key] = self._filling.rebuild(self._saved.objects[name], name, now.get(key), _device_of(param))
+            elif name in self._saved.tensors:
+                builds[key] = _constant(self._state_tensor(name, key, now.get(key), param, group))
+            else:
+                builds[key] = _constant(self._saved.value(name))
+
+        def finish() -> None:
+            if builds or param in optimizer.state:
+                optimizer.state[param] = {key: build() for key, build in builds.items()}
+
+        self._filling.finish.append(finish)
+
+    def _state_tensor(
+        self, name: str, key: str, now: object, param: torch.Tensor, group: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """The tensor that is there, or one such as the optimizer itself would make."""
+        entry = self._saved.tensors[name]
+        dtype = torch_dtype(entry)
+        by_hand = self._params.by_hand.get(id(param))
+        if by_hand is not None and key != "step" and entry.shape == by_hand.shape:
+            alike = isinstance(now, torch.Tensor) and (now.shape, dtype_name(now)) == (param.shape, entry.dtype)
+            tensor = now if alike and isinstance(now, torch.Tensor) else torch.empty_like(param, dtype=dtype)
+            leaf = leaf_of(Sharded(tensor, by_hand.offset, by_hand.shape), name, per_rank=False, owner=None)
+            assert leaf is not None
+            self._filling.wants.append(want(name, leaf, entry))
+            return tensor
+        if fits(now, entry):
+            tensor = now
+        elif key != "step" and entry.shape == tuple(param.shape):
+            tensor = torch.empty_like(param, dtype=dtype, requires_grad=False)
+        else:
+            on_device = group.get("capturable") or group.get("fused") or (key != "step" and entry.shape)
+            tensor = torch.empty(entry.shape, dtype=dtype, device=_device_of(param) if on_device else "cpu")
+        leaf = leaf_of(tensor, name, per_rank=False, owner=None)
+        if leaf is not None:
+            self._filling.wants.append(want(name, leaf, entry))
+        return tensor
+
+    def _add_hyper_parameters(
+        self, group: dict[str, Any], names: Sequence[str], path: str, groups: Mapping[str, int], index: int
+    ) -> None:
+        """A group takes those of the saved group that its parameters were in."""
+        origins = {groups[n] for name in names if (n := self._saved.first_name(self._filling.named(name))) in groups}
+        if not origins:
+            origins = {index} if group_path(path, index) in self._saved.values and not names else set()
+        origin = min(origins, default=None)
+        if origin is None or group_path(path, origin) not in self._saved.values:
+            return
+        saved: Any = self._saved.value(group_path(path, origin))
+        options = self._saved_options(group_path(path, origin))
+        different = [
+            o
+            for o in origins
+            if self._saved.value(group_path(path, o)) != saved or self._saved_options(group_path(path, o)) != options
+        ]
+        if different:
+            self._filling.mismatched.append(
+                f"{path}: group {index} holds parameters that were saved in groups {sorted(origins)} with different "
+                "hyper-parameters; load them into groups that can be told apart"
+            )
+            return
+        now = dict(hyper_parameters(group))
+        prefix = group_path(path, origin) + "/"
+        builds = {
+            key: self._filling.rebuild(self._saved.objects.get(prefix + key, "tensor"), prefix + key, now.get(key))
+            for key in options
+        }
+
+        def finish() -> None:
+            for key, value in {**saved, **{key: build() for key, build in builds.items()}}.items():
+                if isinstance(group.get(key), torch.Tensor) and isinstance(value, float):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+
+        self._filling.finish.append(finish)
+
+    def _saved_options(self, path: str) -> dict[str, object]:
+        """Of a saved group: the options that hold tensors, each with the saved tensors it is made of."""
+        found: dict[str, dict[str, str]] = {}
+        for name, entry in self._saved.tensors.items():
+            if name.startswith(f"{path}/"):
+                key, _, rest = name[len(path) + 1 :].partition("/")
+                found.setdefault(key, {})[rest] = entry.name
+        return dict(found)
+
+
+def _device_of(param: torch.Tensor) -> torch.device:
+    return param.to_local().device if isinstance(param, DTensor) else param.device
+
+
+def _constant(value: object) -> Callable[[], object]:
+    return lambda: value
