@@ -16,14 +16,15 @@ from onerank import opened
 from support import make_generation, make_root, make_save, put_part, put_parts
 from typing_extensions import override
 
-from ckptlib import reader as reader_module
+from ckptlib import requests as requests_module
 from ckptlib.box import Box
 from ckptlib.catalog import Catalog, Committed
 from ckptlib.errors import CorruptData, ObjectNotFound
 from ckptlib.keys import PartName, SaveId
 from ckptlib.layout import ByHand, Layout, TensorEntry
 from ckptlib.manifest import Manifest, Part
-from ckptlib.reader import GAP_BYTES, READ_THREADS, RUN_BYTES, Reader, Want
+from ckptlib.reader import READ_THREADS, Reader, Want
+from ckptlib.requests import GAP_BYTES, RUN_BYTES
 from ckptlib.stores.local import LocalStore
 
 
@@ -187,7 +188,7 @@ def test_replicas_are_compared_though_their_chunks_differ(tmp_path: Path) -> Non
 
 
 def test_memory_is_bounded_however_much_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_module, "RUN_BYTES", 256 * 1024)
+    monkeypatch.setattr(requests_module, "RUN_BYTES", 256 * 1024)
     tensors = {f"t{i}": np.full((100, 500), i, dtype=np.float32) for i in range(200)}  # 40 MB
     reader = saved(tmp_path, tensors)
     found = {name: torch.zeros(500, 100).t() for name in tensors}

@@ -1,0 +1,235 @@
+"""Requests: chunks that lie side by side in a pack, read at once, checked, and put where they are wanted."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import EllipsisType
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from ckptlib.box import Box, boxes_of_range
+from ckptlib.contents import Share
+from ckptlib.errors import CorruptData
+from ckptlib.memory import bytes_of, is_bytes
+
+RUN_BYTES = 16 * 1024 * 1024
+"""The most that one request asks for; times READ_THREADS, it bounds the memory of a load."""
+
+GAP_BYTES = 64 * 1024
+"""A hole between two wanted ranges that is cheaper to read than another request."""
+
+DIRECT_FROM_BYTES = 1024 * 1024
+"""From this size on, a chunk that fits its target as it is gets read straight into it."""
+
+Move = tuple[int, int, int]
+"""(first byte in the chunk, bytes, address): what goes into memory of the host as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A contiguous stretch of a chunk, and where it goes."""
+
+    first: int
+    """Byte of the chunk."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the stretch, as it lies in the chunk."""
+    inside: tuple[slice | EllipsisType, ...]
+    """What of that is wanted."""
+    target: torch.Tensor
+    """Of the wanted shape."""
+
+
+class ChunkRead:
+    """One chunk to be read, checked and placed."""
+
+    __slots__ = ("chunk", "copies", "moves", "nbytes", "offset", "pack", "share")
+
+    def __init__(self, share: Share, chunk: int) -> None:
+        table = share.part.table
+        self.share, self.chunk = share, chunk
+        self.pack = share.part.packs[table.packs[chunk]].key
+        self.offset, self.nbytes = table.offsets[chunk], table.nbytes[chunk]
+        self.moves: list[Move] = []
+        self.copies: list[Copy] = []
+
+    @property
+    def digest(self) -> str:
+        return self.share.part.digests[self.chunk]
+
+    @property
+    def address(self) -> int | None:
+        """Of the target's memory, when the chunk's bytes are exactly that."""
+        if self.copies or len(self.moves) != 1 or self.moves[0][1] != self.nbytes:
+            return None
+        return self.moves[0][2]
+
+    @override
+    def __str__(self) -> str:
+        """The tensors that lie in it, for messages."""
+        return self.share.part.table.describe(self.chunk, self.share.layout)
+
+
+class Target:
+    """A tensor to be filled."""
+
+    __slots__ = ("_flat", "address", "is_row_major", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._flat: torch.Tensor | None = None
+        self.is_row_major = tensor.is_contiguous()
+        self.address = tensor.data_ptr() if tensor.device.type == "cpu" and is_bytes(tensor) else None
+        """Of its memory, when that is its value, and the host's."""
+
+    def take(self, read: ChunkRead, skipped: int, at: int, numel: int, dtype: torch.dtype) -> None:
+        """Its elements from `at` on, row-major, are what lies behind `skipped` bytes of a chunk."""
+        if self.address is not None and self.tensor.dtype == dtype:
+            read.moves.append((skipped, numel * dtype.itemsize, self.address + at * dtype.itemsize))
+            return
+        if self._flat is None:
+            self._flat = self.tensor.view(-1)
+        read.copies.append(Copy(skipped, dtype, (numel,), (...,), self._flat[at : at + numel]))
+
+
+class Request:
+    """Chunks that one request reads: neighbours in a pack."""
+
+    def __init__(self, read: ChunkRead) -> None:
+        self.reads = [read]
+        self.base = read.address
+        """Where the bytes go as they are, one after the other; None: they do not."""
+        self._largest = read.nbytes
+
+    @property
+    def pack(self) -> str:
+        return self.reads[0].pack
+
+    @property
+    def offset(self) -> int:
+        return self.reads[0].offset
+
+    @property
+    def nbytes(self) -> int:
+        return self.reads[-1].offset + self.reads[-1].nbytes - self.offset
+
+    @property
+    def direct(self) -> bool:
+        """Whether it is worth reading straight into the targets."""
+        return self.base is not None and self.nbytes >= DIRECT_FROM_BYTES
+
+    def take(self, read: ChunkRead) -> bool:
+        """Whether the next chunk in the order of packs joins this request."""
+        gap = read.offset - self.offset - self.nbytes
+        if read.pack != self.pack or read.offset + read.nbytes - self.offset > RUN_BYTES or not 0 <= gap <= GAP_BYTES:
+            return False
+        goes_on = gap == 0 and self.base is not None and read.address == self.base + self.nbytes
+        if not goes_on and (self.direct or max(self._largest, read.nbytes) >= DIRECT_FROM_BYTES):
+            return False
+        if not goes_on:
+            self.base = None
+        self.reads.append(read)
+        self._largest = max(self._largest, read.nbytes)
+        return True
+
+    @property
+    def start(self) -> int:
+        """First byte that is read. Chunks that go through a buffer keep the alignment that they have in the pack."""
+        return self.offset if self.direct else self.offset - self.offset % 64
+
+    def buffer(self) -> memoryview:
+        """What is to be read into: the memory of the targets, or this thread's buffer."""
+        if self.direct:
+            return memoryview((ctypes.c_char * self.nbytes).from_address(self.base or 0)).cast("B")
+        return _buffer(self.offset + self.nbytes - self.start)
+
+    def place(self, buffer: memoryview, verify: Callable[[memoryview], str], step: int) -> None:
+        """Checks what was read, chunk by chunk, then puts it where it is wanted. Raises CorruptData.
+
+        `verify` gives the digest of a chunk; `step` is for messages.
+        """
+        for read in self.reads:
+            data = buffer[read.offset - self.start : read.offset - self.start + read.nbytes]
+            found = verify(data)
+            if found != read.digest:
+                raise CorruptData(
+                    f"{read}: {read.pack} [{read.offset}:+{read.nbytes}] does not match {read.digest} (got {found}); "
+                    f"the object was altered after it was written. Try an earlier step than {step}, or: ckptlib verify"
+                )
+            if not self.direct:
+                _place(read, data)
+
+
+def copies_of(
+    box: Box,
+    first: int,
+    last: int,
+    wanted: Box,
+    target: torch.Tensor,
+    skipped: int,
+    dtype: torch.dtype,
+) -> Iterable[Copy]:
+    """How elements [first, last) of a shard that fills `box` go into `target`, which fills `wanted`.
+
+    `skipped`: bytes of the chunk that lie before them.
+    """
+    for flat, local in boxes_of_range(box.shape, first, last):
+        here = Box(tuple(o + b for o, b in zip(local.offset, box.offset, strict=True)), local.shape)
+        common = here.intersect(wanted)
+        if common is not None:
+            yield Copy(
+                skipped + (flat - first) * dtype.itemsize,
+                dtype,
+                here.shape,
+                common.relative_to(here.offset).slices(),
+                target[common.relative_to(wanted.offset).slices()] if wanted.ndim else target,
+            )
+
+
+def merge(reads: Iterable[ChunkRead]) -> list[Request]:
+    """Reads in the order of their packs, neighbours together in one request."""
+    requests: list[Request] = []
+    for read in sorted(reads, key=lambda r: (r.pack, r.offset)):
+        if not (requests and requests[-1].take(read)):
+            requests.append(Request(read))
+    return requests
+
+
+_local = threading.local()
+
+
+def _buffer(nbytes: int) -> memoryview:
+    """This thread's buffer: made once and reused, since fresh memory costs more than the read."""
+    held: np.ndarray | None = getattr(_local, "buffer", None)
+    if held is None or held.nbytes < nbytes:
+        held = _local.buffer = np.empty(max(nbytes, 1 << 20) + 64, dtype=np.uint8)
+    skip = -held.ctypes.data % 64
+    return held.data[skip : skip + nbytes]
+
+
+_move: Callable[[int, int, int], int] = ctypes.PyDLL(None).memmove
+"""Keeps the GIL, unlike ctypes.memmove: threads that gave it up for every small tensor would wait for one another."""
+_move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def _place(read: ChunkRead, data: memoryview) -> None:
+    base = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    for first, nbytes, address in read.moves:
+        move = _move if nbytes < DIRECT_FROM_BYTES else ctypes.memmove
+        move(address, base + first, nbytes)
+    for copy in read.copies:
+        nbytes = copy.dtype.itemsize * math.prod(copy.shape)
+        stretch = torch.frombuffer(data[copy.first : copy.first + nbytes], dtype=torch.uint8)
+        source = stretch.view(copy.dtype).view(copy.shape)[copy.inside]
+        if source.dtype == copy.target.dtype and source.is_contiguous() and is_bytes(copy.target):
+            # dtypes that torch cannot copy element by element are bytes all the same
+            bytes_of(copy.target).copy_(bytes_of(source))
+        else:
+            copy.target.copy_(source)
