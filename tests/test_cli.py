@@ -27,13 +27,13 @@ from ckptlib.catalog import Catalog
 from ckptlib.cli import host
 from ckptlib.cli.app import OPTIONS_VARIABLE, run
 from ckptlib.cli.output import duration, plain, size
+from ckptlib.findings import Damage
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.manifest import Generation, Root
 from ckptlib.slot import Slot, SlotHeader
 from ckptlib.stores import open_store
 from ckptlib.stores.local import LocalStore
 from ckptlib.testing import flip_bit
-from ckptlib.verify import Damage
 
 WORKER = Path(__file__).parent / "workers" / "cli_saves.py"
 DAY_S = 86400.0

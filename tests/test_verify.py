@@ -15,18 +15,19 @@ import support
 from support import make_generation, make_root, make_save, put_part, put_parts, resealed, state
 from typing_extensions import Buffer, override
 
-from ckptlib import keys, verify
+from ckptlib import keys, verify_packs
 from ckptlib.box import Box
 from ckptlib.catalog import Catalog
 from ckptlib.digests import XXH3, digester
 from ckptlib.errors import CheckpointNotFound, NewerFormat, StoreError
+from ckptlib.findings import Finding
 from ckptlib.keys import PartName, SaveId
 from ckptlib.layout import ByHand, Layout, TensorEntry
 from ckptlib.manifest import Manifest, Part, Table
 from ckptlib.stores import Store
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.testing import FaultStore, _HookedStore
-from ckptlib.verify import Finding, verify_root, verify_save
+from ckptlib.verify import verify_root, verify_save
 
 T = TypeVar("T")
 
@@ -401,11 +402,11 @@ class Meter(_HookedStore):
 
 
 def test_memory_is_bounded(store: MemoryStore, save: SaveId, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "RUN_BYTES", 1 << 20)
+    monkeypatch.setattr(verify_packs, "RUN_BYTES", 1 << 20)
     meter = Meter(store)
     assert findings(meter, save) == []
     assert 0 < meter.largest <= 1 << 20
-    assert meter.most_busy <= verify.READ_THREADS
+    assert meter.most_busy <= verify_packs.READ_THREADS
 
 
 def test_giving_up_half_way_leaves_no_thread(store: MemoryStore, save: SaveId) -> None:

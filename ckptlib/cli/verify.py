@@ -14,9 +14,11 @@ from ckptlib.catalog import Catalog
 from ckptlib.cli.app import with_output, with_store
 from ckptlib.cli.output import Output, count, duration, plain, size
 from ckptlib.errors import CheckpointNotFound, CkptError
+from ckptlib.findings import Finding
 from ckptlib.keys import SaveId
 from ckptlib.stores import Store
-from ckptlib.verify import Advance, Finding, verify_root, verify_save
+from ckptlib.verify import verify_root, verify_save
+from ckptlib.verify_packs import Advance
 
 MAX_SHARDS = 3
 """Of a finding, that people see; JSON has all."""
