@@ -9,18 +9,15 @@ import platform
 import re
 import resource
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from ckptlib.cli import slotfiles
 from ckptlib.cli.output import size
-from ckptlib.errors import CkptError
-from ckptlib.slot import SUFFIX, Slot
-
-MEMORY = Path("/dev/shm")
+from ckptlib.cli.slotfiles import MEMORY, SlotFile
 
 LEAST_FREE_BYTES = 1 << 30
 """Less than this in /dev/shm holds no model worth a checkpoint; containers come with 64 MB."""
@@ -57,7 +54,7 @@ def checks() -> Iterator[Check]:
     yield locked_memory()
     yield kernel()
     yield versions()
-    yield from slots((MEMORY, Path(tempfile.gettempdir())))
+    yield from slots(slotfiles.usual())
 
 
 def shared_memory(path: Path) -> Check:
@@ -195,44 +192,35 @@ def versions() -> Check:
 
 def slots(directories: Iterable[Path]) -> Iterator[Check]:
     """The slots of this user: those of live jobs, and those that killed ones left."""
-    alive: list[dict[str, Any]] = []
-    abandoned: list[dict[str, Any]] = []
-    for directory in directories:
-        for path in sorted(directory.glob(f"ckptlib-*{SUFFIX}")):
-            found = _slot(path)
-            if found is not None:
-                (alive if found["alive"] else abandoned).append(found)
+    found = [*slotfiles.find(directories)]
+    alive = [slot for slot in found if slot.in_use]
+    abandoned = [slot for slot in found if not slot.in_use]
     if alive or not abandoned:
-        yield Check("slots", "ok", f"{len(alive)} in use, {_sum(alive)}" if alive else "none", "", {"slots": alive})
+        text = f"{len(alive)} in use, {_sum(alive)}" if alive else "none"
+        yield Check("slots", "ok", text, "", {"slots": [*map(_document, alive)]})
     if abandoned:
-        details = tuple(f"{slot['path']}  {size(slot['nbytes'])}  {slot['content']}" for slot in abandoned)
         advice = "their processes are gone; the next run on the same root takes them back, or remove the files:"
         yield Check(
-            "slots", "warning", f"{len(abandoned)} abandoned, {_sum(abandoned)}", advice, {"slots": abandoned}, details
+            "slots",
+            "warning",
+            f"{len(abandoned)} abandoned, {_sum(abandoned)}",
+            advice,
+            {"slots": [*map(_document, abandoned)]},
+            tuple(f"{slot.path}  {size(slot.nbytes)}  {_content(slot)}" for slot in abandoned),
         )
 
 
-def _sum(slots: Sequence[Mapping[str, Any]]) -> str:
-    return size(sum(slot["nbytes"] for slot in slots))
+def _sum(slots: Iterable[SlotFile]) -> str:
+    return size(sum(slot.nbytes for slot in slots))
 
 
-def _slot(path: Path) -> dict[str, Any] | None:
-    """None for what is no slot of this user, or is gone by now."""
-    try:
-        slot = Slot.open(path)
-    except CkptError:
-        return None
-    try:
-        alive = not slot.abandoned()
-        return {"path": str(path), "nbytes": slot.capacity, "alive": alive, "content": _content(slot)}
-    finally:
-        slot.close()
+def _document(slot: SlotFile) -> dict[str, object]:
+    return {"path": str(slot.path), "nbytes": slot.nbytes, "alive": slot.in_use, "content": _content(slot)}
 
 
-def _content(slot: Slot) -> str:
-    try:
-        header = slot.read_header()
-    except CkptError:  # never written to, or being written
+def _content(slot: SlotFile) -> str:
+    header = slot.header
+    if header is None:
         return "empty"
     state = "" if header.ready else " (unfinished)"
     return f"step {header.save.step}{state} of rank {header.rank} of {header.world_size}"

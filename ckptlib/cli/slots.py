@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 from rich.text import Text
 
 from ckptlib.catalog import Catalog
+from ckptlib.cli import slotfiles
 from ckptlib.cli.app import open_url, storage_options, with_output, with_storage_options
-from ckptlib.cli.host import MEMORY
 from ckptlib.cli.output import Cell, Output, count, plain, size
-from ckptlib.errors import CkptError
+from ckptlib.cli.slotfiles import SlotFile
 from ckptlib.manifest import Generation
 from ckptlib.placement import Placement, place
-from ckptlib.slot import SUFFIX, Slot, SlotHeader
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One slot of this user."""
-
-    path: Path
-    nbytes: int
-    """Of its file."""
-    header: SlotHeader | None
-    """None: empty, or torn."""
-    in_use: bool
-    """Whether a process has it open, and does not merely wait for a successor."""
-
-    @property
-    def state(self) -> str:
-        ready = "empty" if self.header is None else "ready" if self.header.ready else "being written"
-        return ready if self.in_use else f"{ready}, left behind"
 
 
 @click.command("slots", short_help="Show the snapshots in this host's memory.")
@@ -54,8 +32,8 @@ def command(url: str | None, output: Output, option: tuple[str, ...], arena: tup
             root_id = catalog.root().id
             newest = max(catalog.generation_ids(), default=None)
             generation = None if newest is None else catalog.generation(newest)
-    directories = [MEMORY, Path(tempfile.gettempdir()), *map(Path, arena)]
-    rows = [row for row in find(directories) if root_id is None or _belongs(row, root_id)]
+    directories = [*slotfiles.usual(), *map(Path, arena)]
+    rows = [row for row in slotfiles.find(directories) if root_id is None or _belongs(row, root_id)]
     removed = [row for row in rows if clean and not row.in_use]
     for row in removed:
         row.path.unlink(missing_ok=True)
@@ -74,30 +52,7 @@ def command(url: str | None, output: Output, option: tuple[str, ...], arena: tup
     return True
 
 
-def find(directories: Sequence[Path]) -> Iterator[Row]:
-    """What is a slot of this user."""
-    for directory in directories:
-        for path in sorted(directory.glob(f"ckptlib-*{SUFFIX}")):
-            try:
-                slot = Slot.open(path)
-            except CkptError:
-                continue
-            try:
-                yield Row(path, os.stat(path).st_size, _header(slot), not slot.abandoned())
-            except FileNotFoundError:
-                continue  # gone since it was listed
-            finally:
-                slot.close()
-
-
-def _header(slot: Slot) -> SlotHeader | None:
-    try:
-        return slot.read_header()
-    except CkptError:
-        return None
-
-
-def _belongs(row: Row, root_id: str) -> bool:
+def _belongs(row: SlotFile, root_id: str) -> bool:
     return row.path.name.startswith(f"ckptlib-{root_id[:16]}-")
 
 
@@ -108,7 +63,7 @@ def _placement(generation: Generation) -> Placement | None:
         return None  # nobody could have made it
 
 
-def _document(row: Row) -> dict[str, object]:
+def _document(row: SlotFile) -> dict[str, object]:
     header = row.header
     return {
         "path": str(row.path),
@@ -129,7 +84,7 @@ def _placement_document(placement: Placement) -> dict[str, object]:
     }
 
 
-def _print(output: Output, rows: Sequence[Row], removed: Sequence[Row]) -> None:
+def _print(output: Output, rows: Sequence[SlotFile], removed: Sequence[SlotFile]) -> None:
     header = ["STEP", "RANK", "SIZE", "STATE", "PATH"]
     if rows:
         output.columns(header, [_cells(row) for row in rows], right=("STEP", "RANK", "SIZE"))
@@ -140,7 +95,7 @@ def _print(output: Output, rows: Sequence[Row], removed: Sequence[Row]) -> None:
         output.line(f"removed {count(len(removed), 'slot')}, {size(sum(row.nbytes for row in removed))}")
 
 
-def _cells(row: Row) -> list[Cell]:
+def _cells(row: SlotFile) -> list[Cell]:
     header = row.header
     step = "-" if header is None else str(header.save.step)
     rank = "-" if header is None else f"{header.rank}/{header.world_size}"
