@@ -75,14 +75,20 @@ Holding = Placed | PerRank | ByHand
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor of a layout."""
+class TensorSpec:
+    """What is said of any tensor."""
 
     name: str
     dtype: str
     """torch's name, without the module: "bfloat16"."""
     shape: tuple[int, ...]
-    """The global shape; with PerRank, the shape on the ranks that have this layout."""
+    """Global; of what is PerRank, that on the ranks that have it so."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry(TensorSpec):
+    """One tensor of a layout."""
+
     holding: Holding
 
     @property

@@ -19,7 +19,7 @@ from torch.distributed.tensor import placement_types as torch_placements
 from ckptlib import dtypes, sharding
 from ckptlib.box import Box
 from ckptlib.errors import UnsupportedState
-from ckptlib.layout import ByHand, Mesh, Placed
+from ckptlib.layout import ByHand, Mesh, Placed, TensorSpec
 from ckptlib.layout import PerRank as HeldPerRank
 
 
@@ -51,13 +51,9 @@ Held = Placed | HeldPerRank | ByHand | Plain
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(TensorSpec):
     """One tensor of the state, as this rank holds it."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    """Global."""
     held: Held
     pieces: tuple[tuple[Box, torch.Tensor], ...]
     """What this rank has: boxes in global coordinates, each with a view of the same shape."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from ckptlib import dtypes
 from ckptlib.box import Box
 from ckptlib.keys import GenerationId, SaveId
-from ckptlib.layout import Layout
+from ckptlib.layout import Layout, TensorSpec
 from ckptlib.manifest import Table
 from ckptlib.plan import PAGE_BYTES, body_nbytes, round_up
 
@@ -96,13 +96,9 @@ def _cuts(table: Table, pack_nbytes: int, head_sizes: list[int]) -> list[tuple[i
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """What a header says of a shard, or of one chunk of it."""
+class _Entry(TensorSpec):
+    """What a header says of a shard, or of one chunk of it; name and shape are its own."""
 
-    name: str
-    dtype: str
-    """torch's name."""
-    shape: tuple[int, ...]
     chunk: int
     offset: int
     """In the body."""
