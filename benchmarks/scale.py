@@ -21,7 +21,8 @@ from ckptlib.catalog import Catalog, Committed
 from ckptlib.digests import XXH3
 from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.layout import Layout, Mesh, Placed, TensorEntry
-from ckptlib.manifest import Generation, Manifest, Pack, Part, Root
+from ckptlib.manifest import Generation, Manifest, Root
+from ckptlib.part import Pack, Part
 from ckptlib.reader import Reader, Want
 from ckptlib.sharding import Shard
 from ckptlib.stores.memory import MemoryStore

@@ -30,7 +30,8 @@ from ckptlib.errors import (
 )
 from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.layout import Layout, decode_layout
-from ckptlib.manifest import FailedPart, Generation, Manifest, Part, PartHead, Root
+from ckptlib.manifest import Generation, Manifest, Root
+from ckptlib.part import FailedPart, Part, PartHead
 from ckptlib.stores import Store
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ckptlib.digests import digester
 from ckptlib.errors import CorruptData
 from ckptlib.layout import Layout
-from ckptlib.manifest import Part
+from ckptlib.part import Part
 
 ReadInto = Callable[[str, int, memoryview], None]
 """Fills a buffer with bytes of a pack, from an offset on."""

@@ -7,7 +7,7 @@ from functools import lru_cache
 from ckptlib import sharding
 from ckptlib.box import Box, find_hole
 from ckptlib.layout import Layout, PerRank, Placed, TensorEntry
-from ckptlib.manifest import Part
+from ckptlib.part import Part
 
 
 class Coverage:

@@ -16,7 +16,7 @@ from ckptlib import dtypes, keys
 from ckptlib.box import Box
 from ckptlib.errors import FormatError
 from ckptlib.layout import Layout, TensorEntry
-from ckptlib.manifest import Part
+from ckptlib.part import Part
 from ckptlib.values import Json, loads
 
 MAX_HEAD_BYTES = 100_000_000

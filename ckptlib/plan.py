@@ -12,7 +12,7 @@ from dataclasses import replace
 from ckptlib import dtypes, sharding
 from ckptlib.box import Box
 from ckptlib.layout import Layout, Placed, TensorEntry
-from ckptlib.manifest import Table, shard_nbytes
+from ckptlib.table import Table, shard_nbytes
 
 PAGE_BYTES = 4096
 """Direct I/O moves whole pages only; chunks of large shards begin on one."""

@@ -21,7 +21,7 @@ from ckptlib.digests import digester
 from ckptlib.errors import CorruptData, StateMismatch
 from ckptlib.keys import SaveId
 from ckptlib.layout import ByHand, Layout, PerRank, TensorEntry, ranks_touching
-from ckptlib.manifest import Part
+from ckptlib.part import Part
 from ckptlib.requests import ChunkRead, Request, Target, copies_of, merge
 
 READ_THREADS = 8

@@ -29,7 +29,7 @@ from ckptlib.group import Group, group_of, group_or_world, together
 from ckptlib.held import NONE, Held
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.layout import Layout
-from ckptlib.manifest import Generation, Root, Table
+from ckptlib.manifest import Generation, Root
 from ckptlib.peer.peers import Coverage, Peers
 from ckptlib.peer.replicate import Fate, Replicator, Round
 from ckptlib.placement import Placement, place
@@ -43,6 +43,7 @@ from ckptlib.slot import Slot, SlotHeader
 from ckptlib.stage import Content, Source, Stager, Staging, TornSnapshot
 from ckptlib.state import Flat, Leaf, Memo, PerRank, flatten
 from ckptlib.stores import open_store
+from ckptlib.table import Table
 from ckptlib.writer.client import Writer
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from ckptlib.digests import HEX_WIDTH, digester
 from ckptlib.documents import Fields, decode
 from ckptlib.errors import CorruptData
 from ckptlib.layout import Layout, decode_layout
-from ckptlib.manifest import Table
 from ckptlib.slot import Slot, SlotHeader
+from ckptlib.table import Table
 from ckptlib.values import Json, loads
 
 

@@ -23,10 +23,10 @@ from ckptlib.cuda import DeviceCopies
 from ckptlib.digests import digester
 from ckptlib.documents import encode
 from ckptlib.errors import CkptError, WaitTimeout
-from ckptlib.manifest import Table
 from ckptlib.memory import is_bytes
 from ckptlib.plan import body_nbytes
 from ckptlib.slot import Slot, SlotHeader
+from ckptlib.table import Table
 from ckptlib.values import Json
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,8 @@ from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, FormatErr
 from ckptlib.findings import Finding, attempt, finding_of
 from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.layout import ByHand, Layout, PerRank
-from ckptlib.manifest import Generation, Manifest, Part
+from ckptlib.manifest import Generation, Manifest
+from ckptlib.part import Part
 from ckptlib.verify_packs import READ_THREADS, Advance, in_order, verify_packs
 
 

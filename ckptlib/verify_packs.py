@@ -20,7 +20,7 @@ from ckptlib.findings import Damage, Finding, attempt, damage_of
 from ckptlib.heads import MAX_HEAD_BYTES, check_head, expected_head
 from ckptlib.keys import SaveId
 from ckptlib.layout import Layout
-from ckptlib.manifest import Part
+from ckptlib.part import Part
 
 READ_THREADS = 8
 """Requests under way at once: a local disk is busy with 4, an object store wants more."""

@@ -16,7 +16,7 @@ from ckptlib import checkpoint
 from ckptlib.catalog import Catalog
 from ckptlib.checkpoint import LoadReport
 from ckptlib.layout import Layout
-from ckptlib.manifest import Part
+from ckptlib.part import Part
 from ckptlib.stores import open_store
 
 

@@ -19,7 +19,8 @@ from ckptlib.documents import seal
 from ckptlib.errors import CorruptData
 from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.layout import Layout, Mesh, Placed, TensorEntry
-from ckptlib.manifest import Generation, Pack, Part, Root
+from ckptlib.manifest import Generation, Root
+from ckptlib.part import Pack, Part
 from ckptlib.sharding import Replicate, Shard
 from ckptlib.stores import Store
 from ckptlib.stores.local import LocalStore

@@ -36,7 +36,8 @@ from ckptlib.errors import (
     Superseded,
 )
 from ckptlib.keys import GenerationId, SaveId
-from ckptlib.manifest import FailedPart, Generation, Part, Root
+from ckptlib.manifest import Generation, Root
+from ckptlib.part import FailedPart, Part
 from ckptlib.stores import Store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore

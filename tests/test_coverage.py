@@ -12,7 +12,7 @@ from ckptlib.box import Box
 from ckptlib.coverage import Coverage
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.layout import ByHand, Layout, Mesh, PerRank, Placed, TensorEntry
-from ckptlib.manifest import Pack, Part
+from ckptlib.part import Pack, Part
 from ckptlib.sharding import Shard
 
 SAVE = SaveId(1, GenerationId(1, "0" * 8))

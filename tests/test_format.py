@@ -12,7 +12,9 @@ import xxhash
 from ckptlib import documents
 from ckptlib.keys import parse_part_key, parse_save
 from ckptlib.layout import decode_layout
-from ckptlib.manifest import Generation, Manifest, Part, Root, Table
+from ckptlib.manifest import Generation, Manifest, Root
+from ckptlib.part import Part
+from ckptlib.table import Table
 
 TEXT = (Path(__file__).parent.parent / "FORMAT.md").read_text()
 BLOCKS = re.findall(r"```json\n(.*?)\n```", TEXT, re.S)

@@ -17,7 +17,7 @@ from ckptlib.errors import FormatError
 from ckptlib.heads import check_head, expected_head
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.layout import ByHand, Layout, TensorEntry
-from ckptlib.manifest import Pack, Part
+from ckptlib.part import Pack, Part
 from ckptlib.writer.packs import pack
 
 SAVE = SaveId(7, GenerationId(1, "0" * 8))

@@ -18,17 +18,9 @@ from ckptlib.documents import Fields, decode
 from ckptlib.errors import CkptError, CorruptData, FormatError, NewerFormat
 from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.layout import ByHand, Layout, TensorEntry
-from ckptlib.manifest import (
-    FailedPart,
-    Generation,
-    Manifest,
-    Pack,
-    Part,
-    Root,
-    Table,
-    TrashRecord,
-    shard_nbytes,
-)
+from ckptlib.manifest import Generation, Manifest, Root, TrashRecord
+from ckptlib.part import FailedPart, Pack, Part
+from ckptlib.table import Table, shard_nbytes
 
 GENERATION = GenerationId(7, "0123abcd")
 SAVE = SaveId(500, GENERATION)

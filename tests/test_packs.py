@@ -20,8 +20,8 @@ from ckptlib.box import Box
 from ckptlib.dtypes import _DTYPES
 from ckptlib.keys import MAX_RANK, SaveId
 from ckptlib.layout import ByHand, Layout, TensorEntry
-from ckptlib.manifest import Table
 from ckptlib.plan import ALIGN_FROM_BYTES, PAGE_BYTES
+from ckptlib.table import Table
 from ckptlib.writer.packs import Packing, pack
 
 SAVE, OTHER_SAVE = SAVES_APART

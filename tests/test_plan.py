@@ -17,9 +17,9 @@ from ckptlib import dtypes, plan, sharding
 from ckptlib.box import Box
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.layout import ByHand, Layout, Mesh, PerRank, Placed, TensorEntry
-from ckptlib.manifest import Table
 from ckptlib.plan import ALIGN_FROM_BYTES, PAGE_BYTES, SHARED_CHUNK_BYTES
 from ckptlib.sharding import Placement, Replicate, Shard
+from ckptlib.table import Table
 
 SAVE = SaveId(1, GenerationId(1, "0" * 8))
 

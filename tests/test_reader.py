@@ -22,7 +22,8 @@ from ckptlib.catalog import Catalog, Committed
 from ckptlib.errors import CorruptData, ObjectNotFound
 from ckptlib.keys import PartName, SaveId
 from ckptlib.layout import ByHand, Layout, TensorEntry
-from ckptlib.manifest import Manifest, Part
+from ckptlib.manifest import Manifest
+from ckptlib.part import Part
 from ckptlib.reader import READ_THREADS, Reader, Want
 from ckptlib.requests import GAP_BYTES, RUN_BYTES
 from ckptlib.stores.local import LocalStore

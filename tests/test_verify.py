@@ -23,9 +23,11 @@ from ckptlib.errors import CheckpointNotFound, NewerFormat, StoreError
 from ckptlib.findings import Finding
 from ckptlib.keys import PartName, SaveId
 from ckptlib.layout import ByHand, Layout, TensorEntry
-from ckptlib.manifest import Manifest, Part, Table
+from ckptlib.manifest import Manifest
+from ckptlib.part import Part
 from ckptlib.stores import Store
 from ckptlib.stores.memory import MemoryStore
+from ckptlib.table import Table
 from ckptlib.testing import FaultStore, _HookedStore
 from ckptlib.verify import verify_root, verify_save
 

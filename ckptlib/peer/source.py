@@ -31,7 +31,7 @@ from ckptlib.errors import (
 )
 from ckptlib.group import Group, together
 from ckptlib.layout import Layout, decode_layout
-from ckptlib.manifest import Pack, Part
+from ckptlib.part import Pack, Part
 from ckptlib.peer.inventory import Found, Inventory, Move, SnapshotId, by_rank, look, snapshot_id
 from ckptlib.peer.link import Link
 from ckptlib.peer.transfer import receive_slot, send_slot, withdraw

@@ -17,8 +17,8 @@ from ckptlib import dtypes
 from ckptlib.box import Box
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.layout import Layout, TensorSpec
-from ckptlib.manifest import Table
 from ckptlib.plan import PAGE_BYTES, body_nbytes, round_up
+from ckptlib.table import Table
 
 MAX_HEAD_BYTES = 100_000_000
 """What safetensors' own reader takes."""

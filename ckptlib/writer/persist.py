@@ -7,10 +7,11 @@ from concurrent.futures import Executor
 from ckptlib.catalog import Catalog
 from ckptlib.errors import CorruptData, FormatError
 from ckptlib.keys import PartName, SaveId, new_nonce
-from ckptlib.manifest import FailedPart, Pack, Part, Table
+from ckptlib.part import FailedPart, Pack, Part
 from ckptlib.slot import Slot
 from ckptlib.snapshot import Snapshot, SnapshotReader, check_body
 from ckptlib.stores import Store
+from ckptlib.table import Table
 from ckptlib.writer.packs import Packing, pack
 
 WRITE_BYTES = 16 * 1024 * 1024

@@ -23,7 +23,7 @@ from pathlib import Path
 from ckptlib.catalog import Catalog, describe
 from ckptlib.errors import CkptError, FormatError, SaveFailed
 from ckptlib.keys import SaveId, parse_save
-from ckptlib.manifest import Part
+from ckptlib.part import Part
 from ckptlib.retention import Keep, sweep
 from ckptlib.slot import Slot
 from ckptlib.stores import open_store

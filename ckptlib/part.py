@@ -1,0 +1,145 @@
+"""Parts: what one rank puts for a save, or its word that nothing will come. Types and JSON; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptlib.digests import HEX_WIDTH, XXH3, digester
+from ckptlib.documents import Fields, decode, dump_body, encode, seal
+from ckptlib.errors import CorruptData
+from ckptlib.keys import MAX_RANK, PartName, SaveId, pack_save, parse_save
+from ckptlib.table import Table
+from ckptlib.values import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """One pack of a part."""
+
+    key: str
+    nbytes: int
+    """Of the whole object."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's share of a save: its chunks and its non-tensor state."""
+
+    save: SaveId
+    rank: int
+    world_size: int
+    attempt: str
+    table: Table
+    packs: tuple[Pack, ...]
+    algorithm: str
+    digests: tuple[str, ...]
+    """Per chunk of the table."""
+    values: Mapping[str, Json]
+    """Non-tensor state by path, as `ckptlib.values` encodes it."""
+    metrics: Mapping[str, Json]
+    created: float
+    """When the snapshot was taken; seconds since the epoch, by the rank's clock."""
+
+    def encode(self) -> tuple[PartName, bytes]:
+        """The document and the name it is put under."""
+        head = dump_body(
+            {
+                "save": str(self.save),
+                "rank": self.rank,
+                "world_size": self.world_size,
+                "attempt": self.attempt,
+                "created": self.created,
+                "metrics": dict(self.metrics),
+                "values": dict(self.values),
+                "packs": [[pack.key, pack.nbytes] for pack in self.packs],
+                "algorithm": self.algorithm,
+                "digests": "".join(self.digests),
+            }
+        )
+        document = seal("part", f'{head[:-1]},"table":{self.table.encoded}}}')
+        digest = digester(XXH3)(document)
+        return PartName(self.save, self.rank, self.attempt, self.table.digest, digest), document
+
+    @classmethod
+    def decode(cls, name: PartName, data: bytes) -> Part:
+        """The part of this name. Raises as `documents.decode` does, also when it is not what its name says."""
+        check_part_digest(name, data)
+        fields = decode("part", data, name.key)
+        table = Table.decode(fields.inner("table"))
+        digests = fields.text("digests", "[0-9a-f]*")
+        part = cls(
+            parse_save(fields.text("save")),
+            fields.integer("rank", 0, MAX_RANK),
+            fields.integer("world_size", 1, MAX_RANK + 1),
+            fields.text("attempt", "[0-9a-f]{8}"),
+            table,
+            tuple(_decode_pack(row, fields) for row in fields.items("packs")),
+            fields.text("algorithm"),
+            tuple(digests[i : i + HEX_WIDTH] for i in range(0, len(digests), HEX_WIDTH)),
+            fields.mapping("values"),
+            fields.mapping("metrics"),
+            fields.number("created"),
+        )
+        if (part.save, part.rank, part.attempt) != (name.save, name.rank, name.attempt):
+            raise fields.fail("content and name tell of different parts")
+        # The table's text comes last wherever ckptlib wrote it; to write it again takes longer than to read it.
+        text = data[data.rfind(b'"table":') + len(b'"table":') : -len(b"}}\n")]
+        if digester(XXH3)(text) != name.table and table.digest != name.table:
+            raise fields.fail("content and name tell of different parts")
+        if len(digests) != HEX_WIDTH * len(table.nbytes):
+            raise fields.fail(f"{len(digests)} hex digits of digests for {len(table.nbytes)} chunks")
+        for pack, offset, nbytes in zip(table.packs, table.offsets, table.nbytes, strict=True):
+            if pack >= len(part.packs) or offset + nbytes > part.packs[pack].nbytes:
+                raise fields.fail(f"chunk [{offset}:+{nbytes}] of pack {pack} lies outside of the packs")
+        return part
+
+
+@dataclass(frozen=True, slots=True)
+class PartHead:
+    """What a manifest takes from a part, without its table."""
+
+    created: float
+    metrics: Mapping[str, Json]
+
+    @classmethod
+    def decode(cls, name: PartName, data: bytes) -> PartHead:
+        """Of the part of this name. Raises as `Part.decode` does."""
+        check_part_digest(name, data)
+        fields = decode("part", data, name.key)
+        return cls(fields.number("created"), fields.mapping("metrics"))
+
+
+def check_part_digest(name: PartName, data: bytes) -> None:
+    """Raises a CorruptData that names the part when its bytes are not those its name promises."""
+    found = digester(XXH3)(data)
+    if found != name.digest:
+        raise CorruptData(f"{name.key} does not match the digest in its name: got {found}; it was cut or altered")
+
+
+def _decode_pack(row: Json, fields: Fields) -> Pack:
+    match row:
+        case [str(key), int(nbytes)] if pack_save(key) is not None and 0 <= nbytes <= 2**62:
+            return Pack(key, nbytes)
+        case _:
+            raise fields.fail(f"not a pack: {str(row)[:120]}")
+
+
+@dataclass(frozen=True, slots=True)
+class FailedPart:
+    """A rank's word that its share of a save will not come."""
+
+    save: SaveId
+    rank: int
+    attempt: str
+    error: str
+
+    def encode(self) -> tuple[PartName, bytes]:
+        document = encode("failure", {"save": str(self.save), "rank": self.rank, "error": self.error})
+        return PartName(self.save, self.rank, self.attempt, None, digester(XXH3)(document)), document
+
+    @classmethod
+    def decode(cls, name: PartName, data: bytes) -> FailedPart:
+        check_part_digest(name, data)
+        fields = decode("failure", data, name.key)
+        return cls(name.save, name.rank, name.attempt, fields.text("error"))
