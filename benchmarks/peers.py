@@ -37,6 +37,9 @@ class Peer(ABC):
     def begin(self, state: State, directory: Path, step: int) -> Wait:
         """Saves, and blocks as long as training would be blocked; call the result to wait until it is durable."""
 
+    def wait_staged(self) -> None:  # noqa: B027  (most have copied all when `begin` returns)
+        """Returns when what was begun last has been copied, and the state may be written to."""
+
     def load(self, state: State, directory: Path, step: int) -> None:
         """Fills `state` in place."""
         raise NotImplementedError(f"{type(self).__name__} does not load in this benchmark")
@@ -215,6 +218,7 @@ class TorchCheckpointing(Peer):
     """
 
     needs = "torch_checkpointing"
+    flushes = True
 
     def __init__(self) -> None:
         from torch_checkpointing import CheckpointManager, ItemSpec
@@ -242,9 +246,10 @@ class TorchCheckpointing(Peer):
             if future is not None:
                 future.result()
             barrier()
-            if rank() == 0:
-                flush(path)
-            barrier()
+            if self.flushes:
+                if rank() == 0:
+                    flush(path)
+                barrier()
 
         return wait
 
@@ -253,8 +258,19 @@ class TorchCheckpointing(Peer):
         self._manager.load(str(directory / f"step-{step}"), into={"state": state}, strict=True)
 
     @override
+    def wait_staged(self) -> None:
+        with self._manager.lock():
+            pass
+
+    @override
     def close(self) -> None:
         self._manager.close()
+
+
+class TorchCheckpointingUnflushed(TorchCheckpointing):
+    """As it comes: flushing is left to the kernel."""
+
+    flushes = False
 
 
 class Torchsnapshot(Peer):

@@ -95,18 +95,49 @@ def _times(benchmark: str, other: str, what: str, ours: str | None = None) -> Ca
     return found
 
 
-def _medians(benchmark: str, what: str, cases: str = "") -> Callable[[Figures], list[float]]:
+def _over(benchmark: str, what: str, bare: str) -> Callable[[Figures], list[float]]:
+    """The median of one of ckptlib's figures over that of another."""
+
+    def found(figures: Figures) -> list[float]:
+        of = {
+            (case, quantity): line["median"]
+            for (name, case, subject, quantity), line in figures.items()
+            if (name, subject) == (benchmark, SUBJECT)
+        }
+        return [median / of[case, bare] for (case, quantity), median in of.items() if quantity == what]
+
+    return found
+
+
+def _medians(benchmark: str, what: str, cases: str = "", subject: str = SUBJECT) -> Callable[[Figures], list[float]]:
     def found(figures: Figures) -> list[float]:
         return [
             line["median"]
-            for (name, case, subject, quantity), line in figures.items()
-            if (name, subject) == (benchmark, SUBJECT) and quantity.startswith(what) and case.startswith(cases)
+            for (name, case, who, quantity), line in figures.items()
+            if (name, who) == (benchmark, subject) and quantity.startswith(what) and case.startswith(cases)
         ]
 
     return found
 
 
+STALL, AIM = "stall per checkpoint", "target (1 ms + 10 us per tensor)"
+BUSY, FREE = "step while persisting", "step without checkpoints"
+
 TARGETS = (
+    Target("stall, DCP's asynchronous one over it", True, 30.0, _times("stall", "DCP async thread", STALL)),
+    Target("stall, DCP's synchronous one over it", True, 300.0, _times("stall", "DCP", STALL)),
+    Target("stall, torch_checkpointing's over it", True, 1.0, _times("stall", "torch_checkpointing", STALL)),
+    Target("stall, 1 ms + 10 us per tensor over it", True, 1.0, _times("stall", SUBJECT, AIM, STALL)),
+    Target("steps with a save every 4, over steps without", False, 1.02, _medians("slowdown", "with / without")),
+    Target("steps while a save is written, over steps without, median", False, 1.02, _over("slowdown", BUSY, FREE)),
+    Target("the same, 95th percentile", False, 1.05, _over("slowdown", f"{BUSY}, p95", f"{FREE}, p95")),
+    Target(
+        "steps with a snapshot and its replica each, over steps without",
+        False,
+        1.03,
+        _medians("slowdown", "with / without", subject="ckptlib, in memory and a peer's at every step"),
+    ),
+    Target("the beat, main thread per step", False, 0.0002, _medians("beat", "after_step"), "s"),
     Target("persist, of the bare direct write", True, 0.9, _times("save", "bare direct write", "durable", "persist")),
     Target("load from a cold disk, of the bare direct read", True, 0.9, _times("load", "bare direct read", "load")),
     Target("synchronous save, times DCP", True, 3.0, _times("save", "DCP", "durable")),
@@ -123,7 +154,7 @@ TARGETS = (
     Target("construction", False, 0.1, _medians("beat", "construction"), "s"),
     Target("writer ready", False, 0.5, _medians("beat", "writer ready"), "s"),
     Target("restore from own slots, of a warm copy", True, 0.7, _times("recover", "bare copy", "read")),
-    Target("restore from a peer, of bare gloo", True, 0.8, _times("recover", "bare gloo", "bring")),
+    Target("restore from a peer, of bare gloo", True, 0.8, _times("recover", "bare gloo", "bring and read")),
     Target("committing at 1,024 ranks, rank 0", False, 0.1, _medians("scale", "steady commit"), "cpu s"),
     Target("planning a load at 1,024 ranks", False, 1.0, _medians("scale", "load planning"), "cpu s"),
 )
@@ -218,6 +249,7 @@ def plots(lines: Mapping[str, Sequence[Line]], out: Path) -> list[str]:
     """Names of the images."""
     images = []
     for name, what, title in (
+        ("stall", "stall per checkpoint", "Training stands still for a checkpoint"),
         ("save", "durable", "Synchronous save"),
         ("load", "load", "Load, cold"),
         ("small_tensors", "save", "Saving many small tensors"),

@@ -47,6 +47,7 @@ class Arena:
         self._steps: dict[Path, int] = {}
         """What is in the slots that hold something to be kept."""
         self._warming: threading.Thread | None = None
+        self._growing: threading.Thread | None = None
         self._left_alone: set[Path] = set()
         """What was told of already."""
         self.on_made: Callable[[Path], None] = lambda path: None
@@ -75,6 +76,19 @@ class Arena:
         self._join()
         self._warming = threading.Thread(target=make, name="ckptlib-arena", daemon=True)
         self._warming.start()
+
+    def grow(self) -> None:
+        """Makes one slot more, once, in the background: nobody waits for it, and without room there is none."""
+
+        def make() -> None:
+            try:
+                self._slots.append(self._make(max(slot.capacity for slot in self._slots)))
+            except NoRoom as error:
+                log.warning("%s; snapshots in memory are fewer while one is written to the store", error)
+
+        if self._growing is None and self._slots:
+            self._growing = threading.Thread(target=make, name="ckptlib-arena", daemon=True)
+            self._growing.start()
 
     def _join(self) -> None:
         if self._warming is not None:
@@ -248,6 +262,8 @@ class Arena:
     def close(self, unlink: bool) -> None:
         """Lets go of the slots; `unlink` them unless a writer is to finish with them."""
         self._join()
+        if self._growing is not None:
+            self._growing.join()
         for slot in self._slots:
             if unlink:
                 slot.unlink()

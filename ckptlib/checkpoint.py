@@ -365,7 +365,7 @@ def _session(url: str, options: Mapping[str, object] | None, over: dist.ProcessG
         )
         _close_at_exit()
         session = _sessions[key] = Session(settings, over)
-        session.resumed_from = _loaded.get(key)
+        session.lineage.resumed_from = _loaded.get(key)
     return session
 
 

@@ -105,6 +105,8 @@ class Checkpointer:
         self._last: Pending | None = None
         self._wants_inline = False
         self._local_failures = 0
+        self._unkept = False
+        """Whether the last snapshot for memory only failed here; that alone ends no job."""
         self._owed = False
         """Whether a save is due that could not be taken yet."""
         self._owed_in_memory = False
@@ -123,7 +125,7 @@ class Checkpointer:
     def _warm(self) -> None:
         """Makes the slots in the background. With peers not before `restore` has looked at those of the job before."""
         if self._to_warm is not None:
-            self._session.arena.warm(self._to_warm)
+            self._session.holdings.arena.warm(self._to_warm)
             self._to_warm = None
 
     # Restoring
@@ -139,7 +141,7 @@ class Checkpointer:
         if self._group.rank == 0:
             log.info("restored %s", report)
         if self._session.settings.peers is not None:
-            self._session.arena.reclaim(but=report.save)
+            self._session.holdings.arena.reclaim(but=report.save)
             self._warm()
             if report.save is not None:
                 self._keep(report)
@@ -191,14 +193,16 @@ class Checkpointer:
         self._note_torn()
         self._raise_agreed(word)
         self._stopping = bool(word.stop)
-        self._session.note_held(-word.minus_held, word.held_since, -word.minus_settled)
-        if self._session.replicator is not None:
-            self._session.mend_link(bool(word.link_failed), not word.not_calm)
+        holdings = self._session.holdings
+        holdings.note_all(-word.minus_held, word.held_since, -word.minus_settled)
+        holdings.mend_link(self._group, bool(word.link_failed), not word.not_calm)
         last = word.stop or step == self._final
         if last:
             self._session.await_room()
-        if last or ((word.due or word.snap) and word.needs_held <= self._session.held_by_all):
+        if last or ((word.due or word.snap) and word.needs_held <= holdings.held_by_all):
             self._save(step, metrics, word, persist=bool(last or word.due))
+        elif word.due or word.snap:
+            holdings.make_room()
         if last:  # no step of an optimizer follows, so nothing would wait at the fence
             self._fence.wait()
         self._fence.forget()
@@ -216,7 +220,7 @@ class Checkpointer:
         return self._last
 
     def _say(self, step: int) -> None:
-        session, peers, replicator = self._session, self._session.settings.peers, self._session.replicator
+        session, peers, holdings = self._session, self._session.settings.peers, self._session.holdings
         self._owed = self._owed or self._policy.due(step) or step == self._final
         self._owed_in_memory = self._owed_in_memory or (peers is not None and step % peers.every == 0)
         self._beat.start(
@@ -226,16 +230,16 @@ class Checkpointer:
                 due=int(self._owed),
                 snap=int(self._owed_in_memory),
                 inline=int(self._wants_inline),
-                agree=int(session.layout_changed),
+                agree=int(session.planner.layout_changed),
                 stop=int(self._stop.wanted),
-                needs_held=session.needs_held(),
+                needs_held=holdings.needs_held(),
                 failures=max(session.failures, self._local_failures),
                 superseded=int(session.superseded is not None),
-                link_failed=int(replicator is not None and replicator.link_failed),
-                not_calm=int(replicator is not None and not replicator.calm),
-                minus_held=-session.held.newest,
-                held_since=session.held.since,
-                minus_settled=-session.held.settled,
+                link_failed=int(holdings.link_failed),
+                not_calm=int(not holdings.calm),
+                minus_held=-holdings.own.newest,
+                held_since=holdings.own.since,
+                minus_settled=-holdings.own.settled,
             )
         )
 
@@ -270,11 +274,16 @@ class Checkpointer:
         except (StateError, AgreementFailed):
             raise
         except CkptError as error:
-            self._local_failures += 1
-            log.error("step %d could not be saved: %s", step, error)
+            if persist:
+                self._local_failures += 1
+                log.error("step %d could not be saved: %s", step, error)
+            elif not self._unkept:
+                self._unkept = True
+                log.error("step %d is not kept in memory, nor later ones until there is room: %s", step, error)
             return
-        self._local_failures = 0
+        self._unkept = False
         if persist:
+            self._local_failures = 0
             self._last = pending
         self._fence.guard(pending.staging)
 
@@ -284,14 +293,15 @@ class Checkpointer:
 
     def _note_torn(self) -> None:
         """A torn snapshot is owed once more, without overlap."""
-        torn, self._session.torn = self._session.torn, None
-        if torn is None:
+        holdings = self._session.holdings
+        torn, holdings.torn = holdings.torn, None
+        if torn is None or torn.staging is None:
             return
         log.warning("%s; another one is taken as soon as can be, without overlap", torn.staging.error)
         self._wants_inline = self._owed_in_memory = True
         if torn.persists:
             self._owed = True
-        if self._last is torn:
+        if self._last is not None and self._last.staging is torn.staging:
             self._last = None
 
     @contextmanager
@@ -317,7 +327,7 @@ class Checkpointer:
     @property
     def coverage(self) -> Coverage | None:
         """What the memory of the job's hosts protects just now; None without peers."""
-        return self._session.coverage
+        return self._session.holdings.coverage
 
     @property
     def fence_waited_s(self) -> float:

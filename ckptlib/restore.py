@@ -69,7 +69,7 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
                     error,
                 )
             continue
-        session.resumed_from = candidate.save
+        session.lineage.resumed_from = candidate.save
         phases = {**laps.seconds, **report.phases}
         report = replace(report, skipped=tuple(skipped), committed=candidate.committed, phases=phases)
         return replace(report, seconds=sum(phases.values())), generators
@@ -84,9 +84,9 @@ def _look_around(session: Session) -> Inventory:
         return Inventory([])
 
     def own() -> bytes:
-        with session.arena.others() as slots:
+        with session.holdings.arena.others() as slots:
             found = look(slots, session.root.id)
-        return describe(found, map(memory_of, session.arena.directories))
+        return describe(found, map(memory_of, session.holdings.arena.directories))
 
     return Inventory(session.group.gather(together(session.group, "looking for snapshots in memory", own)))
 
@@ -120,7 +120,7 @@ def _restore_from(
     if session.group.rank == 0:
         log.info("restoring step %d from memory: %s", candidate.save.step, _describe(session, inventory, candidate))
     source = InMemory(
-        session.group, session.over, session.arena, inventory, candidate.snapshot, session.settings.timeout
+        session.group, session.over, session.holdings.arena, inventory, candidate.snapshot, session.settings.timeout
     )
     try:
         while True:
@@ -164,7 +164,7 @@ def _await_orphans(session: Session) -> None:
     """Waits, on every host, for writers of this root that are not this job's. Collective."""
     deadline = time.monotonic() + ORPHANS_TIMEOUT_S
     told = False
-    while session.arena.being_read():
+    while session.holdings.arena.being_read():
         if time.monotonic() > deadline:
             log.warning(
                 "writers of an earlier job still persist snapshots of %s; what they have not finished is given up",

@@ -173,9 +173,15 @@ def recorded_overlaps(ckpt: ckptlib.Checkpointer) -> Iterator[dict[str, bool]]:
 
     class Recording(stage.Stager):
         @override
-        def begin(self, slot: Slot, content: stage.Content, sources: Sequence[stage.Source]) -> stage.Staging:
+        def begin(
+            self,
+            slot: Slot,
+            content: stage.Content,
+            sources: Sequence[stage.Source],
+            twins: Sequence[stage.Lot] = (),
+        ) -> stage.Staging:
             found.update({source.name: source.overlap for source in sources})
-            return super().begin(slot, content, sources)
+            return super().begin(slot, content, sources, twins)
 
     stager.__class__ = Recording
     yield found

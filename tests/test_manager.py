@@ -308,6 +308,28 @@ def test_a_save_that_finds_no_slot_is_taken_later(job: Job) -> None:
         assert job.bits() == expected[step]
 
 
+def test_snapshots_in_memory_go_on_at_every_step_while_one_is_written(job: Job) -> None:
+    """A writer that takes longer than a step gets a slot of its own: no more than two steps are ever at stake."""
+    with job.checkpointer(every=At(2), peers=ckptlib.Peers(copies=0)) as ckpt:
+        holdings, begun = ckpt._session.holdings, []
+        with stopped(ckpt._session.writer.pid):
+            for step in range(1, 20):
+                job.body()
+                num_before = ckpt._session._num_saves
+                ckpt.after_step(step)
+                begun.append(ckpt._session._num_saves - num_before)
+                while holdings.settling:
+                    ckpt._session.poll(0.002)
+                if holdings.arena._growing is not None:
+                    holdings.arena._growing.join(WAIT_S)
+                assert ckpt.coverage is not None
+                if step >= 10:
+                    assert (holdings.own.newest, ckpt.coverage.lag <= 2) == (step, True)
+        assert 0 in begun[2:8], "three slots are too few"
+        assert begun[9:] == [1] * 10
+    assert slots(job.root.parent) == []
+
+
 def test_close_waits_for_the_commit(job: Job) -> None:
     with job.checkpointer(every=1) as ckpt:
         job.body()

@@ -304,6 +304,42 @@ def test_steps_are_not_mixed(make: Any) -> None:
     cluster.finish()
 
 
+# -- what holders have themselves
+
+
+def sent(cluster: Cluster) -> list[list[int]]:
+    """By rank: bytes sent for the replicas of its snapshots, one after the other."""
+    return [[line["sent"] for line in job.told() if line["what"] == "step" and line["sent"]] for job in cluster.jobs]
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_what_holders_have_is_not_sent(make: Any, everything: bool) -> None:
+    cluster = make(kind="ddp", own_data=False, everything=everything)
+    cluster.start("AB", pauses=[5])
+    cluster.until_paused(5)
+    for first, *_, last in sent(cluster):
+        assert first > 1_500_000, "until its table is known, a snapshot is sent whole"
+        assert last == first if everything else last < 50_000
+    cluster.lose("B")
+    cluster.start("AB")
+    assert (cluster.restored(), cluster.received()) == ({(5, MEMORY)}, 1)
+    cluster.finish()
+
+
+def test_holders_that_have_something_else(make: Any) -> None:
+    """Ranks that should be replicas and are not: what is kept for a rank is what that rank had."""
+    cluster = make(kind="ddp", own_data=False)
+    cluster.start("AB", total=10**6, pauses=[3, 8])
+    cluster.until_paused(3)
+    cluster.say(3, {1: "drift"})
+    told = cluster.wait_for("paused", 2)
+    assert [(line["step"], line["held"]) for line in told] == [(8, 8)] * 2, "later ones are sent whole"
+    for rank, job in enumerate(cluster.jobs):
+        assert f"replicas of rank {1 - rank} are sent whole from here on" in job.log()
+        assert "there is one of step 5 again" in job.log()
+    assert all(by_rank[-1] == by_rank[0] for by_rank in sent(cluster))
+
+
 # -- what goes wrong between the peers
 
 

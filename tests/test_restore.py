@@ -44,5 +44,8 @@ def test_no_room_for_what_was_restored_is_said_and_the_job_goes_on(
     assert (report.step, report.in_memory, report.committed) == (3, False, True)
     assert torch.equal(found, weights)
     assert "is not kept in memory" in caplog.text
-    assert ckpt.coverage == ckptlib.Coverage(step=None, lag=0, num_losses=0, linked=True)
+    assert ckpt.coverage == ckptlib.Coverage(step=None, lag=0, num_losses=0, linked=True, sent=0)
+    for step in range(4, 12):
+        ckpt.after_step(step)
+    assert caplog.text.count("kept in memory") == 2, "the job goes on, and says once why memory does not protect it"
     ckpt.close()

@@ -21,6 +21,8 @@ class Peers:
     domain:   the failure domain of this rank: what is lost at one time. "host": this machine; else a name, such as
               that of its rack.
     timeout:  after which a peer that does not take or give a few megabytes counts as gone.
+    everything: whether replicas are sent whole, even what their holder has in its own share of the state: without, it
+              copies that itself, and it is checked against the digests of the rank whose snapshot it is.
     keep_for: how long, after the trainers of a host died, its snapshots wait for a job that goes on from them.
     """
 
@@ -28,6 +30,7 @@ class Peers:
     every: int = 1
     domain: str = HOST
     timeout: timedelta = timedelta(seconds=60)
+    everything: bool = False
     keep_for: timedelta = timedelta(minutes=15)
 
     def __post_init__(self) -> None:
@@ -52,3 +55,5 @@ class Coverage:
     """As many failure domains may be lost, whichever they are, and `step` still comes back from memory."""
     linked: bool
     """Whether new snapshots get replicas; not while a peer cannot be reached."""
+    sent: int
+    """Bytes of this rank's newest snapshot that were sent for its replicas; their holders had the rest."""

@@ -1,8 +1,9 @@
 """The replicator: sends this rank's snapshots to their holders, and keeps those of the ranks it holds.
 
 All ranks begin the same snapshots at the same step, so a holder knows what comes and waits for it with a time-out; no
-rank listens for what may never come. One thread for each direction of each pair of ranks; gloo moves the bytes without
-the GIL. What goes wrong is noted and told by the beat: training never waits for a replica.
+rank listens for what may never come. What a holder has in its own share of the state, as with data parallelism, it
+copies itself, and only the rest is sent. One thread for each direction of each pair of ranks; gloo moves the bytes
+without the GIL. What goes wrong is noted and told by the beat: training never waits for a replica.
 """
 
 from __future__ import annotations
@@ -11,22 +12,25 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
 
 from ckptlib.arena import Arena
-from ckptlib.errors import CkptError, FormatError, NoRoom
+from ckptlib.errors import CkptError, CorruptData, FormatError, NoRoom
 from ckptlib.keys import SaveId
+from ckptlib.manifest import Table
 from ckptlib.peer.link import Link
 from ckptlib.peer.peers import Peers
-from ckptlib.peer.transfer import receive_slot, send_slot, withdraw
+from ckptlib.peer.transfer import Ranges, everything, receive_slot, send_slot, withdraw
 from ckptlib.placement import Placement
+from ckptlib.plan import body_nbytes, round_up
 from ckptlib.slot import Slot, SlotHeader
 from ckptlib.snapshot import SnapshotReader
-from ckptlib.stage import Staging
+from ckptlib.stage import Lot, Source, Staging
 
 log = logging.getLogger(__name__)
 
@@ -51,18 +55,25 @@ class Round:
     """Those of steps after `held_by_all` and up to this one failed on some rank, and may go."""
 
 
+FindAlike = Callable[[int, Table], tuple[Sequence[Source], tuple[int, ...]] | None]
+"""Rank and table of its last snapshot to the shards of it that this rank has as well, and their offsets in the body."""
+
+
 class Fate:
     """What becomes of one snapshot at its holders."""
 
     def __init__(self, num_holders: int) -> None:
         self._left = num_holders
         self._lock = threading.Lock()
+        self.sent = 0
+        """Bytes of its body."""
         self.failed = False
         """Whether a holder has no replica; not before it is settled can it be said that all have."""
 
-    def note(self, sealed: bool) -> None:
+    def note(self, sealed: bool, sent: int = 0) -> None:
         with self._lock:
             self._left -= 1
+            self.sent += sent
             self.failed = self.failed or not sealed
 
     @property
@@ -84,11 +95,14 @@ class Replicator:
         """Collective over `over`, the ranks of the placement. `make_arena`: for the replicas of one rank."""
         self._over = over
         self._rank = rank
+        self._world_size = len(placement.domains)
         self._peers = peers
         self._arenas = {origin: make_arena() for origin in placement.origins(rank)}
         self._readers = {origin: SnapshotReader() for origin in self._arenas}
         self._senders = {to: _Stream(f"to-{to}") for to in placement.holders[rank]}
         self._receivers = {origin: _Stream(f"from-{origin}") for origin in self._arenas}
+        self._unlike: set[int] = set()
+        """Ranks of which this one has turned out not to hold what it should."""
         self._failing: set[str] = set()
         """What was warned of and has not succeeded since."""
         self._backoff_s = FIRST_BACKOFF_S
@@ -99,11 +113,32 @@ class Replicator:
 
     # Snapshots
 
-    def begin(self, now: Round, staging: Staging | None) -> Fate:
+    def twins(self, now: Round, find: FindAlike) -> list[Lot]:
+        """What of the snapshots that will come here this rank can copy itself, into their slots."""
+        found = []
+        for origin, receiver in self._receivers.items():
+            # while a receiver is busy, its arena and its reader are its own
+            if self._link is None or receiver.busy or self._peers.everything or origin in self._unlike:
+                continue
+            table = self._readers[origin].table(origin)
+            alike = None if table is None else find(origin, table)
+            if table is not None and alike is not None:
+                nbytes = body_nbytes(table)
+                try:
+                    slot = self._take(origin, now, nbytes)
+                except NoRoom:
+                    continue  # it will be told when the snapshot comes
+                size, sequence = self._world_size, 2 * now.number - 1
+                header = SlotHeader(now.root_id, now.save, origin, size, now.number, sequence, nbytes, {})
+                found.append(Lot(slot, header, *alike))
+        return found
+
+    def begin(self, now: Round, staging: Staging | None, twins: Sequence[Lot]) -> Fate:
         """Replicates this rank's snapshot as soon as it is ready, and receives those that come here.
 
-        `staging`: None where this rank could not begin one.
+        `staging`: None where this rank could not begin one. `twins` are filled when it is done.
         """
+        filled = {} if staging is None else {twin.header.rank: _Filled(twin, staging) for twin in twins}
         link, fate = self._link, Fate(len(self._senders))
         for to, sender in self._senders.items():
             if link is None:
@@ -112,28 +147,27 @@ class Replicator:
                 sender.put(partial(self._send, link, to, now, staging, fate))
         for origin, receiver in self._receivers.items():
             if link is not None:
-                receiver.put(partial(self._receive, link, origin, now))
+                receiver.put(partial(self._receive, link, origin, now, filled.get(origin)))
         return fate
 
     def _send(self, link: Link, to: int, now: Round, staging: Staging | None, fate: Fate) -> None:
-        step, sealed = now.save.step, False
+        step, sealed, sent = now.save.step, False, 0
         try:
             if staging is not None:
                 staging.wait_done(self._peers.timeout.total_seconds())
             if staging is None or staging.error is not None:
                 withdraw(link, to, self._rank, f"there is no snapshot of step {step}")
             else:
-                send_slot(link, to, staging.slot, staging.slot.read_header())
+                sent = send_slot(link, to, staging.slot, staging.slot.read_header())
                 sealed = True
                 self._told(f"replicas on rank {to}", step, None)
         except CkptError as error:
             self._told(f"replicas on rank {to}", step, error)
         finally:
-            fate.note(sealed)
+            fate.note(sealed, sent)
 
-    def _receive(self, link: Link, origin: int, now: Round) -> None:
+    def _receive(self, link: Link, origin: int, now: Round, twin: _Filled | None) -> None:
         arena, taken = self._arenas[origin], list[Slot]()
-        arena.forget(now.held_by_all, now.settled)
 
         def take(offered: SlotHeader) -> Slot:
             if (offered.root_id, offered.save, offered.number) != (now.root_id, now.save, now.number):
@@ -141,21 +175,34 @@ class Replicator:
                     f"rank {origin} offers snapshot {offered.number} ({offered.save}) of {offered.root_id}, expected "
                     f"{now.number} ({now.save}) of {now.root_id}"
                 )
-            slot = arena.take(offered.body_nbytes, now.held_by_all, ())
-            if slot is None:
-                raise NoRoom("all slots for replicas hold what is still needed")
-            taken.append(slot)
-            return slot
+            fits = twin is not None and twin.wait(self._peers.timeout) and twin.slot.capacity >= offered.body_nbytes
+            taken.append(twin.slot if twin is not None and fits else self._take(origin, now, offered.body_nbytes))
+            return taken[0]
+
+        def lacks(offered: SlotHeader) -> Ranges:
+            return twin.lacks(offered) if twin is not None and taken[0] is twin.slot else everything(offered)
 
         try:
-            receive_slot(link, origin, origin, take, self._readers[origin])
+            receive_slot(link, origin, origin, take, self._readers[origin], lacks)
             arena.mark_ready(taken[0], now.save.step)
             self._told(f"replicas of rank {origin}", now.save.step, None)
         except CkptError as error:
+            if isinstance(error, CorruptData) and twin is not None:
+                self._unlike.add(origin)
+                log.error("replicas of rank %d are sent whole from here on; what this rank has differs", origin)
             self._told(f"replicas of rank {origin}", now.save.step, error)
         finally:
-            for slot in taken:
+            for slot in {*taken, *(() if twin is None else (twin.slot,))}:
                 slot.unlock()
+
+    def _take(self, origin: int, now: Round, nbytes: int) -> Slot:
+        """A slot for a replica. Raises NoRoom."""
+        arena = self._arenas[origin]
+        arena.forget(now.held_by_all, now.settled)
+        slot = arena.take(nbytes, now.held_by_all, ())
+        if slot is None:
+            raise NoRoom("all slots for replicas hold what is still needed")
+        return slot
 
     def _told(self, what: str, step: int, error: CkptError | None) -> None:
         """Warns of the first failure and of the first success after it: there may be a snapshot at every step."""
@@ -213,6 +260,29 @@ class Replicator:
                 self._link.close()
             for arena in self._arenas.values():
                 arena.close(unlink=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """A slot for a replica, with what this rank has of it copied into it when its own snapshot is done."""
+
+    lot: Lot
+    staging: Staging
+
+    @property
+    def slot(self) -> Slot:
+        return self.lot.slot
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Whether the copies are whole. Raises WaitTimeout."""
+        self.staging.wait_done(timeout.total_seconds())
+        return self.staging.error is None
+
+    def lacks(self, offered: SlotHeader) -> Ranges:
+        """What of the snapshot that is offered is neither here nor between chunks."""
+        there = [(o, round_up(o + s.tensor.nbytes)) for s, o in zip(self.lot.sources, self.lot.offsets, strict=True)]
+        edges = [0, *(edge for span in sorted(there) for edge in span), offered.body_nbytes]
+        return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
 
 
 class _Stream:

@@ -2,8 +2,8 @@
 
     sender                            receiver
     offer: the header's page     -->  takes a slot with room, and marks its content as being written
-                                 <--  verdict: go on, or why not
-    documents, body              -->  straight into the slot; each chunk's digest is checked while later ones arrive
+                                 <--  verdict: go on, with the ranges of the body that it lacks, or why not
+    documents, those ranges      -->  straight into the slot; each chunk's digest is checked while later ones arrive
     verdict: still the same      -->  all of it checked? then the header, which makes it ready
                                  <--  verdict: sealed, or what is wrong
 
@@ -13,9 +13,11 @@ peer sends is hostile until checked. The same number of messages whatever a snap
 
 from __future__ import annotations
 
+import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError, NoRoom, PeerRefused, ReplicationFailed
 from ckptlib.peer.link import Link
@@ -28,11 +30,18 @@ MAX_DOCUMENTS_BYTES = 2**30
 _GOOD, _DAMAGED, _REFUSED, _FAILED = range(4)
 _ERRORS: dict[int, type[CkptError]] = {_DAMAGED: CorruptData, _REFUSED: PeerRefused, _FAILED: ReplicationFailed}
 _VERDICT = struct.Struct(f"<II{PAGE_BYTES - 8}s")
-"""One of the above, and why: so many bytes of UTF-8. Never begins as a header does."""
+"""One of the above, and why, or what is lacking: so many bytes of UTF-8. Never begins as a header does."""
+
+Ranges = Sequence[tuple[int, int]]
+"""Of a body, [start, end) each: ascending and apart."""
+
+MAX_RANGES = 100
+"""What is lacking is told on one page; ranges that are closest to one another are sent as one where there are more."""
 
 
-def send_slot(link: Link, to: int, slot: Slot, header: SlotHeader) -> None:
-    """Returns when the peer holds a sealed replica of the snapshot that has this `header`.
+def send_slot(link: Link, to: int, slot: Slot, header: SlotHeader) -> int:
+    """Returns when the peer holds a sealed replica of the snapshot that has this `header`: how much of the body was
+    sent for it, in bytes.
 
     The caller sees to it that nobody overwrites the slot meanwhile; were it done all the same, the replica would not
     be sealed. One transfer at a time for each pair of ranks and `header.rank`.
@@ -47,15 +56,17 @@ def send_slot(link: Link, to: int, slot: Slot, header: SlotHeader) -> None:
         _tell(link, to, data, _DAMAGED, str(error))
         raise
     link.send(to, memoryview(header.encode()), data)
-    _hear(link, to, answer)
+    lacking = _asked(_hear(link, to, answer), header.body_nbytes, f"rank {link.global_rank(to)}")
     link.send(to, memoryview(documents), data)
-    link.send(to, slot.body[: header.body_nbytes], data)
+    for start, end in lacking:
+        link.send(to, slot.body[start:end], data)
     if slot.read_header() != header:
         why = f"{slot.path}: {header.save} was overwritten while it was sent"
         _tell(link, to, data, _FAILED, why)
         raise ReplicationFailed(why)
     _tell(link, to, data, _GOOD)
     _hear(link, to, answer)
+    return sum(end - start for start, end in lacking)
 
 
 def withdraw(link: Link, to: int, origin: int, why: str) -> None:
@@ -63,13 +74,24 @@ def withdraw(link: Link, to: int, origin: int, why: str) -> None:
     _tell(link, to, _tags(origin)[0], _FAILED, why)
 
 
+def everything(header: SlotHeader) -> Ranges:
+    """Of a body of which nothing is there."""
+    return [(0, header.body_nbytes)] if header.body_nbytes else []
+
+
 def receive_slot(
-    link: Link, frm: int, origin: int, take: Callable[[SlotHeader], Slot], snapshots: SnapshotReader
+    link: Link,
+    frm: int,
+    origin: int,
+    take: Callable[[SlotHeader], Slot],
+    snapshots: SnapshotReader,
+    lacks: Callable[[SlotHeader], Ranges] = everything,
 ) -> SlotHeader:
     """The header of a snapshot of rank `origin` that `frm` has sent, and that is sealed in a slot here now.
 
     `take` gives a slot for it, locked for writing and with room, which stays the caller's; or raises what it has
     against this snapshot (its root, its generation, its size: nothing but its form was looked at before), or NoRoom.
+    `lacks` is asked after it which ranges of the body are to be sent: the rest is in the slot, or is between chunks.
 
     Raises what `take` raised; CorruptData or FormatError for what does not match its digests; ReplicationFailed when
     the sender gave up; AgreementFailed when it is gone. The slot is not ready then, if it was taken.
@@ -83,12 +105,13 @@ def receive_slot(
         slot = take(header)
         if header.body_nbytes > slot.capacity:
             raise NoRoom(f"{slot.path}: a body of {header.body_nbytes:,} bytes in a slot for {slot.capacity:,}")
+        lacking = _joined(lacks(header))
     except CkptError as error:
         _tell(link, frm, answer, _REFUSED, str(error))
         raise
     slot.write_header(replace(header, sequence=header.sequence - 1))
-    _tell(link, frm, answer, _GOOD)
-    damage = _receive_content(link, frm, data, slot, header, snapshots)
+    _tell(link, frm, answer, _GOOD, json.dumps(lacking))
+    damage = _receive_content(link, frm, data, slot, header, snapshots, lacking)
     _hear(link, frm, data)
     if damage is not None:
         _tell(link, frm, answer, _REFUSED if isinstance(damage, NoRoom) else _DAMAGED, str(damage))
@@ -113,13 +136,51 @@ def _offered(page: bytes, where: str, origin: int) -> SlotHeader:
     return header
 
 
+def _joined(ranges: Ranges) -> Ranges:
+    """At most MAX_RANGES that cover these."""
+    left = list(ranges)
+    while len(left) > MAX_RANGES:
+        gaps = sorted(later[0] - earlier[1] for earlier, later in pairwise(left))
+        widest = gaps[len(left) - MAX_RANGES - 1]
+        joined = left[:1]
+        for start, end in left[1:]:
+            if start - joined[-1][1] <= widest:
+                joined[-1] = (joined[-1][0], end)
+            else:
+                joined.append((start, end))
+        left = joined
+    return left
+
+
+def _asked(text: str, body_nbytes: int, who: str) -> Ranges:
+    """What a peer says that it lacks. Raises FormatError."""
+    try:
+        ranges = [(int(start), int(end)) for start, end in json.loads(text)]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise FormatError(f"{who} asks for no ranges of a snapshot, but: {text[:80]}") from error
+    at = 0
+    for start, end in ranges:
+        if not at <= start < end <= body_nbytes:
+            raise FormatError(f"{who} asks for [{start}, {end}) of a body of {body_nbytes:,} bytes")
+        at = end
+    return ranges
+
+
+def _arriving(link: Link, frm: int, tag: int, slot: Slot, lacking: Ranges) -> Iterator[int]:
+    """How many of the body's first bytes are there, each time that it has grown."""
+    for start, end in lacking:
+        yield start
+        for count in link.arriving(frm, slot.body[start:end], tag):
+            yield start + count
+
+
 def _receive_content(
-    link: Link, frm: int, tag: int, slot: Slot, header: SlotHeader, snapshots: SnapshotReader
+    link: Link, frm: int, tag: int, slot: Slot, header: SlotHeader, snapshots: SnapshotReader, lacking: Ranges
 ) -> CkptError | None:
     """What is wrong with it, if anything. All that was sent has been received then, good or not."""
     documents = bytearray(sum(nbytes for _, nbytes, _ in header.documents.values()))
     link.recv(frm, memoryview(documents), tag)
-    arriving = link.arriving(frm, slot.body[: header.body_nbytes], tag)
+    arriving = _arriving(link, frm, tag, slot, lacking)
     damage = None
     try:
         _put_documents(slot, header, bytes(documents))
@@ -155,15 +216,17 @@ def _tell(link: Link, to: int, tag: int, verdict: int, why: str = "") -> None:
     link.send(to, memoryview(_VERDICT.pack(verdict, len(text), text)), tag)
 
 
-def _hear(link: Link, frm: int, tag: int) -> None:
-    _heed(_receive_page(link, frm, tag), link.global_rank(frm))
+def _hear(link: Link, frm: int, tag: int) -> str:
+    return _heed(_receive_page(link, frm, tag), link.global_rank(frm))
 
 
-def _heed(page: bytes, peer: int) -> None:
-    """Raises what a verdict says, unless that is good."""
-    verdict, nbytes, text = _VERDICT.unpack(page)
+def _heed(page: bytes, peer: int) -> str:
+    """What a verdict says beside that all is good. Raises what it says otherwise."""
+    verdict, nbytes, data = _VERDICT.unpack(page)
+    text = str(data[:nbytes].decode(errors="replace"))
     if verdict != _GOOD:
-        raise _ERRORS.get(verdict, FormatError)(f"rank {peer} says: {text[:nbytes].decode(errors='replace')}")
+        raise _ERRORS.get(verdict, FormatError)(f"rank {peer} says: {text}")
+    return text
 
 
 def _receive_page(link: Link, frm: int, tag: int) -> bytes:

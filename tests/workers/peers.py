@@ -31,12 +31,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from workers.crash_jobs import Teller
 
 import ckptlib
-from ckptlib import Peers, session, stage
+from ckptlib import Peers, holdings, stage
 from ckptlib.peer import link, replicate, source
 from ckptlib.reader import Reader
 from ckptlib.slot import Slot, SlotHeader
 
-WIDTH = 64
+WIDTH, WIDE = 64, 288
+"""Of layers; in the wide ones a weight is worth copying by whoever holds it as well."""
+
 WAIT_S = 60.0
 TIMEOUT = timedelta(seconds=60)
 
@@ -55,7 +57,8 @@ class Training:
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         torch.manual_seed(0)
-        self.model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self._width = WIDTH if kind == "fsdp" else WIDE
+        self.model = torch.nn.Sequential(*[torch.nn.Linear(self._width, self._width) for _ in range(4)])
         self._forward: Callable[[torch.Tensor], torch.Tensor] = self.model
         if kind == "fsdp":
             for layer in self.model:
@@ -70,9 +73,15 @@ class Training:
 
     def body(self, step: int) -> None:
         generator = None if self._own_data else torch.Generator().manual_seed(step)
-        self._forward(torch.randn(4, WIDTH, generator=generator)).pow(2).mean().backward()
+        self._forward(torch.randn(4, self._width, generator=generator)).pow(2).mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def drift(self) -> None:
+        """Makes this rank's weights others than those of the ranks that have replicas of them."""
+        for parameter in self.model.parameters():
+            parameter.add_(1.0)
 
     def digest(self) -> str:
         """Of all weights, all of the optimizer's state and, where they count, this rank's generators. Collective."""
@@ -105,6 +114,7 @@ def train(
     kind: str = "fsdp",
     own_data: bool = True,
     copies: int = 1,
+    everything: bool = False,
     every: int = 10**6,
     pauses: Sequence[int] = (),
     gates: str = "",
@@ -124,14 +134,14 @@ def train(
     """
     link.CHUNK_BYTES = CHUNK_BYTES
     replicate.FIRST_BACKOFF_S = 0.2
-    session.RECLAIM_EVERY_S = 0.0
+    holdings.RECLAIM_EVERY_S = 0.0
     logging.getLogger("ckptlib").setLevel(logging.INFO)
     training = Training(kind, rank, own_data)
     received = _watch_recoveries()
     if load_step is not None:
         ckptlib.load(url, training.state, step=load_step, random=True)
     host = hosts[rank]
-    peers = Peers(copies=copies, domain=host, timeout=timedelta(seconds=timeout_s))
+    peers = Peers(copies=copies, everything=everything, domain=host, timeout=timedelta(seconds=timeout_s))
     with ckptlib.Checkpointer(
         url, training.state, every=every, peers=peers, arena=arenas.get(host), timeout=TIMEOUT
     ) as ckpt:
@@ -154,10 +164,13 @@ def train(
             )
         for step in ckpt.loop(start, total):
             _await_settled(ckpt)
-            tell("step", step=step, held=ckpt._session.held.newest, held_by_all=ckpt._session.held_by_all)
-            again = pause_when_held is not None and ckpt._session.held_by_all >= pause_when_held
+            held = ckpt._session.holdings
+            assert held.coverage is not None
+            tell("step", step=step, held=held.own.newest, held_by_all=held.held_by_all, sent=held.coverage.sent)
+            again = pause_when_held is not None and held.held_by_all >= pause_when_held
             if step in pauses or again:
-                _pause(tell, ckpt, rank, step, gates)
+                if _pause(tell, ckpt, rank, step, gates) == "drift":
+                    training.drift()
                 pause_when_held = None if again else pause_when_held
             training.body(step)
         tell("done", step=total, digest=training.digest())
@@ -183,7 +196,7 @@ def _await_settled(ckpt: ckptlib.Checkpointer) -> None:
     So that there is a slot at every step, whatever the writer is busy with.
     """
     deadline = time.monotonic() + WAIT_S
-    while ckpt._session._unsettled or ckpt._session._in_use:
+    while ckpt._session.holdings.settling or ckpt._session.holdings.persisting:
         ckpt._session.poll(0.002)
         assert time.monotonic() < deadline, "a snapshot does not come to its end"
 
@@ -191,15 +204,16 @@ def _await_settled(ckpt: ckptlib.Checkpointer) -> None:
 # What a test may say at a pause
 
 
-def _pause(tell: Teller, ckpt: ckptlib.Checkpointer, rank: int, step: int, gates: str) -> None:
+def _pause(tell: Teller, ckpt: ckptlib.Checkpointer, rank: int, step: int, gates: str) -> str | None:
     """Waits for the file of this step: words by rank, for those who are to do something before they go on."""
-    tell("paused", step=step, held=ckpt._session.held.newest, held_by_all=ckpt._session.held_by_all)
+    held = ckpt._session.holdings
+    tell("paused", step=step, held=held.own.newest, held_by_all=held.held_by_all)
     path = Path(gates) / str(step)
     deadline = time.monotonic() + WAIT_S
     while not path.exists():
         ckpt._session.poll(0.002)
         assert time.monotonic() < deadline, "nobody said what to do"
-    word = json.loads(path.read_text()).get(str(rank))
+    word: str | None = json.loads(path.read_text()).get(str(rank))
     if word == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     elif word == "cut":
@@ -207,7 +221,8 @@ def _pause(tell: Teller, ckpt: ckptlib.Checkpointer, rank: int, step: int, gates
     elif word == "raise":
         raise KeyError("the trainer's own trouble")
     else:
-        assert word is None, word
+        assert word in (None, "drift"), word
+    return word
 
 
 def _cut(ckpt: ckptlib.Checkpointer) -> None:
@@ -303,7 +318,7 @@ def _set_trap(gates: Path, size: int, *, stage: str, rank: int, step: int | None
         return check
 
     begun: list[int] = []
-    _wrap(replicate.Replicator, "begin", before=lambda replicator, now, staging: begun.append(now.save.step))
+    _wrap(replicate.Replicator, "begin", before=lambda replicator, now, staging, twins: begun.append(now.save.step))
 
     def on_staging(staging: Any) -> None:
         if staging.step == step:

@@ -193,6 +193,35 @@ def whole(directory: Path) -> None:
         assert not link.broken
 
 
+def parts_that_are_there(directory: Path) -> None:
+    """Only what the receiver lacks is sent; what it has is checked like the rest, and refused where it differs."""
+    lacking = [(PAGE_BYTES, 5 * PAGE_BYTES), (7 * PAGE_BYTES, CAPACITY // 2)]
+    with linked() as link, slot_of(directory, CAPACITY) as slot:
+        for step, spoiled in ((1, False), (2, True)):
+            if rank() == 0:
+                header = seal(slot, step, 0)
+                (directory / "content").write_bytes(content_of(slot, header))
+            dist.barrier()
+            body = (directory / "content").read_bytes()[PAGE_BYTES:]
+            if rank() == 0:
+                with pytest.raises(CorruptData) if spoiled else contextlib.nullcontext():
+                    assert send_slot(link, 1, slot, header) == sum(b - a for a, b in lacking)
+            if rank() == 1:
+                slot.body[: len(body)] = body
+                for start, stop in lacking:
+                    slot.body[start:stop] = bytes(stop - start)
+                if spoiled:
+                    slot.body[0] ^= 1
+                with pytest.raises(CorruptData) if spoiled else contextlib.nullcontext():
+                    receive_slot(link, 0, 0, taking(slot), SnapshotReader(), lambda header: lacking)
+                if spoiled:
+                    assert_not_ready(slot, step)
+                else:
+                    assert content_of(slot, slot.read_header()) == (directory / "content").read_bytes()
+            slot.unlock()
+            dist.barrier()
+
+
 def nothing_but_documents(directory: Path) -> None:
     with linked() as link, slot_of(directory, PAGE_BYTES) as slot:
         if rank() == 0:
@@ -471,6 +500,7 @@ def killed(directory: Path) -> None:
 CASES = [
     messages,
     whole,
+    parts_that_are_there,
     nothing_but_documents,
     all_at_once,
     damaged_body,

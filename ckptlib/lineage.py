@@ -1,0 +1,95 @@
+"""The lineage: this job's place in the history of a root.
+
+A job is a generation. All ranks agree on it as the root is opened; it enters history with its first save, or where a
+restore says what it goes on from.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ckptlib import __version__, keys
+from ckptlib.catalog import Catalog
+from ckptlib.group import Group, together
+from ckptlib.keys import GenerationId, SaveId
+from ckptlib.manifest import Generation, Root
+
+log = logging.getLogger(__name__)
+
+
+class Lineage:
+    """One per process, the same on all ranks."""
+
+    def __init__(
+        self, catalog: Catalog, group: Group, algorithm: str, save_deadline_s: float, tags: Mapping[str, str]
+    ) -> None:
+        """Opens the root, or makes it with this algorithm and deadline. Collective.
+
+        Raises, on all ranks, what is wrong with the root.
+        """
+        self._catalog = catalog
+        self._group = group
+        self._tags = tags
+        self.root, self.generation = self._agree(Root(secrets.token_hex(16), algorithm, save_deadline_s))
+        self.resumed_from: SaveId | None = None
+        self._began = False
+        self.domains: Sequence[str] = ()
+        """By rank: its failure domain, where snapshots have replicas."""
+        self.copies = 0
+
+    def _agree(self, wanted: Root) -> tuple[Root, GenerationId]:
+        def make() -> bytes:
+            root = self._catalog.open_root(wanted)
+            generation = self._catalog.next_generation()
+            return root.encode() + str(generation).encode()
+
+        made = together(self._group, "opening the root", lambda: make() if self._group.rank == 0 else None)
+        document, _, tail = self._group.broadcast(made).rpartition(b"\n")
+        number, _, nonce = tail.decode().partition("-")
+        return Root.decode(document + b"\n", keys.ROOT), GenerationId(int(number), nonce)
+
+    def begin(self, step: int) -> None:
+        """Puts this generation's record before its first save, of `step`."""
+        if not self._began and self._group.rank == 0:
+            if self.resumed_from is None:
+                self.resumed_from = self._continued(step)
+            self.put()
+        self._began = True
+
+    def _continued(self, step: int) -> SaveId | None:
+        """What a job that did not restore continues: the newest step before its own first one."""
+        visible = self._catalog.visible()
+        hidden = [save.step for save in visible if save.step >= step]
+        if hidden:
+            log.warning(
+                "%s holds steps up to %d, and this job begins to save at step %d without having restored: steps %d and "
+                "later are no longer on its history (they stay in the store)",
+                self._catalog.store.url,
+                hidden[-1],
+                step,
+                hidden[0],
+            )
+        return max((save for save in visible if save.step < step), default=None)
+
+    def put(self) -> None:
+        """From here on older generations may not commit. Rank 0."""
+        self._catalog.put_generation(
+            Generation(
+                id=self.generation,
+                world_size=self._group.size,
+                resumed_from=self.resumed_from,
+                created=time.time(),
+                versions={"ckptlib": __version__, "torch": torch.__version__, "python": platform.python_version()},
+                host=socket.gethostname(),
+                tags=self._tags,
+                domains=tuple(self.domains),
+                copies=self.copies,
+            )
+        )

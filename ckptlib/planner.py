@@ -1,0 +1,197 @@
+"""The planner: what this rank stages, and from where, as long as the state stays the same.
+
+Nothing is planned anew, and nothing compared between ranks, for a state whose tensors are those of the last save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from ckptlib.box import Box
+from ckptlib.group import Group
+from ckptlib.layout import Layout, Placed
+from ckptlib.manifest import Table
+from ckptlib.plan import ALIGN_FROM_BYTES, assign, body_nbytes, lay_out, writes
+from ckptlib.replicas import Agreement, Row, agree, alone, entries_of, rows_of
+from ckptlib.sections import same
+from ckptlib.stage import Source
+from ckptlib.state import Flat, Leaf
+
+Overlap = Callable[[Leaf], bool]
+"""Whether its only writer waits at the fence; asked once for all leaves of one owner."""
+
+Shape = tuple[tuple[str, str, tuple[int, ...], object], ...]
+"""Of every leaf: what a plan depends upon."""
+
+
+Order = tuple[tuple[int, int], ...]
+"""Leaves and their pieces."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What this rank stages."""
+
+    shape: Shape
+    layout: Layout
+    table: Table
+    order: Order
+    """Per shard of the table."""
+    body_nbytes: int
+    """Of a slot."""
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Large shards of another rank's snapshot that this rank holds as well: replicas, as the layout has it."""
+
+    table: Table
+    """Of that rank."""
+    offsets: tuple[int, ...]
+    """In the body of a slot laid out so."""
+    order: Order
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """What a save copied, and what that depended upon."""
+
+    order: Order
+    leaves: list[Leaf]
+    late: dict[torch.optim.Optimizer | None, bool]
+    """By owner: whether what it owns is copied behind the fence."""
+    sources: list[Source]
+    """In this order."""
+
+
+class Planner:
+    """One per rank; main thread."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._agreement: Agreement | None = None
+        self._plan: Plan | None = None
+        self._leaves: list[Leaf] = []
+        """Those that the plan stood for last."""
+        self._sources: dict[int, _Sources] = {}
+        """By the rank whose snapshot it is."""
+        self._alike: dict[int, tuple[Plan, Alike]] = {}
+        """By that rank; each with the own plan that it was found for."""
+        self.layout_changed = False
+        """Whether the state changed since all ranks last agreed on it."""
+
+    @property
+    def agreed(self) -> bool:
+        """Whether the ranks have ever compared their states."""
+        return self._agreement is not None
+
+    def rows(self, flat: Flat) -> dict[str, Row]:
+        """What this rank says of its state when all compare."""
+        return rows_of(flat.leaves, self._group)
+
+    def agree(self, flat: Flat, rows: dict[str, Row]) -> Plan:
+        """The plan that follows from what all ranks say. Collective. Raises, on all of them, what does not agree."""
+        agreement = agree(flat.leaves, rows, self._group)
+        changed = agreement != self._agreement or self.layout_changed
+        self._agreement, self.layout_changed = agreement, False
+        return self._plan_for(flat, None if changed else self._known(flat))
+
+    def plan(self, flat: Flat) -> Plan:
+        """The plan for this state as this rank alone sees it: what was last agreed upon, as long as nothing changed."""
+        known = self._known(flat)
+        self.layout_changed = self.layout_changed or known is None
+        return self._plan_for(flat, known)
+
+    def _known(self, flat: Flat) -> Plan | None:
+        """The last plan, unless something that it depends upon has changed."""
+        known = self._plan
+        if known is None or (known.layout.aliases, known.layout.objects) != (flat.aliases, flat.objects):
+            return None
+        return known if same(self._leaves, flat.leaves) or known.shape == _shape(flat.leaves) else None
+
+    def _plan_for(self, flat: Flat, known: Plan | None) -> Plan:
+        self._plan = self._make(flat) if known is None else known
+        self._leaves = flat.leaves
+        return self._plan
+
+    def _make(self, flat: Flat) -> Plan:
+        assert self._agreement is not None
+        by = alone(flat.leaves, self._group, self._agreement) if self.layout_changed else self._agreement
+        entries = entries_of(flat.leaves, by)
+        if not self.layout_changed:
+            entries = assign(entries)
+        layout = Layout(self._group.size, tuple(entries), flat.aliases, flat.objects)
+        places: dict[tuple[str, Box], tuple[int, int]] = {}
+        for i, leaf in enumerate(flat.leaves):
+            entry = layout.tensors[layout.index[leaf.name]]
+            if writes(entry, self._group.rank, by.holders.get(leaf.name)):
+                places.update({(leaf.name, box): (i, piece) for piece, (box, _) in enumerate(leaf.pieces)})
+        table = lay_out(layout, list(places))
+        order = tuple(places[layout.tensors[t].name, box] for t, box in zip(table.tensors, table.boxes, strict=True))
+        return Plan(_shape(flat.leaves), layout, table, order, body_nbytes(table))
+
+    def sources(self, leaves: list[Leaf], plan: Plan, overlap: Overlap) -> list[Source]:
+        """What is copied, in the table's order; the very sources of the last save where nothing changed."""
+        return self._sources_of(self._group.rank, plan.order, leaves, overlap)
+
+    def alike(self, rank: int, table: Table, plan: Plan) -> Alike | None:
+        """Which large shards of another rank's snapshot this rank could copy from its own memory; None: none.
+
+        What a layout calls a replica might have become another value since: a copy is worth nothing until its digests
+        are those of that rank.
+        """
+        if self.layout_changed or table.layout != plan.layout.digest:
+            return None
+        known = self._alike.get(rank)
+        if known is None or known[0] is not plan or known[1].table is not table:
+            known = self._alike[rank] = plan, _find_alike(table, plan, self._leaves)
+        return known[1] if known[1].order else None
+
+    def sources_alike(self, rank: int, alike: Alike, leaves: list[Leaf], overlap: Overlap) -> list[Source]:
+        """As `sources`, in the order of `alike`."""
+        return self._sources_of(rank, alike.order, leaves, overlap)
+
+    def _sources_of(self, rank: int, order: Order, leaves: list[Leaf], overlap: Overlap) -> list[Source]:
+        late: dict[torch.optim.Optimizer | None, bool] = {}
+        for leaf in leaves:
+            if leaf.owner not in late:
+                late[leaf.owner] = overlap(leaf)
+        known = self._sources.get(rank)
+        known = known if known is not None and known.order is order else None
+        if known is not None and known.late == late and same(known.leaves, leaves):
+            return known.sources
+        found = []
+        for n, (i, piece) in enumerate(order):
+            leaf, is_late = leaves[i], late[leaves[i].owner]
+            if known is not None and known.leaves[i] is leaf:
+                source = known.sources[n]
+                found.append(source if source.overlap == is_late else replace(source, overlap=is_late))
+            else:
+                # detached: what `p.data = x` puts in place of this memory must not be copied instead, least of all
+                # past its end
+                found.append(Source(leaf.name, leaf.pieces[piece][1].detach(), is_late))
+        self._sources[rank] = _Sources(order, leaves, late, found)
+        return found
+
+
+def _find_alike(table: Table, plan: Plan, leaves: list[Leaf]) -> Alike:
+    by_name = {leaf.name: i for i, leaf in enumerate(leaves)}
+    sizes = table.sizes(plan.layout)
+    offsets, order = [], []
+    for tensor, box, nbytes, offset in zip(table.tensors, table.boxes, sizes, table.begins(sizes), strict=True):
+        entry = plan.layout.tensors[tensor]
+        if nbytes < ALIGN_FROM_BYTES or entry.name not in by_name or not isinstance(entry.holding, Placed):
+            continue
+        i = by_name[entry.name]
+        for piece, (own, _) in enumerate(leaves[i].pieces):
+            if own == box:
+                offsets.append(offset)
+                order.append((i, piece))
+    return Alike(table, tuple(offsets), tuple(order))
+
+
+def _shape(leaves: list[Leaf]) -> Shape:
+    return tuple((leaf.name, leaf.dtype, leaf.shape, leaf.held) for leaf in leaves)
