@@ -19,7 +19,7 @@ TORCH_FREE = {
     *("ckptlib", "plan", "slot", "snapshot", "catalog", "retention", "probe", "contents", "verify"),
     *("verify_packs", "heads", "writer/*", "cli/*", "placement"),
 }
-TORCH_INSIDE_FUNCTIONS = {"ckptlib.values"}
+TORCH_INSIDE_FUNCTIONS = {"ckptlib.tags"}
 RUNS_CODE = {"pickle", "_pickle", "shelve", "marshal", "dill", "cloudpickle"}
 PICKLES_INSIDE = {
     "torch.load",

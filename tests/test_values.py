@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptlib.errors import FormatError, UnsupportedState
-from ckptlib.values import MAX_DEPTH, decode, dumps, encode, loads
+from ckptlib.tags import MAX_DEPTH
+from ckptlib.values import decode, dumps, encode, loads
 
 
 def through(value: object) -> object:

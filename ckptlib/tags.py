@@ -1,0 +1,280 @@
+"""Values back from their JSON, tag by tag. What `ckptlib.values`, which lists the tags, would not write is refused.
+
+Neither numpy nor torch is imported before a value needs it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from ckptlib.errors import FormatError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MAX_DEPTH = 100
+"""Levels of containers in a value. Bounds the stack, and is where a value that contains itself ends."""
+
+BARE_INTS = 2**53  # below this, a float64 holds every int: RFC 8259, section 6
+
+DTYPES = frozenset(
+    ["|b1", "|i1", "|u1"]
+    + [order + name for order in "<>" for name in ("i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")]
+)
+
+# The way to a value: (the way to its container, index or key), down to the root's name. Text is made only for errors.
+Where: TypeAlias = "str | tuple[Where, object]"
+
+
+def decode(data: object, where: Where, depth: int) -> object:
+    """The value. Raises FormatError for what `ckptlib.values` does not write."""
+    if depth > MAX_DEPTH:
+        raise FormatError(f"{text_of(where)}: nested deeper than {MAX_DEPTH} levels")
+    if isinstance(data, dict):
+        return _decode_object(data, where, depth)
+    if isinstance(data, list):
+        return _decode_list(data, where, depth)
+    if isinstance(data, str):
+        _expect(is_unicode(data), where, "a string without surrogates", data)
+    elif isinstance(data, float):
+        _expect(math.isfinite(data), where, "a finite number", data)
+    elif isinstance(data, int):
+        _expect(abs(data) < BARE_INTS, where, "an int from 2**53 up as {'$int': ...}: a bare one is rounded", data)
+    else:
+        _expect(data is None, where, "JSON", data)
+    return data
+
+
+def _decode_object(data: dict[str, object], where: Where, depth: int) -> object:
+    if not any(key.startswith("$") for key in data):
+        return {key: decode(item, (where, key), depth + 1) for key, item in data.items()}
+    _expect(len(data) == 1, where, "one key, because one of them is a tag", data)
+    [(tag, body)] = data.items()
+    if tag not in _DECODERS:
+        raise FormatError(f"{text_of(where)}: unknown tag {tag[:80]!r}; is it written by a newer ckptlib?")
+    return _DECODERS[tag](body, (where, tag), depth)
+
+
+def _decode_int(data: object, where: Where, depth: int) -> int:
+    text = _expect_str(data, where)
+    try:
+        number = int(text, 16)
+    except ValueError:
+        number = 0
+    _expect(abs(number) >= BARE_INTS and hex(number) == text, where, "hex of an int from 2**53 up", data)
+    return number
+
+
+def _decode_float(data: object, where: Where, depth: int) -> float:
+    _expect(data in ("nan", "inf", "-inf"), where, "'nan', 'inf' or '-inf'", data)
+    return float(cast(str, data))
+
+
+def _decode_str(data: object, where: Where, depth: int) -> str:
+    try:
+        return _decode_bytes(data, where, depth).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise _malformed(where, "base64 of UTF-8 with surrogates", data) from None
+
+
+def _decode_bytes(data: object, where: Where, depth: int) -> bytes:
+    try:
+        return base64.b64decode(_expect_str(data, where), validate=True)
+    except (binascii.Error, ValueError):
+        raise _malformed(where, "base64", data) from None
+
+
+def _decode_complex(data: object, where: Where, depth: int) -> complex:
+    parts = [decode(part, where, depth + 1) for part in _expect_list(data, where)]
+    _expect(len(parts) == 2 and all(type(part) is float for part in parts), where, "[float, float]", data)
+    real, imag = cast("list[float]", parts)
+    return complex(real, imag)
+
+
+def _decode_list(data: object, where: Where, depth: int) -> list[object]:
+    return [decode(item, (where, i), depth + 1) for i, item in enumerate(_expect_list(data, where))]
+
+
+def _decode_tuple(data: object, where: Where, depth: int) -> tuple[object, ...]:
+    return tuple(_decode_list(data, where, depth))
+
+
+def _decode_set(data: object, where: Where, depth: int) -> set[object]:
+    items = _decode_list(data, where, depth)
+    found = {_expect_hashable(item, (where, i)) for i, item in enumerate(items)}
+    _expect(len(found) == len(items), where, "no item twice", data)
+    return found
+
+
+def _decode_frozenset(data: object, where: Where, depth: int) -> frozenset[object]:
+    return frozenset(_decode_set(data, where, depth))
+
+
+def _decode_pairs(data: object, where: Where, depth: int) -> dict[object, object]:
+    found: dict[object, object] = {}
+    pairs = _expect_list(data, where)
+    for i, pair in enumerate(pairs):
+        _expect(isinstance(pair, list) and len(pair) == 2, (where, i), "[key, value]", pair)
+        key, item = cast("list[object]", pair)
+        name = _expect_hashable(decode(key, (where, i), depth + 1), (where, i))
+        found[name] = decode(item, (where, name), depth + 1)
+    _expect(len(found) == len(pairs), where, "no key twice", data)
+    return found
+
+
+def _decode_odict(data: object, where: Where, depth: int) -> OrderedDict[object, object]:
+    return OrderedDict(_decode_pairs(data, where, depth))
+
+
+def _decode_numpy(data: object, where: Where, depth: int) -> object:
+    import numpy as np
+
+    dtype_name, value = _expect_fields(data, where, "dtype", "value")
+    dtype = _dtype(dtype_name, where)
+    plain = decode(value, where, depth + 1)
+    expected = f"a value that {dtype.str} holds exactly"
+    _expect(isinstance(plain, bool | int | float | complex), where, expected, value)
+    try:
+        with np.errstate(over="ignore"):  # what does not fit is found below
+            scalar = dtype.type(cast(float, plain))
+    except (OverflowError, TypeError, ValueError):
+        raise _malformed(where, expected, value) from None
+    back = scalar.item()
+    _expect(type(back) is type(plain) and repr(back) == repr(plain), where, expected, value)
+    return scalar
+
+
+def _decode_ndarray(data: object, where: Where, depth: int) -> object:
+    import numpy as np
+
+    dtype_name, shape, body = _expect_fields(data, where, "dtype", "shape", "data")
+    dtype = _dtype(dtype_name, where)
+    dims = _decode_list(shape, where, depth)
+    _expect(all(type(n) is int and n >= 0 for n in dims), where, "a shape", shape)
+    sizes = cast("list[int]", dims)
+    raw = bytearray(_decode_bytes(body, where, depth))  # a bytearray, so that the array is writable
+    nbytes = math.prod(sizes) * dtype.itemsize
+    _expect(nbytes == len(raw), where, f"{nbytes} bytes for shape {sizes} of {dtype.str}", f"{len(raw)} bytes")
+    try:
+        return np.ndarray(sizes, dtype, raw)
+    except (ValueError, OverflowError):  # too many dims, or a product beyond numpy's despite a 0
+        raise _malformed(where, "a shape that numpy can hold", shape) from None
+
+
+def _dtype(name: object, where: Where) -> np.dtype[np.generic]:
+    import numpy as np
+
+    _expect(isinstance(name, str) and name in DTYPES, where, "a dtype of plain numbers, like '<f4'", name)
+    return np.dtype(cast(str, name))
+
+
+def _decode_torch_size(data: object, where: Where, depth: int) -> object:
+    import torch
+
+    sizes = _decode_list(data, where, depth)
+    _expect(all(type(n) is int for n in sizes), where, "a list of ints", data)
+    return torch.Size(cast("list[int]", sizes))
+
+
+def _decode_torch_dtype(data: object, where: Where, depth: int) -> object:
+    import torch
+
+    name = _expect_str(data, where)
+    dtype = vars(torch).get(name)  # not getattr: that may import what the name asks for
+    _expect(isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}", where, "a dtype of this torch", data)
+    return dtype
+
+
+def _decode_torch_device(data: object, where: Where, depth: int) -> object:
+    import torch
+
+    name = _expect_str(data, where)
+    try:
+        device = torch.device(name)
+    except (RuntimeError, ValueError):
+        raise _malformed(where, "a device that this torch knows", data) from None
+    _expect(str(device) == name, where, "a device", data)
+    return device
+
+
+_DECODERS: dict[str, Callable[[object, Where, int], object]] = {
+    "$int": _decode_int,
+    "$float": _decode_float,
+    "$str": _decode_str,
+    "$bytes": _decode_bytes,
+    "$complex": _decode_complex,
+    "$tuple": _decode_tuple,
+    "$set": _decode_set,
+    "$frozenset": _decode_frozenset,
+    "$dict": _decode_pairs,
+    "$odict": _decode_odict,
+    "$numpy": _decode_numpy,
+    "$ndarray": _decode_ndarray,
+    "$torch.Size": _decode_torch_size,
+    "$torch.dtype": _decode_torch_dtype,
+    "$torch.device": _decode_torch_device,
+}
+
+
+def _expect_str(data: object, where: Where) -> str:
+    _expect(isinstance(data, str), where, "a string", data)
+    return cast(str, data)
+
+
+def _expect_list(data: object, where: Where) -> list[object]:
+    _expect(isinstance(data, list), where, "a list", data)
+    return cast("list[object]", data)
+
+
+def _expect_fields(data: object, where: Where, *names: str) -> list[object]:
+    if not isinstance(data, dict) or data.keys() != set(names):
+        raise _malformed(where, f"an object with {', '.join(names)}", data)
+    return [data[name] for name in names]
+
+
+def _expect_hashable(value: object, where: Where) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        raise _malformed(where, "what can be a key or in a set", type(value).__name__) from None
+    return value
+
+
+def _expect(holds: bool, where: Where, expected: str, got: object) -> None:
+    if not holds:
+        raise _malformed(where, expected, got)
+
+
+def _malformed(where: Where, expected: str, got: object) -> FormatError:
+    return FormatError(f"{text_of(where)}: expected {expected}, got {_short(got)}")
+
+
+def text_of(where: Where) -> str:
+    steps: list[str] = []
+    while isinstance(where, tuple):
+        where, key = where
+        steps.append(f".{key}" if isinstance(key, str) and key.isprintable() else f"[{_short(key)}]")
+    return (where + "".join(reversed(steps))).removeprefix(".") or "value"
+
+
+def _short(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an int, at any depth, of more digits than Python converts
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def is_unicode(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
