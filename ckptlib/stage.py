@@ -57,6 +57,18 @@ class Source:
     """Whether its only writer waits at the fence."""
 
 
+@dataclass(frozen=True, slots=True)
+class Lot:
+    """What is copied into one slot."""
+
+    slot: Slot
+    header: SlotHeader
+    """What the slot says while it is filled."""
+    sources: Sequence[Source]
+    offsets: tuple[int, ...]
+    """Of each source, in the body."""
+
+
 class Pair:
     """A shard and its place in a slot, with all that a copy needs to know looked up once."""
 
@@ -107,8 +119,9 @@ _move_small.restype = None
 class Pairs:
     """The shards of a snapshot and their places in one slot, sorted by how they are copied."""
 
-    def __init__(self, pairs: list[Pair]) -> None:
+    def __init__(self, pairs: list[Pair], offsets: tuple[int, ...]) -> None:
         self.all = pairs
+        self.offsets = offsets
         self.late = [pair for pair in pairs if pair.movable and pair.late]
         now = [pair for pair in pairs if pair.movable and not pair.late]
         self.large = [pair for pair in now if pair.nbytes >= OVERLAP_FROM_BYTES]
@@ -199,28 +212,43 @@ class Stager:
         self._on_sealed = on_sealed
         self._random = random.Random(0xC0FFEE)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._pairs: dict[tuple[str, str], Pairs] = {}
-        """By slot and table."""
+        self._pairs: dict[tuple[int, str], Pairs] = {}
+        """By rank and slot."""
+        self._own: tuple[str, tuple[int, ...]] = ("", ())
+        """Digest of the last table, and its offsets."""
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread = threading.Thread(target=self._run, name="ckptlib-stage", daemon=True)
         self._thread.start()
 
     @torch.no_grad()
-    def begin(self, slot: Slot, content: Content, sources: Sequence[Source]) -> Staging:
-        """Copies what must be copied now; hands the rest to the thread. `sources` are in the table's order."""
+    def begin(self, slot: Slot, content: Content, sources: Sequence[Source], twins: Sequence[Lot] = ()) -> Staging:
+        """Copies what must be copied now; hands the rest to the thread. `sources` are in the table's order.
+
+        `twins`: shards of this rank that are those of other ranks' snapshots as well, into replicas of these. They are
+        copied, too, when the snapshot is done.
+        """
         staging = Staging(slot, content)
         header = replace(content.header, sequence=content.header.sequence - 1)
-        slot.write_header(header)
-        pairs = self._pairs_of(slot, content.table, sources)
-        pairs.move_now()
-        for device, on_device in pairs.on_devices.items():
-            staging.device_copies.append(self._begin_device(device, on_device))
-        later = list(pairs.late)
+        own = Lot(slot, header, sources, self._offsets(content.table, sources))
+        later: list[Pair] = []
+        for lot in (own, *twins):
+            lot.slot.write_header(lot.header)
+            pairs = self._pairs_of(lot)
+            pairs.move_now()
+            for device, on_device in pairs.on_devices.items():
+                staging.device_copies.append(self._begin_device(device, on_device))
+            later += pairs.late
         samples = [self._sample(pair) for pair in later]
         if not later:
             staging._copied.set()
         self._jobs.put(lambda: self._finish(staging, later, samples))
         return staging
+
+    def _offsets(self, table: Table, sources: Sequence[Source]) -> tuple[int, ...]:
+        """The very same ones as long as the table is."""
+        if self._own[0] != table.digest:
+            self._own = table.digest, table.begins(source.tensor.nbytes for source in sources)
+        return self._own[1]
 
     def _begin_device(self, device: torch.device, pairs: list[Pair]) -> tuple[DeviceCopies, list[Source]]:
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
@@ -228,15 +256,14 @@ class Stager:
         later = [(pair.target, pair.source.tensor) for pair in pairs if pair.late]
         return DeviceCopies(stream, now, later), [pair.source for pair in pairs if pair.late]
 
-    def _pairs_of(self, slot: Slot, table: Table, sources: Sequence[Source]) -> Pairs:
+    def _pairs_of(self, lot: Lot) -> Pairs:
         """Those of the last snapshot in this slot, as far as the sources are the very same."""
-        key = (str(slot.path), table.digest)
-        known = self._pairs.get(key)
-        if known is None:
-            self._pairs = {k: v for k, v in self._pairs.items() if k[1] == table.digest}
-            body = torch.frombuffer(slot.body, dtype=torch.uint8)
-            firsts = table.begins(source.tensor.nbytes for source in sources)
-            found = [Pair(source, body, offset) for source, offset in zip(sources, firsts, strict=True)]
+        rank, sources, offsets = lot.header.rank, lot.sources, lot.offsets
+        known = self._pairs.get((rank, str(lot.slot.path)))
+        if known is None or known.offsets is not offsets:
+            self._pairs = {k: v for k, v in self._pairs.items() if k[0] != rank or v.offsets is offsets}
+            body = torch.frombuffer(lot.slot.body, dtype=torch.uint8)
+            found = [Pair(source, body, offset) for source, offset in zip(sources, offsets, strict=True)]
         elif all(pair.source is source for pair, source in zip(known.all, sources, strict=True)):
             return known
         else:
@@ -244,8 +271,8 @@ class Stager:
                 pair if pair.source is source else Pair(source, pair.body, pair.offset)
                 for pair, source in zip(known.all, sources, strict=True)
             ]
-        self._pairs[key] = Pairs(found)
-        return self._pairs[key]
+        made = self._pairs[rank, str(lot.slot.path)] = Pairs(found, offsets)
+        return made
 
     def _sample(self, pair: Pair) -> tuple[int, bytes]:
         """(offset, bytes) of a window of a source that is copied behind the fence."""
