@@ -277,23 +277,22 @@ class Catalog:
 
     def _prove(self, save: SaveId, names: Sequence[PartName]) -> tuple[Mapping[str, tuple[int, ...]], int]:
         key = tuple(name.table for name in names)
-        found = self._verified.get(key)
-        if found is None:
-            layouts: dict[str, tuple[int, ...]] = {}
-            nbytes, coverage = 0, Coverage()
-            for name in names:
-                part = self.part(name)
-                if part.world_size != len(names):
-                    what = f"the part of rank {part.rank} is for {part.world_size} ranks, expected {len(names)}"
-                    raise SaveFailed(f"step {save.step}: {what}")
-                layouts[part.table.layout] = (*layouts.get(part.table.layout, ()), part.rank)
-                nbytes += sum(pack.nbytes for pack in part.packs)
-                coverage.add(part, self.layout(part.table.layout))
-            if (missing := coverage.missing()) is not None:
-                raise SaveFailed(f"step {save.step}: no rank wrote {missing}; the step is not committed")
-            self._verified.clear()
-            found = self._verified[key] = (layouts, nbytes)
-        return found
+        if key in self._verified:
+            return self._verified[key]
+        layouts: dict[str, tuple[int, ...]] = {}
+        nbytes, coverage = 0, Coverage()
+        for name in names:
+            part = self.part(name)
+            if part.world_size != len(names):
+                what = f"the part of rank {part.rank} is for {part.world_size} ranks, expected {len(names)}"
+                raise SaveFailed(f"step {save.step}: {what}")
+            layouts[part.table.layout] = (*layouts.get(part.table.layout, ()), part.rank)
+            nbytes += sum(pack.nbytes for pack in part.packs)
+            coverage.add(part, self.layout(part.table.layout))
+        if (missing := coverage.missing()) is not None:
+            raise SaveFailed(f"step {save.step}: no rank wrote {missing}; the step is not committed")
+        self._verified = {key: (layouts, nbytes)}
+        return self._verified[key]
 
     def commit_when_whole(self, save: SaveId, world_size: int, seconds_left: Callable[[], float]) -> Manifest:
         """Waits for a part of every rank, then commits.
