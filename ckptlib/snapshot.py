@@ -10,7 +10,7 @@ from ckptlib.digests import HEX_WIDTH, digester
 from ckptlib.documents import Fields, decode
 from ckptlib.errors import CorruptData
 from ckptlib.layout import Layout, decode_layout
-from ckptlib.slot import Slot, SlotHeader
+from ckptlib.slot import PAGE_BYTES, ReadableSlot, SlotHeader
 from ckptlib.table import Table
 from ckptlib.values import Json, loads
 
@@ -37,10 +37,15 @@ class SnapshotReader:
         self._tables: dict[int, tuple[str, Table, Layout]] = {}
         """By rank: the last table, its digest and its layout."""
 
-    def read(self, slot: Slot, header: SlotHeader) -> Snapshot:
+    def table(self, rank: int) -> Table | None:
+        """That of the last snapshot of a rank that was read."""
+        known = self._tables.get(rank)
+        return None if known is None else known[1]
+
+    def read(self, slot: ReadableSlot, header: SlotHeader) -> Snapshot:
         """The snapshot of which `header` says where its documents lie. Raises CorruptData, FormatError."""
         table, layout = self._table(slot, header)
-        fields = decode("snapshot", slot.read_document(header, "snapshot"), f"{slot.path}: snapshot")
+        fields = decode("snapshot", slot.read_document(header, "snapshot"), f"{slot.where}: snapshot")
         digests = fields.text("digests")
         if len(digests) != HEX_WIDTH * len(table.nbytes):
             raise fields.fail(f"{len(digests)} hex digits of digests for {len(table.nbytes)} chunks")
@@ -55,31 +60,31 @@ class SnapshotReader:
             fields.number("created"),
         )
 
-    def _table(self, slot: Slot, header: SlotHeader) -> tuple[Table, Layout]:
+    def _table(self, slot: ReadableSlot, header: SlotHeader) -> tuple[Table, Layout]:
         text = slot.read_document(header, "table")
         digest = header.documents["table"][2]
         known = self._tables.get(header.rank)
         if known is None or known[0] != digest:
-            layout = decode_layout(slot.read_document(header, "layout"), f"{slot.path}: layout")
-            table = Table.decode(Fields(loads(text), f"{slot.path}: table"))
-            table.check(layout, str(slot.path))
+            layout = decode_layout(slot.read_document(header, "layout"), f"{slot.where}: layout")
+            table = Table.decode(Fields(loads(text), f"{slot.where}: table"))
+            table.check(layout, slot.where)
             known = self._tables[header.rank] = (digest, table, layout)
         return known[1:]
 
 
-def check_body(slot: Slot, snapshot: Snapshot, arriving: Iterable[int] = ()) -> None:
+def check_body(slot: ReadableSlot, snapshot: Snapshot, arriving: Iterable[int] = ()) -> None:
     """Raises CorruptData, naming the tensor, when a chunk in the slot does not match its digest.
 
     `arriving`: where the body is still being received, gives again and again how many of its bytes are there by now.
     """
-    digest, body, table = digester(snapshot.algorithm), slot.body, snapshot.table
+    digest, table = digester(snapshot.algorithm), snapshot.table
     arrivals, there = iter(arriving), 0
     for chunk, (offset, nbytes, expected) in enumerate(zip(table.offsets, table.nbytes, snapshot.digests, strict=True)):
         while offset + nbytes > there:
             there = next(arrivals, sys.maxsize)
-        if digest(body[offset : offset + nbytes]) != expected:
+        if digest(slot.view(PAGE_BYTES + offset, nbytes)) != expected:
             what = table.describe(chunk, snapshot.layout)
             raise CorruptData(
-                f"{slot.path}: {what} at [{offset}:+{nbytes}] changed in memory after it was sealed. Look at the "
+                f"{slot.where}: {what} at [{offset}:+{nbytes}] changed in memory after it was sealed. Look at the "
                 "host's memory when it happens again"
             )
