@@ -125,9 +125,13 @@ def test_parts_of_large_chunks_go_where_they_are_wanted(tmp_path: Path) -> None:
     reader = saved(tmp_path, {"w": whole}, world_size=2)
     boxes = [Box((start,), (stop - start,)) for start, stop in ((0, 1), (700_001, 2_900_003), (1 << 20, 3 << 19))]
     found = [np.zeros(box.shape, np.float32) for box in boxes]
-    reader.read([want("w", array, box) for array, box in zip(found, boxes, strict=True)], nothing)
+    wants = [want("w", array, box) for array, box in zip(found, boxes, strict=True)]
+    reader.read(wants, nothing)
     for array, box in zip(found, boxes, strict=True):
         assert (array == whole[box.slices()]).all()
+    reads = [read for request in reader._plan(wants, [*map(reader.ranks_for, wants)]) for read in request.reads]
+    assert all(first + nbytes <= read.nbytes for read in reads for first, nbytes, _ in read.moves)
+    assert sum(nbytes for read in reads for _, nbytes, _ in read.moves) == sum(array.nbytes for array in found)
 
 
 def test_nothing_wanted_is_nothing_read(tmp_path: Path) -> None:
