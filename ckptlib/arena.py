@@ -138,26 +138,11 @@ class Arena:
         """The slot's content is worth nothing."""
         self._steps.pop(slot.path, None)
 
-    def borrow(self, nbytes: int) -> Slot:
-        """A slot beside those that are reused, locked; until `give_back`. From any thread. Raises NoRoom.
-
-        Its pages are mapped while it is being filled.
-        """
-        slot = self._make_somewhere(nbytes)
-        _own.add(slot.path)
-        threading.Thread(target=slot.prefault, name="ckptlib-prefault", daemon=True).start()
-        slot.try_write_lock()
-        return slot
-
-    def give_back(self, slot: Slot) -> None:
-        """Unlinks a slot that was borrowed."""
+    def _grown(self, slot: Slot, nbytes: int) -> Slot:
+        self._slots.remove(slot)
         slot.unlink()
         self._drop(slot)
         self.on_gone(slot.path)
-
-    def _grown(self, slot: Slot, nbytes: int) -> Slot:
-        self._slots.remove(slot)
-        self.give_back(slot)
         return self._add(nbytes)
 
     def _add(self, nbytes: int) -> Slot:

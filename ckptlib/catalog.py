@@ -374,9 +374,9 @@ class Committed:
         self._catalog = catalog
         self._parts = manifest.parts
         self.save = manifest.save
-        self.world_size = manifest.world_size
-        self.layouts = manifest.layouts
+        self.world_size, self.layouts = manifest.world_size, manifest.layouts
         self.where = catalog.store.url
+        self.run_bytes = None
 
     def layout(self, digest: str) -> Layout:
         return self._catalog.layout(digest)

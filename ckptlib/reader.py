@@ -38,6 +38,10 @@ class Source(Protocol):
     where: str
     """For people."""
 
+    @property
+    def run_bytes(self) -> int | None:
+        """The most that one request should ask for; None: as much as the memory of a load allows."""
+
     def layout(self, digest: str) -> Layout:
         """Raises CorruptData, FormatError, ObjectNotFound."""
 
@@ -158,7 +162,7 @@ class Reader:
                     self._plan_shard(share, shards[0], Run(0, 0, box.numel), box, Target(target), reads)
                     continue  # saved and wanted alike: most tensors by far, and the general way costs twice as much
             self._plan_want(want, of, reads)
-        return merge(reads.values())
+        return merge(reads.values(), self._source.run_bytes)
 
     def _plan_want(self, want: Want, ranks: Collection[int], reads: dict[tuple[int, int], ChunkRead]) -> None:
         """Adds to `reads`, by saved rank and chunk, what fills a want."""

@@ -101,11 +101,13 @@ class Target:
 class Request:
     """Chunks that one request reads: neighbours in a pack."""
 
-    def __init__(self, read: ChunkRead) -> None:
+    def __init__(self, read: ChunkRead, most: int) -> None:
+        """`most`: bytes, where it is not a single chunk that has more."""
         self.reads = [read]
         self.base = read.address
         """Where the bytes go as they are, one after the other; None: they do not."""
         self._largest = read.nbytes
+        self._most = most
 
     @property
     def pack(self) -> str:
@@ -127,7 +129,7 @@ class Request:
     def take(self, read: ChunkRead) -> bool:
         """Whether the next chunk in the order of packs joins this request."""
         gap = read.offset - self.offset - self.nbytes
-        if read.pack != self.pack or read.offset + read.nbytes - self.offset > RUN_BYTES or not 0 <= gap <= GAP_BYTES:
+        if read.pack != self.pack or read.offset + read.nbytes - self.offset > self._most or not 0 <= gap <= GAP_BYTES:
             return False
         goes_on = gap == 0 and self.base is not None and read.address == self.base + self.nbytes
         if not goes_on and (self.direct or max(self._largest, read.nbytes) >= DIRECT_FROM_BYTES):
@@ -192,12 +194,12 @@ def copies_of(
             )
 
 
-def merge(reads: Iterable[ChunkRead]) -> list[Request]:
-    """Reads in the order of their packs, neighbours together in one request."""
+def merge(reads: Iterable[ChunkRead], most: int | None) -> list[Request]:
+    """Reads in the order of their packs, neighbours together in one request of at most so many bytes, or RUN_BYTES."""
     requests: list[Request] = []
     for read in sorted(reads, key=lambda r: (r.pack, r.offset)):
         if not (requests and requests[-1].take(read)):
-            requests.append(Request(read))
+            requests.append(Request(read, most or RUN_BYTES))
     return requests
 
 

@@ -119,9 +119,7 @@ def _restore_from(
         return _load(session, resolve(session.group, session.catalog, str(candidate.save)), state, strict)
     if session.group.rank == 0:
         log.info("restoring step %d from memory: %s", candidate.save.step, _describe(session, inventory, candidate))
-    source = InMemory(
-        session.group, session.over, session.holdings.arena, inventory, candidate.snapshot, session.settings.timeout
-    )
+    source = InMemory(session.group, session.over, inventory, candidate.snapshot, session.settings.timeout)
     try:
         while True:
             try:

@@ -452,7 +452,7 @@ def test_killed_while_it_is_restored(make: Any) -> None:
     cluster.start("AB", pauses=[6])
     cluster.until_paused(6)
     cluster.lose("B")
-    for stage, rank in (("bringing", 1), ("brought", 1), ("loading", 0), ("loaded", 1), ("loaded", 0)):
+    for stage, rank in (("reading", 1), ("serving", 0), ("loading", 0), ("loaded", 1), ("loaded", 0)):
         cluster.start("AB", traps=[{"stage": stage, "rank": rank}])
         statuses = [job.join() for job in cluster.jobs]
         assert statuses == [-9 if r == rank else 1 for r in range(2)], (stage, cluster.story())

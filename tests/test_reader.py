@@ -213,6 +213,19 @@ def test_memory_is_bounded_however_much_is_read(tmp_path: Path, monkeypatch: pyt
     assert READ_THREADS * RUN_BYTES <= 128 << 20
 
 
+def test_requests_are_as_large_as_the_source_likes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = np.random.default_rng(0).integers(0, 255, 12 << 20, dtype=np.uint8)
+    small = {f"t{i:02}": np.full(100_000, i, dtype=np.float32) for i in range(20)}
+    for most, few in ((None, 2), (2 << 20, 12)):
+        reader = saved(tmp_path / str(most), {"w": whole, **small})
+        monkeypatch.setattr(reader._source, "run_bytes", most)
+        found = {name: np.zeros_like(array) for name, array in {"w": whole, **small}.items()}
+        reader.read([want(name, array) for name, array in found.items()], nothing)
+        assert all((found[name] == array).all() for name, array in {"w": whole, **small}.items())
+        assert len(requests(reader)) == few
+        assert all(nbytes <= (most or RUN_BYTES) for _, _, nbytes in requests(reader))
+
+
 def test_large_chunks_go_straight_into_their_targets(tmp_path: Path) -> None:
     whole = np.random.default_rng(0).integers(0, 255, 24 << 20, dtype=np.uint8)
     reader = saved(tmp_path, {"w": whole})

@@ -1,4 +1,4 @@
-"""What snapshots are in the memory of a job's hosts, and what must be moved where to restore one of them.
+"""What snapshots are in the memory of a job's hosts, and who reads what out to whom to restore one of them.
 
 Every rank looks at its own host once; what they found is exchanged, and all conclude the same from it. Who a slot
 belonged to does not matter: it is found by its content.
@@ -102,7 +102,7 @@ def describe(found: Iterable[Found], memories: Iterable[str]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A slot to be sent to a host that needs it."""
+    """A slot from which a rank needs something, read out to it by one that can open it."""
 
     found: Found
     sender: int
@@ -126,10 +126,6 @@ class Inventory:
         for rank, memories in enumerate(self.memories):
             for memory in memories:
                 self._readers.setdefault(memory, []).append(rank)
-
-    def add(self, found: Iterable[Found]) -> None:
-        """Further slots; on all ranks alike."""
-        self._found = sorted({*self._found, *found})
 
     def drop(self, damaged: Collection[tuple[str, str]]) -> None:
         """These, by memory and path, are not what they say; on all ranks alike."""
@@ -155,12 +151,13 @@ class Inventory:
         return tuple(sorted(set.intersection(*sets))) if sets else ()
 
     def moves(self, snapshot: SnapshotId, needs: Sequence[Collection[int]]) -> list[Move]:
-        """What must be sent so that every rank can open what it needs; each slot once to each memory. Pure.
+        """What must be read out to ranks that cannot open a copy of what they need. Pure.
 
         `needs`: by rank, the saved ranks whose shares it needs. Raises CorruptData when a share is nowhere.
         """
         slots = self.of(snapshot)
-        found: dict[tuple[str, int], Move] = {}
+        moves: list[Move] = []
+        loads = [0] * len(needs)
         for rank, needed in enumerate(needs):
             for saved in needed:
                 there = slots.get(saved)
@@ -168,12 +165,12 @@ class Inventory:
                     raise CorruptData(
                         f"step {snapshot.save.step} in memory: no copy of the share of rank {saved} is left"
                     )
-                home = self.memories[rank][0]
-                if (home, saved) not in found and not any(f.memory in self.memories[rank] for f in there):
-                    source = there[len(found) % len(there)]
-                    senders = self._readers[source.memory]
-                    found[home, saved] = Move(source, senders[len(found) % len(senders)], rank)
-        return list(found.values())
+                if not any(found.memory in self.memories[rank] for found in there):
+                    senders = ((sender, source) for source in there for sender in self._readers[source.memory])
+                    sender, source = min(senders, key=lambda choice: loads[choice[0]])
+                    loads[sender] += 1
+                    moves.append(Move(source, sender, rank))
+        return moves
 
 
 def by_rank(found: Mapping[int, list[Found]], memories: Collection[str]) -> dict[int, Found]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import numpy as np
@@ -76,9 +77,29 @@ class Link:
         assert not buffer.readonly
         return self._stream(self._begin_recv, frm, buffer, tag, "receiving from")
 
+    def ask(self, peer: int, request: memoryview, answer: Sequence[memoryview], tag: int) -> None:
+        """Sends a request to who waits for it in `recv_request`, and fills the buffers with what it gives to `answer`.
+
+        The last buffer is small: it is what is waited for, see _DATA. The rest has CHUNK_BYTES at most. One at a time
+        with each tag. Raises AgreementFailed, with anything in the buffers.
+        """
+        with self._reaching(peer, "asking"):
+            coming = [self._gloo.recv([_tensor(buffer)], peer, 3 * tag + _DATA) for buffer in answer]
+            self._wait(self._gloo.send([_tensor(request)], peer, 3 * tag + _ANSWER), *reversed(coming))
+
+    def recv_request(self, frm: int, request: memoryview, tag: int) -> None:
+        """The next one. Raises AgreementFailed."""
+        with self._reaching(frm, "waiting for a request of"):
+            self._wait(self._gloo.recv([_tensor(request)], frm, 3 * tag + _ANSWER))
+
+    def answer(self, to: int, answer: Sequence[memoryview], tag: int) -> None:
+        """Sends what was asked for. Raises AgreementFailed."""
+        with self._reaching(to, "answering"):
+            self._wait(*[self._gloo.send([_tensor(buffer)], to, 3 * tag + _DATA) for buffer in answer])
+
     def _stream(self, begin: Begin, peer: int, buffer: memoryview, tag: int, what: str) -> Iterator[int]:
         under_way: deque[tuple[Callable[[], None], int]] = deque()
-        try:
+        with self._reaching(peer, what):
             for at in range(0, len(buffer), CHUNK_BYTES):
                 if len(under_way) == IN_FLIGHT:
                     yield _end(*under_way.popleft())
@@ -86,6 +107,11 @@ class Link:
                 under_way.append((begin(peer, _tensor(buffer[at:end]), 3 * tag), end))
             while under_way:
                 yield _end(*under_way.popleft())
+
+    @contextmanager
+    def _reaching(self, peer: int, what: str) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:  # what gloo raises for a time-out and for a lost peer alike
             self.broken = True
             raise AgreementFailed(

@@ -178,7 +178,7 @@ def train(
 
 
 def _watch_recoveries() -> list[int]:
-    """How many slots peers have sent here, for each snapshot that was tried."""
+    """How many slots of other hosts were read here, for each snapshot that was tried."""
     found: list[int] = []
     close = source.InMemory.close
 
@@ -288,8 +288,8 @@ def _set_trap(gates: Path, size: int, *, stage: str, rank: int, step: int | None
     receiving   in the middle of a body
     received    before the header of the replica
     replicated  after it, before the peer is told
-    bringing    a snapshot is being received for a restore
-    brought     it is there, and ready, before the peer is told
+    reading     in the middle of what another host reads out to it, for a restore
+    serving     in the middle of what it reads out itself
     loading     some tensors are filled
     loaded      all of them are; nothing of the new generation is anywhere
     """
@@ -317,6 +317,9 @@ def _set_trap(gates: Path, size: int, *, stage: str, rank: int, step: int | None
 
         return check
 
+    def on_thread(thread: str) -> Callable[..., None]:
+        return lambda *args: die() if _in(thread) else None
+
     begun: list[int] = []
     _wrap(replicate.Replicator, "begin", before=lambda replicator, now, staging, twins: begun.append(now.save.step))
 
@@ -339,10 +342,10 @@ def _set_trap(gates: Path, size: int, *, stage: str, rank: int, step: int | None
             _wrap(Slot, "write_header", before=on_header("from"))
         case "replicated":
             _wrap(Slot, "write_header", after=on_header("from"))
-        case "bringing":
-            _wrap(link.Link, "_begin_recv", after=on_message("bring"))
-        case "brought":
-            _wrap(Slot, "write_header", after=on_header("bring"))
+        case "reading":
+            _wrap(link.Link, "_wait", before=on_thread("read"))
+        case "serving":
+            _wrap(link.Link, "answer", before=on_thread("serve"))
         case "loading":
             _wrap(Reader, "_run", after=lambda *args: die())
         case "loaded":

@@ -1,0 +1,54 @@
+"""Who reads what out to whom: nothing that a rank can open itself, and not always the same one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from ckptlib.errors import CorruptData
+from ckptlib.keys import GenerationId, SaveId
+from ckptlib.peer.inventory import Found, Inventory, SnapshotId, describe
+
+SNAPSHOT = SnapshotId(SaveId(7, GenerationId(1, "00000001")), 3, 4)
+
+
+def found(rank: int, memory: str) -> Found:
+    return Found(SNAPSHOT, rank, memory, f"/dev/shm/{memory}-{rank}.slot", "0" * 32, 100, 4096)
+
+
+def inventory(memories: str, slots: dict[int, str]) -> Inventory:
+    """`memories`: by rank, the host. `slots`: by saved rank, the hosts that have its share."""
+    found_by = {m: [found(rank, m) for rank, hosts in slots.items() if m in hosts] for m in set(memories)}
+    return Inventory([describe(found_by[m], [m]) for m in memories])
+
+
+def moves(memories: str, slots: dict[int, str], needs: list[list[int]]) -> list[tuple[int, str, int, int]]:
+    """(saved rank, host, sender, receiver) of each."""
+    found = inventory(memories, slots).moves(SNAPSHOT, needs)
+    return [(move.found.rank, move.found.memory, move.sender, move.receiver) for move in found]
+
+
+def test_what_is_on_the_host_is_not_moved() -> None:
+    slots = {0: "AB", 1: "AB", 2: "AB", 3: "AB"}
+    assert moves("AABB", slots, [[0, 1, 2, 3]] * 4) == []
+
+
+def test_every_rank_gets_what_it_lacks_from_one_that_has_it() -> None:
+    slots = {0: "AB", 1: "AB", 2: "A", 3: "A"}
+    assert moves("AABB", slots, [[0], [1], [2], [3, 0]]) == [(2, "A", 0, 2), (3, "A", 1, 3)]
+    assert moves("AABB", slots, [[], [], [2], [2]]) == [(2, "A", 0, 2), (2, "A", 1, 3)], "each reads its own part of it"
+
+
+def test_the_work_is_shared_among_hosts_and_their_ranks() -> None:
+    slots = dict.fromkeys(range(4), "AB")
+    senders = Counter(sender for *_, sender, _ in moves("AABBCCCC", slots, [[0, 1]] * 8))
+    assert senders == {0: 2, 1: 2, 2: 2, 3: 2}
+
+
+def test_a_share_that_is_nowhere() -> None:
+    lost = inventory("AB", {0: "A", 1: "A", 2: "A", 3: "A"})
+    lost.drop([("A", "/dev/shm/A-2.slot")])
+    assert lost.whole() == []
+    with pytest.raises(CorruptData, match="step 7 in memory: no copy of the share of rank 2 is left"):
+        lost.moves(SNAPSHOT, [[0], [2]])

@@ -1,0 +1,344 @@
+"""Slots that are read from another rank, whole, damaged and by liars: remotes.py <rank> <directory> <seconds>, three.
+
+As in transfers.py: each rank writes to <directory>/<case>.rank<n> "ok", or what was wrong. Rank 1 reads what rank 0 has
+where a case does not say otherwise.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import struct
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from support import ROOT_ID, layout_of, shards_of
+from workers.transfers import CAPACITY, NUM_RANKS, PATIENCE, STATE, content_of, flip, rank, seal, slot_of
+
+from ckptlib.box import Box
+from ckptlib.digests import XXH3
+from ckptlib.errors import AgreementFailed, CorruptData, FormatError
+from ckptlib.group import group_of
+from ckptlib.keys import GenerationId, SaveId
+from ckptlib.peer import remote as remote_module
+from ckptlib.peer.inventory import Found, Inventory, Move, describe, look, memory_of
+from ckptlib.peer.link import Link
+from ckptlib.peer.remote import STREAMS, Exchange, RemoteSlot
+from ckptlib.peer.source import InMemory
+from ckptlib.plan import body_nbytes, lay_out
+from ckptlib.reader import Reader, Want, own_rank
+from ckptlib.slot import PAGE_BYTES, Slot, SlotHeader
+from ckptlib.snapshot import SnapshotReader, check_body
+from ckptlib.stage import Content, Source, Stager
+
+PIECE_BYTES = 1 << 20
+"""The most that one request asks for, here: a small body takes several."""
+
+DONE = 2**64 - 1
+REQUEST, VERDICT = struct.Struct("<QQQ"), struct.Struct("<?I507s")
+"""As remote.py describes them."""
+
+
+def shared(slot: Slot) -> Found:
+    """What rank 0 has found."""
+    mine = json.dumps(look([slot], ROOT_ID)[0].to_json() if rank() == 0 else None)
+    return Found.from_json(json.loads(group_of(None, PATIENCE).gather(mine.encode())[0]))
+
+
+@contextmanager
+def exchanging(slot: Slot, *moves: tuple[int, int]) -> Iterator[tuple[Exchange, list[RemoteSlot]]]:
+    """`moves`: (sender, receiver), all of the slot of rank 0. What this rank receives of them."""
+    found = shared(slot)
+    exchange = Exchange(world(), PATIENCE, open_here)
+    slots = exchange.add(Move(found, sender, receiver) for sender, receiver in moves)
+    dist.barrier()
+    yield exchange, list(slots.values())
+    exchange.close()
+
+
+def open_here(found: Found) -> Slot:
+    return Slot.open(Path(found.path))
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def as_it_is(directory: Path) -> None:
+    """Header, documents and body, by two ranks with several threads each; and no more than was asked for."""
+    with slot_of(directory, CAPACITY) as slot:
+        header = seal(slot, 1, 0)
+        if rank() == 0:
+            (directory / "content").write_bytes(content_of(slot, header))
+        with exchanging(slot, (0, 1), (0, 2)) as (exchange, slots):
+            assert len(slots) == (rank() > 0)
+            expected = (directory / "content").read_bytes()
+            for there in slots:
+                header = there.read_header()
+                assert (header.rank, header.save.step) == (0, 1)
+                snapshot = SnapshotReader().read(there, header)
+                documents = sum(nbytes for _, nbytes, _ in header.documents.values())
+                assert exchange.nbytes_received == PAGE_BYTES + documents
+                check_body(there, snapshot)
+                before = exchange.nbytes_received
+                end = PAGE_BYTES + header.body_nbytes
+                ranges = [(at, min(300_001, end - at)) for at in range(0, end, 77_777)]
+                with ThreadPoolExecutor(2 * STREAMS) as executor:
+                    pieces = list(executor.map(lambda place, there=there: bytes(there.view(*place)), ranges))
+                assert pieces == [expected[at : at + nbytes] for at, nbytes in ranges]
+                assert exchange.nbytes_received == before + sum(nbytes for _, nbytes in ranges)
+                assert header.body_nbytes > PIECE_BYTES, "more than one request takes"
+                assert there.view(0, end) == expected[:end]
+
+
+def what_is_not_there(directory: Path) -> None:
+    """Behind the end, cut since it was opened, and a slot that cannot be opened: said to who asks, who goes on."""
+    with slot_of(directory, CAPACITY) as slot:
+        seal(slot, 1, 0)
+        found = shared(slot)
+        exchange = Exchange(world(), PATIENCE, lru_cache(open_here))
+        slots = exchange.add(Move(replace(found, path=path), 0, 1) for path in (found.path, found.path + "x"))
+        dist.barrier()
+        if rank() == 1:
+            there, gone = slots.values()
+            for at, nbytes in ((2**40, 1), (PAGE_BYTES + CAPACITY, 2 * PIECE_BYTES)):
+                with pytest.raises(CorruptData, match=r"rank 0 says: .*lies behind its end"):
+                    there.view(at, nbytes)
+            check_body(there, SnapshotReader().read(there, there.read_header()))
+            os.truncate(found.path, PAGE_BYTES + 1000)
+            with pytest.raises(CorruptData, match=r"rank 0 says: .*lies behind its end, 5,096"):
+                there.view(5000, 2 * PAGE_BYTES)
+            there.view(5000, 96)
+            with pytest.raises(CorruptData, match=r"rank 0 says: .*cannot be opened as a slot"):
+                gone.read_header()
+            there.view(5000, 96)
+        exchange.close()
+        dist.barrier()
+
+
+def damage(directory: Path) -> None:
+    """One bit of the body, then one of a document."""
+    with slot_of(directory, CAPACITY) as slot:
+        header = seal(slot, 1, 0)
+        flip(slot, PAGE_BYTES + STATE["w"].nbytes - 1)
+        with exchanging(slot, (0, 1)) as (_, slots):
+            for there in slots:
+                snapshot = SnapshotReader().read(there, there.read_header())
+                with pytest.raises(CorruptData, match=r"on rank 0: w\[.*\] at \[\d+:\+\d+\] changed in memory"):
+                    check_body(there, snapshot)
+            dist.barrier()
+            flip(slot, sum(header.documents["table"][:2]) - 1)
+            dist.barrier()
+            for there in slots:
+                with pytest.raises(CorruptData, match=r"on rank 0: table at .* does not match its digest"):
+                    SnapshotReader().read(there, there.read_header())
+
+
+def liars_who_ask(directory: Path) -> None:
+    """They get zeros and are told why, or nothing at all; and nobody else is the worse for it."""
+    with slot_of(directory, CAPACITY) as slot:
+        seal(slot, 1, 0)
+        found = shared(slot)
+        if rank() == 1:
+            link = Link(world(), PATIENCE)
+            dist.barrier()
+            for request, why in {
+                (1, PAGE_BYTES, 8): b"there are 1 offers to rank 1, not 1",
+                (DONE - 1, PAGE_BYTES, 8): b"there are 1 offers",
+                (0, 2**64 - 1, 1): b"lies behind its end",
+                (0, 2**63, PIECE_BYTES): b"lies behind its end",
+                (0, PAGE_BYTES + CAPACITY, 1): b"lies behind its end",
+            }.items():
+                good, data, text = _ask(link, *request)
+                assert not good
+                assert data == bytes(len(data))
+                assert why in text, (request, text)
+            assert _ask(link, 0, 0, 20)[:2] == (True, slot.view(0, 20)), "all ranks have the same"
+            for stream, nbytes in enumerate((2**63, PIECE_BYTES + 1, 0)):
+                link.ask(0, memoryview(REQUEST.pack(0, 0, nbytes)), [], stream)
+            link.ask(0, memoryview(REQUEST.pack(DONE, 0, 0)), [], STREAMS - 1)
+            dist.barrier()
+            link.close()
+            return
+        exchange = Exchange(world(), PATIENCE, open_here)
+        slots = exchange.add([Move(found, 0, 1), Move(found, 0, 2)])
+        dist.barrier()
+        for there in slots.values():
+            check_body(there, SnapshotReader().read(there, there.read_header()))
+        exchange.close()
+        dist.barrier()
+
+
+def _ask(link: Link, number: int, at: int, nbytes: int) -> tuple[bool, bytes, bytes]:
+    data, verdict = bytearray(nbytes), bytearray(VERDICT.size)
+    link.ask(0, memoryview(REQUEST.pack(number, at, nbytes)), [memoryview(data), memoryview(verdict)], STREAMS - 1)
+    good, length, text = VERDICT.unpack(verdict)
+    return good, bytes(data), text[:length]
+
+
+class Lies(Link):
+    """Sends other bytes than were asked for, and calls them good."""
+
+    @override
+    def answer(self, to: int, answer: Sequence[memoryview], tag: int) -> None:
+        data = bytearray(answer[0])
+        data[-1] ^= 1
+        super().answer(to, [memoryview(data), answer[1]], tag)
+
+
+def liars_who_serve(directory: Path) -> None:
+    """Nothing is believed: not a header, not a document, not a chunk."""
+    if rank() == 0:
+        remote_module.Link = Lies  # type: ignore[misc]
+    with slot_of(directory, CAPACITY) as slot:
+        header = seal(slot, 1, 0)
+        snapshot = SnapshotReader().read(slot, header)
+        with exchanging(slot, (0, 1)) as (_, slots):
+            for there in slots:
+                with pytest.raises((CorruptData, FormatError), match="on rank 0"):
+                    there.read_header()
+                for name in header.documents:
+                    with pytest.raises(CorruptData, match=rf"on rank 0: {name} at .* does not match"):
+                        there.read_document(header, name)
+                with pytest.raises(CorruptData, match=r"on rank 0: .* changed in memory"):
+                    check_body(there, snapshot)
+    remote_module.Link = Link  # type: ignore[misc]
+
+
+def share(slot: Slot, step: int, of: int, num_ranks: int, tensors: dict[str, np.ndarray]) -> None:
+    """Seals what a rank of a larger job holds."""
+    layout = layout_of(tensors, num_ranks)
+    shards = shards_of(layout, of)
+    table = lay_out(layout, shards)
+    header = SlotHeader(
+        root_id=ROOT_ID,
+        save=SaveId(step, GenerationId(1, "00000001")),
+        rank=of,
+        world_size=num_ranks,
+        number=step,
+        sequence=2 * step,
+        body_nbytes=body_nbytes(table),
+        documents={},
+    )
+    names = [layout.tensors[t].name for t in table.tensors]
+    pieces = [torch.from_numpy(tensors[n][box.slices()]) for n, box in zip(names, table.boxes, strict=True)]
+    stager = Stager(lambda staging: None)
+    content = Content(header, layout.encoded, table, {"step": step}, {}, 0.0, XXH3)
+    sources = [Source(n, piece, False) for n, piece in zip(names, pieces, strict=True)]
+    stager.begin(slot, content, sources).wait_sealed(60)
+    stager.close()
+
+
+def only_what_is_needed(directory: Path) -> None:
+    """Two saved shares on one host, and three ranks that want a quarter each: what they receive is what they lack."""
+    tensors = {"w": np.random.default_rng(1).integers(0, 2**32, (96, 64, 1024), np.uint32)}
+    here = directory / f"host{rank()}"
+    here.mkdir()
+    half = tensors["w"].nbytes // 2
+    with slot_of(here, half) as first, slot_of(here, half) as second:
+        if rank() == 0:
+            share(first, 1, 0, 2, tensors)
+            share(second, 1, 1, 2, tensors)
+        group = group_of(None, PATIENCE)
+        inventory = Inventory(group.gather(describe(look([first, second], ROOT_ID), [memory_of(here)])))
+        source = InMemory(group, world(), inventory, inventory.whole()[0], PATIENCE)
+        box = Box((24 * rank(), 0, 0), (24, 64, 1024))
+        found = torch.zeros(box.shape, dtype=torch.uint32)
+        want = Want("w", ((box, found),))
+        source.bring({own_rank(rank(), 2)})
+        reader = Reader(source, rank())
+        source.bring(reader.ranks_for(want))
+        reader.read([want], lambda nbytes: None)
+        assert np.array_equal(found.numpy(), tensors["w"][box.slices()])
+        lacking = found.nbytes if rank() > 0 else 0
+        assert lacking <= source.nbytes_received <= lacking + 8 * PAGE_BYTES, "documents are small here"
+        assert source.num_received == (0, 2, 2)[rank()], "with the one that its values are from"
+        source.close()
+
+
+class Dies(Link):
+    """Killed in the middle of what it reads out."""
+
+    @override
+    def answer(self, to: int, answer: Sequence[memoryview], tag: int) -> None:
+        super().answer(to, answer[:1], tag)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(directory: Path) -> None:
+    """Rank 1 as it waits for what it asked; rank 2 in the middle of what it reads out: the last case."""
+    if rank() == 2:
+        remote_module.Link = Dies  # type: ignore[misc]
+    with slot_of(directory, CAPACITY) as slot:
+        found = shared(slot) if seal(slot, 1, 0) else None
+        path = group_of(None, PATIENCE).gather(str(slot.path).encode())[2].decode()
+        assert found is not None
+        exchange = Exchange(world(), PATIENCE, open_here)
+        slots = exchange.add([Move(found, 0, 1), Move(replace(found, path=path), 2, 0)])
+        dist.barrier()
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank() == 2:
+            signal.pause()
+        for there in slots.values():
+            with ThreadPoolExecutor(2 * STREAMS) as executor:
+                reads = [executor.submit(there.view, 0, PIECE_BYTES) for _ in range(2 * STREAMS)]
+            assert [type(read.exception()) for read in reads] == [AgreementFailed] * len(reads)
+        exchange.close()
+
+
+CASES = [
+    as_it_is,
+    what_is_not_there,
+    damage,
+    liars_who_ask,
+    liars_who_serve,
+    only_what_is_needed,
+    killed,
+]
+
+
+def main() -> None:
+    directory = Path(sys.argv[2])
+    faulthandler.dump_traceback_later(float(sys.argv[3]), exit=True)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=int(sys.argv[1]), world_size=NUM_RANKS, timeout=PATIENCE
+    )
+    warnings.simplefilter("error")
+    remote_module.PIECE_BYTES = PIECE_BYTES
+    for case in CASES:
+        here = directory / case.__name__
+        here.mkdir(exist_ok=True)
+        verdict = directory / f"{case.__name__}.rank{rank()}"
+        try:
+            case(here)
+            verdict.write_text("ok")
+        except (Exception, pytest.fail.Exception) as error:
+            verdict.write_text("".join(traceback.format_exception(error)))
+            os._exit(1)
+        if case is not killed:
+            dist.barrier()
+    os._exit(0)  # gloo's threads may abort an interpreter that ends in the ordinary way (torch 2.13)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
