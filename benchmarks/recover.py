@@ -1,22 +1,30 @@
-"""How soon is a killed job back? Restores from this host's memory, from a peer's, and from the local store.
+"""How soon is a killed job back? Restores from this host's memory, from a peer's, from the local store and from S3.
 
 Two ranks, each a host of its own: with a directory in /dev/shm that the other does not look into. A job trains until
 both hold a snapshot and its replica, and dies; the next one restores, in fresh processes, into memory that was touched.
-Before that the bare speeds are measured by the same ranks: a warm copy on both at once, and a gloo transfer from one to
-the other. A host is lost by removing its directory. What was restored is compared with what was saved. Last, the whole
-way of a torchrun job from the SIGKILL of a rank to the end of the first step after it, phase by phase.
+Before that the same ranks measure the bare speeds, also in memory that was touched: on both at once, a warm copy and
+what the kernel copies out of a file in /dev/shm; and a gloo transfer from one to the other, alone and while the first
+reads its own share as it does in a restore. A host is lost by removing its directory. What was restored is compared
+with what was saved. S3 is a real server (moto's, if it is installed) on the same machine, which costs the CPU of that.
+Last, the whole way of a torchrun job from the SIGKILL of a rank to the end of the first step after it, by phase.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import itertools
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +38,12 @@ from benchmarks.common import Line, tell, told
 from benchmarks.figures import Figures, Options, rotated, run
 
 MEMORY = Path("/dev/shm")
-OWN, REPLICA, STORE = "own slots", "a peer's replica", "local store, cold"
+OWN, REPLICA, STORE, S3 = "own slots", "a peer's replica", "local store, cold", "S3 on this machine"
+LOST = {OWN: (), REPLICA: (1,), STORE: (0, 1), S3: (0, 1)}
+"""Hosts."""
 DEATH = "from SIGKILL to the next step"
 WAIT_S = 60.0
+KEYS = {"key": "testing", "secret": "testing"}
 
 
 def main(arguments: list[str]) -> None:
@@ -44,25 +55,63 @@ def measure(options: Options, directory: Path, figures: Figures) -> None:
     rounds = range(1 if options.toy else options.rounds)
     writers: list[int] = []
 
-    def ask(case: str, doing: str, job: str, restarts: int = 0) -> list[Line]:
-        order = {"nbytes": nbytes, "directory": str(directory / job), "memory": memory, "doing": doing}
+    def ask(case: str, doing: str, url: str, memory: str, restarts: int = 0, **more: object) -> list[Line]:
+        order = {"nbytes": nbytes, "url": url, "memory": memory, "doing": doing, "options": {}, **more}
         lines = figures.attempt(case, "ckptlib", __name__, 2, order, options.timeout_s, restarts)
         writers.extend(line["writer"] for line in lines if "writer" in line)
         return [line for line in lines if "writer" not in line]
 
-    with tempfile.TemporaryDirectory(prefix="ckptlib-recover-", dir=MEMORY) as memory:
-        saved = {line["rank"]: line["digest"] for line in ask("setup", "train", "job")}
-        for number in rounds:
-            for case in rotated((OWN, REPLICA, STORE), number) if saved else ():
-                _lose(Path(memory), case)
-                limits.evict(directory)
-                for line in ask(case, "restore", "job"):
-                    _note(figures, case, line, saved, nbytes)
-        for number in rounds:
-            for line in ask(DEATH, "die", f"job-{number}", restarts=1):
-                for phase, seconds in line["phases"].items() if line["rank"] == 0 else ():
-                    figures.add(DEATH, "ckptlib", phase, "s", [seconds], nbytes=nbytes)
+    def restores(url: str, cases: Sequence[str], **more: object) -> None:
+        with tempfile.TemporaryDirectory(prefix="ckptlib-recover-", dir=MEMORY) as memory:
+            saved = {line["rank"]: line["digest"] for line in ask(f"setup, {cases[0]}", "train", url, memory, **more)}
+            for number in rounds:
+                for case in rotated(cases, number) if saved else ():
+                    for host in LOST[case]:
+                        shutil.rmtree(Path(memory) / f"host{host}")
+                    limits.evict(directory)
+                    for line in ask(case, "restore", url, memory, **more):
+                        _note(figures, case, line, saved, nbytes)
+
+    restores(str(directory / "job"), (OWN, REPLICA, STORE))
+    if missing := [name for name in ("s3fs", "moto") if importlib.util.find_spec(name) is None]:
+        figures.failed(S3, "ckptlib", f"not installed: {', '.join(missing)}; they are in the extra called dev")
+    else:
+        with _s3_server() as endpoint:
+            restores("s3://bucket/job", (S3,), options={**KEYS, "endpoint_url": endpoint})
+    for number in rounds:
+        for line in ask(DEATH, "die", str(directory / f"job-{number}"), "", restarts=1):
+            for phase, seconds in line["phases"].items() if line["rank"] == 0 else ():
+                figures.add(DEATH, "ckptlib", phase, "s", [seconds], nbytes=nbytes)
     _await_end(writers)
+
+
+@contextmanager
+def _s3_server() -> Iterator[str]:
+    """Its URL. It has one bucket."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while not _answers(port):
+            assert server.poll() is None, "moto's server ended"
+            assert time.monotonic() < deadline, "moto's server did not start"
+            time.sleep(0.05)
+        import s3fs
+
+        endpoint = f"http://127.0.0.1:{port}"
+        s3fs.S3FileSystem(**KEYS, endpoint_url=endpoint).mkdir("bucket")
+        yield endpoint
+    finally:
+        server.terminate()
+        server.wait(WAIT_S)
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _await_end(writers: Sequence[int]) -> None:
@@ -72,16 +121,11 @@ def _await_end(writers: Sequence[int]) -> None:
         time.sleep(0.1)
 
 
-def _lose(memory: Path, case: str) -> None:
-    for host in {OWN: (), REPLICA: (1,), STORE: (0, 1)}[case]:
-        shutil.rmtree(memory / f"host{host}")
-
-
 def _note(figures: Figures, case: str, line: dict[str, object], saved: dict[int, str], nbytes: int) -> None:
     if line["digest"] != saved[line["rank"]]:
         figures.failed(case, "ckptlib", "restored other bytes than were saved")
         return
-    if line["in_memory"] != (case != STORE):
+    if line["in_memory"] != (case in (OWN, REPLICA)):
         figures.failed(case, "ckptlib", "restored from elsewhere")
         return
     if line["rank"] != 1:  # the one that needs a peer
@@ -90,10 +134,14 @@ def _note(figures: Figures, case: str, line: dict[str, object], saved: dict[int,
     figures.add(case, "ckptlib", "restore", "s", [sum(phases.values())], nbytes=nbytes)
     for phase, seconds in phases.items():
         figures.add(case, "ckptlib", phase, "s", [seconds])
+    bare = line["bare"]
     if case == OWN:
-        figures.add(case, "bare copy", "read", "s", [line["copy_s"]], nbytes=nbytes)
+        figures.add(case, "bare copy", "read", "s", [bare["copy"]], nbytes=nbytes)
+        figures.add(case, "bare read of /dev/shm", "read", "s", [bare["read"]], nbytes=nbytes)
     if case == REPLICA:
-        figures.add(case, "bare gloo", "bring", "s", [line["gloo_s"]], nbytes=nbytes)
+        figures.add(case, "ckptlib", "bring and read", "s", [phases["bring"] + phases["read"]], nbytes=nbytes)
+        figures.add(case, "bare gloo", "bring and read", "s", [bare["gloo"]], nbytes=nbytes)
+        figures.add(case, "bare gloo beside a read", "bring and read", "s", [bare["both"]], nbytes=nbytes)
 
 
 # In the ranks
@@ -112,7 +160,7 @@ def _die_and_come_back(given: dict[str, object]) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     times.append(("construction", time.time()))
     checkpointer = ckptlib.Checkpointer(
-        str(given["directory"]),
+        str(given["url"]),
         {"model": model, "optimizer": optimizer},
         every=10**9,
         peers=ckptlib.Peers(copies=1, every=1, domain=f"host{rank}"),
@@ -121,7 +169,7 @@ def _die_and_come_back(given: dict[str, object]) -> None:
     times.append(("restore", time.time()))
     start = checkpointer.restore().step
     times.append(("first step", time.time()))
-    killed = Path(str(given["directory"])) / "killed"
+    killed = Path(str(given["url"])) / "killed"
     for step in range(start, start + 1000):
         model(torch.ones(8, 1024)).pow(2).mean().backward()
         optimizer.step()
@@ -159,10 +207,11 @@ def work() -> None:
         peers.clear(state)
     arena = Path(given["memory"]) / f"host{rank}"
     arena.mkdir(exist_ok=True)
-    copy_s, gloo_s = (0.0, 0.0) if given["doing"] == "train" else _bare(given["nbytes"])
+    bare = {} if given["doing"] == "train" else _bare(given["nbytes"])
     checkpointer = ckptlib.Checkpointer(
-        given["directory"],
+        given["url"],
         {"state": state},
+        storage_options=given["options"],
         every=10**9,
         peers=ckptlib.Peers(copies=1, every=1, domain=f"host{rank}"),
         arena=arena,
@@ -175,13 +224,7 @@ def work() -> None:
     else:
         peers.barrier()
         report = checkpointer.restore()
-        tell(
-            digest=peers.digest(state),
-            in_memory=report.in_memory,
-            phases=report.phases,
-            copy_s=copy_s,
-            gloo_s=gloo_s,
-        )
+        tell(digest=peers.digest(state), in_memory=report.in_memory, phases=report.phases, bare=bare)
         step = report.step
     _until_held(checkpointer, step)
     peers.barrier()
@@ -196,22 +239,47 @@ def _until_held(checkpointer: ckptlib.Checkpointer, step: int) -> None:
         checkpointer._session.await_room()  # no step is done, so what is restored next is what was saved
 
 
-def _bare(nbytes: int) -> tuple[float, float]:
-    """Seconds of a warm copy on both ranks at once, and of a transfer from the first to the second."""
-    source, target = limits.aligned(nbytes), limits.aligned(nbytes)
-    peers.barrier()
-    began = time.perf_counter()
-    ctypes.memmove(target.ctypes.data, source.ctypes.data, nbytes)
-    copy_s = time.perf_counter() - began
-    peers.barrier()
-    began = time.perf_counter()
-    for at in range(0, nbytes, 64 << 20):
-        piece = torch.from_numpy(np.asarray(target[at : at + (64 << 20)]))
-        if dist.get_rank() == 0:
-            dist.send(piece, 1)
-        else:
-            dist.recv(piece, 0)
-    return copy_s, time.perf_counter() - began
+def _bare(nbytes: int) -> dict[str, float]:
+    """Seconds of what both ranks do at once; each the second time, when all memory and connections are warm."""
+    source, target = (np.zeros(nbytes, dtype=np.uint8) for _ in range(2))
+    source[:], target[:] = 1, 2
+    with tempfile.TemporaryFile(dir=MEMORY) as file:
+        file.write(source.data)
+        file.flush()
+
+        def copy() -> None:
+            ctypes.memmove(target.ctypes.data, source.ctypes.data, nbytes)
+
+        def read() -> None:
+            for at in range(0, nbytes, limits.BLOCK_BYTES):
+                os.preadv(file.fileno(), [target.data[at : at + limits.BLOCK_BYTES]], at)
+
+        def gloo() -> None:
+            for at in range(0, nbytes, 64 << 20):
+                piece = torch.from_numpy(source[at : at + (64 << 20)])
+                if dist.get_rank() == 0:
+                    dist.send(piece, 1)
+                else:
+                    dist.recv(piece, 0)
+
+        def both() -> None:
+            reading = threading.Thread(target=read)
+            if dist.get_rank() == 0:
+                reading.start()
+            gloo()
+            if dist.get_rank() == 0:
+                reading.join()
+
+        return {call.__name__: _seconds(call) for call in (copy, read, gloo, both)}
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    for _ in range(2):
+        peers.barrier()
+        began = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - began
+    return seconds
 
 
 if __name__ == "__main__":

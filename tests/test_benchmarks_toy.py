@@ -22,7 +22,7 @@ SUBJECTS = {
     "beat": {"ckptlib"},
     "slowdown": {"ckptlib"},
     "scale": {"ckptlib"},
-    "recover": {"ckptlib", "bare copy", "bare gloo"},
+    "recover": {"ckptlib", "bare copy", "bare read of /dev/shm", "bare gloo", "bare gloo beside a read"},
 }
 """Who must show up in the figures of each."""
 
