@@ -7,15 +7,14 @@ earlier. So nobody saves, skips, stops or raises on what it alone knows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 from ckptlib.errors import AgreementFailed
 from ckptlib.group import Group
 from ckptlib.held import NONE
 
 
-@dataclass(frozen=True, slots=True)
-class Word:
+class Word(NamedTuple):
     """What one rank says; agreed upon by maximum."""
 
     step: int
@@ -59,7 +58,11 @@ class Beat:
 
     def start(self, word: Word) -> None:
         """Says this rank's word for the next step."""
-        self._pending = self._group.start_max(astuple(word))
+        self._pending = self._group.start_max(word)
+
+    def forget(self) -> None:
+        """No rank will ask what was said last; the group need not wait until it is let go of."""
+        self._pending = None
 
     @property
     def started(self) -> bool:
@@ -76,7 +79,7 @@ class Beat:
         if word.step != -word.minus_step or word.step != step:
             if word.step == -word.minus_step:  # this rank alone is elsewhere: the others are told by their next word
                 first, last = sorted((step, word.step))
-                self._group.start_max(astuple(Word(step=last, minus_step=-first)))
+                self._group.start_max(Word(step=last, minus_step=-first))
             raise AgreementFailed(
                 f"after_step({step}) on this rank, but ranks were between steps {-word.minus_step} and {word.step}; "
                 "every rank must call after_step with the same, ascending steps"

@@ -22,7 +22,8 @@ from ckptlib.keys import SaveId, parse_save
 from ckptlib.manifest import Manifest
 from ckptlib.reader import Reader, Source, own_rank
 from ckptlib.saved import Saved
-from ckptlib.session import RNG, Pending, Session, Settings
+from ckptlib.session import RNG, Pending, Session
+from ckptlib.settings import Settings
 from ckptlib.spread import share_out, spread
 from ckptlib.stores import open_store
 from ckptlib.targets import Only, Rename, Targets, targets

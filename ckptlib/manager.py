@@ -34,7 +34,8 @@ from ckptlib.peer.peers import Coverage, Peers
 from ckptlib.policy import Policy, Steps
 from ckptlib.restore import restore
 from ckptlib.retention import Keep
-from ckptlib.session import Pending, Session, Settings
+from ckptlib.session import Pending, Session
+from ckptlib.settings import Settings
 from ckptlib.state import Leaf, flatten
 
 log = logging.getLogger(__name__)
@@ -199,15 +200,20 @@ class Checkpointer:
         last = word.stop or step == self._final
         if last:
             self._session.await_room()
+        taken = None
         if last or ((word.due or word.snap) and word.needs_held <= holdings.held_by_all):
-            self._save(step, metrics, word, persist=bool(last or word.due))
+            taken = self._save(step, metrics, word, persist=bool(last or word.due))
         elif word.due or word.snap:
             holdings.make_room()
+        try:
+            if not self._stopping:
+                self._say(step + 1)
+        finally:
+            if taken is not None:
+                taken.staging.go()
         if last:  # no step of an optimizer follows, so nothing would wait at the fence
             self._fence.wait()
         self._fence.forget()
-        if not self._stopping:
-            self._say(step + 1)
 
     def save(self, step: int, metrics: Mapping[str, object] | None = None) -> Pending:
         """Saves the state after `step` steps now, whatever the policy says. Collective; waits for a slot only.
@@ -255,11 +261,12 @@ class Checkpointer:
                 f"error on this rank: {last or 'none'}"
             )
 
-    def _save(self, step: int, metrics: Mapping[str, object] | None, word: Word, persist: bool) -> None:
+    def _save(self, step: int, metrics: Mapping[str, object] | None, word: Word, persist: bool) -> Pending | None:
+        """What was begun, and is to `go` on; None where there is nothing to save, or it failed."""
         self._owed = self._owed and not persist
         self._owed_in_memory = False
         if self._last is not None and step == self._last.step:
-            return
+            return None
         inline = bool(word.inline) or self._wants_inline
         self._wants_inline = False
         try:
@@ -270,6 +277,7 @@ class Checkpointer:
                 overlap=(lambda leaf: False) if inline else self._earned,
                 compare=bool(word.agree),
                 persist=persist,
+                go=False,
             )
         except (StateError, AgreementFailed):
             raise
@@ -280,12 +288,13 @@ class Checkpointer:
             elif not self._unkept:
                 self._unkept = True
                 log.error("step %d is not kept in memory, nor later ones until there is room: %s", step, error)
-            return
+            return None
         self._unkept = False
         if persist:
             self._local_failures = 0
             self._last = pending
         self._fence.guard(pending.staging)
+        return pending
 
     def _earned(self, leaf: Leaf) -> bool:
         """Whether the leaf's only writer is an optimizer that was seen to wait at the fence."""
@@ -345,6 +354,7 @@ class Checkpointer:
     def _let_go(self, clean: bool, timeout: timedelta) -> None:
         self._stop.remove()
         self._fence.remove()
+        self._beat.forget()
         self._session.close(timeout, clean)
 
     def __enter__(self) -> Self:

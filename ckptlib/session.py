@@ -9,10 +9,8 @@ import logging
 import operator
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -24,14 +22,13 @@ from ckptlib.group import Group, group_of, group_or_world, together
 from ckptlib.holdings import Holdings
 from ckptlib.keys import SaveId
 from ckptlib.lineage import Lineage
-from ckptlib.peer.peers import Peers
 from ckptlib.peer.replicate import Replicator
 from ckptlib.placement import place
 from ckptlib.planner import Overlap, Plan, Planner
 from ckptlib.probe import probe
 from ckptlib.replicas import Row
-from ckptlib.retention import Keep
 from ckptlib.rng import RngState
+from ckptlib.settings import Settings
 from ckptlib.slot import Slot, SlotHeader
 from ckptlib.stage import Content, Source, Stager, Staging
 from ckptlib.state import Flat, Leaf, Memo, PerRank, flatten
@@ -51,26 +48,7 @@ NUM_SLOTS = 2
 """One to be written to the store while the next snapshot is taken."""
 
 NUM_SLOTS_WITH_PEERS = 3
-"""At every step: one that all ranks hold, one on its way to them, one that is written."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a session is opened with."""
-
-    url: str
-    options: Mapping[str, object]
-    """For fsspec's filesystem."""
-    timeout: timedelta
-    """How long ranks wait for one another."""
-    save_deadline: timedelta
-    """After which a save that is not committed never will be; the root's own counts where there is one."""
-    algorithm: str
-    arena: Path | None
-    keep: Keep | None
-    tags: Mapping[str, str]
-    peers: Peers | None
-    """None: snapshots serve storage only."""
+"""At every step: one that all ranks hold, one on its way to them, one that is begun. See `Holdings.make_room`."""
 
 
 class Pending:
@@ -172,7 +150,7 @@ class Session:
     def _make_room(self) -> tuple[Arena, Writer]:
         if self.settings.keep is not None:
             self.settings.keep.check(self.root.save_deadline_s)
-        writer = Writer(self._setup())
+        writer = Writer(self.settings.for_writer(self.group.rank, self.group.size, self.root.save_deadline_s))
         arena = self._make_arena(writer)
         if self.settings.peers is None:
             arena.reclaim()
@@ -183,19 +161,6 @@ class Session:
         arena = Arena(self.root.id, self.generation, self.settings.arena, num_slots)
         arena.on_made, arena.on_gone = writer.add_slot, writer.forget_slot
         return arena
-
-    def _setup(self) -> dict[str, object]:
-        s = self.settings
-        return {
-            "op": "setup",
-            "url": s.url,
-            "options": dict(s.options),
-            "rank": self.group.rank,
-            "world_size": self.group.size,
-            "deadline_s": self.root.save_deadline_s,
-            "keep": None if s.keep is None else s.keep.to_json(),
-            "keep_slots_s": 0.0 if s.peers is None else s.peers.keep_for.total_seconds(),
-        }
 
     # Saving, top to bottom
 
@@ -208,8 +173,11 @@ class Session:
         overlap: Overlap = lambda leaf: False,
         compare: bool = True,
         persist: bool = True,
+        go: bool = True,
     ) -> Pending:
         """Takes a snapshot of `state`, and has it persisted unless it is for memory only. Collective when `compare`.
+
+        `go`: see `Stager.begin`.
 
         Where ranks do not compare, what this rank alone finds wrong is published as its failure, and raised as
         SaveFailed; the next save compares.
@@ -254,7 +222,7 @@ class Session:
             self._steps_saved.add(step)
         sources = self.planner.sources(flat.leaves, plan, overlap)
         twins = self.holdings.twins(save, self._num_saves, partial(self._find_alike, flat.leaves, plan, overlap))
-        staging = self._stager.begin(slot, content, sources, twins)
+        staging = self._stager.begin(slot, content, sources, twins, go)
         pending = Pending(self, save, staging, persist)
         if persist:
             self._pending[str(save)] = pending

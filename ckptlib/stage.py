@@ -172,10 +172,17 @@ class Staging:
         """Under way on devices, each with the sources that are copied behind the fence."""
         self._copied = threading.Event()
         self._sealed = threading.Event()
+        self._hand_over: Callable[[], None] | None = None
 
     @property
     def step(self) -> int:
         return self.content.header.save.step
+
+    def go(self) -> None:
+        """Has the thread begin, unless it has. Main thread."""
+        hand_over, self._hand_over = self._hand_over, None
+        if hand_over is not None:
+            hand_over()
 
     def wait_copied(self) -> None:
         """Returns when the sources are no longer read; on devices, the current stream is made to wait instead.
@@ -221,8 +228,13 @@ class Stager:
         self._thread.start()
 
     @torch.no_grad()
-    def begin(self, slot: Slot, content: Content, sources: Sequence[Source], twins: Sequence[Lot] = ()) -> Staging:
+    def begin(
+        self, slot: Slot, content: Content, sources: Sequence[Source], twins: Sequence[Lot] = (), go: bool = True
+    ) -> Staging:
         """Copies what must be copied now; hands the rest to the thread. `sources` are in the table's order.
+
+        `go`: whether the thread may begin at once; else it waits for `Staging.go`. Where there is no core to spare, it
+        takes the caller's, which may have something to do before it goes on with the training.
 
         `twins`: shards of this rank that are those of other ranks' snapshots as well, into replicas of these. They are
         copied, too, when the snapshot is done.
@@ -231,17 +243,22 @@ class Stager:
         header = replace(content.header, sequence=content.header.sequence - 1)
         own = Lot(slot, header, sources, self._offsets(content.table, sources))
         later: list[Pair] = []
+        on_devices: dict[torch.device, list[Pair]] = {}
         for lot in (own, *twins):
             lot.slot.write_header(lot.header)
             pairs = self._pairs_of(lot)
             pairs.move_now()
             for device, on_device in pairs.on_devices.items():
-                staging.device_copies.append(self._begin_device(device, on_device))
+                on_devices.setdefault(device, []).extend(on_device)
             later += pairs.late
+        for device, on_device in on_devices.items():  # one stream each: what is waited for now comes first
+            staging.device_copies.append(self._begin_device(device, on_device))
         samples = [self._sample(pair) for pair in later]
         if not later:
             staging._copied.set()
-        self._jobs.put(lambda: self._finish(staging, later, samples))
+        staging._hand_over = lambda: self._jobs.put(lambda: self._finish(staging, later, samples))
+        if go:
+            staging.go()
         return staging
 
     def _offsets(self, table: Table, sources: Sequence[Source]) -> tuple[int, ...]:

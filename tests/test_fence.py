@@ -179,9 +179,10 @@ def recorded_overlaps(ckpt: ckptlib.Checkpointer) -> Iterator[dict[str, bool]]:
             content: stage.Content,
             sources: Sequence[stage.Source],
             twins: Sequence[stage.Lot] = (),
+            go: bool = True,
         ) -> stage.Staging:
             found.update({source.name: source.overlap for source in sources})
-            return super().begin(slot, content, sources, twins)
+            return super().begin(slot, content, sources, twins, go)
 
     stager.__class__ = Recording
     yield found

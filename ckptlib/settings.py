@@ -1,0 +1,43 @@
+"""What a job is opened with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from ckptlib.peer.peers import Peers
+from ckptlib.retention import Keep
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a session is opened with."""
+
+    url: str
+    options: Mapping[str, object]
+    """For fsspec's filesystem."""
+    timeout: timedelta
+    """How long ranks wait for one another."""
+    save_deadline: timedelta
+    """After which a save that is not committed never will be; the root's own counts where there is one."""
+    algorithm: str
+    arena: Path | None
+    keep: Keep | None
+    tags: Mapping[str, str]
+    peers: Peers | None
+    """None: snapshots serve storage only."""
+
+    def for_writer(self, rank: int, world_size: int, save_deadline_s: float) -> dict[str, object]:
+        """The order that a rank's writer begins with."""
+        return {
+            "op": "setup",
+            "url": self.url,
+            "options": dict(self.options),
+            "rank": rank,
+            "world_size": world_size,
+            "deadline_s": save_deadline_s,
+            "keep": None if self.keep is None else self.keep.to_json(),
+            "keep_slots_s": 0.0 if self.peers is None else self.peers.keep_for.total_seconds(),
+        }
