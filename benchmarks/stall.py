@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ import ckptlib
 from benchmarks import peers
 from benchmarks.common import resident_bytes, tell, told
 from benchmarks.figures import Figures, Options, run
-from benchmarks.peers import PEERS, State, TorchCheckpointingUnflushed, Wait
+from benchmarks.peers import PEERS, State, TorchCheckpointingUnflushed, Wait, why_not
 
 EVERY = 4
 CHECKPOINTS = 2
@@ -34,7 +35,12 @@ CHECKPOINTS = 2
 
 ITERATION_S = 1.2
 WIDTH = 1024
-SUBJECTS = ("ckptlib", "torch_checkpointing", "DCP async thread", "DCP", "torch.save+fsync")
+OTHERS = {
+    name: TorchCheckpointingUnflushed if name == "torch_checkpointing" else PEERS[name]
+    for name in ("torch_checkpointing", "DCP async thread", "DCP", "torch.save+fsync")
+}
+"""Peers as they take part here: what is written in the background is not flushed."""
+
 WITHOUT = "no checkpoints"
 
 
@@ -43,13 +49,20 @@ def main(arguments: list[str]) -> None:
 
 
 def measure(options: Options, directory: Path, figures: Figures) -> None:
-    given = {
+    given: dict[str, Any] = {
         "directory": str(directory),
         "gb": 0.002 if options.toy else options.gb,
         "rounds": 1 if options.toy else options.rounds,
         "iteration_s": 0.02 if options.toy else ITERATION_S,
         "width": 256 if options.toy else WIDTH,
+        "others": [],
     }
+    for name, peer in OTHERS.items():
+        why = why_not(peer, 2)
+        if why is None:
+            given["others"].append(name)
+        elif not options.toy:
+            figures.failed("two ranks", name, why)
     for line in figures.attempt("two ranks", "all", __name__, 2, given, options.timeout_s):
         figures.add("two ranks", line.pop("subject"), line.pop("what"), line.pop("unit"), line.pop("samples"), **line)
 
@@ -65,7 +78,7 @@ def work() -> None:
     training = Training(int(given["gb"] * 1e9), given["width"])
     training.calibrate(given["iteration_s"])
     directory = Path(given["directory"])
-    takers = [CkptlibTaker(training, directory), *(PeerTaker(training, directory, name) for name in SUBJECTS[1:])]
+    takers = [CkptlibTaker(training, directory), *(PeerTaker(training, directory, name) for name in given["others"])]
     for taker in takers:
         turn(training, taker)  # first saves are apart: plans are drawn up, helpers started
     for number in range(given["rounds"]):
@@ -174,7 +187,7 @@ class CkptlibTaker(Taker):
 class PeerTaker(Taker):
     def __init__(self, training: Training, directory: Path, name: str) -> None:
         self.name = name
-        self._peer = {**PEERS, "torch_checkpointing": TorchCheckpointingUnflushed}[name]()
+        self._peer = OTHERS[name]()
         self._state = training.flat()
         self._directory = directory / name.replace(" ", "-")
         self._wait: Wait = peers.done

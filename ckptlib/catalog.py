@@ -31,6 +31,7 @@ from ckptlib.errors import (
 from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.layout import Layout, decode_layout
 from ckptlib.manifest import Generation, Manifest, Root
+from ckptlib.pace import Pace
 from ckptlib.part import FailedPart, Part, PartHead
 from ckptlib.stores import Store
 
@@ -376,7 +377,7 @@ class Committed:
         self.save = manifest.save
         self.world_size, self.layouts = manifest.world_size, manifest.layouts
         self.where = catalog.store.url
-        self.run_bytes = None
+        self.pace = Pace()
 
     def layout(self, digest: str) -> Layout:
         return self._catalog.layout(digest)

@@ -21,6 +21,7 @@ from ckptlib.digests import digester
 from ckptlib.errors import CorruptData, StateMismatch
 from ckptlib.keys import SaveId
 from ckptlib.layout import ByHand, Layout, PerRank, TensorEntry, ranks_touching
+from ckptlib.pace import Pace
 from ckptlib.part import Part
 from ckptlib.requests import ChunkRead, Request, Target, copies_of, merge
 
@@ -39,8 +40,8 @@ class Source(Protocol):
     """For people."""
 
     @property
-    def run_bytes(self) -> int | None:
-        """The most that one request should ask for; None: as much as the memory of a load allows."""
+    def pace(self) -> Pace:
+        """Asked when all that is to be read has been brought."""
 
     def layout(self, digest: str) -> Layout:
         """Raises CorruptData, FormatError, ObjectNotFound."""
@@ -162,7 +163,7 @@ class Reader:
                     self._plan_shard(share, shards[0], Run(0, 0, box.numel), box, Target(target), reads)
                     continue  # saved and wanted alike: most tensors by far, and the general way costs twice as much
             self._plan_want(want, of, reads)
-        return merge(reads.values(), self._source.run_bytes)
+        return merge(reads.values(), self._source.pace)
 
     def _plan_want(self, want: Want, ranks: Collection[int], reads: dict[tuple[int, int], ChunkRead]) -> None:
         """Adds to `reads`, by saved rank and chunk, what fills a want."""

@@ -17,15 +17,10 @@ from ckptlib.box import Box, boxes_of_range
 from ckptlib.contents import Share
 from ckptlib.errors import CorruptData
 from ckptlib.memory import bytes_of, is_bytes
-
-RUN_BYTES = 16 * 1024 * 1024
-"""The most that one request asks for; times READ_THREADS, it bounds the memory of a load."""
+from ckptlib.pace import DIRECT_FROM_BYTES, Pace
 
 GAP_BYTES = 64 * 1024
 """A hole between two wanted ranges that is cheaper to read than another request."""
-
-DIRECT_FROM_BYTES = 1024 * 1024
-"""From this size on, a chunk that fits its target as it is gets read straight into it."""
 
 Move = tuple[int, int, int]
 """(first byte in the chunk, bytes, address): what goes into memory of the host as it is."""
@@ -101,13 +96,12 @@ class Target:
 class Request:
     """Chunks that one request reads: neighbours in a pack."""
 
-    def __init__(self, read: ChunkRead, most: int) -> None:
-        """`most`: bytes, where it is not a single chunk that has more."""
+    def __init__(self, read: ChunkRead, pace: Pace) -> None:
         self.reads = [read]
         self.base = read.address
         """Where the bytes go as they are, one after the other; None: they do not."""
         self._largest = read.nbytes
-        self._most = most
+        self._pace = pace
 
     @property
     def pack(self) -> str:
@@ -124,15 +118,15 @@ class Request:
     @property
     def direct(self) -> bool:
         """Whether it is worth reading straight into the targets."""
-        return self.base is not None and self.nbytes >= DIRECT_FROM_BYTES
+        return self.base is not None and self.nbytes >= self._pace.direct_from
 
     def take(self, read: ChunkRead) -> bool:
         """Whether the next chunk in the order of packs joins this request."""
-        gap = read.offset - self.offset - self.nbytes
-        if read.pack != self.pack or read.offset + read.nbytes - self.offset > self._most or not 0 <= gap <= GAP_BYTES:
+        gap, pace = read.offset - self.offset - self.nbytes, self._pace
+        if read.pack != self.pack or read.offset + read.nbytes - self.offset > pace.most or not 0 <= gap <= GAP_BYTES:
             return False
         goes_on = gap == 0 and self.base is not None and read.address == self.base + self.nbytes
-        if not goes_on and (self.direct or max(self._largest, read.nbytes) >= DIRECT_FROM_BYTES):
+        if not goes_on and (self.direct or max(self._largest, read.nbytes) >= pace.direct_from):
             return False
         if not goes_on:
             self.base = None
@@ -194,12 +188,12 @@ def copies_of(
             )
 
 
-def merge(reads: Iterable[ChunkRead], most: int | None) -> list[Request]:
-    """Reads in the order of their packs, neighbours together in one request of at most so many bytes, or RUN_BYTES."""
+def merge(reads: Iterable[ChunkRead], pace: Pace) -> list[Request]:
+    """Reads in the order of their packs, neighbours together in one request."""
     requests: list[Request] = []
     for read in sorted(reads, key=lambda r: (r.pack, r.offset)):
         if not (requests and requests[-1].take(read)):
-            requests.append(Request(read, most or RUN_BYTES))
+            requests.append(Request(read, pace))
     return requests
 
 

@@ -49,9 +49,9 @@ def test_stall(tmp_path: Path) -> None:
         assert found[subject, "turn with / without"]["median"] > 0
         assert subject in done.stdout, "the table"
     num_tensors = found["ckptlib", "stall per checkpoint"]["tensors"]
-    assert found["ckptlib", "target (2 ms + 10 us per tensor)"]["median"] == pytest.approx(0.002 + 1e-5 * num_tensors)
+    assert found["ckptlib", "target (1 ms + 10 us per tensor)"]["median"] == pytest.approx(0.001 + 1e-5 * num_tensors)
     assert found["ckptlib", "writer's own memory"]["median"] > 1
-    assert found["no checkpoints", "iteration"]["n"] == 4
+    assert found["no checkpoints", "iteration"]["n"] == sum(what == "stall per checkpoint" for _, what in found)
     assert [path.name for path in tmp_path.iterdir()] == ["stall.jsonl"], "nothing is left behind"
 
 

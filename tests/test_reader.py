@@ -16,16 +16,16 @@ from onerank import opened
 from support import make_generation, make_root, make_save, put_part, put_parts
 from typing_extensions import override
 
-from ckptlib import requests as requests_module
 from ckptlib.box import Box
 from ckptlib.catalog import Catalog, Committed
 from ckptlib.errors import CorruptData, ObjectNotFound
 from ckptlib.keys import PartName, SaveId
 from ckptlib.layout import ByHand, Layout, TensorEntry
 from ckptlib.manifest import Manifest
+from ckptlib.pace import RUN_BYTES, Pace
 from ckptlib.part import Part
 from ckptlib.reader import READ_THREADS, Reader, Want
-from ckptlib.requests import GAP_BYTES, RUN_BYTES
+from ckptlib.requests import GAP_BYTES
 from ckptlib.stores.local import LocalStore
 
 
@@ -193,9 +193,9 @@ def test_replicas_are_compared_though_their_chunks_differ(tmp_path: Path) -> Non
 
 
 def test_memory_is_bounded_however_much_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests_module, "RUN_BYTES", 256 * 1024)
     tensors = {f"t{i}": np.full((100, 500), i, dtype=np.float32) for i in range(200)}  # 40 MB
     reader = saved(tmp_path, tensors)
+    monkeypatch.setattr(reader._source, "pace", Pace(most=256 * 1024))
     found = {name: torch.zeros(500, 100).t() for name in tensors}
     wants = [want(name, tensor) for name, tensor in found.items()]
     tracemalloc.start()
@@ -216,14 +216,27 @@ def test_memory_is_bounded_however_much_is_read(tmp_path: Path, monkeypatch: pyt
 def test_requests_are_as_large_as_the_source_likes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = np.random.default_rng(0).integers(0, 255, 12 << 20, dtype=np.uint8)
     small = {f"t{i:02}": np.full(100_000, i, dtype=np.float32) for i in range(20)}
-    for most, few in ((None, 2), (2 << 20, 12)):
-        reader = saved(tmp_path / str(most), {"w": whole, **small})
-        monkeypatch.setattr(reader._source, "run_bytes", most)
+    for pace, few in ((Pace(), 2), (Pace(most=2 << 20), 12)):
+        reader = saved(tmp_path / str(few), {"w": whole, **small})
+        monkeypatch.setattr(reader._source, "pace", pace)
         found = {name: np.zeros_like(array) for name, array in {"w": whole, **small}.items()}
         reader.read([want(name, array) for name, array in found.items()], nothing)
         assert all((found[name] == array).all() for name, array in {"w": whole, **small}.items())
         assert len(requests(reader)) == few
-        assert all(nbytes <= (most or RUN_BYTES) for _, _, nbytes in requests(reader))
+        assert all(nbytes <= pace.most for _, _, nbytes in requests(reader))
+
+
+def test_tensors_come_one_by_one_or_several_at_a_time_as_the_source_likes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"t{i}": np.full(3 << 20, i, dtype=np.uint8) for i in range(10)}
+    for pace, few in ((Pace(), 10), (Pace(direct_from=RUN_BYTES), 2)):
+        reader = saved(tmp_path / str(few), tensors)
+        monkeypatch.setattr(reader._source, "pace", pace)
+        apart = np.zeros((len(tensors), 4 << 20), dtype=np.uint8)
+        reader.read([want(name, apart[i, : 3 << 20]) for i, name in enumerate(tensors)], nothing)
+        assert all((apart[i, : 3 << 20] == i).all() for i in range(len(tensors)))
+        assert len(requests(reader)) == few
 
 
 def test_large_chunks_go_straight_into_their_targets(tmp_path: Path) -> None:

@@ -1,0 +1,21 @@
+"""How a source is read best: a store, a slot on this host, a slot on another one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RUN_BYTES = 16 * 1024 * 1024
+"""The most that one request asks for; times READ_THREADS, it bounds the memory of a load."""
+
+DIRECT_FROM_BYTES = 1024 * 1024
+"""From this size on, a chunk that fits its target as it is gets read straight into it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Of requests."""
+
+    most: int = RUN_BYTES
+    """Bytes of one, where it is not a single chunk that has more."""
+    direct_from: int = DIRECT_FROM_BYTES
+    """Those for less go through a buffer, and may be for several tensors."""
