@@ -63,7 +63,7 @@ def measure(options: Options, directory: Path, figures: Figures) -> None:
             given["others"].append(name)
         elif not options.toy:
             figures.failed("two ranks", name, why)
-    for line in figures.attempt("two ranks", "all", __name__, 2, given, options.timeout_s):
+    for line in figures.attempt("two ranks", "all", __name__, 2, given, options.timeout_s * options.rounds):
         figures.add("two ranks", line.pop("subject"), line.pop("what"), line.pop("unit"), line.pop("samples"), **line)
 
 
