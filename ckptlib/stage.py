@@ -73,6 +73,7 @@ class Pair:
     """A shard and its place in a slot, with all that a copy needs to know looked up once."""
 
     __slots__ = (
+        "_target",
         "body",
         "copied",
         "device",
@@ -83,22 +84,29 @@ class Pair:
         "offset",
         "source",
         "source_address",
-        "target",
         "target_address",
     )
 
     def __init__(self, source: Source, body: torch.Tensor, offset: int) -> None:
         tensor = source.tensor
         self.source, self.body, self.offset, self.nbytes = source, body, offset, tensor.nbytes
-        self.target = body[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        self._target: torch.Tensor | None = None
         on_host = tensor.device.type == "cpu"
         self.device = None if on_host else tensor.device
         self.movable = on_host and is_bytes(tensor)
-        self.source_address, self.target_address = tensor.data_ptr(), self.target.data_ptr()
+        self.source_address, self.target_address = tensor.data_ptr(), body.data_ptr() + offset
         self.late = source.overlap and self.nbytes >= OVERLAP_FROM_BYTES and is_bytes(tensor)
         """Whether it is copied behind the fence."""
         if self.movable and self.late:
             self.now, self.copied = (_bytes_at(a, self.nbytes) for a in (self.source_address, self.target_address))
+
+    @property
+    def target(self) -> torch.Tensor:
+        """The place, as torch needs it. Made when asked for: most shards are copied by address."""
+        if self._target is None:
+            tensor = self.source.tensor
+            self._target = self.body[self.offset : self.offset + self.nbytes].view(tensor.dtype).view(tensor.shape)
+        return self._target
 
     def move(self) -> None:
         """No dispatch, no autograd, no thread pool that would compete with the trainer's; the GIL is released."""
