@@ -7,7 +7,6 @@ is no part of history. No torch.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,11 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptlib import garbage, keys
-from ckptlib.coverage import Coverage
 from ckptlib.digests import XXH3, digester
 from ckptlib.errors import (
     CheckpointNotFound,
-    CkptError,
     CorruptData,
     FormatError,
     NewerFormat,
@@ -33,6 +30,7 @@ from ckptlib.layout import Layout, decode_layout
 from ckptlib.manifest import Generation, Manifest, Root
 from ckptlib.pace import Pace
 from ckptlib.part import FailedPart, Part, PartHead
+from ckptlib.proof import Proof
 from ckptlib.stores import Store
 
 log = logging.getLogger(__name__)
@@ -281,7 +279,7 @@ class Catalog:
         if key in self._verified:
             return self._verified[key]
         layouts: dict[str, tuple[int, ...]] = {}
-        nbytes, coverage = 0, Coverage()
+        nbytes, proof = 0, Proof()
         for name in names:
             part = self.part(name)
             if part.world_size != len(names):
@@ -289,8 +287,8 @@ class Catalog:
                 raise SaveFailed(f"step {save.step}: {what}")
             layouts[part.table.layout] = (*layouts.get(part.table.layout, ()), part.rank)
             nbytes += sum(pack.nbytes for pack in part.packs)
-            coverage.add(part, self.layout(part.table.layout))
-        if (missing := coverage.missing()) is not None:
+            proof.add(part, self.layout(part.table.layout))
+        if (missing := proof.missing()) is not None:
             raise SaveFailed(f"step {save.step}: no rank wrote {missing}; the step is not committed")
         self._verified = {key: (layouts, nbytes)}
         return self._verified[key]
@@ -393,9 +391,3 @@ class Committed:
 
     def bring(self, ranks: Collection[int]) -> None:
         """All of it is readable everywhere."""
-
-
-def describe(error: BaseException) -> str:
-    """One line for a document or a message to another process."""
-    text = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
-    return json.loads(json.dumps(text[:2000]))  # type: ignore[no-any-return]

@@ -25,6 +25,8 @@ Every message says what, where, expected, got, and what to do.
 
 from __future__ import annotations
 
+import json
+
 from typing_extensions import override
 
 
@@ -106,3 +108,9 @@ class AgreementFailed(CkptError):
 
 class WaitTimeout(CkptError, TimeoutError):
     """Something took longer than its time-out."""
+
+
+def describe(error: BaseException) -> str:
+    """One line for a document or a message to another process."""
+    text = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
+    return json.loads(json.dumps(text[:2000]))  # type: ignore[no-any-return]

@@ -6,13 +6,11 @@ Everything that could differ between ranks is said in one step and acted upon, b
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 import torch.distributed as dist
 from typing_extensions import Self
@@ -37,6 +35,7 @@ from ckptlib.retention import Keep
 from ckptlib.session import Pending, Session
 from ckptlib.settings import Settings
 from ckptlib.state import Leaf, flatten
+from ckptlib.stop import StopSignal
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ class Checkpointer:
         self._group = self._session.group
         self._beat = Beat(self._group)
         self._fence = Fence()
-        self._stop = _StopSignal()
+        self._stop = StopSignal()
         self._stopping = False
         self._generators: LoadedRng | None = None
         self._last: Pending | None = None
@@ -287,7 +286,7 @@ class Checkpointer:
                 log.error("step %d could not be saved: %s", step, error)
             elif not self._unkept:
                 self._unkept = True
-                log.error("step %d is not kept in memory, nor later ones until there is room: %s", step, error)
+                log.error("step %d is not kept in memory; said once, until one is again: %s", step, error)
             return None
         self._unkept = False
         if persist:
@@ -367,26 +366,6 @@ class Checkpointer:
             self.close()
         else:  # nothing is waited for: the writer has the slot, and finishes alone
             self._let_go(clean=False, timeout=timedelta(0))
-
-
-class _StopSignal:
-    """Notes SIGTERM, where nobody else handles it; the second one kills as ever."""
-
-    def __init__(self) -> None:
-        self.wanted = False
-        self._installed = False
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._note)
-            self._installed = True
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.wanted = True
-        self.remove()
-
-    def remove(self) -> None:
-        if self._installed:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._installed = False
 
 
 def _estimate(leaves: list[Leaf], num_ranks: int) -> int:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ckptlib import keys, values
 from ckptlib.arena import Arena
-from ckptlib.catalog import Catalog, describe
-from ckptlib.errors import CkptError, SaveFailed, Superseded, WaitTimeout
+from ckptlib.catalog import Catalog
+from ckptlib.errors import CkptError, SaveFailed, Superseded, WaitTimeout, describe
 from ckptlib.group import Group, group_of, group_or_world, together
 from ckptlib.holdings import Holdings
 from ckptlib.keys import SaveId

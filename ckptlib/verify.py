@@ -16,13 +16,13 @@ from ckptlib import keys
 from ckptlib.box import Box, find_overlap
 from ckptlib.catalog import Catalog
 from ckptlib.contents import Contents, SavedShard, Share
-from ckptlib.coverage import Coverage
 from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, FormatError, NewerFormat
 from ckptlib.findings import Finding, attempt, finding_of
 from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.layout import ByHand, Layout, PerRank
 from ckptlib.manifest import Generation, Manifest
 from ckptlib.part import Part
+from ckptlib.proof import Proof
 from ckptlib.verify_packs import READ_THREADS, Advance, in_order, verify_packs
 
 
@@ -124,10 +124,10 @@ def _check_cover(
 ) -> Iterator[Finding]:
     """Whether the parts hold every element once, or more than once but alike."""
     save, key = manifest.save, manifest.save.manifest_key
-    coverage = Coverage()
+    proof = Proof()
     for part in parts:
-        coverage.add(part, layouts[part.table.layout])
-    missing = coverage.missing()
+        proof.add(part, layouts[part.table.layout])
+    missing = proof.missing()
     if missing is not None:
         yield Finding("incomplete", key, f"{missing}: no part of step {save.step} holds these elements", save)
     held: dict[tuple[str, Box], SavedShard] = {}

@@ -25,7 +25,7 @@ from support import (
 )
 
 from ckptlib import keys
-from ckptlib.catalog import Catalog, describe, history
+from ckptlib.catalog import Catalog, history
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,
@@ -34,6 +34,7 @@ from ckptlib.errors import (
     SaveFailed,
     StoreError,
     Superseded,
+    describe,
 )
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.manifest import Generation, Root

@@ -187,7 +187,7 @@ class Replicator:
             arena.mark_ready(taken[0], now.save.step)
             self._told(f"replicas of rank {origin}", now.save.step, None)
         except CkptError as error:
-            if isinstance(error, CorruptData) and twin is not None:
+            if isinstance(error, CorruptData) and twin is not None and twin.slot in taken:
                 self._unlike.add(origin)
                 log.error("replicas of rank %d are sent whole from here on; what this rank has differs", origin)
             self._told(f"replicas of rank {origin}", now.save.step, error)

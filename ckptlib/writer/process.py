@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from ckptlib.catalog import Catalog, describe
-from ckptlib.errors import CkptError, FormatError, SaveFailed
+from ckptlib.catalog import Catalog
+from ckptlib.errors import CkptError, FormatError, SaveFailed, describe
 from ckptlib.keys import SaveId, parse_save
 from ckptlib.part import Part
 from ckptlib.retention import Keep, sweep

@@ -1,4 +1,4 @@
-"""Whether the parts of a save hold every element of every tensor. Pure: no torch, no I/O."""
+"""The proof that a save is whole: whether its parts hold every element of every tensor. Pure: no torch, no I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptlib.layout import Layout, PerRank, Placed, TensorEntry
 from ckptlib.part import Part
 
 
-class Coverage:
+class Proof:
     """What a set of parts holds. Each is looked at once and not kept: those of a thousand ranks are gigabytes."""
 
     def __init__(self) -> None:

@@ -9,21 +9,21 @@ from support import layout_of, shards_of, state
 
 from ckptlib import plan
 from ckptlib.box import Box
-from ckptlib.coverage import Coverage
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.layout import ByHand, Layout, Mesh, PerRank, Placed, TensorEntry
 from ckptlib.part import Pack, Part
+from ckptlib.proof import Proof
 from ckptlib.sharding import Shard
 
 SAVE = SaveId(1, GenerationId(1, "0" * 8))
 
 
 def missing(parts: Sequence[Part], layouts: Mapping[str, Layout]) -> str | None:
-    coverage = Coverage()
+    proof = Proof()
     for part in parts:
         part.table.check(layouts[part.table.layout], "here")
-        coverage.add(part, layouts[part.table.layout])
-    return coverage.missing()
+        proof.add(part, layouts[part.table.layout])
+    return proof.missing()
 
 
 def part_of(layout: Layout, rank: int, shards: list[tuple[str, Box]]) -> Part:
