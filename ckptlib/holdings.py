@@ -17,9 +17,9 @@ from ckptlib.errors import CkptError
 from ckptlib.group import Group, together
 from ckptlib.held import NONE, Held
 from ckptlib.keys import SaveId
-from ckptlib.peer.peers import Coverage
+from ckptlib.peer.peers import Coverage, Peers
 from ckptlib.peer.replicate import Fate, FindAlike, Replicator, Round
-from ckptlib.placement import Placement
+from ckptlib.placement import Placement, place
 from ckptlib.slot import Slot
 from ckptlib.stage import Lot, Staging, TornSnapshot
 
@@ -27,6 +27,19 @@ log = logging.getLogger(__name__)
 
 RECLAIM_EVERY_S = 1.0
 """How often a job looks whether the writers of the one before have let go of its slots."""
+
+
+def agree_placement(group: Group, peers: Peers, kind: Callable[[], str]) -> Placement:
+    """Who keeps whose replicas. Collective.
+
+    `kind`: names what this rank holds of the state; see `kind_of`. Raises what it raises, on all ranks, and ValueError
+    where there are too few domains.
+    """
+    own = together(group, "looking for peers", lambda: f"{kind()} {peers.domain_name}".encode())
+    told = [data.decode().partition(" ") for data in group.gather(own)]
+    numbers = {name: n for n, name in enumerate(dict.fromkeys(name for name, _, _ in told))}
+    kinds = [numbers[name] for name, _, _ in told] if 1 < len(numbers) < len(told) else []
+    return place([domain for _, _, domain in told], peers.copies, kinds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import platform
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -20,6 +20,7 @@ from ckptlib.catalog import Catalog
 from ckptlib.group import Group, together
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.manifest import Generation, Root
+from ckptlib.placement import Placement
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +41,8 @@ class Lineage:
         self.root, self.generation = self._agree(Root(secrets.token_hex(16), algorithm, save_deadline_s))
         self.resumed_from: SaveId | None = None
         self._began = False
-        self.domains: Sequence[str] = ()
-        """By rank: its failure domain, where snapshots have replicas."""
-        self.copies = 0
+        self.placement: Placement | None = None
+        """Of replicas, where snapshots are kept in memory."""
 
     def _agree(self, wanted: Root) -> tuple[Root, GenerationId]:
         def make() -> bytes:
@@ -80,6 +80,7 @@ class Lineage:
 
     def put(self) -> None:
         """From here on older generations may not commit. Rank 0."""
+        placement = self.placement
         self._catalog.put_generation(
             Generation(
                 id=self.generation,
@@ -89,7 +90,8 @@ class Lineage:
                 versions={"ckptlib": __version__, "torch": torch.__version__, "python": platform.python_version()},
                 host=socket.gethostname(),
                 tags=self._tags,
-                domains=tuple(self.domains),
-                copies=self.copies,
+                domains=() if placement is None else placement.domains,
+                copies=0 if placement is None else placement.copies,
+                kinds=() if placement is None else placement.kinds,
             )
         )

@@ -30,6 +30,7 @@ from ckptlib.fence import Fence
 from ckptlib.group import together
 from ckptlib.peer.peers import Coverage, Peers
 from ckptlib.policy import Policy, Steps
+from ckptlib.replicas import kind_of
 from ckptlib.restore import restore
 from ckptlib.retention import Keep
 from ckptlib.session import Pending, Session
@@ -95,7 +96,7 @@ class Checkpointer:
         )
         self._state = state
         self._policy = Steps(every) if isinstance(every, int) else every
-        self._session = Session(settings, process_group)
+        self._session = Session(settings, process_group, lambda: kind_of(flatten(self._state).leaves))
         self._group = self._session.group
         self._beat = Beat(self._group)
         self._fence = Fence()

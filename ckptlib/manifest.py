@@ -57,6 +57,8 @@ class Generation:
     """With snapshots in memory, the failure domain of each rank; none without."""
     copies: int = 0
     """Replicas of each rank's snapshots, in other domains than its own."""
+    kinds: tuple[int, ...] = ()
+    """Of each rank: a number that it shares with those that hold the same of the state; none where no two do."""
 
     def encode(self) -> bytes:
         body: dict[str, Json] = {
@@ -70,14 +72,15 @@ class Generation:
             "tags": dict(self.tags),
         }
         if self.domains:
-            body["peers"] = {"copies": self.copies, "domains": list(self.domains)}
+            peers: dict[str, Json] = {"copies": self.copies, "domains": list(self.domains)}
+            body["peers"] = {**peers, "kinds": list(self.kinds)} if self.kinds else peers
         return encode("generation", body)
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Generation:
         fields = decode("generation", data, where)
         resumed = None if fields.raw("resumed_from") is None else parse_save(fields.text("resumed_from"))
-        peers = fields.inner("peers") if "peers" in fields else None
+        domains, copies, kinds = _decode_peers(fields.inner("peers")) if "peers" in fields else ((), 0, ())
         return cls(
             GenerationId(fields.integer("generation", 0, MAX_GENERATION), fields.text("nonce", "[0-9a-f]{8}")),
             fields.integer("world_size", 1, MAX_RANK + 1),
@@ -86,9 +89,18 @@ class Generation:
             {k: str(v) for k, v in fields.mapping("versions").items()},
             fields.text("host"),
             {k: str(v) for k, v in fields.mapping("tags").items()},
-            () if peers is None else tuple(peers.texts("domains")),
-            0 if peers is None else peers.integer("copies"),
+            domains,
+            copies,
+            kinds,
         )
+
+
+def _decode_peers(fields: Fields) -> tuple[tuple[str, ...], int, tuple[int, ...]]:
+    domains = tuple(fields.texts("domains"))
+    kinds = tuple(fields.integers("kinds")) if "kinds" in fields else ()
+    if kinds and len(kinds) != len(domains):
+        raise fields.fail(f"kinds of {len(kinds)} ranks, and domains of {len(domains)}")
+    return domains, fields.integer("copies"), kinds
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,12 @@ def entries_of(leaves: Sequence[Leaf], agreement: Agreement) -> list[TensorEntry
     return sorted(rows, key=lambda entry: entry.name)
 
 
+def kind_of(leaves: Sequence[Leaf]) -> str:
+    """Names what this rank holds: alike on ranks with the same boxes of the same tensors, whatever is in them."""
+    rows = sorted((leaf.name, leaf.dtype, [[box.offset, box.shape] for box, _ in leaf.pieces]) for leaf in leaves)
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(rows).encode()))
+
+
 def _join_meshes(leaves: Sequence[Leaf], found: Mapping[str, Mapping[int, Row]], group: Group) -> dict[str, Placed]:
     """By name: the one mesh that several make, for DTensors that are equal on all of them. Collective if there are any.
 

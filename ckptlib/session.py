@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 
@@ -19,11 +19,10 @@ from ckptlib.arena import Arena
 from ckptlib.catalog import Catalog
 from ckptlib.errors import CkptError, SaveFailed, Superseded, WaitTimeout, describe
 from ckptlib.group import Group, group_of, group_or_world, together
-from ckptlib.holdings import Holdings
+from ckptlib.holdings import Holdings, agree_placement
 from ckptlib.keys import SaveId
 from ckptlib.lineage import Lineage
 from ckptlib.peer.replicate import Replicator
-from ckptlib.placement import place
 from ckptlib.planner import Overlap, Plan, Planner
 from ckptlib.probe import probe
 from ckptlib.replicas import Row
@@ -102,8 +101,11 @@ class Pending:
 class Session:
     """Opened by all ranks together; closed by each."""
 
-    def __init__(self, settings: Settings, over: dist.ProcessGroup | None) -> None:
-        """Collective. Raises, on all ranks, what any of them finds wrong with the store."""
+    def __init__(self, settings: Settings, over: dist.ProcessGroup | None, kind: Callable[[], str] = str) -> None:
+        """Collective. Raises, on all ranks, what any of them finds wrong with the store, or what `kind` raises.
+
+        `kind`: names what this rank holds of the state; see `kind_of`. Asked for where there are peers.
+        """
         self.settings = settings
         self.over = group_or_world(over)
         self.group: Group = group_of(over, settings.timeout)
@@ -114,7 +116,7 @@ class Session:
             self.catalog, self.group, settings.algorithm, settings.save_deadline.total_seconds(), settings.tags
         )
         self.root, self.generation = self.lineage.root, self.lineage.generation
-        self.holdings, self.writer = self._hold()
+        self.holdings, self.writer = self._hold(kind)
         self._stager = Stager(self._on_sealed)
         self._memo = Memo()
         self._rng = RngState()
@@ -130,13 +132,10 @@ class Session:
         self._steps_saved: set[int] = set()
         self.closed = False
 
-    def _hold(self) -> tuple[Holdings, Writer]:
+    def _hold(self, kind: Callable[[], str]) -> tuple[Holdings, Writer]:
         """Placement, slots, writer, and the link between peers. Collective."""
-        peers, placement = self.settings.peers, None
-        if peers is not None:
-            domain = together(self.group, "looking for the failure domain", lambda: peers.domain_name)
-            placement = place([name.decode() for name in self.group.gather(domain.encode())], peers.copies)
-            self.lineage.domains, self.lineage.copies = placement.domains, peers.copies
+        peers = self.settings.peers
+        placement = self.lineage.placement = None if peers is None else agree_placement(self.group, peers, kind)
         arena, writer = together(self.group, "making room for snapshots", self._make_room)
         replicator = None
         if peers is not None and placement is not None:

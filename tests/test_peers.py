@@ -326,6 +326,24 @@ def test_what_holders_have_is_not_sent(make: Any, everything: bool) -> None:
     cluster.finish()
 
 
+def test_hosts_that_hold_the_same_keep_each_others_replicas(make: Any) -> None:
+    """HSDP, one replica of the state over A and B, the other over C and D."""
+    cluster = make(kind="hsdp", own_data=False)
+    cluster.start("ABCD", pauses=[5])
+    cluster.until_paused(5)
+    for first, *_, last in sent(cluster):
+        assert (first > 300_000, last < 50_000) == (True, True), (first, last)
+    cluster.lose("A", "B")
+    cluster.start("ABCD", pauses=[7])
+    # a rank's shards are half in its own snapshot, half in that of the rank that holds the same
+    assert (cluster.restored(), cluster.received()) == ({(5, MEMORY)}, 4)
+    cluster.until_paused(7)
+    cluster.lose("B", "C")
+    cluster.start("ABCD")
+    assert (cluster.restored(), cluster.received()) == ({(7, MEMORY)}, 4)
+    cluster.finish()
+
+
 def test_holders_that_have_something_else(make: Any) -> None:
     """Ranks that should be replicas and are not: what is kept for a rank is what that rank had."""
     cluster = make(kind="ddp", own_data=False)

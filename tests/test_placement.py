@@ -107,6 +107,27 @@ def test_a_rank_goes_to_its_like() -> None:
     assert place(["a", "a", "a", "b"], 1).holders == ((3,), (3,), (3,), (0,))
 
 
+def test_ranks_that_hold_the_same_keep_each_others_replicas() -> None:
+    # HSDP, each replica of the state over two hosts of two ranks: the like of rank 0 are 4 and 8
+    over_two = [0, 1, 2, 3] * 3
+    assert place(hosts(6, 2), 2, over_two).holders[:4] == ((4, 8), (5, 9), (6, 10), (7, 11))
+    assert place(hosts(6, 2), 1, over_two).holders == tuple(((rank + 4) % 12,) for rank in range(12))
+    # on the second host, ranks in another order
+    assert place(hosts(2, 3), 1, [0, 1, 2, 2, 0, 1]).holders == ((4,), (5,), (3,), (2,), (0,), (1,))
+    # two replicas are too few for two copies: as if nothing were alike, but no domain is left out
+    check(place(hosts(4, 1), 2, [0, 1, 0, 1]), 2)
+    assert place(hosts(5, 1), 1, [0, 1, 0, 1, 2]).holders == ((2,), (3,), (0,), (4,), (1,))
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 3)), min_size=1, max_size=14), st.data())
+def test_whatever_is_alike(ranks: list[tuple[str, int]], data: st.DataObject) -> None:
+    domains = [domain for domain, _ in ranks]
+    copies = data.draw(st.integers(0, len(set(domains)) - 1))
+    placement = place(domains, copies, [kind for _, kind in ranks])
+    check(placement, copies)
+    assert placement.copies == copies
+
+
 def test_no_copies() -> None:
     placement = place(hosts(2, 2), 0)
     assert placement.holders == ((),) * 4

@@ -58,7 +58,7 @@ def _belongs(row: SlotFile, root_id: str) -> bool:
 
 def _placement(generation: Generation) -> Placement | None:
     try:
-        return place(generation.domains, generation.copies)
+        return place(generation.domains, generation.copies, generation.kinds)
     except ValueError:
         return None  # nobody could have made it
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,8 +37,8 @@ from ckptlib.peer import link, replicate, source
 from ckptlib.reader import Reader
 from ckptlib.slot import Slot, SlotHeader
 
-WIDTH, WIDE = 64, 288
-"""Of layers; in the wide ones a weight is worth copying by whoever holds it as well."""
+WIDTHS = {"fsdp": 64, "ddp": 288, "hsdp": 384}
+"""Of layers; where others hold the same, a rank's shard of a weight is large enough to be copied by them."""
 
 WAIT_S = 60.0
 TIMEOUT = timedelta(seconds=60)
@@ -57,13 +58,16 @@ class Training:
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         torch.manual_seed(0)
-        self._width = WIDTH if kind == "fsdp" else WIDE
+        self._width = WIDTHS[kind]
         self.model = torch.nn.Sequential(*[torch.nn.Linear(self._width, self._width) for _ in range(4)])
         self._forward: Callable[[torch.Tensor], torch.Tensor] = self.model
-        if kind == "fsdp":
+        if kind in ("fsdp", "hsdp"):
+            size, replicas = dist.get_world_size(), 2 if kind == "hsdp" and dist.get_world_size() > 1 else 1
+            mesh = init_device_mesh("cpu", (replicas, size // replicas), mesh_dim_names=("replicas", "shards"))
+            mesh = mesh if replicas > 1 else mesh["shards"]
             for layer in self.model:
-                fully_shard(layer)
-            fully_shard(self.model)
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
         else:
             self._forward = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
