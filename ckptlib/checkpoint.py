@@ -17,7 +17,7 @@ from ckptlib import events, garbage, rng, values
 from ckptlib.catalog import Catalog, CheckpointInfo, Committed
 from ckptlib.digests import XXH3
 from ckptlib.errors import CkptError, CorruptData, FormatError, ObjectNotFound, StateMismatch, WaitTimeout
-from ckptlib.group import Group, group_of, group_or_world, meet, together
+from ckptlib.group import Group, group_of, group_or_world, meet, together, together_at_length
 from ckptlib.keys import SaveId, parse_save
 from ckptlib.manifest import Manifest
 from ckptlib.reader import Reader, Source, own_rank
@@ -103,13 +103,14 @@ def save(
         metrics=metrics,
         timeout=timeout,
     )
-    group, patience_s = pending.group, pending.patience_s
-    while not group.any(together(group, f"saving step {step}", lambda: _is_committed(pending, patience_s))):
+    group = pending.group
+    while not group.any(together(group, f"saving step {step}", lambda: _is_committed(pending))):
         pass  # a large state and a slow store may take longer than ranks wait for one another in a collective
 
 
-def _is_committed(pending: Pending, patience_s: float) -> bool:
+def _is_committed(pending: Pending) -> bool:
     """Waits for a while; only rank 0 can tell."""
+    patience_s = pending.group.patience_s
     try:
         if pending.group.rank == 0:
             pending.wait_committed(patience_s)
@@ -250,7 +251,7 @@ def load_save(
         with events.progress(f"{what} from {source.where}", total, shown=group.rank == 0) as advance:
             reader.read(reads, advance)
 
-    together(group, what, fill)
+    together_at_length(group, what, fill)
     laps.end("read")
     spread(buckets, group)
     laps.end("spread")

@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import TypeVar, cast
 
@@ -33,6 +34,8 @@ class Group(ABC):
 
     rank: int
     size: int
+    patience_s: float
+    """How long a rank may be at something by itself without making the others time out in a collective."""
 
     @abstractmethod
     def gather(self, data: bytes) -> list[bytes]:
@@ -79,6 +82,7 @@ class SoloGroup(Group):
 
     rank = 0
     size = 1
+    patience_s = 60.0
 
     @override
     def gather(self, data: bytes) -> list[bytes]:
@@ -113,6 +117,7 @@ class TorchGroup(Group):
         """Collective over `over`."""
         self._ranks = dist.get_process_group_ranks(over)
         self._timeout = timeout
+        self.patience_s = timeout.total_seconds() / 2
         self.size = len(self._ranks)
         self.rank = self._ranks.index(dist.get_rank())
         self._held: deque[tuple[torch.Tensor, ...]] = deque(maxlen=8)
@@ -279,6 +284,21 @@ def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
         raise own
     cls = getattr(errors, name, AgreementFailed)
     raise cls(f"{what} failed on {len(failures)} of {group.size} ranks; on rank {rank}: {message}") from own
+
+
+def together_at_length(group: Group, what: str, call: Callable[[], Result]) -> Result:
+    """As `together`, for what may take one rank longer than the others wait for it in a collective.
+
+    It runs in a thread; the ranks meet now and then, so that one that takes long is waited for, and one that is gone is
+    not. Returns, and raises, when nothing runs here any more.
+    """
+    if group.size == 1:
+        return together(group, what, call)
+    with ThreadPoolExecutor(1, "ckptlib-at-length") as executor:
+        work = executor.submit(call)
+        while group.any(not wait([work], group.patience_s).done):
+            pass
+        return together(group, what, work.result)
 
 
 def group_or_world(over: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -75,11 +75,6 @@ class Pending:
         return self._session.group
 
     @property
-    def patience_s(self) -> float:
-        """See `Session.patience_s`."""
-        return self._session.patience_s
-
-    @property
     def staging(self) -> Staging:
         return self._staging
 
@@ -325,11 +320,6 @@ class Session:
         log.error("%s", error)
         pending.error = error
 
-    @property
-    def patience_s(self) -> float:
-        """How long a rank may wait by itself without making the others time out in a collective."""
-        return self.settings.timeout.total_seconds() / 2
-
     def await_room(self) -> None:
         """Returns when every rank has a slot for another snapshot. Collective.
 
@@ -346,7 +336,7 @@ class Session:
 
     def _lacks_room(self, deadline: float) -> bool:
         """Whether there is no slot after a while."""
-        patience = time.monotonic() + self.patience_s
+        patience = time.monotonic() + self.group.patience_s
         while self.holdings.settling or self.holdings.needs_held() > self.holdings.own.newest:
             now = time.monotonic()
             if now > deadline:

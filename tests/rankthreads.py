@@ -28,6 +28,8 @@ class _Meeting:
 
 
 class ThreadGroup(Group):
+    patience_s = TIMEOUT_S / 2
+
     def __init__(self, rank: int, meeting: _Meeting, first_global_rank: int) -> None:
         self.rank = rank
         self.size = len(meeting.values)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ckptlib.digests import XXH3, digester
 from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError, ObjectNotFound
-from ckptlib.group import Group, together
+from ckptlib.group import Group, together, together_at_length
 from ckptlib.layout import Layout, decode_layout
 from ckptlib.pace import RUN_BYTES, Pace
 from ckptlib.part import Pack, Part
@@ -224,7 +224,7 @@ class InMemory:
                     log.error("the share of rank %d in %s is skipped: %s", rank, found.path, error)
                     damaged.append((found.memory, found.path))
 
-        together(self._group, "looking for damage in memory", check)
+        together_at_length(self._group, "looking for damage in memory", check)
         told = [json.loads(data) for data in self._group.gather(json.dumps(damaged).encode())]
         dropped = {(memory, path) for words in told for memory, path in words}
         self._inventory.drop(dropped)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from datetime import timedelta
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ckptlib.errors import AgreementFailed, StoreFull, UnsupportedState
-from ckptlib.group import Group, group_of, meet, together
+from ckptlib.group import Group, group_of, meet, together, together_at_length
 
 
 def collectives(group: Group) -> None:
@@ -99,6 +100,25 @@ def absence() -> None:
     dist.barrier()
 
 
+def at_length() -> None:
+    """A rank that takes much longer than the others wait in a collective; then, one that fails after that."""
+    dist.barrier()
+    group = group_of(None, timedelta(seconds=2))
+
+    def work() -> int:
+        time.sleep(5.0 if group.rank == 1 else 0.0)
+        return group.rank
+
+    def fail() -> None:
+        if work() == 1:
+            raise StoreFull("no space on /scratch")
+
+    assert together_at_length(group, "the work", work) == group.rank
+    with pytest.raises(StoreFull, match="no space on /scratch"):
+        together_at_length(group, "the work", fail)
+    dist.barrier()
+
+
 def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     group = group_of(None, timedelta(seconds=30))
@@ -107,6 +127,7 @@ def main() -> None:
     parts()
     meetings()
     group.close()
+    at_length()
     absence()
     sys.stdout.write(f"rank {dist.get_rank()} done\n")
     sys.stdout.flush()
