@@ -26,7 +26,8 @@ CHUNK_BYTES = 4 * 1024 * 1024
 
 PARTS, SMALLEST_CHUNK_BYTES = 8, 256 * 1024
 """A shard is cut into up to so many equal parts, where they are no smaller than that: a job of twice, four or eight
-times as many ranks wants halves, quarters or eighths of it, and then reads no byte too many (1.83 times before)."""
+times as many ranks wants halves, quarters or eighths of it, and then reads no byte too many (1.83 times before); where
+nothing divides, no more than a part at each end."""
 
 SHARED_CHUNK_BYTES = 64 * 1024
 """Small shards that lie side by side share a chunk of up to this size: a digest, a row and a call for each would cost
@@ -151,12 +152,11 @@ def _add_chunks(start: int, nbytes: int, chunk_bytes: int, offsets: list[int], s
 
 
 def _chunk_nbytes(nbytes: int, at_most: int) -> int:
-    """Of each chunk of a shard but its last: an even part of it, where that is whole pages."""
+    """Of each chunk of a shard but its last: an even part of it, in whole pages."""
     num = 1
     while nbytes > num * at_most or (num < PARTS and nbytes >= 2 * num * SMALLEST_CHUNK_BYTES):
         num *= 2
-    each, rest = divmod(nbytes, num)
-    return at_most if rest or (num > 1 and each % PAGE_BYTES) else each
+    return nbytes if num == 1 else min(round_up(-(-nbytes // num)), at_most)
 
 
 def round_up(nbytes: int, unit: int = PAGE_BYTES) -> int:

@@ -211,6 +211,23 @@ def test_small_shards_lie_together_behind_the_large_ones() -> None:
     assert plan.body_nbytes(table) == ALIGN_FROM_BYTES + PAGE_BYTES
 
 
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (512, [64] * 8),  # of 4 KiB: eighths
+        (391, [98] * 3 + [97]),  # no part is smaller than 256 KiB
+        (130, [65] * 2),
+        (127, [127]),
+        (16384, [1024] * 16),  # of 4 MiB
+        (16385, [513] * 31 + [482]),  # nothing divides
+    ],
+)
+def test_parts_of_a_shard(rows: int, expected: list[int]) -> None:
+    layout = layout_of({"w": np.zeros((rows, 1024), np.float32)})
+    table = plan.lay_out(layout, [("w", Box.whole((rows, 1024)))])
+    assert [nbytes // PAGE_BYTES for nbytes in table.nbytes] == expected
+
+
 def test_nothing_takes_no_room() -> None:
     layout = Layout(1, ())
     table = plan.lay_out(layout, [])
