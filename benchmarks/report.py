@@ -269,9 +269,13 @@ def _plot(found: Sequence[Line], title: str, path: Path) -> None:
     for axis, case in zip(axes[0], cases, strict=True):
         lines = sorted((line for line in found if line["case"] == case), key=lambda line: -line["median"])
         colours = ["tab:orange" if line["subject"].startswith(SUBJECT) else "tab:grey" for line in lines]
-        axis.barh([line["subject"] for line in lines], [line["median"] for line in lines], color=colours)
+        seconds = [line["median"] for line in lines]
+        bars = axis.barh([line["subject"] for line in lines], seconds, color=colours)
+        axis.bar_label(bars, [f"{s * 1000:.3g} ms" if s < 1 else f"{s:.3g} s" for s in seconds], padding=2, fontsize=7)
+        axis.set_xscale("log")  # or the shortest could not be seen
+        axis.set_xlim(right=4 * max(seconds))
         axis.set_title(f"{title}: {case}", fontsize=9)
-        axis.set_xlabel("seconds, median", fontsize=8)
+        axis.set_xlabel("median", fontsize=8)
         axis.tick_params(labelsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=100)
