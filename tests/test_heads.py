@@ -116,7 +116,7 @@ LIES = {
     "another element": lambda h: h.update({"fp8@4": h.pop("fp8@5")}),
     "reshaped": lambda h: h["deep/name \u00e9\u4e2d@7"].update(shape=[3, 2]),
     "retyped": lambda h: h["deep/name \u00e9\u4e2d@7"].update(dtype="F16"),
-    "swapped": lambda h: h.update({"large@100250": h["large@165518"], "large@165518": h["large@100250"]}),
+    "swapped": lambda h: h.update({"large@100250": h["large@138706"], "large@138706": h["large@100250"]}),
     "forgotten": lambda h: (h["@slack.1"].update(data_offsets=[0, 1]), h.pop("scalar@0")),
     "torch's dtype": lambda h: h["__metadata__"].update(dtypes='{"c@0": "complex64"}'),
     "no dtypes": lambda h: h["__metadata__"].pop("dtypes"),
