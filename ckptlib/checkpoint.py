@@ -115,7 +115,7 @@ def _is_committed(pending: Pending) -> bool:
         if pending.group.rank == 0:
             pending.wait_committed(patience_s)
         else:
-            pending.wait_staged(patience_s)
+            pending.wait_released(patience_s)  # so that its slot is there for the next one
     except WaitTimeout:
         return False
     return pending.committed

@@ -128,9 +128,15 @@ class Holdings:
     def _round(self, save: SaveId, number: int) -> Round:
         return Round(self._root_id, save, number, self.held_by_all, self._settled_by_all)
 
-    def released(self, save: str) -> None:
-        """The writer reads the slot of this save no more, if it did."""
-        self._persisting.pop(save, None)
+    def released(self, save: str, durable: bool) -> None:
+        """The writer reads the slot of this save no more, if it did. `durable`: what was in it is in the store.
+
+        Nobody restores from such a slot but a job with peers: else the next snapshot may have it at once, and one that
+        is saved and waited for needs no second slot, whose pages would cost more than the save.
+        """
+        slot = self._persisting.pop(save, None)
+        if slot is not None and durable and self.placement is None:
+            self.arena.mark_void(slot)
 
     def poll(self) -> None:
         """Takes note of the snapshots that have come to their end."""
@@ -157,6 +163,10 @@ class Holdings:
         """Those that are written, sent to a peer or persisted."""
         unsettled = [begun.staging.slot for begun in self._unsettled if begun.staging is not None]
         return [*self._persisting.values(), *unsettled]
+
+    def is_persisting(self, save: str) -> bool:
+        """Whether the writer has yet to let go of the slot of this save."""
+        return save in self._persisting
 
     @property
     def persisting(self) -> bool:

@@ -85,6 +85,10 @@ class Pending:
         """
         self._staging.wait_sealed(timeout)
 
+    def wait_released(self, timeout: float | None = None) -> None:
+        """Returns when this rank's part is durable, or failed, and its slot is free. Raises as `wait_staged` does."""
+        self._session.wait_released(self, timeout)
+
     def wait_committed(self, timeout: float | None = None) -> None:
         """Returns when the step exists and is durable. Any rank may ask alone.
 
@@ -295,7 +299,7 @@ class Session:
         key = str(event["save"])
         pending = self._pending.get(key)
         if kind == "released":
-            self.holdings.released(key)
+            self.holdings.released(key, durable=event["error"] is None)
             if event["error"] is None and self.group.rank != 0:
                 self.failures = 0
                 if pending is not None and not pending.watched:
@@ -306,7 +310,7 @@ class Session:
             if pending is not None:
                 pending.committed = True
         elif kind == "failed" and pending is not None:  # else it is known already
-            self.holdings.released(key)
+            self.holdings.released(key, durable=False)
             self._pending.pop(key, None)
             self._failed(pending, str(event["kind"]), str(event["error"]), key)
 
@@ -347,6 +351,15 @@ class Session:
                 return True
             self.poll(0.02)
         return False
+
+    def wait_released(self, pending: Pending, timeout: float | None) -> None:
+        timeout_s = self.root.save_deadline_s if timeout is None else timeout
+        deadline = time.monotonic() + timeout_s
+        pending.wait_staged(timeout_s)
+        while self.holdings.is_persisting(str(pending.save)):
+            if time.monotonic() > deadline:
+                raise WaitTimeout(f"step {pending.step} was not written within {timeout_s:.0f} s; it may still be")
+            self.poll(0.05)
 
     def wait_committed(self, pending: Pending, timeout: float | None) -> None:
         timeout_s = self.root.save_deadline_s if timeout is None else timeout

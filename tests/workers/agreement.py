@@ -29,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckptlib
+from ckptlib import checkpoint
 from ckptlib.errors import AgreementFailed, SaveFailed, UnsupportedState
 from ckptlib.manager import MAX_FAILURES
 from ckptlib.session import AGREE_EVERY
@@ -458,6 +459,18 @@ def replicas_once(url: Path) -> None:
     assert max(nbytes.values()) <= 1.15 * min(nbytes.values()), nbytes
 
 
+def one_slot(url: Path) -> None:
+    """Saves that are waited for take memory for one snapshot, on every rank."""
+    for step in range(1, 4):
+        ckptlib.save(url, {"own": ckptlib.PerRank({"t": torch.full((1 << 20,), float(step + rank()))})}, step)
+    (session,) = (session for key, session in checkpoint._sessions.items() if key[0] == str(url))
+    assert len(session.holdings.arena.slots) == 1
+    for step in range(1, 4):
+        found = torch.zeros(1 << 20)
+        ckptlib.load(url, {"own": ckptlib.PerRank({"t": found})}, step)
+        assert (found == step + rank()).all()
+
+
 def meshes_that_hold_the_same(url: Path) -> None:
     """As FSDP beside tensor parallelism leaves what the latter does not know: one tensor, on a mesh for each rank."""
     meshes = [DeviceMesh("cpu", [r]) for r in range(3)]
@@ -565,6 +578,7 @@ CASES = [
     batch_norm_by_rank,
     weights_by_rank,
     replicas_once,
+    one_slot,
     meshes_that_hold_the_same,
     silent_corruption,
     more_ranks,
