@@ -212,7 +212,7 @@ def _result(future: object) -> None:
 
 
 class TorchCheckpointing(Peer):
-    """Its defaults ask for CUDA and for direct I/O, which fails for lengths that are not whole pages.
+    """Its defaults ask for CUDA, and for direct I/O, which fails for lengths that are not whole pages.
 
     With several ranks, the metadata that resharding needs is gathered on CUDA devices; without one, it goes without.
     """
@@ -228,7 +228,8 @@ class TorchCheckpointing(Peer):
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
         reshards = not dist.is_initialized() or torch.cuda.is_available()
-        staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
+        on_gpu = torch.cuda.is_available()
+        staging = CheckpointStagerConfig(use_pinned_memory=on_gpu, use_non_blocking_copy=on_gpu)
         self._manager = CheckpointManager(
             CheckpointManager.Config(
                 items={"state": ItemSpec(resharder=DefaultResharder() if reshards else None)},

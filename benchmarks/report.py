@@ -28,6 +28,7 @@ NAMES = (
     "slowdown",
     "scale",
     "recover",
+    "gpu",
 )
 SUBJECT = "ckptlib"
 
@@ -120,6 +121,16 @@ def _medians(benchmark: str, what: str, cases: str = "", subject: str = SUBJECT)
     return found
 
 
+ON_GPU, BARE_ON_GPU, COPY = "ckptlib, every iteration, memory='host'", "bare pinned copy", "copy to the host"
+
+
+def _copy_on_gpu(figures: Figures) -> list[float]:
+    rates = {
+        subject: line["median"] for (name, _, subject, what), line in figures.items() if (name, what) == ("gpu", COPY)
+    }
+    return [rates[ON_GPU] / rates[BARE_ON_GPU]] if {ON_GPU, BARE_ON_GPU} <= rates.keys() else []
+
+
 STALL, AIM = "stall per checkpoint", "target (1 ms + 10 us per tensor)"
 BUSY, FREE = "step while persisting", "step without checkpoints"
 
@@ -157,6 +168,11 @@ TARGETS = (
     Target("restore from a peer, of bare gloo", True, 0.8, _times("recover", "bare gloo", "bring and read")),
     Target("committing at 1,024 ranks, rank 0", False, 0.1, _medians("scale", "steady commit"), "cpu s"),
     Target("planning a load at 1,024 ranks", False, 1.0, _medians("scale", "load planning"), "cpu s"),
+    Target("a GPU: stall for a snapshot at each iteration", False, 0.01, _medians("gpu", STALL, subject=ON_GPU), "s"),
+    Target(
+        "the same: iterations, over those without", False, 1.01, _medians("gpu", "turn with / without", subject=ON_GPU)
+    ),
+    Target("the same: the copy, of the bare one over the link", True, 0.9, _copy_on_gpu),
 )
 
 

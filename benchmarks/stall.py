@@ -114,10 +114,11 @@ def _nothing() -> None:
 class Training:
     """A model of one width, and the state that its optimizer makes."""
 
-    def __init__(self, nbytes_local: int, width: int) -> None:
+    def __init__(self, nbytes_local: int, width: int, device: str = "cpu") -> None:
+        self.device = device
         self.model = nn.Sequential()
         for i in range(max(1, nbytes_local * dist.get_world_size() // (12 * width * (width + 1)))):
-            self.model.add_module(str(i), nn.Linear(width, width))
+            self.model.add_module(str(i), nn.Linear(width, width, device=device))
         for layer in self.model:
             fully_shard(layer)
         fully_shard(self.model)
@@ -129,7 +130,7 @@ class Training:
 
     def iterate(self) -> None:
         for _ in range(self.micro_steps):
-            self.model(torch.randn(32, self.width)).pow(2).mean().backward()
+            self.model(torch.randn(32, self.width, device=self.device)).pow(2).mean().backward()
         self.before_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -139,9 +140,15 @@ class Training:
         began = time.perf_counter()
         for _ in range(3):
             self.iterate()
+        self.finish()
         took = torch.tensor((time.perf_counter() - began) / 3)
         dist.all_reduce(took, dist.ReduceOp.MAX)
         self.micro_steps = max(1, round(seconds / float(took)))
+
+    def finish(self) -> None:
+        """Returns when a device has done what it was told."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
 
     def flat(self) -> State:
         """Weights and moments by name."""
@@ -197,7 +204,7 @@ class CkptlibTaker(Taker):
 
     def close(self) -> None:
         self.checkpointer.close()
-        _remove(self._root)
+        remove(self._root)
 
 
 class PeerTaker(Taker):
@@ -229,13 +236,14 @@ class PeerTaker(Taker):
     def drain(self) -> None:
         self._wait()
         self._wait = peers.done
-        _remove(self._directory)
+        remove(self._directory)
 
     def close(self) -> None:
         self._peer.close()
 
 
-def _remove(directory: Path) -> None:
+def remove(directory: Path) -> None:
+    """By one rank; collective."""
     dist.barrier()
     if dist.get_rank() == 0:
         peers.remove(directory)
@@ -244,6 +252,7 @@ def _remove(directory: Path) -> None:
 
 def turn(training: Training, taker: Taker | None) -> dict[str, list[float]]:
     """EVERY * CHECKPOINTS iterations; seconds of all of them, and per checkpoint of what it stalled."""
+    training.finish()
     dist.barrier()
     calls = [0.0] * CHECKPOINTS
     longest = [0.0] * CHECKPOINTS
@@ -259,6 +268,7 @@ def turn(training: Training, taker: Taker | None) -> dict[str, list[float]]:
             # a fence is met in the iteration behind its checkpoint
             calls[number // EVERY] += call + taker.stalled_s() - before
             longest[number // EVERY] = max(longest[number // EVERY], call)
+    training.finish()
     dist.barrier()
     total = time.perf_counter() - began
     if taker is not None:

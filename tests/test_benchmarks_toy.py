@@ -22,6 +22,13 @@ SUBJECTS = {
     "beat": {"ckptlib"},
     "slowdown": {"ckptlib"},
     "scale": {"ckptlib"},
+    "gpu": {
+        "ckptlib",
+        "ckptlib, every iteration, memory='host'",
+        "ckptlib, every iteration, memory='device'",
+        "no checkpoints",
+        "DCP async thread",
+    },
     "recover": {"ckptlib", "bare copy", "bare read of /dev/shm", "bare gloo", "bare gloo beside a read"},
 }
 """Who must show up in the figures of each."""
