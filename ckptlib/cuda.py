@@ -1,24 +1,72 @@
 """Staging from CUDA devices: copies on a side stream behind the compute stream, into pinned slots.
 
 Thin on purpose: what must be copied at once holds up the compute stream, the rest is behind an event that the fence
-makes the compute stream wait for; the host waits for neither. Nothing here synchronises the device.
+makes the compute stream wait for; the host waits for neither. Where memory of the device is to spare, that event comes
+when the copy there is whole, and the host's follows from it. Nothing here synchronises the device.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from ckptlib.memory import bytes_of
+
+log = logging.getLogger(__name__)
 
 PIN_BYTES = 1 << 30
 """Registered at a time: the call holds locks in the driver for as long as it touches pages."""
 
 SAMPLE_BYTES = 64
 
+SPARE_MARGIN_BYTES = 1 << 30
+"""Left free beside a copy in the device's own memory: what fragments, and other libraries, take."""
+
 Copy = tuple[torch.Tensor, torch.Tensor]
-"""Target on the host, source on the device."""
+"""Target, source."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWork:
+    """What is copied from one device for one slot."""
+
+    now: list[Copy]
+    """The compute stream waits for these."""
+    later: list[Copy]
+    """The fence does."""
+    then: list[Copy]
+    """From the device's spare memory to the host, where the others go to spare memory: nothing waits."""
+    names: list[str]
+    """Of what `later` copies."""
+
+
+def spare_memory(device: torch.device, nbytes: int) -> torch.Tensor | None:
+    """Zeroed bytes of a device; None where they do not fit beside the most that was ever allocated at one time."""
+    room = spare_nbytes(device)
+    try:
+        if nbytes <= room:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        room = 0  # it is in pieces
+    log.warning(
+        "%s has no room for a snapshot of %s bytes beside the peak of the training (%s to spare): it is copied to the "
+        "host at once, and the next optimizer.step() may wait for that",
+        device,
+        f"{nbytes:,}",
+        f"{room:,}",
+    )
+    return None
+
+
+def spare_nbytes(device: torch.device) -> int:
+    """How much memory of a device is left beside the most that was ever allocated at one time, and a margin."""
+    free, _ = torch.cuda.mem_get_info(device)
+    taken = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_reserved(device)
+    return max(free - taken - SPARE_MARGIN_BYTES, 0)
 
 
 def pin(address: int, nbytes: int) -> None:
@@ -42,53 +90,57 @@ def unpin(address: int, nbytes: int) -> None:
 class DeviceCopies:
     """The copies of one snapshot from one device, begun when it is made. Keeps its sources until they are read."""
 
-    def __init__(self, stream: torch.cuda.Stream, now: Sequence[Copy], later: Sequence[Copy]) -> None:
-        """`now`: the compute stream waits for these. `later`: the fence does."""
-        self._later = list(later)
+    def __init__(self, stream: torch.cuda.Stream, works: Sequence[DeviceWork]) -> None:
         self._device = stream.device
+        self._names = [name for work in works for name in work.names]
+        later = [copy for work in works for copy in work.later]
+        then = [copy for work in works for copy in work.then]
+        sources, self._targets = [source for _, source in later], [target for target, _ in later]
         compute = torch.cuda.current_stream(self._device)
-        self._before = _samples(self._later)
+        self._before = _samples(sources)
         stream.wait_stream(compute)
         with torch.cuda.stream(stream):
-            _enqueue(now)
+            _enqueue([copy for work in works for copy in work.now])
             compute.wait_event(stream.record_event())
-            _enqueue(self._later)
-            self._after = _samples(self._later)
+            _enqueue(later)
+            self._after = _samples(sources)
+            # spare memory is the next snapshot's as soon as this stream is done; the host's is ours until the seal
+            self._copied = _samples(self._targets) if then else None
+            self._read = stream.record_event()
+            _enqueue(then)
             self._done = stream.record_event()
-        self._sources = [source for _, source in (*now, *later)]
+        self._used = [copy for work in works for copy in chain(work.now, work.later, work.then)]
 
     def hold_compute(self) -> None:
-        """The current stream does not go on before the copies are done; the host does."""
-        torch.cuda.current_stream(self._device).wait_event(self._done)
+        """The current stream does not go on before the sources are read; the host does."""
+        torch.cuda.current_stream(self._device).wait_event(self._read)
 
-    def finish(self) -> list[int]:
-        """Waits for the copies, on the host; returns which of `later` were written to meanwhile."""
+    def finish(self) -> list[str]:
+        """Waits for the copies, on the host; returns the names of what was written to meanwhile."""
         self._done.synchronize()
-        self._sources.clear()
-        if not self._later:
-            return []
-        before, after = self._before.cpu(), self._after.cpu()
-        torn = []
-        for i, (target, _) in enumerate(self._later):
-            copied = _window(target)
-            n = copied.numel()
-            if not (torch.equal(before[i, :n], after[i, :n]) and torch.equal(before[i, :n], copied)):
-                torn.append(i)
-        return torn
+        self._used.clear()
+        landed = _samples(self._targets) if self._copied is None else self._copied
+        before, after, copied = self._before.cpu(), self._after.cpu(), landed.cpu()
+        same = (before == after).all(1) & (before == copied).all(1)
+        return [name for name, good in zip(self._names, same.tolist(), strict=True) if not good]
 
 
 @torch.no_grad()
 def _enqueue(copies: Sequence[Copy]) -> None:
+    if copies and copies[0][0].device == copies[0][1].device:  # one kernel for hundreds of tensors
+        targets, sources = zip(*copies, strict=True)
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+        return
     for target, source in copies:
         target.copy_(source, non_blocking=True)
 
 
 @torch.no_grad()
-def _samples(copies: Sequence[Copy]) -> torch.Tensor:
-    """A few bytes from the middle of every source, gathered by one kernel on the current stream."""
-    device = copies[0][1].device if copies else torch.device("cpu")
-    found = torch.zeros(len(copies), SAMPLE_BYTES, dtype=torch.uint8, device=device)
-    windows = [_window(source) for _, source in copies]
+def _samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A few bytes from the middle of every tensor, gathered where they are, by one kernel on the current stream."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    found = torch.zeros(len(tensors), SAMPLE_BYTES, dtype=torch.uint8, device=device)
+    windows = [_window(tensor) for tensor in tensors]
     if windows:
         torch._foreach_copy_([found[i, : w.numel()] for i, w in enumerate(windows)], windows)
     return found

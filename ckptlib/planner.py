@@ -13,10 +13,10 @@ import torch
 from ckptlib.box import Box
 from ckptlib.group import Group
 from ckptlib.layout import Layout, Placed
+from ckptlib.pairs import Source
 from ckptlib.plan import ALIGN_FROM_BYTES, assign, body_nbytes, lay_out, writes
 from ckptlib.replicas import Agreement, Row, agree, alone, entries_of, rows_of
 from ckptlib.sections import same
-from ckptlib.stage import Source
 from ckptlib.state import Flat, Leaf
 from ckptlib.table import Table
 

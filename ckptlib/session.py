@@ -22,6 +22,8 @@ from ckptlib.group import Group, group_of, group_or_world, together
 from ckptlib.holdings import Holdings, agree_placement
 from ckptlib.keys import SaveId
 from ckptlib.lineage import Lineage
+from ckptlib.pairs import Source
+from ckptlib.peer.peers import DEVICE
 from ckptlib.peer.replicate import Replicator
 from ckptlib.planner import Overlap, Plan, Planner
 from ckptlib.probe import probe
@@ -29,7 +31,7 @@ from ckptlib.replicas import Row
 from ckptlib.rng import RngState
 from ckptlib.settings import Settings
 from ckptlib.slot import Slot, SlotHeader
-from ckptlib.stage import Content, Source, Stager, Staging
+from ckptlib.stage import Content, Stager, Staging
 from ckptlib.state import Flat, Leaf, Memo, PerRank, flatten
 from ckptlib.stores import open_store
 from ckptlib.table import Table
@@ -116,7 +118,8 @@ class Session:
         )
         self.root, self.generation = self.lineage.root, self.lineage.generation
         self.holdings, self.writer = self._hold(kind)
-        self._stager = Stager(self._on_sealed)
+        peers = settings.peers
+        self._stager = Stager(self._on_sealed, spare=peers is not None and peers.memory == DEVICE)
         self._memo = Memo()
         self._rng = RngState()
         self.planner = Planner(self.group)

@@ -7,32 +7,27 @@ fence, and the snapshot is torn and never becomes ready.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import queue
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from ckptlib.cuda import DeviceCopies
+from ckptlib.cuda import DeviceCopies, DeviceWork, spare_memory
 from ckptlib.digests import digester
 from ckptlib.documents import encode
 from ckptlib.errors import CkptError, WaitTimeout
-from ckptlib.memory import is_bytes
+from ckptlib.pairs import Pair, Pairs, Source
 from ckptlib.plan import body_nbytes
 from ckptlib.slot import Slot, SlotHeader
 from ckptlib.table import Table
 from ckptlib.values import Json
 
 log = logging.getLogger(__name__)
-
-OVERLAP_FROM_BYTES = 64 * 1024
-"""Below this, handing a tensor over costs as much as copying it at once."""
 
 COPY_TIMEOUT_S = 600.0
 """A copy runs at memory speed; one that takes longer has lost its thread."""
@@ -47,17 +42,6 @@ class TornSnapshot(CkptError):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """One shard to be copied."""
-
-    name: str
-    tensor: torch.Tensor
-    """This rank's box of it, of the box's shape; any strides."""
-    overlap: bool
-    """Whether its only writer waits at the fence."""
-
-
-@dataclass(frozen=True, slots=True)
 class Lot:
     """What is copied into one slot."""
 
@@ -67,90 +51,6 @@ class Lot:
     sources: Sequence[Source]
     offsets: tuple[int, ...]
     """Of each source, in the body."""
-
-
-class Pair:
-    """A shard and its place in a slot, with all that a copy needs to know looked up once."""
-
-    __slots__ = (
-        "_target",
-        "body",
-        "copied",
-        "device",
-        "late",
-        "movable",
-        "nbytes",
-        "now",
-        "offset",
-        "source",
-        "source_address",
-        "target_address",
-    )
-
-    def __init__(self, source: Source, body: torch.Tensor, offset: int) -> None:
-        tensor = source.tensor
-        self.source, self.body, self.offset, self.nbytes = source, body, offset, tensor.nbytes
-        self._target: torch.Tensor | None = None
-        on_host = tensor.device.type == "cpu"
-        self.device = None if on_host else tensor.device
-        self.movable = on_host and is_bytes(tensor)
-        self.source_address, self.target_address = tensor.data_ptr(), body.data_ptr() + offset
-        self.late = source.overlap and self.nbytes >= OVERLAP_FROM_BYTES and is_bytes(tensor)
-        """Whether it is copied behind the fence."""
-        if self.movable and self.late:
-            self.now, self.copied = (_bytes_at(a, self.nbytes) for a in (self.source_address, self.target_address))
-
-    @property
-    def target(self) -> torch.Tensor:
-        """The place, as torch needs it. Made when asked for: most shards are copied by address."""
-        if self._target is None:
-            tensor = self.source.tensor
-            self._target = self.body[self.offset : self.offset + self.nbytes].view(tensor.dtype).view(tensor.shape)
-        return self._target
-
-    def move(self) -> None:
-        """No dispatch, no autograd, no thread pool that would compete with the trainer's; the GIL is released."""
-        ctypes.memmove(self.target_address, self.source_address, self.nbytes)
-
-
-def _bytes_at(address: int, nbytes: int) -> memoryview:
-    """Memory that lives as long as its tensor; not by way of numpy, after which a tensor cannot be resized."""
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-
-
-_move_small = ctypes.PyDLL(None).memmove
-"""Keeps the GIL: giving it up hundreds of times would let any other thread hold up the trainer."""
-_move_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_move_small.restype = None
-
-
-class Pairs:
-    """The shards of a snapshot and their places in one slot, sorted by how they are copied."""
-
-    def __init__(self, pairs: list[Pair], offsets: tuple[int, ...]) -> None:
-        self.all = pairs
-        self.offsets = offsets
-        self.late = [pair for pair in pairs if pair.movable and pair.late]
-        now = [pair for pair in pairs if pair.movable and not pair.late]
-        self.large = [pair for pair in now if pair.nbytes >= OVERLAP_FROM_BYTES]
-        small = [pair for pair in now if pair.nbytes < OVERLAP_FROM_BYTES]
-        self.small = tuple(
-            [getattr(pair, of) for pair in small] for of in ("target_address", "source_address", "nbytes")
-        )
-        """Addresses of targets and of sources, and sizes."""
-        self.strided = [pair for pair in pairs if pair.device is None and not pair.movable]
-        self.on_devices: dict[torch.device, list[Pair]] = {}
-        for pair in pairs:
-            if pair.device is not None:
-                self.on_devices.setdefault(pair.device, []).append(pair)
-
-    def move_now(self) -> None:
-        """All that is in host memory and is not copied behind the fence."""
-        deque(map(_move_small, *self.small), maxlen=0)
-        for pair in self.large:
-            pair.move()
-        for pair in self.strided:
-            pair.target.copy_(pair.source.tensor)
 
 
 @dataclass(frozen=True)
@@ -176,8 +76,8 @@ class Staging:
         self.error: Exception | None = None
         self.seconds = 0.0
         """Of the copy behind the fence."""
-        self.device_copies: list[tuple[DeviceCopies, list[Source]]] = []
-        """Under way on devices, each with the sources that are copied behind the fence."""
+        self.device_copies: list[DeviceCopies] = []
+        """Under way on devices."""
         self._copied = threading.Event()
         self._sealed = threading.Event()
         self._hand_over: Callable[[], None] | None = None
@@ -197,7 +97,7 @@ class Staging:
 
         Raises WaitTimeout.
         """
-        for copies, _ in self.device_copies:
+        for copies in self.device_copies:
             copies.hold_compute()
         if not self._copied.wait(COPY_TIMEOUT_S):
             raise WaitTimeout(f"the copy of step {self.step} still read its sources after {COPY_TIMEOUT_S:.0f} s")
@@ -222,9 +122,15 @@ class Staging:
 class Stager:
     """The thread that copies and seals; one per rank."""
 
-    def __init__(self, on_sealed: Callable[[Staging], None]) -> None:
-        """`on_sealed` is called from the thread, with a staging that is ready or has failed."""
+    def __init__(self, on_sealed: Callable[[Staging], None], spare: bool = False) -> None:
+        """`on_sealed` is called from the thread, with a staging that is ready or has failed.
+
+        `spare`: whether devices keep a copy in memory of their own, where it fits, so that the fence waits for no link.
+        """
         self._on_sealed = on_sealed
+        self._wants_spare = spare
+        self._spares: dict[tuple[int, torch.device], tuple[tuple[int, ...], torch.Tensor | None]] = {}
+        """By rank and device: for which offsets, and the memory; None where it did not fit."""
         self._random = random.Random(0xC0FFEE)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pairs: dict[tuple[int, str], Pairs] = {}
@@ -251,16 +157,18 @@ class Stager:
         header = replace(content.header, sequence=content.header.sequence - 1)
         own = Lot(slot, header, sources, self._offsets(content.table, sources))
         later: list[Pair] = []
-        on_devices: dict[torch.device, list[Pair]] = {}
+        works: dict[torch.device, list[DeviceWork]] = {}
         for lot in (own, *twins):
             lot.slot.write_header(lot.header)
             pairs = self._pairs_of(lot)
             pairs.move_now()
-            for device, on_device in pairs.on_devices.items():
-                on_devices.setdefault(device, []).extend(on_device)
+            for device in pairs.devices:
+                spare = self._spare(lot, device) if self._wants_spare else None
+                works.setdefault(device, []).append(pairs.work(device, spare))
             later += pairs.late
-        for device, on_device in on_devices.items():  # one stream each: what is waited for now comes first
-            staging.device_copies.append(self._begin_device(device, on_device))
+        for device, of_lots in works.items():  # one stream each: what is waited for now comes first
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+            staging.device_copies.append(DeviceCopies(stream, of_lots))
         samples = [self._sample(pair) for pair in later]
         if not later:
             staging._copied.set()
@@ -275,11 +183,15 @@ class Stager:
             self._own = table.digest, table.begins(source.tensor.nbytes for source in sources)
         return self._own[1]
 
-    def _begin_device(self, device: torch.device, pairs: list[Pair]) -> tuple[DeviceCopies, list[Source]]:
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-        now = [(pair.target, pair.source.tensor) for pair in pairs if not pair.late]
-        later = [(pair.target, pair.source.tensor) for pair in pairs if pair.late]
-        return DeviceCopies(stream, now, later), [pair.source for pair in pairs if pair.late]
+    def _spare(self, lot: Lot, device: torch.device) -> torch.Tensor | None:
+        """Memory of a device for the body of a slot; the same for all slots of one rank, which follow one another."""
+        key = lot.header.rank, device
+        offsets, spare = self._spares.get(key, ((), None))
+        if offsets is not lot.offsets:
+            self._spares.pop(key, None)  # before there is another
+            spare = spare_memory(device, lot.header.body_nbytes)
+            self._spares[key] = lot.offsets, spare
+        return spare
 
     def _pairs_of(self, lot: Lot) -> Pairs:
         """Those of the last snapshot in this slot, as far as the sources are the very same."""
@@ -321,9 +233,9 @@ class Stager:
                 staging.seconds = time.perf_counter() - began
                 later.clear()
                 staging._copied.set()
-            for copies, overlapping in staging.device_copies:
-                for i in copies.finish():
-                    raise _torn(staging.step, overlapping[i].name)
+            for copies in staging.device_copies:
+                for name in copies.finish():
+                    raise _torn(staging.step, name)
             _seal(staging)
         except Exception as error:  # kept for whoever waits, and told to the other ranks; the thread must live on
             staging.error = error
@@ -339,6 +251,7 @@ class Stager:
         self._jobs.put(None)
         self._thread.join()
         self._pairs.clear()
+        self._spares.clear()
 
 
 def _check_samples(later: list[Pair], samples: list[tuple[int, bytes]], step: int) -> None:

@@ -18,6 +18,7 @@ import ckptlib
 from ckptlib import stage
 from ckptlib.errors import WaitTimeout
 from ckptlib.fence import Fence
+from ckptlib.pairs import Source
 from ckptlib.slot import Slot
 
 
@@ -177,7 +178,7 @@ def recorded_overlaps(ckpt: ckptlib.Checkpointer) -> Iterator[dict[str, bool]]:
             self,
             slot: Slot,
             content: stage.Content,
-            sources: Sequence[stage.Source],
+            sources: Sequence[Source],
             twins: Sequence[stage.Lot] = (),
             go: bool = True,
         ) -> stage.Staging:

@@ -16,8 +16,9 @@ from workers.torn import SLOT_BYTES, Rig, held, params_of, prepared, raw, state_
 
 from ckptlib.documents import decode
 from ckptlib.errors import WaitTimeout
+from ckptlib.pairs import OVERLAP_FROM_BYTES
 from ckptlib.slot import Slot
-from ckptlib.stage import OVERLAP_FROM_BYTES, Staging
+from ckptlib.stage import Staging
 
 DTYPES = [
     torch.float32,

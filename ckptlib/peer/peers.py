@@ -8,7 +8,7 @@ from pathlib import Path
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-HOST = "host"
+HOST, DEVICE = "host", "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,10 @@ class Peers:
     timeout:  after which a peer that does not take or give a few megabytes counts as gone.
     everything: whether replicas are sent whole, even what their holder has in its own share of the state: without, it
               copies that itself, and it is checked against the digests of the rank whose snapshot it is.
+    memory:   "host", or "device": snapshots of tensors on GPUs are copied in the GPU's own memory first, if that has
+              room for a second copy beside the peak of the training, and to the host from there. Then the next
+              optimizer.step() waits for a copy at the speed of that memory, not of the link to the host: for
+              iterations that are shorter than the latter.
     keep_for: how long, after the trainers of a host died, its snapshots wait for a job that goes on from them.
     """
 
@@ -31,11 +35,16 @@ class Peers:
     domain: str = HOST
     timeout: timedelta = timedelta(seconds=60)
     everything: bool = False
+    memory: str = HOST
     keep_for: timedelta = timedelta(minutes=15)
 
     def __post_init__(self) -> None:
         if self.copies < 0 or self.every < 1:
             raise ValueError(f"Peers needs copies >= 0 and every >= 1, got {self.copies} and {self.every}")
+        if self.memory not in (HOST, DEVICE):
+            raise ValueError(
+                f"memory is {HOST!r} or {DEVICE!r}, got {self.memory!r}; for a directory of slots there is arena="
+            )
 
     @property
     def domain_name(self) -> str:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ckptlib.arena import Arena
 from ckptlib.errors import CkptError, CorruptData, FormatError, NoRoom
 from ckptlib.keys import SaveId
+from ckptlib.pairs import Source
 from ckptlib.peer.link import Link
 from ckptlib.peer.peers import Peers
 from ckptlib.peer.transfer import Ranges, everything, receive_slot, send_slot, withdraw
@@ -29,7 +30,7 @@ from ckptlib.placement import Placement
 from ckptlib.plan import body_nbytes, round_up
 from ckptlib.slot import Slot, SlotHeader
 from ckptlib.snapshot import SnapshotReader
-from ckptlib.stage import Lot, Source, Staging
+from ckptlib.stage import Lot, Staging
 from ckptlib.table import Table
 
 log = logging.getLogger(__name__)

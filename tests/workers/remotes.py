@@ -37,6 +37,7 @@ from ckptlib.digests import XXH3
 from ckptlib.errors import AgreementFailed, CorruptData, FormatError
 from ckptlib.group import group_of
 from ckptlib.keys import GenerationId, SaveId
+from ckptlib.pairs import Source
 from ckptlib.peer import remote as remote_module
 from ckptlib.peer.inventory import Found, Inventory, Move, describe, look, memory_of
 from ckptlib.peer.link import Link
@@ -46,7 +47,7 @@ from ckptlib.plan import body_nbytes, lay_out
 from ckptlib.reader import Reader, Want, own_rank
 from ckptlib.slot import PAGE_BYTES, Slot, SlotHeader
 from ckptlib.snapshot import SnapshotReader, check_body
-from ckptlib.stage import Content, Source, Stager
+from ckptlib.stage import Content, Stager
 
 PIECE_BYTES = 1 << 20
 """The most that one request asks for, here: a small body takes several."""

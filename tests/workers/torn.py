@@ -22,10 +22,11 @@ from ckptlib.digests import XXH3
 from ckptlib.fence import Fence, Fenced
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.layout import Layout, Mesh, Placed, TensorEntry
+from ckptlib.pairs import OVERLAP_FROM_BYTES, Source
 from ckptlib.plan import assign, body_nbytes, lay_out
 from ckptlib.sharding import Replicate
 from ckptlib.slot import Slot, SlotHeader
-from ckptlib.stage import OVERLAP_FROM_BYTES, Content, Source, Stager, Staging
+from ckptlib.stage import Content, Stager, Staging
 from ckptlib.state import Leaf, flatten
 
 WAIT_S = 60.0
