@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+THREADS = 8
+"""Requests under way at once: a local disk is busy with 4, an object store wants more."""
+
 RUN_BYTES = 16 * 1024 * 1024
-"""The most that one request asks for; times READ_THREADS, it bounds the memory of a load."""
+"""The most that one request asks for; times THREADS, it bounds the memory of a load."""
 
 DIRECT_FROM_BYTES = 1024 * 1024
 """From this size on, a chunk that fits its target as it is gets read straight into it."""
@@ -19,3 +22,5 @@ class Pace:
     """Bytes of one, where it is not a single chunk that has more."""
     direct_from: int = DIRECT_FROM_BYTES
     """Those for less go through a buffer, and may be for several tensors."""
+    threads: int = THREADS
+    """Requests under way at once."""

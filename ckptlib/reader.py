@@ -25,9 +25,6 @@ from ckptlib.pace import Pace
 from ckptlib.part import Part
 from ckptlib.requests import ChunkRead, Request, Target, copies_of, merge
 
-READ_THREADS = 8
-"""Requests under way at once: a local disk is busy with 4, an object store wants more."""
-
 
 class Source(Protocol):
     """One step, wherever it lies: in a store, or in memory."""
@@ -124,7 +121,7 @@ class Reader:
 
         Raises CorruptData that names the tensor, StateMismatch for an element that no chunk covers, StoreError.
         """
-        with ThreadPoolExecutor(READ_THREADS, "ckptlib-read") as executor:
+        with ThreadPoolExecutor(self._source.pace.threads, "ckptlib-read") as executor:
             ranks = [self.ranks_for(want) for want in wants]
             list(executor.map(self._share, sorted(frozenset().union(*ranks) - self._shares.keys())))
             with garbage.kept():

@@ -12,6 +12,7 @@ import torch
 from ckptlib import cuda
 from ckptlib.cuda import DeviceCopies, DeviceWork
 from ckptlib.pairs import Pair, Source, work_of
+from ckptlib.peer.peers import Peers
 
 LATE = torch.device("cpu")
 
@@ -106,3 +107,8 @@ def test_beside_the_peak(monkeypatch: pytest.MonkeyPatch, free: int, reserved: i
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
     assert (cuda.spare_nbytes(LATE) >= 2 << 30) is fits
+
+
+def test_memory_is_of_the_host_or_of_the_device() -> None:
+    with pytest.raises(ValueError, match=r"memory is 'host' or 'device', got '/nvme'; .* arena="):
+        Peers(memory="/nvme")

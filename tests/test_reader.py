@@ -22,9 +22,9 @@ from ckptlib.errors import CorruptData, ObjectNotFound
 from ckptlib.keys import PartName, SaveId
 from ckptlib.layout import ByHand, Layout, TensorEntry
 from ckptlib.manifest import Manifest
-from ckptlib.pace import RUN_BYTES, Pace
+from ckptlib.pace import RUN_BYTES, THREADS, Pace
 from ckptlib.part import Part
-from ckptlib.reader import READ_THREADS, Reader, Want
+from ckptlib.reader import Reader, Want
 from ckptlib.requests import GAP_BYTES
 from ckptlib.stores.local import LocalStore
 
@@ -206,11 +206,11 @@ def test_memory_is_bounded_however_much_is_read(tmp_path: Path, monkeypatch: pyt
     assert all((found[name] == i).all() for i, name in enumerate(tensors))
     store = reader._source._catalog.store
     assert isinstance(store, CountingStore)
-    assert store.most_in_flight <= READ_THREADS * (256 * 1024 + 64)
+    assert store.most_in_flight <= THREADS * (256 * 1024 + 64)
     assert max(nbytes for _, _, nbytes in store.requests) <= 256 * 1024 + 64
     # one buffer of 1 MiB per thread, and the plan; the data itself is 40 MB
-    assert peak - before < READ_THREADS * (1 << 20) + (4 << 20)
-    assert READ_THREADS * RUN_BYTES <= 128 << 20
+    assert peak - before < THREADS * (1 << 20) + (4 << 20)
+    assert THREADS * RUN_BYTES <= 128 << 20
 
 
 def test_requests_are_as_large_as_the_source_likes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
