@@ -1,4 +1,4 @@
-"""How long does training stand still for a checkpoint? FSDP2 with AdamW on 2 and 4 gloo ranks, one every k steps.
+"""How long does training stand still for a checkpoint? FSDP2 with AdamW on two gloo ranks, a checkpoint every k steps.
 
 All subjects share one training in one run and take turns, with turns without checkpoints in between. A stall is what a
 checkpoint costs the main thread: for ckptlib all of after_step and the wait at the fence, of every iteration; for the
@@ -49,38 +49,22 @@ def main(arguments: list[str]) -> None:
 
 
 def measure(options: Options, directory: Path, figures: Figures) -> None:
-    if options.toy:
-        _case(options, directory, figures, "two ranks", 2, 1, tuple(OTHERS))
-        return
-    _case(options, directory, figures, "two ranks", 2, options.rounds, tuple(OTHERS))
-    _case(options, directory, figures, "four ranks", 4, 1, ("DCP async thread", "DCP"))  # twice the time on two cores
-
-
-def _case(
-    options: Options,
-    directory: Path,
-    figures: Figures,
-    case: str,
-    num_ranks: int,
-    rounds: int,
-    others: tuple[str, ...],
-) -> None:
     given: dict[str, Any] = {
         "directory": str(directory),
         "gb": 0.002 if options.toy else options.gb,
-        "rounds": rounds,
+        "rounds": 1 if options.toy else options.rounds,
         "iteration_s": 0.02 if options.toy else ITERATION_S,
         "width": 256 if options.toy else WIDTH,
         "others": [],
     }
-    for name in others:
-        why = why_not(OTHERS[name], num_ranks)
+    for name, peer in OTHERS.items():
+        why = why_not(peer, 2)
         if why is None:
             given["others"].append(name)
         elif not options.toy:
-            figures.failed(case, name, why)
-    for line in figures.attempt(case, "all", __name__, num_ranks, given, options.timeout_s * rounds):
-        figures.add(case, line.pop("subject"), line.pop("what"), line.pop("unit"), line.pop("samples"), **line)
+            figures.failed("two ranks", name, why)
+    for line in figures.attempt("two ranks", "all", __name__, 2, given, options.timeout_s * options.rounds):
+        figures.add("two ranks", line.pop("subject"), line.pop("what"), line.pop("unit"), line.pop("samples"), **line)
 
 
 # In the ranks
