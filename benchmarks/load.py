@@ -32,7 +32,8 @@ def measure(options: Options, directory: Path, figures: Figures) -> None:
         return
     alone = [(name,) for name in LOADERS]
     _case(options, directory, figures, "two ranks", 2, 150, options.gb, alone)
-    once = replace(options, rounds=1)  # 4 GB for each of ten: a round takes ten minutes
+    once = replace(options, rounds=1)  # 2 and 4 GB for each of ten: a round takes minutes
+    _case(once, directory, figures, "four ranks", 4, 150, options.gb, alone)
     _case(once, directory, figures, "one tensor", 1, 1, 8 * options.gb, alone)
 
 

@@ -1,8 +1,8 @@
 """How fast is a save? Seconds until training goes on, and until the step is durable, for every library on one state.
 
-Two states: one of many tensors over two ranks, and one large tensor on one. Peers take turns, each in processes of
-its own; in each round the bare disk is measured, too. Every element changes between saves. The first save of a state
-(slots are made, plans are drawn up) is kept apart from those that follow.
+Two states: one of many tensors, over two ranks and over four, and one large tensor on one. Peers take turns, each in
+processes of its own; in each round the bare disk is measured, too. Every element changes between saves. The first save
+of a state (slots are made, plans are drawn up) is kept apart from those that follow.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def measure(options: Options, directory: Path, figures: Figures) -> None:
         return
     alone = [(name,) for name in PEERS]
     _case(options, directory, figures, "two ranks", 2, 150, options.gb, alone)
-    once = replace(options, rounds=1)  # 4 GB for each of ten: a round takes ten minutes
+    once = replace(options, rounds=1)  # 2 and 4 GB for each of ten: a round takes minutes
+    _case(once, directory, figures, "four ranks", 4, 150, options.gb, alone)
     _case(once, directory, figures, "one tensor", 1, 1, 8 * options.gb, alone)
 
 
