@@ -289,7 +289,8 @@ def _plot(found: Sequence[Line], title: str, path: Path) -> None:
         bars = axis.barh([line["subject"] for line in lines], seconds, color=colours)
         axis.bar_label(bars, [f"{s * 1000:.3g} ms" if s < 1 else f"{s:.3g} s" for s in seconds], padding=2, fontsize=7)
         axis.set_xscale("log")  # or the shortest could not be seen
-        axis.set_xlim(right=4 * max(seconds))
+        axis.set_xlim(min(s for s in seconds if s > 0) / 3, 4 * max(seconds))
+        axis.minorticks_off()
         axis.set_title(f"{title}: {case}", fontsize=9)
         axis.set_xlabel("median", fontsize=8)
         axis.tick_params(labelsize=7)
