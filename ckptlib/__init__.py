@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     )
     from ckptlib.manager import Checkpointer
     from ckptlib.peer.peers import Coverage, Peers
+    from ckptlib.pending import Pending
     from ckptlib.policy import Steps
     from ckptlib.retention import Keep
-    from ckptlib.session import Pending
     from ckptlib.state import PerRank, Sharded
 
 __version__ = "0.1.0"
@@ -48,7 +48,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CheckpointInfo": "catalog",
     "LoadReport": "checkpoint",
-    "Pending": "session",
+    "Pending": "pending",
     "checkpoints": "checkpoint",
     "load": "checkpoint",
     "save": "checkpoint",

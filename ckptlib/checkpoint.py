@@ -20,9 +20,10 @@ from ckptlib.errors import CkptError, CorruptData, FormatError, ObjectNotFound, 
 from ckptlib.group import Group, group_of, group_or_world, meet, together, together_at_length
 from ckptlib.keys import SaveId, parse_save
 from ckptlib.manifest import Manifest
+from ckptlib.pending import Pending
 from ckptlib.reader import Reader, Source, own_rank
 from ckptlib.saved import Saved
-from ckptlib.session import RNG, Pending, Session
+from ckptlib.session import RNG, Session
 from ckptlib.settings import Settings
 from ckptlib.spread import share_out, spread
 from ckptlib.stores import open_store

@@ -93,21 +93,25 @@ class DeviceCopies:
     def __init__(self, stream: torch.cuda.Stream, works: Sequence[DeviceWork]) -> None:
         self._device = stream.device
         self._names = [name for work in works for name in work.names]
-        later = [copy for work in works for copy in work.later]
-        then = [copy for work in works for copy in work.then]
-        sources, self._targets = [source for _, source in later], [target for target, _ in later]
+        sources = [source for work in works for _, source in work.later]
+        self._targets = [[target for target, _ in work.later] for work in works]
         compute = torch.cuda.current_stream(self._device)
         self._before = _samples(sources)
         stream.wait_stream(compute)
         with torch.cuda.stream(stream):
-            _enqueue([copy for work in works for copy in work.now])
+            for work in works:
+                _enqueue(work.now)
             compute.wait_event(stream.record_event())
-            _enqueue(later)
+            for work in works:
+                _enqueue(work.later)
             self._after = _samples(sources)
-            # spare memory is the next snapshot's as soon as this stream is done; the host's is ours until the seal
-            self._copied = _samples(self._targets) if then else None
+            # spare memory is the next snapshot's as soon as this stream is done; what is on the host is not there yet,
+            # and ours until the seal. One slot may go by spare memory, and another have had no room there.
+            spare = zip(works, self._targets, strict=True)
+            self._copied = [_samples(targets) if work.then else None for work, targets in spare]
             self._read = stream.record_event()
-            _enqueue(then)
+            for work in works:
+                _enqueue(work.then)
             self._done = stream.record_event()
         self._used = [copy for work in works for copy in chain(work.now, work.later, work.then)]
 
@@ -119,8 +123,8 @@ class DeviceCopies:
         """Waits for the copies, on the host; returns the names of what was written to meanwhile."""
         self._done.synchronize()
         self._used.clear()
-        landed = _samples(self._targets) if self._copied is None else self._copied
-        before, after, copied = self._before.cpu(), self._after.cpu(), landed.cpu()
+        landed = (_samples(t) if c is None else c for t, c in zip(self._targets, self._copied, strict=True))
+        before, after, copied = self._before.cpu(), self._after.cpu(), torch.cat([found.cpu() for found in landed])
         same = (before == after).all(1) & (before == copied).all(1)
         return [name for name, good in zip(self._names, same.tolist(), strict=True) if not good]
 

@@ -29,11 +29,12 @@ from ckptlib.errors import (
 from ckptlib.fence import Fence
 from ckptlib.group import together
 from ckptlib.peer.peers import Coverage, Peers
+from ckptlib.pending import Pending
 from ckptlib.policy import Policy, Steps
 from ckptlib.replicas import kind_of
 from ckptlib.restore import restore
 from ckptlib.retention import Keep
-from ckptlib.session import Pending, Session
+from ckptlib.session import Session
 from ckptlib.settings import Settings
 from ckptlib.state import Leaf, flatten
 from ckptlib.stop import StopSignal

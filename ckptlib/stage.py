@@ -167,8 +167,9 @@ class Stager:
                 works.setdefault(device, []).append(pairs.work(device, spare))
             later += pairs.late
         for device, of_lots in works.items():  # one stream each: what is waited for now comes first
-            stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-            staging.device_copies.append(DeviceCopies(stream, of_lots))
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # as torch has it
+            staging.device_copies.append(DeviceCopies(self._streams[device], of_lots))
         samples = [self._sample(pair) for pair in later]
         if not later:
             staging._copied.set()

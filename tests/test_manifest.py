@@ -68,6 +68,15 @@ MANIFEST = Manifest(
 )
 ROOT = Root("5" * 32, "xxh3", 1800.0)
 INCARNATION = Generation(GENERATION, 3, SAVE, 1.5, {"python": "3.11"}, "node-1", {"run": "x"})
+WITH_PEERS = replace(INCARNATION, domains=("a", "b", "c"), copies=1, kinds=(0, 1, 0))
+
+
+def test_kinds_are_of_the_ranks_that_have_domains() -> None:
+    for good in (WITH_PEERS, replace(WITH_PEERS, kinds=())):
+        assert Generation.decode(good.encode(), "here") == good
+    wrong = replace(WITH_PEERS, kinds=(0, 1))
+    with pytest.raises(FormatError, match="kinds of 2 ranks, and domains of 3"):
+        Generation.decode(wrong.encode(), "here")
 
 
 def decode_renamed(data: bytes) -> Part:

@@ -103,10 +103,10 @@ def absence() -> None:
 def at_length() -> None:
     """A rank that takes much longer than the others wait in a collective; then, one that fails after that."""
     dist.barrier()
-    group = group_of(None, timedelta(seconds=2))
+    group = group_of(None, timedelta(seconds=4))
 
     def work() -> int:
-        time.sleep(5.0 if group.rank == 1 else 0.0)
+        time.sleep(6.0 if group.rank == 1 else 0.0)
         return group.rank
 
     def fail() -> None:
@@ -116,6 +116,7 @@ def at_length() -> None:
     assert together_at_length(group, "the work", work) == group.rank
     with pytest.raises(StoreFull, match="no space on /scratch"):
         together_at_length(group, "the work", fail)
+    group.close()
     dist.barrier()
 
 
