@@ -22,7 +22,6 @@ from benchmarks.figures import Figures, Options, run
 from benchmarks.peers import why_not
 from benchmarks.stall import (
     CHECKPOINTS,
-    EVERY,
     OTHERS,
     WITHOUT,
     CkptlibTaker,
@@ -35,6 +34,9 @@ from benchmarks.stall import (
 
 CASE = "one GPU"
 HOST, DEVICE, CKPTLIB = "host", "device", "ckptlib"
+EVERY = 4
+"""Iterations from one save to the next."""
+
 ITERATION_S = 0.5
 WIDTH = 4096
 BARE_BYTES = 1 << 30
@@ -130,8 +132,8 @@ def work() -> None:
     for _ in range(given["rounds"]):
         for name in (HOST, DEVICE, CKPTLIB, *given["others"]):
             taker = _taker(name, training, directory)  # each alone: together they would not fit
-            turn(training, taker)  # slots are made, plans drawn up, helpers started
-            without, with_it = turn(training, None), turn(training, taker)
+            turn(training, taker, EVERY)  # slots are made, plans drawn up, helpers started
+            without, with_it = turn(training, None, EVERY), turn(training, taker, EVERY)
             each = EVERY if isinstance(taker, SnapshotTaker) else 1
             say(taker.name, "stall per checkpoint", "s", [seconds / each for seconds in with_it["stall"]])
             say(taker.name, "turn with / without", "1", [with_it["total"][0] / without["total"][0]])
@@ -146,7 +148,9 @@ def work() -> None:
 def _taker(name: str, training: Training, directory: Path) -> Taker:
     if name in (HOST, DEVICE):
         return SnapshotTaker(training, directory, name)
-    return CkptlibTaker(training, directory) if name == CKPTLIB else PeerTaker(training, directory, name)
+    if name == CKPTLIB:
+        return CkptlibTaker(training, directory, EVERY)
+    return PeerTaker(training, directory, name, EVERY)
 
 
 def _pinned_seconds() -> list[float]:

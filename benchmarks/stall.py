@@ -1,10 +1,10 @@
-"""How long does training stand still for a checkpoint? FSDP2 with AdamW on two gloo ranks, a checkpoint every k steps.
+"""How long does training stand still for a checkpoint? FSDP2 with AdamW on gloo ranks, a checkpoint every k steps.
 
 All subjects share one training in one run and take turns, with turns without checkpoints in between. A stall is what a
 checkpoint costs the main thread: for ckptlib all of after_step and the wait at the fence, of every iteration; for the
 others the call that saves, the wait for the save before it and, where it asks for one, the wait for its copy before an
-update. What a checkpoint costs beside (cores, memory
-bandwidth) shows in the length of a turn against that of the turn without, next to it. The slower rank counts.
+update. What a checkpoint costs beside (cores, memory bandwidth) shows in the length of a turn against that of the turn
+without, next to it. The slowest rank counts.
 
 The others are given a flat dict of tensors that is made once; making it, which they need at every save, is not counted.
 ckptlib walks model and optimizer at every save, and that is.
@@ -13,9 +13,9 @@ ckptlib walks model and optimizer at every save, and that is.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from benchmarks.common import resident_bytes, tell, told
 from benchmarks.figures import Figures, Options, run
 from benchmarks.peers import PEERS, State, TorchCheckpointingUnflushed, Wait, why_not
 
-EVERY = 4
 CHECKPOINTS = 2
 """In one turn; each has the iterations up to the next to finish in the background."""
 
@@ -44,27 +43,50 @@ OTHERS = {
 WITHOUT = "no checkpoints"
 
 
+class Case(NamedTuple):
+    """Of ranks that train together."""
+
+    name: str
+    num_ranks: int
+    every: int
+    """Iterations from one checkpoint to the next."""
+    rounds: int | None
+    """None: as many as were asked for."""
+    others: Collection[str]
+
+
+CASES = (
+    Case("two ranks", 2, 4, None, OTHERS),
+    # gloo takes ten seconds for an iteration on two cores: all that is written is written within one
+    Case("four ranks", 4, 2, 1, ("torch_checkpointing", "DCP async thread")),
+)
+
+
 def main(arguments: list[str]) -> None:
     run(arguments, "stall", measure, gb=0.5)
 
 
 def measure(options: Options, directory: Path, figures: Figures) -> None:
-    given: dict[str, Any] = {
-        "directory": str(directory),
-        "gb": 0.002 if options.toy else options.gb,
-        "rounds": 1 if options.toy else options.rounds,
-        "iteration_s": 0.02 if options.toy else ITERATION_S,
-        "width": 256 if options.toy else WIDTH,
-        "others": [],
-    }
-    for name, peer in OTHERS.items():
-        why = why_not(peer, 2)
-        if why is None:
-            given["others"].append(name)
-        elif not options.toy:
-            figures.failed("two ranks", name, why)
-    for line in figures.attempt("two ranks", "all", __name__, 2, given, options.timeout_s * options.rounds):
-        figures.add("two ranks", line.pop("subject"), line.pop("what"), line.pop("unit"), line.pop("samples"), **line)
+    for case in CASES:
+        rounds = 1 if options.toy else case.rounds or options.rounds
+        given: dict[str, Any] = {
+            "directory": str(directory),
+            "gb": 0.002 if options.toy else options.gb,
+            "every": case.every,
+            "rounds": rounds,
+            "iteration_s": 0.02 if options.toy else ITERATION_S,
+            "width": 256 if options.toy else WIDTH,
+            "others": [],
+        }
+        for name in case.others:
+            why = why_not(OTHERS[name], case.num_ranks)
+            if why is None:
+                given["others"].append(name)
+            elif not options.toy:
+                figures.failed(case.name, name, why)
+        lines = figures.attempt(case.name, "all", __name__, case.num_ranks, given, options.timeout_s * rounds)
+        for line in lines:
+            figures.add(case.name, line.pop("subject"), line.pop("what"), line.pop("unit"), line.pop("samples"), **line)
 
 
 # In the ranks
@@ -77,15 +99,16 @@ def work() -> None:
     peers.start()
     training = Training(int(given["gb"] * 1e9), given["width"])
     training.calibrate(given["iteration_s"])
-    directory = Path(given["directory"])
-    takers = [CkptlibTaker(training, directory), *(PeerTaker(training, directory, name) for name in given["others"])]
+    directory, every = Path(given["directory"]), given["every"]
+    others = (PeerTaker(training, directory, name, every) for name in given["others"])
+    takers = [CkptlibTaker(training, directory, every), *others]
     for taker in takers:
-        turn(training, taker)  # first saves are apart: plans are drawn up, helpers started
+        turn(training, taker, every)  # first saves are apart: plans are drawn up, helpers started
     for number in range(given["rounds"]):
         for taker in takers[number % len(takers) :] + takers[: number % len(takers)]:
-            without = turn(training, None)
-            with_it = turn(training, taker)
-            _tell(training, taker, without, with_it)
+            without = turn(training, None, every)
+            with_it = turn(training, taker, every)
+            _tell(training, taker, every, without, with_it)
     for taker in takers:
         taker.close()
     dist.destroy_process_group()
@@ -148,7 +171,7 @@ class Taker:
     name: str
 
     def after_iteration(self, number: int) -> None:
-        """`number` counts from 0 in each turn; a checkpoint is due where it is a multiple of EVERY."""
+        """`number` counts from 0 in each turn, and a checkpoint is due after 0."""
         raise NotImplementedError
 
     def before_update(self) -> None:
@@ -168,11 +191,11 @@ class Taker:
 class CkptlibTaker(Taker):
     name = "ckptlib"
 
-    def __init__(self, training: Training, directory: Path) -> None:
+    def __init__(self, training: Training, directory: Path, every: int) -> None:
         state = {"model": training.model, "optim": training.optimizer}
         self._root = directory / "ckptlib"
-        self.checkpointer = ckptlib.Checkpointer(self._root, state, every=EVERY)
-        self._step = EVERY - 1
+        self.checkpointer = ckptlib.Checkpointer(self._root, state, every=every)
+        self._step = every - 1
         self.checkpointer.after_step(self._step)
 
     def after_iteration(self, number: int) -> None:
@@ -192,8 +215,9 @@ class CkptlibTaker(Taker):
 
 
 class PeerTaker(Taker):
-    def __init__(self, training: Training, directory: Path, name: str) -> None:
+    def __init__(self, training: Training, directory: Path, name: str, every: int) -> None:
         self.name = name
+        self._every = every
         self._peer = OTHERS[name]()
         self._state = training.flat()
         self._directory = directory / name.replace(" ", "-")
@@ -202,7 +226,7 @@ class PeerTaker(Taker):
         self._stalled_s = 0.0
 
     def after_iteration(self, number: int) -> None:
-        if number % EVERY == 0:
+        if number % self._every == 0:
             self._wait()
             self._wait = self._peer.begin(self._state, self._directory, self._saved)
             self._saved += 1
@@ -234,15 +258,15 @@ def remove(directory: Path) -> None:
     dist.barrier()
 
 
-def turn(training: Training, taker: Taker | None) -> dict[str, list[float]]:
-    """EVERY * CHECKPOINTS iterations; seconds of all of them, and per checkpoint of what it stalled."""
+def turn(training: Training, taker: Taker | None, every: int) -> dict[str, list[float]]:
+    """So many iterations for each of CHECKPOINTS; seconds of all of them, and per checkpoint of what it stalled."""
     training.finish()
     dist.barrier()
     calls = [0.0] * CHECKPOINTS
     longest = [0.0] * CHECKPOINTS
     training.before_update = taker.before_update if taker else _nothing
     began = time.perf_counter()
-    for number in range(EVERY * CHECKPOINTS):
+    for number in range(every * CHECKPOINTS):
         before = taker.stalled_s() if taker else 0.0
         training.iterate()
         at = time.perf_counter()
@@ -250,8 +274,8 @@ def turn(training: Training, taker: Taker | None) -> dict[str, list[float]]:
             taker.after_iteration(number)
             call = time.perf_counter() - at
             # a fence is met in the iteration behind its checkpoint
-            calls[number // EVERY] += call + taker.stalled_s() - before
-            longest[number // EVERY] = max(longest[number // EVERY], call)
+            calls[number // every] += call + taker.stalled_s() - before
+            longest[number // every] = max(longest[number // every], call)
     training.finish()
     dist.barrier()
     total = time.perf_counter() - began
@@ -267,7 +291,9 @@ def _slowest(seconds: list[float]) -> list[float]:
     return values
 
 
-def _tell(training: Training, taker: Taker, without: dict[str, list[float]], with_it: dict[str, list[float]]) -> None:
+def _tell(
+    training: Training, taker: Taker, every: int, without: dict[str, list[float]], with_it: dict[str, list[float]]
+) -> None:
     if dist.get_rank() != 0:
         return
     num_tensors = len(training.flat())
@@ -275,7 +301,7 @@ def _tell(training: Training, taker: Taker, without: dict[str, list[float]], wit
         "tensors": num_tensors,
         "nbytes_local": peers.nbytes_local(training.flat()),
         "micro_steps": training.micro_steps,
-        "every": EVERY,
+        "every": every,
     }
 
     def say(what: str, unit: str, samples: list[float]) -> None:
@@ -286,7 +312,7 @@ def _tell(training: Training, taker: Taker, without: dict[str, list[float]], wit
     beside = (with_it["total"][0] - without["total"][0]) / CHECKPOINTS
     say("longer per checkpoint, whole turn", "s", [beside])
     say("turn with / without", "1", [with_it["total"][0] / without["total"][0]])
-    tell(subject=WITHOUT, what="iteration", unit="s", samples=[without["total"][0] / (EVERY * CHECKPOINTS)], **state)
+    tell(subject=WITHOUT, what="iteration", unit="s", samples=[without["total"][0] / (every * CHECKPOINTS)], **state)
     if isinstance(taker, CkptlibTaker):
         say("target (1 ms + 10 us per tensor)", "s", [0.001 + 1e-5 * num_tensors])
         private, _ = resident_bytes(taker.checkpointer._session.writer.pid)
