@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("ckptlib", "torch", "numpy", "safetensors", "xxhash", "torchsnapshot", "torch-checkpointing", "lightning")
+PACKAGES = (
+    "ckptlib",
+    "torch",
+    "numpy",
+    "safetensors",
+    "xxhash",
+    "torchsnapshot",
+    "torch-checkpointing",
+    "lightning",
+    "nvidia-resiliency-ext",
+)
 
 Line = dict[str, Any]
 

@@ -5,8 +5,9 @@ both hold a snapshot and its replica, and dies; the next one restores, in fresh 
 Before that the same ranks measure the bare speeds, also in memory that was touched: on both at once, a warm copy and
 what the kernel copies out of a file in /dev/shm; and a gloo transfer from one to the other, alone and while the first
 reads its own share as it does in a restore. A host is lost by removing its directory. What was restored is compared
-with what was saved. S3 is a real server (moto's, if it is installed) on the same machine, which costs the CPU of that.
-Last, the whole way of a torchrun job from the SIGKILL of a rank to the end of the first step after it, by phase.
+with what was saved. NVRx, where it is installed, restores from the same memories in the same way. S3 is a real server
+(moto's, if it is installed) on the same machine, which costs the CPU of that. Last, the whole way of a torchrun job
+from the SIGKILL of a rank to the end of the first step after it, by phase.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -42,6 +44,7 @@ OWN, REPLICA, STORE, S3 = "own slots", "a peer's replica", "local store, cold", 
 LOST = {OWN: (), REPLICA: (1,), STORE: (0, 1), S3: (0, 1)}
 """Hosts."""
 DEATH = "from SIGKILL to the next step"
+CKPTLIB, NVRX = "ckptlib", "NVRx"
 WAIT_S = 60.0
 KEYS = {"key": "testing", "secret": "testing"}
 
@@ -55,31 +58,38 @@ def measure(options: Options, directory: Path, figures: Figures) -> None:
     rounds = range(1 if options.toy else options.rounds)
     writers: list[int] = []
 
-    def ask(case: str, doing: str, url: str, memory: str, restarts: int = 0, **more: object) -> list[Line]:
-        order = {"nbytes": nbytes, "url": url, "memory": memory, "doing": doing, "options": {}, **more}
-        lines = figures.attempt(case, "ckptlib", __name__, 2, order, options.timeout_s, restarts)
+    def ask(
+        subject: str, case: str, doing: str, url: str, memory: str, restarts: int = 0, **more: object
+    ) -> list[Line]:
+        order = {"subject": subject, "nbytes": nbytes, "url": url, "memory": memory, "doing": doing, "options": {}}
+        lines = figures.attempt(case, subject, __name__, 2, {**order, **more}, options.timeout_s, restarts)
         writers.extend(line["writer"] for line in lines if "writer" in line)
         return [line for line in lines if "writer" not in line]
 
-    def restores(url: str, cases: Sequence[str], **more: object) -> None:
+    def restores(subject: str, url: str, cases: Sequence[str], **more: object) -> None:
         with tempfile.TemporaryDirectory(prefix="ckptlib-recover-", dir=MEMORY) as memory:
-            saved = {line["rank"]: line["digest"] for line in ask(f"setup, {cases[0]}", "train", url, memory, **more)}
+            setup = f"setup, {cases[0]}"
+            saved = {line["rank"]: line["digest"] for line in ask(subject, setup, "train", url, memory, **more)}
             for number in rounds:
                 for case in rotated(cases, number) if saved else ():
                     for host in LOST[case]:
                         shutil.rmtree(Path(memory) / f"host{host}")
                     limits.evict(directory)
-                    for line in ask(case, "restore", url, memory, **more):
-                        _note(figures, case, line, saved, nbytes)
+                    for line in ask(subject, case, "restore", url, memory, **more):
+                        _note(figures, subject, case, line, saved, nbytes)
 
-    restores(str(directory / "job"), (OWN, REPLICA, STORE))
+    restores(CKPTLIB, str(directory / "job"), (OWN, REPLICA, STORE))
+    if importlib.util.find_spec("nvidia_resiliency_ext") is not None and not options.toy:
+        restores(NVRX, "", (OWN, REPLICA))
+    elif not options.toy:
+        figures.failed(OWN, NVRX, "nvidia-resiliency-ext is not installed; it is in the extra called bench")
     if missing := [name for name in ("s3fs", "moto") if importlib.util.find_spec(name) is None]:
         figures.failed(S3, "ckptlib", f"not installed: {', '.join(missing)}; they are in the extra called dev")
     else:
         with _s3_server() as endpoint:
-            restores("s3://bucket/job", (S3,), options={**KEYS, "endpoint_url": endpoint})
+            restores(CKPTLIB, "s3://bucket/job", (S3,), options={**KEYS, "endpoint_url": endpoint})
     for number in rounds:
-        for line in ask(DEATH, "die", str(directory / f"job-{number}"), "", restarts=1):
+        for line in ask(CKPTLIB, DEATH, "die", str(directory / f"job-{number}"), "", restarts=1):
             for phase, seconds in line["phases"].items() if line["rank"] == 0 else ():
                 figures.add(DEATH, "ckptlib", phase, "s", [seconds], nbytes=nbytes)
     _await_end(writers)
@@ -121,25 +131,29 @@ def _await_end(writers: Sequence[int]) -> None:
         time.sleep(0.1)
 
 
-def _note(figures: Figures, case: str, line: dict[str, object], saved: dict[int, str], nbytes: int) -> None:
+def _note(
+    figures: Figures, subject: str, case: str, line: dict[str, object], saved: dict[int, str], nbytes: int
+) -> None:
     if line["digest"] != saved[line["rank"]]:
-        figures.failed(case, "ckptlib", "restored other bytes than were saved")
+        figures.failed(case, subject, "restored other bytes than were saved")
         return
     if line["in_memory"] != (case in (OWN, REPLICA)):
-        figures.failed(case, "ckptlib", "restored from elsewhere")
+        figures.failed(case, subject, "restored from elsewhere")
         return
     if line["rank"] != 1:  # the one that needs a peer
         return
     phases = line["phases"]
-    figures.add(case, "ckptlib", "restore", "s", [sum(phases.values())], nbytes=nbytes)
+    figures.add(case, subject, "restore", "s", [sum(phases.values())], nbytes=nbytes)
+    if subject == NVRX:
+        return
     for phase, seconds in phases.items():
-        figures.add(case, "ckptlib", phase, "s", [seconds])
+        figures.add(case, subject, phase, "s", [seconds])
     bare = line["bare"]
     if case == OWN:
         figures.add(case, "bare copy", "read", "s", [bare["copy"]], nbytes=nbytes)
         figures.add(case, "bare read of /dev/shm", "read", "s", [bare["read"]], nbytes=nbytes)
     if case == REPLICA:
-        figures.add(case, "ckptlib", "bring and read", "s", [phases["bring"] + phases["read"]], nbytes=nbytes)
+        figures.add(case, subject, "bring and read", "s", [phases["bring"] + phases["read"]], nbytes=nbytes)
         figures.add(case, "bare gloo", "bring and read", "s", [bare["gloo"]], nbytes=nbytes)
         figures.add(case, "bare gloo beside a read", "bring and read", "s", [bare["both"]], nbytes=nbytes)
 
@@ -207,6 +221,8 @@ def work() -> None:
         peers.clear(state)
     arena = Path(given["memory"]) / f"host{rank}"
     arena.mkdir(exist_ok=True)
+    if given["subject"] == NVRX:
+        _with_nvrx(state, arena, given["doing"])
     bare = {} if given["doing"] == "train" else _bare(given["nbytes"])
     checkpointer = ckptlib.Checkpointer(
         given["url"],
@@ -229,6 +245,25 @@ def work() -> None:
     _until_held(checkpointer, step)
     peers.barrier()
     os._exit(0)  # as good as killed: nothing is closed
+
+
+def _with_nvrx(state: peers.State, directory: Path, doing: str) -> NoReturn:
+    """Snapshots and restores; nothing that it says is shown."""
+    from benchmarks.nvrx import Nvrx
+
+    keeper = Nvrx(directory)
+    if doing == "train":
+        keeper.save(state, 1)
+        tell(digest=peers.digest(state))
+    else:
+        peers.barrier()
+        began = time.perf_counter()
+        step = keeper.load(state)
+        seconds = time.perf_counter() - began
+        tell(digest=peers.digest(state), in_memory=True, phases={"restore": seconds})
+        keeper.save(state, step + 1)  # it makes no new replica of what it restored
+    peers.barrier()
+    os._exit(0)
 
 
 def _until_held(checkpointer: ckptlib.Checkpointer, step: int) -> None:

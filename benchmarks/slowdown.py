@@ -9,7 +9,9 @@ only all their steps together are told.
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -30,7 +32,8 @@ STEPS_PER_BLOCK = 12
 OTHERS_ROUNDS = 3
 WITHOUT, WITH = "step without checkpoints", "step with checkpoints"
 IN_MEMORY, BARE = "ckptlib, in memory and a peer's at every step", "bare gloo, the same bytes at every step"
-SUBJECTS = ("ckptlib", IN_MEMORY, BARE, "DCP async thread", "DCP async process")
+NVRX = "NVRx, in memory and a peer's at every step"
+SUBJECTS = ("ckptlib", IN_MEMORY, BARE, NVRX, "DCP async thread", "DCP async process")
 
 
 def main(arguments: list[str]) -> None:
@@ -41,6 +44,8 @@ def measure(options: Options, directory: Path, figures: Figures) -> None:
     given = {"nbytes": 6_000_000 if options.toy else int(options.gb * 1e9), "step_s": 0.01 if options.toy else 0.4}
     num_ranks, subjects = (1, SUBJECTS[:1]) if options.toy else (2, SUBJECTS)
     case = f"{num_ranks} ranks"
+    if NVRX in subjects and importlib.util.find_spec("nvidia_resiliency_ext") is None:
+        figures.failed(case, NVRX, "nvidia-resiliency-ext is not installed; it is in the extra called bench")
     for turn in range(1 if options.toy else options.rounds):
         for subject in subjects if turn < OTHERS_ROUNDS else subjects[:3]:
             order = {**given, "peer": subject, "directory": str(directory / f"{subject}-{turn}")}
@@ -88,6 +93,13 @@ class _Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def flat(self) -> peers.State:
+        """Weights and moments by name."""
+        found = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
+        for i, held in enumerate(self.optimizer.state.values()):
+            found |= {f"optim/{i}/{key}": value for key, value in held.items()}
+        return found
+
 
 def work() -> None:
     """Blocks of steps: without, with, without."""
@@ -96,8 +108,8 @@ def work() -> None:
     dist.init_process_group("gloo")
     training = _Training(given["nbytes"], given["step_s"])
     without = _block(training, lambda step: None, lambda: False)[0]
-    with_saves = {"ckptlib": _with_ckptlib, IN_MEMORY: _in_memory, BARE: _bare}.get(given["peer"], _with_peer)
-    idle, busy = with_saves(training, given)
+    with_saves = {"ckptlib": _with_ckptlib, IN_MEMORY: _in_memory, BARE: _bare, NVRX: _with_nvrx}
+    idle, busy = with_saves.get(given["peer"], _with_peer)(training, given)
     without += _block(training, lambda step: None, lambda: False)[0]
     tell(what=WITHOUT, samples=without)
     for what, samples in (("step between checkpoints", idle), ("step while persisting", busy)):
@@ -168,6 +180,21 @@ def _bare(training: _Training, given: dict[str, str]) -> tuple[list[float], list
     return found
 
 
+def _with_nvrx(training: _Training, given: dict[str, str]) -> tuple[list[float], list[float]]:
+    from benchmarks.nvrx import Nvrx
+
+    with tempfile.TemporaryDirectory(prefix="ckptlib-slowdown-", dir="/dev/shm") as directory:
+        keeper = Nvrx(Path(directory))
+
+        def after(step: int) -> None:
+            keeper.save(training.flat(), step)
+
+        _block(training, after, lambda: False)
+        found = _block(training, after, lambda: False, start=STEPS_PER_BLOCK)
+        dist.barrier()
+        return found
+
+
 def _with_peer(training: _Training, given: dict[str, str]) -> tuple[list[float], list[float]]:
     peer = PEERS[given["peer"]]()
     waits: list[peers.Wait] = []
@@ -177,10 +204,7 @@ def _with_peer(training: _Training, given: dict[str, str]) -> tuple[list[float],
             return
         while waits:
             waits.pop()()
-        state = {f"model/{name}": tensor for name, tensor in training.model.state_dict().items()}
-        for i, held in enumerate(training.optimizer.state.values()):
-            state |= {f"optim/{i}/{key}": value for key, value in held.items()}
-        waits.append(peer.begin(state, Path(given["directory"]), step))
+        waits.append(peer.begin(training.flat(), Path(given["directory"]), step))
 
     _block(training, after, lambda: False)
     found = _block(training, after, lambda: False, start=STEPS_PER_BLOCK)

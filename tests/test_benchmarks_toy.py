@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import recover  # noqa: E402
+from benchmarks.common import launch  # noqa: E402
+
 SUBJECTS = {
     "limits": {"direct write", "direct read", "copy", "digest"},
     "save": {"ckptlib", "DCP", "torch.save+fsync", "safetensors+fsync", "bare direct write"},
@@ -100,3 +106,15 @@ def test_peer_saves(module: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) >= 3 * 5 * 4096
+
+
+def test_nvrx_restores_what_it_kept(tmp_path: Path) -> None:
+    if importlib.util.find_spec("nvidia_resiliency_ext") is None:
+        pytest.skip("nvidia-resiliency-ext is not installed; it is in the extra called bench")
+    given = {"subject": recover.NVRX, "nbytes": 100_000, "url": "", "memory": str(tmp_path), "options": {}}
+    saved = launch("benchmarks.recover", 2, {**given, "doing": "train"}, 120)
+    for lost in ("host0", "host1", None):
+        restored = launch("benchmarks.recover", 2, {**given, "doing": "restore"}, 120)
+        assert [line["digest"] for line in restored] == [line["digest"] for line in saved]
+        if lost is not None:
+            shutil.rmtree(tmp_path / lost)
