@@ -7,9 +7,11 @@ on to the very bits of a training without faults; and neither slots nor processe
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -478,6 +480,61 @@ def test_killed_while_it_is_restored(make: Any) -> None:
         cluster.kill_writers()  # one may have begun to persist what it restored, and wait a minute for B's part
     cluster.start("AB")
     assert (cluster.restored(), cluster.received()) == ({(6, MEMORY)}, 1)
+    cluster.finish()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "count"),
+    [
+        ("AB", 6),
+        pytest.param("AB", 60, marks=[slow, pytest.mark.timeout(1800)]),
+        pytest.param("AABB", 40, marks=[slow, pytest.mark.timeout(1800)]),
+        pytest.param("ABCD", 40, marks=[slow, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_faults_at_random(make: Any, hosts: str, count: int) -> None:
+    """Whoever is killed, wherever that finds it: no step is lost that the ranks knew to be safe from such a fault.
+
+    A step is safe from the loss of a host when all ranks were known to hold it since the last one.
+    """
+    chance = random.Random(f"{hosts} {count}")
+    cluster = make(every=7)
+    newest, lost_since, from_memory = 0, set[str](), 0
+    for _ in range(count):
+        drags = [chance.choice((0, 0.01, 0.03)) for _ in hosts]  # a transfer takes as long as some steps
+        cluster.start(hosts, total=10**6, settle=False, drags=drags, patient=chance.random() < 0.5)
+        begun = chance.random() < 0.9
+        if begun:
+            ((step, in_memory),) = cluster.restored()
+            assert newest <= step, cluster.story()
+            from_memory += in_memory
+            cluster.wait_for("step", chance.randint(1, 9))
+        time.sleep(chance.uniform(0, 0.1))  # no assertion depends on where this ends
+        if chance.random() < 0.2:
+            cluster.kill_writers(chance.sample(sorted({*hosts}), 1))
+            time.sleep(chance.uniform(0, 0.1))
+        lost = chance.choice(hosts) if chance.random() < 0.4 else None
+        if lost is not None:
+            cluster.lose(lost)
+            cluster.kill_writers()  # one may wait a minute for the part of a lost one
+        elif not begun or chance.random() < 0.5:
+            cluster.kill()  # who is still about to join the others would wait for half a minute
+        else:
+            cluster.kill([chance.choice(cluster.jobs)])
+            assert {job.join() for job in cluster.jobs} == {-signal.SIGKILL, 1}, cluster.story()
+        told = [line for job in cluster.jobs for line in job.told()]
+        held = max((line["held_by_all"] for line in told if line["what"] == "step"), default=-1)
+        restored = max((line["step"] for line in told if line["what"] == "restored"), default=-1)
+        if held >= 0:
+            newest, lost_since = max(held, restored), set()
+        elif lost is not None and lost_since - {lost}:
+            newest = 0
+        if lost is not None:
+            lost_since.add(lost)
+        newest = max(newest, cluster.newest_committed())
+    cluster.start(hosts, total=newest + 30)
+    assert newest <= min(cluster.restored())[0], cluster.story()
+    assert from_memory > count / 3
     cluster.finish()
 
 

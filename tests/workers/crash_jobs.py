@@ -114,7 +114,8 @@ def start_server() -> None:
     """The server imports what every job needs: three seconds, once."""
     _context.set_forkserver_preload(["ckptlib.manager", "pytest", __name__])
     before = os.environ.copy()
-    os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=str(Path(__file__).parents[1]))  # it is not given sys.path
+    path = os.pathsep.join(map(str, Path(__file__).parents[1:3]))  # it is not given sys.path
+    os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=path)
     try:
         multiprocessing.forkserver.ensure_running()
     finally:

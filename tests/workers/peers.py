@@ -126,6 +126,8 @@ def train(
     pause_when_held: int | None = None,
     load_step: int | None = None,
     timeout_s: float = 60.0,
+    settle: bool = True,
+    drags: Sequence[float] = (),
 ) -> None:
     """Restores, trains up to `total`, and tells the digest.
 
@@ -135,6 +137,8 @@ def train(
     pause_when_held: it waits as soon as all ranks hold this step, or a later one.
     traps:           see `_set_traps`.
     load_step:       loaded from the store, instead of a restore.
+    settle:          whether a step waits until the snapshot of the one before has come to its end.
+    drags:           by rank, seconds that each message of a body takes longer.
     """
     link.CHUNK_BYTES = CHUNK_BYTES
     replicate.FIRST_BACKOFF_S = 0.2
@@ -153,6 +157,8 @@ def train(
         for trap in traps:
             if trap["rank"] == rank:
                 _set_trap(Path(gates), len(hosts), **trap)
+        if drags:
+            _wrap(link.Link, "_begin_send", before=_on_chunk(lambda: time.sleep(drags[rank])))
         tell("made", pid=os.getpid(), generation=str(ckpt._session.generation))
         start = load_step
         if start is None:
@@ -167,7 +173,8 @@ def train(
                 skipped=report.skipped,
             )
         for step in ckpt.loop(start, total):
-            _await_settled(ckpt)
+            if settle:
+                _await_settled(ckpt)
             held = ckpt._session.holdings
             assert held.coverage is not None
             tell("step", step=step, held=held.own.newest, held_by_all=held.held_by_all, sent=held.coverage.sent)
@@ -373,6 +380,14 @@ def _wrap(
         return result
 
     setattr(owner, name, wrapped)
+
+
+def _on_chunk(call: Callable[[], None]) -> Callable[..., None]:
+    def check(self: link.Link, peer: int, data: torch.Tensor, tag: int) -> None:
+        if data.numel() == CHUNK_BYTES:
+            call()
+
+    return check
 
 
 def _in(thread: str) -> bool:

@@ -115,6 +115,10 @@ class Cluster:
 
         wait_until(committed, f"step {step} is not committed")
 
+    def newest_committed(self) -> int:
+        """Its step; 0 where there is none."""
+        return max((int(path.name[:12]) for path in self.root.glob("steps/*")), default=0)
+
     def wait_for(self, what: str, count: int = 1) -> list[dict[str, Any]]:
         """What each rank told."""
         return [job.wait_for(what, count) for job in self.jobs]
