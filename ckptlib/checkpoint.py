@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +38,10 @@ CALL_TIMEOUT = timedelta(seconds=20)
 """How long `save` waits for all ranks to call it."""
 
 SAVE_DEADLINE = timedelta(hours=1)
+
+QUICK_BYTES = 256 * 1024 * 1024
+"""Garbage is not collected while a load reads no more than this. It takes a second or less, of which a collection would
+be a large part; and what requests leave behind is in proportion to it."""
 
 
 @dataclass(frozen=True)
@@ -226,14 +230,27 @@ def load_save(
     cast: bool = False,
 ) -> LoadReport:
     """Fills `state` from one step, and `generators` with the saved random state. Collective."""
+    with garbage.kept() as collect_again:  # around a call: what it made is gone when it returns
+        return _load_save(group, source, state, generators, strict, rename, only, cast, collect_again)
+
+
+def _load_save(
+    group: Group,
+    source: Source,
+    state: Mapping[str, object],
+    generators: LoadedRng | None,
+    strict: bool,
+    rename: Rename,
+    only: Only,
+    cast: bool,
+    collect_again: Callable[[], None],
+) -> LoadReport:
     laps = events.Laps()
     whole = state if generators is None else {**state, RNG: generators}
 
     def plan() -> tuple[Reader, Targets]:
-        with garbage.kept():
-            reader = Reader(source, group.rank)
-            wanted = targets(whole, Saved(reader), rename=rename, only=only, cast=cast)
-        return reader, wanted
+        reader = Reader(source, group.rank)
+        return reader, targets(whole, Saved(reader), rename=rename, only=only, cast=cast)
 
     what = f"loading step {source.save.step}"
     source.bring({own_rank(group.rank, source.world_size)})
@@ -243,12 +260,14 @@ def load_save(
     together(group, what, lambda: _check(source.save, wanted, unexpected, strict))
 
     reads, buckets = share_out(wanted.wants, group, lambda want: source.near(reader.ranks_for(want)))
+    total = sum(tensor.nbytes for want in reads for _, tensor in want.pieces)
+    if total > QUICK_BYTES:
+        collect_again()
     laps.end("plan")
     source.bring(set().union(*map(reader.ranks_for, reads)))
     laps.end("bring")
 
     def fill() -> None:
-        total = sum(tensor.nbytes for want in reads for _, tensor in want.pieces)
         with events.progress(f"{what} from {source.where}", total, shown=group.rank == 0) as advance:
             reader.read(reads, advance)
 

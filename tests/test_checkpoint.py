@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -14,7 +15,18 @@ from safetensors import safe_open
 from torch import nn
 
 import ckptlib
-from ckptlib import CheckpointNotFound, CorruptData, PerRank, SaveFailed, Sharded, UnsupportedState, dtypes
+from ckptlib import (
+    CheckpointNotFound,
+    CorruptData,
+    PerRank,
+    SaveFailed,
+    Sharded,
+    StateMismatch,
+    UnsupportedState,
+    checkpoint,
+    dtypes,
+)
+from ckptlib.catalog import Committed
 from ckptlib.testing import flip_bit
 
 DTYPES = [
@@ -413,3 +425,38 @@ def test_altered_bytes_name_their_tensor(tmp_path: Path) -> None:
                 root.load({"model": {"w": torch.zeros(300, 1031), "b": torch.zeros(7)}})
             flip_bit(path, table.offsets[chunk] + table.nbytes[chunk] // 2)
         root.load({"model": {"w": torch.zeros(300, 1031), "b": torch.zeros(7)}})
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_garbage_is_collected_again_after_a_load_and_during_a_long_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: bool
+) -> None:
+    saved = {"a": torch.randn(1000), "b": torch.randn(9)}
+    nbytes = sum(tensor.nbytes for tensor in saved.values())
+    monkeypatch.setattr(checkpoint, "QUICK_BYTES", nbytes if quick else nbytes - 1)
+    read_into, seen = Committed.read_into, {}
+
+    def read(source: Committed, pack: str, offset: int, buffer: memoryview) -> None:
+        seen["read"] = gc.isenabled()
+        read_into(source, pack, offset, buffer)
+
+    def name(path: str) -> str:
+        seen["plan"] = gc.isenabled()
+        return path
+
+    monkeypatch.setattr(Committed, "read_into", read)
+    with opened(tmp_path) as root:
+        root.save(saved)
+        root.load({"a": torch.zeros(1000), "b": torch.zeros(9)}, map=name)
+        assert seen == {"plan": False, "read": not quick}
+        assert gc.isenabled()
+        with pytest.raises(StateMismatch):
+            root.load({"a": torch.zeros(1001)}, map=name)
+        assert gc.isenabled()
+        gc.disable()
+        try:
+            root.load({"a": torch.zeros(1000), "b": torch.zeros(9)}, map=name)
+            assert seen == {"plan": False, "read": False}
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
