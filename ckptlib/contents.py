@@ -5,8 +5,9 @@ Small shards share chunks, whose digests say nothing of one of them alone.
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptlib.digests import digester
@@ -30,8 +31,8 @@ class SavedShard:
     """The part's."""
     shard: int
     """Position in the part's table."""
-    begin: int
-    """Offset of its first byte in its pack."""
+    skipped: int
+    """Bytes of its first chunk that lie before it."""
     nbytes: int
 
     @property
@@ -39,11 +40,6 @@ class SavedShard:
         """Of its chunks."""
         chunks = self.part.table.chunks(self.shard)
         return self.part.digests[chunks.start : chunks.stop]
-
-    @property
-    def skipped(self) -> int:
-        """Bytes of its first chunk that lie before it."""
-        return self.begin - self.part.table.offsets[self.part.table.first_chunks[self.shard]]
 
     @property
     def is_shared(self) -> bool:
@@ -54,14 +50,20 @@ class Share:
     """A part, with what is asked of it for each tensor looked up once."""
 
     def __init__(self, part: Part, layout: Layout) -> None:
+        table = part.table
         self.part, self.layout = part, layout
-        self.sizes = part.table.sizes(layout)
+        self.sizes = table.sizes(layout)
         """Per shard: its bytes."""
-        self.begins = part.table.begins(self.sizes)
-        """Per shard: offset of its first byte in its pack."""
-        self._shards: dict[int, list[int]] = {}
-        for shard, tensor in enumerate(part.table.tensors):
-            self._shards.setdefault(tensor, []).append(shard)
+        chunk_begins = map(table.offsets.__getitem__, table.first_chunks)
+        self.skipped = [*map(operator.sub, table.begins(self.sizes), chunk_begins)]
+        """Per shard: bytes of its first chunk that lie before it."""
+        alone = zip(range(len(table.tensors)), strict=True)
+        self._shards: Mapping[int, Sequence[int]] = dict(zip(table.tensors, alone, strict=True))
+        if len(self._shards) < len(table.tensors):  # a tensor has several
+            shards: dict[int, list[int]] = {}
+            for shard, tensor in enumerate(table.tensors):
+                shards.setdefault(tensor, []).append(shard)
+            self._shards = shards
 
     def shards(self, name: str) -> Sequence[int]:
         """Of a tensor, by any of its names: positions in the part's table."""
@@ -69,7 +71,7 @@ class Share:
         return () if tensor is None else self._shards.get(tensor, ())
 
     def shard(self, shard: int) -> SavedShard:
-        return SavedShard(self.part, self.layout, shard, self.begins[shard], self.sizes[shard])
+        return SavedShard(self.part, self.layout, shard, self.skipped[shard], self.sizes[shard])
 
 
 class Contents:

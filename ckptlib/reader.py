@@ -25,6 +25,12 @@ from ckptlib.pace import Pace
 from ckptlib.part import Part
 from ckptlib.requests import ChunkRead, Request, Target, copies_of, merge
 
+Place = tuple[Share, int]
+"""A shard: of whose share, and which."""
+
+Reads = dict[tuple[int, int], ChunkRead]
+"""By saved rank and chunk."""
+
 
 class Source(Protocol):
     """One step, wherever it lies: in a store, or in memory."""
@@ -112,8 +118,8 @@ class Reader:
         found = []
         for name in (first, second):
             whole = Box.whole(next(iter(self.entries(name).values())).shape)
-            ranks = sorted(self.ranks_for(Want(name, ((whole, torch.empty(0)),))))
-            found.append(self._sources(name, ranks))
+            ranks = self.ranks_for(Want(name, ((whole, torch.empty(0)),)))
+            found.append(self._sources(name, self._places(name, ranks)))
         return found[0].keys() == found[1].keys() and all(self._same(at, found[1][box]) for box, at in found[0].items())
 
     def read(self, wants: Sequence[Want], progress: Callable[[int], None]) -> None:
@@ -150,44 +156,46 @@ class Reader:
 
     def _plan(self, wants: Sequence[Want], ranks: Sequence[frozenset[int]]) -> list[Request]:
         """The requests that fill all wants. `ranks`: of each want, whose parts may hold it."""
-        reads: dict[tuple[int, int], ChunkRead] = {}
+        reads: Reads = {}
         for want, of in zip(wants, ranks, strict=True):
-            if len(of) == len(want.pieces) == 1:
-                (rank,), ((box, target),) = of, want.pieces
-                share = self._share(rank)
-                shards = share.shards(want.name)
-                if len(shards) == 1 and share.part.table.boxes[shards[0]] == box:
-                    self._plan_shard(share, shards[0], Run(0, 0, box.numel), box, Target(target), reads)
-                    continue  # saved and wanted alike: most tensors by far, and the general way costs twice as much
             self._plan_want(want, of, reads)
         return merge(reads.values(), self._source.pace)
 
-    def _plan_want(self, want: Want, ranks: Collection[int], reads: dict[tuple[int, int], ChunkRead]) -> None:
-        """Adds to `reads`, by saved rank and chunk, what fills a want."""
-        sources = self._sources(want.name, sorted(ranks))
-        boxes, shards = tuple(sources), list(sources.values())
+    def _plan_want(self, want: Want, ranks: Collection[int], reads: Reads) -> None:
+        """Adds what fills a want."""
+        places = self._places(want.name, ranks)
+        boxes = tuple([share.part.table.boxes[shard] for share, shard in places])
+        if len(boxes) > 1 and len({*boxes}) < len(boxes):
+            sources = self._sources(want.name, places)
+            boxes, places = tuple(sources), [*sources.values()]
         for box, target in want.pieces:
+            to, numel = Target(target), box.numel
+            if numel and boxes == (box,):  # saved and wanted alike: most tensors by far
+                _plan_shard(*places[0], Run(0, 0, numel), box, to, reads)
+                continue
             touching, hole = _cover(box, boxes)
             self._check_cover(want.name, box, boxes, hole)
-            to = Target(target)
             for i, run in touching:
-                rank, shard = shards[i]
-                self._plan_shard(self._shares[rank], shard, run, box, to, reads)
+                _plan_shard(*places[i], run, box, to, reads)
 
-    def _sources(self, name: str, ranks: Iterable[int]) -> dict[Box, tuple[int, int]]:
-        """By box: a rank and the shard of its part. Where two hold the same box, their bytes must agree."""
-        found: dict[Box, tuple[int, int]] = {}
-        for rank in ranks:
-            share = self._share(rank)
-            for shard in share.shards(name):
-                box = share.part.table.boxes[shard]
-                first = found.setdefault(box, (rank, shard))
-                if first != (rank, shard) and not self._same(first, (rank, shard)):
-                    raise CorruptData(f"{name}{box}: ranks {first[0]} and {rank} saved different bytes for it")
+    def _places(self, name: str, ranks: Collection[int]) -> list[Place]:
+        """The shards of a tensor in the parts of these ranks."""
+        shares = map(self._share, sorted(ranks))
+        return [(share, shard) for share in shares for shard in share.shards(name)]
+
+    def _sources(self, name: str, places: Iterable[Place]) -> dict[Box, Place]:
+        """By box: the first shard that fills it. Where two hold the same box, their bytes must agree."""
+        found: dict[Box, Place] = {}
+        for share, shard in places:
+            box = share.part.table.boxes[shard]
+            first = found.setdefault(box, (share, shard))
+            if first != (share, shard) and not self._same(first, (share, shard)):
+                ranks = f"ranks {first[0].part.rank} and {share.part.rank}"
+                raise CorruptData(f"{name}{box}: {ranks} saved different bytes for it")
         return found
 
-    def _same(self, first: tuple[int, int], second: tuple[int, int]) -> bool:
-        return self._contents.same(self._share(first[0]).shard(first[1]), self._share(second[0]).shard(second[1]))
+    def _same(self, first: Place, second: Place) -> bool:
+        return self._contents.same(first[0].shard(first[1]), second[0].shard(second[1]))
 
     def _check_cover(self, name: str, box: Box, sources: Sequence[Box], hole: Box | None) -> None:
         if hole is not None:
@@ -202,32 +210,6 @@ class Reader:
                 f"{name}{overlap}: two of the boxes given by hand overlap here, so its value is not known"
             )
 
-    def _plan_shard(
-        self,
-        share: Share,
-        shard: int,
-        run: Run | None,
-        wanted: Box,
-        to: Target,
-        reads: dict[tuple[int, int], ChunkRead],
-    ) -> None:
-        """Adds the chunks of a shard that hold something of `wanted`. `run`: what they have in common, if it is one."""
-        table, nbytes = share.part.table, share.sizes[shard]
-        dtype: torch.dtype = getattr(torch, share.layout.tensors[table.tensors[shard]].dtype)
-        itemsize, chunks, element = dtype.itemsize, table.chunks(shard), 0
-        for chunk in chunks:
-            skipped = share.begins[shard] - table.offsets[chunk] if len(chunks) == 1 else 0
-            stop = element + (nbytes if len(chunks) == 1 else table.nbytes[chunk]) // itemsize
-            if run is None or not to.is_row_major:
-                for copy in copies_of(table.boxes[shard], element, stop, wanted, to.tensor, skipped, dtype):
-                    _read_of(reads, share, chunk).copies.append(copy)
-            else:
-                first, last = max(run.first, element), min(run.first + run.numel, stop)
-                if first < last:
-                    at, skipped = run.at + first - run.first, skipped + (first - element) * itemsize
-                    to.take(_read_of(reads, share, chunk), skipped, at, last - first, dtype)
-            element = stop
-
     def _run(self, request: Request, verify: Callable[[memoryview], str]) -> int:
         """One request: its chunks are checked, then placed."""
         buffer = request.buffer()
@@ -236,10 +218,39 @@ class Reader:
         return len(buffer)
 
 
-def _read_of(reads: dict[tuple[int, int], ChunkRead], share: Share, chunk: int) -> ChunkRead:
+def _plan_shard(share: Share, shard: int, run: Run | None, wanted: Box, to: Target, reads: Reads) -> None:
+    """Adds the chunks of a shard that hold something of `wanted`. `run`: what they have in common, if it is one."""
+    table, skipped = share.part.table, share.skipped[shard]
+    dtype = _dtype(share.layout.tensors[table.tensors[shard]].dtype)
+    itemsize, several = dtype.itemsize, table.num_chunks[shard] > 1
+    if run is not None and to.is_row_major and not several:
+        read = _read_of(reads, share, table.first_chunks[shard])
+        to.take(read, skipped + run.first * itemsize, run.at, run.numel, dtype)
+        return
+    element = 0
+    for chunk in table.chunks(shard):
+        stop = element + (table.nbytes[chunk] if several else share.sizes[shard]) // itemsize
+        if run is None or not to.is_row_major:
+            for copy in copies_of(table.boxes[shard], element, stop, wanted, to.tensor, skipped, dtype):
+                _read_of(reads, share, chunk).copies.append(copy)
+        else:
+            first, last = max(run.first, element), min(run.first + run.numel, stop)
+            if first < last:
+                read = _read_of(reads, share, chunk)
+                to.take(read, (first - element) * itemsize, run.at + first - run.first, last - first, dtype)
+        element = stop
+
+
+def _read_of(reads: Reads, share: Share, chunk: int) -> ChunkRead:
     found = reads.get((share.part.rank, chunk))
     if found is None:
         found = reads[share.part.rank, chunk] = ChunkRead(share, chunk)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
     return found
 
 

@@ -6,8 +6,9 @@ import ctypes
 import math
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from functools import lru_cache
 from types import EllipsisType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +27,12 @@ Move = tuple[int, int, int]
 """(first byte in the chunk, bytes, address): what goes into memory of the host as it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+Index = tuple[slice | EllipsisType, ...]
+
+WHOLE: Index = (...,)
+
+
+class Copy(NamedTuple):  # there may be hundreds of thousands
     """A contiguous stretch of a chunk, and where it goes."""
 
     first: int
@@ -35,10 +40,11 @@ class Copy:
     dtype: torch.dtype
     shape: tuple[int, ...]
     """Of the stretch, as it lies in the chunk."""
-    inside: tuple[slice | EllipsisType, ...]
+    inside: Index
     """What of that is wanted."""
     target: torch.Tensor
-    """Of the wanted shape."""
+    outside: Index
+    """And where in the target: it is cut when the bytes are there, by the thread that brings them."""
 
 
 class ChunkRead:
@@ -80,7 +86,7 @@ class Target:
         self.tensor = tensor
         self._flat: torch.Tensor | None = None
         self.is_row_major = tensor.is_contiguous()
-        self.address = tensor.data_ptr() if tensor.device.type == "cpu" and is_bytes(tensor) else None
+        self.address = tensor.data_ptr() if tensor.is_cpu and is_bytes(tensor) else None
         """Of its memory, when that is its value, and the host's."""
 
     def take(self, read: ChunkRead, skipped: int, at: int, numel: int, dtype: torch.dtype) -> None:
@@ -90,7 +96,14 @@ class Target:
             return
         if self._flat is None:
             self._flat = self.tensor.view(-1)
-        read.copies.append(Copy(skipped, dtype, (numel,), (...,), self._flat[at : at + numel]))
+        shape, outside = _stretch(at, numel)
+        read.copies.append(Copy(skipped, dtype, shape, WHOLE, self._flat, outside))
+
+
+@lru_cache(maxsize=1024)  # layers are alike, and every object of a plan is one more for the collector to search
+def _stretch(at: int, numel: int) -> tuple[tuple[int, ...], Index]:
+    """Shape and place of elements that follow one another."""
+    return (numel,), (slice(at, at + numel),)
 
 
 class Request:
@@ -98,22 +111,11 @@ class Request:
 
     def __init__(self, read: ChunkRead, pace: Pace) -> None:
         self.reads = [read]
+        self.pack, self.offset, self.nbytes = read.pack, read.offset, read.nbytes
         self.base = read.address
         """Where the bytes go as they are, one after the other; None: they do not."""
         self._largest = read.nbytes
         self._pace = pace
-
-    @property
-    def pack(self) -> str:
-        return self.reads[0].pack
-
-    @property
-    def offset(self) -> int:
-        return self.reads[0].offset
-
-    @property
-    def nbytes(self) -> int:
-        return self.reads[-1].offset + self.reads[-1].nbytes - self.offset
 
     @property
     def direct(self) -> bool:
@@ -122,16 +124,18 @@ class Request:
 
     def take(self, read: ChunkRead) -> bool:
         """Whether the next chunk in the order of packs joins this request."""
-        gap, pace = read.offset - self.offset - self.nbytes, self._pace
-        if read.pack != self.pack or read.offset + read.nbytes - self.offset > pace.most or not 0 <= gap <= GAP_BYTES:
+        nbytes, pace = read.offset + read.nbytes - self.offset, self._pace
+        gap = nbytes - read.nbytes - self.nbytes
+        if read.pack != self.pack or nbytes > pace.most or not 0 <= gap <= GAP_BYTES:
             return False
         goes_on = gap == 0 and self.base is not None and read.address == self.base + self.nbytes
-        if not goes_on and (self.direct or max(self._largest, read.nbytes) >= pace.direct_from):
-            return False
+        largest = max(self._largest, read.nbytes)
         if not goes_on:
+            if self.direct or largest >= pace.direct_from:
+                return False
             self.base = None
         self.reads.append(read)
-        self._largest = max(self._largest, read.nbytes)
+        self.nbytes, self._largest = nbytes, largest
         return True
 
     @property
@@ -183,8 +187,9 @@ def copies_of(
                 skipped + (flat - first) * dtype.itemsize,
                 dtype,
                 here.shape,
-                common.relative_to(here.offset).slices(),
-                target[common.relative_to(wanted.offset).slices()] if wanted.ndim else target,
+                common.relative_to(here.offset).slices() or WHOLE,
+                target,
+                common.relative_to(wanted.offset).slices() or WHOLE,
             )
 
 
@@ -223,9 +228,9 @@ def _place(read: ChunkRead, data: memoryview) -> None:
     for copy in read.copies:
         nbytes = copy.dtype.itemsize * math.prod(copy.shape)
         stretch = torch.frombuffer(data[copy.first : copy.first + nbytes], dtype=torch.uint8)
-        source = stretch.view(copy.dtype).view(copy.shape)[copy.inside]
-        if source.dtype == copy.target.dtype and source.is_contiguous() and is_bytes(copy.target):
+        source, target = stretch.view(copy.dtype).view(copy.shape)[copy.inside], copy.target[copy.outside]
+        if source.dtype == target.dtype and source.is_contiguous() and is_bytes(target):
             # dtypes that torch cannot copy element by element are bytes all the same
-            bytes_of(copy.target).copy_(bytes_of(source))
+            bytes_of(target).copy_(bytes_of(source))
         else:
-            copy.target.copy_(source)
+            target.copy_(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from onerank import opened
 from support import make_generation, make_root, make_save, put_part, put_parts
 from typing_extensions import override
 
+from ckptlib import garbage
 from ckptlib.box import Box
 from ckptlib.catalog import Catalog, Committed
 from ckptlib.errors import CorruptData, ObjectNotFound
@@ -211,6 +213,24 @@ def test_memory_is_bounded_however_much_is_read(tmp_path: Path, monkeypatch: pyt
     # one buffer of 1 MiB per thread, and the plan; the data itself is 40 MB
     assert peak - before < THREADS * (1 << 20) + (4 << 20)
     assert THREADS * RUN_BYTES <= 128 << 20
+
+
+def test_a_plan_is_few_objects(tmp_path: Path) -> None:
+    """Of a thousand ranks there are hundreds of thousands of shards, and the collector searches all that is made."""
+    tensors = {f"t{i:03}": np.full((8, 10), i, dtype=np.float32) for i in range(200)}
+    reader = saved(tmp_path, tensors, world_size=4)
+    wants = [want(name, torch.zeros(8, 10, dtype=torch.float64)) for name in tensors]
+    ranks = [*map(reader.ranks_for, wants)]
+    reader._plan(wants, ranks)  # reads the parts
+    gc.collect()
+    before = len(gc.get_objects())
+    with garbage.kept():
+        plan = reader._plan(wants, ranks)
+        made = len(gc.get_objects()) - before
+    assert sum(len(read.copies) for request in plan for read in request.reads) == 4 * len(tensors)
+    assert made < 5 * len(tensors) + 100  # one for each shard, and one for each target
+    reader.read(wants, nothing)
+    assert all((want.pieces[0][1] == i).all() for i, want in enumerate(wants))
 
 
 def test_requests_are_as_large_as_the_source_likes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
