@@ -14,6 +14,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ckptlib import events, garbage, rng, values
+from ckptlib.asked import Only, Rename
 from ckptlib.catalog import Catalog, CheckpointInfo, Committed
 from ckptlib.digests import XXH3
 from ckptlib.errors import CkptError, CorruptData, FormatError, ObjectNotFound, StateMismatch, WaitTimeout
@@ -27,7 +28,7 @@ from ckptlib.session import RNG, Session
 from ckptlib.settings import Settings
 from ckptlib.spread import share_out, spread
 from ckptlib.stores import open_store
-from ckptlib.targets import Only, Rename, Targets, targets
+from ckptlib.targets import Targets, targets
 
 log = logging.getLogger(__name__)
 
@@ -167,8 +168,10 @@ def load(
 
     step:   a number, or "latest".
     strict: names that only one side has are an error; else they are in the report.
-    map:    from a name of `state` to the checkpoint's: a dict or a function.
-    only:   names, prefixes or patterns (fnmatch) of what is to be loaded; the rest is left alone.
+    map:    from a name of `state` to the checkpoint's: a function, or a dict of names and of paths above them, such as
+            {"model": "ema"}.
+    only:   names, paths above them, or patterns (fnmatch) of what is to be loaded: "model", "model/layers.*"; the rest
+            is left alone.
     cast:   allows a target's dtype to differ from the saved one; never done silently.
     random: puts the random generators back as they were, too.
 

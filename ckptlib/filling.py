@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import torch
 
 from ckptlib import values
+from ckptlib.asked import Asked
 from ckptlib.errors import StateMismatch
 from ckptlib.layout import PerRank as HeldPerRank
 from ckptlib.layout import TensorEntry
@@ -27,9 +28,9 @@ Setter = Callable[[object], None] | None
 class Filling:
     """Collects what a load will do; changes nothing yet."""
 
-    def __init__(self, saved: Saved, named: Callable[[str], str], wanted: Callable[[str], bool], cast: bool) -> None:
-        """`named`: what the checkpoint calls something; `wanted`: whether a path is to be loaded at all."""
-        self.saved, self.named, self.wanted = saved, named, wanted
+    def __init__(self, saved: Saved, asked: Asked, cast: bool) -> None:
+        self.saved, self.asked = saved, asked
+        self.named, self.wanted = asked.named, asked.wanted
         self.wants: list[Want] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -98,7 +99,7 @@ class Filling:
 
     def add_object(self, path: str, get: Callable[[], object], load: Callable[[Any], object]) -> None:
         """An object is given back what its `state_dict()` once was, rebuilt."""
-        if not self.wanted(path):
+        if not self.wanted(path, whole=True):
             return
         name = self.named(path)
         tree = self.saved.objects.get(name)

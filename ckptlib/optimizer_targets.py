@@ -43,7 +43,7 @@ class OptimizerTargets:
         self._params = params
 
     def add(self, optimizer: torch.optim.Optimizer, path: str) -> None:
-        if not self._filling.wanted(path):
+        if not self._filling.wanted(path, whole=True):
             return
         saved_path = self._filling.named(path)
         groups = self._saved.groups.get(saved_path)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ckptlib.asked import Asked, Only, Rename
 from ckptlib.filling import Filling, Setter
 from ckptlib.leaf import PerRank, Sharded, join, local_of
 from ckptlib.modules import canonical, is_extra_state, named_state, owners_of
@@ -33,7 +33,7 @@ class Targets:
     missing: list[str]
     """Names that the state has and the checkpoint has not."""
     unexpected: list[str]
-    """Names that the checkpoint has and the state has not."""
+    """Names that the checkpoint has and the state has not, or that were asked for and the state has not."""
     mismatched: list[str]
     """Names whose shape or dtype differ, with both."""
     values: dict[str, object]
@@ -42,13 +42,10 @@ class Targets:
     """To be called in order, when every want is filled."""
 
 
-Rename = Mapping[str, str] | Callable[[str], str] | None
-Only = str | Sequence[str] | None
-
-
 def targets(state: object, saved: Saved, *, rename: Rename = None, only: Only = None, cast: bool = False) -> Targets:
     """What is to be filled and done so that `state` becomes what was saved. Changes nothing yet."""
-    filling = Filling(saved, _naming(rename), _choice(only), cast)
+    asked = Asked(only, rename)
+    filling = Filling(saved, asked, cast)
     walk = _Walk(filling)
     with torch.no_grad():
         walk.collect(state, "", None)
@@ -60,24 +57,11 @@ def targets(state: object, saved: Saved, *, rename: Rename = None, only: Only = 
     return Targets(
         filling.wants,
         filling.missing,
-        [*filling.unexpected, *_never_used(filling)],
+        [*asked.idle(), *filling.unexpected, *_never_used(filling)],
         filling.mismatched,
         filling.values,
         filling.finish,
     )
-
-
-def _naming(rename: Rename) -> Callable[[str], str]:
-    if rename is None:
-        return lambda name: name
-    return rename if callable(rename) else lambda name: rename.get(name, name)
-
-
-def _choice(only: Only) -> Callable[[str], bool]:
-    patterns = [only] if isinstance(only, str) else only
-    if patterns is None:
-        return lambda path: True
-    return lambda path: any(fnmatchcase(path, p) or path == p or path.startswith(f"{p}/") for p in patterns)
 
 
 class _Walk:
@@ -162,7 +146,7 @@ def _never_used(filling: Filling) -> Iterator[str]:
     trees = tuple(f"{path}/" for path in saved.objects)
     for name in (*saved.tensors, *saved.values, *saved.objects):
         # what belongs to an object that is loaded as a whole is taken, or not, with it
-        if name not in filling.used and filling.wanted(name) and not name.startswith(trees):
+        if name not in filling.used and filling.asked.expects(name) and not name.startswith(trees):
             yield name
 
 

@@ -179,7 +179,8 @@ def test_only_a_part(root: Root) -> None:
         "n": {"n/a", "n/b"},
         "n/b": {"n/b"},
         "n/[a]": {"n/a"},
-        "nothing": set(),
+        ("n/*", "h/*"): {"n/a", "n/b", "h"},
+        ("m/*", "m/0.weight"): {"m/0", "m/1"},
     }.items():
         target = zeros()
         report = root.load(target, only=only)
@@ -193,6 +194,20 @@ def test_only_a_part(root: Root) -> None:
         root.load({"m": nn.Sequential(*zeros()["m"], nn.Linear(2, 2))}, only="m/2*")
 
 
+def test_a_part_that_the_state_has_nothing_of_is_told(root: Root) -> None:
+    root.save({"m": nn.Linear(2, 2), "n": 7})
+    target = {"m": nn.Linear(2, 2), "n": 0}
+    before = bits(target["m"].weight)  # type: ignore[attr-defined]
+    for only in ("mm", "mm/*", ("m", "mm/*")):
+        with pytest.raises(StateMismatch, match=r"  mm(/\*)?: not in the state"):
+            root.load(target, only=only)
+    assert root.load(target, only="mm/*", strict=False).unexpected == ("mm/*",)
+    assert bits(target["m"].weight) == before  # type: ignore[attr-defined]
+    with pytest.raises(StateMismatch, match="  nn: not in the state"):
+        root.load(target, map={"nn": "n"})
+    root.load(target, only="m", map={"nn": "n"})
+
+
 def test_only_takes_steps_without_the_optimizer(root: Root) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
@@ -200,6 +215,9 @@ def test_only_takes_steps_without_the_optimizer(root: Root) -> None:
     root.load({"m": model, "o": optimizer}, only="m")
     assert optimizer.param_groups[0]["lr"] == 0.5
     root.load({"m": model, "o": optimizer}, only=["o"])
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    optimizer.param_groups[0]["lr"] = 0.5
+    root.load({"m": model, "o": optimizer}, only=["o/*"])
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
@@ -222,6 +240,26 @@ def test_map_renames_from_the_state_to_the_checkpoint(root: Root) -> None:
     assert same_modules(old, again)
     with pytest.raises(StateMismatch, match="n: not in the checkpoint"):
         root.load(target, map={"n": "nowhere"}, only="n")
+
+
+@pytest.mark.parametrize(
+    "rename", [{"model": "ema"}, lambda name: name.replace("model", "ema")], ids=["dict", "function"]
+)
+def test_averaged_weights_go_into_the_model(root: Root, rename: Any) -> None:
+    saved = {"model": nn.Linear(3, 2), "ema": nn.Linear(3, 2), "other": nn.Linear(3, 2)}
+    root.save(saved)
+    model = nn.Linear(3, 2)
+    root.load({"model": model}, map=rename, only="model")
+    assert same_modules(saved["ema"], model)
+    with pytest.raises(StateMismatch, match=r"other/weight: not in the state"):
+        root.load({"model": model}, map=rename)
+
+
+def test_the_longest_entry_of_a_map_counts(root: Root) -> None:
+    root.save({"a": {"b": 1, "c": 2}, "d": {"c": 3}})
+    target = {"x": {"b": 0, "c": 0}}
+    root.load(target, map={"x": "a", "x/c": "d/c"}, only="x")
+    assert target == {"x": {"b": 1, "c": 3}}
 
 
 def test_map_may_load_one_tensor_twice(root: Root) -> None:

@@ -1,0 +1,62 @@
+"""Which names of a state a load was asked for, and what the checkpoint calls them: `only=` and `map=`.
+
+Pure: knows neither the state nor the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+Rename = Mapping[str, str] | Callable[[str], str] | None
+Only = str | Sequence[str] | None
+
+
+class Asked:
+    """What was asked for, and what of it no name of the state has met yet."""
+
+    def __init__(self, only: Only, rename: Rename) -> None:
+        self.patterns = None if only is None else [only] if isinstance(only, str) else list(only)
+        self._rename = {} if rename is None or callable(rename) else rename
+        self._function = rename if callable(rename) else None
+        self._idle_patterns = set(self.patterns or ())
+        self._idle_keys = set(self._rename)
+
+    def wanted(self, path: str, *, whole: bool = False) -> bool:
+        """Whether a path of the state is to be loaded. `whole`: all of it or nothing, so that `path/*` names it."""
+        if self.patterns is None:
+            return True
+        met = [p for p in self.patterns if _covers(p, path) or (whole and _covers(p, f"{path}/"))]
+        self._idle_patterns.difference_update(met)
+        return bool(met)
+
+    def named(self, name: str) -> str:
+        """What the checkpoint calls it. In a dict the longest entry counts that is the name, or a path above it."""
+        if self._function is not None:
+            return self._function(name)
+        head = name
+        while head:
+            if head in self._rename:
+                self._idle_keys.discard(head)
+                return self._rename[head] + name[len(head) :]
+            head = head.rpartition("/")[0]
+        return name
+
+    def idle(self) -> list[str]:
+        """What of `only` and `map` the state has nothing of, once all its names were asked about."""
+        keys = {key for key in self._idle_keys if self.patterns is None or self._any_covers(key)}
+        return sorted(self._idle_patterns | keys)
+
+    def expects(self, saved_name: str) -> bool:
+        """Whether a name of the checkpoint that nobody took should have been taken.
+
+        Of a part, what the state has of that name was told to come from elsewhere.
+        """
+        return self.patterns is None or (self._any_covers(saved_name) and self.named(saved_name) == saved_name)
+
+    def _any_covers(self, path: str) -> bool:
+        return any(_covers(pattern, path) for pattern in self.patterns or ())
+
+
+def _covers(pattern: str, path: str) -> bool:
+    return fnmatchcase(path, pattern) or path == pattern or path.startswith(f"{pattern}/")
