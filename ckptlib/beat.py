@@ -80,8 +80,10 @@ class Beat:
             if word.step == -word.minus_step:  # this rank alone is elsewhere: the others are told by their next word
                 first, last = sorted((step, word.step))
                 self._group.start_max(Word(step=last, minus_step=-first))
+            first, last = -word.minus_step, word.step
+            due = f"step {last} was due" if first == last else f"ranks were between steps {first} and {last}"
             raise AgreementFailed(
-                f"after_step({step}) on this rank, but ranks were between steps {-word.minus_step} and {word.step}; "
-                "every rank must call after_step with the same, ascending steps"
+                f"after_step({step}) on this rank, but {due}; every rank calls it once "
+                "behind each step, in order (loop() does so itself)"
             )
         return word

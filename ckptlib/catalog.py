@@ -158,7 +158,12 @@ class Catalog:
                 raise CheckpointNotFound(f"{self.store.url} holds no committed step")
             return visible[-1]
         if isinstance(step, str) and not step.isdigit():
-            save = keys.parse_save(step)
+            try:
+                save = keys.parse_save(step)
+            except FormatError as error:
+                raise CheckpointNotFound(
+                    f"{self.store.url}: {step[:80]!r} is neither a step's number, nor its full name, nor 'latest'"
+                ) from error
             if save in self.saves():
                 return save
             raise CheckpointNotFound(f"{self.store.url} holds no save {step}")

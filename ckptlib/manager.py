@@ -53,7 +53,9 @@ class Checkpointer:
 
     url:             a path, or any URL that fsspec knows.
     state:           a dict of modules, optimizers, objects with state_dict() and load_state_dict(), tensors, plain
-                     values, and nestings of these. Random generators are saved without being named.
+                     values, and nestings of these. Random generators are saved without being named. `restore` puts
+                     plain values back into the dict that holds them: of what shall stay as it was given to this run,
+                     such as vars(args), save a copy, dict(vars(args)).
     every:           when to save; a policy, or a number of steps.
     keep:            which steps stay; None: all of them.
     peers:           snapshots in memory, and in that of other hosts, from which `restore` is quickest; None: none.
@@ -61,6 +63,7 @@ class Checkpointer:
     storage_options: for fsspec's filesystem.
     arena:           the directory of the snapshots in memory; default: /dev/shm, and a file where that has no room.
     timeout:         how long ranks wait for one another.
+    save_deadline:   after which a save that is not committed is given up; counts when the root is made.
     algorithm:       "xxh3", or "blake3" for a store that others can write to; counts when the root is made.
     tags:            kept with this generation: a git revision, a run's name.
 
@@ -97,6 +100,8 @@ class Checkpointer:
         )
         self._state = state
         self._policy = Steps(every) if isinstance(every, int) else every
+        if not callable(getattr(self._policy, "due", None)):
+            raise TypeError(f"every={every!r}: expected a number of steps, or a policy such as Steps(500)")
         self._session = Session(settings, process_group, lambda: kind_of(flatten(self._state).leaves))
         self._group = self._session.group
         self._beat = Beat(self._group)
@@ -107,6 +112,9 @@ class Checkpointer:
         self._last: Pending | None = None
         self._wants_inline = False
         self._local_failures = 0
+        self._local_error: CkptError | None = None
+        """Why the last save that failed here did."""
+        self._restored: int | None = None
         self._unkept = False
         """Whether the last snapshot for memory only failed here; that alone ends no job."""
         self._owed = False
@@ -139,9 +147,11 @@ class Checkpointer:
         store, the step before. With peers, the restored state is kept in memory, and persisted where the store does
         not have it, at once.
         """
+        self._check_open()
         report, self._generators = restore(self._session, self._state, strict)
+        self._restored = report.step
         if self._group.rank == 0:
-            log.info("restored %s", report)
+            log.info("restore: %s", report)
         if self._session.settings.peers is not None:
             self._session.holdings.arena.reclaim(but=report.save)
             self._warm()
@@ -167,7 +177,8 @@ class Checkpointer:
         """Yields the steps from `start` up to `total`, and calls `after_step` behind each body.
 
         The random generators are put back as the first body begins, whatever was drawn since `restore`. The state after
-        the last step is saved. Ends early when the job is told to stop (SIGTERM), after a last save.
+        the last step is saved. Ends early, after a last save, when a rank is told to stop: by SIGTERM, unless the
+        program had a handler of its own for it before the Checkpointer was made.
         """
         if self._generators is not None:
             self._generators.restore()
@@ -187,14 +198,18 @@ class Checkpointer:
         out: ask `save` of it. Raises SaveFailed after several background saves failed in a row, Superseded when a newer
         job has taken the root over, on all ranks at the same step.
         """
+        self._check_open()
         if not self._beat.started:
             self._warm()
             self._say(step)
         word = self._beat.agreed(step)
+        self._check_counted(step)
         self._session.poll()
         self._note_torn()
         self._raise_agreed(word)
         self._stopping = bool(word.stop)
+        if self._stopping and self._group.rank == 0:
+            log.warning("told to stop: step %d is the last, and is saved", step)
         holdings = self._session.holdings
         holdings.note_all(-word.minus_held, word.held_since, -word.minus_settled)
         holdings.mend_link(self._group, bool(word.link_failed), not word.not_calm)
@@ -221,10 +236,24 @@ class Checkpointer:
 
         Raises, on all ranks, UnsupportedState, NoRoom, Superseded.
         """
+        self._check_open()
         if self._last is None or step != self._last.step:
             self._session.await_room()
             self._last = self._session.save(self._state, step, metrics=metrics)
         return self._last
+
+    def _check_open(self) -> None:
+        if self._session.closed:
+            raise ValueError(f"this Checkpointer of {self._session.store.url} is closed; make another one")
+
+    def _check_counted(self, step: int) -> None:
+        """All ranks have agreed on the step, so all raise."""
+        if step == self._restored:
+            raise ValueError(
+                f"after_step({step}): {step} steps were done when the state was restored; behind the body of "
+                "`step`, call after_step(step + 1)"
+            )
+        self._restored = None
 
     def _say(self, step: int) -> None:
         session, peers, holdings = self._session, self._session.settings.peers, self._session.holdings
@@ -256,7 +285,7 @@ class Checkpointer:
                 f"{self._session.store.url}: a newer generation has begun; this job may no longer save"
             )
         if word.failures >= MAX_FAILURES:
-            last = self._last.error if self._last is not None else None
+            last = (self._last and self._last.error) or self._local_error
             raise SaveFailed(
                 f"{word.failures} saves in a row failed, on some rank; the last committed step is untouched. Last "
                 f"error on this rank: {last or 'none'}"
@@ -285,7 +314,9 @@ class Checkpointer:
         except CkptError as error:
             if persist:
                 self._local_failures += 1
-                log.error("step %d could not be saved: %s", step, error)
+                self._local_error = error
+                told = isinstance(error, SaveFailed)  # which says so itself
+                log.error("%s", error if told else f"step {step} could not be saved: {error}")
             elif not self._unkept:
                 self._unkept = True
                 log.error("step %d is not kept in memory; said once, until one is again: %s", step, error)

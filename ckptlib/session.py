@@ -264,6 +264,9 @@ class Session:
         elif kind == "committed":
             self._pending.pop(key, None)
             self.failures = 0
+            if self.group.rank == 0:
+                step, nbytes = keys.parse_save(key).step, event["nbytes"]
+                log.info("step %d is committed: %s bytes in %.3f s", step, f"{nbytes:,}", event["seconds"])
             if pending is not None:
                 pending.committed = True
         elif kind == "failed" and pending is not None:  # else it is known already

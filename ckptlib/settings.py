@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from ckptlib.digests import ALGORITHMS
 from ckptlib.peer.peers import Peers
 from ckptlib.retention import Keep
 
@@ -28,6 +29,20 @@ class Settings:
     tags: Mapping[str, str]
     peers: Peers | None
     """None: snapshots serve storage only."""
+
+    def __post_init__(self) -> None:
+        """Before anything is made: a root keeps its algorithm for ever."""
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm={self.algorithm!r} is not one of {', '.join(ALGORITHMS)}")
+        for name, kind, example in (
+            ("timeout", timedelta, "timedelta(minutes=10)"),
+            ("save_deadline", timedelta, "timedelta(hours=1)"),
+            ("keep", Keep, "Keep(last=3)"),
+            ("peers", Peers, "Peers(copies=1)"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name}={value!r}: expected {kind.__name__}, such as {example}")
 
     def for_writer(self, rank: int, world_size: int, save_deadline_s: float) -> dict[str, object]:
         """The order that a rank's writer begins with."""

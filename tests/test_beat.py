@@ -85,7 +85,7 @@ def test_ranks_at_different_steps_are_all_told(steps: list[int]) -> None:
 def test_a_word_for_another_step_is_refused() -> None:
     beat = Beat(SoloGroup())
     beat.start(Word(5, -5))
-    with pytest.raises(AgreementFailed, match=r"after_step\(7\)"):
+    with pytest.raises(AgreementFailed, match=r"after_step\(7\) on this rank, but step 5 was due"):
         beat.agreed(7)
 
 

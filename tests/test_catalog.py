@@ -182,7 +182,7 @@ def test_resolve_says_which_steps_there_are(catalog: Catalog) -> None:
         catalog.resolve(20)
     with pytest.raises(CheckpointNotFound, match="no save"):
         catalog.resolve(str(SaveId(99, first)))
-    with pytest.raises(FormatError):
+    with pytest.raises(CheckpointNotFound, match="neither a step's number"):
         catalog.resolve("../x")
     with pytest.raises(CheckpointNotFound):
         catalog.manifest(SaveId(99, first))

@@ -25,7 +25,7 @@ from workers.torn import raw
 
 import ckptlib
 from ckptlib.catalog import Catalog
-from ckptlib.errors import AgreementFailed, CorruptData, SaveFailed, StateMismatch, Superseded
+from ckptlib.errors import AgreementFailed, CorruptData, NoRoom, SaveFailed, StateMismatch, Superseded
 from ckptlib.stores.local import LocalStore
 from ckptlib.testing import flip_bit
 
@@ -259,6 +259,62 @@ def test_steps_are_counted_one_by_one(job: Job) -> None:
             ckpt.after_step(3)
 
 
+def test_a_step_is_counted_when_it_is_done(job: Job) -> None:
+    """after_step(step) in the place of after_step(step + 1) would save every state under the step before."""
+    for done in (0, 4):
+        with job.checkpointer() as ckpt:
+            assert ckpt.restore().step == done
+            with pytest.raises(ValueError, match=rf"after_step\({done}\).*call after_step\(step \+ 1\)"):
+                ckpt.after_step(done)
+            if done == 0:
+                ckpt.save(4)
+
+
+def test_a_closed_one_says_so(job: Job) -> None:
+    with job.checkpointer(every=4) as ckpt:
+        ckpt.after_step(4)
+    for use in (lambda: ckpt.after_step(5), lambda: ckpt.save(6), ckpt.restore):
+        with pytest.raises(ValueError, match="is closed"):
+            use()
+    assert steps(job.root) == [4]
+    assert slots(job.root.parent) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ({"algorithm": "md5"}, ValueError, "'md5' is not one of xxh3, blake3"),
+        ({"keep": 3}, TypeError, r"keep=3: expected Keep, such as Keep\(last=3\)"),
+        ({"peers": 1}, TypeError, "peers=1: expected Peers"),
+        ({"timeout": 60}, TypeError, "timeout=60: expected timedelta"),
+        ({"every": "5"}, TypeError, "every='5': expected a number of steps"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_made(
+    job: Job, wrong: dict[str, object], error: type[Exception], says: str
+) -> None:
+    """An algorithm that nobody knows would stand in the root for ever."""
+    with pytest.raises(error, match=says):
+        job.checkpointer(**wrong)
+    assert not job.root.exists()
+
+
+def test_routine_is_told_once(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "ckptlib"), job.checkpointer() as ckpt:
+        for step in ckpt.loop(ckpt.restore().step, 100):
+            if step == 4:
+                wait_settled(ckpt)
+            if step == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == f"restore: nothing to restore in file://{job.root}: a fresh run"
+    assert [line.partition(":")[0] for line in said[1:]] == [
+        "step 4 is committed",
+        "told to stop",
+        "step 8 is committed",
+    ]
+
+
 @pytest.mark.parametrize("wrong", [0, -1])
 def test_a_policy_that_makes_no_sense(job: Job, wrong: int) -> None:
     with pytest.raises(ValueError, match="n >= 1"):
@@ -418,6 +474,26 @@ def wait_settled(ckpt: ckptlib.Checkpointer) -> None:
     if ckpt.pending is not None:
         with contextlib.suppress(SaveFailed):
             ckpt.pending.wait_committed(WAIT_S)
+
+
+def test_what_failed_here_is_told_with_its_reason(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """Before there is a save that could have an error."""
+    ckpt = job.checkpointer(every=1)
+
+    def no_room(nbytes: int) -> None:
+        raise NoRoom("no room, as planned")
+
+    ckpt._session.holdings.take_slot = no_room  # type: ignore[method-assign, assignment]
+
+    def train() -> None:
+        for step in range(1, 10):
+            ckpt.after_step(step)
+
+    with pytest.raises(SaveFailed, match=r"3 saves in a row failed.*no room, as planned"):
+        train()
+    said = [record.getMessage() for record in caplog.records]
+    assert all(line.count("could not be saved") == 1 for line in said if "no room" in line)
+    ckpt.close()
 
 
 def test_one_failure_is_a_warning(job: Job) -> None:
