@@ -16,6 +16,9 @@ from ckptlib.filling import Filling, fits, torch_dtype, want
 from ckptlib.leaf import Sharded, dtype_name, leaf_of
 from ckptlib.optimizers import group_path, hyper_parameters, names_of_params
 
+OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "min_momentum", "swa_lr"}
+"""What torch's schedulers put into a group; a load may come before there is one, or without."""
+
 
 class Params:
     """The parameters that a walk of the state has met."""
@@ -60,7 +63,7 @@ class OptimizerTargets:
         entries = self._entries_by_param(saved_path)
         taken: set[str] = set()
         for i, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
-            self._add_hyper_parameters(group, group_names, saved_path, groups, i)
+            self._add_hyper_parameters(optimizer, group, group_names, saved_path, groups, i)
             for name, param in zip(group_names, group["params"], strict=True):
                 saved_name = self._saved.first_name(self._filling.named(name))
                 if saved_name not in groups:
@@ -147,7 +150,13 @@ class OptimizerTargets:
         return tensor
 
     def _add_hyper_parameters(
-        self, group: dict[str, Any], names: Sequence[str], path: str, groups: Mapping[str, int], index: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dict[str, Any],
+        names: Sequence[str],
+        path: str,
+        groups: Mapping[str, int],
+        index: int,
     ) -> None:
         """A group takes those of the saved group that its parameters were in."""
         origins = {groups[n] for name in names if (n := self._saved.first_name(self._filling.named(name))) in groups}
@@ -171,6 +180,7 @@ class OptimizerTargets:
             return
         now = dict(hyper_parameters(group))
         prefix = group_path(path, origin) + "/"
+        self._check_kind(optimizer, now, {*saved, *options}, prefix)
         builds = {
             key: self._filling.rebuild(self._saved.objects.get(prefix + key, "tensor"), prefix + key, now.get(key))
             for key in options
@@ -184,6 +194,18 @@ class OptimizerTargets:
                     group[key] = value
 
         self._filling.finish.append(finish)
+
+    def _check_kind(
+        self, optimizer: torch.optim.Optimizer, now: Mapping[str, object], saved: set[str], prefix: str
+    ) -> None:
+        """Hyper-parameters tell an optimizer of another kind: each has some that the other has not.
+
+        One side alone may: a later torch adds some, schedulers and users put theirs into a group.
+        """
+        lacking, unknown = optimizer.defaults.keys() - saved, saved - now.keys() - OF_SCHEDULERS
+        if lacking and unknown:
+            self._filling.missing += [prefix + key for key in sorted(lacking)]
+            self._filling.unexpected += [prefix + key for key in sorted(unknown)]
 
     def _saved_options(self, path: str) -> dict[str, object]:
         """Of a saved group: the options that hold tensors, each with the saved tensors it is made of."""

@@ -334,6 +334,37 @@ def test_a_parameter_that_one_side_lacks_is_named(root: Root) -> None:
         root.load({"o": whole})
 
 
+def test_an_optimizer_of_another_kind_is_told(root: Root) -> None:
+    """It would go on without a momentum, and with the other's learning rate."""
+    model = model_of()
+    adam = optim.AdamW(model.parameters(), lr=0.5)
+    train(model, adam, 0, 2)
+    root.save({"o": adam})
+    sgd = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(StateMismatch, match=r"(?s)@group.0/momentum: not in the ch.*@group.0/betas: not in the state"):
+        root.load({"o": sgd})
+    assert (sgd.param_groups[0]["lr"], dict(sgd.state)) == (0.1, {})
+    report = root.load({"o": sgd}, strict=False)
+    assert "o/@group.0/momentum" in report.missing
+    assert "o/@group.0/betas" in report.unexpected
+
+
+def test_hyper_parameters_that_one_side_alone_has_are_no_other_kind(root: Root) -> None:
+    """An older torch's, without one that came later; and those of a scheduler that is made after the load."""
+    model = model_of()
+    adam = optim.AdamW(model.parameters(), lr=0.5)
+    optim.lr_scheduler.OneCycleLR(adam, max_lr=1.0, total_steps=9)
+    del adam.param_groups[0]["decoupled_weight_decay"]
+    root.save({"o": adam})
+    root.load({"o": optim.AdamW(model.parameters())})
+    adam.param_groups[0]["tag"] = "of the user"
+    root.save({"o": adam})
+    other = optim.AdamW(model.parameters())
+    other.param_groups[0]["tag"] = ""
+    root.load({"o": other})
+    assert other.param_groups[0]["tag"] == "of the user"
+
+
 def test_names_given_twice_are_refused(root: Root) -> None:
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = optim.Adam([*one.named_parameters(), *two.named_parameters()])
