@@ -83,7 +83,7 @@ class Beat:
             first, last = -word.minus_step, word.step
             due = f"step {last} was due" if first == last else f"ranks were between steps {first} and {last}"
             raise AgreementFailed(
-                f"after_step({step}) on this rank, but {due}; every rank calls it once "
-                "behind each step, in order (loop() does so itself)"
+                f"after_step({step}) on this rank, but {due}; every rank must call after_step with "
+                "the same steps, one after the other, none left out (loop() does so itself)"
             )
         return word
