@@ -134,11 +134,15 @@ class Catalog:
     def visible(self, further: Collection[SaveId] = ()) -> list[SaveId]:
         """The saves on the job's history, ascending by step. `further`: some that are whole, though not committed.
 
+        Those of a generation without a record here are none: where a root was copied, both have its id, and a job of
+        the other one may have left snapshots on this host.
+
         A damaged record of a generation counts as none, loudly: its steps are whole all the same. Raises NewerFormat.
         """
-        saves = {*self.saves(), *further}
+        generations = self.generation_ids()
+        saves = {*self.saves(), *(save for save in further if save.generation in generations)}
         records = {}
-        for generation in self.generation_ids():
+        for generation in generations:
             try:
                 records[generation] = self.generation(generation)
             except NewerFormat:

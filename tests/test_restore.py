@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from datetime import timedelta
@@ -49,3 +50,22 @@ def test_no_room_for_what_was_restored_is_said_and_the_job_goes_on(
         ckpt.after_step(step)
     assert caplog.text.count("kept in memory") == 2, "the job goes on, and says once why memory does not protect it"
     ckpt.close()
+
+
+def test_a_copy_of_a_root_does_not_restore_what_a_job_of_the_other_one_left_in_memory(tmp_path: Path) -> None:
+    """Both have one id, so the slots of both have one name."""
+    arena = tmp_path / "arena"
+    arena.mkdir()
+    peers = ckptlib.Peers(copies=0, every=1, keep_for=timedelta(seconds=60))
+    weights = torch.full((1000,), 1.0)
+    ckptlib.save(tmp_path / "one", {"w": weights}, step=1)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    ckpt = ckptlib.Checkpointer(tmp_path / "one", {"w": weights}, every=1000, peers=peers, arena=arena)
+    assert ckpt.restore().step == 1
+    ckpt.save(5).wait_committed()
+    ckpt.__exit__(KeyError, KeyError("the trainer's own trouble"), None)
+    assert list(arena.iterdir())
+    found = torch.zeros_like(weights)
+    with ckptlib.Checkpointer(tmp_path / "two", {"w": found}, every=1000, peers=peers, arena=arena) as ckpt:
+        assert ckpt.restore().step == 1
+        assert torch.equal(found, torch.full((1000,), 1.0))
