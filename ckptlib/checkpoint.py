@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,15 @@ from ckptlib import events, garbage, rng, values
 from ckptlib.asked import Only, Rename
 from ckptlib.catalog import Catalog, CheckpointInfo, Committed
 from ckptlib.digests import XXH3
-from ckptlib.errors import CkptError, CorruptData, FormatError, ObjectNotFound, StateMismatch, WaitTimeout
+from ckptlib.errors import (
+    CkptError,
+    CorruptData,
+    FormatError,
+    ObjectNotFound,
+    StateMismatch,
+    UnsupportedState,
+    WaitTimeout,
+)
 from ckptlib.group import Group, group_of, group_or_world, meet, together, together_at_length
 from ckptlib.keys import SaveId, parse_save
 from ckptlib.manifest import Manifest
@@ -306,6 +315,9 @@ class LoadedRng:
         self._state: dict[str, torch.Tensor] | None = None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
+        """To be filled: in host memory, wherever the script has new tensors made."""
+        with suppress(UnsupportedState):  # then it cannot be put back, and nobody may ask for that
+            return rng.capture()
         return {}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:

@@ -125,14 +125,14 @@ class TorchGroup(Group):
 
     @override
     def gather(self, data: bytes) -> list[bytes]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        length = torch.tensor([len(data)])
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        length = torch.tensor([len(data)], device="cpu")
         self._hold(length, *sizes)
         self._wait("gather", lambda: self._gloo.allgather([sizes], [length]))
         longest = max(int(size) for size in sizes)
-        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-        found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        found = [torch.zeros(longest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
         self._hold(mine, *found)
         if longest:
             self._wait("gather", lambda: self._gloo.allgather([found], [mine]))
@@ -140,7 +140,7 @@ class TorchGroup(Group):
 
     @override
     def broadcast(self, data: bytes | None) -> bytes:
-        size = torch.tensor([len(data) if data is not None else 0])
+        size = torch.tensor([len(data) if data is not None else 0], device="cpu")
         self.broadcast_from(0, size)
         if not int(size):
             return b""
@@ -148,7 +148,7 @@ class TorchGroup(Group):
             assert data is not None
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         else:
-            buffer = torch.empty(int(size), dtype=torch.uint8)
+            buffer = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         self.broadcast_from(0, buffer)
         return buffer.numpy().tobytes()
 
@@ -161,7 +161,7 @@ class TorchGroup(Group):
 
     @override
     def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        tensor = torch.tensor(values, dtype=torch.int64)
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         self._hold(tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)

@@ -51,7 +51,7 @@ def spread(buckets: Iterable[tuple[int, list[Want]]], group: Group) -> None:
         if len(targets) == 1 and targets[0].device.type == "cpu" and is_bytes(targets[0]):
             group.broadcast_from(owner, bytes_of(targets[0]))
             continue
-        buffer = torch.empty(sum(target.nbytes for target in targets), dtype=torch.uint8)
+        buffer = torch.empty(sum(target.nbytes for target in targets), dtype=torch.uint8, device="cpu")
         views = torch.split(buffer, [target.nbytes for target in targets])
         if group.rank == owner:
             for view, target in zip(views, targets, strict=True):

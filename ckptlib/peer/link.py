@@ -152,7 +152,7 @@ def _end(wait: Callable[[], None], end: int) -> int:
 
 
 def _byte() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.uint8)
+    return torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
 def _tensor(buffer: memoryview) -> torch.Tensor:

@@ -191,7 +191,7 @@ class InMemory:
     def _read_layout(self, digest: str, found: Found) -> Layout:
         """Read by one rank, and spread. Collective."""
         owner = next(r for r, memories in enumerate(self._inventory.memories) if found.memory in memories)
-        buffer = torch.zeros(found.layout_nbytes, dtype=torch.uint8)
+        buffer = torch.zeros(found.layout_nbytes, dtype=torch.uint8, device="cpu")
 
         def read() -> None:
             if self._group.rank == owner:

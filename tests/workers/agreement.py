@@ -563,6 +563,30 @@ def more_ranks(url: Path) -> None:
     assert committed(url)[-2:] == [3, 4]
 
 
+def another_default_device(url: Path) -> None:
+    """What scripts set so that their tensors are on a GPU: ranks talk from host memory all the same."""
+    state = {name: torch.full((40_000,), float(n)) for n, name in enumerate("ab")}
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    peers = ckptlib.Peers(domain=f"host{rank()}")
+    torch.set_default_device("meta")
+    try:
+        with suppress(KeyError), checkpointer(url, state, 10**6, peers=peers) as ckpt:
+            for step in ckpt.loop(ckpt.restore().step, 4):
+                ckpt.save(step + 1)
+            ckpt.save(5).wait_committed(PATIENCE_S)
+            dist.barrier()
+            raise KeyError("the trainer's own trouble")
+        with checkpointer(url, found, 10**6, peers=peers) as ckpt:
+            report = ckpt.restore()
+        assert report.in_memory
+        with checkpointer(url, found, 10**6) as ckpt:
+            assert not ckpt.restore().in_memory
+    finally:
+        torch.set_default_device(None)
+    assert report.step == 5
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
 CASES = [
     late_expert,
     late_sharded_expert,
@@ -581,6 +605,7 @@ CASES = [
     one_slot,
     meshes_that_hold_the_same,
     silent_corruption,
+    another_default_device,
     more_ranks,
 ]
 
