@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -20,7 +21,7 @@ from functools import partial
 import torch.distributed as dist
 
 from ckptlib.arena import Arena
-from ckptlib.errors import CkptError, CorruptData, FormatError, NoRoom
+from ckptlib.errors import CkptError, CorruptData, FormatError, NoRoom, WaitTimeout
 from ckptlib.keys import SaveId
 from ckptlib.pairs import Source
 from ckptlib.peer.link import Link
@@ -139,7 +140,7 @@ class Replicator:
 
         `staging`: None where this rank could not begin one. `twins` are filled when it is done.
         """
-        filled = {} if staging is None else {twin.header.rank: _Filled(twin, staging) for twin in twins}
+        filled = {} if staging is None else {twin.header.rank: self._filled(twin, staging) for twin in twins}
         link, fate = self._link, Fate(len(self._senders))
         for to, sender in self._senders.items():
             if link is None:
@@ -151,12 +152,18 @@ class Replicator:
                 receiver.put(partial(self._receive, link, origin, now, filled.get(origin)))
         return fate
 
+    def _filled(self, twin: Lot, staging: Staging) -> _Filled:
+        table = self._readers[twin.header.rank].table(twin.header.rank)
+        assert table is not None
+        return _Filled(twin, staging, table.digest)
+
     def _send(self, link: Link, to: int, now: Round, staging: Staging | None, fate: Fate) -> None:
         step, sealed, sent = now.save.step, False, 0
         try:
             if staging is not None:
-                staging.wait_done(self._peers.timeout.total_seconds())
-            if staging is None or staging.error is not None:
+                with suppress(WaitTimeout):  # then its holders are told, or they would take the next one for it
+                    staging.wait_done(self._peers.timeout.total_seconds())
+            if staging is None or not staging.done or staging.error is not None:
                 withdraw(link, to, self._rank, f"there is no snapshot of step {step}")
             else:
                 sent = send_slot(link, to, staging.slot, staging.slot.read_header())
@@ -176,7 +183,7 @@ class Replicator:
                     f"rank {origin} offers snapshot {offered.number} ({offered.save}) of {offered.root_id}, expected "
                     f"{now.number} ({now.save}) of {now.root_id}"
                 )
-            fits = twin is not None and twin.wait(self._peers.timeout) and twin.slot.capacity >= offered.body_nbytes
+            fits = twin is not None and twin.wait(self._peers.timeout) and twin.is_of(offered)
             taken.append(twin.slot if twin is not None and fits else self._take(origin, now, offered.body_nbytes))
             return taken[0]
 
@@ -193,7 +200,9 @@ class Replicator:
                 log.error("replicas of rank %d are sent whole from here on; what this rank has differs", origin)
             self._told(f"replicas of rank {origin}", now.save.step, error)
         finally:
-            for slot in {*taken, *(() if twin is None else (twin.slot,))}:
+            if twin is not None:
+                twin.staging.wait_done(None)  # until then it is written to, and nobody else may have it
+            for slot in arena.slots:  # not the twin's: where that was too small it is gone
                 slot.unlock()
 
     def _take(self, origin: int, now: Round, nbytes: int) -> Slot:
@@ -269,6 +278,8 @@ class _Filled:
 
     lot: Lot
     staging: Staging
+    table: str
+    """Digest of the table by which it is filled."""
 
     @property
     def slot(self) -> Slot:
@@ -278,6 +289,10 @@ class _Filled:
         """Whether the copies are whole. Raises WaitTimeout."""
         self.staging.wait_done(timeout.total_seconds())
         return self.staging.error is None
+
+    def is_of(self, offered: SlotHeader) -> bool:
+        """Whether the snapshot that is offered lies in its slot as the one before did."""
+        return offered.documents.get("table", (0, 0, ""))[2] == self.table
 
     def lacks(self, offered: SlotHeader) -> Ranges:
         """What of the snapshot that is offered is neither here nor between chunks."""

@@ -587,6 +587,23 @@ def another_default_device(url: Path) -> None:
     assert all(torch.equal(found[name], state[name]) for name in state)
 
 
+def replicas_of_a_state_that_changes(url: Path) -> None:
+    """What a holder had copied by the table of before is of no use for a snapshot that has another one."""
+    state = {name: torch.full((200_000,), float(n)) for n, name in enumerate("abc")}
+    peers = ckptlib.Peers(domain=f"host{rank()}")
+    with warnings_of_ckptlib() as warned, checkpointer(url, state, 10**6, peers=peers) as ckpt:
+        for step in range(1, 9):
+            if step == 5 and rank() == 0:
+                state["new"] = torch.ones(300_000)
+            ckpt.after_step(step)
+            deadline = time.monotonic() + PATIENCE_S
+            while ckpt._session.holdings.settling and time.monotonic() < deadline:
+                ckpt._session.poll(0.005)
+            dist.barrier()
+        assert ckpt._session.holdings.own.newest == 8
+    assert warned == [], warned
+
+
 CASES = [
     late_expert,
     late_sharded_expert,
@@ -606,6 +623,7 @@ CASES = [
     meshes_that_hold_the_same,
     silent_corruption,
     another_default_device,
+    replicas_of_a_state_that_changes,
     more_ranks,
 ]
 
