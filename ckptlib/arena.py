@@ -50,6 +50,10 @@ class Arena:
         self._growing: threading.Thread | None = None
         self._left_alone: set[Path] = set()
         """What was told of already."""
+        self._device = _current_device()
+        """Of the trainer: other threads have chosen none."""
+        self._pinned: dict[Path, int] = {}
+        """By slot: for which device."""
         self.on_made: Callable[[Path], None] = lambda path: None
         """Told of each slot when it is made, from any thread: who has it open unlinks it, should this process die."""
         self.on_gone: Callable[[Path], None] = lambda path: None
@@ -155,9 +159,11 @@ class Arena:
         slot = self._make_somewhere(nbytes)
         _own.add(slot.path)
         slot.prefault()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        device = _current_device() if self._device is None else self._device
+        if device is not None:
             try:
-                cuda.pin(slot.address(), slot.capacity)
+                cuda.pin(slot.address(), slot.capacity, device)
+                self._pinned[slot.path] = device
             except RuntimeError as error:
                 log.warning("copies from the device will be slow: %s", error)
         return slot
@@ -175,8 +181,9 @@ class Arena:
 
     def _drop(self, slot: Slot) -> None:
         """Lets go of the memory; the file is the caller's."""
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            cuda.unpin(slot.address(), slot.capacity)
+        device = self._pinned.pop(slot.path, None)
+        if device is not None:
+            cuda.unpin(slot.address(), slot.capacity, device)
         slot.close()
         _own.discard(slot.path)
 
@@ -254,6 +261,11 @@ class Arena:
                 slot.unlink()
             self._drop(slot)
         self._slots.clear()
+
+
+def _current_device() -> int | None:
+    """None where this process uses no CUDA."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def _holds(slot: Slot, save: SaveId) -> bool:

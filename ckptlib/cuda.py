@@ -8,7 +8,8 @@ when the copy there is whole, and the host's follows from it. Nothing here synch
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -69,29 +70,68 @@ def spare_nbytes(device: torch.device) -> int:
     return max(free - taken - SPARE_MARGIN_BYTES, 0)
 
 
-def pin(address: int, nbytes: int) -> None:
+def pin(address: int, nbytes: int, device: int) -> None:
     """Makes host memory known to the device, so that copies run at the link's speed and beside the host.
 
-    Raises RuntimeError where the driver refuses, for instance beyond the locked-memory limit.
+    Raises RuntimeError where the driver refuses, for instance beyond the locked-memory limit; nothing is pinned then.
     """
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    for offset in range(0, nbytes, PIN_BYTES):
-        code = int(runtime.cudaHostRegister(address + offset, min(PIN_BYTES, nbytes - offset), 0))
-        if code:
-            raise RuntimeError(f"cudaHostRegister of {nbytes:,} bytes failed with code {code}; see ulimit -l")
+
+    def register() -> int:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for n, (start, size) in enumerate(_pieces(address, nbytes)):
+            code = int(runtime.cudaHostRegister(start, size, _PORTABLE))
+            if code:
+                for done, _ in _pieces(address, nbytes)[:n]:
+                    runtime.cudaHostUnregister(done)
+                return code
+        return 0
+
+    code = _aside(device, register)
+    if code:
+        raise RuntimeError(f"cudaHostRegister of {nbytes:,} bytes failed with code {code}; see ulimit -l")
 
 
-def unpin(address: int, nbytes: int) -> None:
+def unpin(address: int, nbytes: int, device: int) -> None:
     """The inverse of `pin`, before the memory is unmapped."""
-    for offset in range(0, nbytes, PIN_BYTES):
-        torch.cuda.cudart().cudaHostUnregister(address + offset)  # type: ignore[no-untyped-call]
+
+    def unregister() -> int:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        return max(int(runtime.cudaHostUnregister(start)) for start, _ in _pieces(address, nbytes))
+
+    _aside(device, unregister)
+
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every device of the process."""
+
+
+def _pieces(address: int, nbytes: int) -> list[tuple[int, int]]:
+    return [(address + at, min(PIN_BYTES, nbytes - at)) for at in range(0, nbytes, PIN_BYTES)]
+
+
+def _aside(device: int, call: Callable[[], int]) -> int:
+    """What a call of the runtime returns, made in a thread of its own, for this device.
+
+    The runtime keeps an error for its thread, and torch raises it there after the next kernel, whosesoever that is. And
+    a thread that has chosen no device has the first one: each rank of a host would have a context on that.
+    """
+    codes: list[int] = []
+
+    def run() -> None:
+        with torch.cuda.device(device):
+            codes.append(call())
+
+    thread = threading.Thread(target=run, name="ckptlib-pin")
+    thread.start()
+    thread.join()
+    return codes[0] if codes else -1
 
 
 class DeviceCopies:
     """The copies of one snapshot from one device, begun when it is made. Keeps its sources until they are read."""
 
     def __init__(self, stream: torch.cuda.Stream, works: Sequence[DeviceWork]) -> None:
-        self._device = stream.device
+        self._stream, self._device = stream, stream.device
         self._names = [name for work in works for name in work.names]
         sources = [source for work in works for _, source in work.later]
         self._targets = [[target for target, _ in work.later] for work in works]
@@ -121,10 +161,13 @@ class DeviceCopies:
 
     def finish(self) -> list[str]:
         """Waits for the copies, on the host; returns the names of what was written to meanwhile."""
-        self._done.synchronize()
-        self._used.clear()
-        landed = (_samples(t) if c is None else c for t, c in zip(self._targets, self._copied, strict=True))
-        before, after, copied = self._before.cpu(), self._after.cpu(), torch.cat([found.cpu() for found in landed])
+        # on the other stream than the one of the training, which would have its backlog waited for; and on the device,
+        # since a thread that has chosen none makes itself a context on the first
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._done.synchronize()
+            self._used.clear()
+            landed = (_samples(t) if c is None else c for t, c in zip(self._targets, self._copied, strict=True))
+            before, after, copied = self._before.cpu(), self._after.cpu(), torch.cat([found.cpu() for found in landed])
         same = (before == after).all(1) & (before == copied).all(1)
         return [name for name, good in zip(self._names, same.tolist(), strict=True) if not good]
 

@@ -165,7 +165,7 @@ class Checkpointer:
         No room for it, on all ranks alike, is no reason not to go on from what was restored.
         """
         try:
-            pending = self._session.save(self._state, report.step, persist=not report.committed)
+            pending = self._session.save(self._state, report.step, persist=not report.committed, spare=False)
         except NoRoom as error:
             log.error("step %d was restored, and is not kept in memory: %s", report.step, error)
         else:
@@ -239,7 +239,8 @@ class Checkpointer:
         self._check_open()
         if self._last is None or step != self._last.step:
             self._session.await_room()
-            self._last = self._session.save(self._state, step, metrics=metrics)
+            trained = self._beat.started  # by after_step: an iteration has been
+            self._last = self._session.save(self._state, step, metrics=metrics, spare=trained)
         return self._last
 
     def _check_open(self) -> None:

@@ -106,7 +106,8 @@ class Pairs:
         """Addresses of targets and of sources, and sizes."""
         self.strided = [pair for pair in pairs if pair.device is None and not pair.movable]
         self.devices = list(dict.fromkeys(pair.device for pair in pairs if pair.device is not None))
-        self._works: dict[torch.device, DeviceWork] = {}
+        self._works: dict[tuple[torch.device, bool], DeviceWork] = {}
+        """By device, and whether by way of its spare memory."""
 
     def move_now(self) -> None:
         """All that is in host memory and is not copied behind the fence."""
@@ -118,9 +119,10 @@ class Pairs:
 
     def work(self, device: torch.device, spare: torch.Tensor | None) -> DeviceWork:
         """The copies from one device; by way of `spare`, bytes of that device and as many as of the body, if given."""
-        if device not in self._works:
-            self._works[device] = work_of(self.all, device, spare)
-        return self._works[device]
+        key = device, spare is not None
+        if key not in self._works:
+            self._works[key] = work_of(self.all, device, spare)
+        return self._works[key]
 
 
 def work_of(pairs: Iterable[Pair], device: torch.device | None, spare: torch.Tensor | None) -> DeviceWork:

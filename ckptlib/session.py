@@ -129,10 +129,11 @@ class Session:
         compare: bool = True,
         persist: bool = True,
         go: bool = True,
+        spare: bool = True,
     ) -> Pending:
         """Takes a snapshot of `state`, and has it persisted unless it is for memory only. Collective when `compare`.
 
-        `go`: see `Stager.begin`.
+        `go`, `spare`: see `Stager.begin`.
 
         Where ranks do not compare, what this rank alone finds wrong is published as its failure, and raised as
         SaveFailed; the next save compares.
@@ -177,7 +178,7 @@ class Session:
             self._steps_saved.add(step)
         sources = self.planner.sources(flat.leaves, plan, overlap)
         twins = self.holdings.twins(save, self._num_saves, partial(self._find_alike, flat.leaves, plan, overlap))
-        staging = self._stager.begin(slot, content, sources, twins, go)
+        staging = self._stager.begin(slot, content, sources, twins, go, spare)
         pending = Pending(self, save, staging, persist)
         if persist:
             self._pending[str(save)] = pending

@@ -143,7 +143,13 @@ class Stager:
 
     @torch.no_grad()
     def begin(
-        self, slot: Slot, content: Content, sources: Sequence[Source], twins: Sequence[Lot] = (), go: bool = True
+        self,
+        slot: Slot,
+        content: Content,
+        sources: Sequence[Source],
+        twins: Sequence[Lot] = (),
+        go: bool = True,
+        spare: bool = True,
     ) -> Staging:
         """Copies what must be copied now; hands the rest to the thread. `sources` are in the table's order.
 
@@ -152,6 +158,8 @@ class Stager:
 
         `twins`: shards of this rank that are those of other ranks' snapshots as well, into replicas of these. They are
         copied, too, when the snapshot is done.
+
+        `spare`: whether memory of the device may be taken for it, which is not before the training has shown its peak.
         """
         staging = Staging(slot, content)
         header = replace(content.header, sequence=content.header.sequence - 1)
@@ -163,8 +171,8 @@ class Stager:
             pairs = self._pairs_of(lot)
             pairs.move_now()
             for device in pairs.devices:
-                spare = self._spare(lot, device) if self._wants_spare else None
-                works.setdefault(device, []).append(pairs.work(device, spare))
+                memory = self._spare(lot, device) if self._wants_spare and spare else None
+                works.setdefault(device, []).append(pairs.work(device, memory))
             later += pairs.late
         for device, of_lots in works.items():  # one stream each: what is waited for now comes first
             if device not in self._streams:
@@ -234,9 +242,10 @@ class Stager:
                 staging.seconds = time.perf_counter() - began
                 later.clear()
                 staging._copied.set()
-            for copies in staging.device_copies:
-                for name in copies.finish():
-                    raise _torn(staging.step, name)
+                # of all devices, whatever went wrong: the slot may be another snapshot's as soon as this one has failed
+                written = [name for copies in staging.device_copies for name in copies.finish()]
+            if written:
+                raise _torn(staging.step, written[0])
             _seal(staging)
         except Exception as error:  # kept for whoever waits, and told to the other ranks; the thread must live on
             staging.error = error

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from support import ROOT_ID
+from workers.torn import Rig, step_with_gradients
 
+import ckptlib
 from ckptlib import cuda
+from ckptlib.arena import Arena
 from ckptlib.cuda import DeviceCopies, DeviceWork
+from ckptlib.keys import GenerationId
 from ckptlib.pairs import Pair, Source, work_of
 from ckptlib.peer.peers import Peers
+from ckptlib.stage import Stager, TornSnapshot
 
 DEVICE = torch.device("cpu")
 
@@ -42,6 +51,7 @@ def compute(monkeypatch: pytest.MonkeyPatch) -> InOrder:
     stream = InOrder()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return stream
 
 
@@ -128,6 +138,129 @@ def test_beside_the_peak(monkeypatch: pytest.MonkeyPatch, free: int, reserved: i
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
     assert (cuda.spare_nbytes(DEVICE) >= 2 << 30) is fits
+
+
+def test_the_host_waits_on_the_device_and_the_stream_of_the_copies(
+    compute: InOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the staging thread, which has chosen neither."""
+    _, pairs = shards()
+    current: list[object] = []
+
+    @contextmanager
+    def choose(what: object) -> Iterator[None]:
+        current.append(what)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", choose)
+    monkeypatch.setattr(torch.cuda, "stream", choose)
+    stream = InOrder()
+    at_wait: list[object] = []
+    event = SimpleNamespace(synchronize=lambda: at_wait.extend(current))
+    monkeypatch.setattr(stream, "record_event", lambda: event)
+    assert DeviceCopies(stream, [work_of(pairs, DEVICE, None)]).finish() == []  # type: ignore[arg-type]
+    assert at_wait == [DEVICE, stream]
+
+
+class Runtime:
+    """Of CUDA: registers host memory, until there is no more to be had."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.registered: dict[int, int] = {}
+        self.callers: set[str] = set()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.callers.add(threading.current_thread().name)
+        assert flags == 1, "for all devices"
+        if nbytes + sum(self.registered.values()) > self.room:
+            return 2
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.callers.add(threading.current_thread().name)
+        del self.registered[address]
+        return 0
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_memory_is_pinned_in_pieces_on_the_trainers_device_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fits: bool
+) -> None:
+    """By a thread that ends with it: what goes wrong there is not raised by the next kernel of the training."""
+    runtime, devices = Runtime(1 << 20 if fits else 9000), list[int]()
+    monkeypatch.setattr(cuda, "PIN_BYTES", 4096)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: devices.append(index) or nullcontext())
+    arena = Arena(ROOT_ID, GenerationId(1, "0" * 8), tmp_path, 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # what any other thread has
+    arena.warm(10_000)
+    (slot,) = [arena.take(10_000, -1, ())]
+    assert slot is not None
+    assert list(runtime.registered.items()) == (
+        [(slot.address(), 4096), (slot.address() + 4096, 4096), (slot.address() + 8192, 1808)] if fits else []
+    )
+    assert ("copies from the device will be slow" in caplog.text) is not fits
+    arena.close(unlink=True)
+    assert not runtime.registered
+    assert (set(devices), runtime.callers) == ({3}, {"ckptlib-pin"})
+
+
+@pytest.mark.parametrize("written_to", [[], ["w"]])
+def test_the_copies_of_all_devices_have_ended_before_a_torn_snapshot_gives_its_slot_free(
+    tmp_path: Path, written_to: list[str]
+) -> None:
+    rig = Rig(tmp_path)
+    weight = torch.nn.Parameter(torch.zeros(300, 300))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    state = {"w": weight, "o": optimizer}
+    rig.begin(state).wait_sealed(60)
+    step_with_gradients(optimizer)
+    ended: list[str] = []
+    copies = [
+        SimpleNamespace(finish=lambda: ended.append("first") or written_to),
+        SimpleNamespace(finish=lambda: ended.append("second") or []),
+    ]
+    staging = rig.begin(state, go=False)
+    staging.device_copies = copies
+    if not written_to:
+        with torch.no_grad():
+            weight.add_(1.0)  # what the host copies is torn
+    staging.go()
+    with pytest.raises(TornSnapshot, match="w was written to"):
+        staging.wait_sealed(60)
+    assert ended == ["first", "second"]
+    rig.close()
+
+
+def test_memory_of_the_device_is_not_taken_before_the_training_has_shown_its_peak(
+    compute: InOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart keeps what it restored in memory before its first iteration."""
+    asked: list[bool] = []
+    begin = Stager.begin
+
+    def watched(*args: Any) -> Any:
+        asked.append(args[-1])
+        return begin(*args)
+
+    monkeypatch.setattr(Stager, "begin", watched)
+    peers = Peers(copies=0, every=1, memory="device")
+    state = {"w": torch.ones(10)}
+    with ckptlib.Checkpointer(tmp_path / "root", state, every=1, peers=peers, arena=tmp_path) as ckpt:
+        ckpt.save(1)
+        ckpt.after_step(2)
+        ckpt.after_step(3)
+        ckpt.save(4)
+    assert asked == [False, True, True, True]
+    with ckptlib.Checkpointer(tmp_path / "root", state, every=9, peers=peers, arena=tmp_path) as ckpt:
+        ckpt.restore()
+        ckpt.after_step(5)
+    assert asked[4:] == [False, True]
 
 
 def test_memory_is_of_the_host_or_of_the_device() -> None:

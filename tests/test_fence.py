@@ -181,9 +181,10 @@ def recorded_overlaps(ckpt: ckptlib.Checkpointer) -> Iterator[dict[str, bool]]:
             sources: Sequence[Source],
             twins: Sequence[stage.Lot] = (),
             go: bool = True,
+            spare: bool = True,
         ) -> stage.Staging:
             found.update({source.name: source.overlap for source in sources})
-            return super().begin(slot, content, sources, twins, go)
+            return super().begin(slot, content, sources, twins, go, spare)
 
     stager.__class__ = Recording
     yield found

@@ -77,7 +77,7 @@ class Rig:
         self.slot.close()
         self.slot.unlink()
 
-    def begin(self, state: Mapping[str, object]) -> Staging:
+    def begin(self, state: Mapping[str, object], go: bool = True) -> Staging:
         """As after_step does: what has earned it is copied behind the fence. Remembers what it must come to hold."""
         flat = flatten(state)
         self.fence.install(flat.optimizers.values())
@@ -87,7 +87,7 @@ class Rig:
         ordered = [leaves[layout_names[t]] for t in content.table.tensors]
         sources = [Source(leaf.name, leaf.pieces[0][1].detach(), self.earned(leaf)) for leaf in ordered]
         self._oracle = [raw(leaf.pieces[0][1]) for leaf in ordered]
-        staging = self.stager.begin(self.slot, content, sources)
+        staging = self.stager.begin(self.slot, content, sources, go=go)
         self.fence.forget()
         return staging
 
