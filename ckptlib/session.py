@@ -270,6 +270,10 @@ class Session:
                 log.info("step %d is committed: %s bytes in %.3f s", step, f"{nbytes:,}", event["seconds"])
             if pending is not None:
                 pending.committed = True
+        elif kind == "undecided" and pending is not None:  # who asked was told by a time-out, and may ask again
+            pending.watched = False
+            if not self.holdings.is_persisting(key):
+                del self._pending[key]
         elif kind == "failed" and pending is not None:  # else it is known already
             self.holdings.released(key, durable=False)
             self._pending.pop(key, None)

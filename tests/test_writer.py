@@ -233,6 +233,43 @@ def test_a_writer_that_dies_idle_is_started_again_by_the_next_order(bench: Bench
         first = writer.pid
 
 
+@pytest.mark.parametrize("keep_slots_s", [0.0, pytest.param(2.0, marks=pytest.mark.slow)])
+def test_a_writer_that_dies_while_it_keeps_snapshots_is_started_again(bench: Bench, keep_slots_s: float) -> None:
+    """Nobody else has what is in memory only persisted, or unlinks it in the end."""
+    writer = bench.writer(keep_slots_s=keep_slots_s)
+    save, slot = bench.slot(1)
+    writer.add_slot(slot.path)
+    writer.held(save)
+    pids = set()
+    for _ in range(MAX_DEATHS):
+        pids.add(writer.pid)
+        os.kill(writer.pid, signal.SIGKILL)
+        until(lambda: not alive(writer.pid))
+        if len(pids) < MAX_DEATHS:
+            assert writer.poll() == []
+            assert writer.pid not in pids
+    assert writer.poll() == []
+    assert writer.pid in pids, "it keeps dying"
+    _, another = bench.slot(2)
+    writer.add_slot(another.path)
+    writer.void(SaveId(3, bench.generation), "something to do")
+    hear(writer, "failed")
+    writer.leave()
+    until(lambda: not slot.path.exists() and not another.path.exists())
+    assert [step.number for step in read_root(bench.root)] == ([1] if keep_slots_s else [])
+
+
+def test_who_asks_for_too_short_a_time_is_told_of_no_failure(bench: Bench) -> None:
+    writer = bench.writer()
+    save, slot = bench.slot(1)
+    writer.watch(save, 0.1)
+    hear(writer, "undecided")
+    writer.add_slot(slot.path)
+    writer.persist(save, slot.path)
+    assert "failed" not in [event["event"] for event in heard(writer, "committed")]
+    assert failed_parts(bench.root) == []
+
+
 def test_a_writer_that_keeps_dying_answers_by_a_failure(bench: Bench) -> None:
     writer = bench.writer()
     save, slot = bench.slot(1)

@@ -32,6 +32,7 @@ class Writer:
         self._slots: list[str] = []
         self._open: dict[tuple[str, bool], Message] = {}
         """By save, and whether somebody else commits it: what another writer must do, should this one die."""
+        self._held: SaveId | None = None
         self._deaths = 0
         self.log_path = _log_path(int(setup["rank"]))
         self._lock = threading.Lock()
@@ -65,6 +66,7 @@ class Writer:
 
     def held(self, save: SaveId) -> None:
         """All ranks hold this snapshot in memory: should no job go on from it, it must not be lost."""
+        self._held = save
         self._channel.send({"op": "held", "save": str(save)})
 
     def expect(self, save: SaveId) -> None:
@@ -80,7 +82,7 @@ class Writer:
         self._order({"op": "void", "save": str(save), "error": error})
 
     def watch(self, save: SaveId, timeout_s: float) -> None:
-        """Asks what becomes of a save that another rank commits; answered by `committed` or `failed`."""
+        """Asks what becomes of a save that another rank commits; answered by `committed`, `failed` or `undecided`."""
         self._order({"op": "await", "save": str(save), "timeout_s": timeout_s})
 
     def _order(self, message: Message) -> None:
@@ -92,13 +94,15 @@ class Writer:
         """What the writer has said since the last call; waits up to `timeout_s` for the first word.
 
         A writer that died is started again as soon as there is something to do, with all orders that it did not carry
-        out. When it keeps dying, each of those is answered by a failure instead.
+        out, or snapshots to be kept for a successor. When it keeps dying, each of the orders is answered by a failure
+        instead.
         """
         events = self._channel.receive(timeout_s)
         with self._lock:
             for event in events:
                 self._note(event)
-            if self._channel.closed and self._open:
+            keeps = self._held is not None and self._deaths + 1 < MAX_DEATHS
+            if self._channel.closed and (self._open or keeps):
                 events += self._revive()
         return events
 
@@ -107,6 +111,9 @@ class Writer:
         if kind == "ready":
             return
         save, self._deaths = event["save"], 0
+        if kind == "undecided":
+            self._open.pop((save, True), None)
+            return
         if kind == "released" and event["error"] is None and self._setup["rank"] == 0:
             self._open[save, False] = {"op": "commit", "save": save}  # its slot may be overwritten now
         else:
@@ -128,6 +135,8 @@ class Writer:
         self._start()
         for path in self._slots:
             self._channel.send({"op": "slot", "path": path})
+        if self._held is not None:
+            self.held(self._held)
         for order in self._open.values():
             self._channel.send(order)
         for order in given_up:

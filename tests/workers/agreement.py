@@ -604,6 +604,28 @@ def replicas_of_a_state_that_changes(url: Path) -> None:
     assert warned == [], warned
 
 
+def impatient(url: Path) -> None:
+    """Who did not want to wait for a commit may ask again: nothing has failed."""
+    state = {"w": torch.ones(3)}
+    with warnings_of_ckptlib() as warned, checkpointer(url, state, 10**6) as ckpt:
+        ckpt.after_step(1)
+        if rank() == 2:
+            os.kill(ckpt._session.writer.pid, signal.SIGSTOP)
+        pending = ckpt.save(2)
+        for _ in range(2):
+            with pytest.raises(ckptlib.errors.WaitTimeout):
+                pending.wait_committed(0.5)
+            time.sleep(0.5)
+        ckpt.after_step(2)
+        dist.barrier()
+        if rank() == 2:
+            os.kill(ckpt._session.writer.pid, signal.SIGCONT)
+        pending.wait_committed(PATIENCE_S)
+        assert ckpt._session.failures == 0
+    assert warned == [], warned
+    assert committed(url) == [2]
+
+
 CASES = [
     late_expert,
     late_sharded_expert,
@@ -624,6 +646,7 @@ CASES = [
     silent_corruption,
     another_default_device,
     replicas_of_a_state_that_changes,
+    impatient,
     more_ranks,
 ]
 
