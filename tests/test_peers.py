@@ -477,7 +477,6 @@ def test_killed_while_it_is_restored(make: Any) -> None:
         statuses = [job.join() for job in cluster.jobs]
         assert statuses == [-9 if r == rank else 1 for r in range(2)], (stage, cluster.story())
         cluster.lose("B")
-        cluster.kill_writers()  # one may have begun to persist what it restored, and wait a minute for B's part
     cluster.start("AB")
     assert (cluster.restored(), cluster.received()) == ({(6, MEMORY)}, 1)
     cluster.finish()

@@ -191,6 +191,21 @@ def test_left_alone_it_finishes_and_unlinks_the_slots(bench: Bench) -> None:
     assert "the trainer died before its snapshot was whole" in error
 
 
+def test_left_alone_it_waits_for_other_ranks_and_lets_a_successor_have_the_slots(bench: Bench) -> None:
+    """Whose own would else have no room beside them."""
+    writer = bench.writer(world_size=2)
+    save, slot = bench.slot(1)
+    writer.add_slot(slot.path)
+    writer.persist(save, slot.path)
+    hear(writer, "released")
+    assert not slot.abandoned()
+    writer.leave()
+    until(slot.abandoned)
+    assert alive(writer.pid)
+    assert slot.path.exists()
+    assert read_root(bench.root) == []
+
+
 def test_a_void_save_is_published(bench: Bench) -> None:
     writer = bench.writer()
     save = SaveId(1, bench.generation)

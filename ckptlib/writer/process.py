@@ -70,6 +70,9 @@ class WriterProcess:
         if not closed:
             self._orphaned()
         self._persists.finish()
+        if not closed:
+            for slot in self._slots.values():  # a commit needs none, and may wait for other ranks
+                slot.abandon()
         self._commits.finish()
         if not closed:
             self._await_successor()
@@ -82,8 +85,6 @@ class WriterProcess:
         A step that is in memory only is persisted when no such job has come for a while.
         """
         slots = list(self._slots.values())
-        for slot in slots:
-            slot.abandon()
         began = time.monotonic()
         rescued = self._held is None
         while time.monotonic() - began < self._keep_slots_s and any(slot.path.exists() for slot in slots):
