@@ -95,6 +95,8 @@ class Holdings:
         """Bytes, for the replicas of the newest snapshot that has come to its end."""
         self._reclaim_at: float | None = None
         """When slots of the job before are looked for again; None: not yet, or no more."""
+        self._unkept = False
+        """Whether the last snapshot for memory only failed, and that was told."""
         self.torn: Begun | None = None
         """The last snapshot that was found torn, until somebody has taken note of it."""
 
@@ -147,8 +149,16 @@ class Holdings:
             if begun.staging is not None:
                 if begun.ready:
                     self.arena.mark_ready(begun.staging.slot, begun.step)
+                    self._unkept = False
                 elif isinstance(begun.staging.error, TornSnapshot):
                     self.torn = begun
+                elif not (begun.persists or self._unkept):  # of one that is persisted, the writer tells
+                    self._unkept = True
+                    log.error(
+                        "step %d is not kept in memory; said once, until one is again: %s",
+                        begun.step,
+                        begun.staging.error,
+                    )
 
     def make_room(self) -> None:
         """A snapshot was due, and some rank had no slot for it.
