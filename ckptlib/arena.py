@@ -145,6 +145,7 @@ class Arena:
     def _grown(self, slot: Slot, nbytes: int) -> Slot:
         self._slots.remove(slot)
         slot.unlink()
+        slot.empty()  # others have it open still, and the new one may find no room beside it
         self._drop(slot)
         self.on_gone(slot.path)
         return self._add(nbytes)

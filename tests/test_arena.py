@@ -157,6 +157,16 @@ def test_no_room_where_a_directory_was_chosen(small: Path) -> None:
     arena.close(unlink=True)
 
 
+def test_a_slot_that_is_too_small_gives_its_memory_to_the_next(small: Path) -> None:
+    """Though another process, or a copy that was made into it, has it mapped still."""
+    arena = Arena(ROOT_ID, GENERATION, small, 1)
+    first = taken(arena, -1, [], 1 << 20)
+    mapped = first.body
+    assert taken(arena, -1, [], 3 << 19) in arena.slots
+    del mapped
+    arena.close(unlink=True)
+
+
 def test_a_file_where_memory_has_no_room(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
