@@ -234,10 +234,14 @@ class Checkpointer:
     def save(self, step: int, metrics: Mapping[str, object] | None = None) -> Pending:
         """Saves the state after `step` steps now, whatever the policy says. Collective; waits for a slot only.
 
-        Raises, on all ranks, UnsupportedState, NoRoom, Superseded.
+        Raises, on all ranks, UnsupportedState, NoRoom, Superseded; SaveFailed when a rank could not save this step.
         """
         self._check_open()
-        if self._last is None or step != self._last.step:
+        known = self._last is not None and step == self._last.step
+        some, not_all = self._group.max([int(known), int(not known)])
+        if some and not_all:  # a rank without it would go into another save alone
+            raise SaveFailed(f"step {step} could not be saved on some rank, and will never be listed; save a later one")
+        if self._last is None or not known:
             self._session.await_room()
             trained = self._beat.started  # by after_step: an iteration has been
             self._last = self._session.save(self._state, step, metrics=metrics, spare=trained)

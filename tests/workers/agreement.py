@@ -626,6 +626,20 @@ def impatient(url: Path) -> None:
     assert committed(url) == [2]
 
 
+def saved_again_after_one_rank_failed(url: Path) -> None:
+    """The rank that has no save of this step does not go into another one alone."""
+    state = {"w": torch.ones(3)}
+    with checkpointer(url, state, 2) as ckpt:
+        for step in range(1, 5):
+            ckpt.after_step(step, metrics={"loss": object() if (step, rank()) == (4, 1) else 1.0})
+            if step == 2:
+                ckpt.pending.wait_committed(PATIENCE_S)
+        with pytest.raises(SaveFailed, match="step 4 could not be saved on some rank"):
+            ckpt.save(4)
+        ckpt.save(5).wait_committed(PATIENCE_S)
+    assert committed(url) == [2, 5]
+
+
 CASES = [
     late_expert,
     late_sharded_expert,
@@ -647,6 +661,7 @@ CASES = [
     another_default_device,
     replicas_of_a_state_that_changes,
     impatient,
+    saved_again_after_one_rank_failed,
     more_ranks,
 ]
 
