@@ -262,14 +262,21 @@ class Replicator:
         return [*self._senders.values(), *self._receivers.values()]
 
     def close(self, clean: bool) -> None:
-        """Lets go; `clean`: what is under way is waited for, and the replicas go."""
-        if clean:
-            for stream in self._streams():
-                stream.finish()
-            if self._link is not None:
-                self._link.close()
-            for arena in self._arenas.values():
-                arena.close(unlink=True)
+        """Lets go; `clean`: what is under way is waited for, and the replicas go.
+
+        Else nothing is waited for: replicas are let go of when what is under way has come to its end, so that a job
+        that follows in this very process finds them.
+        """
+        if not clean:
+            for origin, receiver in self._receivers.items():
+                receiver.put(partial(self._arenas[origin].close, unlink=False))
+            return
+        for stream in self._streams():
+            stream.finish()
+        if self._link is not None:
+            self._link.close()
+        for arena in self._arenas.values():
+            arena.close(unlink=True)
 
 
 @dataclass(frozen=True, slots=True)
