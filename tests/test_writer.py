@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -229,6 +230,24 @@ def test_orders_are_given_again_to_the_next_writer(bench: Bench) -> None:
     assert [event["error"] for event in heard(writer, "committed") if event["event"] == "released"] == [None]
     assert writer.pid != first
     assert [step.number for step in read_root(bench.root)] == [1]
+
+
+def test_a_trainer_may_have_thousands_of_files_open(bench: Bench) -> None:
+    """Select refuses descriptors from 1024 on, and the writer inherits the number of its end."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    save, slot = bench.slot(1)
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        writer = bench.writer()
+        writer.add_slot(slot.path)
+        writer.persist(save, slot.path)
+        hear(writer, "committed")
+        writer.close(WAIT_S)
+    finally:
+        for fd in files:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_writer_that_dies_idle_is_started_again_by_the_next_order(bench: Bench) -> None:

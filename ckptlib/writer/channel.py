@@ -41,7 +41,7 @@ class Channel:
         return [json.loads(line) for line in lines]
 
     def _fill(self, timeout_s: float | None) -> bool:
-        if self.closed or not select.select([self._socket], [], [], timeout_s)[0]:
+        if self.closed or not readable(self._socket.fileno(), timeout_s=timeout_s):
             return False
         try:
             data = self._socket.recv(1 << 20)
@@ -53,3 +53,14 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def readable(*fds: int, timeout_s: float | None) -> bool:
+    """Whether one of these has something to be read, or has come to its end, within the time-out; None waits for it.
+
+    By poll, since select takes no descriptor from 1024 up, and a trainer may have thousands of files open.
+    """
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import select
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from ckptlib.part import Part
 from ckptlib.retention import Keep, sweep
 from ckptlib.slot import Slot
 from ckptlib.stores import open_store
-from ckptlib.writer.channel import Channel, Message
+from ckptlib.writer.channel import Channel, Message, readable
 from ckptlib.writer.persist import Persister, put_failure
 from ckptlib.writer.rescue import rescue
 
@@ -104,7 +103,7 @@ class WriterProcess:
         """Takes orders until there will be no more; returns whether the trainer said so itself."""
         while True:
             if self._trainer is not None:
-                select.select([self._channel.fileno(), self._trainer], [], [])
+                readable(self._channel.fileno(), self._trainer, timeout_s=None)
             gone = _dead(self._trainer)  # asked before reading, so that its last words are read
             for message in self._channel.receive(timeout_s=0):
                 if message["op"] == "close":
@@ -301,4 +300,4 @@ def _pidfd(pid: int) -> int | None:
 
 
 def _dead(pidfd: int | None) -> bool:
-    return pidfd is None or bool(select.select([pidfd], [], [], 0)[0])
+    return pidfd is None or readable(pidfd, timeout_s=0)
