@@ -103,14 +103,15 @@ class Filling:
             return
         name = self.named(path)
         tree = self.saved.objects.get(name)
-        if tree is not None:
+        if name in self.saved.values:  # first: the tree is another rank's then, whose object holds tensors
+            self.used.add(name)
+            value = self.saved.value(name)
+            self.finish.append(lambda: _call(load, value))
+        elif tree is not None:
             self.used.add(name)
             now = get()
             build = self.rebuild(tree, name, now)
             self.finish.append(lambda: _call(load, build()))
-        elif name in self.saved.values:
-            self.used.add(name)
-            self.finish.append(lambda: _call(load, self.saved.value(name)))
         else:
             self.missing.append(path)
 
@@ -124,7 +125,8 @@ class Filling:
             return lambda: tensor
         if tree == "value":
             self.used.add(path)
-            return lambda: self.saved.value(path)
+            value = self.saved.value(path)  # now, when it may still fail on all ranks together
+            return lambda: value
         match tree:
             case {"dict": list(pairs)}:
                 made = self._rebuild_pairs(pairs, path, now, device)
@@ -139,17 +141,20 @@ class Filling:
                 builds = self._rebuild_items(items, path, now, device)
                 return lambda: tuple(build() for build in builds)
             case _:
-                raise StateMismatch(f"{path}: the layout's tree of this object cannot be read: {str(tree)[:80]}")
+                raise _unreadable(path, tree)
 
     def _rebuild_pairs(
         self, pairs: list[Json], path: str, now: object, device: torch.device | None
     ) -> dict[Any, Callable[[], object]]:
         made = {}
         for pair in pairs:
-            assert isinstance(pair, list)
-            key: Any = values.decode(pair[0], path)
+            match pair:
+                case [encoded, tree]:
+                    key: Any = values.decode(encoded, path)
+                case _:
+                    raise _unreadable(path, pair)
             inner = now.get(key) if isinstance(now, Mapping) else None
-            made[key] = self.rebuild(pair[1], join(path, key), inner, device)
+            made[key] = self.rebuild(tree, join(path, key), inner, device)
         return made
 
     def _rebuild_items(
@@ -160,7 +165,9 @@ class Filling:
 
     def _tensor_for(self, path: str, now: object, device: torch.device | None = None) -> torch.Tensor:
         """A tensor to fill: the one that the object has, where it fits, else a new one."""
-        entry = self.saved.tensors[path]
+        entry = self.saved.tensors.get(path)
+        if entry is None:
+            raise StateMismatch(f"{path}: the checkpoint has this tensor for other ranks alone, or not at all")
         if isinstance(now, PerRank):
             now = now.value
         if isinstance(now, Sharded):
@@ -175,6 +182,10 @@ class Filling:
         if leaf is not None:
             self.wants.append(want(path, leaf, entry))
         return tensor
+
+
+def _unreadable(path: str, tree: Json) -> StateMismatch:
+    return StateMismatch(f"{path}: the layout's tree of this object cannot be read: {str(tree)[:80]}")
 
 
 def want(name: str, leaf: Leaf, entry: TensorEntry) -> Want:

@@ -5,16 +5,19 @@ So it goes into an optimizer that has not stepped yet, and keeps the dtype it wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckptlib import values
 from ckptlib.errors import UnsupportedState
 from ckptlib.filling import Filling, fits, torch_dtype, want
 from ckptlib.leaf import Sharded, dtype_name, leaf_of
 from ckptlib.optimizers import group_path, hyper_parameters, names_of_params
+from ckptlib.saved import SavedGroup
 
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "min_momentum", "swa_lr"}
 """What torch's schedulers put into a group; a load may come before there is one, or without."""
@@ -60,12 +63,13 @@ class OptimizerTargets:
                 "then make the optimizer of its parameters and load that"
             )
         names = names_of_params(optimizer, self._params.names)
-        entries = self._entries_by_param(saved_path)
+        wanted = [groups[n] for name in chain.from_iterable(names) if (n := self._saved_name(name)) in groups]
+        entries = self._entries_by_param(saved_path, {group.layout for group in wanted})
         taken: set[str] = set()
         for i, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
             self._add_hyper_parameters(optimizer, group, group_names, saved_path, groups, i)
             for name, param in zip(group_names, group["params"], strict=True):
-                saved_name = self._saved.first_name(self._filling.named(name))
+                saved_name = self._saved_name(name)
                 if saved_name not in groups:
                     self._filling.missing.append(f"{path}/{name}")
                     continue
@@ -73,13 +77,17 @@ class OptimizerTargets:
                 self._filling.used.add(f"{saved_path}/{saved_name}")
                 self._add_param_state(optimizer, group, param, entries.get(saved_name, {}))
         for name, first in self._params.ties.items():
-            taken.add(self._saved.first_name(self._filling.named(name)))
+            taken.add(self._saved_name(name))
             self._check_tie(path, name, first, entries)
         self._filling.unexpected += [f"{saved_path}/{name}" for name in sorted(groups.keys() - taken)]
 
+    def _saved_name(self, name: str) -> str:
+        """What the checkpoint keeps the state of a parameter under."""
+        return self._saved.first_name(self._filling.named(name))
+
     def _check_tie(self, path: str, name: str, first: str, entries: Mapping[str, Mapping[str, str]]) -> None:
         """One parameter here may have been two: a pipeline has the tied weight on its first stage and on its last."""
-        mine, taken = (self._saved.first_name(self._filling.named(n)) for n in (name, first))
+        mine, taken = self._saved_name(name), self._saved_name(first)
         if mine == taken:
             return
         other = entries.get(taken, {})
@@ -87,12 +95,13 @@ class OptimizerTargets:
             if saved_name in self._saved.tensors and not self._saved.same(other.get(key, ""), saved_name):
                 self._filling.mismatched.append(f"{path}/{name}: is tied to {first}, but their optimizer state differs")
 
-    def _entries_by_param(self, path: str) -> dict[str, dict[str, str]]:
-        """By parameter: the keys of its saved state, each with its full name."""
+    def _entries_by_param(self, path: str, layouts: Collection[int]) -> dict[str, dict[str, str]]:
+        """By parameter: the keys of its saved state, each with its full name. `layouts`: of the parameters."""
         found: dict[str, dict[str, str]] = {}
         prefix = f"{path}/" if path else ""
         nested = tuple(f"{p}/" for p in self._saved.objects if p.startswith(prefix) and p != path)
-        for name in (*self._saved.tensors, *self._saved.values, *self._saved.objects):
+        plain = chain.from_iterable(map(self._saved.values_with, sorted({0, *layouts})))
+        for name in (*self._saved.tensors, *plain, *self._saved.objects):
             if name == path or not name.startswith(prefix) or name.startswith(nested):
                 continue
             param, _, key = name[len(prefix) :].rpartition("/")
@@ -155,31 +164,32 @@ class OptimizerTargets:
         group: dict[str, Any],
         names: Sequence[str],
         path: str,
-        groups: Mapping[str, int],
+        groups: Mapping[str, SavedGroup],
         index: int,
     ) -> None:
         """A group takes those of the saved group that its parameters were in."""
-        origins = {groups[n] for name in names if (n := self._saved.first_name(self._filling.named(name))) in groups}
-        if not origins:
-            origins = {index} if group_path(path, index) in self._saved.values and not names else set()
+        origins = {groups[n] for name in names if (n := self._saved_name(name)) in groups}
+        if not origins and not names:
+            origins = {SavedGroup(0, index)}
         origin = min(origins, default=None)
-        if origin is None or group_path(path, origin) not in self._saved.values:
+        if origin is None or group_path(path, origin.index) not in self._saved.values_with(origin.layout):
             return
-        saved: Any = self._saved.value(group_path(path, origin))
-        options = self._saved_options(group_path(path, origin))
+        saved = self._saved_hyper_parameters(path, origin)
+        options = self._saved_options(group_path(path, origin.index))
         different = [
             o
             for o in origins
-            if self._saved.value(group_path(path, o)) != saved or self._saved_options(group_path(path, o)) != options
+            if self._saved_hyper_parameters(path, o) != saved
+            or self._saved_options(group_path(path, o.index)) != options
         ]
         if different:
             self._filling.mismatched.append(
-                f"{path}: group {index} holds parameters that were saved in groups {sorted(origins)} with different "
-                "hyper-parameters; load them into groups that can be told apart"
+                f"{path}: group {index} holds parameters that were saved in groups {sorted({o.index for o in origins})}"
+                " with different hyper-parameters; load them into groups that can be told apart"
             )
             return
         now = dict(hyper_parameters(group))
-        prefix = group_path(path, origin) + "/"
+        prefix = group_path(path, origin.index) + "/"
         self._check_kind(optimizer, now, {*saved, *options}, prefix)
         builds = {
             key: self._filling.rebuild(self._saved.objects.get(prefix + key, "tensor"), prefix + key, now.get(key))
@@ -206,6 +216,11 @@ class OptimizerTargets:
         if lacking and unknown:
             self._filling.missing += [prefix + key for key in sorted(lacking)]
             self._filling.unexpected += [prefix + key for key in sorted(unknown)]
+
+    def _saved_hyper_parameters(self, path: str, group: SavedGroup) -> Any:
+        """Those that hold no tensors."""
+        name = group_path(path, group.index)
+        return values.decode(self._saved.values_with(group.layout).get(name), name)
 
     def _saved_options(self, path: str) -> dict[str, object]:
         """Of a saved group: the options that hold tensors, each with the saved tensors it is made of."""

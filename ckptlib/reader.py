@@ -97,9 +97,17 @@ class Reader:
         """See the function."""
         return own_rank(self._rank, self._source.world_size)
 
+    @property
+    def step(self) -> int:
+        return self._source.save.step
+
     def part(self, rank: int) -> Part:
         """A rank's part, read once."""
         return self._share(rank).part
+
+    def first_rank(self, layout: str) -> int:
+        """Of the saved ranks that have a layout."""
+        return min(self._ranks[layout])
 
     def _share(self, rank: int) -> Share:
         found = self._shares.get(rank)

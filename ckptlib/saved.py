@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ckptlib import values
 from ckptlib.errors import StateMismatch
@@ -12,33 +13,47 @@ from ckptlib.reader import Reader
 from ckptlib.values import Json
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class SavedGroup:
+    """A parameter group of an optimizer."""
+
+    layout: int
+    """Which of the step's layouts tells of it; 0 is that of this rank's own part."""
+    index: int
+    """Position in its optimizer."""
+
+
 class Saved:
-    """One step: its tensors, values, trees of objects and groups of optimizers."""
+    """One step: its tensors, values, trees of objects and groups of optimizers.
+
+    A rank takes its own values. What it takes over from others, such as another stage of a pipeline, comes with the
+    values of the first rank that had it.
+    """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         own = reader.part(reader.own_rank)
-        own_layout = reader.layouts[own.table.layout]
-        layouts = [own_layout, *(layout for layout in reader.layouts.values() if layout is not own_layout)]
+        self._digests = [own.table.layout, *(digest for digest in reader.layouts if digest != own.table.layout)]
         self.values: Mapping[str, Json] = own.values
+        """This rank's own."""
         self.tensors: dict[str, TensorEntry] = {}
         self.objects: dict[str, Json] = {}
         self._aliases: dict[str, str] = {}
-        self.groups: dict[str, dict[str, int]] = {}
+        self.groups: dict[str, dict[str, SavedGroup]] = {}
         """By path of an optimizer: parameter name to group."""
-        for layout in layouts:
-            per_rank_elsewhere = layout is not own_layout
+        for position, digest in enumerate(self._digests):
+            layout = reader.layouts[digest]
             for entry in layout.tensors:
-                if not (per_rank_elsewhere and isinstance(entry.holding, HeldPerRank)):
+                if not (position and isinstance(entry.holding, HeldPerRank)):
                     self.tensors.setdefault(entry.name, entry)
             for alias, name in layout.aliases.items():
                 self.tensors.setdefault(alias, layout.tensors[layout.index[name]])
                 self._aliases.setdefault(alias, name)
             for path, tree in layout.objects.items():
                 self.objects.setdefault(path, tree)
-                self._add_groups(path, tree)
+                self._add_groups(path, tree, position)
 
-    def _add_groups(self, path: str, tree: Json) -> None:
+    def _add_groups(self, path: str, tree: Json, layout: int) -> None:
         if not isinstance(tree, dict) or "optimizer" not in tree:
             return
         known = self.groups.setdefault(path, {})
@@ -46,7 +61,7 @@ class Saved:
             case {"groups": list(groups)}:
                 for i, names in enumerate(groups):
                     for name in names if isinstance(names, list) else []:
-                        known.setdefault(str(name), i)
+                        known.setdefault(str(name), SavedGroup(layout, i))
             case _:
                 raise StateMismatch(f"{path}: the layout's groups of this optimizer cannot be read")
 
@@ -58,5 +73,14 @@ class Saved:
         """Whether two saved tensors are one, or are equal."""
         return first == second or (first in self.tensors and self._reader.same_bytes(first, second))
 
+    def values_with(self, layout: int) -> Mapping[str, Json]:
+        """Those of this rank, where the layout is its own; else of the first rank that has it."""
+        return self._reader.part(self._reader.first_rank(self._digests[layout])).values if layout else self.values
+
     def value(self, path: str) -> object:
-        return values.decode(self.values[path], path)
+        """This rank's own, else the first that another has. Raises StateMismatch where none has any."""
+        for layout in range(len(self._digests)):
+            found = self.values_with(layout)
+            if path in found:
+                return values.decode(found[path], path)
+        raise StateMismatch(f"{path}: the layout tells of a value that no part of step {self._reader.step} has")

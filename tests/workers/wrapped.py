@@ -239,6 +239,47 @@ def moments_of_another_dtype(url: Path) -> None:
         assert torch.equal(mine, theirs)
 
 
+class Counted(torch.optim.SGD):
+    """Counts the steps of each parameter in a plain int, as optimizers of one's own do."""
+
+    def count(self, steps: int) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = {"steps": steps, "sum": torch.full_like(param, float(steps))}
+
+
+class Cache:
+    """An object that holds a tensor and a plain value."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.content = {"number": number, "tensor": torch.full((3,), number)}
+
+    def state_dict(self) -> dict[str, object]:
+        return self.content
+
+    def load_state_dict(self, content: dict[str, object]) -> None:
+        self.content = content
+
+
+def stages_into_one(url: Path) -> None:
+    """Each stage's plain values are in the part of its own rank; who takes the whole model gets them all."""
+    rank, model = dist.get_rank(), model_of()
+    stage = nn.ModuleDict({str(4 * rank): model[4 * rank]})
+    optim = Counted(stage.parameters(), lr=0.5 + rank)
+    optim.count(3 + rank)
+    ckptlib.save(url, {"model": stage, "optim": optim, f"cache{rank}": Cache(7 + rank)}, 1)
+    ends = nn.ModuleDict({"0": model_of(seed=1)[0], "4": model_of(seed=1)[4]})
+    whole_optim = Counted([{"params": ends[name].parameters(), "lr": 9.0} for name in ("0", "4")])
+    caches = {"cache0": Cache(), "cache1": Cache()}
+    ckptlib.load(url, {"model": ends, "optim": whole_optim, **caches})
+    for i, name in enumerate(("0", "4")):
+        assert whole_optim.param_groups[i]["lr"] == 0.5 + i, whole_optim.param_groups[i]
+        assert [whole_optim.state[p]["steps"] for p in ends[name].parameters()] == [3 + i, 3 + i], name
+        assert all(bool((whole_optim.state[p]["sum"] == 3 + i).all()) for p in ends[name].parameters()), name
+        content = caches[f"cache{i}"].content
+        assert (content["number"], content["tensor"].tolist()) == (7 + i, [7 + i] * 3), content  # type: ignore[attr-defined]
+
+
 CASES: list[Callable[[Path], None]] = [
     a_part_of_the_names,
     names_that_one_side_lacks,
@@ -249,6 +290,7 @@ CASES: list[Callable[[Path], None]] = [
     compiled,
     checkpointed,
     moments_of_another_dtype,
+    stages_into_one,
 ]
 
 
