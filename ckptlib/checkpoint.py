@@ -36,7 +36,7 @@ from ckptlib.saved import Saved
 from ckptlib.session import RNG, Session
 from ckptlib.settings import Settings
 from ckptlib.spread import share_out, spread
-from ckptlib.stores import open_store
+from ckptlib.stores import absolute, open_store
 from ckptlib.targets import Targets, targets
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def save_async(
     earlier save when both slots are taken.
     """
     meet(process_group, str(url), f"save of step {step}", timeout)
-    session = _session(str(url), storage_options, process_group)
+    session = _session(absolute(url), storage_options, process_group)
     session.await_room()
     return session.save(state, step, metrics=metrics)
 
@@ -196,7 +196,7 @@ def load(
         report = load_save(group, source, state, generators, strict=strict, rename=map, only=only, cast=cast)
     if generators is not None:
         generators.restore()
-    _loaded[_key(str(url), process_group)] = source.save
+    _loaded[_key(absolute(url), process_group)] = source.save
     return report
 
 

@@ -38,6 +38,7 @@ from ckptlib.session import Session
 from ckptlib.settings import Settings
 from ckptlib.state import Leaf, flatten
 from ckptlib.stop import StopSignal
+from ckptlib.stores import absolute
 
 log = logging.getLogger(__name__)
 
@@ -88,12 +89,12 @@ class Checkpointer:
         tags: Mapping[str, str] | None = None,
     ) -> None:
         settings = Settings(
-            url=str(url),
+            url=absolute(url),
             options=storage_options or {},
             timeout=timeout,
             save_deadline=save_deadline,
             algorithm=algorithm,
-            arena=None if arena is None else Path(arena),
+            arena=None if arena is None else Path(arena).absolute(),
             keep=keep,
             tags=tags or {},
             peers=peers,

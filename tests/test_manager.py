@@ -386,6 +386,28 @@ def test_snapshots_in_memory_go_on_at_every_step_while_one_is_written(job: Job) 
     assert slots(job.root.parent) == []
 
 
+def test_a_relative_path_is_that_of_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the working directory is when the writer has to be started again."""
+    for name in ("one/memory", "other"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "one")
+    with ckptlib.Checkpointer("run", {"w": torch.zeros(3)}, every=1, arena="memory") as ckpt:
+        ckpt.save(1).wait_committed()
+        os.chdir(tmp_path / "other")
+        os.kill(ckpt._session.writer.pid, signal.SIGKILL)
+        ckpt.save(2).wait_committed()
+    assert steps(tmp_path / "one" / "run") == [1, 2]
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_a_relative_path_is_that_of_each_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        ckptlib.save("run", {"w": torch.zeros(3)}, 1)
+        assert steps(tmp_path / name / "run") == [1]
+
+
 def test_close_waits_for_the_commit(job: Job) -> None:
     with job.checkpointer(every=1) as ckpt:
         job.body()

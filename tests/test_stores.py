@@ -21,7 +21,7 @@ import pytest
 from store_conformance import PAGE_NBYTES, StoreConformance, keys, pages
 
 from ckptlib.errors import ObjectExists, ObjectNotFound, StoreError, StoreFull
-from ckptlib.stores import Store, local, open_store, remote
+from ckptlib.stores import Store, absolute, local, open_store, remote
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.stores.remote import FsspecStore
@@ -382,10 +382,18 @@ def test_a_time_in_any_form() -> None:
 
 def test_a_path_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for url in [str(tmp_path / "run"), "run", "./run/", f"file://{tmp_path}/run"]:
-        assert open_store(url).url == f"file://{tmp_path}/run"
+    for url in [
+        str(tmp_path / "run"),
+        "run",
+        "./run/",
+        f"file://{tmp_path}/run",
+        "file://run",
+        f"local://{tmp_path}/run",
+    ]:
+        assert open_store(url).url == absolute(url) == f"file://{tmp_path}/run"
     with pytest.raises(ValueError, match="needs a path"):
-        open_store("")
+        open_store(absolute(""))
+    assert absolute("s3://bucket/run") == "s3://bucket/run"
 
 
 def test_stores_do_not_import_torch_or_fsspec(tmp_path: Path) -> None:

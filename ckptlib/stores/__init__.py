@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from ckptlib.stores.base import Entry, Store, Upload, check_key
 
-__all__ = ["Entry", "Store", "Upload", "check_key", "open_store"]
+__all__ = ["Entry", "Store", "Upload", "absolute", "check_key", "open_store"]
+
+_LOCAL = ("file", "local")
+"""fsspec knows both; its own filesystem flushes nothing and puts nothing whole."""
+
+
+def absolute(url: str | Path) -> str:
+    """The URL that names the same place from any working directory, and in the writer's process."""
+    scheme, path = _split(str(url))
+    return f"file://{Path(path).absolute()}" if scheme in _LOCAL and path else str(url)
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Scheme and the rest; a path is of the scheme "file"."""
+    scheme, found, rest = url.partition("://")
+    return (scheme, rest) if found else ("file", url)
 
 
 def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
-    """The store at `url`: a path, `file://`, `memory://`, or any URL that fsspec knows.
+    """The store at `url`: a path, `file://`, `local://`, `memory://`, or any URL that fsspec knows.
 
     `options` go to fsspec's filesystem as they are (credentials, endpoint, ...); local paths take none. The schemes
     `latency+...` and `fault+...` are those of `ckptlib.testing`. Nothing is read or written yet.
     """
-    scheme, found, rest = url.partition("://")
-    if not found:
-        scheme, rest = "file", url
-    if scheme == "file":
+    scheme, rest = _split(url)
+    if scheme in _LOCAL:
         from ckptlib.stores.local import LocalStore
 
         return LocalStore(rest)
