@@ -152,7 +152,7 @@ def save_async(
     earlier save when both slots are taken.
     """
     meet(process_group, str(url), f"save of step {step}", timeout)
-    session = _session(absolute(url), storage_options, process_group)
+    session = _session(absolute(url), storage_options, process_group, step)
     session.await_room()
     return session.save(state, step, metrics=metrics)
 
@@ -369,7 +369,7 @@ Key = tuple[str, dist.ProcessGroup | None]
 _groups: dict[dist.ProcessGroup | None, Group] = {}
 _sessions: dict[Key, Session] = {}
 _loaded: dict[Key, SaveId] = {}
-"""What was loaded last, and is continued by what is saved first."""
+"""What was loaded since the last save."""
 
 
 def _key(url: str, over: dist.ProcessGroup | None) -> Key:
@@ -385,9 +385,12 @@ def _group(over: dist.ProcessGroup | None) -> Group:
     return _groups[world]
 
 
-def _session(url: str, options: Mapping[str, object] | None, over: dist.ProcessGroup | None) -> Session:
+def _session(url: str, options: Mapping[str, object] | None, over: dist.ProcessGroup | None, step: int) -> Session:
+    """To save `step` with. Where an older step was loaded to go on from, that is a new generation's. Collective."""
     key = _key(url, over)
-    session = _sessions.get(key)
+    session, loaded = _sessions.get(key), _loaded.get(key)
+    if session is not None and loaded is not None and loaded.step < step <= session.newest_step:
+        session.close(SAVE_DEADLINE, clean=True)
     if session is None or session.closed:
         settings = Settings(
             url=url,
@@ -402,7 +405,8 @@ def _session(url: str, options: Mapping[str, object] | None, over: dist.ProcessG
         )
         _close_at_exit()
         session = _sessions[key] = Session(settings, over)
-        session.lineage.resumed_from = _loaded.get(key)
+        session.lineage.resumed_from = loaded
+    _loaded.pop(key, None)
     return session
 
 

@@ -85,7 +85,8 @@ class Session:
         self.failures = 0
         """Saves that failed in a row, as far as this rank knows."""
         self.superseded: Superseded | None = None
-        self._steps_saved: set[int] = set()
+        self.newest_step = -1
+        """That was given to be persisted; -1 before there is one."""
         self.closed = False
 
     def _hold(self, kind: Callable[[], str]) -> tuple[Holdings, Writer]:
@@ -175,7 +176,7 @@ class Session:
         if persist:
             self.writer.expect(save)
             self._to_persist.add(save)
-            self._steps_saved.add(step)
+            self.newest_step = step
         sources = self.planner.sources(flat.leaves, plan, overlap)
         twins = self.holdings.twins(save, self._num_saves, partial(self._find_alike, flat.leaves, plan, overlap))
         staging = self._stager.begin(slot, content, sources, twins, go, spare)
@@ -222,8 +223,12 @@ class Session:
         step = operator.index(step)  # numpy's integers, too; a float would fail only when it is made a name
         if not 0 <= step <= keys.MAX_STEP:
             raise ValueError(f"a step is between 0 and {keys.MAX_STEP}, got {step}")
-        if step in self._steps_saved:
-            raise ValueError(f"step {step} was saved already by this generation ({self.generation}); steps ascend")
+        if step <= self.newest_step:
+            raise ValueError(
+                f"step {step} was saved already by this generation ({self.generation}), or comes before step "
+                f"{self.newest_step}, which was; steps ascend. To go back, load the older step with ckptlib.load, then "
+                "go on with ckptlib.save or a new Checkpointer"
+            )
         return step
 
     def _next_sequence(self) -> int:

@@ -365,6 +365,33 @@ def test_steps_are_listed_and_found(tmp_path: Path) -> None:
         assert target == {"a": 0}
 
 
+def test_a_job_that_goes_back_leaves_the_later_steps_behind(tmp_path: Path) -> None:
+    """In one process: the latest step is the one that was saved last, and not the one of the highest number."""
+    with opened(tmp_path) as root:
+        for step in (10, 20, 30):
+            ckptlib.save(root.url, {"a": step}, step)
+        with pytest.raises(ValueError, match=r"step 15 was saved already .* or comes before step 30, which was"):
+            ckptlib.save(root.url, {"a": 15}, 15)
+        target = {"a": 0}
+        ckptlib.load(root.url, target, 10)
+        ckptlib.save(root.url, {"a": 16}, 15)
+        assert [info.step for info in ckptlib.checkpoints(root.url)] == [10, 15]
+        ckptlib.save(root.url, {"a": 21}, 20)
+        assert (ckptlib.load(root.url, target).step, target["a"]) == (20, 21)
+        assert [info.step for info in ckptlib.checkpoints(root.url)] == [10, 15, 20]
+        with pytest.raises(ValueError, match="or comes before step 20"):
+            ckptlib.save(root.url, {"a": 15}, 15)
+
+
+def test_to_look_at_an_older_step_is_not_to_go_back(tmp_path: Path) -> None:
+    with opened(tmp_path) as root:
+        for step in (10, 20, 30):
+            ckptlib.save(root.url, {"a": step}, step)
+        ckptlib.load(root.url, {"a": 0}, 10)
+        ckptlib.save(root.url, {"a": 40}, 40)
+        assert [info.step for info in ckptlib.checkpoints(root.url)] == [10, 20, 30, 40]
+
+
 def test_a_step_is_saved_once_and_refused_states_leave_nothing(tmp_path: Path) -> None:
     with opened(tmp_path) as root:
         root.save({"a": 1})
