@@ -27,7 +27,7 @@ from typing import Any
 
 from ckptlib import keys
 from ckptlib.catalog import Catalog, history
-from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, ObjectExists, StoreError
+from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, ObjectExists, StoreError, StoreFull
 from ckptlib.keys import SaveId
 from ckptlib.manifest import TrashRecord
 from ckptlib.stores import Entry, Store
@@ -143,11 +143,11 @@ def sweep(
         stale = [stock.records[save] for save in stock.records.keys() & stock.committed]
         old_clocks = [entry for entry in stock.clocks if entry.modified < oldest]
         _delete(catalog, generation, stale + old_clocks)
+        _delete(catalog, generation, deleted)  # before anything is put: the store may be full
         for save in dropped:
             _drop(catalog, generation, save)
         for save in condemned:
             _put_record(catalog.store, TrashRecord(save, "never committed"))
-        _delete(catalog, generation, deleted)
         catalog.store.clean(oldest)
     return Sweep(tuple(dropped), tuple(condemned), tuple(deleted), tuple(waiting))
 
@@ -165,9 +165,15 @@ def _grace_s(keep: Keep | None, save_deadline_s: float) -> float:
 
 
 def _now(store: Store) -> float:
-    """The time by the store's own clock: when it says that an object was put which was put just now."""
+    """The time by the store's own clock: when it says that an object was put which was put just now.
+
+    Where there is no room for one, that of the newest object: not later, so nothing looks older than it is.
+    """
     key = f"{CLOCK}{keys.new_nonce()}.json"
-    store.put(key, b"{}\n")
+    try:
+        store.put(key, b"")  # a full disk often takes a file of no bytes
+    except StoreFull:
+        return max((entry.modified for entry in store.scan("")), default=0.0)
     try:
         found = [entry.modified for entry in store.scan(key) if entry.key == key]
     finally:

@@ -17,7 +17,7 @@ from typing_extensions import Buffer, override
 
 from ckptlib import keys
 from ckptlib.catalog import Catalog
-from ckptlib.errors import StoreError, Superseded
+from ckptlib.errors import StoreError, StoreFull, Superseded
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.manifest import TrashRecord
 from ckptlib.retention import GRACE, Keep, Sweep, referenced, sweep
@@ -338,6 +338,45 @@ def test_referenced_is_what_is_committed(catalog: Catalog) -> None:
     save = make_save(catalog, generation, 1, state(1))
     put_parts(catalog, generation, 2, state(2))
     assert referenced(catalog) == {save}
+
+
+# -- a full store
+
+
+class FullStore(_HookedStore):
+    """Takes no byte before one is deleted."""
+
+    def __init__(self, inner: Store, takes_empty: bool) -> None:
+        super().__init__(inner, "full")
+        self._takes_empty = takes_empty
+        self._full = True
+
+    @override
+    def _run(self, op: str, key: str, act: Callable[[Buffer], T], data: Buffer = b"") -> T:
+        if op == "put" and self._full and (len(memoryview(data)) or not self._takes_empty):
+            raise StoreFull(f"{key}: no space")
+        if op == "delete" and key.startswith("packs/"):
+            self._full = False
+        return act(data)
+
+
+@pytest.mark.parametrize("takes_empty", [True, False])
+def test_what_is_due_goes_from_a_full_store(store: Store, catalog: Catalog, takes_empty: bool) -> None:
+    """That is when it is needed most. Where there is no room to ask the clock, the newest object tells the time."""
+    generation = make_generation(catalog)
+    make_save(catalog, generation, 1, state(1))
+    make_save(catalog, generation, 2, state(2))
+    sweep(catalog, Keep(last=1), None)
+    age(store, LATER_S)
+    make_save(catalog, generation, 3, state(3))
+    found = sweep(Catalog(FullStore(store, takes_empty)), Keep(last=1), None)
+    assert {entry.key.partition("/")[0] for entry in found.deleted} == {"parts", "packs", "trash"}
+    assert steps(found.dropped) == [2]
+    assert listed_steps_are_whole(store) == [3]
+    make_save(catalog, generation, 4, state(4))
+    with pytest.raises(StoreFull):  # nothing is due yet
+        sweep(Catalog(FullStore(store, takes_empty)), Keep(last=1), None)
+    assert listed_steps_are_whole(store) == [3, 4]
 
 
 # -- crashes
