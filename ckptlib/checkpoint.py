@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
@@ -341,7 +342,7 @@ def _unexpected_everywhere(group: Group, unexpected: list[str]) -> list[str]:
     mine = {name for name in unexpected if not name.startswith(RNG)}
     if not group.any(bool(mine)):
         return []
-    by_rank = [set(data.decode().split("\n")) - {""} for data in group.gather("\n".join(sorted(mine)).encode())]
+    by_rank = [set(json.loads(data)) for data in group.gather(json.dumps(sorted(mine)).encode())]
     return sorted(set.intersection(*by_rank))
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ckptlib import values
+from ckptlib import tags, values
 from ckptlib.asked import Asked
 from ckptlib.errors import StateMismatch
 from ckptlib.layout import PerRank as HeldPerRank
@@ -150,7 +150,7 @@ class Filling:
         for pair in pairs:
             match pair:
                 case [encoded, tree]:
-                    key: Any = values.decode(encoded, path)
+                    key: Any = tags.expect_hashable(values.decode(encoded, path), path)
                 case _:
                     raise _unreadable(path, pair)
             inner = now.get(key) if isinstance(now, Mapping) else None

@@ -274,7 +274,7 @@ def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
         result = call()
     except Exception as error:
         own = error
-    told = group.gather(b"" if own is None else f"{type(own).__name__}: {own}".encode())
+    told = group.gather(b"" if own is None else f"{type(own).__name__}: {own}".encode(errors="backslashreplace"))
     failures = {rank: text.decode() for rank, text in enumerate(told) if text}
     if not failures:
         return result

@@ -14,6 +14,9 @@ from ckptlib.documents import Fields, decode, encode
 from ckptlib.keys import MAX_GENERATION, MAX_RANK, STEPS, GenerationId, PartName, SaveId, parse_part_key, parse_save
 from ckptlib.values import Json
 
+MAX_DEADLINE_S = 1e9
+"""30 years: what is longer is no time that anybody meant, and sums of such times overflow."""
+
 
 @dataclass(frozen=True, slots=True)
 class Root:
@@ -35,7 +38,10 @@ class Root:
         algorithm = fields.text("algorithm")
         if algorithm not in ALGORITHMS:
             raise fields.fail(f"digest algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}; update ckptlib")
-        return cls(fields.digest("id"), algorithm, fields.number("save_deadline_s"))
+        deadline_s = fields.number("save_deadline_s")
+        if not 0 <= deadline_s <= MAX_DEADLINE_S:
+            raise fields.fail(f"a save deadline of {deadline_s:g} s; expected one from 0 to {MAX_DEADLINE_S:g} s")
+        return cls(fields.digest("id"), algorithm, deadline_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptlib import values
-from ckptlib.errors import UnsupportedState
+from ckptlib.errors import StateMismatch, UnsupportedState
 from ckptlib.filling import Filling, fits, torch_dtype, want
 from ckptlib.leaf import Sharded, dtype_name, leaf_of
 from ckptlib.optimizers import group_path, hyper_parameters, names_of_params
@@ -217,10 +217,13 @@ class OptimizerTargets:
             self._filling.missing += [prefix + key for key in sorted(lacking)]
             self._filling.unexpected += [prefix + key for key in sorted(unknown)]
 
-    def _saved_hyper_parameters(self, path: str, group: SavedGroup) -> Any:
-        """Those that hold no tensors."""
+    def _saved_hyper_parameters(self, path: str, group: SavedGroup) -> dict[str, Any]:
+        """Those that hold no tensors. Raises StateMismatch for what are none."""
         name = group_path(path, group.index)
-        return values.decode(self._saved.values_with(group.layout).get(name), name)
+        found = values.decode(self._saved.values_with(group.layout).get(name, {}), name)
+        if not isinstance(found, dict):
+            raise StateMismatch(f"{name}: a {type(found).__name__}, expected the hyper-parameters of a group")
+        return found
 
     def _saved_options(self, path: str) -> dict[str, object]:
         """Of a saved group: the options that hold tensors, each with the saved tensors it is made of."""

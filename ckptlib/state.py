@@ -29,6 +29,7 @@ from ckptlib.optimizers import (
     state_path,
 )
 from ckptlib.sections import Section, Sight
+from ckptlib.tags import is_unicode
 from ckptlib.values import Json
 
 __all__ = ["Flat", "Leaf", "Memo", "PerRank", "Plain", "Sharded", "flatten", "has_tensor", "is_stateful", "join"]
@@ -284,6 +285,8 @@ class _Walk:
     def _claim(self, name: str) -> None:
         if name in self.names:
             raise UnsupportedState(f"two entries of the state are both called {name!r}; rename one of them")
+        if not is_unicode(name):
+            raise UnsupportedState(f"{name!r} is no Unicode, and no name of a safetensors file; rename that entry")
         self.names[name] = None
 
 

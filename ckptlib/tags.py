@@ -106,7 +106,7 @@ def _decode_tuple(data: object, where: Where, depth: int) -> tuple[object, ...]:
 
 def _decode_set(data: object, where: Where, depth: int) -> set[object]:
     items = _decode_list(data, where, depth)
-    found = {_expect_hashable(item, (where, i)) for i, item in enumerate(items)}
+    found = {expect_hashable(item, (where, i)) for i, item in enumerate(items)}
     _expect(len(found) == len(items), where, "no item twice", data)
     return found
 
@@ -121,7 +121,7 @@ def _decode_pairs(data: object, where: Where, depth: int) -> dict[object, object
     for i, pair in enumerate(pairs):
         _expect(isinstance(pair, list) and len(pair) == 2, (where, i), "[key, value]", pair)
         key, item = cast("list[object]", pair)
-        name = _expect_hashable(decode(key, (where, i), depth + 1), (where, i))
+        name = expect_hashable(decode(key, (where, i), depth + 1), (where, i))
         found[name] = decode(item, (where, name), depth + 1)
     _expect(len(found) == len(pairs), where, "no key twice", data)
     return found
@@ -237,7 +237,7 @@ def _expect_fields(data: object, where: Where, *names: str) -> list[object]:
     return [data[name] for name in names]
 
 
-def _expect_hashable(value: object, where: Where) -> Hashable:
+def expect_hashable(value: object, where: Where) -> Hashable:
     try:
         hash(value)
     except TypeError:

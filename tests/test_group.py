@@ -90,6 +90,21 @@ def test_together_all_fail_when_one_does(error: Exception) -> None:
         assert str(found[rank]) == f"reading failed on 1 of 4 ranks; on rank 2: {error}"
 
 
+def test_together_tells_of_what_is_no_unicode() -> None:
+    """Names of files may hold lone surrogates; a rank that cannot say so would leave the others behind."""
+
+    def on_rank(group: Group) -> str:
+        def act() -> None:
+            if group.rank == 1:
+                raise CorruptData("w\udcff: bad")
+
+        with pytest.raises(CorruptData) as caught:
+            together(group, "reading", act)
+        return str(caught.value)
+
+    assert run_ranks(2, on_rank) == [r"reading failed on 1 of 2 ranks; on rank 1: w\udcff: bad", "w\udcff: bad"]
+
+
 def test_together_all_raise_the_same_class_where_ranks_fail_differently() -> None:
     """restore() goes on after damage and stops at an outage; ranks that disagree on that would wait for each other."""
     errors = [None, CorruptData("w: bad"), OSError(5, "I/O"), CorruptData("b: bad")]

@@ -164,6 +164,9 @@ def test_any_value_in_any_field_is_taken_or_refused(kind: str, data: st.DataObje
 def test_a_root_with_an_unknown_algorithm_is_refused() -> None:
     with pytest.raises(FormatError, match=r"'md5' is not one of xxh3, blake3; update ckptlib"):
         Root.decode(resealed(ROOT.encode(), algorithm="md5"), "here")
+    for absurd in (2**53, 1e300, -1):
+        with pytest.raises(FormatError, match="here: a save deadline of"):
+            Root.decode(resealed(ROOT.encode(), save_deadline_s=absurd), "here")
 
 
 def test_a_generation_that_began_anew_comes_back() -> None:

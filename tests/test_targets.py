@@ -11,7 +11,14 @@ from onerank import Holder, Root, bits, opened, same, same_modules
 from torch import nn
 
 import ckptlib
-from ckptlib import CheckpointNotFound, PerRank, Sharded, StateMismatch, UnsupportedState
+from ckptlib import CheckpointNotFound, PerRank, Sharded, StateMismatch, UnsupportedState, values
+from ckptlib.asked import Asked
+from ckptlib.catalog import Catalog, Committed
+from ckptlib.errors import FormatError
+from ckptlib.filling import Filling
+from ckptlib.reader import Reader
+from ckptlib.saved import Saved
+from ckptlib.stores import open_store
 
 
 @pytest.fixture(scope="module")
@@ -337,3 +344,20 @@ def test_an_absent_step_names_those_there_are(root: Root) -> None:
         ckptlib.load(root.url, {"a": 0}, 999)
     with pytest.raises(CheckpointNotFound, match="'best' is neither a step's number, nor its full name, nor 'latest'"):
         ckptlib.load(root.url, {"a": 0}, "best")
+
+
+# -- what a layout may say
+
+
+TREES = ["tensor", "value", 5, {"set": []}, {"dict": ["ab"]}, {"dict": [[[0], {"list": []}]]}, {"odict": [[1]]}]
+
+
+@pytest.mark.parametrize("tree", [*TREES, {"dict": [[{"$tuple": [[1]]}, {"list": []}]]}])
+def test_trees_that_nothing_can_be_built_of_are_refused(root: Root, tree: values.Json) -> None:
+    root.save({"a": torch.ones(2), "b": 1})
+    with open_store(root.url) as store:
+        catalog = Catalog(store)
+        saved = Saved(Reader(Committed(catalog, catalog.manifest(catalog.resolve(root.step))), 0))
+        filling = Filling(saved, Asked(None, None), cast=False)
+        with pytest.raises((StateMismatch, FormatError), match=r"^c"):
+            filling.rebuild(tree, "c", None)
