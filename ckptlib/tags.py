@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -131,6 +131,13 @@ def _decode_odict(data: object, where: Where, depth: int) -> OrderedDict[object,
     return OrderedDict(_decode_pairs(data, where, depth))
 
 
+def _decode_counter(data: object, where: Where, depth: int) -> Counter[object]:
+    found: Counter[object] = Counter()
+    for key, count in _decode_pairs(data, where, depth).items():  # as they are; its own update adds them up
+        found[key] = cast(int, count)
+    return found
+
+
 def _decode_numpy(data: object, where: Where, depth: int) -> object:
     import numpy as np
 
@@ -213,6 +220,7 @@ _DECODERS: dict[str, Callable[[object, Where, int], object]] = {
     "$frozenset": _decode_frozenset,
     "$dict": _decode_pairs,
     "$odict": _decode_odict,
+    "$counter": _decode_counter,
     "$numpy": _decode_numpy,
     "$ndarray": _decode_ndarray,
     "$torch.Size": _decode_torch_size,

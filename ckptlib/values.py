@@ -12,6 +12,7 @@ key, a tag:
     set, frozenset           {"$set": [...]}, {"$frozenset": [...]}   sorted by their encoding
     dict, other keys         {"$dict": [[key, value], ...]}           also when a str key starts with "$"
     OrderedDict              {"$odict": [[key, value], ...]}
+    Counter                  {"$counter": [[key, value], ...]}        torch's MultiStepLR has one
     numpy scalar             {"$numpy": {"dtype": "<f4", "value": 0.25}}
     numpy array              {"$ndarray": {"dtype": "<f4", "shape": [2, 3], "data": base64}}   row-major
     torch.Size               {"$torch.Size": [...]}
@@ -28,8 +29,8 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
 
 from ckptlib import tags
@@ -162,7 +163,11 @@ def _encode_odict(value: OrderedDict[object, object], where: Where, depth: int) 
     return {"$odict": _encode_pairs(value, where, depth)}
 
 
-def _encode_pairs(value: dict[object, object], where: Where, depth: int) -> list[Json]:
+def _encode_counter(value: Counter[object], where: Where, depth: int) -> Json:
+    return {"$counter": _encode_pairs(value, where, depth)}
+
+
+def _encode_pairs(value: Mapping[object, object], where: Where, depth: int) -> list[Json]:
     return [
         [_encode(key, (where, key), depth + 1), _encode(item, (where, key), depth + 1)] for key, item in value.items()
     ]
@@ -182,6 +187,7 @@ _ENCODERS: dict[type, Callable[..., Json]] = {
     frozenset: _encode_frozenset,
     dict: _encode_dict,
     OrderedDict: _encode_odict,
+    Counter: _encode_counter,
 }
 
 

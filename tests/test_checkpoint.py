@@ -268,6 +268,7 @@ def test_schedulers_and_scalers_go_on_as_if_nothing_happened(root: Root) -> None
 
     makers: dict[str, Callable[[torch.optim.Optimizer], lr.LRScheduler]] = {
         "lambda": lambda o: lr.LambdaLR(o, lambda step: 0.9**step),
+        "milestones": lambda o: lr.MultiStepLR(o, [2, 4, 4, 6]),
         "one cycle": lambda o: lr.OneCycleLR(o, max_lr=0.1, total_steps=20),
         "sequential": lambda o: lr.SequentialLR(
             o, [lr.LinearLR(o, total_iters=3), lr.CosineAnnealingLR(o, 10)], milestones=[3]

@@ -95,6 +95,7 @@ def containers(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
         st.dictionaries(texts, inner, max_size=4),
         st.dictionaries(keys, inner, max_size=4),
         st.dictionaries(keys, inner, max_size=4).map(OrderedDict),
+        st.dictionaries(keys, inner, max_size=4).map(Counter),
         st.sets(keys, max_size=4),
         st.frozensets(keys, max_size=4),
     )
@@ -212,7 +213,6 @@ REFUSED = [
     MyDict(a=1),
     Config(),
     Point(1, 2),
-    Counter("ab"),
     defaultdict(int),
     deque([1]),
     bytearray(b"a"),
@@ -326,6 +326,7 @@ HOSTILE = [
     *tagged("$frozenset", [[]], 1),
     *tagged("$dict", {}, [1], [[1]], [[1, 2, 3]], [[[], 1]], [[1, 2], [1, 3]], [[1, 2], [True, 3]], ["ab"]),
     *tagged("$odict", {}, [[{}, 1]], [["a", 1], ["a", 2]]),
+    *tagged("$counter", {}, [[{}, 1]], [["a", 1], ["a", 2]]),
     *tagged(
         "$ndarray",
         array_of(dtype="|O"),
