@@ -97,13 +97,14 @@ class _Walk:
         self.sections: set[tuple[str, bool]] = set()
         self._memo = memo
         self._modules: list[tuple[str, nn.Module, bool]] = []
+        self._optimizers: list[tuple[str, torch.optim.Optimizer, bool]] = []
 
     def visit(self, state: object) -> None:
         self._collect(state, "", per_rank=False)
         for path, module, per_rank in self._modules:
             self._visit_module(module, path, per_rank)
-        for path, optimizer in self.flat.optimizers.items():
-            self._visit_optimizer(optimizer, path)
+        for path, optimizer, per_rank in self._optimizers:
+            self._visit_optimizer(optimizer, path, per_rank)
 
     def _collect(self, node: object, path: str, per_rank: bool) -> None:
         if isinstance(node, PerRank):
@@ -115,6 +116,7 @@ class _Walk:
         elif isinstance(node, torch.optim.Optimizer):
             refuse_optimizer(node, path)
             self.flat.optimizers[path] = node
+            self._optimizers.append((path, node, per_rank))
         elif isinstance(node, torch.Generator):
             self.add_tensor(node.get_state(), path, per_rank=True)
         elif isinstance(node, Mapping):
@@ -205,13 +207,13 @@ class _Walk:
             self._memo.leaves[name] = (tensor, at, made)
         return made
 
-    def _visit_optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+    def _visit_optimizer(self, optimizer: torch.optim.Optimizer, path: str, per_rank: bool) -> None:
         names = names_of_params(optimizer, self.param_names)
         self.flat.objects[path] = {"optimizer": {"groups": names}}  # type: ignore[dict-item]
         params = [param for group in optimizer.param_groups for param in group["params"]]
         refuse_strangers(optimizer, params, path)
         for i, group in enumerate(optimizer.param_groups):
-            self._add_hyper_parameters(group, group_path(path, i))
+            self._add_hyper_parameters(group, group_path(path, i), per_rank)
 
         def content() -> Iterator[tuple[str, torch.Tensor, object]]:
             for name, param in zip(chain.from_iterable(names), params, strict=True):
@@ -222,7 +224,7 @@ class _Walk:
             for name, param, value in content():
                 if isinstance(value, torch.Tensor):
                     walk.owners[id(value)] = optimizer
-                    walk.add_tensor(cut_like(self.by_hand.get(id(param)), value), name, per_rank=False)
+                    walk.add_tensor(cut_like(self.by_hand.get(id(param)), value), name, per_rank)
 
         entries = optimizer.state.values()
         contents = [value for entry in entries for value in entry.values()]
@@ -234,19 +236,19 @@ class _Walk:
         if self.by_hand:
             add(self)
         else:
-            self._add_section((path, False), Sight([names, keys], [*params, *optimizer.state], tensors), add)
+            self._add_section((path, per_rank), Sight([names, keys], [*params, *optimizer.state], tensors), add)
         if len(tensors) < len(contents):
             for name, _, value in content():
                 if not isinstance(value, torch.Tensor):
-                    self.add_object(value, name, per_rank=False)
+                    self.add_object(value, name, per_rank)
 
-    def _add_hyper_parameters(self, group: Mapping[str, object], path: str) -> None:
+    def _add_hyper_parameters(self, group: Mapping[str, object], path: str, per_rank: bool) -> None:
         plain: dict[str, object] = {}
         for option, value in hyper_parameters(group):
             if isinstance(value, torch.Tensor):
-                self.add_tensor(value, join(path, option), per_rank=False)
+                self.add_tensor(value, join(path, option), per_rank)
             elif has_tensor(value):  # betas may be tensors
-                self.add_object(value, join(path, option), per_rank=False)
+                self.add_object(value, join(path, option), per_rank)
             else:
                 plain[option] = value
         self.add_value(plain, path)

@@ -280,6 +280,25 @@ def stages_into_one(url: Path) -> None:
         assert (content["number"], content["tensor"].tolist()) == (7 + i, [7 + i] * 3), content  # type: ignore[attr-defined]
 
 
+def optimizers_of_their_own(url: Path) -> None:
+    """What is each rank's own may have an optimizer that is, too."""
+    rank = dist.get_rank()
+
+    def made(seed: int) -> tuple[nn.Sequential, torch.optim.AdamW, dict[str, object]]:
+        model = model_of(seed)
+        optim = trained(model, steps=2 + seed)
+        optim.param_groups[0]["lr"] = 0.5 + seed
+        return model, optim, {"model": ckptlib.PerRank(model), "optim": ckptlib.PerRank(optim)}
+
+    model, optim, state = made(rank)
+    ckptlib.save(url, state, 1)
+    other, resumed, target = made(5)
+    ckptlib.load(url, target)
+    assert equal(whole(other), whole(model))
+    assert all(map(torch.equal, moments(other, resumed), moments(model, optim)))
+    assert resumed.param_groups[0]["lr"] == 0.5 + rank
+
+
 CASES: list[Callable[[Path], None]] = [
     a_part_of_the_names,
     names_that_one_side_lacks,
@@ -291,6 +310,7 @@ CASES: list[Callable[[Path], None]] = [
     checkpointed,
     moments_of_another_dtype,
     stages_into_one,
+    optimizers_of_their_own,
 ]
 
 
