@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -248,6 +249,16 @@ def test_a_trainer_may_have_thousands_of_files_open(bench: Bench) -> None:
         for fd in files:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 always looks into the working directory first")
+def test_what_lies_in_the_working_directory_is_not_imported(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job's own queue.py is none of the writer's business."""
+    (tmp_path / "queue.py").write_text("raise RuntimeError('imported')\n")
+    monkeypatch.chdir(tmp_path)
+    hear(bench.writer(), "ready")
 
 
 def test_a_writer_that_dies_idle_is_started_again_by_the_next_order(bench: Bench) -> None:

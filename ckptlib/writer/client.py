@@ -48,7 +48,11 @@ class Writer:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+                    "PYTHONSAFEPATH": "1",
+                },
             )
         theirs.close()
         self._channel = Channel(ours)
