@@ -32,7 +32,7 @@ from ckptlib.group import Group, group_of, group_or_world, meet, together, toget
 from ckptlib.keys import SaveId, parse_save
 from ckptlib.manifest import Manifest
 from ckptlib.pending import Pending
-from ckptlib.reader import Reader, Source, own_rank
+from ckptlib.reader import NotBrought, Reader, Source, own_rank
 from ckptlib.saved import Saved
 from ckptlib.session import RNG, Session
 from ckptlib.settings import Settings
@@ -268,7 +268,7 @@ def _load_save(
     what = f"loading step {source.save.step}"
     source.bring({own_rank(group.rank, source.world_size)})
     laps.end("bring")
-    reader, wanted = together(group, what, plan)
+    reader, wanted = _bring_and_plan(group, source, what, plan)
     unexpected = _unexpected_everywhere(group, wanted.unexpected)
     together(group, what, lambda: _check(source.save, wanted, unexpected, strict))
 
@@ -304,6 +304,28 @@ def _load_save(
         in_memory=not isinstance(source, Committed),
         phases=laps.seconds,
     )
+
+
+def _bring_and_plan(
+    group: Group, source: Source, what: str, plan: Callable[[], tuple[Reader, Targets]]
+) -> tuple[Reader, Targets]:
+    """What `plan` gives on this rank; shares that it turns out to need, such as another stage's, are brought.
+
+    Collective.
+    """
+    planned: list[tuple[Reader, Targets]] = []
+
+    def lacks() -> set[int]:
+        if not planned:
+            try:
+                planned.append(plan())
+            except NotBrought as error:
+                return {error.rank}
+        return set()
+
+    while group.any(bool(lacking := together(group, what, lacks))):
+        source.bring(lacking)
+    return planned[0]
 
 
 class LoadedRng:

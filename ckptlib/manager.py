@@ -146,9 +146,11 @@ class Checkpointer:
 
         Collective. What is damaged is skipped, loudly, on all ranks together, and the next is taken: another copy, the
         store, the step before. With peers, the restored state is kept in memory, and persisted where the store does
-        not have it, at once.
+        not have it, at once. Comes before the first step: to go back, close the Checkpointer and make another one.
         """
         self._check_open()
+        if self._beat.started:  # what was agreed for the next step would be met by another one
+            raise ValueError("restore comes before the first after_step; to go back, make another Checkpointer")
         report, self._generators = restore(self._session, self._state, strict)
         self._restored = report.step
         if self._group.rank == 0:

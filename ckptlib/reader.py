@@ -18,7 +18,7 @@ from ckptlib import garbage
 from ckptlib.box import Box, Run, common_run, find_hole, find_overlap
 from ckptlib.contents import Contents, Share
 from ckptlib.digests import digester
-from ckptlib.errors import CorruptData, StateMismatch
+from ckptlib.errors import CorruptData, ObjectNotFound, StateMismatch
 from ckptlib.keys import SaveId
 from ckptlib.layout import ByHand, Layout, PerRank, TensorEntry, ranks_touching
 from ckptlib.pace import Pace
@@ -30,6 +30,14 @@ Place = tuple[Share, int]
 
 Reads = dict[tuple[int, int], ChunkRead]
 """By saved rank and chunk."""
+
+
+class NotBrought(ObjectNotFound):
+    """The share of a saved rank is elsewhere, and was not asked to be brought."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"the share of rank {rank} was not brought here")
+        self.rank = rank
 
 
 class Source(Protocol):
@@ -50,7 +58,7 @@ class Source(Protocol):
         """Raises CorruptData, FormatError, ObjectNotFound."""
 
     def part(self, rank: int) -> Part:
-        """A saved rank's, checked against its layout. Raises as `layout` does."""
+        """A saved rank's, checked against its layout. Raises as `layout` does, and NotBrought."""
 
     def read_into(self, pack: str, offset: int, buffer: memoryview) -> None:
         """Fills `buffer` with bytes of one of a part's packs. From any thread. Raises StoreError."""

@@ -280,6 +280,15 @@ def test_a_closed_one_says_so(job: Job) -> None:
     assert slots(job.root.parent) == []
 
 
+def test_a_restore_behind_steps_is_refused(job: Job) -> None:
+    """It would go back behind the ranks' agreement on the next step."""
+    with job.checkpointer(every=4) as ckpt:
+        ckpt.after_step(4)
+        with pytest.raises(ValueError, match="restore comes before the first after_step"):
+            ckpt.restore()
+        ckpt.after_step(5)
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "says"),
     [

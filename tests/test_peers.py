@@ -137,6 +137,21 @@ def test_other_numbers_of_ranks(make: Any, kind: str) -> None:
     cluster.finish()
 
 
+def test_stages_cut_in_another_way(make: Any) -> None:
+    """What a rank takes over of another stage, plain values too, lies on a host that it knew nothing of."""
+    cluster = make(kind="stages", own_data=False)
+    cluster.start("ABCD", pauses=[4])
+    cluster.until_paused(4)
+    cluster.lose("B", "D")
+    cluster.start("CA", pauses=[7])
+    assert cluster.restored() == {(4, MEMORY)}, cluster.story()
+    cluster.until_paused(7)
+    cluster.lose("C")
+    cluster.start("A", copies=0)
+    assert cluster.restored() == {(7, MEMORY)}, cluster.story()
+    cluster.finish()
+
+
 def test_slots_of_writers_that_are_slow_to_go(make: Any) -> None:
     cluster = make()
     cluster.start("AB", pauses=[3])

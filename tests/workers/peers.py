@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -47,6 +48,12 @@ CHUNK_BYTES = 1 << 14
 """Per message of a link, here: a small body takes several."""
 
 
+def _be_a_group() -> None:
+    """One rank is a group, too."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
 class Training:
     """A model and an optimizer, whose every bit after a step follows from the number of ranks and of that step."""
 
@@ -55,8 +62,7 @@ class Training:
 
         Means over 1, 2 or 4 equal gradients are exact, so these numbers of ranks come to the same.
         """
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        _be_a_group()
         torch.manual_seed(0)
         self._width = WIDTHS[kind]
         self.model = torch.nn.Sequential(*[torch.nn.Linear(self._width, self._width) for _ in range(4)])
@@ -99,9 +105,56 @@ class Training:
         return found.hexdigest()[:16]
 
 
+class Stages(Training):
+    """Layers that learn apart from one another: each rank has some of them, and an optimizer of its own."""
+
+    def __init__(self, rank: int) -> None:
+        _be_a_group()
+        torch.manual_seed(0)
+        layers, size = [torch.nn.Linear(64, 64) for _ in range(4)], dist.get_world_size()
+        mine = range(rank * len(layers) // size, (rank + 1) * len(layers) // size)
+        self._layers = {i: layers[i] for i in mine}
+        groups = [{"params": [*layer.parameters()], "lr": 1e-3 * (i + 1)} for i, layer in self._layers.items()]
+        self.optimizer = torch.optim.AdamW(groups)
+        self.model = torch.nn.Sequential()
+        for i, layer in self._layers.items():
+            self.model.add_module(str(i), layer)
+        self.state = {"model": self.model, "optim": self.optimizer}
+        torch.manual_seed(1000 + rank)
+
+    @override
+    def body(self, step: int) -> None:
+        for i, layer in self._layers.items():
+            generator = torch.Generator().manual_seed(4 * step + i)
+            layer(torch.randn(4, 64, generator=generator)).pow(2).mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.99
+
+    @override
+    def digest(self) -> str:
+        mine = []
+        for layer, group in zip(self._layers.values(), self.optimizer.param_groups, strict=True):
+            found = hashlib.sha256(str(group["lr"]).encode())
+            for parameter in layer.parameters():
+                for _, value in (("", parameter.detach()), *sorted(self.optimizer.state[parameter].items())):
+                    found.update(value.numpy().tobytes())
+            mine.append(found.hexdigest()[:8])
+        stages: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(stages, mine)
+        return " ".join(digest for stage in stages for digest in stage)
+
+
+def _training(kind: str, rank: int, own_data: bool) -> Training:
+    if kind == "stages":
+        return Stages(rank)
+    return Training(kind, rank, own_data)
+
+
 def practise(tell: Teller, rank: int, *, kind: str, own_data: bool, total: int) -> None:
     """The same training without ckptlib: what all others must come to."""
-    training = Training(kind, rank, own_data)
+    training = _training(kind, rank, own_data)
     for step in range(total):
         training.body(step)
         tell("digest", step=step + 1, digest=training.digest())
@@ -144,7 +197,7 @@ def train(
     replicate.FIRST_BACKOFF_S = 0.2
     holdings.RECLAIM_EVERY_S = 0.0
     logging.getLogger("ckptlib").setLevel(logging.INFO)
-    training = Training(kind, rank, own_data)
+    training = _training(kind, rank, own_data)
     received = _watch_recoveries()
     if load_step is not None:
         ckptlib.load(url, training.state, step=load_step, random=True)
