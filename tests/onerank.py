@@ -17,7 +17,7 @@ from ckptlib.catalog import Catalog
 from ckptlib.checkpoint import LoadReport
 from ckptlib.layout import Layout
 from ckptlib.part import Part
-from ckptlib.stores import open_store
+from ckptlib.stores import absolute, open_store
 
 
 class Root:
@@ -57,7 +57,7 @@ class Root:
         return sum(nbytes for tensor, nbytes in sizes if layout.tensors[tensor].name == name)
 
     def close(self) -> None:
-        session = checkpoint._sessions.pop((self.url, 0), None)
+        session = checkpoint._sessions.pop(checkpoint._key(absolute(self.url), None), None)
         if session is not None:
             session.close(timedelta(seconds=60), clean=True)
 
