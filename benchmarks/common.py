@@ -69,9 +69,9 @@ def filesystem(directory: Path) -> str:
 
 
 def spread(samples: Sequence[float]) -> Line:
-    """Median and quartiles; seconds in, seconds out."""
+    """Median and quartiles, of two samples these; seconds in, seconds out."""
     ordered = sorted(samples)
-    low, _, high = statistics.quantiles(ordered, n=4) if len(ordered) > 1 else ordered * 3
+    low, _, high = statistics.quantiles(ordered, n=4) if len(ordered) > 2 else (ordered[0], None, ordered[-1])
     return {"median": statistics.median(ordered), "low": low, "high": high, "n": len(ordered)}
 
 

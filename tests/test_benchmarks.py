@@ -66,6 +66,7 @@ def test_stall(tmp_path: Path) -> None:
 
 def test_spread() -> None:
     assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "low": 1.0, "high": 3.0, "n": 3}
+    assert spread([2.0, 1.0]) == {"median": 1.5, "low": 1.0, "high": 2.0, "n": 2}
     assert spread([5.0]) == {"median": 5.0, "low": 5.0, "high": 5.0, "n": 1}
 
 

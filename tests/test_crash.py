@@ -175,6 +175,7 @@ def test_what_was_staged_is_committed_after_the_trainer_was_killed(bench: Bench)
         job.join_writers()
         assert bench.listed() == [*range(1, step + 1)]
         assert slots_of(bench.root) == [], "the writer unlinks the slots when it is done"
+        assert not Path(job.wait_for("waiting")["log"]).exists(), "it had nothing to say"
     bench.go_on()
 
 

@@ -42,7 +42,7 @@ class Writer:
         ours, theirs = socket.socketpair()
         with self.log_path.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ckptlib.writer", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", "ckptlib.writer", str(theirs.fileno()), str(os.getpid()), str(self.log_path)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -176,8 +176,6 @@ class Writer:
         self._channel.close()
         for event in events:
             self._note(event)
-        if self.log_path.exists() and self.log_path.stat().st_size == 0:
-            self.log_path.unlink()
         error = f"the writer process died (exit {code}) while it was waited for; see {self.log_path}"
         return events + [_failure(order["save"], error) for order in self._open.values()]
 
