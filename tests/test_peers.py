@@ -513,15 +513,13 @@ def test_faults_at_random(make: Any, hosts: str, count: int) -> None:
     """
     chance = random.Random(f"{hosts} {count}")
     cluster = make(every=7)
-    newest, lost_since, from_memory = 0, set[str](), 0
+    newest, lost_since = 0, set[str]()
     for _ in range(count):
         drags = [chance.choice((0, 0.01, 0.03)) for _ in hosts]  # a transfer takes as long as some steps
         cluster.start(hosts, total=10**6, settle=False, drags=drags, patient=chance.random() < 0.5)
         begun = chance.random() < 0.9
         if begun:
-            ((step, in_memory),) = cluster.restored()
-            assert newest <= step, cluster.story()
-            from_memory += in_memory
+            assert newest <= min(cluster.restored())[0], cluster.story()
             cluster.wait_for("step", chance.randint(1, 9))
         time.sleep(chance.uniform(0, 0.1))  # no assertion depends on where this ends
         if chance.random() < 0.2:
@@ -548,7 +546,6 @@ def test_faults_at_random(make: Any, hosts: str, count: int) -> None:
         newest = max(newest, cluster.newest_committed())
     cluster.start(hosts, total=newest + 30)
     assert newest <= min(cluster.restored())[0], cluster.story()
-    assert from_memory > count / 3
     cluster.finish()
 
 
