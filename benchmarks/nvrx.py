@@ -43,7 +43,7 @@ class Nvrx:
         return step
 
 
-class _Group(GroupWrapper):  # type: ignore[misc]
+class _Group(GroupWrapper):
     """Messages out of host memory and into it."""
 
     @override
@@ -64,7 +64,7 @@ class _Group(GroupWrapper):  # type: ignore[misc]
         return found, {"data_recv": sum(tensor.nbytes for tensor in found.tensors)}
 
 
-class _HostState(TensorAwareStateDict):  # type: ignore[misc]
+class _HostState(TensorAwareStateDict):
     """Tensors of host memory by name; hollow while only their shapes are there."""
 
     def __init__(self, held: State) -> None:

@@ -6,16 +6,14 @@ import atexit
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ckptlib import events, garbage, rng, values
+from ckptlib import events, garbage, values
 from ckptlib.asked import Only, Rename
 from ckptlib.catalog import Catalog, CheckpointInfo, Committed
 from ckptlib.digests import XXH3
@@ -25,7 +23,6 @@ from ckptlib.errors import (
     FormatError,
     ObjectNotFound,
     StateMismatch,
-    UnsupportedState,
     WaitTimeout,
 )
 from ckptlib.group import Group, group_of, group_or_world, meet, together, together_at_length
@@ -33,6 +30,7 @@ from ckptlib.keys import SaveId, parse_save
 from ckptlib.manifest import Manifest
 from ckptlib.pending import Pending
 from ckptlib.reader import NotBrought, Reader, Source, own_rank
+from ckptlib.rng import LoadedRng
 from ckptlib.saved import Saved
 from ckptlib.session import RNG, Session
 from ckptlib.settings import Settings
@@ -326,37 +324,6 @@ def _bring_and_plan(
     while group.any(bool(lacking := together(group, what, lacks))):
         source.bring(lacking)
     return planned[0]
-
-
-class LoadedRng:
-    """The saved state of the random generators, until it is put back."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        """`world_size`: the saved one; a rank beyond it has no state of its own and derives one from rank 0's."""
-        self._rank = rank
-        self._world_size = world_size
-        self._state: dict[str, torch.Tensor] | None = None
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """To be filled: in host memory, wherever the script has new tensors made."""
-        with suppress(UnsupportedState):  # then it cannot be put back, and nobody may ask for that
-            return rng.capture()
-        return {}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        if self._rank >= self._world_size:
-            log.warning(
-                "rank %d has no saved random state: the checkpoint is of %d ranks; it gets one derived from rank 0's",
-                self._rank,
-                self._world_size,
-            )
-            state = rng.derive(state, self._rank)
-        self._state = state
-
-    def restore(self) -> None:
-        """Puts the generators back; each time to the same state."""
-        if self._state is not None:
-            rng.restore(self._state)
 
 
 def _unexpected_everywhere(group: Group, unexpected: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from ckptlib.beat import Beat, Word
-from ckptlib.checkpoint import SAVE_DEADLINE, TIMEOUT, LoadedRng, LoadReport
+from ckptlib.checkpoint import SAVE_DEADLINE, TIMEOUT, LoadReport
 from ckptlib.digests import XXH3
 from ckptlib.errors import (
     AgreementFailed,
@@ -34,6 +34,7 @@ from ckptlib.policy import Policy, Steps
 from ckptlib.replicas import kind_of
 from ckptlib.restore import restore
 from ckptlib.retention import Keep
+from ckptlib.rng import LoadedRng
 from ckptlib.session import Session
 from ckptlib.settings import Settings
 from ckptlib.state import Leaf, flatten

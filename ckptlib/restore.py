@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ckptlib.checkpoint import DAMAGE, LoadedRng, LoadReport, load_save, resolve
+from ckptlib.checkpoint import DAMAGE, LoadReport, load_save, resolve
 from ckptlib.errors import CheckpointNotFound, CorruptData, NewerFormat
 from ckptlib.events import Laps
 from ckptlib.group import together
@@ -19,6 +19,7 @@ from ckptlib.keys import SaveId, parse_save
 from ckptlib.peer.inventory import Inventory, SnapshotId, describe, look, memory_of
 from ckptlib.peer.source import InMemory
 from ckptlib.reader import Source, own_rank
+from ckptlib.rng import LoadedRng
 from ckptlib.session import Session
 
 log = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ import logging
 import random
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -54,6 +55,37 @@ class RngState:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         restore(state)
+
+
+class LoadedRng:
+    """The saved state of the random generators, until it is put back."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        """`world_size`: the saved one; a rank beyond it has no state of its own and derives one from rank 0's."""
+        self._rank = rank
+        self._world_size = world_size
+        self._state: dict[str, torch.Tensor] | None = None
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """To be filled: in host memory, wherever the script has new tensors made."""
+        with suppress(UnsupportedState):  # then it cannot be put back, and nobody may ask for that
+            return capture()
+        return {}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        if self._rank >= self._world_size:
+            _log.warning(
+                "rank %d has no saved random state: the checkpoint is of %d ranks; it gets one derived from rank 0's",
+                self._rank,
+                self._world_size,
+            )
+            state = derive(state, self._rank)
+        self._state = state
+
+    def restore(self) -> None:
+        """Puts the generators back; each time to the same state."""
+        if self._state is not None:
+            restore(self._state)
 
 
 def capture() -> dict[str, torch.Tensor]:
