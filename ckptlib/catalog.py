@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptlib import garbage, keys
+from ckptlib.check import alike
 from ckptlib.digests import XXH3, digester
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -22,6 +23,7 @@ from ckptlib.errors import (
     NewerFormat,
     ObjectExists,
     ObjectNotFound,
+    ReplicasDiffer,
     SaveFailed,
     Superseded,
 )
@@ -268,10 +270,16 @@ class Catalog:
         """Makes the step exist. `names`: one part per rank.
 
         The first time that ranks lie as they do, all parts are read and it is proved that together they hold every
-        element of every tensor; as long as the tables stay the same, that proof stands. Raises SaveFailed when they do
-        not, Superseded, or what a damaged part raises; the step does not exist then.
+        element of every tensor; as long as the tables stay the same, that proof stands. That ranks hold alike what one
+        of them wrote for several is told by the checks in the parts' names, every time. Raises SaveFailed when they do
+        not, ReplicasDiffer, Superseded, or what a damaged part raises; the step does not exist then.
         """
         assert [(n.save, n.rank) for n in names] == [(save, rank) for rank in range(len(names))], "one part per rank"
+        if not alike(name.check for name in names):
+            raise ReplicasDiffer(
+                f"step {save.step}: what several ranks hold, and one of them wrote for all, is not the same on all of "
+                "them; the step is not committed"
+            )
         layouts, nbytes = self._prove(save, names)
         self.check_head(save.generation)
         first = PartHead.decode(names[0], self.store.get(names[0].key))
@@ -322,12 +330,20 @@ class Catalog:
             pause = min(pause * 1.5, POLL_LAST_S)
 
     def _complete(self, save: SaveId, world_size: int) -> tuple[list[PartName], list[int]]:
-        """One good part per rank, and the ranks that have none. Raises SaveFailed for a rank that failed."""
+        """One good part per rank, and the ranks that have none. Raises SaveFailed for a rank that failed.
+
+        All of one snapshot: there may be parts of two that were taken at the same step.
+        """
         found = self.parts(save)
         self._raise_failure(save, found)
-        good = {rank: next(name for name in names if name.ok) for rank, names in found.items()}
+        by_number: dict[int, dict[int, PartName]] = {}
+        for rank, names in found.items():
+            for name in names:
+                if name.ok and rank < world_size:
+                    by_number.setdefault(-1 if name.check is None else name.check.number, {}).setdefault(rank, name)
+        good = max(by_number.items(), key=lambda item: (len(item[1]), item[0]), default=(0, {}))[1]
         missing = [rank for rank in range(world_size) if rank not in good]
-        return [good[rank] for rank in range(world_size) if rank in good], missing
+        return [good[rank] for rank in sorted(good)], missing
 
     def _raise_failure(self, save: SaveId, found: Mapping[int, list[PartName]]) -> None:
         for rank, names in found.items():

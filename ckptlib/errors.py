@@ -14,6 +14,8 @@
     |   +-- StateMismatch       names, shapes or dtypes of target and checkpoint differ
     +-- SaveFailed              a save that will never be committed; earlier steps are untouched
     |   +-- Superseded          a newer generation of the job owns the root
+    |   +-- StateChanged        other tensors than at the save before; the next save compares them first
+    |   +-- ReplicasDiffer      ranks hold different data where it should be alike (also an UnsupportedState)
     +-- NoRoom                  no memory or space for a snapshot
     +-- ReplicationFailed       a peer did not get a replica of a snapshot; the next one may succeed
     |   +-- PeerRefused         the peer has no room for it, or wants another one
@@ -88,6 +90,14 @@ class SaveFailed(CkptError):
 
 class Superseded(SaveFailed):
     """A newer generation of the job owns the root; this one may no longer commit or delete."""
+
+
+class StateChanged(SaveFailed):
+    """A rank's state is made of other tensors than at the save before. The next save compares all ranks' first."""
+
+
+class ReplicasDiffer(SaveFailed, UnsupportedState):
+    """Ranks hold different data of what they should hold alike, so that no one of them can write it for the others."""
 
 
 class NoRoom(CkptError):

@@ -79,18 +79,23 @@ def writes(entry: TensorEntry, rank: int, holders: frozenset[int] | None = None)
     coordinate = holding.mesh.coordinate(rank)
     if coordinate is None:
         return False
-    axes = sharding.replica_axes(holding.placements)
     if holders is not None:
-        mine = {a: c for a, c in enumerate(coordinate) if a not in axes}
-        replicas = (
-            r
-            for at in _coordinates(holding.mesh.shape, axes)
-            if (r := holding.mesh.rank(tuple(mine.get(a, c) for a, c in enumerate(at)))) in holders
-        )
-        return rank == min(replicas, default=None)
+        return rank == min(holders_of(holding, rank, holders), default=None)
     if holding.writer is None:
         return True
-    return all(coordinate[a] == holding.writer[a] for a in axes)
+    return all(coordinate[a] == holding.writer[a] for a in sharding.replica_axes(holding.placements))
+
+
+def holders_of(holding: Placed, rank: int, holders: frozenset[int] | None = None) -> tuple[int, ...]:
+    """The ranks that hold the same boxes as `rank`, itself among them, ascending. `holders`: see `writes`."""
+    coordinate = holding.mesh.coordinate(rank)
+    if coordinate is None:
+        return ()
+    axes = sharding.replica_axes(holding.placements)
+    mine = {a: c for a, c in enumerate(coordinate) if a not in axes}
+    places = _coordinates(holding.mesh.shape, axes)
+    ranks = (holding.mesh.rank(tuple(mine.get(a, c) for a, c in enumerate(at))) for at in places)
+    return tuple(sorted(r for r in ranks if holders is None or r in holders))
 
 
 def lay_out(layout: Layout, shards: Sequence[tuple[str, Box]], chunk_bytes: int = CHUNK_BYTES) -> Table:

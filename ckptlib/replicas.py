@@ -1,8 +1,7 @@
 """Agreement on what every rank holds: which plain tensors are replicas, and which ranks really have a tensor.
 
-A DTensor says itself which ranks hold the same box. A plain tensor is a replica only if its bytes are the same on all
-ranks that have the name, and that can change; so it is looked at again every now and then, which also finds silent
-corruption of data in memory.
+A DTensor says itself which ranks hold the same box. A plain tensor is a replica if its bytes are the same on all ranks
+that have the name. Either may turn out untrue later: each save proves it anew (see `replica_digests`).
 """
 
 from __future__ import annotations
@@ -10,24 +9,28 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import torch
 import xxhash
 
 from ckptlib import sharding
-from ckptlib.errors import UnsupportedState
+from ckptlib.check import add_up, check_of
+from ckptlib.errors import ReplicasDiffer, UnsupportedState
 from ckptlib.group import Group
 from ckptlib.layout import ByHand, Holding, Mesh, PerRank, Placed, TensorEntry
-from ckptlib.memory import bytes_of
+from ckptlib.plan import holders_of
 from ckptlib.state import Leaf, Plain
+from ckptlib.tensor_digests import digests_of
 
 log = logging.getLogger(__name__)
 
 Row = tuple[str, list[int], str, bool, str]
 """dtype, global shape, how it is held, whether an optimizer owns it, digest of a plain tensor."""
+
+OWN = "own"
+"""Instead of the digest: this plain tensor has differed between ranks before, and is every rank's own from then on."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +43,23 @@ class Agreement:
     """The ranks that really have it, for names that not every rank of their mesh has."""
 
 
-def rows_of(leaves: Sequence[Leaf], group: Group) -> dict[str, Row]:
+def rows_of(leaves: Sequence[Leaf], group: Group, own: Collection[str] = ()) -> dict[str, Row]:
     """What this rank holds, by name; reads plain tensors whole, for their digests. Not collective.
 
-    Nothing in a group of one, which has nobody to tell it to.
+    `own`: plain tensors that have differed between ranks. Nothing in a group of one, which has nobody to tell it to.
     """
-    return {} if group.size == 1 else {leaf.name: _row(leaf, group) for leaf in leaves}
+    if group.size == 1:
+        return {}
+    read = [leaf for leaf in leaves if isinstance(leaf.held, Plain) and leaf.pieces and leaf.name not in own]
+    found = dict(zip((leaf.name for leaf in read), digests_of([leaf.pieces[0][1] for leaf in read]), strict=True))
+    return {leaf.name: _row(leaf, group, OWN if leaf.name in own else found.get(leaf.name, "")) for leaf in leaves}
 
 
 def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agreement:
     """Compares what ranks hold. Collective; one small reduction where all hold the same.
 
-    Raises UnsupportedState, on all ranks, for a name that stands for different tensors.
+    Raises UnsupportedState, on all ranks, for a name that stands for different tensors; ReplicasDiffer for one that an
+    optimizer owns and that is not the same everywhere.
     """
     if group.size == 1:  # nobody to differ from: a tenth of the time, for thousands of small tensors
         return Agreement({leaf.name: _holding_alone(leaf, group) for leaf in leaves}, {})
@@ -76,19 +84,68 @@ def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agre
     return Agreement(holdings, holders)
 
 
-def alone(leaves: Sequence[Leaf], group: Group, before: Agreement) -> Agreement:
-    """What a rank may assume whose state changed since the last agreement: that nobody else writes what it holds."""
-    me = Mesh((1,), (group.rank,))
-    holdings: dict[str, Holding] = {}
-    for leaf in leaves:
-        known = before.holdings.get(leaf.name)
-        if not isinstance(leaf.held, Plain):
-            holdings[leaf.name] = _in_group(leaf, group)
-        elif isinstance(known, PerRank):
-            holdings[leaf.name] = known
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """One box that this rank holds, and others too."""
+
+    ranks: tuple[int, ...]
+    """All that hold it, ascending."""
+    leaf: int
+    piece: int
+
+
+def shared_of(leaves: Sequence[Leaf], agreement: Agreement, rank: int) -> tuple[Shared, ...]:
+    """In the same order on all ranks that hold them, those of the same ranks one behind the other."""
+    ranks: dict[int, tuple[int, ...]] = {}
+    found: list[tuple[tuple[int, ...], str, tuple[int, ...], int, int]] = []
+    for i, leaf in enumerate(leaves):
+        holding = agreement.holdings[leaf.name]
+        if not isinstance(holding, Placed):
+            continue
+        holders = agreement.holders.get(leaf.name)
+        if holders is None:
+            if id(holding) not in ranks:  # plain tensors have few between them, and there may be thousands
+                ranks[id(holding)] = holders_of(holding, rank)
+            those = ranks[id(holding)]
         else:
-            holdings[leaf.name] = Placed(me, (sharding.Replicate(),), None)
-    return Agreement(holdings, {})
+            those = holders_of(holding, rank, holders)
+        if len(those) > 1:
+            found += [(those, leaf.name, box.offset, i, piece) for piece, (box, _) in enumerate(leaf.pieces)]
+    return tuple(Shared(those, i, piece) for those, _, _, i, piece in sorted(found))
+
+
+def prove(leaves: Sequence[Leaf], shared: Sequence[Shared], group: Group) -> None:
+    """Compares DTensors that several ranks hold, whole. Collective; one small sum where all are alike.
+
+    Raises ReplicasDiffer that names them, on all ranks.
+    """
+    if group.size == 1:
+        return
+    those = [s for s in shared if not isinstance(leaves[s.leaf].held, Plain)]
+    digests = digests_of([leaves[s.leaf].pieces[s.piece][1] for s in those])
+    by_ranks: dict[tuple[int, ...], str] = {}
+    for s, digest in zip(those, digests, strict=True):
+        by_ranks[s.ranks] = by_ranks.get(s.ranks, "") + digest
+    check = check_of(0, group.rank, {ranks: text.encode() for ranks, text in by_ranks.items()})
+    if add_up(*group.start_sum([check.low, check.high])()):
+        return
+    own = [
+        [leaf.name, list(leaf.pieces[s.piece][0].offset), list(s.ranks), digest]
+        for s, digest in zip(those, digests, strict=True)
+        for leaf in (leaves[s.leaf],)
+    ]
+    first: dict[str, tuple[int, str]] = {}
+    differing: dict[str, tuple[int, int]] = {}
+    for rank, data in enumerate(group.gather(zlib.compress(json.dumps(own).encode(), 1))):
+        for name, offset, ranks, digest in json.loads(zlib.decompress(data)):
+            there = first.setdefault(json.dumps([name, offset, ranks]), (rank, digest))
+            if there[1] != digest:
+                differing.setdefault(name, (there[0], rank))
+    some = "; ".join(f"{name} on ranks {a} and {b}" for name, (a, b) in sorted(differing.items())[:8])
+    raise ReplicasDiffer(
+        f"{len(differing)} DTensor(s) that are replicas by their mesh differ between ranks: {some}. The ranks have "
+        "drifted apart, or a host's memory is at fault: go on from the last step that was saved"
+    )
 
 
 def entries_of(leaves: Sequence[Leaf], agreement: Agreement) -> list[TensorEntry]:
@@ -112,7 +169,7 @@ def _join_meshes(leaves: Sequence[Leaf], found: Mapping[str, Mapping[int, Row]],
     candidates = {name: placed for name, by_rank in sorted(found.items()) if (placed := _alike(by_rank)) is not None}
     if not candidates:
         return {}
-    digests = {leaf.name: [_digest(t) for _, t in leaf.pieces] for leaf in leaves if leaf.name in candidates}
+    digests = {leaf.name: digests_of([t for _, t in leaf.pieces]) for leaf in leaves if leaf.name in candidates}
     by_rank = [json.loads(data) for data in group.gather(json.dumps(digests).encode())]
     return {
         name: placed
@@ -144,12 +201,8 @@ def _columns(mesh: Mesh) -> list[tuple[int, ...]]:
     return list(zip(*(mesh.ranks[i : i + step] for i in range(0, len(mesh.ranks), step)), strict=True))
 
 
-def _row(leaf: Leaf, group: Group) -> Row:
-    digest = ""
-    if isinstance(leaf.held, Plain):
-        how, digest = "plain", _digest(leaf.pieces[0][1]) if leaf.pieces else ""
-    else:
-        how = _describe(_in_group(leaf, group))
+def _row(leaf: Leaf, group: Group, digest: str) -> Row:
+    how = "plain" if isinstance(leaf.held, Plain) else _describe(_in_group(leaf, group))
     shape = [] if how == "per-rank" else list(leaf.shape)
     return leaf.dtype, shape, how, leaf.owner is not None, digest
 
@@ -188,23 +241,20 @@ def _replicated(ranks: tuple[int, ...]) -> Placed:
     return Placed(Mesh((len(ranks),), ranks), (sharding.Replicate(),), None)
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return str(xxhash.xxh3_128_hexdigest(bytes_of(data).numpy().data))
-
-
 def _check(name: str, by_rank: Mapping[int, Row]) -> None:
-    """Raises UnsupportedState where a name stands for different tensors."""
+    """Raises UnsupportedState where a name stands for different tensors, ReplicasDiffer where for different data."""
     kinds = {(dtype, tuple(shape), how) for dtype, shape, how, _, _ in by_rank.values()}
     digests = {digest for _, _, _, _, digest in by_rank.values()}
     owned = any(row[3] for row in by_rank.values())
+    error: type[UnsupportedState] = UnsupportedState
     if len(kinds) > 1 and (owned or any(how != "plain" for _, _, how in kinds)):
         what = f"is not the same tensor on ranks {sorted(by_rank)[:8]}: " + "; ".join(map(str, sorted(kinds)[:3]))
     elif len(digests) > 1 and owned:
         what = f"is owned by an optimizer and differs between ranks {_differing(by_rank)}, though nothing shards it"
+        error = ReplicasDiffer
     else:
         return
-    raise UnsupportedState(
+    raise error(
         f"{name} {what}. If these are different tensors, give them different names (stage-global ones in a pipeline); "
         "if they are pieces of one, use DTensor or Sharded(tensor, offset, shape); if each rank has its own, PerRank"
     )
@@ -220,9 +270,11 @@ def _differing(by_rank: Mapping[int, Row]) -> str:
 def _holding(leaf: Leaf, by_rank: Mapping[int, Row], group: Group) -> Holding:
     if not isinstance(leaf.held, Plain):
         return _in_group(leaf, group)
-    if len({(row[0], tuple(row[1]), row[4]) for row in by_rank.values()}) == 1:
+    kinds = {(row[0], tuple(row[1]), row[4]) for row in by_rank.values()}
+    known = any(row[4] == OWN for row in by_rank.values())
+    if len(kinds) == 1 and not known:
         return _replicated(tuple(sorted(by_rank)))
-    if group.rank == min(by_rank):
+    if group.rank == min(by_rank) and not known:
         log.warning(
             "%s differs between ranks %s; every rank's own is saved. Say PerRank(...) if that is meant, else it should "
             "have been the same",

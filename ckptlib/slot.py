@@ -25,6 +25,7 @@ from pathlib import Path
 
 from typing_extensions import Self, override
 
+from ckptlib.check import Check, decode_check
 from ckptlib.digests import XXH3, digester
 from ckptlib.documents import decode, encode
 from ckptlib.errors import CorruptData, FormatError, NoRoom
@@ -56,6 +57,8 @@ class SlotHeader:
     body_nbytes: int
     documents: Mapping[str, tuple[int, int, str]]
     """By name: offset in the file, bytes, digest."""
+    check: Check | None = None
+    """What its rank says of what others hold, too. None while it is written, and in older slots."""
 
     @property
     def ready(self) -> bool:
@@ -63,19 +66,17 @@ class SlotHeader:
 
     def encode(self) -> bytes:
         documents: dict[str, Json] = {name: list(place) for name, place in self.documents.items()}
-        data = encode(
-            "slot",
-            {
-                "root": self.root_id,
-                "save": str(self.save),
-                "rank": self.rank,
-                "world_size": self.world_size,
-                "number": self.number,
-                "sequence": self.sequence,
-                "body_nbytes": self.body_nbytes,
-                "documents": documents,
-            },
-        )
+        body: dict[str, Json] = {
+            "root": self.root_id,
+            "save": str(self.save),
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "number": self.number,
+            "sequence": self.sequence,
+            "body_nbytes": self.body_nbytes,
+            "documents": documents,
+        }
+        data = encode("slot", body if self.check is None else {**body, "check": str(self.check)})
         assert len(data) <= PAGE_BYTES
         return data.ljust(PAGE_BYTES, b"\0")
 
@@ -98,6 +99,7 @@ class SlotHeader:
             fields.integer("sequence"),
             fields.integer("body_nbytes"),
             documents,
+            decode_check(fields),
         )
 
 

@@ -15,7 +15,7 @@ from ckptlib import UnsupportedState, plan
 from ckptlib.box import Box
 from ckptlib.group import Group, SoloGroup
 from ckptlib.layout import ByHand, Layout, Mesh, PerRank, Placed
-from ckptlib.replicas import Agreement, agree, alone, entries_of, rows_of
+from ckptlib.replicas import Agreement, agree, entries_of, rows_of
 from ckptlib.sharding import Replicate, Shard
 from ckptlib.state import Leaf, Plain
 
@@ -148,14 +148,6 @@ def test_per_rank_and_by_hand_need_no_agreement() -> None:
         return [own, cut]
 
     assert all(a.holdings == {"own": PerRank(), "cut": ByHand()} for a in agreed(3, leaves))
-
-
-def test_alone_a_rank_writes_all_it_holds() -> None:
-    before = Agreement({"old": over(0, 1), "own": PerRank()}, {})
-    leaves = [plain("old", torch.ones(1)), plain("new", torch.ones(1)), plain("own", torch.ones(1))]
-    found = alone(leaves, SoloGroup(), before)
-    assert found.holdings == {"old": over(0), "new": over(0), "own": PerRank()}
-    assert all(plan.writes(entry, 0) for entry in entries_of(leaves, found))
 
 
 @settings(max_examples=30, deadline=None)
