@@ -59,6 +59,8 @@ class Leaf(TensorSpec):
     """What this rank has: boxes in global coordinates, each with a view of the same shape."""
     owner: torch.optim.Optimizer | None
     """The optimizer whose step is the only writer of this tensor; None where there is none known."""
+    tied: str | None = None
+    """The first name on this rank of this very tensor, where this is a further one; other ranks may not tie them."""
 
 
 def join(path: str, key: object) -> str:

@@ -12,10 +12,10 @@ import torch
 
 from ckptlib.box import Box
 from ckptlib.group import Group
-from ckptlib.layout import Layout, Placed
+from ckptlib.layout import ByHand, Layout, Placed
 from ckptlib.pairs import Source
 from ckptlib.plan import ALIGN_FROM_BYTES, assign, body_nbytes, lay_out, writes
-from ckptlib.replicas import Agreement, Row, agree, alone, entries_of, rows_of
+from ckptlib.replicas import Agreement, Row, agree, alone, entries_of, rows_of, within
 from ckptlib.sections import same
 from ckptlib.state import Flat, Leaf
 from ckptlib.table import Table
@@ -23,12 +23,12 @@ from ckptlib.table import Table
 Overlap = Callable[[Leaf], bool]
 """Whether its only writer waits at the fence; asked once for all leaves of one owner."""
 
-Shape = tuple[tuple[str, str, tuple[int, ...], object], ...]
+Shape = tuple[tuple[object, ...], ...]
 """Of every leaf: what a plan depends upon."""
 
 
-Order = tuple[tuple[int, int], ...]
-"""Leaves and their pieces."""
+Order = tuple[tuple[int, int, Box | None], ...]
+"""Leaves and their pieces; and the region of a piece that is meant, in the tensor's global coordinates; None: all."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Planner:
     def _known(self, flat: Flat) -> Plan | None:
         """The last plan, unless something that it depends upon has changed."""
         known = self._plan
-        if known is None or (known.layout.aliases, known.layout.objects) != (flat.aliases, flat.objects):
+        if known is None or known.layout.objects != flat.objects:
             return None
         return known if same(self._leaves, flat.leaves) or known.shape == _shape(flat.leaves) else None
 
@@ -123,12 +123,16 @@ class Planner:
         entries = entries_of(flat.leaves, by)
         if not self.layout_changed:
             entries = assign(entries)
-        layout = Layout(self._group.size, tuple(entries), flat.aliases, flat.objects)
-        places: dict[tuple[str, Box], tuple[int, int]] = {}
+        layout = Layout(self._group.size, tuple(entries), by.aliases, flat.objects)
+        places: dict[tuple[str, Box], tuple[int, int, Box | None]] = {}
         for i, leaf in enumerate(flat.leaves):
+            if leaf.name in by.aliases:
+                continue
             entry = layout.tensors[layout.index[leaf.name]]
-            if writes(entry, self._group.rank, by.holders.get(leaf.name)):
-                places.update({(leaf.name, box): (i, piece) for piece, (box, _) in enumerate(leaf.pieces)})
+            if leaf.name in by.written:
+                places.update({(leaf.name, box): (i, 0, box) for box in by.written[leaf.name]})
+            elif writes(entry, self._group.rank, by.holders.get(leaf.name)):
+                places.update({(leaf.name, box): (i, piece, None) for piece, (box, _) in enumerate(leaf.pieces)})
         table = lay_out(layout, list(places))
         order = tuple(places[layout.tensors[t].name, box] for t, box in zip(table.tensors, table.boxes, strict=True))
         return Plan(_shape(flat.leaves), layout, table, order, body_nbytes(table))
@@ -164,7 +168,7 @@ class Planner:
         if known is not None and known.late == late and same(known.leaves, leaves):
             return known.sources
         found = []
-        for n, (i, piece) in enumerate(order):
+        for n, (i, piece, region) in enumerate(order):
             leaf, is_late = leaves[i], late[leaves[i].owner]
             if known is not None and known.leaves[i] is leaf:
                 source = known.sources[n]
@@ -172,7 +176,10 @@ class Planner:
             else:
                 # detached: what `p.data = x` puts in place of this memory must not be copied instead, least of all
                 # past its end
-                found.append(Source(leaf.name, leaf.pieces[piece][1].detach(), is_late))
+                box, tensor = leaf.pieces[piece]
+                found.append(
+                    Source(leaf.name, tensor.detach() if region is None else within(region, box, tensor), is_late)
+                )
         self._sources[rank] = _Sources(order, leaves, late, found)
         return found
 
@@ -189,9 +196,14 @@ def _find_alike(table: Table, plan: Plan, leaves: list[Leaf]) -> Alike:
         for piece, (own, _) in enumerate(leaves[i].pieces):
             if own == box:
                 offsets.append(offset)
-                order.append((i, piece))
+                order.append((i, piece, None))
     return Alike(table, tuple(offsets), tuple(order))
 
 
 def _shape(leaves: list[Leaf]) -> Shape:
-    return tuple((leaf.name, leaf.dtype, leaf.shape, leaf.held) for leaf in leaves)
+    return tuple((leaf.name, leaf.dtype, leaf.shape, leaf.held, leaf.tied, _cut(leaf)) for leaf in leaves)
+
+
+def _cut(leaf: Leaf) -> tuple[Box, ...]:
+    """The boxes that nothing but the pieces tells of."""
+    return tuple(box for box, _ in leaf.pieces) if isinstance(leaf.held, ByHand) else ()
