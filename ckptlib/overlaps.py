@@ -62,17 +62,35 @@ def _regions(name: str, cut: Sequence[tuple[int, Box]]) -> list[tuple[Box, tuple
         holders.setdefault(box, set()).add(rank)
     regions = {box: {*ranks} for box, ranks in holders.items() if len(ranks) > 1}
     distinct = [*holders]
-    for i, j in overlapping(name, distinct):
-        common = distinct[i].intersect(distinct[j])
-        assert common is not None
+    try:
+        pairs = overlapping(distinct)
+    except UnsupportedState as error:
+        raise UnsupportedState(f"{name}: {error}. Give each rank the box that is its own") from None
+    for i, j, common in pairs:
         regions.setdefault(common, set()).update(holders[distinct[i]], holders[distinct[j]])
     return sorted(
         ((box, tuple(sorted(ranks))) for box, ranks in regions.items()), key=lambda r: (r[0].offset, r[0].shape)
     )
 
 
-def overlapping(name: str, boxes: Sequence[Box]) -> list[tuple[int, int]]:
-    """Positions (i, j), i < j, of boxes with a common region; no two of the boxes are equal.
+Meeting = tuple[int, int, Box]
+"""Two boxes by their positions, ascending, and the region that both hold."""
+
+
+def meetings(boxes: Sequence[Box]) -> list[Meeting]:
+    """What has to be equal for a tensor of which these boxes were saved to have one value, sorted.
+
+    Of equal boxes, each is to be compared with the first. Raises UnsupportedState as `overlapping` does.
+    """
+    first: dict[Box, int] = {}
+    twice = [(at, i, box) for i, box in enumerate(boxes) if (at := first.setdefault(box, i)) != i and box.numel]
+    position = [*first.values()]
+    found = [(position[i], position[j], common) for i, j, common in overlapping([*first])]
+    return sorted(twice + found, key=lambda meeting: meeting[:2])
+
+
+def overlapping(boxes: Sequence[Box]) -> list[Meeting]:
+    """The pairs with a common region, none of them equal boxes, of which there are none.
 
     Sweeps along the dim in which the fewest boxes meet: n log n for boxes that tile a tensor. Raises UnsupportedState
     beyond MAX_PAIRS.
@@ -85,17 +103,17 @@ def overlapping(name: str, boxes: Sequence[Box]) -> list[tuple[int, int]]:
         (_meetings(starts[:, dim], stops[:, dim]) for dim in range(boxes[0].ndim)), key=lambda found: found[0]
     )
     if num > MAX_CANDIDATES:
-        raise _too_many(name, len(boxes))
+        raise _too_many(len(boxes))
     starts, stops = starts[order], stops[order]
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for i in np.flatnonzero(last > np.arange(1, len(boxes) + 1)):
         rest = slice(i + 1, last[i])
         low, high = np.maximum(starts[rest], starts[i]), np.minimum(stops[rest], stops[i])
-        for j in np.flatnonzero((low < high).all(axis=1)) + i + 1:
-            found.append((min(order[i], order[j]).item(), max(order[i], order[j]).item()))
-        if len(found) > MAX_PAIRS:
-            raise _too_many(name, len(boxes))
-    return sorted(found)
+        meet = order[np.flatnonzero((low < high).all(axis=1)) + i + 1]
+        pairs += zip(np.minimum(meet, order[i]).tolist(), np.maximum(meet, order[i]).tolist(), strict=True)
+        if len(pairs) > MAX_PAIRS:
+            raise _too_many(len(boxes))
+    return [(i, j, common) for i, j in sorted(pairs) if (common := boxes[i].intersect(boxes[j])) is not None]
 
 
 def _meetings(starts: np.ndarray, stops: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
@@ -106,10 +124,10 @@ def _meetings(starts: np.ndarray, stops: np.ndarray) -> tuple[int, np.ndarray, n
     return int((last - np.arange(1, len(order) + 1)).sum()), order, last
 
 
-def _too_many(name: str, num: int) -> UnsupportedState:
+def _too_many(num: int) -> UnsupportedState:
     return UnsupportedState(
-        f"{name}: its {num:,} boxes overlap in too many ways to be compared, which are {MAX_PAIRS:,} pairs; expected "
-        "boxes that meet their neighbours only. Give each rank the box that is its own, without what others hold"
+        f"its {num:,} boxes overlap in more ways than can be compared; expected at most {MAX_PAIRS:,} pairs, of boxes "
+        "that meet their neighbours only"
     )
 
 
