@@ -122,7 +122,7 @@ class Planner:
         by = alone(flat.leaves, self._group, self._agreement) if self.layout_changed else self._agreement
         entries = entries_of(flat.leaves, by)
         if not self.layout_changed:
-            entries = assign(entries)
+            entries = assign(entries, partial=by.holders)
         layout = Layout(self._group.size, tuple(entries), by.aliases, flat.objects)
         places: dict[tuple[str, Box], tuple[int, int, Box | None]] = {}
         for i, leaf in enumerate(flat.leaves):

@@ -58,7 +58,7 @@ class Agreement:
     holders: Mapping[str, frozenset[int]]
     """The ranks that really have it, for names that not every rank of their mesh has."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further names of tied tensors, each with the first one: those that all ranks with this name tie to the same."""
+    """Further names of tied tensors, each with the first one: those that all ranks with either of them tie so."""
     written: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
     """Of tensors cut by hand whose boxes overlap: what this rank writes of its box, where that is not all of it."""
     overlaps: tuple[Overlap, ...] = ()
@@ -113,13 +113,17 @@ _tied = operator.attrgetter("tied")
 
 
 def _take_aliases(found: dict[str, dict[int, Row]], own: Collection[str]) -> dict[str, str]:
-    """Takes the names out that stand for another one on all ranks that have them; gives those of this rank with that.
+    """Takes the names out that stand for another one on all ranks that have either; gives those of this rank with that.
 
     What some ranks tie and others do not is saved under each of its names: a layout with an alias would send those who
     read a rank's share of one name to the share of another.
     """
     ties = {name: {*map(_tied, by_rank.values())} for name, by_rank in found.items()}
-    aliases = {name: tied for name, (tied, *others) in ties.items() if tied is not None and not others}
+    aliases = {
+        name: tied
+        for name, (tied, *others) in ties.items()
+        if tied is not None and not others and found[name].keys() == found[tied].keys()
+    }
     for name in aliases:
         del found[name]
     return {name: tied for name, tied in aliases.items() if name in own}

@@ -15,7 +15,7 @@ from rankthreads import run_ranks
 from ckptlib import UnsupportedState, plan
 from ckptlib.box import Box
 from ckptlib.group import Group, SoloGroup
-from ckptlib.layout import ByHand, Layout, Mesh, PerRank, Placed
+from ckptlib.layout import ByHand, Layout, Mesh, PerRank, Placed, ranks_touching
 from ckptlib.overlaps import Overlap
 from ckptlib.replicas import Agreement, agree, alone, entries_of, rows_of
 from ckptlib.sharding import Replicate, Shard
@@ -139,8 +139,9 @@ def test_a_mesh_of_which_some_do_not_hold_it_yet() -> None:
     none, one = agreed(2, leaves)
     assert none == Agreement({}, {})
     assert one.holders == {"o/w/exp_avg": frozenset({1})}
-    entries = plan.assign(entries_of(leaves(1), one))
+    entries = plan.assign(entries_of(leaves(1), one), partial=one.holders)
     assert plan.writes(entries[0], 1, one.holders["o/w/exp_avg"])
+    assert [*ranks_touching(entries[0], Box.whole((2,)), frozenset({1}))] == [1]  # where a load looks for it
 
 
 def test_per_rank_and_by_hand_need_no_agreement() -> None:
@@ -168,14 +169,16 @@ def tied(leaf: Leaf, name: str) -> Leaf:
 
 
 def test_what_all_ranks_tie_alike_is_one_tensor() -> None:
+    """Where one of them lacks a name, that is another tensor: the other ranks' share of the first is not its."""
+
     def leaves(rank: int) -> list[Leaf]:
-        first = plain("first", torch.ones(2))
-        return [first, *([tied(first, "second")] if rank else []), tied(first, "third")]
+        first = plain("first", torch.full((2,), 0.0 if rank < 2 else 1.0))
+        return [first, *([tied(first, "second")] if rank == 2 else []), tied(first, "third")]
 
     for rank, agreement in enumerate(agreed(3, leaves)):
-        assert agreement.aliases == {"third": "first"} | ({"second": "first"} if rank else {})
-        assert agreement.holdings == {"first": over(0, 1, 2)}
-        assert [entry.name for entry in entries_of(leaves(rank), agreement)] == ["first"]
+        assert agreement.aliases == {"third": "first"}
+        assert agreement.holdings == {"first": PerRank()} | ({"second": over(2)} if rank == 2 else {})
+        assert [entry.name for entry in entries_of(leaves(rank), agreement)] == [*agreement.holdings]
 
 
 @pytest.mark.parametrize("equal", [True, False])
