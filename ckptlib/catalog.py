@@ -11,10 +11,12 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ckptlib import garbage, keys
 from ckptlib.check import alike
+from ckptlib.contents import Contents, Share
 from ckptlib.digests import XXH3, digester
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -32,7 +34,7 @@ from ckptlib.layout import Layout, decode_layout
 from ckptlib.manifest import Generation, Manifest, Root
 from ckptlib.pace import Pace
 from ckptlib.part import FailedPart, Part, PartHead
-from ckptlib.proof import Proof
+from ckptlib.proof import Doubt, Proof
 from ckptlib.stores import Store
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,9 @@ log = logging.getLogger(__name__)
 POLL_FIRST_S = 0.005
 POLL_LAST_S = 0.5
 """How often a committer looks for parts: at once on a local disk, seldom when ranks are slow."""
+
+SHARES_KEPT = 4
+"""Parts that are kept while what several ranks wrote is compared, rank by rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,9 +275,10 @@ class Catalog:
         """Makes the step exist. `names`: one part per rank.
 
         The first time that ranks lie as they do, all parts are read and it is proved that together they hold every
-        element of every tensor; as long as the tables stay the same, that proof stands. That ranks hold alike what one
-        of them wrote for several is told by the checks in the parts' names, every time. Raises SaveFailed when they do
-        not, ReplicasDiffer, Superseded, or what a damaged part raises; the step does not exist then.
+        element of every tensor, and one value of it; as long as the tables stay the same, and no two of them hold the
+        same element, that proof stands. That ranks hold alike what one of them wrote for several is told by the checks
+        in the parts' names, every time. Raises SaveFailed when they do not, ReplicasDiffer, Superseded, or what a
+        damaged part raises; the step does not exist then.
         """
         assert [(n.save, n.rank) for n in names] == [(save, rank) for rank in range(len(names))], "one part per rank"
         if not alike(name.check for name in names):
@@ -305,10 +311,33 @@ class Catalog:
             layouts[part.table.layout] = (*layouts.get(part.table.layout, ()), part.rank)
             nbytes += sum(pack.nbytes for pack in part.packs)
             proof.add(part, self.layout(part.table.layout))
+        if (clash := proof.clash()) is not None:
+            raise SaveFailed(f"step {save.step}: {clash}; the step is not committed")
         if (missing := proof.missing()) is not None:
             raise SaveFailed(f"step {save.step}: no rank wrote {missing}; the step is not committed")
-        self._verified = {key: (layouts, nbytes)}
-        return self._verified[key]
+        doubts = proof.doubts()
+        self._settle(save, names, doubts)
+        if not doubts:  # what lies as it did may have other bytes the next time
+            self._verified = {key: (layouts, nbytes)}
+        return layouts, nbytes
+
+    def _settle(self, save: SaveId, names: Sequence[PartName], doubts: Sequence[Doubt]) -> None:
+        """Raises SaveFailed where what two ranks wrote of a tensor is not equal."""
+        contents = Contents(self.store.get_into)
+
+        @lru_cache(maxsize=SHARES_KEPT)
+        def share(rank: int) -> Share:
+            part = self.part(names[rank])
+            return Share(part, self.layout(part.table.layout))
+
+        for doubt in doubts:
+            if not contents.settles(doubt, share):
+                where, (first, second) = f"{doubt.name}{doubt.region}", doubt.ranks
+                raise SaveFailed(
+                    f"step {save.step}: {where}: ranks {first} and {second} saved different bytes for it; the step is "
+                    "not committed. If each rank has its own, say PerRank; if these are pieces of one tensor, DTensor "
+                    "or Sharded(tensor, offset, shape), with boxes that are equal where they overlap"
+                )
 
     def commit_when_whole(self, save: SaveId, world_size: int, seconds_left: Callable[[], float]) -> Manifest:
         """Waits for a part of every rank, then commits.

@@ -59,6 +59,8 @@ class Leaf(TensorSpec):
     """What this rank has: boxes in global coordinates, each with a view of the same shape."""
     owner: torch.optim.Optimizer | None
     """The optimizer whose step is the only writer of this tensor; None where there is none known."""
+    tied: str | None = None
+    """The first name on this rank of this very tensor, where this is a further one; other ranks may not tie them."""
     frozen: bool = False
     """Whether it is a parameter that asks for no gradient."""
 
@@ -84,7 +86,9 @@ def leaf_of(
         if len(tensor.shape) != box.ndim or not box.within(Box.whole(tensor.shape)):
             raise UnsupportedState(f"{name}: Sharded box {box} does not lie in a tensor of shape {tuple(tensor.shape)}")
         pieces = ((box, local),) if box.numel else ()
-        return Leaf(name, dtype_name(local), tuple(tensor.shape), ByHand(), pieces, owner, _is_frozen(tensor.tensor))
+        return Leaf(
+            name, dtype_name(local), tuple(tensor.shape), ByHand(), pieces, owner, frozen=_is_frozen(tensor.tensor)
+        )
     if isinstance(tensor, DTensor):
         if per_rank:
             raise UnsupportedState(f"{name}: a DTensor cannot be PerRank; give tensor.to_local()")
@@ -93,7 +97,7 @@ def leaf_of(
     shape = tuple(tensor.shape)
     pieces = ((_whole(shape), tensor),) if tensor.numel() else ()
     held = HeldPerRank() if per_rank else Plain()
-    return Leaf(name, dtype_name(tensor), shape, held, pieces, owner, _is_frozen(tensor))
+    return Leaf(name, dtype_name(tensor), shape, held, pieces, owner, frozen=_is_frozen(tensor))
 
 
 @lru_cache(maxsize=1024)
@@ -118,7 +122,7 @@ def _leaf_of_dtensor(tensor: DTensor, name: str, owner: torch.optim.Optimizer | 
         )
     whole = len(found) == 1 and found[0].local.shape == expected
     pieces = tuple((p.box, local if whole else local[p.local.slices()]) for p in found)
-    return Leaf(name, dtype_name(tensor), shape, held, pieces, owner, _is_frozen(tensor))
+    return Leaf(name, dtype_name(tensor), shape, held, pieces, owner, frozen=_is_frozen(tensor))
 
 
 def _is_frozen(tensor: torch.Tensor) -> bool:

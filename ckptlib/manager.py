@@ -445,6 +445,8 @@ def _estimate(leaves: list[Leaf], num_ranks: int) -> int:
     """Bytes of this rank's snapshot: what is there, and two fp32 moments for what an optimizer has yet to make."""
     nbytes = 0
     for leaf in leaves:
+        if leaf.tied is not None:
+            continue
         local = sum(tensor.nbytes for _, tensor in leaf.pieces)
         moments = sum(tensor.numel() for _, tensor in leaf.pieces) * 8
         is_param = leaf.owner is not None and any(t.requires_grad for _, t in leaf.pieces)

@@ -14,24 +14,25 @@ import torch
 from ckptlib.box import Box
 from ckptlib.errors import StateChanged
 from ckptlib.group import Group
-from ckptlib.layout import Layout, PerRank, Placed
+from ckptlib.layout import ByHand, Layout, PerRank, Placed
 from ckptlib.pairs import Source
 from ckptlib.plan import ALIGN_FROM_BYTES, assign, body_nbytes, lay_out, writes
 from ckptlib.replica_digests import Replica, ReplicaDigests, Way
-from ckptlib.replicas import Agreement, Row, Shared, agree, entries_of, prove, rows_of, shared_of
+from ckptlib.replicas import Agreement, Row, agree, entries_of, rows_of, within
 from ckptlib.sections import same
+from ckptlib.shared import Shared, prove, shared_of
 from ckptlib.state import Flat, Leaf, Plain
 from ckptlib.table import Table
 
 Overlap = Callable[[Leaf], bool]
 """Whether its only writer waits at the fence; asked once for all leaves of one owner."""
 
-Shape = tuple[tuple[str, str, tuple[int, ...], object], ...]
+Shape = tuple[tuple[object, ...], ...]
 """Of every leaf: what a plan depends upon."""
 
 
-Order = tuple[tuple[int, int], ...]
-"""Leaves and their pieces."""
+Order = tuple[tuple[int, int, Box | None], ...]
+"""Leaves and their pieces; and the region of a piece that is meant, in the tensor's global coordinates; None: all."""
 
 _Late: TypeAlias = dict["torch.optim.Optimizer | None", bool]
 """By owner: whether what it owns is copied behind the fence."""
@@ -116,7 +117,7 @@ class Planner:
         plan = self._plan_for(flat, known)
         prove(flat.leaves, plan.shared, self._group)
         plain = {leaf.name for leaf in flat.leaves if isinstance(leaf.held, Plain)}
-        self._own |= {name for name in plain if isinstance(agreement.holdings[name], PerRank)}
+        self._own |= {name for name in plain if isinstance(agreement.holdings.get(name), PerRank)}
         self.must_compare = self._restless(known is None)
         return plan
 
@@ -145,7 +146,7 @@ class Planner:
     def _known(self, flat: Flat) -> Plan | None:
         """The last plan, unless something that it depends upon has changed."""
         known = self._plan
-        if known is None or (known.layout.aliases, known.layout.objects) != (flat.aliases, flat.objects):
+        if known is None or known.layout.objects != flat.objects:
             return None
         return known if same(self._leaves, flat.leaves) or known.shape == _shape(flat.leaves) else None
 
@@ -157,13 +158,17 @@ class Planner:
     def _make(self, flat: Flat) -> Plan:
         assert self._agreement is not None
         by = self._agreement
-        entries = assign(entries_of(flat.leaves, by))
-        layout = Layout(self._group.size, tuple(entries), flat.aliases, flat.objects)
-        places: dict[tuple[str, Box], tuple[int, int]] = {}
+        entries = assign(entries_of(flat.leaves, by), partial=by.holders)
+        layout = Layout(self._group.size, tuple(entries), by.aliases, flat.objects)
+        places: dict[tuple[str, Box], tuple[int, int, Box | None]] = {}
         for i, leaf in enumerate(flat.leaves):
+            if leaf.name in by.aliases:
+                continue
             entry = layout.tensors[layout.index[leaf.name]]
-            if writes(entry, self._group.rank, by.holders.get(leaf.name)):
-                places.update({(leaf.name, box): (i, piece) for piece, (box, _) in enumerate(leaf.pieces)})
+            if leaf.name in by.written:
+                places.update({(leaf.name, box): (i, 0, box) for box in by.written[leaf.name]})
+            elif writes(entry, self._group.rank, by.holders.get(leaf.name)):
+                places.update({(leaf.name, box): (i, piece, None) for piece, (box, _) in enumerate(leaf.pieces)})
         table = lay_out(layout, list(places))
         order = tuple(places[layout.tensors[t].name, box] for t, box in zip(table.tensors, table.boxes, strict=True))
         shared = shared_of(flat.leaves, by, self._group.rank)
@@ -200,17 +205,18 @@ class Planner:
             or known[2] != late
             or known[3] != self._moving
         ):
-            replicas = [self._replica(shared, leaves[shared.leaf], late) for shared in plan.shared]
+            replicas = [self._replica(shared, leaves, late) for shared in plan.shared]
             made = ReplicaDigests(replicas, None if known is None else known[4])
             known = self._digests = plan, leaves, late, self._moving, made
         return known[4]
 
-    def _replica(self, shared: Shared, leaf: Leaf, late: _Late) -> Replica:
+    def _replica(self, shared: Shared, leaves: list[Leaf], late: _Late) -> Replica:
+        leaf = leaves[shared.leaf]
         if leaf.owner is not None:
             way = Way.SAMPLED
         else:
             way = Way.FROZEN if leaf.frozen and leaf.name not in self._moving else Way.WHOLE
-        return Replica(shared.ranks, leaf.name, leaf.pieces[shared.piece][1].detach(), late[leaf.owner], way)
+        return Replica(shared.ranks, leaf.name, shared.tensor(leaves), late[leaf.owner], way)
 
     def note_moved(self, names: frozenset[str]) -> None:
         """These frozen parameters change after all; on all ranks that hold them at the same step."""
@@ -223,7 +229,7 @@ class Planner:
         if known is not None and known.late == late and same(known.leaves, leaves):
             return known.sources
         found = []
-        for n, (i, piece) in enumerate(order):
+        for n, (i, piece, region) in enumerate(order):
             leaf, is_late = leaves[i], late[leaves[i].owner]
             if known is not None and known.leaves[i] is leaf:
                 source = known.sources[n]
@@ -231,7 +237,10 @@ class Planner:
             else:
                 # detached: what `p.data = x` puts in place of this memory must not be copied instead, least of all
                 # past its end
-                found.append(Source(leaf.name, leaf.pieces[piece][1].detach(), is_late))
+                box, tensor = leaf.pieces[piece]
+                found.append(
+                    Source(leaf.name, tensor.detach() if region is None else within(region, box, tensor), is_late)
+                )
         self._sources[rank] = _Sources(order, leaves, late, found)
         return found
 
@@ -256,9 +265,14 @@ def _find_alike(table: Table, plan: Plan, leaves: list[Leaf]) -> Alike:
         for piece, (own, _) in enumerate(leaves[i].pieces):
             if own == box:
                 offsets.append(offset)
-                order.append((i, piece))
+                order.append((i, piece, None))
     return Alike(table, tuple(offsets), tuple(order))
 
 
 def _shape(leaves: list[Leaf]) -> Shape:
-    return tuple((leaf.name, leaf.dtype, leaf.shape, leaf.held) for leaf in leaves)
+    return tuple((leaf.name, leaf.dtype, leaf.shape, leaf.held, leaf.tied, _cut(leaf)) for leaf in leaves)
+
+
+def _cut(leaf: Leaf) -> tuple[Box, ...]:
+    """The boxes that nothing but the pieces tells of."""
+    return tuple(box for box, _ in leaf.pieces) if isinstance(leaf.held, ByHand) else ()

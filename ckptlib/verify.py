@@ -7,19 +7,17 @@ What fills the gaps between chunks is nobody's data and is not compared with any
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ckptlib import keys
-from ckptlib.box import Box, find_overlap
 from ckptlib.catalog import Catalog
-from ckptlib.contents import Contents, SavedShard, Share
+from ckptlib.contents import Contents, Share
 from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, FormatError, NewerFormat
 from ckptlib.findings import Finding, attempt, finding_of
 from ckptlib.keys import GenerationId, PartName, SaveId
-from ckptlib.layout import ByHand, Layout, PerRank
+from ckptlib.layout import Layout
 from ckptlib.manifest import Generation, Manifest
 from ckptlib.part import Part
 from ckptlib.proof import Proof
@@ -122,41 +120,27 @@ def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Findi
 def _check_cover(
     manifest: Manifest, parts: Sequence[Part], layouts: Mapping[str, Layout], contents: Contents
 ) -> Iterator[Finding]:
-    """Whether the parts hold every element once, or more than once but alike."""
+    """Whether the parts hold every element once, or more than once but alike: what the commit proved."""
     save, key = manifest.save, manifest.save.manifest_key
     proof = Proof()
     for part in parts:
         proof.add(part, layouts[part.table.layout])
+    clash = proof.clash()
+    if clash is not None:
+        yield Finding("incomplete", key, f"{clash}: it is not the same tensor for all ranks", save)
+        return
     missing = proof.missing()
     if missing is not None:
         yield Finding("incomplete", key, f"{missing}: no part of step {save.step} holds these elements", save)
-    held: dict[tuple[str, Box], SavedShard] = {}
-    by_hand: defaultdict[str, list[Box]] = defaultdict(list)
-    for part in parts:
-        layout = layouts[part.table.layout]
-        share = Share(part, layout)
-        for shard, name, box in _shards(part, layout):
-            holding = layout.tensors[part.table.tensors[shard]].holding
-            if isinstance(holding, PerRank):
-                continue
-            saved = share.shard(shard)
-            first = held.setdefault((name, box), saved)
-            if attempt(partial(contents.same, first, saved)) is False:  # what cannot be read is another's finding
-                message = f"{name}{box}: ranks {first.part.rank} and {part.rank} saved different bytes for it"
-                yield Finding("incomplete", key, message, save, part.rank, ((name, box),))
-            elif isinstance(holding, ByHand) and first.part.rank == part.rank:
-                by_hand[name].append(box)
-    for name, boxes in by_hand.items():
-        overlap = find_overlap(Box.whole(_shape_of(name, layouts)), boxes)
-        if overlap is not None:
-            message = f"{name}{overlap}: two of the boxes given by hand overlap here, so its value is not known"
-            yield Finding("incomplete", key, message, save, None, ((name, overlap),))
-
-
-def _shape_of(name: str, layouts: Mapping[str, Layout]) -> tuple[int, ...]:
-    return next(entry.shape for layout in layouts.values() if (entry := layout.find(name)) is not None)
-
-
-def _shards(part: Part, layout: Layout) -> Iterator[tuple[int, str, Box]]:
-    for shard, (tensor, box) in enumerate(zip(part.table.tensors, part.table.boxes, strict=True)):
-        yield shard, layout.tensors[tensor].name, box
+    doubts = attempt(proof.doubts)
+    if isinstance(doubts, CkptError):
+        yield Finding("incomplete", key, str(doubts), save)
+        return
+    shares = {part.rank: Share(part, layouts[part.table.layout]) for part in parts if doubts}
+    for doubt in doubts:
+        if (
+            attempt(partial(contents.settles, doubt, shares.__getitem__)) is False
+        ):  # the unreadable is another's finding
+            name, region, (first, second) = doubt.name, doubt.region, doubt.ranks
+            message = f"{name}{region}: ranks {first} and {second} saved different bytes for it"
+            yield Finding("incomplete", key, message, save, second, ((name, region),))

@@ -84,9 +84,11 @@ def put_part(
     layout: Layout,
     tensors: Mapping[str, np.ndarray],
     attempt: str = ATTEMPT,
+    shards: list[tuple[str, Box]] | None = None,
+    chunk_bytes: int = 1 << 20,
 ) -> PartName:
-    """Packs and part of one rank, put in the order of a writer."""
-    table = plan.lay_out(layout, shards_of(layout, rank), chunk_bytes=1 << 20)
+    """Packs and part of one rank, put in the order of a writer. `shards`: what it writes, if not what is its share."""
+    table = plan.lay_out(layout, shards_of(layout, rank) if shards is None else shards, chunk_bytes)
     body = bytearray(plan.body_nbytes(table))
     for tensor, box, begin in zip(table.tensors, table.boxes, table.begins(table.sizes(layout)), strict=True):
         raw = np.ascontiguousarray(tensors[layout.tensors[tensor].name][box.slices()]).tobytes()

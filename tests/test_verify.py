@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
-import support
 from support import make_generation, make_root, make_save, put_part, put_parts, resealed, state
 from typing_extensions import Buffer, override
 
@@ -294,17 +293,9 @@ def by_hand(boxes: list[list[Box]], values: list[float]) -> tuple[MemoryStore, S
     names = []
     for rank, mine in enumerate(boxes):
         whole = np.full((4, 4), values[rank], dtype=np.float32)
-        names.append(put_by_hand(catalog, save, rank, layout, mine, whole))
+        names.append(put_part(catalog, save, rank, layout, {"x": whole}, shards=[("x", box) for box in mine]))
     commit_unproved(store, save, names)
     return store, save
-
-
-def put_by_hand(
-    catalog: Catalog, save: SaveId, rank: int, layout: Layout, boxes: list[Box], whole: np.ndarray
-) -> PartName:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(support, "shards_of", lambda layout, rank: [("x", box) for box in boxes])
-        return put_part(catalog, save, rank, layout, {"x": whole})
 
 
 LEFT, RIGHT, MIDDLE = Box((0, 0), (4, 2)), Box((0, 2), (4, 2)), Box((0, 1), (4, 2))
@@ -324,9 +315,12 @@ def test_replicas_that_differ(store: MemoryStore) -> None:
 
 def test_boxes_by_hand_that_overlap(store: MemoryStore) -> None:
     store, save = by_hand([[LEFT, RIGHT], [MIDDLE]], [1.0, 1.0])
-    found = only(findings(store, save))
-    assert found.damage == "incomplete"
-    assert "overlap" in found.message
+    assert findings(store, save) == []
+    store, save = by_hand([[LEFT, RIGHT], [MIDDLE]], [1.0, 2.0])
+    found = findings(store, save)
+    assert [(one.damage, one.rank) for one in found] == [("incomplete", 1)] * 2
+    assert {one.shards for one in found} == {(("x", Box((0, at), (4, 1))),) for at in (1, 2)}
+    assert all("ranks 0 and 1 saved different bytes" in one.message for one in found)
 
 
 # -- the store
