@@ -182,6 +182,10 @@ class ReplicaDigests:
         self._last = Reading(number, readers, readers.read_small(number), before)
         return self._last
 
+    def nbytes_inline(self, whole: bool) -> int:
+        """Bytes that `begin` reads in host memory."""
+        return self._readers[whole].nbytes_inline
+
 
 class _Readers:
     """How each replica is read, if everything is digested whole, or not."""
@@ -224,6 +228,12 @@ class _Readers:
             if replica.tensor.device.type != "cpu":
                 self.on_devices.setdefault(replica.tensor.device, []).append(i)
 
+    @property
+    def nbytes_inline(self) -> int:
+        widths = ((self.widths[i], self.large[i].tensor.nbytes) for i in self.now)
+        large = sum(nbytes if width is None else width for width, nbytes in widths)
+        return large + sum(small.nbytes for small in self._small)
+
     def data(self, i: int) -> memoryview:
         """The bytes of a large tensor in host memory; those of a strided one are put together each time."""
         found = self._views.get(i)
@@ -253,6 +263,7 @@ class _Small:
         self._addresses = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
         self._strided = [(i, tensor) for i, tensor in enumerate(tensors) if not is_bytes(tensor)]
         ends = [*itertools.accumulate(self._widths)]
+        self.nbytes = ends[-1]
         self._buffer = (ctypes.c_char * min(_BUFFER_BYTES + OVERLAP_FROM_BYTES, max(ends[-1], 1)))()
         self._targets: list[int] = []
         self._batches: list[tuple[int, int, int]] = []

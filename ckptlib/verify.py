@@ -13,6 +13,7 @@ from functools import partial
 
 from ckptlib import keys
 from ckptlib.catalog import Catalog
+from ckptlib.check import alike
 from ckptlib.contents import Contents, Share
 from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, FormatError, NewerFormat
 from ckptlib.findings import Finding, attempt, finding_of
@@ -105,6 +106,7 @@ def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Findi
     for part in parts:
         layouts[part.table.layout] = (*layouts.get(part.table.layout, ()), part.rank)
     derived = {
+        "agreement of replicas": alike(name.check for name in manifest.parts),
         "world size": {part.world_size for part in parts} == {manifest.world_size},
         "layouts": layouts == manifest.layouts,
         "size": sum(pack.nbytes for part in parts for pack in part.packs) == manifest.nbytes,

@@ -26,17 +26,19 @@ from support import (
 
 from ckptlib import keys
 from ckptlib.catalog import Catalog, history
+from ckptlib.check import Check, check_of, compared
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,
     FormatError,
     ObjectNotFound,
+    ReplicasDiffer,
     SaveFailed,
     StoreError,
     Superseded,
     describe,
 )
-from ckptlib.keys import GenerationId, SaveId
+from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.manifest import Generation, Root
 from ckptlib.part import FailedPart, Part
 from ckptlib.stores import Store
@@ -396,6 +398,69 @@ def test_commit_when_whole_gives_up_when_superseded(catalog: Catalog) -> None:
     catalog.store.delete(names[1].key)
     make_generation(catalog, 2)
     refused(catalog, save, lambda: catalog.commit_when_whole(save, 2, seconds(60)), Superseded, "may no longer")
+
+
+# -- checks
+
+
+def put_checked(catalog: Catalog, save: SaveId, checks: list[Check | None], attempt: str = "0" * 8) -> list[PartName]:
+    layout = layout_of(state(save.step), len(checks))
+    return [
+        put_part(catalog, save, rank, layout, state(save.step), attempt, check=check)
+        for rank, check in enumerate(checks)
+    ]
+
+
+def digests(rank: int, digest: bytes, number: int = 7) -> Check:
+    return check_of(number, rank, {(0, 1): digest})
+
+
+def test_parts_whose_checks_agree_are_committed(catalog: Catalog) -> None:
+    save = SaveId(10, make_generation(catalog, 1))
+    names = put_checked(catalog, save, [digests(0, b"same"), digests(1, b"same")])
+    assert catalog.part(names[1]).check == names[1].check
+    catalog.commit(save, names)
+    assert np.array_equal(read_save(catalog.store, save)["w"], state(10)["w"])
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_replicas_that_differ_are_never_committed(catalog: Catalog, known: bool) -> None:
+    """Also where the tables are those of a step that was proved."""
+    generation = make_generation(catalog, 1)
+    if known:
+        earlier = SaveId(5, generation)
+        catalog.commit(earlier, put_checked(catalog, earlier, [digests(0, b"same"), digests(1, b"same")]))
+    save = SaveId(10, generation)
+    names = put_checked(catalog, save, [digests(0, b"one"), digests(1, b"two")])
+    refused(catalog, save, lambda: catalog.commit(save, names), ReplicasDiffer, "step 10: what several ranks hold")
+    assert save not in Catalog(catalog.store).finish(catalog.next_generation())
+    assert save not in catalog.saves()
+
+
+@pytest.mark.parametrize("other", [None, compared(8), digests(1, b"same", number=8)], ids=str)
+def test_parts_of_two_snapshots_of_one_step_are_no_step(catalog: Catalog, other: Check | None) -> None:
+    save = SaveId(10, make_generation(catalog, 1))
+    put_checked(catalog, save, [compared(7), other])
+    call = lambda: catalog.commit_when_whole(save, 2, seconds(0))  # noqa: E731
+    refused(catalog, save, call, SaveFailed, "no part came from 1 of 2 ranks")
+    assert catalog.finish(catalog.next_generation()) == []
+
+
+def test_of_two_snapshots_of_one_step_the_one_that_is_whole_is_committed(catalog: Catalog) -> None:
+    save = SaveId(10, make_generation(catalog, 1))
+    whole = put_checked(catalog, save, [compared(7), compared(7)])
+    put_part(catalog, save, 1, layout_of(state(99), 2), state(99), "1" * 8, check=compared(8))
+    assert catalog.commit_when_whole(save, 2, seconds(0)).parts == tuple(whole)
+    assert np.array_equal(read_save(catalog.store, save)["w"], state(10)["w"])
+
+
+def test_a_name_that_tells_of_another_check_is_another_part(catalog: Catalog) -> None:
+    save = SaveId(10, make_generation(catalog, 1))
+    names = put_checked(catalog, save, [compared(7), digests(1, b"other")])
+    renamed = replace(names[1], check=compared(7))
+    catalog.store.put(renamed.key, catalog.store.get(names[1].key))
+    with pytest.raises(FormatError, match="content and name tell of different parts"):
+        catalog.part(renamed)
 
 
 # -- finish
