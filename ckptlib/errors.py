@@ -3,6 +3,7 @@
     CkptError
     +-- StoreError              the store refused or failed; the same call may work later
     |   +-- ObjectNotFound      no object has this key (also a KeyError)
+    |   +-- ObjectUnreadable    the object is there and cannot be read, for a reason that may be its own
     |   +-- ObjectExists        the key is taken; objects are never overwritten
     |   +-- StoreFull           no space or quota left
     +-- FormatError             bytes that are not what their name says: torn, foreign, hostile
@@ -46,6 +47,13 @@ class ObjectNotFound(StoreError, KeyError):
     @override
     def __str__(self) -> str:  # KeyError would print the repr
         return str(self.args[0]) if self.args else ""
+
+
+class ObjectUnreadable(StoreError):
+    """The object is there and cannot be read, for a reason that may be its own: a bad sector, a permission.
+
+    It may be the whole store's, too; a second object tells.
+    """
 
 
 class ObjectExists(StoreError):

@@ -148,7 +148,7 @@ for prefix in ["", "steps/", "steps/0"]:
 
 
 def test_a_file_system_without_links(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: str, target: str) -> None:
+    def refuse(source: str, target: str, **directories: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", refuse)
@@ -182,11 +182,11 @@ def test_only_old_remains_are_cleaned(files: Path) -> None:
     store = LocalStore(str(files))
     store.clean(before=time.time())  # no remains, no root: nothing to do
     store.put("a", b"kept")
-    for name, age_s in (("1-old", 1000), ("2-new", 0)):
+    for name, age_s in ((f"1-{'0' * 16}", 1000), (f"2-{'f' * 16}", 0)):
         (files / ".tmp" / name).write_bytes(b"half a pack")
         os.utime(files / ".tmp" / name, (time.time() - age_s,) * 2)
     store.clean(before=time.time() - 500)
-    assert temp_files(files) == ["2-new"]
+    assert temp_files(files) == [f"2-{'f' * 16}"]
     assert store.get("a") == b"kept"
 
 
