@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from ckptlib import keys
+from ckptlib import keys, values
 from ckptlib.catalog import Catalog
 from ckptlib.check import alike
 from ckptlib.contents import Contents, Share
-from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, FormatError, NewerFormat
+from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, FormatError, NewerFormat, ObjectUnreadable
 from ckptlib.findings import Finding, attempt, finding_of
 from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.layout import Layout
@@ -61,7 +61,7 @@ def verify_save(catalog: Catalog, save: SaveId, advance: Advance = lambda nbytes
     """
     try:
         manifest = catalog.manifest(save)
-    except (CorruptData, FormatError) as error:
+    except (CorruptData, FormatError, ObjectUnreadable) as error:
         if isinstance(error, NewerFormat):
             raise
         yield finding_of(error, save.manifest_key, save)
@@ -96,8 +96,19 @@ def _read_part(
         return name, FormatError(f"{name.key}: its layout {digest} is none of the manifest's")
     if digest not in layouts:
         return name, None
-    problem = attempt(lambda: part.table.check(layouts[digest], name.key))
+    problem = attempt(lambda: part.table.check(layouts[digest], name.key)) or attempt(lambda: _check_values(part, name))
     return name, part if problem is None else problem
+
+
+def _check_values(part: Part, name: PartName) -> None:
+    """Raises FormatError for one that a load would refuse."""
+    for path, value in (*part.values.items(), *part.metrics.items()):
+        try:
+            values.decode(value, path)
+        except FormatError as error:
+            raise FormatError(f"{name.key}: {error}") from None
+        except ImportError:
+            continue  # a value of torch's, which is not here
 
 
 def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Finding]:
