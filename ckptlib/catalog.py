@@ -25,6 +25,7 @@ from ckptlib.errors import (
     NewerFormat,
     ObjectExists,
     ObjectNotFound,
+    ObjectUnreadable,
     ReplicasDiffer,
     SaveFailed,
     Superseded,
@@ -154,7 +155,7 @@ class Catalog:
                 records[generation] = self.generation(generation)
             except NewerFormat:
                 raise
-            except (CorruptData, FormatError) as error:
+            except (CorruptData, FormatError, ObjectUnreadable) as error:
                 log.error("what generation %s resumed from is not known: %s", generation, error)
         return history(saves, records)
 
@@ -415,7 +416,8 @@ class Catalog:
             if missing:
                 return False
             self.commit(save, complete)
-        except (CorruptData, FormatError, ObjectNotFound, SaveFailed):
+        except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable, SaveFailed) as error:
+            log.warning("step %d is not committed, though all its parts are there: %s", save.step, error)
             return False  # damaged or incomplete: it never existed, and retention will sweep it
         return True
 

@@ -228,10 +228,16 @@ class Slot(ReadableSlot):
 
     @override
     def read_at(self, at: int, buffer: memoryview) -> None:
-        """Without the GIL. The kernel copies what it would take a fault per page to map."""
+        """Without the GIL. The kernel copies what it would take a fault per page to map.
+
+        Raises CorruptData where a file arena's disk does not give it.
+        """
         done = 0
         while done < len(buffer):
-            count = os.preadv(self._fd, [buffer[done:]], at + done)
+            try:
+                count = os.preadv(self._fd, [buffer[done:]], at + done)
+            except OSError as error:
+                raise CorruptData(f"{self.path}: [{at}:+{len(buffer)}] cannot be read: {error.strerror}") from error
             if count == 0:
                 raise FormatError(f"{self.path}: [{at}:+{len(buffer)}] lies behind its end")
             done += count

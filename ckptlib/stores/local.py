@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import numpy as np
 from typing_extensions import Buffer, override
 
-from ckptlib.errors import ObjectExists, ObjectNotFound, ObjectUnreadable, StoreError, StoreFull
+from ckptlib.errors import CkptError, FormatError, ObjectExists, ObjectNotFound, ObjectUnreadable, StoreError, StoreFull
 from ckptlib.stores import tree
 from ckptlib.stores.base import (
     Entry,
@@ -340,11 +340,11 @@ def _status(fd: int, name: str) -> os.stat_result | None:
         return None
 
 
-def _taken(fd: int, name: str, path: str) -> StoreError:
+def _taken(fd: int, name: str, path: str) -> CkptError:
     """Only an object counts as put before: who finds one there takes it for his own."""
     kind = tree.kind_of(fd, name)
     if kind is not None:
-        return StoreError(f"{path}: cannot publish: {kind} is in the place of the object; remove it")
+        return FormatError(f"{path}: cannot publish: {kind} is in the place of the object; remove it")
     return ObjectExists(f"{path}: exists already, and objects are never overwritten; put it under another key")
 
 
