@@ -20,6 +20,7 @@ from ckptlib.contents import Contents, Share
 from ckptlib.digests import XXH3, digester
 from ckptlib.errors import (
     CheckpointNotFound,
+    CkptError,
     CorruptData,
     FormatError,
     NewerFormat,
@@ -132,11 +133,41 @@ class Catalog:
         """Their records. Raises CorruptData or FormatError for a damaged one."""
         return {generation: self.generation(generation) for generation in self.generation_ids()}
 
+    def records(self) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
+        """Of each generation its record, or why it is not known what it resumed from; history ends with these.
+
+        Raises NewerFormat.
+        """
+        saves = self.saves()  # first: who commits has put its record
+        return self._records(self.generation_ids(), saves)
+
+    def _records(
+        self, ids: Iterable[GenerationId], saves: Iterable[SaveId]
+    ) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
+        found: dict[GenerationId, Generation] = {}
+        lost: dict[GenerationId, CkptError] = {}
+        for generation in ids:
+            try:
+                found[generation] = self.generation(generation)
+            except NewerFormat:
+                raise
+            except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable) as error:
+                lost[generation] = error
+        origins = (record.resumed_from for record in found.values())
+        for save in (*saves, *(origin for origin in origins if origin is not None)):
+            if save.generation not in found:
+                where = f"{self.store.url}/{save.generation.key}"
+                lost.setdefault(save.generation, ObjectNotFound(f"{where}: no such object"))
+        return found, lost
+
     def generation(self, generation: GenerationId) -> Generation:
         """Its record. Raises ObjectNotFound, CorruptData or FormatError."""
         if generation not in self._generations:
             key = generation.key
-            self._generations[generation] = Generation.decode(self.store.get(key), f"{self.store.url}/{key}")
+            record = Generation.decode(self.store.get(key), f"{self.store.url}/{key}")
+            if record.id != generation:
+                raise FormatError(f"{self.store.url}/{key}: content and name tell of different generations")
+            self._generations[generation] = record
         return self._generations[generation]
 
     def visible(self, further: Collection[SaveId] = ()) -> list[SaveId]:
@@ -145,19 +176,15 @@ class Catalog:
         Those of a generation without a record here are none: where a root was copied, both have its id, and a job of
         the other one may have left snapshots on this host.
 
-        A damaged record of a generation counts as none, loudly: its steps are whole all the same. Raises NewerFormat.
+        A lost or damaged record of a generation ends history, loudly: its own steps are whole all the same. Raises
+        NewerFormat.
         """
+        saves = self.saves()
         generations = self.generation_ids()
-        saves = {*self.saves(), *(save for save in further if save.generation in generations)}
-        records = {}
-        for generation in generations:
-            try:
-                records[generation] = self.generation(generation)
-            except NewerFormat:
-                raise
-            except (CorruptData, FormatError, ObjectUnreadable) as error:
-                log.error("what generation %s resumed from is not known: %s", generation, error)
-        return history(saves, records)
+        records, lost = self._records(generations, saves)
+        for generation, error in lost.items():
+            log.error("what generation %s resumed from is not known: %s", generation, error)
+        return history({*saves, *(save for save in further if save.generation in generations)}, records)
 
     def resolve(self, step: int | str) -> SaveId:
         """The save of a visible step; "latest", a step number, or a full name for one that is not visible.

@@ -17,9 +17,9 @@ from ckptlib.check import alike
 from ckptlib.contents import Contents, Share
 from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, FormatError, NewerFormat, ObjectUnreadable
 from ckptlib.findings import Finding, attempt, finding_of
-from ckptlib.keys import GenerationId, PartName, SaveId
+from ckptlib.keys import PartName, SaveId
 from ckptlib.layout import Layout
-from ckptlib.manifest import Generation, Manifest
+from ckptlib.manifest import Manifest
 from ckptlib.part import Part
 from ckptlib.proof import Proof
 from ckptlib.verify_packs import READ_THREADS, Advance, in_order, verify_packs
@@ -35,21 +35,17 @@ def verify_root(catalog: Catalog) -> Iterator[Finding]:
         yield Finding("missing", keys.ROOT, f"{keys.ROOT}: there is no such object; jobs would take it for a new root")
     elif isinstance(root, CkptError):
         yield finding_of(root, keys.ROOT, None)
+    wanted = {save.generation for save in catalog.saves()}  # first: who commits has put its record
     ids = catalog.generation_ids()
-    wanted = {save.generation for save in catalog.saves()}
     for generation in ids:
-        problem = attempt(partial(_check_generation, catalog, generation))
-        if problem is not None:
-            yield finding_of(problem, generation.key, None)
+        record = attempt(partial(catalog.generation, generation))
+        if isinstance(record, CkptError):
+            yield finding_of(record, generation.key, None)
+        elif record.resumed_from is not None:
+            wanted.add(record.resumed_from.generation)
     for generation in sorted(wanted - {*ids}):
-        message = f"{generation.key}: steps of this generation are there, but not its record; history ends with them"
-        yield Finding("missing", generation.key, message)
-
-
-def _check_generation(catalog: Catalog, generation: GenerationId) -> None:
-    record = Generation.decode(catalog.store.get(generation.key), generation.key)
-    if record.id != generation:
-        raise FormatError(f"{generation.key}: content and name tell of different generations")
+        message = f"{generation.key}: there is no such object, but steps of this generation are, or one that went on "
+        yield Finding("missing", generation.key, message + "from it; history ends with it")
 
 
 def verify_save(catalog: Catalog, save: SaveId, advance: Advance = lambda nbytes: None) -> Iterator[Finding]:
