@@ -18,6 +18,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -197,13 +198,20 @@ class Slot(ReadableSlot):
     def open(cls, path: Path) -> Self:
         """A slot that another process made, to be read. Raises FormatError for a file that is not this user's slot."""
         try:
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise FormatError(f"{path}: cannot be opened as a slot: {error.strerror}") from error
         found = os.fstat(fd)
         if found.st_uid != os.geteuid() or found.st_size < PAGE_BYTES:
             os.close(fd)
             raise FormatError(f"{path}: not a slot of this user ({found.st_size} bytes, owner {found.st_uid})")
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_mode & 0o022:
+            # A file of ours under a second name, which others can make, would be emptied with the slots left behind.
+            os.close(fd)
+            raise FormatError(
+                f"{path}: not a slot: expected a file of one name that nobody else may write to, got mode "
+                f"{found.st_mode:o} and {found.st_nlink} names"
+            )
         return cls(path, fd, found.st_size, writable=False)
 
     @property
