@@ -275,6 +275,9 @@ class Catalog:
             self.store.delete(key)
         except ObjectNotFound:
             pass
+        except ObjectUnreadable as error:
+            log.error("%s; it is put again", error)
+            self.store.delete(key)
         self._put_new(key, document)
 
     def check_head(self, generation: GenerationId) -> None:

@@ -27,7 +27,15 @@ from typing import Any
 
 from ckptlib import keys
 from ckptlib.catalog import Catalog, history
-from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, ObjectExists, StoreError, StoreFull
+from ckptlib.errors import (
+    CheckpointNotFound,
+    CorruptData,
+    FormatError,
+    ObjectExists,
+    ObjectUnreadable,
+    StoreError,
+    StoreFull,
+)
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.manifest import Generation, TrashRecord
 from ckptlib.stores import Entry, Store
@@ -262,7 +270,7 @@ def _unnamed_layouts(catalog: Catalog, stock: _Stock, oldest: float) -> list[Ent
         return []
     try:
         named = {keys.layout_key(digest) for save in stock.committed for digest in catalog.manifest(save).layouts}
-    except (CheckpointNotFound, CorruptData, FormatError) as error:
+    except (CheckpointNotFound, CorruptData, FormatError, ObjectUnreadable) as error:
         log.warning("layouts are left alone, since a manifest cannot be read: %s", error)
         return []
     return [entry for entry in old if entry.key not in named]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -242,6 +243,43 @@ def test_a_damaged_layout_is_put_again(store: Store, catalog: Catalog) -> None:
         Catalog(store).layout(digest)
     catalog.put_layout(digest, layout.encoded)
     assert Catalog(store).layout(digest) == layout
+
+
+def test_a_layout_that_cannot_be_read_is_put_again(store: Store, catalog: Catalog, tmp_path: Path) -> None:
+    save = make_save(catalog, make_generation(catalog), 10, state(10))
+    digest, layout = next((d, catalog.layout(d)) for d in catalog.manifest(save).layouts)
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps([{"op": "get", "key": "^layouts/", "action": "unreadable"}]))
+    faulty = FaultStore(store, str(plan))
+    Catalog(faulty).put_layout(digest, layout.encoded)
+    log = [json.loads(line) for line in (tmp_path / "plan.json.log").read_text().splitlines()]
+    assert [line["op"] for line in log] == ["get", "delete", "put"]
+    assert Catalog(store).layout(digest) == layout
+    plan.write_text(json.dumps([{"op": "get", "key": "^layouts/", "action": "error"}]))
+    with pytest.raises(StoreError, match="as planned"):  # that is the store's own trouble
+        Catalog(faulty).put_layout(digest, layout.encoded)
+    assert Catalog(store).layout(digest) == layout
+
+
+def test_a_record_that_is_lost_or_cannot_be_read_ends_history_and_says_so(
+    store: Store, catalog: Catalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make_generation(catalog, 1)
+    old = make_save(catalog, first, 10, state(10))
+    second = make_generation(catalog, 2, resumed_from=old)
+    new = make_save(catalog, second, 20, state(20))
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps([{"op": "get", "key": str(second), "action": "unreadable"}]))
+    assert Catalog(FaultStore(store, str(plan))).visible() == [new]
+    assert f"what generation {second} resumed from is not known" in caplog.text
+    caplog.clear()
+    replace_object(store, second.key, store.get(first.key))
+    assert Catalog(store).visible() == [new]
+    assert "content and name tell of different generations" in caplog.text
+    caplog.clear()
+    store.delete(second.key)
+    assert Catalog(store).visible() == [new]
+    assert f"{second.key}: no such object" in caplog.text
 
 
 def test_what_somebody_gave_up_is_never_finished(store: Store, catalog: Catalog) -> None:
