@@ -5,7 +5,9 @@ DTensors on partial and permuted meshes of one to three axes (strided ones among
 or on some, per rank, tied. What is in a batch follows from its number alone.
 
 The oracle shares no code with ckptlib: a tensor is bytes made of its number, and torch's `distribute_tensor` of its
-indexes says which of them each rank has. Writes to <directory>/rank<n>.json what it did, and what was wrong.
+indexes says which of them each rank has. examples/read_with_numpy.py reads each batch, too.
+
+Writes to <directory>/rank<n>.json what it did, and what was wrong.
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import ckptlib
 from ckptlib import checkpoint, sharding
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import read_with_numpy
 
 Shape = tuple[int, ...]
 Mesh = tuple[Shape, Shape]
@@ -242,6 +248,8 @@ def save(directory: Path, world: Shape, step: int, batch: list[Tensor], draw: ra
             state[tensor.name] = made.given
             if tensor.tied:
                 state[tensor.tied] = state[tensor.name]
+    own = world.index(rank)
+    state["own"] = ckptlib.PerRank({"rank": (own, 2**60), "tensor": torch.full((own, 3), own)})  # of a shape of its own
     ckptlib.save(root_of(directory, world), state, step, process_group=GROUPS[world])
 
 
@@ -264,14 +272,38 @@ def load(
             made = local(own, tensor.dtype, tensor.shape, held, rank, np.where(expected == 1, 0, 1).astype(np.uint8))
             state[name] = made.given
             wanted.append((name, tensor, held, made, expected))
+    at = into.index(rank) if into.index(rank) < len(world) else 0
+    mine = torch.full((at, 3), -1)
+    state["own"] = ckptlib.PerRank({"rank": (0, 0), "tensor": mine})
     try:
         ckptlib.load(root_of(directory, world), state, step, process_group=GROUPS[into], strict=False)
     except ckptlib.CkptError as error:
         yield f"{type(error).__name__}: {error}"
         return
+    if (state["own"].value["rank"], mine.tolist()) != ((at, 2**60), [[at] * 3] * at):
+        yield f"own differs: {state['own']}"
     for name, tensor, held, made, expected in wanted:
         if not np.array_equal(made.raw.numpy(), expected):
             yield f"{name} differs: {tensor} into {held}"
+
+
+def read_by_others(directory: Path, world: Shape, step: int, batch: list[Tensor]) -> Iterator[str]:
+    """What is wrong by the reader of examples/, which was written from FORMAT.md alone."""
+    root, rank = root_of(directory, world), step % len(world)
+    found = read_with_numpy.read(root, read_with_numpy.find(root, str(step)), rank)
+    if found.values != {"own/rank/0": rank, "own/rank/1": 2**60}:
+        yield f"values differ: {found.values}"
+    if found.tensors.pop("own/tensor").tolist() != [[rank] * 3] * rank:
+        yield "own/tensor differs"
+    names = {name: tensor for tensor in batch for name in (tensor.name, tensor.tied) if name}
+    if {name for name in found.tensors if not name.startswith("@rng/")} != names.keys():
+        yield f"other names: {names.keys() ^ found.tensors.keys()}"
+    for name, tensor in names.items():
+        got = found.tensors.get(name)
+        if got is None or (f"torch.{found.dtypes[name]}", got.shape) != (str(tensor.dtype), tensor.shape):
+            yield f"{name} is not {tensor}"
+        elif got.tobytes() != tensor.elements(rank).tobytes():
+            yield f"{name} differs: {tensor}"
 
 
 def root_of(directory: Path, world: Shape) -> Path:
@@ -297,6 +329,7 @@ def run_batch(directory: Path, number: int) -> list[str]:
             wrong += [f"{world} to {into}: {line}" for line in found]
         dist.barrier()
     if rank == 0:
+        wrong += [f"{world} without ckptlib: {line}" for line in read_by_others(directory, world, step, batch)]
         for kind in ("packs", "parts"):
             shutil.rmtree(next((root_of(directory, world) / kind).glob(f"{step:012d}-*")))
     return wrong
