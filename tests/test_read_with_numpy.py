@@ -219,7 +219,11 @@ def test_random_histories(tmp_path: Path, seed: int) -> None:
             (tmp_path / "trash").mkdir(exist_ok=True)
             (tmp_path / save.trash_key).write_text("{}")
     with LocalStore(str(tmp_path)) as store:
-        expected = Catalog(store).visible()
+        catalog = Catalog(store)
+        expected = catalog.visible()
+        # of two visible ones the later generation's counts
+        assert {s.step: find(tmp_path, str(s.step)) for s in expected} == {s.step: str(s) for s in expected}
+        assert all(str(catalog.resolve(save.step)) == find(tmp_path, str(save.step)) for save in expected)
     assert history(tmp_path) == [str(save) for save in expected]
 
 
