@@ -99,7 +99,7 @@ def read(root: str | Path, save: str, rank: int = 0) -> Step:
             if name not in step.tensors and (r == rank or not own):
                 step.tensors[name], step.dtypes[name] = np.zeros(shape, numpy_dtype(dtype)), dtype
                 missing[name] = np.ones(shape, bool), own
-        for alias, name in layout_of[r]["aliases"].items():
+        for alias, name in (tie for tie in layout_of[r]["aliases"].items() if tie[1] in step.tensors):
             step.tensors.setdefault(alias, step.tensors[name])
             step.dtypes.setdefault(alias, step.dtypes[name])
         for path, value in parts[r]["values"].items():

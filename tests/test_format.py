@@ -51,6 +51,10 @@ def test_the_documents_of_a_save_fit_together() -> None:
     layout = decode_layout(EXAMPLES["layout"], "FORMAT.md")
     assert xxhash.xxh3_128_hexdigest(EXAMPLES["layout"]) == layout.digest
     assert [*manifest.layouts] == [layout.digest]
+    checks = [part.check for part in manifest.parts if part.check is not None]
+    assert {check.number for check in checks} == {3}
+    assert [sum(sums) % (2**40 - 87) for sums in zip(*((c.low, c.high) for c in checks), strict=True)] == [0, 0]
+    assert all(check.low and check.high for check in checks)
     part = Part.decode(manifest.parts[0], EXAMPLES["part"])
     part.table.check(layout, "FORMAT.md")
     assert part.encode() == (manifest.parts[0], EXAMPLES["part"])

@@ -46,7 +46,6 @@ Mesh = tuple[Shape, Shape]
 WORLDS: list[Shape] = [(0,), (3,), (0, 1), (1, 4), (0, 2, 4), (0, 1, 2, 3), (1, 2, 3, 4), (0, 1, 2, 3, 4)]
 GROUPS: dict[Shape, dist.ProcessGroup | None] = {}
 TENSORS = 24
-SUB_MESH_TIES = os.environ.get("CKPTLIB_FUZZ_SUB_MESH_TIES") == "1"
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64),
@@ -109,8 +108,7 @@ def draw_batch(draw: random.Random, number: int, world: Shape) -> list[Tensor]:
             else tuple(draw.choices(SIZES, k=draw.choice([0, 1, 2, 2, 3, 4])))
         )
         held = draw_held(draw, shape, world, saved=True)
-        whole_world = set(held.ranks) == set(world) and (held.how != "dtensor" or set(held.meshes[0][1]) == set(world))
-        ties = held.how != "per-rank" and (whole_world or SUB_MESH_TIES) and draw.random() < 0.2
+        ties = held.how != "per-rank" and draw.random() < 0.2
         tensor = Tensor(f"t{i}", number * TENSORS + i, draw.choice(DTYPES), shape, held, f"t{i}-tied" if ties else "")
         found.append(tensor)
     return found
