@@ -200,18 +200,10 @@ class Local:
     """What ckptlib is given."""
 
 
-def local(
-    draw: random.Random,
-    dtype: torch.dtype,
-    shape: Shape,
-    held: Held,
-    rank: int,
-    content: np.ndarray,
-    in_order: bool = False,
-) -> Local:
+def local(draw: random.Random, dtype: torch.dtype, shape: Shape, held: Held, rank: int, content: np.ndarray) -> Local:
     """`content`: by element of the local tensor, its bytes. Now and then it lies in memory in another order."""
     dims = range(content.ndim - 1)
-    order = draw.sample(dims, len(dims)) if draw.random() < 0.3 and not in_order else dims
+    order = draw.sample(dims, len(dims)) if draw.random() < 0.3 else dims
     back = np.argsort(order).tolist()
     stored = torch.empty([*(content.shape[dim] for dim in order), dtype.itemsize], dtype=torch.uint8)
     stored.numpy()[...] = content.transpose(*order, content.ndim - 1)
@@ -241,9 +233,7 @@ def save(directory: Path, world: Shape, step: int, batch: list[Tensor], draw: ra
     for tensor in batch:
         if rank in tensor.held.ranks:
             content = cut_of(tensor, tensor.held, rank, world.index(rank))
-            in_order = len(world) > 1 and tensor.dtype == torch.float4_e2m1fn_x2  # torch cannot make it contiguous
-            made = local(draw, tensor.dtype, tensor.shape, tensor.held, rank, content, in_order)
-            state[tensor.name] = made.given
+            state[tensor.name] = local(draw, tensor.dtype, tensor.shape, tensor.held, rank, content).given
             if tensor.tied:
                 state[tensor.tied] = state[tensor.name]
     own = world.index(rank)
