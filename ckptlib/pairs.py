@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ckptlib.cuda import DeviceWork
-from ckptlib.memory import is_bytes
+from ckptlib.memory import copyable, is_bytes
 
 OVERLAP_FROM_BYTES = 64 * 1024
 """Below this, handing a tensor over costs as much as copying it at once."""
@@ -116,7 +116,7 @@ class Pairs:
         for pair in self.large:
             pair.move()
         for pair in self.strided:
-            pair.target.copy_(pair.source.tensor)
+            copyable(pair.target).copy_(copyable(pair.source.tensor))
 
     def work(self, device: torch.device, spare: torch.Tensor | None) -> DeviceWork:
         """The copies from one device; by way of `spare`, bytes of that device and as many as of the body, if given."""

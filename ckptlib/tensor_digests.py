@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from ckptlib.memory import bytes_of, is_bytes
+from ckptlib.memory import bytes_of, copyable, is_bytes
 
 WORD_BYTES = 8
 """Of a digest that was made on a device."""
@@ -39,9 +39,9 @@ def digests_of(tensors: Sequence[torch.Tensor]) -> list[str]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements in row-major order; the very tensor where its memory is that already."""
+    """The same elements in row-major order, for their bytes; the very tensor where its memory is that already."""
     plain = tensor.detach()
-    return plain if is_bytes(plain) else plain.resolve_conj().resolve_neg().contiguous()
+    return plain if is_bytes(plain) else copyable(plain.resolve_conj().resolve_neg()).contiguous()
 
 
 @torch.no_grad()

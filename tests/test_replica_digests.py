@@ -220,3 +220,9 @@ def test_digests_of_views_and_odd_places() -> None:
     table = torch.randn(30, 40)
     assert digests_of([table.t()]) == digests_of([table.t().contiguous()])
     assert int(digest_there(table.t())) == int(digest_there(table.t().contiguous()))
+
+
+def test_digests_of_what_torch_does_not_transpose() -> None:
+    """It has no kernel for float4 matrices of 60 x 60 and more."""
+    raw = torch.randint(0, 256, (90, 80), dtype=torch.uint8)
+    assert digests_of([raw.view(torch.float4_e2m1fn_x2).t()]) == digests_of([raw.t().contiguous()])
