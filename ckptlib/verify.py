@@ -15,7 +15,7 @@ from ckptlib import keys
 from ckptlib.catalog import Catalog
 from ckptlib.check import alike
 from ckptlib.contents import Contents, Share
-from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, FormatError, NewerFormat
+from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, FormatError, NewerFormat, UnsupportedState
 from ckptlib.findings import Finding, attempt, finding_of
 from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.layout import Layout
@@ -134,9 +134,10 @@ def _check_cover(
     missing = proof.missing()
     if missing is not None:
         yield Finding("incomplete", key, f"{missing}: no part of step {save.step} holds these elements", save)
-    doubts = attempt(proof.doubts)
-    if isinstance(doubts, CkptError):
-        yield Finding("incomplete", key, str(doubts), save)
+    try:
+        doubts = proof.doubts()
+    except UnsupportedState as error:
+        yield Finding("incomplete", key, str(error), save)
         return
     shares = {part.rank: Share(part, layouts[part.table.layout]) for part in parts if doubts}
     for doubt in doubts:
