@@ -30,6 +30,7 @@ from ckptlib.errors import (
     ReplicasDiffer,
     SaveFailed,
     Superseded,
+    UnsupportedState,
 )
 from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.layout import Layout, decode_layout
@@ -346,7 +347,10 @@ class Catalog:
             raise SaveFailed(f"step {save.step}: {clash}; the step is not committed")
         if (missing := proof.missing()) is not None:
             raise SaveFailed(f"step {save.step}: no rank wrote {missing}; the step is not committed")
-        doubts = proof.doubts()
+        try:
+            doubts = proof.doubts()
+        except UnsupportedState as error:
+            raise SaveFailed(f"step {save.step}: {error}; the step is not committed") from error
         self._settle(save, names, doubts)
         if not doubts:  # what lies as it did may have other bytes the next time
             self._verified = {key: (layouts, nbytes)}

@@ -17,7 +17,7 @@ from ckptlib.asked import Asked
 from ckptlib.errors import StateMismatch
 from ckptlib.layout import PerRank as HeldPerRank
 from ckptlib.layout import TensorEntry
-from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, join, leaf_of
+from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, is_elsewhere, join, leaf_of
 from ckptlib.reader import Want
 from ckptlib.saved import Saved
 from ckptlib.values import Json
@@ -50,7 +50,8 @@ class Filling:
         saved_name = self.named(name)
         entry = self.saved.tensors.get(saved_name)
         if entry is None:
-            self.missing.append(name)
+            if not is_elsewhere(tensor):  # else it is for the ranks of its mesh to say
+                self.missing.append(name)
             return
         self.used.add(saved_name)
         leaf = leaf_of(tensor, name, per_rank=False, owner=None)

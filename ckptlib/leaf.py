@@ -32,7 +32,10 @@ class PerRank:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """Marks a tensor as one box, cut by hand, of a larger one: `Sharded(local, offset=(512, 0), shape=(1024, 64))`."""
+    """Marks a tensor as one box, cut by hand, of a larger one: `Sharded(local, offset=(512, 0), shape=(1024, 64))`.
+
+    The boxes of all ranks make up the whole. They may overlap where they are equal, as halos are.
+    """
 
     tensor: torch.Tensor
     """The box's elements."""
@@ -127,6 +130,11 @@ def _leaf_of_dtensor(tensor: DTensor, name: str, owner: torch.optim.Optimizer | 
 
 def _is_frozen(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+
+
+def is_elsewhere(tensor: torch.Tensor | Sharded) -> bool:
+    """Whether it is a DTensor, and this rank stands outside of its mesh."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
 
 
 def mesh_of(tensor: DTensor) -> Mesh:

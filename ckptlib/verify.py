@@ -15,7 +15,15 @@ from ckptlib import keys, values
 from ckptlib.catalog import Catalog
 from ckptlib.check import alike
 from ckptlib.contents import Contents, Share
-from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, FormatError, NewerFormat, ObjectUnreadable
+from ckptlib.errors import (
+    CheckpointNotFound,
+    CkptError,
+    CorruptData,
+    FormatError,
+    NewerFormat,
+    ObjectUnreadable,
+    UnsupportedState,
+)
 from ckptlib.findings import Finding, attempt, finding_of
 from ckptlib.keys import PartName, SaveId
 from ckptlib.layout import Layout
@@ -141,9 +149,10 @@ def _check_cover(
     missing = proof.missing()
     if missing is not None:
         yield Finding("incomplete", key, f"{missing}: no part of step {save.step} holds these elements", save)
-    doubts = attempt(proof.doubts)
-    if isinstance(doubts, CkptError):
-        yield Finding("incomplete", key, str(doubts), save)
+    try:
+        doubts = proof.doubts()
+    except UnsupportedState as error:
+        yield Finding("incomplete", key, str(error), save)
         return
     shares = {part.rank: Share(part, layouts[part.table.layout]) for part in parts if doubts}
     for doubt in doubts:

@@ -14,7 +14,7 @@ from test_verify import commit_unproved
 
 from ckptlib.box import Box
 from ckptlib.catalog import Catalog, Committed
-from ckptlib.errors import CkptError, CorruptData, SaveFailed
+from ckptlib.errors import CkptError, CorruptData, FormatError, SaveFailed
 from ckptlib.keys import PartName, SaveId
 from ckptlib.layout import ByHand, Holding, Layout, Mesh, PerRank, Placed, TensorEntry
 from ckptlib.manifest import Manifest
@@ -206,3 +206,18 @@ def test_manifests_are_those_of_unproved_commits() -> None:
     store.delete(save.manifest_key)
     assert isinstance(found, Manifest)
     assert Catalog(store).commit(save, names) == found
+
+
+def test_more_overlaps_than_can_be_compared_are_refused_by_name() -> None:
+    """A comb of many teeth over as many others: each tooth meets each."""
+    shape, num = (400, 400), 400
+    values = np.zeros(shape, np.float32)
+    rows = [Box((i, 0), (1, num)) for i in range(num)]
+    columns = [Box((0, i), (num, 1)) for i in range(num)]
+    store, save, names = put([replica(0, values, *rows), replica(1, values, *columns)], 1 << 20)
+    with pytest.raises(SaveFailed, match=r"x: its 800 boxes overlap in more ways than can be compared"):
+        Catalog(store).commit(save, names)
+    commit_unproved(store, save, names)
+    assert ["x: its 800 boxes" in found.message for found in verify_save(Catalog(store), save)] == [True]
+    with pytest.raises(FormatError, match=r"x: its 800 boxes overlap"):
+        load(store, save, 0, shape)

@@ -7,7 +7,7 @@ save is either refused on all ranks, by name, where the oracle knows why; or it 
 was saved, and into whole tensors in one process and in others. Then the state changes while ranks do not compare.
 
 The oracle knows tensors as (seed, box) and shares no code with ckptlib. Writes what was wrong, and how many cases there
-were, to <directory>/rank<n>.json.
+were, to <directory>/rank<n>.json; before them, the cases of `tied.py` write theirs to <directory>/<case>.rank<n>.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import pytest
+import tied
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -411,6 +413,14 @@ def main() -> None:
         assert group is not None
         GROUPS[size] = group
     MESHES.make()
+    for directed in tied.CASES:
+        try:
+            name = directed.__name__
+            directed(directory / (name if name in tied.ALONE else "cases"))
+            (directory / f"{directed.__name__}.rank{rank}").write_text("ok")
+        except (Exception, pytest.fail.Exception) as error:
+            (directory / f"{directed.__name__}.rank{rank}").write_text("".join(traceback.format_exception(error)))
+        dist.barrier()
     jobs = {size: Job(directory, size, GROUPS[size]) for size in GROUPS}
     wrong: list[str] = []
     counts = dict.fromkeys(("saved", "refused", "saved alone", "refused alone"), 0)
