@@ -496,7 +496,7 @@ def put_part(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
     stem = path.name.split("-")
     table = document[document.index(b'"table":') + 8 : document.rindex(b"}}\n")]
     stem[3] = xxhash.xxh3_128_hexdigest(json.dumps(json.loads(table), separators=(",", ":")).encode())
-    stem[4] = xxhash.xxh3_128_hexdigest(document) + ".json"
+    stem[4] = xxhash.xxh3_128_hexdigest(document)  # the check behind it stays
     new = path.with_name("-".join(stem))
     path.unlink()
     new.write_bytes(document)
