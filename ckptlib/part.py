@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckptlib.digests import HEX_WIDTH, XXH3, digester
-from ckptlib.documents import Fields, decode, dump_body, encode, seal
+from ckptlib.documents import Fields, as_written, decode, dump_body, encode, seal
 from ckptlib.errors import CorruptData
 from ckptlib.keys import MAX_RANK, PartName, SaveId, pack_save, parse_save
 from ckptlib.table import Table
@@ -64,7 +64,7 @@ class Part:
     @classmethod
     def decode(cls, name: PartName, data: bytes) -> Part:
         """The part of this name. Raises as `documents.decode` does, also when it is not what its name says."""
-        check_part_digest(name, data)
+        data = checked(name, data)
         fields = decode("part", data, name.key)
         table = Table.decode(fields.inner("table"))
         digests = fields.text("digests", "[0-9a-f]*")
@@ -105,16 +105,17 @@ class PartHead:
     @classmethod
     def decode(cls, name: PartName, data: bytes) -> PartHead:
         """Of the part of this name. Raises as `Part.decode` does."""
-        check_part_digest(name, data)
-        fields = decode("part", data, name.key)
+        fields = decode("part", checked(name, data), name.key)
         return cls(fields.number("created"), fields.mapping("metrics"))
 
 
-def check_part_digest(name: PartName, data: bytes) -> None:
-    """Raises a CorruptData that names the part when its bytes are not those its name promises."""
+def checked(name: PartName, data: bytes) -> bytes:
+    """The document, as it was written. Raises a CorruptData that names the part when its name promises other bytes."""
+    data = as_written(data, name.key)
     found = digester(XXH3)(data)
     if found != name.digest:
         raise CorruptData(f"{name.key} does not match the digest in its name: got {found}; it was cut or altered")
+    return data
 
 
 def _decode_pack(row: Json, fields: Fields) -> Pack:
@@ -140,6 +141,5 @@ class FailedPart:
 
     @classmethod
     def decode(cls, name: PartName, data: bytes) -> FailedPart:
-        check_part_digest(name, data)
-        fields = decode("failure", data, name.key)
+        fields = decode("failure", checked(name, data), name.key)
         return cls(name.save, name.rank, name.attempt, fields.text("error"))

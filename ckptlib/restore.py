@@ -41,7 +41,9 @@ class _Candidate:
 def restore(session: Session, state: Mapping[str, object], strict: bool) -> tuple[LoadReport, LoadedRng | None]:
     """Fills `state`; collective. What random generators are to be put back to comes with the report.
 
-    Raises CorruptData when there are steps and all of them are damaged.
+    Raises CorruptData when there are steps and all of them are damaged, NewerFormat when some are newer instead. Where
+    a newer ckptlib wrote the root or the record of a generation, nothing is restored at all: which step is the right
+    one is not known then.
     """
     laps = Laps()
     inventory = _look_around(session)
@@ -51,21 +53,22 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
         laps.end("wait")
     _finish(session)
     skipped: list[str] = []
+    newer = False
     candidates = list(_candidates(session, inventory))
     laps.end("list")
     for n, candidate in enumerate(candidates):
         try:
             report, generators = _restore_from(session, inventory, candidate, state, strict)
-        except NewerFormat:
-            raise  # whole, but not for this version: an older step would be the wrong one
         except (CheckpointNotFound, *DAMAGE) as error:
             where = "the store" if candidate.snapshot is None else "memory"
             skipped.append(f"step {candidate.save} in {where}: {error}")
+            newer = newer or isinstance(error, NewerFormat)
             if session.group.rank == 0:
                 log.error(
-                    "step %s in %s is damaged and is skipped%s: %s",
+                    "step %s in %s is %s and is skipped%s: %s",
                     candidate.save,
                     where,
+                    "of a newer format" if isinstance(error, NewerFormat) else "damaged",
                     ", the next is tried" if n + 1 < len(candidates) else "",
                     error,
                 )
@@ -74,6 +77,8 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
         phases = {**laps.seconds, **report.phases}
         report = replace(report, skipped=tuple(skipped), committed=candidate.committed, phases=phases)
         return replace(report, seconds=sum(phases.values())), generators
+    if newer:
+        raise NewerFormat(f"{session.store.url}: no step can be read by this ckptlib; update it: " + "; ".join(skipped))
     if skipped:
         raise CorruptData(f"{session.store.url}: every step is damaged: " + "; ".join(skipped))
     return LoadReport(0, session.store.url, None, 0, 0.0), None
