@@ -151,8 +151,10 @@ def _check_cover(
     proof = Proof()
     for part in parts:
         proof.add(part, layouts[part.table.layout])
-    missing = proof.missing()
-    if missing is not None:
+    missing = attempt(proof.missing)
+    if isinstance(missing, CkptError):
+        yield finding_of(missing, key, save)
+    elif missing is not None:
         yield Finding("incomplete", key, f"{missing}: no part of step {save.step} holds these elements", save)
     held: dict[tuple[str, Box], SavedShard] = {}
     by_hand: defaultdict[str, list[Box]] = defaultdict(list)
