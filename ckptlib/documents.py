@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 from ckptlib.digests import ALGORITHMS, HEX_WIDTH, XXH3, digester
 from ckptlib.errors import CorruptData, FormatError, NewerFormat
+from ckptlib.tags import MAX_DEPTH, brief
 from ckptlib.values import Json, loads
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,9 @@ VERSION = 1
 
 MAX_BYTES = 2**30
 """Of a document. Those of 10,000 ranks or 100,000 tensors have ten million."""
+
+MAX_NESTING = 4 * MAX_DEPTH
+"""Levels of lists and objects in values: a dict whose keys are no strings takes four."""
 
 _HEAD = re.compile(rb'(\{"ckptlib":([^,]{1,9}),"kind":"([a-z]+)"),"digest":"([a-z0-9]+):([0-9a-f]{32})","body":')
 BEGINS = b'{"ckptlib":%d,' % VERSION
@@ -125,7 +129,7 @@ class Fields:
         return self._value[name]
 
     def _wrong(self, name: str, expected: str) -> FormatError:
-        return FormatError(f"{self._where}: field {name!r} is not {expected}: {str(self._value[name])[:80]}")
+        return FormatError(f"{self._where}: field {name!r} is not {expected}: {brief(self._value[name])}")
 
     def integer(self, name: str, low: int = 0, high: int = 2**62) -> int:
         value = self.raw(name)
@@ -175,6 +179,28 @@ class Fields:
         if not isinstance(value, dict):
             raise self._wrong(name, "an object")
         return value
+
+    def tree(self, name: str) -> dict[str, Json]:
+        """An object of anything, nested no deeper than what ckptlib writes."""
+        value = self.mapping(name)
+        level: list[Json] = [value]
+        for _ in range(MAX_NESTING):
+            level = [
+                inner
+                for outer in level
+                for inner in (outer.values() if isinstance(outer, dict) else outer)  # type: ignore[union-attr]
+                if type(inner) is dict or type(inner) is list
+            ]
+            if not level:
+                return value
+        raise self.fail(f"field {name!r} is nested deeper than {MAX_NESTING} levels")
+
+    def strings(self, name: str) -> dict[str, str]:
+        """An object of strings."""
+        value = self.mapping(name)
+        if not all(isinstance(item, str) for item in value.values()):
+            raise self._wrong(name, "an object of strings")
+        return value  # type: ignore[return-value]
 
     def inner(self, name: str) -> Fields:
         return Fields(self.raw(name), f"{self._where}: {name}")

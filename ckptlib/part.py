@@ -10,7 +10,11 @@ from ckptlib.documents import Fields, as_written, decode, dump_body, encode, sea
 from ckptlib.errors import CorruptData
 from ckptlib.keys import MAX_RANK, PartName, SaveId, pack_save, parse_save
 from ckptlib.table import Table
+from ckptlib.tags import brief
 from ckptlib.values import Json
+
+MAX_ERROR = 2000
+"""Characters of what a rank says of its failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,8 @@ class Part:
             tuple(_decode_pack(row, fields) for row in fields.items("packs")),
             fields.text("algorithm"),
             tuple(digests[i : i + HEX_WIDTH] for i in range(0, len(digests), HEX_WIDTH)),
-            fields.mapping("values"),
-            fields.mapping("metrics"),
+            fields.tree("values"),
+            fields.tree("metrics"),
             fields.number("created"),
         )
         if (part.save, part.rank, part.attempt) != (name.save, name.rank, name.attempt):
@@ -89,9 +93,13 @@ class Part:
             raise fields.fail("content and name tell of different parts")
         if len(digests) != HEX_WIDTH * len(table.nbytes):
             raise fields.fail(f"{len(digests)} hex digits of digests for {len(table.nbytes)} chunks")
+        left = [pack.nbytes for pack in part.packs]
         for pack, offset, nbytes in zip(table.packs, table.offsets, table.nbytes, strict=True):
             if pack >= len(part.packs) or offset + nbytes > part.packs[pack].nbytes:
                 raise fields.fail(f"chunk [{offset}:+{nbytes}] of pack {pack} lies outside of the packs")
+            left[pack] -= nbytes
+        if min(left, default=0) < 0:  # a few rows could have the same gigabytes read thousands of times
+            raise fields.fail(f"chunks of pack {left.index(min(left))} are larger together than it is")
         return part
 
 
@@ -106,7 +114,7 @@ class PartHead:
     def decode(cls, name: PartName, data: bytes) -> PartHead:
         """Of the part of this name. Raises as `Part.decode` does."""
         fields = decode("part", checked(name, data), name.key)
-        return cls(fields.number("created"), fields.mapping("metrics"))
+        return cls(fields.number("created"), fields.tree("metrics"))
 
 
 def checked(name: PartName, data: bytes) -> bytes:
@@ -123,7 +131,7 @@ def _decode_pack(row: Json, fields: Fields) -> Pack:
         case [str(key), int(nbytes)] if pack_save(key) is not None and 0 <= nbytes <= 2**62:
             return Pack(key, nbytes)
         case _:
-            raise fields.fail(f"not a pack: {str(row)[:120]}")
+            raise fields.fail(f"not a pack: {brief(row)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,4 +150,4 @@ class FailedPart:
     @classmethod
     def decode(cls, name: PartName, data: bytes) -> FailedPart:
         fields = decode("failure", checked(name, data), name.key)
-        return cls(name.save, name.rank, name.attempt, fields.text("error"))
+        return cls(name.save, name.rank, name.attempt, fields.text("error")[:MAX_ERROR])
