@@ -19,6 +19,7 @@ from benchmarks.common import Line
 NAMES = (
     "limits",
     "stall",
+    "replicas",
     "save",
     "load",
     "reshard",

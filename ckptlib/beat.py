@@ -6,7 +6,7 @@ earlier. So nobody saves, skips, stops or raises on what it alone knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ckptlib.errors import AgreementFailed
@@ -55,14 +55,18 @@ class Beat:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._pending: Callable[[], list[int]] | None = None
+        self._pending_votes: Callable[[], list[int]] | None = None
+        self.votes: list[int] = []
+        """Of all ranks, added up, that came with the words last agreed upon; none where nothing was voted upon."""
 
-    def start(self, word: Word) -> None:
-        """Says this rank's word for the next step."""
+    def start(self, word: Word, votes: Sequence[int] = ()) -> None:
+        """Says this rank's word for the next step, and its votes: as many as the other ranks give, or none on any."""
         self._pending = self._group.start_max(word)
+        self._pending_votes = self._group.start_sum(votes) if votes else None
 
     def forget(self) -> None:
         """No rank will ask what was said last; the group need not wait until it is let go of."""
-        self._pending = None
+        self._pending = self._pending_votes = None
 
     @property
     def started(self) -> bool:
@@ -75,6 +79,7 @@ class Beat:
         """
         assert self._pending is not None
         pending, self._pending = self._pending, None
+        votes, self._pending_votes = self._pending_votes, None
         word = Word(*pending())
         if word.step != -word.minus_step or word.step != step:
             if word.step == -word.minus_step:  # this rank alone is elsewhere: the others are told by their next word
@@ -86,4 +91,5 @@ class Beat:
                 f"after_step({step}) on this rank, but {due}; every rank must call after_step with "
                 "the same steps, one after the other, none left out (loop() does so itself)"
             )
+        self.votes = [] if votes is None else votes()
         return word

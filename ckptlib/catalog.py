@@ -11,28 +11,34 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from ckptlib import garbage, keys
+from ckptlib.check import alike
+from ckptlib.contents import Contents, Share
 from ckptlib.digests import XXH3, digester
 from ckptlib.documents import as_written
 from ckptlib.errors import (
     CheckpointNotFound,
+    CkptError,
     CorruptData,
     FormatError,
     NewerFormat,
     ObjectExists,
     ObjectNotFound,
+    ObjectUnreadable,
+    ReplicasDiffer,
     SaveFailed,
     Superseded,
+    UnsupportedState,
 )
 from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.layout import Layout, decode_layout
 from ckptlib.manifest import Generation, Manifest, Root
 from ckptlib.pace import Pace
 from ckptlib.part import FailedPart, Part, PartHead
-from ckptlib.proof import Proof
+from ckptlib.proof import Doubt, Proof
 from ckptlib.stores import Store
 
 log = logging.getLogger(__name__)
@@ -40,6 +46,9 @@ log = logging.getLogger(__name__)
 POLL_FIRST_S = 0.005
 POLL_LAST_S = 0.5
 """How often a committer looks for parts: at once on a local disk, seldom when ranks are slow."""
+
+SHARES_KEPT = 4
+"""Parts that are kept while what several ranks wrote is compared, rank by rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +135,41 @@ class Catalog:
         """Their records. Raises CorruptData or FormatError for a damaged one."""
         return {generation: self.generation(generation) for generation in self.generation_ids()}
 
+    def records(self) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
+        """Of each generation its record, or why it is not known what it resumed from; history ends with these.
+
+        Raises NewerFormat.
+        """
+        saves = self.saves()  # first: who commits has put its record
+        return self._records(self.generation_ids(), saves)
+
+    def _records(
+        self, ids: Iterable[GenerationId], saves: Iterable[SaveId], newer: bool = False
+    ) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
+        found: dict[GenerationId, Generation] = {}
+        lost: dict[GenerationId, CkptError] = {}
+        for generation in ids:
+            try:
+                found[generation] = self.generation(generation)
+            except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable) as error:
+                if isinstance(error, NewerFormat) and not newer:
+                    raise
+                lost[generation] = error
+        origins = (record.resumed_from for record in found.values())
+        for save in (*saves, *(origin for origin in origins if origin is not None)):
+            if save.generation not in found:
+                where = f"{self.store.url}/{save.generation.key}"
+                lost.setdefault(save.generation, ObjectNotFound(f"{where}: no such object"))
+        return found, lost
+
     def generation(self, generation: GenerationId) -> Generation:
         """Its record. Raises ObjectNotFound, CorruptData or FormatError."""
         if generation not in self._generations:
             key = generation.key
-            self._generations[generation] = Generation.decode(self.store.get(key), f"{self.store.url}/{key}")
+            record = Generation.decode(self.store.get(key), f"{self.store.url}/{key}")
+            if record.id != generation:
+                raise FormatError(f"{self.store.url}/{key}: content and name tell of different generations")
+            self._generations[generation] = record
         return self._generations[generation]
 
     def check_versions(self) -> None:
@@ -145,7 +184,7 @@ class Catalog:
                 read()
             except NewerFormat:
                 raise
-            except (CheckpointNotFound, CorruptData, FormatError, ObjectNotFound):
+            except (CheckpointNotFound, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable):
                 continue
 
     def visible(self, further: Collection[SaveId] = (), newer: bool = False) -> list[SaveId]:
@@ -154,20 +193,15 @@ class Catalog:
         Those of a generation without a record here are none: where a root was copied, both have its id, and a job of
         the other one may have left snapshots on this host.
 
-        A damaged record of a generation counts as none, loudly: its steps are whole all the same. A newer one raises
-        NewerFormat; or with `newer`, for those who only look, it is like a damaged one.
+        A lost or damaged record of a generation ends history, loudly: its own steps are whole all the same. A newer one
+        raises NewerFormat; or with `newer`, for those who only look, it is like a damaged one.
         """
+        saves = self.saves()
         generations = self.generation_ids()
-        saves = {*self.saves(), *(save for save in further if save.generation in generations)}
-        records = {}
-        for generation in generations:
-            try:
-                records[generation] = self.generation(generation)
-            except (CorruptData, FormatError) as error:
-                if isinstance(error, NewerFormat) and not newer:
-                    raise
-                log.error("what generation %s resumed from is not known: %s", generation, error)
-        return history(saves, records)
+        records, lost = self._records(generations, saves, newer)
+        for generation, error in lost.items():
+            log.error("what generation %s resumed from is not known: %s", generation, error)
+        return history({*saves, *(save for save in further if save.generation in generations)}, records)
 
     def resolve(self, step: int | str) -> SaveId:
         """The save of a visible step; "latest", a step number, or a full name for one that is not visible.
@@ -259,6 +293,9 @@ class Catalog:
             self.store.delete(key)
         except ObjectNotFound:
             pass
+        except ObjectUnreadable as error:
+            log.error("%s; it is put again", error)
+            self.store.delete(key)
         self._put_new(key, document)
 
     def check_head(self, generation: GenerationId) -> None:
@@ -287,10 +324,17 @@ class Catalog:
         """Makes the step exist. `names`: one part per rank.
 
         The first time that ranks lie as they do, all parts are read and it is proved that together they hold every
-        element of every tensor; as long as the tables stay the same, that proof stands. Raises SaveFailed when they do
-        not, Superseded, or what a damaged part raises; the step does not exist then.
+        element of every tensor, and one value of it; as long as the tables stay the same, and no two of them hold the
+        same element, that proof stands. That ranks hold alike what one of them wrote for several is told by the checks
+        in the parts' names, every time. Raises SaveFailed when they do not, ReplicasDiffer, Superseded, or what a
+        damaged part raises; the step does not exist then.
         """
         assert [(n.save, n.rank) for n in names] == [(save, rank) for rank in range(len(names))], "one part per rank"
+        if not alike(name.check for name in names):
+            raise ReplicasDiffer(
+                f"step {save.step}: what several ranks hold, and one of them wrote for all, is not the same on all of "
+                "them; the step is not committed"
+            )
         layouts, nbytes = self._prove(save, names)
         self.check_head(save.generation)
         first = PartHead.decode(names[0], self.store.get(names[0].key))
@@ -316,10 +360,36 @@ class Catalog:
             layouts[part.table.layout] = (*layouts.get(part.table.layout, ()), part.rank)
             nbytes += sum(pack.nbytes for pack in part.packs)
             proof.add(part, self.layout(part.table.layout))
+        if (clash := proof.clash()) is not None:
+            raise SaveFailed(f"step {save.step}: {clash}; the step is not committed")
         if (missing := proof.missing()) is not None:
             raise SaveFailed(f"step {save.step}: no rank wrote {missing}; the step is not committed")
-        self._verified = {key: (layouts, nbytes)}
-        return self._verified[key]
+        try:
+            doubts = proof.doubts()
+        except UnsupportedState as error:
+            raise SaveFailed(f"step {save.step}: {error}; the step is not committed") from error
+        self._settle(save, names, doubts)
+        if not doubts:  # what lies as it did may have other bytes the next time
+            self._verified = {key: (layouts, nbytes)}
+        return layouts, nbytes
+
+    def _settle(self, save: SaveId, names: Sequence[PartName], doubts: Sequence[Doubt]) -> None:
+        """Raises SaveFailed where what two ranks wrote of a tensor is not equal."""
+        contents = Contents(self.store.get_into)
+
+        @lru_cache(maxsize=SHARES_KEPT)
+        def share(rank: int) -> Share:
+            part = self.part(names[rank])
+            return Share(part, self.layout(part.table.layout))
+
+        for doubt in doubts:
+            if not contents.settles(doubt, share):
+                where, (first, second) = f"{doubt.name}{doubt.region}", doubt.ranks
+                raise SaveFailed(
+                    f"step {save.step}: {where}: ranks {first} and {second} saved different bytes for it; the step is "
+                    "not committed. If each rank has its own, say PerRank; if these are pieces of one tensor, DTensor "
+                    "or Sharded(tensor, offset, shape), with boxes that are equal where they overlap"
+                )
 
     def commit_when_whole(self, save: SaveId, world_size: int, seconds_left: Callable[[], float]) -> Manifest:
         """Waits for a part of every rank, then commits.
@@ -341,12 +411,20 @@ class Catalog:
             pause = min(pause * 1.5, POLL_LAST_S)
 
     def _complete(self, save: SaveId, world_size: int) -> tuple[list[PartName], list[int]]:
-        """One good part per rank, and the ranks that have none. Raises SaveFailed for a rank that failed."""
+        """One good part per rank, and the ranks that have none. Raises SaveFailed for a rank that failed.
+
+        All of one snapshot: there may be parts of two that were taken at the same step.
+        """
         found = self.parts(save)
         self._raise_failure(save, found)
-        good = {rank: next(name for name in names if name.ok) for rank, names in found.items()}
+        by_number: dict[int, dict[int, PartName]] = {}
+        for rank, names in found.items():
+            for name in names:
+                if name.ok and rank < world_size:
+                    by_number.setdefault(-1 if name.check is None else name.check.number, {}).setdefault(rank, name)
+        good = max(by_number.items(), key=lambda item: (len(item[1]), item[0]), default=(0, {}))[1]
         missing = [rank for rank in range(world_size) if rank not in good]
-        return [good[rank] for rank in range(world_size) if rank in good], missing
+        return [good[rank] for rank in sorted(good)], missing
 
     def _raise_failure(self, save: SaveId, found: Mapping[int, list[PartName]]) -> None:
         for rank, names in found.items():
@@ -389,7 +467,8 @@ class Catalog:
             if missing:
                 return False
             self.commit(save, complete)
-        except (CorruptData, FormatError, ObjectNotFound, SaveFailed):
+        except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable, SaveFailed) as error:
+            log.warning("step %d is not committed, though all its parts are there: %s", save.step, error)
             return False  # damaged or incomplete: it never existed, and retention will sweep it
         return True
 

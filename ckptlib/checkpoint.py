@@ -22,6 +22,7 @@ from ckptlib.errors import (
     CorruptData,
     FormatError,
     ObjectNotFound,
+    ObjectUnreadable,
     StateMismatch,
     WaitTimeout,
 )
@@ -348,8 +349,8 @@ def _check(save: SaveId, wanted: Targets, unexpected: list[str], strict: bool) -
         )
 
 
-DAMAGE = (CorruptData, FormatError, ObjectNotFound)
-"""What makes a committed step unusable, as opposed to a store that cannot be reached."""
+DAMAGE = (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
+"""What makes a committed step unusable, where the store can be reached."""
 
 
 # What the functional API keeps for the life of the process: a group per process group, a session per root saved to

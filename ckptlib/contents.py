@@ -1,25 +1,33 @@
-"""Whether two saved shards hold the same bytes: by their digests where these tell, else by the bytes. No torch.
+"""Whether saved shards hold the same bytes where they overlap: by digests where these tell, else by the bytes.
 
-Small shards share chunks, whose digests say nothing of one of them alone.
+No torch. Small shards share chunks, whose digests say nothing of one of them alone, and none says anything of a region.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from ckptlib import dtypes
+from ckptlib.box import Box, boxes_of_range
 from ckptlib.digests import digester
 from ckptlib.errors import CorruptData
 from ckptlib.layout import Layout
 from ckptlib.part import Part
+from ckptlib.proof import Doubt
 
 ReadInto = Callable[[str, int, memoryview], None]
 """Fills a buffer with bytes of a pack, from an offset on."""
 
 CHUNKS_KEPT = 16
-"""Shards are asked about in about the order in which they lie; a shared chunk has 64 KiB."""
+"""Shards are asked about in about the order in which they lie; a shared chunk has 64 KiB, others 4 MiB at most."""
+
+REGION_BYTES = 16 * 1024 * 1024
+"""Of two shards, so much is compared at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,15 @@ class SavedShard:
         """Of its chunks."""
         chunks = self.part.table.chunks(self.shard)
         return self.part.digests[chunks.start : chunks.stop]
+
+    @property
+    def box(self) -> Box:
+        """What it fills of its tensor."""
+        return self.part.table.boxes[self.shard]
+
+    @property
+    def itemsize(self) -> int:
+        return dtypes.itemsize(self.layout.tensors[self.part.table.tensors[self.shard]].dtype)
 
     @property
     def is_shared(self) -> bool:
@@ -66,8 +83,8 @@ class Share:
             self._shards = shards
 
     def shards(self, name: str) -> Sequence[int]:
-        """Of a tensor, by any of its names: positions in the part's table."""
-        tensor = self.layout.index.get(self.layout.aliases.get(name, name))
+        """Of a tensor, by the name that it is saved under: positions in the part's table."""
+        tensor = self.layout.index.get(name)
         return () if tensor is None else self._shards.get(tensor, ())
 
     def shard(self, shard: int) -> SavedShard:
@@ -81,21 +98,51 @@ class Contents:
         self._read = read
         self._chunks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
 
-    def same(self, first: SavedShard, second: SavedShard) -> bool:
-        """Whether two shards of equal boxes hold the same bytes.
+    def settles(self, doubt: Doubt, share: Callable[[int], Share]) -> bool:
+        """Whether the shards of a doubt are equal. `share`: a rank's. Raises as `same` does."""
+        first, second = (
+            [shard for shard in map(of.shard, of.shards(doubt.name)) if shard.box == box]
+            for of, box in zip(map(share, doubt.ranks), doubt.boxes, strict=True)
+        )
+        return self.same(first[0], second[-1], doubt.region)  # one part may have both
+
+    def same(self, first: SavedShard, second: SavedShard, region: Box) -> bool:
+        """Whether two shards, of tensors of one dtype, hold the same bytes in a region that lies in the boxes of both.
 
         Raises CorruptData for a chunk that does not match its digest, StoreError when one had to be read.
         """
-        if first.digests == second.digests and first.skipped == second.skipped:
-            return True
-        if not first.is_shared and not second.is_shared:
-            return False
-        return self._bytes(first) == self._bytes(second)
+        if first.box == second.box:
+            if first.digests == second.digests and first.skipped == second.skipped:
+                return True
+            if region == first.box and not first.is_shared and not second.is_shared and _cut_alike(first, second):
+                return False
+        pieces = _split(region, REGION_BYTES // first.itemsize)
+        return all(np.array_equal(self._bytes(first, piece), self._bytes(second, piece)) for piece in pieces)
 
-    def _bytes(self, saved: SavedShard) -> bytes:
-        chunks = saved.part.table.chunks(saved.shard)
-        data = b"".join(self._chunk(saved.part, chunk, saved.layout) for chunk in chunks)
-        return data[saved.skipped : saved.skipped + saved.nbytes]
+    def _bytes(self, saved: SavedShard, region: Box) -> np.ndarray:
+        """Of a region of a shard: its elements, each a row of bytes; reads the chunks in which they lie."""
+        box, itemsize, table = saved.box, saved.itemsize, saved.part.table
+        wanted = region.relative_to(box.offset)
+        found = np.empty((*region.shape, itemsize), np.uint8)
+        begin, end = wanted.flat_range(box.shape)
+        chunks = table.chunks(saved.shard)
+        stop = 0
+        for chunk in chunks:
+            start, stop = stop, stop + (saved.nbytes if len(chunks) == 1 else table.nbytes[chunk]) // itemsize
+            low, high = max(start, begin), min(stop, end)
+            if low >= high:
+                continue
+            data = np.frombuffer(self._chunk(saved.part, chunk, saved.layout), np.uint8)
+            skipped = saved.skipped - start * itemsize
+            for flat, local in boxes_of_range(box.shape, low, high):
+                common = local.intersect(wanted)
+                if common is not None:
+                    first = flat * itemsize + skipped
+                    stretch = data[first : first + local.numel * itemsize].reshape(*local.shape, itemsize)
+                    found[common.relative_to(wanted.offset).slices()] = stretch[
+                        common.relative_to(local.offset).slices()
+                    ]
+        return found
 
     def _chunk(self, part: Part, chunk: int, layout: Layout) -> bytes:
         table = part.table
@@ -114,3 +161,24 @@ class Contents:
             if len(self._chunks) > CHUNKS_KEPT:
                 self._chunks.popitem(last=False)
         return found
+
+
+def _cut_alike(first: SavedShard, second: SavedShard) -> bool:
+    """Whether their digests are those of the same elements."""
+    cuts = []
+    for saved in (first, second):
+        chunks = saved.part.table.chunks(saved.shard)
+        cuts.append(saved.part.table.nbytes[chunks.start : chunks.stop])
+    return cuts[0] == cuts[1] and first.part.algorithm == second.part.algorithm
+
+
+def _split(region: Box, most: int) -> Iterator[Box]:
+    """A region in pieces of at most so many elements, in order."""
+    if region.numel <= most:
+        yield region
+        return
+    dim = next(d for d, n in enumerate(region.shape) if n > 1)
+    half = region.shape[dim] // 2
+    for start, size in ((0, half), (half, region.shape[dim] - half)):
+        offset = (*region.offset[:dim], region.offset[dim] + start, *region.offset[dim + 1 :])
+        yield from _split(Box(offset, (*region.shape[:dim], size, *region.shape[dim + 1 :])), most)

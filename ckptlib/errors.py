@@ -3,6 +3,7 @@
     CkptError
     +-- StoreError              the store refused or failed; the same call may work later
     |   +-- ObjectNotFound      no object has this key (also a KeyError)
+    |   +-- ObjectUnreadable    the object is there and cannot be read, for a reason that may be its own
     |   +-- ObjectExists        the key is taken; objects are never overwritten
     |   +-- StoreFull           no space or quota left
     +-- FormatError             bytes that are not what their name says: torn, foreign, hostile
@@ -14,6 +15,8 @@
     |   +-- StateMismatch       names, shapes or dtypes of target and checkpoint differ
     +-- SaveFailed              a save that will never be committed; earlier steps are untouched
     |   +-- Superseded          a newer generation of the job owns the root
+    |   +-- StateChanged        other tensors than at the save before; the next save compares them first
+    |   +-- ReplicasDiffer      ranks hold different data where it should be alike (also an UnsupportedState)
     +-- NoRoom                  no memory or space for a snapshot
     +-- ReplicationFailed       a peer did not get a replica of a snapshot; the next one may succeed
     |   +-- PeerRefused         the peer has no room for it, or wants another one
@@ -44,6 +47,13 @@ class ObjectNotFound(StoreError, KeyError):
     @override
     def __str__(self) -> str:  # KeyError would print the repr
         return str(self.args[0]) if self.args else ""
+
+
+class ObjectUnreadable(StoreError):
+    """The object is there and cannot be read, for a reason that may be its own: a bad sector, a permission.
+
+    It may be the whole store's, too; a second object tells.
+    """
 
 
 class ObjectExists(StoreError):
@@ -88,6 +98,14 @@ class SaveFailed(CkptError):
 
 class Superseded(SaveFailed):
     """A newer generation of the job owns the root; this one may no longer commit or delete."""
+
+
+class StateChanged(SaveFailed):
+    """A rank's state is made of other tensors than at the save before. The next save compares all ranks' first."""
+
+
+class ReplicasDiffer(SaveFailed, UnsupportedState):
+    """Ranks hold different data of what they should hold alike, so that no one of them can write it for the others."""
 
 
 class NoRoom(CkptError):

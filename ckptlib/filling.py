@@ -17,7 +17,7 @@ from ckptlib.asked import Asked
 from ckptlib.errors import StateMismatch
 from ckptlib.layout import PerRank as HeldPerRank
 from ckptlib.layout import TensorEntry
-from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, join, leaf_of
+from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, is_elsewhere, join, leaf_of
 from ckptlib.reader import Want
 from ckptlib.saved import Saved
 from ckptlib.values import Json
@@ -50,7 +50,8 @@ class Filling:
         saved_name = self.named(name)
         entry = self.saved.tensors.get(saved_name)
         if entry is None:
-            self.missing.append(name)
+            if not is_elsewhere(tensor):  # else it is for the ranks of its mesh to say
+                self.missing.append(name)
             return
         self.used.add(saved_name)
         leaf = leaf_of(tensor, name, per_rank=False, owner=None)
@@ -67,8 +68,8 @@ class Filling:
         first = self._filled.get(id(tensor))
         if first is None:
             self._filled[id(tensor)] = (tensor, entry.name)
-            self.wants.append(want(saved_name, leaf, entry))
-        elif not self.saved.same(first[1], entry.name):  # tied: filled once, under its first name
+            self.wants.append(want(leaf, entry))
+        elif not self.saved.same(first[1], entry.name, [box for box, _ in leaf.pieces]):  # tied: filled once
             self.mismatched.append(
                 f"{name}: is tied to what {first[1]} fills, but the checkpoint has different values for them; load "
                 "them into tensors of their own"
@@ -180,7 +181,7 @@ class Filling:
             tensor = torch.empty(entry.shape, dtype=torch_dtype(entry), device=device)
         leaf = leaf_of(tensor, path, per_rank=False, owner=None)
         if leaf is not None:
-            self.wants.append(want(path, leaf, entry))
+            self.wants.append(want(leaf, entry))
         return tensor
 
 
@@ -188,9 +189,9 @@ def _unreadable(path: str, tree: Json) -> StateMismatch:
     return StateMismatch(f"{path}: the layout's tree of this object cannot be read: {str(tree)[:80]}")
 
 
-def want(name: str, leaf: Leaf, entry: TensorEntry) -> Want:
+def want(leaf: Leaf, entry: TensorEntry) -> Want:
     plain = isinstance(leaf.held, Plain) and not isinstance(entry.holding, HeldPerRank)
-    return Want(name, leaf.pieces, everywhere=plain and bool(leaf.pieces))
+    return Want(entry.name, leaf.pieces, everywhere=plain and bool(leaf.pieces))
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

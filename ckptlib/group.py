@@ -60,6 +60,10 @@ class Group(ABC):
     def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Begins an element-wise maximum over all ranks; call the result, on the main thread, to wait for it."""
 
+    @abstractmethod
+    def start_sum(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Begins an element-wise sum over all ranks, as `start_max` a maximum. Of at most 64 bits."""
+
     def max(self, values: Sequence[int]) -> list[int]:
         """The element-wise maximum over all ranks."""
         return self.start_max(values)()
@@ -100,6 +104,8 @@ class SoloGroup(Group):
     @override
     def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
         return lambda: list(values)
+
+    start_sum = start_max
 
     @override
     def global_rank(self, rank: int) -> int:
@@ -161,10 +167,17 @@ class TorchGroup(Group):
 
     @override
     def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        return self._start(dist.ReduceOp(dist.ReduceOp.MAX), values)
+
+    @override
+    def start_sum(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        return self._start(dist.ReduceOp(dist.ReduceOp.SUM), values)
+
+    def _start(self, op: dist.ReduceOp, values: Sequence[int]) -> Callable[[], list[int]]:
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         self._hold(tensor)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        options.reduceOp = op
         work = self._run("agreement", lambda: self._gloo.allreduce([tensor], options))
 
         def wait() -> list[int]:

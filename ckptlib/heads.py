@@ -24,6 +24,13 @@ MAX_HEAD_BYTES = 100_000_000
 """What safetensors' own reader takes."""
 
 
+_TOLD = frozenset(["dtypes", "boxes"])
+"""Metadata that are JSON objects by entry, of entries that do not tell it themselves."""
+
+_EARLY = frozenset(["ckptlib", "save", "rank", "layout", "dtypes"])
+"""All metadata of packs that were written before there were boxes."""
+
+
 @dataclass(frozen=True, slots=True)
 class HeadEntry:
     """One entry of a header."""
@@ -42,6 +49,7 @@ def expected_head(part: Part, layout: Layout, number: int) -> tuple[dict[str, st
     table = part.table
     entries: dict[str, HeadEntry] = {}
     foreign: dict[str, str] = {}
+    boxes: dict[str, Json] = {}
     sizes = table.sizes(layout)
     for shard, begin in enumerate(table.begins(sizes)):
         entry, box, element = layout.tensors[table.tensors[shard]], table.boxes[shard], 0
@@ -55,6 +63,8 @@ def expected_head(part: Part, layout: Layout, number: int) -> tuple[dict[str, st
                 if not dtypes.has_own_word(entry.dtype):
                     foreign[name] = entry.dtype
                     shape = (nbytes,)
+                if name in foreign or len(shape) != len(entry.shape) or shape[1:] != entry.shape[1:]:
+                    boxes[name] = [list(entry.shape), list(box.offset), list(box.shape)]
                 entries[name] = HeadEntry(word, shape, start, start + nbytes)
             element += elements
     metadata = {
@@ -63,7 +73,11 @@ def expected_head(part: Part, layout: Layout, number: int) -> tuple[dict[str, st
         "rank": f"{part.rank:06d}",
         "layout": table.layout,
     }
-    return ({**metadata, "dtypes": json.dumps(foreign)} if foreign else metadata), entries
+    if foreign:
+        metadata["dtypes"] = json.dumps(foreign)
+    if boxes:
+        metadata["boxes"] = json.dumps(boxes)
+    return metadata, entries
 
 
 def _name(entry: TensorEntry, box: Box, element: int) -> str:
@@ -81,7 +95,7 @@ def check_head(
     """Raises FormatError unless `head`, the first bytes of an object of `nbytes`, is the safetensors header of exactly
     these entries, with slack in all gaps between them.
 
-    Metadata that is not asked for is allowed, but for dtypes.
+    Metadata that is not asked for is allowed, but for dtypes and boxes. Packs of early versions have no boxes.
     """
     length = int.from_bytes(head[:8], "little")
     if len(head) < 8 or length > len(head) - 8:
@@ -104,12 +118,12 @@ def _loads(data: bytes, what: str) -> Json:
 def _check_metadata(found: Json, wanted: Mapping[str, str], where: str) -> None:
     if not isinstance(found, dict):
         raise FormatError(f"{where}: the header has no __metadata__")
-    for name in {*wanted, *({"dtypes"} & found.keys())}:
+    early = found.keys() <= _EARLY  # a pack with words of later versions, and no boxes, has lost them
+    for name in {*wanted, *(_TOLD & found.keys())} - ({"boxes"} if early else set()):
         got, expected = found.get(name), wanted.get(name)
-        if name == "dtypes" and isinstance(got, str) and expected is not None:  # order and spaces are free
-            same = _loads(got.encode(errors="surrogatepass"), f"{where}: the header's metadata {name!r} is") == loads(
-                expected.encode()
-            )
+        if name in _TOLD and isinstance(got, str) and expected is not None:  # order and spaces are free
+            what = f"{where}: the header's metadata {name!r} is"
+            same = _loads(got.encode(errors="surrogatepass"), what) == loads(expected.encode())
         else:
             same = got == expected
         if not same:

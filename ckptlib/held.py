@@ -29,6 +29,10 @@ class Held:
         else:
             self.since = step + 1
 
+    def void(self, step: int) -> None:
+        """The snapshot of `step` is worth nothing after all; told on all ranks at the same step."""
+        self.since = max(self.since, step + 1)
+
     @staticmethod
     def by_all(oldest_newest: int, latest_since: int) -> int:
         """The newest step that all ranks are sure to hold, from the minimum of `newest` and the maximum of `since`.

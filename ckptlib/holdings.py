@@ -91,6 +91,8 @@ class Holdings:
         self.held_by_all = NONE
         """The newest step that all ranks are known to hold."""
         self._settled_by_all = NONE
+        self._voided: set[int] = set()
+        """Steps whose snapshots all ranks hold, and found to differ."""
         self._sent = 0
         """Bytes, for the replicas of the newest snapshot that has come to its end."""
         self._reclaim_at: float | None = None
@@ -190,6 +192,12 @@ class Holdings:
 
     # What all ranks hold
 
+    def void(self, step: int) -> None:
+        """The snapshot of `step` is worth nothing, though all ranks hold it; on all of them at the same time."""
+        self._voided = {other for other in self._voided if other > self.held_by_all} | {step}
+        self.own.void(step)
+        self.arena.forget(step - 1, step)
+
     def needs_held(self) -> int:
         """The step that all ranks must hold before a slot is free; see `Arena.needs_held`."""
         return self.arena.needs_held(self._in_use())
@@ -201,7 +209,8 @@ class Holdings:
         slots, or no other snapshot could ever be taken.
         """
         before = self.held_by_all
-        self.held_by_all = max(before, Held.by_all(oldest_newest, latest_since))
+        newest = Held.by_all(oldest_newest, latest_since)
+        self.held_by_all = max(before, NONE if newest in self._voided else newest)
         if self.held_by_all != before and self.replicator is not None:
             self._on_held(self.held_by_all)
             if before == NONE:

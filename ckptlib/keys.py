@@ -4,7 +4,7 @@
     generations/<gen>-<nonce>.json
     layouts/<digest>.json
     steps/<step>-<gen>-<nonce>.json
-    parts/<step>-<gen>-<nonce>/<rank>-<attempt>-ok-<table>-<digest>.json
+    parts/<step>-<gen>-<nonce>/<rank>-<attempt>-ok-<table>-<digest>-<check>.json
     parts/<step>-<gen>-<nonce>/<rank>-<attempt>-failed-<digest>.json
     packs/<step>-<gen>-<nonce>/<rank>-<attempt>-<n>.safetensors
     trash/<step>-<gen>-<nonce>.json
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
+from ckptlib.check import Check
 from ckptlib.errors import FormatError
 
 ROOT = "ckptlib.json"
@@ -40,7 +41,8 @@ _GENERATION_KEY = re.compile(r"generations/([0-9]{6})-([0-9a-f]{8})\.json")
 _STEP_KEY = re.compile(rf"steps/{_SAVE}\.json")
 _TRASH_KEY = re.compile(rf"trash/{_SAVE}\.json")
 _PART_KEY = re.compile(
-    rf"parts/{_SAVE}/([0-9]{{6}})-([0-9a-f]{{8}})-(?:ok-([0-9a-f]{{32}})|failed)-([0-9a-f]{{32}})\.json"
+    rf"parts/{_SAVE}/([0-9]{{6}})-([0-9a-f]{{8}})-(?:ok-([0-9a-f]{{32}})|failed)-([0-9a-f]{{32}})"
+    rf"(?:-([0-9a-f]{{28}}))?\.json"
 )
 _PACK_KEY = re.compile(rf"packs/{_SAVE}/([0-9]{{6}})-([0-9a-f]{{8}})-([0-9]{{6}})\.safetensors")
 
@@ -108,6 +110,8 @@ class PartName:
     """Digest of the part's table (what lies where, without the digests of the data); None: the rank failed."""
     digest: str
     """Digest of the part's bytes."""
+    check: Check | None = None
+    """What its rank says of what other ranks hold, too; None of a failed one, and from before there were any."""
 
     @property
     def ok(self) -> bool:
@@ -116,7 +120,8 @@ class PartName:
     @property
     def key(self) -> str:
         outcome = "failed" if self.table is None else f"ok-{self.table}"
-        return f"{self.save.parts_prefix}{self.rank:06d}-{self.attempt}-{outcome}-{self.digest}.json"
+        check = "" if self.check is None else f"-{self.check}"
+        return f"{self.save.parts_prefix}{self.rank:06d}-{self.attempt}-{outcome}-{self.digest}{check}.json"
 
 
 def _save_id(step: str, number: str, nonce: str) -> SaveId:
@@ -150,8 +155,11 @@ def parse_part_key(key: str) -> PartName | None:
     match = _PART_KEY.fullmatch(key)
     if match is None:
         return None
-    step, number, nonce, rank, attempt, table, digest = match.groups()
-    return PartName(_save_id(step, number, nonce), int(rank), attempt, table, digest)
+    step, number, nonce, rank, attempt, table, digest, text = match.groups()
+    check = None if text is None else Check.parse(text)
+    if (text is not None and check is None) or (check is not None and table is None):
+        return None
+    return PartName(_save_id(step, number, nonce), int(rank), attempt, table, digest, check)
 
 
 def pack_save(key: str) -> SaveId | None:

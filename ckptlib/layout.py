@@ -146,8 +146,8 @@ class Layout:
         return tuple(i for i, e in enumerate(self.tensors) if isinstance(e.holding, PerRank) and e.nbytes_global)
 
     def find(self, name: str) -> TensorEntry | None:
-        """The tensor of this name, aliases included."""
-        i = self.index.get(self.aliases.get(name, name))
+        """The tensor that is saved under this name, which no alias is."""
+        i = self.index.get(name)
         return None if i is None else self.tensors[i]
 
 

@@ -32,7 +32,10 @@ class PerRank:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """Marks a tensor as one box, cut by hand, of a larger one: `Sharded(local, offset=(512, 0), shape=(1024, 64))`."""
+    """Marks a tensor as one box, cut by hand, of a larger one: `Sharded(local, offset=(512, 0), shape=(1024, 64))`.
+
+    The boxes of all ranks make up the whole. They may overlap where they are equal, as halos are.
+    """
 
     tensor: torch.Tensor
     """The box's elements."""
@@ -59,6 +62,10 @@ class Leaf(TensorSpec):
     """What this rank has: boxes in global coordinates, each with a view of the same shape."""
     owner: torch.optim.Optimizer | None
     """The optimizer whose step is the only writer of this tensor; None where there is none known."""
+    tied: str | None = None
+    """The first name on this rank of this very tensor, where this is a further one; other ranks may not tie them."""
+    frozen: bool = False
+    """Whether it is a parameter that asks for no gradient."""
 
 
 def join(path: str, key: object) -> str:
@@ -82,7 +89,9 @@ def leaf_of(
         if len(tensor.shape) != box.ndim or not box.within(Box.whole(tensor.shape)):
             raise UnsupportedState(f"{name}: Sharded box {box} does not lie in a tensor of shape {tuple(tensor.shape)}")
         pieces = ((box, local),) if box.numel else ()
-        return Leaf(name, dtype_name(local), tuple(tensor.shape), ByHand(), pieces, owner)
+        return Leaf(
+            name, dtype_name(local), tuple(tensor.shape), ByHand(), pieces, owner, frozen=_is_frozen(tensor.tensor)
+        )
     if isinstance(tensor, DTensor):
         if per_rank:
             raise UnsupportedState(f"{name}: a DTensor cannot be PerRank; give tensor.to_local()")
@@ -90,7 +99,8 @@ def leaf_of(
     tensor = _checked(tensor, name)
     shape = tuple(tensor.shape)
     pieces = ((_whole(shape), tensor),) if tensor.numel() else ()
-    return Leaf(name, dtype_name(tensor), shape, HeldPerRank() if per_rank else Plain(), pieces, owner)
+    held = HeldPerRank() if per_rank else Plain()
+    return Leaf(name, dtype_name(tensor), shape, held, pieces, owner, frozen=_is_frozen(tensor))
 
 
 @lru_cache(maxsize=1024)
@@ -115,7 +125,16 @@ def _leaf_of_dtensor(tensor: DTensor, name: str, owner: torch.optim.Optimizer | 
         )
     whole = len(found) == 1 and found[0].local.shape == expected
     pieces = tuple((p.box, local if whole else local[p.local.slices()]) for p in found)
-    return Leaf(name, dtype_name(tensor), shape, held, pieces, owner)
+    return Leaf(name, dtype_name(tensor), shape, held, pieces, owner, frozen=_is_frozen(tensor))
+
+
+def _is_frozen(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+
+
+def is_elsewhere(tensor: torch.Tensor | Sharded) -> bool:
+    """Whether it is a DTensor, and this rank stands outside of its mesh."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
 
 
 def mesh_of(tensor: DTensor) -> Mesh:

@@ -15,6 +15,7 @@ from types import TracebackType
 import torch.distributed as dist
 from typing_extensions import Self
 
+from ckptlib.ballots import Poll
 from ckptlib.beat import Beat, Word
 from ckptlib.checkpoint import SAVE_DEADLINE, TIMEOUT, LoadReport
 from ckptlib.digests import XXH3
@@ -22,7 +23,9 @@ from ckptlib.errors import (
     AgreementFailed,
     CkptError,
     NoRoom,
+    ReplicasDiffer,
     SaveFailed,
+    StateChanged,
     StateError,
     Superseded,
 )
@@ -124,6 +127,8 @@ class Checkpointer:
         self._owed_in_memory = False
         """The same, of a snapshot for memory only."""
         self._final: int | None = None
+        self._poll = Poll((), [])
+        """What was voted with the last word."""
         self._install()
 
     def _install(self) -> None:
@@ -207,9 +212,11 @@ class Checkpointer:
             self._warm()
             self._say(step)
         word = self._beat.agreed(step)
+        self._session.conclude(self._poll, self._beat.votes)
         self._check_counted(step)
         self._session.poll()
         self._note_torn()
+        compare = self._note_differing() or bool(word.agree)
         self._raise_agreed(word)
         self._stopping = bool(word.stop)
         if self._stopping and self._group.rank == 0:
@@ -217,12 +224,14 @@ class Checkpointer:
         holdings = self._session.holdings
         holdings.note_all(-word.minus_held, word.held_since, -word.minus_settled)
         holdings.mend_link(self._group, bool(word.link_failed), not word.not_calm)
-        last = word.stop or step == self._final
+        last = bool(word.stop) or step == self._final
         if last:
             self._session.await_room()
         taken = None
         if last or ((word.due or word.snap) and word.needs_held <= holdings.held_by_all):
-            taken = self._save(step, metrics, word, persist=bool(last or word.due))
+            # a last one is compared before it is taken: no other could be, should it turn out to differ
+            compare = compare or last
+            taken = self._save(step, metrics, word, persist=bool(last or word.due), compare=compare)
         elif word.due or word.snap:
             holdings.make_room()
         try:
@@ -268,25 +277,25 @@ class Checkpointer:
         session, peers, holdings = self._session, self._session.settings.peers, self._session.holdings
         self._owed = self._owed or self._policy.due(step) or step == self._final
         self._owed_in_memory = self._owed_in_memory or (peers is not None and step % peers.every == 0)
-        self._beat.start(
-            Word(
-                step=step,
-                minus_step=-step,
-                due=int(self._owed),
-                snap=int(self._owed_in_memory),
-                inline=int(self._wants_inline),
-                agree=int(session.planner.layout_changed),
-                stop=int(self._stop.wanted),
-                needs_held=holdings.needs_held(),
-                failures=max(session.failures, self._local_failures),
-                superseded=int(session.superseded is not None),
-                link_failed=int(holdings.link_failed),
-                not_calm=int(not holdings.calm),
-                minus_held=-holdings.own.newest,
-                held_since=holdings.own.since,
-                minus_settled=-holdings.own.settled,
-            )
+        word = Word(
+            step=step,
+            minus_step=-step,
+            due=int(self._owed),
+            snap=int(self._owed_in_memory),
+            inline=int(self._wants_inline),
+            agree=int(session.planner.must_compare),
+            stop=int(self._stop.wanted),
+            needs_held=holdings.needs_held(),
+            failures=max(session.failures, self._local_failures),
+            superseded=int(session.superseded is not None),
+            link_failed=int(holdings.link_failed),
+            not_calm=int(not holdings.calm),
+            minus_held=-holdings.own.newest,
+            held_since=holdings.own.since,
+            minus_settled=-holdings.own.settled,
         )
+        self._poll = session.ballots.poll()  # after `own` was asked: what is held has been voted upon
+        self._beat.start(word, self._poll.votes)
 
     def _raise_agreed(self, word: Word) -> None:
         if word.superseded:
@@ -294,13 +303,15 @@ class Checkpointer:
                 f"{self._session.store.url}: a newer generation has begun; this job may no longer save"
             )
         if word.failures >= MAX_FAILURES:
-            last = (self._last and self._last.error) or self._local_error
+            last = self._local_error or (self._last and self._last.error)
             raise SaveFailed(
                 f"{word.failures} saves in a row failed, on some rank; the last committed step is untouched. Last "
                 f"error on this rank: {last or 'none'}"
             )
 
-    def _save(self, step: int, metrics: Mapping[str, object] | None, word: Word, persist: bool) -> Pending | None:
+    def _save(
+        self, step: int, metrics: Mapping[str, object] | None, word: Word, persist: bool, compare: bool
+    ) -> Pending | None:
         """What was begun, and is to `go` on; None where there is nothing to save, or it failed."""
         self._owed = self._owed and not persist
         self._owed_in_memory = False
@@ -314,10 +325,20 @@ class Checkpointer:
                 step,
                 metrics=metrics,
                 overlap=(lambda leaf: False) if inline else self._earned,
-                compare=bool(word.agree),
+                compare=compare,
                 persist=persist,
                 go=False,
             )
+        except ReplicasDiffer as error:  # on all ranks alike: the next save compares, too
+            self._owed, self._owed_in_memory = self._owed or persist, True
+            self._local_failures += 1
+            self._local_error = error
+            log.error("step %d is not saved: %s", step, error)
+            return None
+        except StateChanged as error:
+            self._owed, self._owed_in_memory = self._owed or persist, True
+            log.warning("step %d is not saved, the one after it is: %s", step, error)
+            return None
         except (StateError, AgreementFailed):
             raise
         except CkptError as error:
@@ -332,7 +353,7 @@ class Checkpointer:
             return None
         self._unkept = False
         if persist:
-            self._local_failures = 0
+            self._local_failures, self._local_error = 0, None
             self._last = pending
         self._fence.guard(pending.staging)
         return pending
@@ -353,6 +374,16 @@ class Checkpointer:
             self._owed = True
         if self._last is not None and self._last.staging is torn.staging:
             self._last = None
+
+    def _note_differing(self) -> bool:
+        """Whether a snapshot was found to differ between ranks; it is owed once more, and compared before."""
+        differing, self._session.differing = self._session.differing, []
+        for ballot in differing:
+            self._owed_in_memory = True
+            self._owed = self._owed or ballot.persists
+            if self._last is not None and self._last.step == ballot.step:
+                self._last = None
+        return bool(differing)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -414,6 +445,8 @@ def _estimate(leaves: list[Leaf], num_ranks: int) -> int:
     """Bytes of this rank's snapshot: what is there, and two fp32 moments for what an optimizer has yet to make."""
     nbytes = 0
     for leaf in leaves:
+        if leaf.tied is not None:
+            continue
         local = sum(tensor.nbytes for _, tensor in leaf.pieces)
         moments = sum(tensor.numel() for _, tensor in leaf.pieces) * 8
         is_param = leaf.owner is not None and any(t.requires_grad for _, t in leaf.pieces)

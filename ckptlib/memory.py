@@ -10,6 +10,11 @@ def is_bytes(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements, in a dtype that torch copies in any order: it has no kernel for float4 that is transposed."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor that `is_bytes`, as a 1-d view of dtype uint8, whatever the dtype."""
     # not view(-1): a dim of size 1 may have any stride, and view(dtype) minds it

@@ -144,7 +144,7 @@ class OptimizerTargets:
             tensor = now if alike and isinstance(now, torch.Tensor) else torch.empty_like(param, dtype=dtype)
             leaf = leaf_of(Sharded(tensor, by_hand.offset, by_hand.shape), name, per_rank=False, owner=None)
             assert leaf is not None
-            self._filling.wants.append(want(name, leaf, entry))
+            self._filling.wants.append(want(leaf, entry))
             return tensor
         if fits(now, entry):
             tensor = now
@@ -155,7 +155,7 @@ class OptimizerTargets:
             tensor = torch.empty(entry.shape, dtype=dtype, device=_device_of(param) if on_device else "cpu")
         leaf = leaf_of(tensor, name, per_rank=False, owner=None)
         if leaf is not None:
-            self._filling.wants.append(want(name, leaf, entry))
+            self._filling.wants.append(want(leaf, entry))
         return tensor
 
     def _add_hyper_parameters(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ckptlib.cuda import DeviceWork
-from ckptlib.memory import is_bytes
+from ckptlib.memory import copyable, is_bytes
 
 OVERLAP_FROM_BYTES = 64 * 1024
 """Below this, handing a tensor over costs as much as copying it at once."""
@@ -60,7 +60,7 @@ class Pair:
         self.late = source.overlap and self.nbytes >= OVERLAP_FROM_BYTES and is_bytes(tensor)
         """Whether it is copied behind the fence."""
         if self.movable and self.late:
-            self.now, self.copied = (_bytes_at(a, self.nbytes) for a in (self.source_address, self.target_address))
+            self.now, self.copied = (bytes_at(a, self.nbytes) for a in (self.source_address, self.target_address))
 
     @property
     def target(self) -> torch.Tensor:
@@ -79,15 +79,16 @@ class Pair:
         ctypes.memmove(self.target_address, self.source_address, self.nbytes)
 
 
-def _bytes_at(address: int, nbytes: int) -> memoryview:
-    """Memory that lives as long as its tensor; not by way of numpy, after which a tensor cannot be resized."""
+def bytes_at(address: int, nbytes: int) -> memoryview:
+    """Memory that lives as long as its tensor, which the caller keeps; not by way of numpy, after which a tensor cannot
+    be resized."""
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
-_move_small = ctypes.PyDLL(None).memmove
+move_small = ctypes.PyDLL(None).memmove
 """Keeps the GIL: giving it up hundreds of times would let any other thread hold up the trainer."""
-_move_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_move_small.restype = None
+move_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+move_small.restype = None
 
 
 class Pairs:
@@ -111,11 +112,11 @@ class Pairs:
 
     def move_now(self) -> None:
         """All that is in host memory and is not copied behind the fence."""
-        deque(map(_move_small, *self.small), maxlen=0)
+        deque(map(move_small, *self.small), maxlen=0)
         for pair in self.large:
             pair.move()
         for pair in self.strided:
-            pair.target.copy_(pair.source.tensor)
+            copyable(pair.target).copy_(copyable(pair.source.tensor))
 
     def work(self, device: torch.device, spare: torch.Tensor | None) -> DeviceWork:
         """The copies from one device; by way of `spare`, bytes of that device and as many as of the body, if given."""

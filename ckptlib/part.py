@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ckptlib.check import Check, decode_check
 from ckptlib.digests import HEX_WIDTH, XXH3, digester
 from ckptlib.documents import Fields, as_written, decode, dump_body, encode, seal
 from ckptlib.errors import CorruptData
@@ -44,26 +45,27 @@ class Part:
     metrics: Mapping[str, Json]
     created: float
     """When the snapshot was taken; seconds since the epoch, by the rank's clock."""
+    check: Check | None = None
+    """See `PartName.check`."""
 
     def encode(self) -> tuple[PartName, bytes]:
         """The document and the name it is put under."""
-        head = dump_body(
-            {
-                "save": str(self.save),
-                "rank": self.rank,
-                "world_size": self.world_size,
-                "attempt": self.attempt,
-                "created": self.created,
-                "metrics": dict(self.metrics),
-                "values": dict(self.values),
-                "packs": [[pack.key, pack.nbytes] for pack in self.packs],
-                "algorithm": self.algorithm,
-                "digests": "".join(self.digests),
-            }
-        )
+        body: dict[str, Json] = {
+            "save": str(self.save),
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "attempt": self.attempt,
+            "created": self.created,
+            "metrics": dict(self.metrics),
+            "values": dict(self.values),
+            "packs": [[pack.key, pack.nbytes] for pack in self.packs],
+            "algorithm": self.algorithm,
+            "digests": "".join(self.digests),
+        }
+        head = dump_body(body if self.check is None else {**body, "check": str(self.check)})
         document = seal("part", f'{head[:-1]},"table":{self.table.encoded}}}')
         digest = digester(XXH3)(document)
-        return PartName(self.save, self.rank, self.attempt, self.table.digest, digest), document
+        return PartName(self.save, self.rank, self.attempt, self.table.digest, digest, self.check), document
 
     @classmethod
     def decode(cls, name: PartName, data: bytes) -> Part:
@@ -84,8 +86,10 @@ class Part:
             fields.tree("values"),
             fields.tree("metrics"),
             fields.number("created"),
+            decode_check(fields),
         )
-        if (part.save, part.rank, part.attempt) != (name.save, name.rank, name.attempt):
+        told = part.save, part.rank, part.attempt, part.check
+        if told != (name.save, name.rank, name.attempt, name.check):
             raise fields.fail("content and name tell of different parts")
         # The table's text comes last wherever ckptlib wrote it; to write it again takes longer than to read it.
         text = data[data.rfind(b'"table":') + len(b'"table":') : -len(b"}}\n")]

@@ -25,8 +25,8 @@ class Pending:
         """Whether the step is known to exist. On ranks other than 0 only after `wait_committed`."""
         self.error: Exception | None = None
         """Why it never will."""
-        self.watched = False
-        """Whether a rank that does not commit has asked what becomes of it."""
+        self.watches = 0
+        """How often a rank that does not commit has asked what becomes of it, and was not answered yet."""
 
     @property
     def step(self) -> int:

@@ -6,7 +6,7 @@ Every function here gives the same answer on every rank that asks about the same
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
 from ckptlib import dtypes, sharding
@@ -34,18 +34,20 @@ SHARED_CHUNK_BYTES = 64 * 1024
 more than their bytes, and whoever reads one of them reads no more than what one request costs anyway."""
 
 
-def assign(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+def assign(entries: Iterable[TensorEntry], partial: Container[str] = ()) -> list[TensorEntry]:
     """The entries, each with the writer of its replicas.
 
     Balanced by local bytes, largest first, among the tensors of the same mesh and replicating axes: whoever holds one
     of those holds all of them, so all holders come to the same answer.
+
+    `partial`: names that not all ranks of their mesh have. Who writes those no coordinate tells; see `writes`.
     """
     queues: dict[object, list[tuple[int, tuple[int, ...]]]] = {}
     writers: dict[str, TensorEntry] = {}
     entries = list(entries)
     for entry in sorted(entries, key=lambda e: (-e.nbytes_global, e.name)):
         holding = entry.holding
-        if not isinstance(holding, Placed):
+        if not isinstance(holding, Placed) or entry.name in partial:
             continue
         axes = sharding.replica_axes(holding.placements)
         key = (holding.mesh, axes)
@@ -79,18 +81,23 @@ def writes(entry: TensorEntry, rank: int, holders: frozenset[int] | None = None)
     coordinate = holding.mesh.coordinate(rank)
     if coordinate is None:
         return False
-    axes = sharding.replica_axes(holding.placements)
     if holders is not None:
-        mine = {a: c for a, c in enumerate(coordinate) if a not in axes}
-        replicas = (
-            r
-            for at in _coordinates(holding.mesh.shape, axes)
-            if (r := holding.mesh.rank(tuple(mine.get(a, c) for a, c in enumerate(at)))) in holders
-        )
-        return rank == min(replicas, default=None)
+        return rank == min(holders_of(holding, rank, holders), default=None)
     if holding.writer is None:
         return True
-    return all(coordinate[a] == holding.writer[a] for a in axes)
+    return all(coordinate[a] == holding.writer[a] for a in sharding.replica_axes(holding.placements))
+
+
+def holders_of(holding: Placed, rank: int, holders: frozenset[int] | None = None) -> tuple[int, ...]:
+    """The ranks that hold the same boxes as `rank`, itself among them, ascending. `holders`: see `writes`."""
+    coordinate = holding.mesh.coordinate(rank)
+    if coordinate is None:
+        return ()
+    axes = sharding.replica_axes(holding.placements)
+    mine = {a: c for a, c in enumerate(coordinate) if a not in axes}
+    places = _coordinates(holding.mesh.shape, axes)
+    ranks = (holding.mesh.rank(tuple(mine.get(a, c) for a, c in enumerate(at))) for at in places)
+    return tuple(sorted(r for r in ranks if holders is None or r in holders))
 
 
 def lay_out(layout: Layout, shards: Sequence[tuple[str, Box]], chunk_bytes: int = CHUNK_BYTES) -> Table:

@@ -7,28 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 
 from ckptlib.box import Box
+from ckptlib.errors import StateChanged
 from ckptlib.group import Group
-from ckptlib.layout import Layout, Placed
+from ckptlib.layout import ByHand, Layout, PerRank, Placed
 from ckptlib.pairs import Source
 from ckptlib.plan import ALIGN_FROM_BYTES, assign, body_nbytes, lay_out, writes
-from ckptlib.replicas import Agreement, Row, agree, alone, entries_of, rows_of
+from ckptlib.replica_digests import Replica, ReplicaDigests, Way
+from ckptlib.replicas import Agreement, Row, agree, entries_of, rows_of, within
 from ckptlib.sections import same
-from ckptlib.state import Flat, Leaf
+from ckptlib.shared import Shared, prove, shared_of
+from ckptlib.state import Flat, Leaf, Plain
 from ckptlib.table import Table
 
 Overlap = Callable[[Leaf], bool]
 """Whether its only writer waits at the fence; asked once for all leaves of one owner."""
 
-Shape = tuple[tuple[str, str, tuple[int, ...], object], ...]
+Shape = tuple[tuple[object, ...], ...]
 """Of every leaf: what a plan depends upon."""
 
 
-Order = tuple[tuple[int, int], ...]
-"""Leaves and their pieces."""
+Order = tuple[tuple[int, int, Box | None], ...]
+"""Leaves and their pieces; and the region of a piece that is meant, in the tensor's global coordinates; None: all."""
+
+_Late: TypeAlias = dict["torch.optim.Optimizer | None", bool]
+"""By owner: whether what it owns is copied behind the fence."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,8 @@ class Plan:
     """Per shard of the table."""
     body_nbytes: int
     """Of a slot."""
+    shared: tuple[Shared, ...]
+    """What other ranks hold, too; one of them writes it for all."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +70,7 @@ class _Sources:
 
     order: Order
     leaves: list[Leaf]
-    late: dict[torch.optim.Optimizer | None, bool]
-    """By owner: whether what it owns is copied behind the fence."""
+    late: _Late
     sources: list[Source]
     """In this order."""
 
@@ -76,12 +84,20 @@ class Planner:
         self._plan: Plan | None = None
         self._leaves: list[Leaf] = []
         """Those that the plan stood for last."""
+        self._changed = False
+        """Whether the last comparison found another state than the one before."""
         self._sources: dict[int, _Sources] = {}
         """By the rank whose snapshot it is."""
         self._alike: dict[int, tuple[Plan, Alike]] = {}
         """By that rank; each with the own plan that it was found for."""
-        self.layout_changed = False
-        """Whether the state changed since all ranks last agreed on it."""
+        self._own: frozenset[str] = frozenset()
+        """Plain tensors that have differed between ranks."""
+        self._moving: frozenset[str] = frozenset()
+        """Frozen parameters that have been seen to change."""
+        self._digests: tuple[Plan, list[Leaf], _Late, frozenset[str], ReplicaDigests] | None = None
+        """With what they depend upon."""
+        self.must_compare = False
+        """Whether the ranks are to compare what they hold before the next save."""
 
     @property
     def agreed(self) -> bool:
@@ -90,25 +106,47 @@ class Planner:
 
     def rows(self, flat: Flat) -> dict[str, Row]:
         """What this rank says of its state when all compare."""
-        return rows_of(flat.leaves, self._group)
+        return rows_of(flat.leaves, self._group, self._own)
 
     def agree(self, flat: Flat, rows: dict[str, Row]) -> Plan:
         """The plan that follows from what all ranks say. Collective. Raises, on all of them, what does not agree."""
+        self.must_compare = True  # until it is done
         agreement = agree(flat.leaves, rows, self._group)
-        changed = agreement != self._agreement or self.layout_changed
-        self._agreement, self.layout_changed = agreement, False
-        return self._plan_for(flat, None if changed else self._known(flat))
+        known = self._known(flat) if agreement == self._agreement else None
+        self._agreement = agreement
+        plan = self._plan_for(flat, known)
+        prove(flat.leaves, plan.shared, self._group)
+        plain = {leaf.name for leaf in flat.leaves if isinstance(leaf.held, Plain)}
+        self._own |= {name for name in plain if isinstance(agreement.holdings.get(name), PerRank)}
+        self.must_compare = self._restless(known is None)
+        return plan
+
+    def _restless(self, changed: bool) -> bool:
+        """Whether the state changes from save to save, so that it had better be compared before each."""
+        before, self._changed = self._changed, changed
+        return changed and before
 
     def plan(self, flat: Flat) -> Plan:
-        """The plan for this state as this rank alone sees it: what was last agreed upon, as long as nothing changed."""
+        """The plan that was last agreed upon. Raises StateChanged where this rank's state is another."""
         known = self._known(flat)
-        self.layout_changed = self.layout_changed or known is None
+        if known is None:
+            self.must_compare = True
+            raise StateChanged(
+                f"the state of rank {self._group.rank} is not made of the tensors of the save before"
+                f"{self._news(flat)}; all ranks compare theirs before the next save"
+            )
         return self._plan_for(flat, known)
+
+    def _news(self, flat: Flat) -> str:
+        """What is new, for people."""
+        before = {leaf.name for leaf in self._leaves}
+        new = [leaf.name for leaf in flat.leaves if leaf.name not in before]
+        return f" (new: {', '.join(new[:3])}{', ...' if len(new) > 3 else ''})" if new else ""
 
     def _known(self, flat: Flat) -> Plan | None:
         """The last plan, unless something that it depends upon has changed."""
         known = self._plan
-        if known is None or (known.layout.aliases, known.layout.objects) != (flat.aliases, flat.objects):
+        if known is None or known.layout.objects != flat.objects:
             return None
         return known if same(self._leaves, flat.leaves) or known.shape == _shape(flat.leaves) else None
 
@@ -119,19 +157,22 @@ class Planner:
 
     def _make(self, flat: Flat) -> Plan:
         assert self._agreement is not None
-        by = alone(flat.leaves, self._group, self._agreement) if self.layout_changed else self._agreement
-        entries = entries_of(flat.leaves, by)
-        if not self.layout_changed:
-            entries = assign(entries)
-        layout = Layout(self._group.size, tuple(entries), flat.aliases, flat.objects)
-        places: dict[tuple[str, Box], tuple[int, int]] = {}
+        by = self._agreement
+        entries = assign(entries_of(flat.leaves, by), partial=by.holders)
+        layout = Layout(self._group.size, tuple(entries), by.aliases, flat.objects)
+        places: dict[tuple[str, Box], tuple[int, int, Box | None]] = {}
         for i, leaf in enumerate(flat.leaves):
+            if leaf.name in by.aliases:
+                continue
             entry = layout.tensors[layout.index[leaf.name]]
-            if writes(entry, self._group.rank, by.holders.get(leaf.name)):
-                places.update({(leaf.name, box): (i, piece) for piece, (box, _) in enumerate(leaf.pieces)})
+            if leaf.name in by.written:
+                places.update({(leaf.name, box): (i, 0, box) for box in by.written[leaf.name]})
+            elif writes(entry, self._group.rank, by.holders.get(leaf.name)):
+                places.update({(leaf.name, box): (i, piece, None) for piece, (box, _) in enumerate(leaf.pieces)})
         table = lay_out(layout, list(places))
         order = tuple(places[layout.tensors[t].name, box] for t, box in zip(table.tensors, table.boxes, strict=True))
-        return Plan(_shape(flat.leaves), layout, table, order, body_nbytes(table))
+        shared = shared_of(flat.leaves, by, self._group.rank)
+        return Plan(_shape(flat.leaves), layout, table, order, body_nbytes(table), shared)
 
     def sources(self, leaves: list[Leaf], plan: Plan, overlap: Overlap) -> list[Source]:
         """What is copied, in the table's order; the very sources of the last save where nothing changed."""
@@ -143,7 +184,7 @@ class Planner:
         What a layout calls a replica might have become another value since: a copy is worth nothing until its digests
         are those of that rank.
         """
-        if self.layout_changed or table.layout != plan.layout.digest:
+        if table.layout != plan.layout.digest:
             return None
         known = self._alike.get(rank)
         if known is None or known[0] is not plan or known[1].table is not table:
@@ -154,17 +195,41 @@ class Planner:
         """As `sources`, in the order of `alike`."""
         return self._sources_of(rank, alike.order, leaves, overlap)
 
+    def digests(self, leaves: list[Leaf], plan: Plan, overlap: Overlap) -> ReplicaDigests:
+        """Of what other ranks hold, too; the very same as at the last save where nothing changed."""
+        late, known = _late(leaves, overlap), self._digests
+        if (
+            known is None
+            or known[0] is not plan
+            or not same(known[1], leaves)
+            or known[2] != late
+            or known[3] != self._moving
+        ):
+            replicas = [self._replica(shared, leaves, late) for shared in plan.shared]
+            made = ReplicaDigests(replicas, None if known is None else known[4])
+            known = self._digests = plan, leaves, late, self._moving, made
+        return known[4]
+
+    def _replica(self, shared: Shared, leaves: list[Leaf], late: _Late) -> Replica:
+        leaf = leaves[shared.leaf]
+        if leaf.owner is not None:
+            way = Way.SAMPLED
+        else:
+            way = Way.FROZEN if leaf.frozen and leaf.name not in self._moving else Way.WHOLE
+        return Replica(shared.ranks, leaf.name, shared.tensor(leaves), late[leaf.owner], way)
+
+    def note_moved(self, names: frozenset[str]) -> None:
+        """These frozen parameters change after all; on all ranks that hold them at the same step."""
+        self._moving |= names
+
     def _sources_of(self, rank: int, order: Order, leaves: list[Leaf], overlap: Overlap) -> list[Source]:
-        late: dict[torch.optim.Optimizer | None, bool] = {}
-        for leaf in leaves:
-            if leaf.owner not in late:
-                late[leaf.owner] = overlap(leaf)
+        late = _late(leaves, overlap)
         known = self._sources.get(rank)
         known = known if known is not None and known.order is order else None
         if known is not None and known.late == late and same(known.leaves, leaves):
             return known.sources
         found = []
-        for n, (i, piece) in enumerate(order):
+        for n, (i, piece, region) in enumerate(order):
             leaf, is_late = leaves[i], late[leaves[i].owner]
             if known is not None and known.leaves[i] is leaf:
                 source = known.sources[n]
@@ -172,9 +237,20 @@ class Planner:
             else:
                 # detached: what `p.data = x` puts in place of this memory must not be copied instead, least of all
                 # past its end
-                found.append(Source(leaf.name, leaf.pieces[piece][1].detach(), is_late))
+                box, tensor = leaf.pieces[piece]
+                found.append(
+                    Source(leaf.name, tensor.detach() if region is None else within(region, box, tensor), is_late)
+                )
         self._sources[rank] = _Sources(order, leaves, late, found)
         return found
+
+
+def _late(leaves: list[Leaf], overlap: Overlap) -> _Late:
+    late: _Late = {}
+    for leaf in leaves:
+        if leaf.owner not in late:
+            late[leaf.owner] = overlap(leaf)
+    return late
 
 
 def _find_alike(table: Table, plan: Plan, leaves: list[Leaf]) -> Alike:
@@ -189,9 +265,14 @@ def _find_alike(table: Table, plan: Plan, leaves: list[Leaf]) -> Alike:
         for piece, (own, _) in enumerate(leaves[i].pieces):
             if own == box:
                 offsets.append(offset)
-                order.append((i, piece))
+                order.append((i, piece, None))
     return Alike(table, tuple(offsets), tuple(order))
 
 
 def _shape(leaves: list[Leaf]) -> Shape:
-    return tuple((leaf.name, leaf.dtype, leaf.shape, leaf.held) for leaf in leaves)
+    return tuple((leaf.name, leaf.dtype, leaf.shape, leaf.held, leaf.tied, _cut(leaf)) for leaf in leaves)
+
+
+def _cut(leaf: Leaf) -> tuple[Box, ...]:
+    """The boxes that nothing but the pieces tells of."""
+    return tuple(box for box, _ in leaf.pieces) if isinstance(leaf.held, ByHand) else ()

@@ -1,70 +1,158 @@
-"""The proof that a save is whole: whether its parts hold every element of every tensor. Pure: no torch, no I/O."""
+"""What it takes for a save to be whole: its parts hold every element of every tensor, and one value for each.
+
+A load needs no more than that, so what is proved at the commit loads. Pure: no torch, no I/O. What two parts hold both
+is told here, by their tables; `ckptlib.contents` looks at the bytes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ckptlib import sharding
 from ckptlib.box import Box, find_hole
+from ckptlib.errors import UnsupportedState
 from ckptlib.layout import Layout, PerRank, Placed, TensorEntry
+from ckptlib.overlaps import Meeting, meetings
 from ckptlib.part import Part
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """What two shards hold both; the tensor has a value only if they are equal there."""
+
+    name: str
+    region: Box
+    ranks: tuple[int, int]
+    """Whose parts they are in; ascending."""
+    boxes: tuple[Box, Box]
+    """Of the shards."""
 
 
 class Proof:
     """What a set of parts holds. Each is looked at once and not kept: those of a thousand ranks are gigabytes."""
 
     def __init__(self) -> None:
-        self._boxes: dict[str, list[Box]] = {}
-        """By name: what was written of a tensor."""
-        self._wanted: dict[str, TensorEntry] = {}
-        self._rows: dict[str, list[list[Box]]] = {}
-        """By layout: of each of its tensors the list in `_boxes`."""
+        self._held: dict[str, _Held] = {}
+        """By name."""
+        self._rows: dict[str, list[_Held | None]] = {}
+        """By layout: what is held of each of its tensors; None: every rank has its own."""
         self._lost: str | None = None
+        self._clash: str | None = None
 
     def add(self, part: Part, layout: Layout) -> None:
-        """A part that was checked against its layout."""
-        table = part.table
+        """A part that was checked against its layout. Parts come in the order of their ranks."""
+        table, rank = part.table, part.rank
         rows = self._rows.get(table.layout)
         if rows is None:
-            rows = self._rows[table.layout] = [self._boxes.setdefault(entry.name, []) for entry in layout.tensors]
-            for entry in layout.tensors:
-                if not isinstance(entry.holding, PerRank):
-                    self._wanted.setdefault(entry.name, entry)
+            rows = self._rows[table.layout] = [self._row(entry, rank) for entry in layout.tensors]
         for tensor, box in zip(table.tensors, table.boxes, strict=True):
-            rows[tensor].append(box)
+            held = rows[tensor]
+            if held is not None:
+                held.boxes.append(box)
+                held.ranks.append(rank)
         own = {*table.tensors}
         lost = next((i for i in layout.per_rank if i not in own), None)
         if lost is not None and self._lost is None:
             self._lost = f"{layout.tensors[lost].name} of rank {part.rank}"
 
+    def _row(self, entry: TensorEntry, rank: int) -> _Held | None:
+        if isinstance(entry.holding, PerRank):
+            return None
+        held = self._held.get(entry.name)
+        if held is None:
+            held = self._held[entry.name] = _Held(entry, rank)
+        kinds = [f"{e.dtype}{list(e.shape)}" for e in (held.entry, entry)]
+        if kinds[0] != kinds[1]:
+            self._clash = (
+                self._clash or f"{entry.name} is {kinds[0]} on rank {held.first} and {kinds[1]} on rank {rank}"
+            )
+            return None
+        return held
+
     def missing(self) -> str | None:
         """What no part holds, as "name[box]", or None when every tensor of their layouts is whole."""
         if self._lost is not None:
             return self._lost
-        whole: set[tuple[object, ...]] = set()
-        for name, entry in self._wanted.items():
-            boxes = self._boxes[name]
-            # equal boxes of a table are one object, so tensors that are cut alike have the same ones
-            kind = entry.shape, entry.holding, *map(id, boxes)
+        whole: set[object] = set()
+        for held in self._held.values():
+            kind = held.kind
             if kind not in whole:
-                hole = _hole(entry, boxes)
+                hole = _hole(held.entry, held.boxes)
                 if hole is not None:
-                    return f"{name}{hole}"
+                    return f"{held.entry.name}{hole}"
                 whole.add(kind)
         return None
 
+    def clash(self) -> str | None:
+        """A tensor that is not the same for all ranks, with what it is on two of them; None when there is none."""
+        return self._clash
 
-def _hole(entry: TensorEntry, boxes: list[Box]) -> Box | None:
-    distinct, holding = set(boxes), entry.holding
-    if isinstance(holding, Placed) and _placed_boxes(entry.shape, holding.mesh.shape, holding.placements) <= distinct:
+    def doubts(self) -> list[Doubt]:
+        """All that several shards hold, in the order of the ranks; none where every element is written once, as in
+        every save for which the ranks compared what they hold.
+
+        Raises UnsupportedState where there is more of it than can be compared.
+        """
+        found: list[Doubt] = []
+        known: dict[object, list[Meeting]] = {}
+        for name, held in self._held.items():
+            kind = held.kind
+            if kind not in known:
+                known[kind] = _meetings(held.entry, held.boxes)
+            for i, j, region in known[kind]:
+                found.append(Doubt(name, region, (held.ranks[i], held.ranks[j]), (held.boxes[i], held.boxes[j])))
+        return sorted(found, key=lambda doubt: doubt.ranks)
+
+
+class _Held:
+    """The shards of one tensor."""
+
+    __slots__ = ("boxes", "entry", "first", "ranks")
+
+    def __init__(self, entry: TensorEntry, first: int) -> None:
+        self.entry = entry
+        self.first = first
+        """The first rank that tells of it."""
+        self.boxes: list[Box] = []
+        self.ranks: list[int] = []
+        """Of each box: in whose part it is."""
+
+    @property
+    def kind(self) -> object:
+        """Equal boxes of a table are one object, so tensors that are cut alike have the same ones."""
+        return self.entry.shape, self.entry.holding, *map(id, self.boxes)
+
+
+def _hole(entry: TensorEntry, boxes: Sequence[Box]) -> Box | None:
+    distinct, tiling = set(boxes), _tiling(entry)
+    if tiling is not None and tiling <= distinct:
         return None  # thousands of boxes, and the general way takes the square of that
     return find_hole(Box.whole(entry.shape), list(distinct))
+
+
+def _meetings(entry: TensorEntry, boxes: Sequence[Box]) -> list[Meeting]:
+    tiling = _tiling(entry)
+    if len(boxes) < 2 or (tiling is not None and len(tiling) == len(boxes) and tiling == {*boxes}):
+        return []
+    try:
+        return meetings(boxes)
+    except UnsupportedState as error:
+        raise UnsupportedState(f"{entry.name}: {error}") from None
+
+
+def _tiling(entry: TensorEntry) -> frozenset[Box] | None:
+    """Every box of a tensor on a mesh: together they are the whole, and none overlap. None: it is not on a mesh."""
+    holding = entry.holding
+    if not isinstance(holding, Placed):
+        return None
+    return _placed_boxes(entry.shape, holding.mesh.shape, holding.placements)
 
 
 @lru_cache(maxsize=64)  # layers are alike
 def _placed_boxes(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[sharding.Placement, ...]
 ) -> frozenset[Box]:
-    """Every box of a tensor on a mesh; together they are the whole."""
     holders = sharding.coordinates_touching(shape, mesh_shape, placements, Box.whole(shape))
     return frozenset(piece.box for at in holders for piece in sharding.pieces(shape, mesh_shape, placements, at))

@@ -6,7 +6,7 @@ checked against its digest before a byte of it is believed; every element of eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,12 +15,13 @@ from typing import Protocol
 import torch
 
 from ckptlib import garbage
-from ckptlib.box import Box, Run, common_run, find_hole, find_overlap
+from ckptlib.box import Box, Run, common_run, find_hole
 from ckptlib.contents import Contents, Share
 from ckptlib.digests import digester
-from ckptlib.errors import CorruptData, ObjectNotFound, StateMismatch
+from ckptlib.errors import CorruptData, FormatError, ObjectNotFound, UnsupportedState
 from ckptlib.keys import SaveId
-from ckptlib.layout import ByHand, Layout, PerRank, TensorEntry, ranks_touching
+from ckptlib.layout import Layout, PerRank, TensorEntry, ranks_touching
+from ckptlib.overlaps import Meeting, meetings
 from ckptlib.pace import Pace
 from ckptlib.part import Part
 from ckptlib.requests import ChunkRead, Request, Target, copies_of, merge
@@ -75,7 +76,7 @@ class Want:
     """One tensor to be filled."""
 
     name: str
-    """As the checkpoint calls it."""
+    """That it is saved under."""
     pieces: tuple[tuple[Box, torch.Tensor], ...]
     """Boxes in global coordinates, each with a view of the same shape to be filled."""
     everywhere: bool = False
@@ -98,6 +99,7 @@ class Reader:
         self.layouts: Mapping[str, Layout] = {digest: source.layout(digest) for digest in source.layouts}
         self._ranks = {digest: frozenset(ranks) for digest, ranks in source.layouts.items()}
         self._own = frozenset({self.own_rank})
+        self._own_layout = next(digest for digest, ranks in self._ranks.items() if self._own <= ranks)
         self.nbytes_read = 0
 
     @property
@@ -125,23 +127,42 @@ class Reader:
         return found
 
     def entries(self, name: str) -> dict[str, TensorEntry]:
-        """By layout: the tensor of this name."""
+        """By layout: the tensor that is saved under this name; that of this rank alone, where each has its own."""
+        own = self.layouts[self._own_layout].find(name)
+        if own is not None and isinstance(own.holding, PerRank):
+            return {self._own_layout: own}
         found = ((digest, layout.find(name)) for digest, layout in self.layouts.items())
-        return {digest: entry for digest, entry in found if entry is not None}
+        return {
+            digest: entry for digest, entry in found if entry is not None and not isinstance(entry.holding, PerRank)
+        }
 
-    def same_bytes(self, first: str, second: str) -> bool:
-        """Whether two tensors were saved with the same content."""
-        found = []
+    def same_bytes(self, first: str, second: str, boxes: Sequence[Box] | None = None) -> bool:
+        """Whether two tensors were saved with the same content, at least in some boxes of them."""
+        kinds = [next(iter(self.entries(name).values())) for name in (first, second)]
+        if (kinds[0].dtype, kinds[0].shape) != (kinds[1].dtype, kinds[1].shape):
+            return False
+        return all(self._same_in(box, first, second) for box in (boxes or [Box.whole(kinds[0].shape)]))
+
+    def _same_in(self, box: Box, first: str, second: str) -> bool:
+        sides = []
         for name in (first, second):
-            whole = Box.whole(next(iter(self.entries(name).values())).shape)
-            ranks = self.ranks_for(Want(name, ((whole, torch.empty(0)),)))
-            found.append(self._sources(name, self._places(name, ranks)))
-        return found[0].keys() == found[1].keys() and all(self._same(at, found[1][box]) for box, at in found[0].items())
+            places = self._places(name, self.ranks_for(Want(name, ((box, torch.empty(0)),))))
+            sides.append({b: place for b, place in self._sources(name, places, [box]).items() if b.intersect(box)})
+        alike = sides[0].keys() == sides[1].keys()
+        if not alike and any(find_hole(box, [*side]) for side in sides):
+            return False
+        pairs = ((b, b) for b in sides[0]) if alike else ((a, b) for a in sides[0] for b in sides[1])
+        return all(
+            self._same(sides[0][a], sides[1][b], common)
+            for a, b in pairs
+            if (in_both := a.intersect(b)) is not None and (common := in_both.intersect(box)) is not None
+        )
 
     def read(self, wants: Sequence[Want], progress: Callable[[int], None]) -> None:
         """Fills every want. `progress` is told of bytes as they arrive.
 
-        Raises CorruptData that names the tensor, StateMismatch for an element that no chunk covers, StoreError.
+        Raises CorruptData that names the tensor, also for an element that no chunk covers or of which several ranks
+        saved different values; StoreError.
         """
         with ThreadPoolExecutor(self._source.pace.threads, "ckptlib-read") as executor:
             ranks = [self.ranks_for(want) for want in wants]
@@ -181,8 +202,8 @@ class Reader:
         """Adds what fills a want."""
         places = self._places(want.name, ranks)
         boxes = tuple([share.part.table.boxes[shard] for share, shard in places])
-        if len(boxes) > 1 and len({*boxes}) < len(boxes):
-            sources = self._sources(want.name, places)
+        if len(boxes) > 1 and _meetings(want.name, boxes):
+            sources = self._sources(want.name, places, [box for box, _ in want.pieces])
             boxes, places = tuple(sources), [*sources.values()]
         for box, target in want.pieces:
             to, numel = Target(target), box.numel
@@ -190,7 +211,7 @@ class Reader:
                 _plan_shard(*places[0], Run(0, 0, numel), box, to, reads)
                 continue
             touching, hole = _cover(box, boxes)
-            self._check_cover(want.name, box, boxes, hole)
+            self._check_cover(want.name, hole)
             for i, run in touching:
                 _plan_shard(*places[i], run, box, to, reads)
 
@@ -199,31 +220,27 @@ class Reader:
         shares = map(self._share, sorted(ranks))
         return [(share, shard) for share in shares for shard in share.shards(name)]
 
-    def _sources(self, name: str, places: Iterable[Place]) -> dict[Box, Place]:
-        """By box: the first shard that fills it. Where two hold the same box, their bytes must agree."""
+    def _sources(self, name: str, places: Sequence[Place], wanted: Sequence[Box]) -> dict[Box, Place]:
+        """By box: the first shard that fills it. What is wanted of two shards that overlap must be equal in both."""
+        boxes = tuple([share.part.table.boxes[shard] for share, shard in places])
+        for i, j, region in _meetings(name, boxes):
+            for common in filter(None, map(region.intersect, wanted)):
+                if not self._same(places[i], places[j], common):
+                    ranks = f"ranks {places[i][0].part.rank} and {places[j][0].part.rank}"
+                    raise CorruptData(f"{name}{common}: {ranks} saved different bytes for it")
         found: dict[Box, Place] = {}
-        for share, shard in places:
-            box = share.part.table.boxes[shard]
-            first = found.setdefault(box, (share, shard))
-            if first != (share, shard) and not self._same(first, (share, shard)):
-                ranks = f"ranks {first[0].part.rank} and {share.part.rank}"
-                raise CorruptData(f"{name}{box}: {ranks} saved different bytes for it")
+        for box, place in zip(boxes, places, strict=True):
+            found.setdefault(box, place)
         return found
 
-    def _same(self, first: Place, second: Place) -> bool:
-        return self._contents.same(first[0].shard(first[1]), second[0].shard(second[1]))
+    def _same(self, first: Place, second: Place, region: Box) -> bool:
+        return self._contents.same(first[0].shard(first[1]), second[0].shard(second[1]), region)
 
-    def _check_cover(self, name: str, box: Box, sources: Sequence[Box], hole: Box | None) -> None:
+    def _check_cover(self, name: str, hole: Box | None) -> None:
         if hole is not None:
             raise CorruptData(
                 f"{name}{hole}: no chunk of step {self._source.save.step} holds these elements; try an earlier step, "
                 "or: ckptlib verify"
-            )
-        by_hand = any(isinstance(entry.holding, ByHand) for entry in self.entries(name).values())
-        overlap = find_overlap(box, sources) if by_hand else None
-        if overlap is not None:
-            raise StateMismatch(
-                f"{name}{overlap}: two of the boxes given by hand overlap here, so its value is not known"
             )
 
     def _run(self, request: Request, verify: Callable[[memoryview], str]) -> int:
@@ -270,7 +287,19 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
+def _meetings(name: str, boxes: tuple[Box, ...]) -> tuple[Meeting, ...]:
+    try:
+        return _meetings_of(boxes)
+    except UnsupportedState as error:
+        raise FormatError(f"{name}: {error}") from error
+
+
 @lru_cache(maxsize=256)  # layers are alike
+def _meetings_of(boxes: tuple[Box, ...]) -> tuple[Meeting, ...]:
+    return tuple(meetings(boxes))
+
+
+@lru_cache(maxsize=256)
 def _cover(wanted: Box, boxes: tuple[Box, ...]) -> tuple[tuple[tuple[int, Run | None], ...], Box | None]:
     """Positions of the boxes that hold something of what is wanted, each with what they have in common, where that is
     one run; and what none of them holds."""

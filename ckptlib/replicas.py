@@ -1,33 +1,55 @@
 """Agreement on what every rank holds: which plain tensors are replicas, and which ranks really have a tensor.
 
-A DTensor says itself which ranks hold the same box. A plain tensor is a replica only if its bytes are the same on all
-ranks that have the name, and that can change; so it is looked at again every now and then, which also finds silent
-corruption of data in memory.
+A DTensor says itself which ranks hold the same box. A plain tensor is a replica if its bytes are the same on all ranks
+that have the name. Either may turn out untrue later: each save proves it anew (see `replica_digests`).
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import operator
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import xxhash
 
 from ckptlib import sharding
-from ckptlib.errors import UnsupportedState
+from ckptlib.box import Box
+from ckptlib.errors import ReplicasDiffer, UnsupportedState
 from ckptlib.group import Group
 from ckptlib.layout import ByHand, Holding, Mesh, PerRank, Placed, TensorEntry
-from ckptlib.memory import bytes_of
+from ckptlib.overlaps import Overlap, overlaps, remainder
 from ckptlib.state import Leaf, Plain
+from ckptlib.tensor_digests import digests_of
 
 log = logging.getLogger(__name__)
 
-Row = tuple[str, list[int], str, bool, str]
-"""dtype, global shape, how it is held, whether an optimizer owns it, digest of a plain tensor."""
+
+class Row(NamedTuple):
+    """What a rank says of one of its names."""
+
+    dtype: str
+    shape: Sequence[int]
+    """Global; empty for what is per rank."""
+    how: str
+    """It is held."""
+    is_owned: bool
+    """By an optimizer."""
+    digest: str
+    """Of a plain tensor."""
+    box: tuple[Sequence[int], Sequence[int]] | None
+    """Offset and shape of what is cut by hand, unless that is empty."""
+    tied: str | None
+    """See `Leaf.tied`."""
+
+
+OWN = "own"
+"""Instead of the digest: this plain tensor has differed between ranks before, and is every rank's own from then on."""
 
 
 @dataclass(frozen=True)
@@ -35,26 +57,40 @@ class Agreement:
     """What all ranks know of each other, for the names that this rank has."""
 
     holdings: Mapping[str, Holding]
-    """How each tensor is held; writers are not chosen yet."""
+    """How each tensor is held; writers are not chosen yet. Of all names but aliases."""
     holders: Mapping[str, frozenset[int]]
     """The ranks that really have it, for names that not every rank of their mesh has."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of tied tensors, each with the first one: those that all ranks with either of them tie so."""
+    written: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
+    """Of tensors cut by hand whose boxes overlap: what this rank writes of its box, where that is not all of it."""
+    overlaps: tuple[Overlap, ...] = ()
+    """What this rank holds of tensors cut by hand that other ranks hold as well; each of them has it in this order."""
 
 
-def rows_of(leaves: Sequence[Leaf], group: Group) -> dict[str, Row]:
+def rows_of(leaves: Sequence[Leaf], group: Group, own: Collection[str] = ()) -> dict[str, Row]:
     """What this rank holds, by name; reads plain tensors whole, for their digests. Not collective.
 
-    Nothing in a group of one, which has nobody to tell it to.
+    `own`: plain tensors that have differed between ranks. Nothing in a group of one, which has nobody to tell it to.
     """
-    return {} if group.size == 1 else {leaf.name: _row(leaf, group) for leaf in leaves}
+    if group.size == 1:
+        return {}
+    plain = [leaf for leaf in leaves if isinstance(leaf.held, Plain) and leaf.tied is None and leaf.pieces]
+    read = [leaf for leaf in plain if leaf.name not in own]
+    digests = dict(zip((leaf.name for leaf in read), digests_of([leaf.pieces[0][1] for leaf in read]), strict=True))
+    digests.update((leaf.name, OWN) for leaf in leaves if leaf.name in own)
+    return {leaf.name: _row(leaf, group, digests.get(leaf.name, digests.get(leaf.tied or "", ""))) for leaf in leaves}
 
 
 def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agreement:
     """Compares what ranks hold. Collective; one small reduction where all hold the same.
 
-    Raises UnsupportedState, on all ranks, for a name that stands for different tensors.
+    Raises UnsupportedState, on all ranks, for a name that stands for different tensors; ReplicasDiffer for one that an
+    optimizer owns and that is not the same everywhere.
     """
     if group.size == 1:  # nobody to differ from: a tenth of the time, for thousands of small tensors
-        return Agreement({leaf.name: _holding_alone(leaf, group) for leaf in leaves}, {})
+        tied = {leaf.name: leaf.tied for leaf in leaves if leaf.tied is not None}
+        return Agreement({leaf.name: _holding_alone(leaf, group) for leaf in leaves if leaf.tied is None}, {}, tied)
     document = json.dumps(rows, sort_keys=True).encode()
     found: dict[str, dict[int, Row]] = {}
     if group.same(document):
@@ -62,7 +98,9 @@ def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agre
     else:
         for rank, data in enumerate(group.gather(zlib.compress(document, 1))):
             for name, row in json.loads(zlib.decompress(data)).items():
-                found.setdefault(name, {})[rank] = row
+                found.setdefault(name, {})[rank] = Row._make(row)
+    aliases = _take_aliases(found, {leaf.name for leaf in leaves})
+    leaves = [leaf for leaf in leaves if leaf.name not in aliases]
     joined = _join_meshes(leaves, found, group)
     for name, by_rank in sorted(found.items()):
         if name not in joined:
@@ -73,27 +111,77 @@ def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agre
         have = frozenset(found[name])
         if isinstance(holding, Placed) and have != frozenset(holding.mesh.ranks):
             holders[name] = have
-    return Agreement(holdings, holders)
+    shared = _compare_overlaps(leaves, found, group)
+    return Agreement(holdings, holders, aliases, _written(leaves, shared, group.rank), shared)
 
 
-def alone(leaves: Sequence[Leaf], group: Group, before: Agreement) -> Agreement:
-    """What a rank may assume whose state changed since the last agreement: that nobody else writes what it holds."""
-    me = Mesh((1,), (group.rank,))
-    holdings: dict[str, Holding] = {}
-    for leaf in leaves:
-        known = before.holdings.get(leaf.name)
-        if not isinstance(leaf.held, Plain):
-            holdings[leaf.name] = _in_group(leaf, group)
-        elif isinstance(known, PerRank):
-            holdings[leaf.name] = known
-        else:
-            holdings[leaf.name] = Placed(me, (sharding.Replicate(),), None)
-    return Agreement(holdings, {})
+_tied = operator.attrgetter("tied")
+
+
+def _take_aliases(found: dict[str, dict[int, Row]], own: Collection[str]) -> dict[str, str]:
+    """Takes the names out that stand for another one on all ranks that have either; gives those of this rank with that.
+
+    What some ranks tie and others do not is saved under each of its names: a layout with an alias would send those who
+    read a rank's share of one name to the share of another.
+    """
+    ties = {name: {*map(_tied, by_rank.values())} for name, by_rank in found.items()}
+    aliases = {
+        name: tied
+        for name, (tied, *others) in ties.items()
+        if tied is not None and not others and found[name].keys() == found[tied].keys()
+    }
+    for name in aliases:
+        del found[name]
+    return {name: tied for name, tied in aliases.items() if name in own}
+
+
+def _compare_overlaps(
+    leaves: Sequence[Leaf], found: Mapping[str, Mapping[int, Row]], group: Group
+) -> tuple[Overlap, ...]:
+    """Those of this rank. Collective if any rank has some. Raises UnsupportedState, on all, where one is not equal."""
+    boxes = {
+        name: {rank: Box(tuple(row.box[0]), tuple(row.box[1])) for rank, row in by_rank.items() if row.box is not None}
+        for name, by_rank in found.items()
+        if next(iter(by_rank.values())).how == "by-hand"  # on all: else it was refused
+    }
+    shared = overlaps(boxes)
+    if not shared:
+        return ()
+    pieces = {leaf.name: leaf.pieces[0] for leaf in leaves if leaf.name in boxes and leaf.pieces}
+    mine = tuple(overlap for overlap in shared if group.rank in overlap.ranks)
+    digests = digests_of([within(overlap.box, *pieces[overlap.name]) for overlap in mine])
+    told = [iter(json.loads(data)) for data in group.gather(json.dumps(digests).encode())]
+    for overlap in shared:
+        first, *others = [(next(told[rank]), rank) for rank in overlap.ranks]
+        for digest, rank in others:
+            if digest != first[0]:
+                raise UnsupportedState(
+                    f"{overlap.name}{overlap.box} is held by ranks {first[1]} and {rank}, and differs between them; "
+                    "boxes given by hand may overlap only where they are equal. Give each rank the box that is its own"
+                )
+    return mine
+
+
+def within(region: Box, box: Box, tensor: torch.Tensor) -> torch.Tensor:
+    """The view of a region of a tensor that fills a box; detached."""
+    return tensor.detach()[region.relative_to(box.offset).slices()]
+
+
+def _written(leaves: Sequence[Leaf], shared: Sequence[Overlap], rank: int) -> dict[str, tuple[Box, ...]]:
+    """See `Agreement.written`: the lowest rank that holds an element writes it."""
+    covered: dict[str, list[Box]] = {}
+    for overlap in shared:
+        if overlap.ranks[0] < rank:
+            covered.setdefault(overlap.name, []).append(overlap.box)
+    return {leaf.name: remainder(leaf.pieces[0][0], covered[leaf.name]) for leaf in leaves if leaf.name in covered}
 
 
 def entries_of(leaves: Sequence[Leaf], agreement: Agreement) -> list[TensorEntry]:
     """The layout's rows of this rank's tensors, by name; writers are not chosen yet."""
-    rows = (TensorEntry(leaf.name, leaf.dtype, leaf.shape, agreement.holdings[leaf.name]) for leaf in leaves)
+    holdings = agreement.holdings
+    rows = (
+        TensorEntry(leaf.name, leaf.dtype, leaf.shape, holdings[leaf.name]) for leaf in leaves if leaf.name in holdings
+    )
     return sorted(rows, key=lambda entry: entry.name)
 
 
@@ -112,7 +200,7 @@ def _join_meshes(leaves: Sequence[Leaf], found: Mapping[str, Mapping[int, Row]],
     candidates = {name: placed for name, by_rank in sorted(found.items()) if (placed := _alike(by_rank)) is not None}
     if not candidates:
         return {}
-    digests = {leaf.name: [_digest(t) for _, t in leaf.pieces] for leaf in leaves if leaf.name in candidates}
+    digests = {leaf.name: digests_of([t for _, t in leaf.pieces]) for leaf in leaves if leaf.name in candidates}
     by_rank = [json.loads(data) for data in group.gather(json.dumps(digests).encode())]
     return {
         name: placed
@@ -123,7 +211,7 @@ def _join_meshes(leaves: Sequence[Leaf], found: Mapping[str, Mapping[int, Row]],
 
 def _alike(by_rank: Mapping[int, Row]) -> Placed | None:
     """The meshes of a DTensor, stacked along a new first axis, where they differ in their ranks only."""
-    kinds = sorted({(dtype, tuple(shape), how) for dtype, shape, how, _, _ in by_rank.values()})
+    kinds = sorted({(row.dtype, tuple(row.shape), row.how) for row in by_rank.values()})
     if len(kinds) == 1 or any(how in ("plain", "per-rank", "by-hand") for _, _, how in kinds):
         return None
     found = [json.loads(how) for _, _, how in kinds]
@@ -144,14 +232,13 @@ def _columns(mesh: Mesh) -> list[tuple[int, ...]]:
     return list(zip(*(mesh.ranks[i : i + step] for i in range(0, len(mesh.ranks), step)), strict=True))
 
 
-def _row(leaf: Leaf, group: Group) -> Row:
-    digest = ""
-    if isinstance(leaf.held, Plain):
-        how, digest = "plain", _digest(leaf.pieces[0][1]) if leaf.pieces else ""
-    else:
-        how = _describe(_in_group(leaf, group))
-    shape = [] if how == "per-rank" else list(leaf.shape)
-    return leaf.dtype, shape, how, leaf.owner is not None, digest
+def _row(leaf: Leaf, group: Group, digest: str) -> Row:
+    how = "plain" if isinstance(leaf.held, Plain) else _describe(_in_group(leaf, group))
+    box = None
+    if isinstance(leaf.held, ByHand) and leaf.pieces:
+        box = leaf.pieces[0][0].offset, leaf.pieces[0][0].shape
+    shape = () if how == "per-rank" else leaf.shape
+    return Row(leaf.dtype, shape, how, leaf.owner is not None, digest, box, leaf.tied)
 
 
 def _describe(holding: Holding) -> str:
@@ -188,23 +275,20 @@ def _replicated(ranks: tuple[int, ...]) -> Placed:
     return Placed(Mesh((len(ranks),), ranks), (sharding.Replicate(),), None)
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return str(xxhash.xxh3_128_hexdigest(bytes_of(data).numpy().data))
-
-
 def _check(name: str, by_rank: Mapping[int, Row]) -> None:
-    """Raises UnsupportedState where a name stands for different tensors."""
-    kinds = {(dtype, tuple(shape), how) for dtype, shape, how, _, _ in by_rank.values()}
-    digests = {digest for _, _, _, _, digest in by_rank.values()}
-    owned = any(row[3] for row in by_rank.values())
+    """Raises UnsupportedState where a name stands for different tensors, ReplicasDiffer where for different data."""
+    kinds = {(row.dtype, tuple(row.shape), row.how) for row in by_rank.values()}
+    digests = {row.digest for row in by_rank.values()}
+    owned = any(row.is_owned for row in by_rank.values())
+    error: type[UnsupportedState] = UnsupportedState
     if len(kinds) > 1 and (owned or any(how != "plain" for _, _, how in kinds)):
         what = f"is not the same tensor on ranks {sorted(by_rank)[:8]}: " + "; ".join(map(str, sorted(kinds)[:3]))
     elif len(digests) > 1 and owned:
         what = f"is owned by an optimizer and differs between ranks {_differing(by_rank)}, though nothing shards it"
+        error = ReplicasDiffer
     else:
         return
-    raise UnsupportedState(
+    raise error(
         f"{name} {what}. If these are different tensors, give them different names (stage-global ones in a pipeline); "
         "if they are pieces of one, use DTensor or Sharded(tensor, offset, shape); if each rank has its own, PerRank"
     )
@@ -213,16 +297,18 @@ def _check(name: str, by_rank: Mapping[int, Row]) -> None:
 def _differing(by_rank: Mapping[int, Row]) -> str:
     first: dict[str, int] = {}
     for rank, row in sorted(by_rank.items()):
-        first.setdefault(row[4], rank)
+        first.setdefault(row.digest, rank)
     return " and ".join(map(str, list(first.values())[:2]))
 
 
 def _holding(leaf: Leaf, by_rank: Mapping[int, Row], group: Group) -> Holding:
     if not isinstance(leaf.held, Plain):
         return _in_group(leaf, group)
-    if len({(row[0], tuple(row[1]), row[4]) for row in by_rank.values()}) == 1:
+    kinds = {(row.dtype, tuple(row.shape), row.digest) for row in by_rank.values()}
+    known = any(row.digest == OWN for row in by_rank.values())
+    if len(kinds) == 1 and not known:
         return _replicated(tuple(sorted(by_rank)))
-    if group.rank == min(by_rank):
+    if group.rank == min(by_rank) and not known:
         log.warning(
             "%s differs between ranks %s; every rank's own is saved. Say PerRank(...) if that is meant, else it should "
             "have been the same",

@@ -17,7 +17,7 @@ from typing_extensions import override
 from ckptlib.box import Box, boxes_of_range
 from ckptlib.contents import Share
 from ckptlib.errors import CorruptData
-from ckptlib.memory import bytes_of, is_bytes
+from ckptlib.memory import bytes_of, copyable, is_bytes
 from ckptlib.pace import DIRECT_FROM_BYTES, Pace
 
 GAP_BYTES = 64 * 1024
@@ -232,5 +232,7 @@ def _place(read: ChunkRead, data: memoryview) -> None:
         if source.dtype == target.dtype and source.is_contiguous() and is_bytes(target):
             # dtypes that torch cannot copy element by element are bytes all the same
             bytes_of(target).copy_(bytes_of(source))
+        elif source.dtype == target.dtype:
+            copyable(target).copy_(copyable(source))
         else:
             target.copy_(source)

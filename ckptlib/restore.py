@@ -1,7 +1,8 @@
 """Restoring: from the newest step that is whole, in memory or in the store, on all ranks the same one.
 
 Memory first, since it is the newest and the quickest; then the store; then the step before. What proves damaged is
-named and skipped.
+named and skipped, and so is what cannot be read for a reason of its own. A store that is away is no reason to go back
+to an older step: it is waited for by whoever starts the job again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ckptlib.checkpoint import DAMAGE, LoadReport, load_save, resolve
-from ckptlib.errors import CheckpointNotFound, CorruptData, NewerFormat
+from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, NewerFormat, ObjectUnreadable
 from ckptlib.events import Laps
 from ckptlib.group import together
 from ckptlib.keys import SaveId, parse_save
@@ -41,9 +42,9 @@ class _Candidate:
 def restore(session: Session, state: Mapping[str, object], strict: bool) -> tuple[LoadReport, LoadedRng | None]:
     """Fills `state`; collective. What random generators are to be put back to comes with the report.
 
-    Raises CorruptData when there are steps and all of them are damaged, NewerFormat when some are newer instead. Where
-    a newer ckptlib wrote the root or the record of a generation, nothing is restored at all: which step is the right
-    one is not known then.
+    Raises CorruptData when there are steps and all of them are damaged, ObjectUnreadable when some cannot be read,
+    NewerFormat when some are newer. Where a newer ckptlib wrote the root or the record of a generation, nothing is
+    restored at all: which step is the right one is not known then.
     """
     laps = Laps()
     inventory = _look_around(session)
@@ -53,6 +54,7 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
         laps.end("wait")
     _finish(session)
     skipped: list[str] = []
+    lost: type[CkptError] = CorruptData
     newer = False
     candidates = list(_candidates(session, inventory))
     laps.end("list")
@@ -60,15 +62,18 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
         try:
             report, generators = _restore_from(session, inventory, candidate, state, strict)
         except (CheckpointNotFound, *DAMAGE) as error:
+            if isinstance(error, ObjectUnreadable):
+                _check_store(session)
+                lost = ObjectUnreadable
             where = "the store" if candidate.snapshot is None else "memory"
             skipped.append(f"step {candidate.save} in {where}: {error}")
             newer = newer or isinstance(error, NewerFormat)
             if session.group.rank == 0:
                 log.error(
-                    "step %s in %s is %s and is skipped%s: %s",
+                    "step %s in %s %s and is skipped%s: %s",
                     candidate.save,
                     where,
-                    "of a newer format" if isinstance(error, NewerFormat) else "damaged",
+                    _why(error),
                     ", the next is tried" if n + 1 < len(candidates) else "",
                     error,
                 )
@@ -80,8 +85,15 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
     if newer:
         raise NewerFormat(f"{session.store.url}: no step can be read by this ckptlib; update it: " + "; ".join(skipped))
     if skipped:
-        raise CorruptData(f"{session.store.url}: every step is damaged: " + "; ".join(skipped))
+        what = "every step is damaged" if lost is CorruptData else "no step can be read"
+        raise lost(f"{session.store.url}: {what}: " + "; ".join(skipped))
     return LoadReport(0, session.store.url, None, 0, 0.0), None
+
+
+def _why(error: CkptError) -> str:
+    if isinstance(error, NewerFormat):
+        return "is of a newer format"
+    return "cannot be read" if isinstance(error, ObjectUnreadable) else "is damaged"
 
 
 def _look_around(session: Session) -> Inventory:
@@ -122,7 +134,13 @@ def _restore_from(
     session: Session, inventory: Inventory, candidate: _Candidate, state: Mapping[str, object], strict: bool
 ) -> tuple[LoadReport, LoadedRng]:
     if candidate.snapshot is None:
-        return _load(session, resolve(session.group, session.catalog, str(candidate.save)), state, strict)
+        try:
+            return _restore_from_store(session, candidate.save, state, strict)
+        except ObjectUnreadable as error:  # also of a file system that had lost its server for a moment
+            if session.group.rank == 0:
+                log.warning("step %s is tried once more: %s", candidate.save, error)
+            _check_store(session)
+            return _restore_from_store(session, candidate.save, state, strict)
     if session.group.rank == 0:
         log.info("restoring step %d from memory: %s", candidate.save.step, _describe(session, inventory, candidate))
     source = InMemory(session.group, session.over, inventory, candidate.snapshot, session.settings.timeout)
@@ -135,6 +153,17 @@ def _restore_from(
                     raise
     finally:
         source.close()
+
+
+def _restore_from_store(
+    session: Session, save: SaveId, state: Mapping[str, object], strict: bool
+) -> tuple[LoadReport, LoadedRng]:
+    return _load(session, resolve(session.group, session.catalog, str(save)), state, strict)
+
+
+def _check_store(session: Session) -> None:
+    """Raises when the store as a whole cannot be read from by one of the ranks. Collective."""
+    together(session.group, "reading from the store", session.catalog.root)
 
 
 def _load(session: Session, source: Source, state: Mapping[str, object], strict: bool) -> tuple[LoadReport, LoadedRng]:

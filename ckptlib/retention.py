@@ -27,9 +27,17 @@ from typing import Any
 
 from ckptlib import keys
 from ckptlib.catalog import Catalog, history
-from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, ObjectExists, StoreError, StoreFull
-from ckptlib.keys import SaveId
-from ckptlib.manifest import TrashRecord
+from ckptlib.errors import (
+    CheckpointNotFound,
+    CorruptData,
+    FormatError,
+    ObjectExists,
+    ObjectUnreadable,
+    StoreError,
+    StoreFull,
+)
+from ckptlib.keys import GenerationId, SaveId
+from ckptlib.manifest import Generation, TrashRecord
 from ckptlib.stores import Entry, Store
 
 log = logging.getLogger(__name__)
@@ -125,14 +133,16 @@ def sweep(
     `generation`: of the live job that asks; None outside of one. `abandoned`: steps left behind by a rewind are
     dropped as well. `dry_run` changes nothing, and measures ages by this machine's clock.
 
-    Raises Superseded, ValueError for too short a grace period, and what reading the history raises.
+    Raises Superseded, ValueError for too short a grace period, CorruptData where the record of a generation is lost
+    (a live job warns, and goes on along the history that is left), and what reading the history raises.
     """
     grace_s = _grace_s(keep, catalog.root().save_deadline_s)
     if not dry_run:
         _check_head(catalog, generation)
     oldest = (time.time() if dry_run else _now(catalog.store)) - grace_s
     stock = _take_stock(catalog)
-    dropped = _unwanted(catalog, stock, keep, abandoned)
+    generations = _generations(catalog, live=generation is not None and not abandoned)
+    dropped = _unwanted(stock, generations, keep, abandoned)
     condemned = _crashed(stock, oldest)
     due = _due(stock, oldest)
     deleted = [entry for save in due for entry in (*stock.objects.get(save, ()), stock.records[save])]
@@ -203,13 +213,29 @@ def _take_stock(catalog: Catalog) -> _Stock:
     return _Stock(objects, layouts, records, clocks, set(catalog.saves()), referenced(catalog))
 
 
-def _unwanted(catalog: Catalog, stock: _Stock, keep: Keep | None, abandoned: bool) -> list[SaveId]:
+def _generations(catalog: Catalog, live: bool) -> Mapping[GenerationId, Generation]:
+    """All records. A `live` job goes on without those that are lost: what it drops is on the history that is left."""
+    found, lost = catalog.records()
+    if lost:
+        what = "; ".join(str(error) for _, error in sorted(lost.items()))
+        if not live:
+            raise CorruptData(
+                f"{catalog.store.url}: history is incomplete: {what}. Which steps a rewind has left behind, and which "
+                "the job goes on from, cannot be told, so nothing is dropped or deleted. Put the record back from a "
+                "copy of the root; until then, jobs with keep= drop steps of their own history"
+            )
+        log.warning("history is incomplete, and only steps on what is left of it are dropped: %s", what)
+    return found
+
+
+def _unwanted(
+    stock: _Stock, generations: Mapping[GenerationId, Generation], keep: Keep | None, abandoned: bool
+) -> list[SaveId]:
     """The committed saves that are dropped.
 
     Never the one that the newest generation resumed from while it has none of its own: it would have nowhere to
     start again.
     """
-    generations = catalog.generations()
     visible = history(stock.committed, generations)
     unwanted = set() if keep is None else {*keep.choose(visible)}
     if abandoned:
@@ -244,7 +270,7 @@ def _unnamed_layouts(catalog: Catalog, stock: _Stock, oldest: float) -> list[Ent
         return []
     try:
         named = {keys.layout_key(digest) for save in stock.committed for digest in catalog.manifest(save).layouts}
-    except (CheckpointNotFound, CorruptData, FormatError) as error:
+    except (CheckpointNotFound, CorruptData, FormatError, ObjectUnreadable) as error:
         log.warning("layouts are left alone, since a manifest cannot be read: %s", error)
         return []
     return [entry for entry in old if entry.key not in named]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptlib import values
+from ckptlib.box import Box
 from ckptlib.errors import StateMismatch
 from ckptlib.layout import PerRank as HeldPerRank
 from ckptlib.layout import TensorEntry
@@ -37,6 +38,7 @@ class Saved:
         self.values: Mapping[str, Json] = own.values
         """This rank's own."""
         self.tensors: dict[str, TensorEntry] = {}
+        """By name or alias. What this rank's own layout says of a name counts, else what the first that has it says."""
         self.objects: dict[str, Json] = {}
         self._aliases: dict[str, str] = {}
         self.groups: dict[str, dict[str, SavedGroup]] = {}
@@ -47,8 +49,10 @@ class Saved:
                 if not (position and isinstance(entry.holding, HeldPerRank)):
                     self.tensors.setdefault(entry.name, entry)
             for alias, name in layout.aliases.items():
-                self.tensors.setdefault(alias, layout.tensors[layout.index[name]])
-                self._aliases.setdefault(alias, name)
+                entry = layout.tensors[layout.index[name]]
+                if alias not in self.tensors and not (position and isinstance(entry.holding, HeldPerRank)):
+                    self.tensors[alias] = entry
+                    self._aliases[alias] = name
             for path, tree in layout.objects.items():
                 self.objects.setdefault(path, tree)
                 self._add_groups(path, tree, position)
@@ -69,9 +73,9 @@ class Saved:
         """Of a tensor that had several names: the one that its optimizer state is kept under."""
         return self._aliases.get(name, name)
 
-    def same(self, first: str, second: str) -> bool:
-        """Whether two saved tensors are one, or are equal."""
-        return first == second or (first in self.tensors and self._reader.same_bytes(first, second))
+    def same(self, first: str, second: str, boxes: Sequence[Box] | None = None) -> bool:
+        """Whether two saved tensors are one, or are equal; at least in these boxes, if any are given."""
+        return first == second or (first in self.tensors and self._reader.same_bytes(first, second, boxes))
 
     def values_with(self, layout: int) -> Mapping[str, Json]:
         """Those of this rank, where the layout is its own; else of the first rank that has it."""

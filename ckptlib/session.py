@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import operator
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from ckptlib import keys, values
 from ckptlib.arena import Arena
+from ckptlib.ballots import Ballot, Ballots, Poll
 from ckptlib.catalog import Catalog
-from ckptlib.errors import CkptError, SaveFailed, Superseded, WaitTimeout, describe
+from ckptlib.errors import CkptError, ReplicasDiffer, SaveFailed, StateChanged, Superseded, WaitTimeout, describe
 from ckptlib.group import Group, group_of, group_or_world, together
 from ckptlib.holdings import Holdings, agree_placement
 from ckptlib.keys import SaveId
@@ -43,8 +44,8 @@ log = logging.getLogger(__name__)
 RNG = "@rng"
 """Where the random generators are kept, beside the user's own names."""
 
-AGREE_EVERY = 20
-"""Plain tensors are compared between ranks at the first save and at every so many."""
+WHOLE_EVERY = 20
+"""Every so many saves, what several ranks hold is digested whole, also what an optimizer owns."""
 
 NUM_SLOTS = 2
 """One to be written to the store while the next snapshot is taken."""
@@ -77,7 +78,12 @@ class Session:
         self._memo = Memo()
         self._rng = RngState()
         self.planner = Planner(self.group)
+        self.ballots = Ballots(self.group.size)
+        self.differing: list[Ballot] = []
+        """Snapshots that the ranks found to differ, until somebody has taken note of them."""
         self._num_saves = 0
+        self._compared = 0
+        """The last of them that the ranks compared before."""
         self._sequence = 0
         self._pending: dict[str, Pending] = {}
         self._to_persist: set[SaveId] = set()
@@ -136,13 +142,13 @@ class Session:
 
         `go`, `spare`: see `Stager.begin`.
 
-        Where ranks do not compare, what this rank alone finds wrong is published as its failure, and raised as
-        SaveFailed; the next save compares.
+        Where ranks do not compare what they hold before, they vote on it after. What this rank alone finds wrong is
+        published as its failure then, and raised as SaveFailed; the next save compares.
 
         The caller knows, of all ranks, that there is a slot: from what they say in the beat, or from `await_room`.
         """
         step = self._checked_step(step)
-        compare = compare or not self.planner.agreed or self._num_saves % AGREE_EVERY == 0
+        compare = compare or not self.planner.agreed
         self._num_saves += 1  # whatever becomes of it: ranks that count differently would not compare together
         save = SaveId(step, self.generation)
         try:
@@ -153,8 +159,13 @@ class Session:
             if persist:
                 self.writer.void(save, describe(error))
             self.holdings.begin(save, self._num_saves, None, persist)
-            self.planner.layout_changed = True
+            self.ballots.begin(Ballot(step, self._num_saves, persist, None, None))
+            self.planner.must_compare = True
+            if isinstance(error, StateChanged):
+                raise
             raise SaveFailed(f"step {step} could not be saved on rank {self.group.rank}: {error}") from error
+        if compare:
+            self._compared = self._num_saves
         content = Content(
             header=SlotHeader(
                 self.root.id,
@@ -179,7 +190,13 @@ class Session:
             self.newest_step = step
         sources = self.planner.sources(flat.leaves, plan, overlap)
         twins = self.holdings.twins(save, self._num_saves, partial(self._find_alike, flat.leaves, plan, overlap))
-        staging = self._stager.begin(slot, content, sources, twins, go, spare)
+        reading = None
+        if not compare and self.group.size > 1:
+            digests = self.planner.digests(flat.leaves, plan, overlap)
+            reading = digests.begin(self._num_saves, whole=self._num_saves % WHOLE_EVERY == 0)
+        staging = self._stager.begin(slot, content, sources, twins, go, spare, reading)
+        if not compare:
+            self.ballots.begin(Ballot(step, self._num_saves, persist, staging, reading))
         pending = Pending(self, save, staging, persist)
         if persist:
             self._pending[str(save)] = pending
@@ -265,7 +282,7 @@ class Session:
             self.holdings.released(key, durable=event["error"] is None)
             if event["error"] is None and self.group.rank != 0:
                 self.failures = 0
-                if pending is not None and not pending.watched:
+                if pending is not None and not pending.watches:
                     del self._pending[key]
         elif kind == "committed":
             self._pending.pop(key, None)
@@ -276,8 +293,8 @@ class Session:
             if pending is not None:
                 pending.committed = True
         elif kind == "undecided" and pending is not None:  # who asked was told by a time-out, and may ask again
-            pending.watched = False
-            if not self.holdings.is_persisting(key):
+            pending.watches -= 1
+            if not pending.watches and not self.holdings.is_persisting(key):
                 del self._pending[key]
         elif kind == "failed" and pending is not None:  # else it is known already
             self.holdings.released(key, durable=False)
@@ -285,14 +302,44 @@ class Session:
             self._failed(pending, str(event["kind"]), str(event["error"]), key)
 
     def _failed(self, pending: Pending, kind: str, text: str, key: str) -> None:
-        self.failures += 1
         error: SaveFailed
+        if kind == ReplicasDiffer.__name__:  # the next save compares, and that one counts
+            self.planner.must_compare = True
+            pending.error = ReplicasDiffer(text)
+            log.warning("%s", text)
+            return
+        self.failures += 1
         if kind == "Superseded":
             error = self.superseded = Superseded(text)
         else:
             error = SaveFailed(f"the save {key} failed and will never be listed; earlier steps are untouched: {text}")
         log.error("%s", error)
         pending.error = error
+
+    def conclude(self, poll: Poll, sums: Sequence[int]) -> None:
+        """Acts upon what all ranks found of snapshots; on all of them at the same step."""
+        for verdict in self.ballots.conclude(poll, sums):
+            ballot = verdict.ballot
+            if verdict.alike and ballot.reading is not None:
+                self.planner.note_moved(ballot.reading.moved)
+            if verdict.differs:
+                self._void(ballot)
+
+    def _void(self, ballot: Ballot) -> None:
+        """The writers may put their parts still; nobody commits these."""
+        self.holdings.void(ballot.step)
+        if ballot.number > self._compared:  # else a later one is there already
+            self.planner.must_compare = True
+            self.differing.append(ballot)
+        error = ReplicasDiffer(
+            f"step {ballot.step} is not kept: what several ranks hold, and one of them writes for all, is not the same "
+            "on all of them"
+        )
+        pending = self._pending.pop(str(SaveId(ballot.step, self.generation)), None)
+        if pending is not None:
+            pending.error = error
+        if self.group.rank == 0 and (pending is not None or not ballot.persists):  # else the committer has told it
+            log.warning("%s; the next save compares all of it, and tells what it is", error)
 
     def await_room(self) -> None:
         """Returns when every rank has a slot for another snapshot. Collective.
@@ -306,6 +353,9 @@ class Session:
             own = self.holdings.own
             found = self.group.max([int(lacks), -own.newest, own.since, -own.settled])
             lacking = bool(found[0])
+            poll = self.ballots.poll()
+            if poll.votes:
+                self.conclude(poll, self.group.start_sum(poll.votes)())
             self.holdings.note_all(-found[1], found[2], -found[3])
 
     def _lacks_room(self, deadline: float) -> bool:
@@ -341,7 +391,7 @@ class Session:
         except Exception as error:
             raise SaveFailed(f"step {pending.step} was not saved: {error}") from error
         if self.group.rank != 0 and not pending.committed and pending.error is None:
-            pending.watched = True
+            pending.watches += 1
             self._pending[str(pending.save)] = pending
             self.writer.watch(pending.save, timeout_s)
         while not pending.committed:

@@ -18,6 +18,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from typing_extensions import Self, override
 
+from ckptlib.check import Check, decode_check
 from ckptlib.digests import XXH3, digester
 from ckptlib.documents import decode, encode
 from ckptlib.errors import CorruptData, FormatError, NoRoom
@@ -56,6 +58,8 @@ class SlotHeader:
     body_nbytes: int
     documents: Mapping[str, tuple[int, int, str]]
     """By name: offset in the file, bytes, digest."""
+    check: Check | None = None
+    """What its rank says of what others hold, too. None while it is written, and in older slots."""
 
     @property
     def ready(self) -> bool:
@@ -63,19 +67,17 @@ class SlotHeader:
 
     def encode(self) -> bytes:
         documents: dict[str, Json] = {name: list(place) for name, place in self.documents.items()}
-        data = encode(
-            "slot",
-            {
-                "root": self.root_id,
-                "save": str(self.save),
-                "rank": self.rank,
-                "world_size": self.world_size,
-                "number": self.number,
-                "sequence": self.sequence,
-                "body_nbytes": self.body_nbytes,
-                "documents": documents,
-            },
-        )
+        body: dict[str, Json] = {
+            "root": self.root_id,
+            "save": str(self.save),
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "number": self.number,
+            "sequence": self.sequence,
+            "body_nbytes": self.body_nbytes,
+            "documents": documents,
+        }
+        data = encode("slot", body if self.check is None else {**body, "check": str(self.check)})
         assert len(data) <= PAGE_BYTES
         return data.ljust(PAGE_BYTES, b"\0")
 
@@ -98,6 +100,7 @@ class SlotHeader:
             fields.integer("sequence"),
             fields.integer("body_nbytes"),
             documents,
+            decode_check(fields),
         )
 
 
@@ -195,13 +198,20 @@ class Slot(ReadableSlot):
     def open(cls, path: Path) -> Self:
         """A slot that another process made, to be read. Raises FormatError for a file that is not this user's slot."""
         try:
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise FormatError(f"{path}: cannot be opened as a slot: {error.strerror}") from error
         found = os.fstat(fd)
         if found.st_uid != os.geteuid() or found.st_size < PAGE_BYTES:
             os.close(fd)
             raise FormatError(f"{path}: not a slot of this user ({found.st_size} bytes, owner {found.st_uid})")
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_mode & 0o022:
+            # A file of ours under a second name, which others can make, would be emptied with the slots left behind.
+            os.close(fd)
+            raise FormatError(
+                f"{path}: not a slot: expected a file of one name that nobody else may write to, got mode "
+                f"{found.st_mode:o} and {found.st_nlink} names"
+            )
         return cls(path, fd, found.st_size, writable=False)
 
     @property
@@ -226,10 +236,16 @@ class Slot(ReadableSlot):
 
     @override
     def read_at(self, at: int, buffer: memoryview) -> None:
-        """Without the GIL. The kernel copies what it would take a fault per page to map."""
+        """Without the GIL. The kernel copies what it would take a fault per page to map.
+
+        Raises CorruptData where a file arena's disk does not give it.
+        """
         done = 0
         while done < len(buffer):
-            count = os.preadv(self._fd, [buffer[done:]], at + done)
+            try:
+                count = os.preadv(self._fd, [buffer[done:]], at + done)
+            except OSError as error:
+                raise CorruptData(f"{self.path}: [{at}:+{len(buffer)}] cannot be read: {error.strerror}") from error
             if count == 0:
                 raise FormatError(f"{self.path}: [{at}:+{len(buffer)}] lies behind its end")
             done += count

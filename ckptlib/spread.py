@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 
 from ckptlib.group import Group
-from ckptlib.memory import bytes_of, is_bytes
+from ckptlib.memory import bytes_of, copyable, is_bytes
 from ckptlib.reader import Want
 
 BUCKET_BYTES = 16 * 1024 * 1024
@@ -55,7 +55,7 @@ def spread(buckets: Iterable[tuple[int, list[Want]]], group: Group) -> None:
         views = torch.split(buffer, [target.nbytes for target in targets])
         if group.rank == owner:
             for view, target in zip(views, targets, strict=True):
-                view.copy_(bytes_of(target.detach().resolve_conj().resolve_neg().contiguous()))
+                view.copy_(bytes_of(copyable(target.detach().resolve_conj().resolve_neg()).contiguous()))
         group.broadcast_from(owner, buffer)
         if group.rank != owner:
             with torch.no_grad():
@@ -91,4 +91,4 @@ def _bytes_into(target: torch.Tensor, data: torch.Tensor) -> None:
     if is_bytes(target):
         bytes_of(target).copy_(data)
     else:
-        target.copy_(data.clone().view(target.dtype).view(target.shape))
+        copyable(target).copy_(copyable(data.clone().view(target.dtype).view(target.shape)))

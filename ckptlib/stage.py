@@ -17,12 +17,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ckptlib.check import compared
 from ckptlib.cuda import DeviceCopies, DeviceWork, spare_memory
 from ckptlib.digests import digester
 from ckptlib.documents import encode
 from ckptlib.errors import CkptError, WaitTimeout
 from ckptlib.pairs import Pair, Pairs, Source
 from ckptlib.plan import body_nbytes
+from ckptlib.replica_digests import Reading
 from ckptlib.slot import Slot, SlotHeader
 from ckptlib.table import Table
 from ckptlib.values import Json
@@ -78,6 +80,8 @@ class Staging:
         """Of the copy behind the fence."""
         self.device_copies: list[DeviceCopies] = []
         """Under way on devices."""
+        self.check = compared(content.header.number)
+        """What this rank says of what others hold, too; known when it is sealed."""
         self._copied = threading.Event()
         self._sealed = threading.Event()
         self._hand_over: Callable[[], None] | None = None
@@ -150,6 +154,7 @@ class Stager:
         twins: Sequence[Lot] = (),
         go: bool = True,
         spare: bool = True,
+        reading: Reading | None = None,
     ) -> Staging:
         """Copies what must be copied now; hands the rest to the thread. `sources` are in the table's order.
 
@@ -160,6 +165,8 @@ class Stager:
         copied, too, when the snapshot is done.
 
         `spare`: whether memory of the device may be taken for it, which is not before the training has shown its peak.
+
+        `reading`: of what other ranks hold, too, as far as it is not read yet; None where the ranks compared it before.
         """
         staging = Staging(slot, content)
         header = replace(content.header, sequence=content.header.sequence - 1)
@@ -179,9 +186,9 @@ class Stager:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # as torch has it
             staging.device_copies.append(DeviceCopies(self._streams[device], of_lots))
         samples = [self._sample(pair) for pair in later]
-        if not later:
+        if not later and (reading is None or not reading.late):
             staging._copied.set()
-        staging._hand_over = lambda: self._jobs.put(lambda: self._finish(staging, later, samples))
+        staging._hand_over = lambda: self._jobs.put(lambda: self._finish(staging, later, samples, reading))
         if go:
             staging.go()
         return staging
@@ -231,12 +238,15 @@ class Stager:
         staging: Staging,
         later: list[Pair],
         samples: list[tuple[int, bytes]],
+        reading: Reading | None,
     ) -> None:
         try:
             began = time.perf_counter()
             try:
                 for pair in later:
                     pair.move()
+                if reading is not None:
+                    reading.read_late()
                 _check_samples(later, samples, staging.step)
             finally:
                 staging.seconds = time.perf_counter() - began
@@ -246,6 +256,8 @@ class Stager:
                 written = [name for copies in staging.device_copies for name in copies.finish()]
             if written:
                 raise _torn(staging.step, written[0])
+            if reading is not None:
+                staging.check = reading.finish(staging.content.header.rank)
             _seal(staging)
         except Exception as error:  # kept for whoever waits, and told to the other ranks; the thread must live on
             staging.error = error
@@ -296,4 +308,4 @@ def _seal(staging: Staging) -> None:
     places = slot.write_documents(
         body_nbytes(table), {"layout": content.layout, "table": table.encoded.encode(), "snapshot": snapshot}
     )
-    slot.write_header(replace(content.header, documents=places))
+    slot.write_header(replace(content.header, documents=places, check=staging.check))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -41,10 +41,14 @@ class Flat:
 
     leaves: list[Leaf] = field(default_factory=list)
     values: dict[str, Json] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
     objects: dict[str, Json] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     """By path."""
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied tensors, each with the first one."""
+        return {leaf.name: leaf.tied for leaf in self.leaves if leaf.tied is not None}
 
 
 class Memo:
@@ -171,7 +175,6 @@ class _Walk:
 
     def _take(self, made: _Walk) -> None:
         self.flat.leaves += made.flat.leaves
-        self.flat.aliases |= made.flat.aliases
         self.names |= made.names
         self.seen |= made.seen
         self.param_names = made.param_names | self.param_names
@@ -184,26 +187,25 @@ class _Walk:
         self.param_names.setdefault(id(local_of(tensor)), name)
         if isinstance(tensor, Sharded):
             self.by_hand[id(tensor.tensor)] = tensor
-        key = identity(tensor)
-        if key is not None and not per_rank:
-            first = self.seen.setdefault(key, name)
-            if first != name:
-                self.flat.aliases[name] = first
-                return
-        leaf = self._leaf(tensor, name, per_rank)
-        if leaf is not None:
-            self.flat.leaves.append(leaf)
+        key = None if per_rank else identity(tensor)
+        leaf = self._leaf(tensor, name, per_rank, self.seen.get(key))
+        if leaf is None:
+            return  # outside of its mesh: no name of it is one here, and it may be gone before another gets its id
+        if key is not None:
+            self.seen.setdefault(key, name)
+        self.flat.leaves.append(leaf)
 
-    def _leaf(self, tensor: torch.Tensor | Sharded, name: str, per_rank: bool) -> Leaf | None:
+    def _leaf(self, tensor: torch.Tensor | Sharded, name: str, per_rank: bool, tied: str | None) -> Leaf | None:
         owner = self.owners.get(id(local_of(tensor)))
         at = places([local_of(tensor)])
         known = self._memo.leaves.get(name)
         if known is not None and known[0] is tensor and known[1] == at:
             leaf = known[2]
-            if leaf.owner is owner and isinstance(leaf.held, HeldPerRank) == per_rank:
+            if leaf.owner is owner and leaf.tied == tied and isinstance(leaf.held, HeldPerRank) == per_rank:
                 return leaf
         made = leaf_of(tensor, name, per_rank, owner)
         if made is not None:
+            made = made if tied is None else replace(made, tied=tied)
             self._memo.leaves[name] = (tensor, at, made)
         return made
 

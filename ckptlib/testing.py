@@ -8,8 +8,9 @@ A plan is a JSON list of rules, each an object with
     op        put, write, commit (both of an upload), get, get_into, scan, delete
     key       a regular expression that is searched for in the key, or in the prefix of a scan; absent: any
     nth       which of the operations of this process that the rule is about, from 0; absent: each of them
-    action    error (StoreError), full (StoreFull), stall, flip (one bit of the data put),
-              kill-before or kill-after (SIGKILL of this process before or after the operation)
+    action    error (StoreError), unreadable (ObjectUnreadable), full (StoreFull), stall,
+              flip (one bit of the data put), kill-before or kill-after (SIGKILL of this process before or after the
+              operation)
     seconds   how long a stall lasts
     once      true: at most one of all the processes that share the plan meets the fault, and only one time
 """
@@ -31,7 +32,7 @@ from urllib.parse import unquote
 
 from typing_extensions import Buffer, NotRequired, override
 
-from ckptlib.errors import StoreError, StoreFull
+from ckptlib.errors import ObjectUnreadable, StoreError, StoreFull
 from ckptlib.stores import open_store
 from ckptlib.stores.base import Entry, Store, Upload, as_bytes
 
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 _OPS = {"put", "write", "commit", "get", "get_into", "scan", "delete"}
 _OPS_WITH_DATA = {"put", "write", "commit"}
-_ACTIONS = {"kill-before", "kill-after", "error", "full", "stall", "flip"}
+_ACTIONS = {"kill-before", "kill-after", "error", "unreadable", "full", "stall", "flip"}
 
 
 def open_testing_store(url: str, options: Mapping[str, object] | None = None) -> Store:
@@ -182,6 +183,8 @@ class FaultStore(_HookedStore):
             time.sleep(rule["seconds"])
         elif action == "error":
             raise StoreError(f"{where}: an error, as planned")
+        elif action == "unreadable":
+            raise ObjectUnreadable(f"{where}: cannot be read, as planned")
         elif action == "full":
             raise StoreFull(f"{where}: no space, as planned")
         elif action == "flip":

@@ -7,21 +7,27 @@ What fills the gaps between chunks is nobody's data and is not compared with any
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from ckptlib import keys
-from ckptlib.box import Box, find_overlap
+from ckptlib import keys, values
 from ckptlib.catalog import Catalog
-from ckptlib.contents import Contents, SavedShard, Share
+from ckptlib.check import alike
+from ckptlib.contents import Contents, Share
 from ckptlib.documents import BEGINS
-from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, FormatError
+from ckptlib.errors import (
+    CheckpointNotFound,
+    CkptError,
+    CorruptData,
+    FormatError,
+    ObjectUnreadable,
+    UnsupportedState,
+)
 from ckptlib.findings import Finding, attempt, finding_of
-from ckptlib.keys import GenerationId, PartName, SaveId
-from ckptlib.layout import ByHand, Layout, PerRank
-from ckptlib.manifest import Generation, Manifest
+from ckptlib.keys import PartName, SaveId
+from ckptlib.layout import Layout
+from ckptlib.manifest import Manifest
 from ckptlib.part import Part
 from ckptlib.proof import Proof
 from ckptlib.verify_packs import READ_THREADS, Advance, in_order, verify_packs
@@ -39,23 +45,19 @@ def verify_root(catalog: Catalog) -> Iterator[Finding]:
         yield finding_of(root, keys.ROOT, None)
     else:
         yield from _altered_versions(catalog, [keys.ROOT], None)
+    wanted = {save.generation for save in catalog.saves()}  # first: who commits has put its record
     ids = catalog.generation_ids()
-    wanted = {save.generation for save in catalog.saves()}
     for generation in ids:
-        problem = attempt(partial(_check_generation, catalog, generation))
-        if problem is not None:
-            yield finding_of(problem, generation.key, None)
-        else:
-            yield from _altered_versions(catalog, [generation.key], None)
+        record = attempt(partial(catalog.generation, generation))
+        if isinstance(record, CkptError):
+            yield finding_of(record, generation.key, None)
+            continue
+        yield from _altered_versions(catalog, [generation.key], None)
+        if record.resumed_from is not None:
+            wanted.add(record.resumed_from.generation)
     for generation in sorted(wanted - {*ids}):
-        message = f"{generation.key}: steps of this generation are there, but not its record; history ends with them"
-        yield Finding("missing", generation.key, message)
-
-
-def _check_generation(catalog: Catalog, generation: GenerationId) -> None:
-    record = Generation.decode(catalog.store.get(generation.key), generation.key)
-    if record.id != generation:
-        raise FormatError(f"{generation.key}: content and name tell of different generations")
+        message = f"{generation.key}: there is no such object, but steps of this generation are, or one that went on "
+        yield Finding("missing", generation.key, message + "from it; history ends with it")
 
 
 def verify_save(catalog: Catalog, save: SaveId, advance: Advance = lambda nbytes: None) -> Iterator[Finding]:
@@ -67,7 +69,7 @@ def verify_save(catalog: Catalog, save: SaveId, advance: Advance = lambda nbytes
     """
     try:
         manifest = catalog.manifest(save)
-    except (CorruptData, FormatError) as error:
+    except (CorruptData, FormatError, ObjectUnreadable) as error:
         yield finding_of(error, save.manifest_key, save)
         return
     with ThreadPoolExecutor(READ_THREADS, "ckptlib-verify") as executor:
@@ -121,8 +123,19 @@ def _read_part(
         return name, FormatError(f"{name.key}: its layout {digest} is none of the manifest's"), []
     if digest not in layouts:
         return name, None, []
-    problem = attempt(lambda: part.table.check(layouts[digest], name.key))
+    problem = attempt(lambda: part.table.check(layouts[digest], name.key)) or attempt(lambda: _check_values(part, name))
     return name, part if problem is None else problem, _altered_version(data, name.key, manifest.save, name.rank)
+
+
+def _check_values(part: Part, name: PartName) -> None:
+    """Raises FormatError for one that a load would refuse."""
+    for path, value in (*part.values.items(), *part.metrics.items()):
+        try:
+            values.decode(value, path)
+        except FormatError as error:
+            raise FormatError(f"{name.key}: {error}") from None
+        except ImportError:
+            continue  # a value of torch's, which is not here
 
 
 def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Finding]:
@@ -131,6 +144,7 @@ def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Findi
     for part in parts:
         layouts[part.table.layout] = (*layouts.get(part.table.layout, ()), part.rank)
     derived = {
+        "agreement of replicas": alike(name.check for name in manifest.parts),
         "world size": {part.world_size for part in parts} == {manifest.world_size},
         "layouts": layouts == manifest.layouts,
         "size": sum(pack.nbytes for part in parts for pack in part.packs) == manifest.nbytes,
@@ -146,43 +160,30 @@ def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Findi
 def _check_cover(
     manifest: Manifest, parts: Sequence[Part], layouts: Mapping[str, Layout], contents: Contents
 ) -> Iterator[Finding]:
-    """Whether the parts hold every element once, or more than once but alike."""
+    """Whether the parts hold every element once, or more than once but alike: what the commit proved."""
     save, key = manifest.save, manifest.save.manifest_key
     proof = Proof()
     for part in parts:
         proof.add(part, layouts[part.table.layout])
+    clash = proof.clash()
+    if clash is not None:
+        yield Finding("incomplete", key, f"{clash}: it is not the same tensor for all ranks", save)
+        return
     missing = attempt(proof.missing)
     if isinstance(missing, CkptError):
         yield finding_of(missing, key, save)
     elif missing is not None:
         yield Finding("incomplete", key, f"{missing}: no part of step {save.step} holds these elements", save)
-    held: dict[tuple[str, Box], SavedShard] = {}
-    by_hand: defaultdict[str, list[Box]] = defaultdict(list)
-    for part in parts:
-        layout = layouts[part.table.layout]
-        share = Share(part, layout)
-        for shard, name, box in _shards(part, layout):
-            holding = layout.tensors[part.table.tensors[shard]].holding
-            if isinstance(holding, PerRank):
-                continue
-            saved = share.shard(shard)
-            first = held.setdefault((name, box), saved)
-            if attempt(partial(contents.same, first, saved)) is False:  # what cannot be read is another's finding
-                message = f"{name}{box}: ranks {first.part.rank} and {part.rank} saved different bytes for it"
-                yield Finding("incomplete", key, message, save, part.rank, ((name, box),))
-            elif isinstance(holding, ByHand) and first.part.rank == part.rank:
-                by_hand[name].append(box)
-    for name, boxes in by_hand.items():
-        overlap = find_overlap(Box.whole(_shape_of(name, layouts)), boxes)
-        if overlap is not None:
-            message = f"{name}{overlap}: two of the boxes given by hand overlap here, so its value is not known"
-            yield Finding("incomplete", key, message, save, None, ((name, overlap),))
-
-
-def _shape_of(name: str, layouts: Mapping[str, Layout]) -> tuple[int, ...]:
-    return next(entry.shape for layout in layouts.values() if (entry := layout.find(name)) is not None)
-
-
-def _shards(part: Part, layout: Layout) -> Iterator[tuple[int, str, Box]]:
-    for shard, (tensor, box) in enumerate(zip(part.table.tensors, part.table.boxes, strict=True)):
-        yield shard, layout.tensors[tensor].name, box
+    try:
+        doubts = proof.doubts()
+    except UnsupportedState as error:
+        yield Finding("incomplete", key, str(error), save)
+        return
+    shares = {part.rank: Share(part, layouts[part.table.layout]) for part in parts if doubts}
+    for doubt in doubts:
+        if (
+            attempt(partial(contents.settles, doubt, shares.__getitem__)) is False
+        ):  # the unreadable is another's finding
+            name, region, (first, second) = doubt.name, doubt.region, doubt.ranks
+            message = f"{name}{region}: ranks {first} and {second} saved different bytes for it"
+            yield Finding("incomplete", key, message, save, second, ((name, region),))

@@ -73,7 +73,8 @@ def opened(path: Path) -> Iterator[Root]:
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The elements in row-major order, as bytes; NaN payloads and signs of zero included."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = (plain.view(torch.uint8) if plain.dtype.itemsize == 1 else plain).contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 

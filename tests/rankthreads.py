@@ -63,6 +63,11 @@ class ThreadGroup(Group):
         return lambda: found
 
     @override
+    def start_sum(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        found = [sum(column) for column in zip(*self._exchange("sum", list(values)), strict=True)]
+        return lambda: found
+
+    @override
     def global_rank(self, rank: int) -> int:
         return rank + self._first
 

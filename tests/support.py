@@ -15,6 +15,7 @@ from safetensors.numpy import load
 from ckptlib import keys, plan, sharding
 from ckptlib.box import Box
 from ckptlib.catalog import Catalog
+from ckptlib.check import Check
 from ckptlib.digests import XXH3, digester
 from ckptlib.documents import seal
 from ckptlib.errors import CorruptData
@@ -85,9 +86,12 @@ def put_part(
     layout: Layout,
     tensors: Mapping[str, np.ndarray],
     attempt: str = ATTEMPT,
+    shards: list[tuple[str, Box]] | None = None,
+    chunk_bytes: int = 1 << 20,
+    check: Check | None = None,
 ) -> PartName:
-    """Packs and part of one rank, put in the order of a writer."""
-    table = plan.lay_out(layout, shards_of(layout, rank), chunk_bytes=1 << 20)
+    """Packs and part of one rank, put in the order of a writer. `shards`: what it writes, if not what is its share."""
+    table = plan.lay_out(layout, shards_of(layout, rank) if shards is None else shards, chunk_bytes)
     body = bytearray(plan.body_nbytes(table))
     for tensor, box, begin in zip(table.tensors, table.boxes, table.begins(table.sizes(layout)), strict=True):
         raw = np.ascontiguousarray(tensors[layout.tensors[tensor].name][box.slices()]).tobytes()
@@ -101,7 +105,8 @@ def put_part(
             upload.write(body[shape.start : shape.stop])
             upload.commit(shape.head(save, rank, layout.digest))
     catalog.put_layout(layout.digest, layout.encoded)
-    part = Part(save, rank, layout.world_size, attempt, packing.table, tuple(packs), XXH3, tuple(digests), {}, {}, 0.0)
+    size, shown = layout.world_size, tuple(packs)
+    part = Part(save, rank, size, attempt, packing.table, shown, XXH3, tuple(digests), {}, {}, 0.0, check)
     name, document = part.encode()
     catalog.store.put(name.key, document)
     return name

@@ -279,10 +279,17 @@ def test_what_was_planted_is_neither_followed_nor_deleted(tmp_path: Path) -> Non
     (tmp_path / f"{prefix}{'1' * 16}{SUFFIX}").symlink_to(tmp_path / "nowhere")
     (tmp_path / f"{prefix}{'2' * 16}{SUFFIX}").write_bytes(b"short")
     (tmp_path / f"{prefix}{'3' * 16}{SUFFIX}").mkdir()
+    os.mkfifo(tmp_path / f"{prefix}{'4' * 16}{SUFFIX}")
+    os.link(victim, tmp_path / f"{prefix}{'5' * 16}{SUFFIX}")
+    writable = tmp_path / f"{prefix}{'6' * 16}{SUFFIX}"
+    writable.write_bytes(b"precious" * PAGE_BYTES)
+    writable.chmod(0o666)
     before = names(tmp_path)
-    Arena(ROOT_ID, GENERATION, tmp_path, 2).close(unlink=True)
+    arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
+    assert (arena.being_read(), arena.reclaim(), arena.has_others) == ([], [], False)
+    arena.close(unlink=True)
     assert names(tmp_path) == before
-    assert victim.read_bytes() == b"precious" * PAGE_BYTES
+    assert victim.read_bytes() == writable.read_bytes() == b"precious" * PAGE_BYTES
 
 
 def test_a_link_planted_under_a_new_name_is_not_written_through(

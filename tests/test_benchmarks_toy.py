@@ -26,6 +26,7 @@ SUBJECTS = {
     "small_tensors": {"ckptlib", "DCP", "torch.load", "safetensors"},
     "memory": {"ckptlib", "DCP"},
     "beat": {"ckptlib"},
+    "replicas": {"ckptlib", "DCP async thread"},
     "slowdown": {"ckptlib"},
     "scale": {"ckptlib"},
     "gpu": {

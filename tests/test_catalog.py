@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,17 +27,19 @@ from support import (
 
 from ckptlib import keys
 from ckptlib.catalog import Catalog, history
+from ckptlib.check import Check, check_of, compared
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,
     FormatError,
     ObjectNotFound,
+    ReplicasDiffer,
     SaveFailed,
     StoreError,
     Superseded,
     describe,
 )
-from ckptlib.keys import GenerationId, SaveId
+from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.manifest import Generation, Root
 from ckptlib.part import FailedPart, Part
 from ckptlib.stores import Store
@@ -242,6 +245,43 @@ def test_a_damaged_layout_is_put_again(store: Store, catalog: Catalog) -> None:
     assert Catalog(store).layout(digest) == layout
 
 
+def test_a_layout_that_cannot_be_read_is_put_again(store: Store, catalog: Catalog, tmp_path: Path) -> None:
+    save = make_save(catalog, make_generation(catalog), 10, state(10))
+    digest, layout = next((d, catalog.layout(d)) for d in catalog.manifest(save).layouts)
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps([{"op": "get", "key": "^layouts/", "action": "unreadable"}]))
+    faulty = FaultStore(store, str(plan))
+    Catalog(faulty).put_layout(digest, layout.encoded)
+    log = [json.loads(line) for line in (tmp_path / "plan.json.log").read_text().splitlines()]
+    assert [line["op"] for line in log] == ["get", "delete", "put"]
+    assert Catalog(store).layout(digest) == layout
+    plan.write_text(json.dumps([{"op": "get", "key": "^layouts/", "action": "error"}]))
+    with pytest.raises(StoreError, match="as planned"):  # that is the store's own trouble
+        Catalog(faulty).put_layout(digest, layout.encoded)
+    assert Catalog(store).layout(digest) == layout
+
+
+def test_a_record_that_is_lost_or_cannot_be_read_ends_history_and_says_so(
+    store: Store, catalog: Catalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make_generation(catalog, 1)
+    old = make_save(catalog, first, 10, state(10))
+    second = make_generation(catalog, 2, resumed_from=old)
+    new = make_save(catalog, second, 20, state(20))
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps([{"op": "get", "key": str(second), "action": "unreadable"}]))
+    assert Catalog(FaultStore(store, str(plan))).visible() == [new]
+    assert f"what generation {second} resumed from is not known" in caplog.text
+    caplog.clear()
+    replace_object(store, second.key, store.get(first.key))
+    assert Catalog(store).visible() == [new]
+    assert "content and name tell of different generations" in caplog.text
+    caplog.clear()
+    store.delete(second.key)
+    assert Catalog(store).visible() == [new]
+    assert f"{second.key}: no such object" in caplog.text
+
+
 def test_what_somebody_gave_up_is_never_finished(store: Store, catalog: Catalog) -> None:
     """Though all parts are there: it was reported as failed."""
     generation = make_generation(catalog)
@@ -396,6 +436,69 @@ def test_commit_when_whole_gives_up_when_superseded(catalog: Catalog) -> None:
     catalog.store.delete(names[1].key)
     make_generation(catalog, 2)
     refused(catalog, save, lambda: catalog.commit_when_whole(save, 2, seconds(60)), Superseded, "may no longer")
+
+
+# -- checks
+
+
+def put_checked(catalog: Catalog, save: SaveId, checks: list[Check | None], attempt: str = "0" * 8) -> list[PartName]:
+    layout = layout_of(state(save.step), len(checks))
+    return [
+        put_part(catalog, save, rank, layout, state(save.step), attempt, check=check)
+        for rank, check in enumerate(checks)
+    ]
+
+
+def digests(rank: int, digest: bytes, number: int = 7) -> Check:
+    return check_of(number, rank, {(0, 1): digest})
+
+
+def test_parts_whose_checks_agree_are_committed(catalog: Catalog) -> None:
+    save = SaveId(10, make_generation(catalog, 1))
+    names = put_checked(catalog, save, [digests(0, b"same"), digests(1, b"same")])
+    assert catalog.part(names[1]).check == names[1].check
+    catalog.commit(save, names)
+    assert np.array_equal(read_save(catalog.store, save)["w"], state(10)["w"])
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_replicas_that_differ_are_never_committed(catalog: Catalog, known: bool) -> None:
+    """Also where the tables are those of a step that was proved."""
+    generation = make_generation(catalog, 1)
+    if known:
+        earlier = SaveId(5, generation)
+        catalog.commit(earlier, put_checked(catalog, earlier, [digests(0, b"same"), digests(1, b"same")]))
+    save = SaveId(10, generation)
+    names = put_checked(catalog, save, [digests(0, b"one"), digests(1, b"two")])
+    refused(catalog, save, lambda: catalog.commit(save, names), ReplicasDiffer, "step 10: what several ranks hold")
+    assert save not in Catalog(catalog.store).finish(catalog.next_generation())
+    assert save not in catalog.saves()
+
+
+@pytest.mark.parametrize("other", [None, compared(8), digests(1, b"same", number=8)], ids=str)
+def test_parts_of_two_snapshots_of_one_step_are_no_step(catalog: Catalog, other: Check | None) -> None:
+    save = SaveId(10, make_generation(catalog, 1))
+    put_checked(catalog, save, [compared(7), other])
+    call = lambda: catalog.commit_when_whole(save, 2, seconds(0))  # noqa: E731
+    refused(catalog, save, call, SaveFailed, "no part came from 1 of 2 ranks")
+    assert catalog.finish(catalog.next_generation()) == []
+
+
+def test_of_two_snapshots_of_one_step_the_one_that_is_whole_is_committed(catalog: Catalog) -> None:
+    save = SaveId(10, make_generation(catalog, 1))
+    whole = put_checked(catalog, save, [compared(7), compared(7)])
+    put_part(catalog, save, 1, layout_of(state(99), 2), state(99), "1" * 8, check=compared(8))
+    assert catalog.commit_when_whole(save, 2, seconds(0)).parts == tuple(whole)
+    assert np.array_equal(read_save(catalog.store, save)["w"], state(10)["w"])
+
+
+def test_a_name_that_tells_of_another_check_is_another_part(catalog: Catalog) -> None:
+    save = SaveId(10, make_generation(catalog, 1))
+    names = put_checked(catalog, save, [compared(7), digests(1, b"other")])
+    renamed = replace(names[1], check=compared(7))
+    catalog.store.put(renamed.key, catalog.store.get(names[1].key))
+    with pytest.raises(FormatError, match="content and name tell of different parts"):
+        catalog.part(renamed)
 
 
 # -- finish

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ import xxhash
 from support import of_version, resealed
 from workers import crash_jobs
 from workers.crash_bench import Bench
-from workers.crash_jobs import Job, come_alone, run, start, train, train_without_memory, try_roots
+from workers.crash_jobs import Job, come_alone, run, start, train, train_without_memory, try_restore, try_roots
 from workers.crash_oracle import failed_parts, read_document, read_root, slots_of
 
 from ckptlib.testing import flip_bit, truncate
@@ -247,6 +248,20 @@ def data_of(path: Path, entry: str | None = None) -> int:
 
 Damage = Callable[[Path], None]
 
+
+def replace(path: Path, make: Callable[[Path], None]) -> None:
+    path.unlink()
+    make(path)
+
+
+def bind(path: Path) -> None:
+    """A socket: its address is short, whatever the path."""
+    directory = os.open(path.parent, os.O_PATH)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(f"/proc/self/fd/{directory}/{path.name}")
+    os.close(directory)
+
+
 DAMAGES: dict[str, tuple[str, Damage, str]] = {
     f"{what.replace(' ', '')}-{how}": (what, damage, kinds)
     for what, hows in {
@@ -255,6 +270,11 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
             "cut": (lambda p: truncate(p, middle(p)), "FormatError"),
             "empty": (lambda p: truncate(p, 0), "FormatError"),
             "gone": (Path.unlink, "ObjectNotFound"),
+            "fifo": (lambda p: replace(p, os.mkfifo), "ObjectNotFound"),
+            "socket": (lambda p: replace(p, bind), "ObjectNotFound"),
+            "directory": (lambda p: replace(p, os.mkdir), "ObjectNotFound"),
+            "loop": (lambda p: replace(p, lambda path: os.symlink(path.name, path)), "ObjectNotFound"),
+            "link": (lambda p: os.symlink(p.rename(f"{p}.moved").name, p), "ObjectNotFound"),
         },
         "pack 1": {
             "first": (lambda p: flip_bit(p, data_of(p)), "CorruptData"),
@@ -271,6 +291,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
             "cut": (lambda p: truncate(p, middle(p)), "CorruptData"),
             "empty": (lambda p: truncate(p, 0), "CorruptData"),
             "gone": (Path.unlink, "ObjectNotFound"),
+            "fifo": (lambda p: replace(p, os.mkfifo), "ObjectNotFound"),
         },
         "manifest": {
             "first": (lambda p: flip_bit(p, 0), "FormatError"),
@@ -290,7 +311,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
 }
 
 
-BY_BOTH = ("part1-middle", "pack1-first", "manifest-middle", "layout-gone")
+BY_BOTH = ("part1-middle", "pack1-first", "pack0-fifo", "manifest-middle", "layout-gone")
 
 
 def try_all(directory: Path, roots: list[Path], size: int = 2) -> dict[str, dict[str, list[dict[str, Any]]]]:
@@ -395,6 +416,72 @@ def test_every_step_damaged(tmp_path: Path, template: Path) -> None:
     for line in told["restore"]:
         assert line["kind"] == "CorruptData"
         assert "every step is damaged" in line["text"]
+
+
+# -- objects that cannot be read
+
+
+def behind(directory: Path, template: Path, name: str, *rules: dict[str, Any], rank: str = "") -> str:
+    """The URL of a copy of the template that fails by these rules; where it has them by the rank that is given."""
+    root, plans = directory / f"roots{name}", directory / f"plans{rank}"
+    if not root.exists():
+        shutil.copytree(template, root)
+    plans.mkdir(exist_ok=True)
+    (plans / name).write_text(json.dumps(rules))
+    return f"fault+file://{root}?plan={plans}/{name}"
+
+
+def unreadable(key: str, *ops: str) -> list[dict[str, Any]]:
+    return [{"op": op, "key": key, "action": "unreadable"} for op in ops or ("get", "get_into")]
+
+
+def test_a_step_that_cannot_be_read_is_skipped_by_all_ranks(tmp_path: Path, template: Path) -> None:
+    """Rank 1 alone reads its pack; rank 0 alone the manifest."""
+    cases = {
+        "pack": f"^packs/{NEWEST:012d}-.*/000001-",
+        "part": f"^parts/{NEWEST:012d}-.*/000001-",
+        "manifest": f"^steps/{NEWEST:012d}-",
+        "packs": "^packs/",
+        "layouts": "^layouts/",
+        "generations": "^generations/",
+    }
+    urls = {case: behind(tmp_path, template, case, *unreadable(key)) for case, key in cases.items()}
+    ranks = run(try_roots, tmp_path, 2, roots=[*urls.values()], step=NEWEST)
+    for told in ranks:
+        for line in told:
+            case = line["root"]
+            if case == "generations":  # a history that ends with the head's own steps
+                assert (line["kind"], line["step"]) == ("", NEWEST), line
+            elif line["what"] == "load":
+                assert line["kind"] == "ObjectUnreadable", line
+            elif case in ("packs", "layouts"):
+                assert line["kind"] == "ObjectUnreadable", line
+                assert "no step can be read" in line["text"]
+            else:
+                assert (line["kind"], line["step"], len(line["skipped"])) == ("", NEWEST - 1, 1), line
+                assert "cannot be read, as planned" in line["skipped"][0]
+
+
+def test_a_step_whose_manifest_cannot_be_put_back_is_none(tmp_path: Path, template: Path) -> None:
+    """Its parts are all there, but in its own place is something that is no object."""
+    shutil.copytree(template, tmp_path / "fifo")
+    replace(newest(tmp_path / "fifo", "manifest"), os.mkfifo)
+    told = try_all(tmp_path, [tmp_path / "fifo"], size=1)["fifo"]
+    assert [line["kind"] for line in told["load"]] == ["CheckpointNotFound"]
+    assert [(line["kind"], line["step"]) for line in told["restore"]] == [("", NEWEST - 1)]
+
+
+def test_a_store_that_one_rank_cannot_reach_is_no_reason_for_an_older_step(tmp_path: Path, template: Path) -> None:
+    everything = unreadable("")
+    plain = {"op": "get_into", "key": f"^packs/{NEWEST:012d}-", "action": "error"}
+    for name, rules, kind in [("away", everything, "ObjectUnreadable"), ("slow", [plain], "StoreError")]:
+        behind(tmp_path, template, name, rank="0")
+        behind(tmp_path, template, name, *rules, rank="1")
+        url = f"fault+file://{tmp_path}/roots{name}?plan={tmp_path}/plans{{rank}}/{name}"
+        for told in run(try_restore, tmp_path, 2, url=url):
+            (line,) = told
+            assert line["kind"] == kind, line
+            assert "no step" not in line["text"]
 
 
 # -- documents that only malice or a bug writes; their digests are right

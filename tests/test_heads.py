@@ -81,13 +81,16 @@ def test_every_flipped_bit_is_found() -> None:
 
 
 def json_equal(a: bytes | bytearray, b: bytes) -> bool:
-    return a[:8] == b[:8] and a[8:].lower() == b[8:].lower() and _loads(a) == _loads(b)
+    return a[:8] == b[:8] and a[8:].lower() == b[8:].lower() and _loads(a[8:]) == _loads(b[8:])
 
 
-def _loads(head: bytes | bytearray) -> object:
+def _loads(text: bytes | bytearray) -> object:
+    """What a header says; what is JSON within it, read as well."""
     try:
-        return json.loads(bytes(head[8:]))
-    except ValueError:
+        found = json.loads(bytes(text))
+        told = [json.loads(found["__metadata__"].pop(name)) for name in ("dtypes", "boxes")]
+        return found, told
+    except (ValueError, KeyError):
         return None
 
 
@@ -119,6 +122,9 @@ LIES = {
     "swapped": lambda h: h.update({"large@100250": h["large@138706"], "large@138706": h["large@100250"]}),
     "forgotten": lambda h: (h["@slack.1"].update(data_offsets=[0, 1]), h.pop("scalar@0")),
     "torch's dtype": lambda h: h["__metadata__"].update(dtypes='{"c@0": "complex64"}'),
+    "another box": lambda h: h["__metadata__"].update(boxes=h["__metadata__"]["boxes"].replace("[1,2]", "[1,3]")),
+    "boxes of nothing": lambda h: h["__metadata__"].update(boxes="{}"),
+    "boxes that are no text": lambda h: h["__metadata__"].update(boxes=1),
     "no dtypes": lambda h: h["__metadata__"].pop("dtypes"),
     "another save": lambda h: h["__metadata__"].update(save=str(replace(SAVE, step=8))),
     "another rank": lambda h: h["__metadata__"].update(rank="000001"),
@@ -141,6 +147,11 @@ def test_no_header_at_all(head: bytes) -> None:
     part, [data] = made()
     with pytest.raises(FormatError, match="pack: "):
         check_head(head, len(data), *expected_head(part, LAYOUT, 0), "pack")
+
+
+def test_packs_of_early_versions_have_no_boxes() -> None:
+    part, [data] = made()
+    check(part, 0, rewritten(data, lambda h: h["__metadata__"].pop("boxes")))
 
 
 def test_metadata_that_later_versions_add_is_no_damage() -> None:

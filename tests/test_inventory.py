@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+from ckptlib.check import check_of
 from ckptlib.errors import CorruptData
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.peer.inventory import Found, Inventory, SnapshotId, describe
@@ -44,6 +46,19 @@ def test_the_work_is_shared_among_hosts_and_their_ranks() -> None:
     slots = dict.fromkeys(range(4), "AB")
     senders = Counter(sender for *_, sender, _ in moves("AABBCCCC", slots, [[0, 1]] * 8))
     assert senders == {0: 2, 1: 2, 2: 2, 3: 2}
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+def test_shares_that_differ_are_no_snapshot(odd: int) -> None:
+    """Its job had no time to vote upon it."""
+
+    def told(differs: bool) -> Inventory:
+        digests = {rank: b"other" if differs and rank == odd else b"same" for rank in range(4)}
+        checks = {rank: str(check_of(3, rank, {(0, 1, 2, 3): digest})) for rank, digest in digests.items()}
+        return Inventory([describe([replace(found(rank, "A"), check=checks[rank]) for rank in range(4)], ["A"])])
+
+    assert told(False).whole() == [SNAPSHOT]
+    assert told(True).whole() == []
 
 
 def test_a_share_that_is_nowhere() -> None:

@@ -205,6 +205,107 @@ def test_entries_say_where_a_box_begins_in_the_whole_tensor() -> None:
     assert found["a@20"]["shape"] == [8]
 
 
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> list[tuple[str, str, tuple[int, ...], list[Box]]]:
+    """Tensors, each cut twice at random into four boxes that are the whole, empty ones left out."""
+    found = []
+    for n in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+        if draw(st.booleans()):
+            shape = draw(st.sampled_from([(300, 400), (70_000,), (3, 90, 500), (1, 90_000)]))
+        boxes = [Box.whole(shape)]
+        for _ in range(2 if shape else 0):
+            dim = draw(st.integers(0, len(shape) - 1))
+            boxes = [half for box in boxes for half in halves(box, dim, draw(st.integers(0, box.shape[dim])))]
+        dtype = draw(st.sampled_from(["bool", "float32", "complex128", "float8_e4m3fnuz", "bfloat16"]))
+        found.append((f"t{n}@1", dtype, shape, [box for box in boxes if box.numel]))
+    return found
+
+
+def halves(box: Box, dim: int, at: int) -> list[Box]:
+    def moved(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:dim], value, *values[dim + 1 :])
+
+    near, far = moved(box.shape, at), moved(box.shape, box.shape[dim] - at)
+    return [Box(box.offset, near), Box(moved(box.offset, box.offset[dim] + at), far)]
+
+
+@given(cut_tensors())
+@settings(max_examples=60)
+def test_packs_alone_are_enough_to_make_the_tensors_again(
+    case: list[tuple[str, str, tuple[int, ...], list[Box]]],
+) -> None:
+    layout = Layout(1, tuple(TensorEntry(name, dtype, shape, ByHand()) for name, dtype, shape, _ in case))
+    shards = [(name, box) for name, _, _, boxes in case for box in boxes]
+    table = plan.lay_out(layout, shards, chunk_bytes=1 << 15)
+    body, wholes = bytearray(plan.body_nbytes(table)), {}
+    for name, dtype, shape, _ in case:
+        random = np.random.default_rng(len(wholes)).integers(0, 256, (*shape, dtypes.itemsize(dtype)), np.uint8)
+        wholes[name] = random
+    for t, box, begin in zip(table.tensors, table.boxes, table.begins(table.sizes(layout)), strict=True):
+        data = wholes[layout.tensors[t].name][box.slices()].tobytes()
+        body[begin : begin + len(data)] = data
+    packs = objects(pack(table, layout, 100_000), layout, bytes(body))
+    found = from_packs(packs)
+    assert found.keys() == {name for name, _ in shards}
+    for name, (dtype, whole) in found.items():
+        [expected] = [entry.dtype for entry in layout.tensors if entry.name == name]
+        assert dtypes.safetensors_name(dtype) == dtypes.safetensors_name(expected)
+        assert dtype == expected or dtypes.has_own_word(expected)
+        assert np.array_equal(whole, wholes[name])
+
+
+def from_packs(packs: list[bytes]) -> dict[str, tuple[str, np.ndarray]]:
+    """By tensor: its dtype, and its elements' bytes in the last dim. As FORMAT.md says, and nothing of ckptlib."""
+    found: dict[str, tuple[str, list[tuple[tuple[int, ...], int, tuple[int, ...], tuple[int, ...], bytes]]]] = {}
+    for data in packs:
+        header, base = header_of(data), 8 + int.from_bytes(data[:8], "little")
+        metadata = header.pop("__metadata__")
+        foreign, boxes = (json.loads(metadata.get(name, "{}")) for name in ("dtypes", "boxes"))
+        for key, entry in header.items():
+            name, _, first = key.rpartition("@")
+            if name:
+                start, stop = entry["data_offsets"]
+                shape, offset, box = boxes.get(key) or told(int(first), entry["shape"])
+                rows = found.setdefault(name, (foreign.get(key, WORDS.get(entry["dtype"])), []))[1]
+                rows.append((shape, int(first), offset, box, data[base + start : base + stop]))
+    made = {}
+    for name, (dtype, rows) in found.items():
+        shape = tuple(map(max, zip(*(row[0] for row in rows), strict=True)))
+        whole = np.zeros((*shape, dtypes.itemsize(dtype)), np.uint8)
+        index = np.arange(math.prod(shape)).reshape(shape)
+        for _, first, offset, box, data in rows:
+            inside = index[tuple(slice(o, o + n) for o, n in zip(offset, box, strict=True))].reshape(-1)
+            at = int(np.flatnonzero(inside == first)[0])
+            elements = np.frombuffer(data, np.uint8).reshape(-1, dtypes.itemsize(dtype))
+            whole.reshape(-1, dtypes.itemsize(dtype))[inside[at : at + len(elements)]] = elements
+        made[name] = dtype, whole
+    return made
+
+
+WORDS = {word: name for name, (_, word) in _DTYPES.items() if dtypes.has_own_word(name)}
+
+
+def told(first: int, shape: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Shape of the tensor, at least, and box of an entry that is whole rows of it."""
+    if not shape:
+        return [], [], []
+    rows = first // math.prod(shape[1:])
+    return [rows + shape[0], *shape[1:]], [rows, *(0 for _ in shape[1:])], shape
+
+
+def test_metadata_stay_small() -> None:
+    """Whole rows, as FSDP and replicas write them, need no box."""
+    shapes = {f"model.layers.{i}.norm.weight": ("float32", (8, 4)) for i in range(1000)}
+    layout, _ = laid_out(shapes)
+    rows = plan.lay_out(layout, [(name, Box((4, 0), (4, 4))) for name in shapes])
+    columns = plan.lay_out(layout, [(name, Box((0, 2), (8, 2))) for name in shapes])
+    [by_rows], [by_columns] = (pack(table, layout, NEVER_CUT).packs for table in (rows, columns))
+    assert by_rows.boxes == {}
+    assert by_rows.head_nbytes < 110 * len(shapes)
+    assert by_columns.head_nbytes < 180 * len(shapes)
+
+
 def test_a_rank_that_writes_nothing_has_no_packs() -> None:
     layout, table = laid_out({})
     assert pack(table, layout, 1) == Packing((), table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from rankthreads import run_ranks
 from ckptlib import UnsupportedState, plan
 from ckptlib.box import Box
 from ckptlib.group import Group, SoloGroup
-from ckptlib.layout import ByHand, Layout, Mesh, PerRank, Placed
-from ckptlib.replicas import Agreement, agree, alone, entries_of, rows_of
+from ckptlib.layout import ByHand, Layout, Mesh, PerRank, Placed, ranks_touching
+from ckptlib.overlaps import Overlap
+from ckptlib.replicas import Agreement, agree, entries_of, rows_of
 from ckptlib.sharding import Replicate, Shard
 from ckptlib.state import Leaf, Plain
 
@@ -137,8 +139,9 @@ def test_a_mesh_of_which_some_do_not_hold_it_yet() -> None:
     none, one = agreed(2, leaves)
     assert none == Agreement({}, {})
     assert one.holders == {"o/w/exp_avg": frozenset({1})}
-    entries = plan.assign(entries_of(leaves(1), one))
+    entries = plan.assign(entries_of(leaves(1), one), partial=one.holders)
     assert plan.writes(entries[0], 1, one.holders["o/w/exp_avg"])
+    assert [*ranks_touching(entries[0], Box.whole((2,)), frozenset({1}))] == [1]  # where a load looks for it
 
 
 def test_per_rank_and_by_hand_need_no_agreement() -> None:
@@ -150,12 +153,86 @@ def test_per_rank_and_by_hand_need_no_agreement() -> None:
     assert all(a.holdings == {"own": PerRank(), "cut": ByHand()} for a in agreed(3, leaves))
 
 
-def test_alone_a_rank_writes_all_it_holds() -> None:
-    before = Agreement({"old": over(0, 1), "own": PerRank()}, {})
-    leaves = [plain("old", torch.ones(1)), plain("new", torch.ones(1)), plain("own", torch.ones(1))]
-    found = alone(leaves, SoloGroup(), before)
-    assert found.holdings == {"old": over(0), "new": over(0), "own": PerRank()}
-    assert all(plan.writes(entry, 0) for entry in entries_of(leaves, found))
+# -- ties and overlaps
+
+
+def tied(leaf: Leaf, name: str) -> Leaf:
+    return replace(leaf, name=name, tied=leaf.name)
+
+
+def test_what_all_ranks_tie_alike_is_one_tensor() -> None:
+    """Where one of them lacks a name, that is another tensor: the other ranks' share of the first is not its."""
+
+    def leaves(rank: int) -> list[Leaf]:
+        first = plain("first", torch.full((2,), 0.0 if rank < 2 else 1.0))
+        return [first, *([tied(first, "second")] if rank == 2 else []), tied(first, "third")]
+
+    for rank, agreement in enumerate(agreed(3, leaves)):
+        assert agreement.aliases == {"third": "first"}
+        assert agreement.holdings == {"first": PerRank()} | ({"second": over(2)} if rank == 2 else {})
+        assert [entry.name for entry in entries_of(leaves(rank), agreement)] == [*agreement.holdings]
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_what_some_ranks_tie_and_others_do_not_is_saved_under_each_of_its_names(equal: bool) -> None:
+    def leaves(rank: int) -> list[Leaf]:
+        last = plain("last", torch.ones(2))
+        return [last, tied(last, "best") if rank == 0 else plain("best", torch.full((2,), 1.0 if equal else 9.0))]
+
+    for agreement in agreed(2, leaves):
+        assert agreement.aliases == {}
+        assert agreement.holdings == {"last": over(0, 1), "best": over(0, 1) if equal else PerRank()}
+
+
+def test_a_tie_to_another_tensor_on_each_rank_is_none() -> None:
+    def leaves(rank: int) -> list[Leaf]:
+        first, second = plain("a", torch.ones(1)), plain("b", torch.ones(1))
+        return [first, second, tied(first if rank else second, "c")]
+
+    assert all(a.aliases == {} and a.holdings.keys() == {*"abc"} for a in agreed(2, leaves))
+
+
+def cut(name: str, start: int, values: torch.Tensor, size: int = 6) -> Leaf:
+    piece = (Box((start,), tuple(values.shape)), values)
+    return Leaf(name, "float32", (size,), ByHand(), (piece,) if values.numel() else (), None)
+
+
+def test_boxes_with_equal_halos_are_written_once() -> None:
+    x = torch.arange(6.0)
+
+    def leaves(rank: int) -> list[Leaf]:
+        return [cut("x", 2 * rank, x[2 * rank : 2 * rank + 4]), cut("alone", rank, x[rank : rank + 1])]
+
+    first, second = agreed(2, leaves)
+    assert first.overlaps == second.overlaps == (Overlap("x", Box((2,), (2,)), (0, 1)),)
+    assert first.written == {}
+    assert second.written == {"x": (Box((4,), (2,)),)}
+
+
+def test_ranks_that_hold_no_overlap_know_of_none() -> None:
+    x = torch.arange(6.0)
+    starts = [(0, 0), (0, 3), (0, 3), (3, 3)]  # nothing, twice the same, the rest
+
+    def leaves(rank: int) -> list[Leaf]:
+        start, size = starts[rank]
+        return [cut("x", start, x[start : start + size])]
+
+    agreements = agreed(4, leaves)
+    overlap = Overlap("x", Box((0,), (3,)), (1, 2))
+    assert [a.overlaps for a in agreements] == [(), (overlap,), (overlap,), ()]
+    assert [a.written for a in agreements] == [{}, {}, {"x": ()}, {}]
+
+
+def test_boxes_whose_halos_differ_are_refused_on_all_ranks() -> None:
+    def on_rank(group: Group) -> str:
+        x = torch.arange(6.0) + (group.rank == 1) * torch.eye(6)[3]
+        mine = [cut("x", 2 * group.rank, x[2 * group.rank : 2 * group.rank + 2 + 2 * (group.rank < 2)])]
+        with pytest.raises(UnsupportedState) as caught:
+            agree(mine, rows_of(mine, group), group)
+        return str(caught.value)
+
+    (message,) = {*run_ranks(3, on_rank)}
+    assert "x[2:4] is held by ranks 0 and 1, and differs between them" in message
 
 
 @settings(max_examples=30, deadline=None)

@@ -13,9 +13,10 @@ from support import ROOT_ID, layout_of, make_generation, make_root, read_save, s
 
 from ckptlib import plan
 from ckptlib.catalog import Catalog
+from ckptlib.check import Check, check_of, compared
 from ckptlib.digests import XXH3, digester
 from ckptlib.documents import encode
-from ckptlib.errors import SaveFailed, Superseded
+from ckptlib.errors import ReplicasDiffer, SaveFailed, Superseded
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.slot import Slot, SlotHeader
 from ckptlib.stores.local import LocalStore
@@ -37,7 +38,14 @@ def tensors(step: int) -> dict[str, np.ndarray]:
     return {"w": np.arange(6000, dtype=np.float32) * step, "b": np.full(7, step, dtype=np.int64)}
 
 
-def slot_of(directory: Path, save: SaveId, rank: int, number: int, arrays: Mapping[str, np.ndarray]) -> Slot:
+def slot_of(
+    directory: Path,
+    save: SaveId,
+    rank: int,
+    number: int,
+    arrays: Mapping[str, np.ndarray],
+    check: Check | None = None,
+) -> Slot:
     """One rank's share of a snapshot, ready."""
     layout = layout_of(arrays, RANKS)
     table = plan.lay_out(layout, shards_of(layout, rank))
@@ -52,7 +60,8 @@ def slot_of(directory: Path, save: SaveId, rank: int, number: int, arrays: Mappi
     fields = {"created": time.time(), "algorithm": XXH3, "digests": "".join(digests), "metrics": {}, "values": {}}
     documents = {"layout": layout.encoded, "table": table.encoded.encode(), "snapshot": encode("snapshot", fields)}
     places = slot.write_documents(nbytes, documents)
-    slot.write_header(SlotHeader(ROOT_ID, save, rank, RANKS, number, 2, nbytes, places))
+    check = compared(number) if check is None else check
+    slot.write_header(SlotHeader(ROOT_ID, save, rank, RANKS, number, 2, nbytes, places, check))
     slot.unlock()
     return slot
 
@@ -140,6 +149,28 @@ def test_what_is_committed_is_not_put_again(job: Job) -> None:
     before = sorted(entry.key for entry in job.catalog.store.scan(""))
     assert job.rescue({0: save, 1: save}) == [None, None]
     assert sorted(entry.key for entry in job.catalog.store.scan("")) == before
+
+
+def test_two_snapshots_of_one_step_are_never_mixed(job: Job) -> None:
+    """One for memory only, then a save of another state at that step; of this one rank 0 alone has put its part."""
+    save = job.snapshot(15)
+    saved = slot_of(job.directory, save, 0, 16, tensors(99), compared(16))
+    store = LocalStore(str(job.directory / "root"))
+    with ThreadPoolExecutor(1) as executor:
+        Persister(store, executor).persist(saved, save)
+    assert job.rescue({0: save, 1: save}) == [None, None]
+    assert job.catalog.visible() == [save]
+    job.check(save)
+
+
+def test_a_snapshot_that_differs_between_ranks_is_not_rescued(job: Job) -> None:
+    save = SaveId(15, job.generation)
+    for slots in job.hosts.values():
+        checks = [check_of(15, rank, {(0, 1): b"%d" % rank}) for rank in range(RANKS)]
+        slots += [slot_of(job.directory, save, rank, 15, tensors(15), checks[rank]) for rank in range(RANKS)]
+    errors = job.rescue({0: save, 1: save})
+    assert any(isinstance(error, ReplicasDiffer) for error in errors), errors
+    assert job.catalog.visible() == []
 
 
 def test_generations_are_told_apart(job: Job) -> None:

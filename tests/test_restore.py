@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -69,3 +70,30 @@ def test_a_copy_of_a_root_does_not_restore_what_a_job_of_the_other_one_left_in_m
     with ckptlib.Checkpointer(tmp_path / "two", {"w": found}, every=1000, peers=peers, arena=arena) as ckpt:
         assert ckpt.restore().step == 1
         assert torch.equal(found, torch.full((1000,), 1.0))
+
+
+def faulty(tmp_path: Path, *rules: dict[str, object]) -> str:
+    """The URL of a root with steps 1 and 2, which fails by these rules."""
+    for step in (1, 2):
+        ckptlib.save(tmp_path / "root", {"w": torch.full((1000,), float(step))}, step)
+    (tmp_path / "plan").write_text(json.dumps(rules))
+    return f"fault+file://{tmp_path}/root?plan={tmp_path}/plan"
+
+
+def test_what_could_not_be_read_for_a_moment_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pack = {"op": "get_into", "key": f"^packs/{2:012d}-", "action": "unreadable", "nth": 0}
+    found = torch.zeros(1000)
+    with ckptlib.Checkpointer(faulty(tmp_path, pack), {"w": found}, every=1000) as ckpt:
+        report = ckpt.restore()
+    assert (report.step, report.skipped) == (2, ())
+    assert torch.equal(found, torch.full((1000,), 2.0))
+    assert "is tried once more" in caplog.text
+
+
+def test_a_store_that_goes_away_is_no_reason_for_an_older_step(tmp_path: Path) -> None:
+    url = faulty(tmp_path)
+    with ckptlib.Checkpointer(url, {"w": torch.zeros(1000)}, every=1000) as ckpt:
+        rules = [{"op": op, "key": "^(packs/0+2|ckptlib)", "action": "unreadable"} for op in ("get", "get_into")]
+        (tmp_path / "plan").write_text(json.dumps(rules))
+        with pytest.raises(ckptlib.ObjectUnreadable, match=r"ckptlib\.json.*cannot be read, as planned"):
+            ckpt.restore()

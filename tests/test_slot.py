@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -214,9 +215,27 @@ def test_what_is_not_a_slot_of_this_user_is_not_opened(slot: Slot, tmp_path: Pat
     else:
         foreign.write_bytes(b"")
     os.mkfifo(tmp_path / "fifo")
-    for path in (link, tmp_path / "absent", tmp_path / "short", tmp_path, foreign, tmp_path / "fifo"):
+    writable = tmp_path / "writable"
+    writable.write_bytes(b"x" * PAGE_BYTES)
+    writable.chmod(0o620)
+    (tmp_path / "two names").write_bytes(b"x" * PAGE_BYTES)
+    (tmp_path / "two names").chmod(0o600)
+    os.link(tmp_path / "two names", tmp_path / "second")
+    some = [tmp_path / name for name in ("absent", "short", "fifo", "second")]
+    for path in (link, tmp_path, foreign, writable, *some):
         with pytest.raises(FormatError):
             Slot.open(path)
+
+
+def test_what_the_disk_of_a_slot_does_not_give_is_damage(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that another copy is tried, as for any other damage."""
+
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CorruptData, match="cannot be read: Input/output error"):
+        slot.read_header()
 
 
 def test_views_of_a_closed_slot_stay_readable(slot: Slot) -> None:

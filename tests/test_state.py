@@ -23,7 +23,7 @@ from ckptlib.state import Flat, Memo, Plain, flatten, join
 
 
 def names(flat: Flat) -> list[str]:
-    return sorted(leaf.name for leaf in flat.leaves)
+    return sorted(leaf.name for leaf in flat.leaves if leaf.tied is None)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import fsspec
 import pytest
 from store_conformance import PAGE_NBYTES, StoreConformance, keys, pages
 
-from ckptlib.errors import ObjectExists, ObjectNotFound, StoreError, StoreFull
+from ckptlib.errors import ObjectExists, ObjectNotFound, ObjectUnreadable, StoreError, StoreFull
 from ckptlib.stores import Store, absolute, local, open_store, remote
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
@@ -148,7 +148,7 @@ for prefix in ["", "steps/", "steps/0"]:
 
 
 def test_a_file_system_without_links(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: str, target: str) -> None:
+    def refuse(source: str, target: str, **directories: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", refuse)
@@ -182,11 +182,11 @@ def test_only_old_remains_are_cleaned(files: Path) -> None:
     store = LocalStore(str(files))
     store.clean(before=time.time())  # no remains, no root: nothing to do
     store.put("a", b"kept")
-    for name, age_s in (("1-old", 1000), ("2-new", 0)):
+    for name, age_s in ((f"1-{'0' * 16}", 1000), (f"2-{'f' * 16}", 0)):
         (files / ".tmp" / name).write_bytes(b"half a pack")
         os.utime(files / ".tmp" / name, (time.time() - age_s,) * 2)
     store.clean(before=time.time() - 500)
-    assert temp_files(files) == ["2-new"]
+    assert temp_files(files) == [f"2-{'f' * 16}"]
     assert store.get("a") == b"kept"
 
 
@@ -375,6 +375,46 @@ def test_a_time_in_any_form() -> None:
         {"mtime": None, "created": int(instant.timestamp())},
     ]
     assert {remote._modified(info) for info in forms} == {instant.timestamp()}
+
+
+class Refusal(Exception):
+    """What a client raises that knows nothing of OSError."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status_code = status
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (PermissionError("Access Denied"), ObjectUnreadable),
+        (Refusal(403), ObjectUnreadable),
+        (Refusal(503), StoreError),
+        (OSError(errno.EREMOTEIO, "We encountered an internal error"), StoreError),
+        (OSError(errno.EBUSY, "Please reduce your request rate"), StoreError),
+        (TimeoutError(), StoreError),
+        (ConnectionResetError(), StoreError),
+    ],
+    ids=repr,
+)
+def test_an_object_that_may_not_be_read_is_told_from_a_store_in_trouble(
+    error: Exception, expected: type[StoreError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise error
+
+    with FsspecStore(f"memory://{uuid.uuid4().hex}", {}) as store:
+        store.put("a", b"data")
+        monkeypatch.setattr(store._fs, "cat_file", fail)
+        monkeypatch.setattr(store._fs, "pipe_file", fail)
+        for call in (lambda: store.get("a"), lambda: store.get_into("a", 0, memoryview(bytearray(4)))):
+            with pytest.raises(StoreError) as caught:
+                call()
+            assert type(caught.value) is expected
+        with pytest.raises(StoreError) as caught:
+            store.put("b", b"")
+        assert type(caught.value) is StoreError
 
 
 # -- open_store

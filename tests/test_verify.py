@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +12,6 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
-import support
 from support import make_generation, make_root, make_save, of_version, put_part, put_parts, resealed, state
 from typing_extensions import Buffer, override
 
@@ -19,16 +19,20 @@ from ckptlib import keys, verify_packs
 from ckptlib.box import Box
 from ckptlib.catalog import Catalog
 from ckptlib.digests import XXH3, digester
-from ckptlib.errors import CheckpointNotFound, StoreError
+from ckptlib.errors import CheckpointNotFound, FormatError, ObjectNotFound, StoreError
 from ckptlib.findings import Finding
 from ckptlib.keys import PartName, SaveId
 from ckptlib.layout import ByHand, Layout, TensorEntry
 from ckptlib.manifest import Manifest
 from ckptlib.part import Part
 from ckptlib.stores import Store
+from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.table import Table
+from ckptlib.tags import MAX_DEPTH
 from ckptlib.testing import FaultStore, _HookedStore
+from ckptlib.values import Json
+from ckptlib.values import decode as decode_value
 from ckptlib.verify import verify_root, verify_save
 
 T = TypeVar("T")
@@ -237,6 +241,13 @@ def test_pack_of_another_step_in_its_place(store: MemoryStore, save: SaveId) -> 
 # -- documents that are sealed, and lie
 
 
+def nested(levels: int, kind: str) -> Json:
+    value: Json = 0
+    for _ in range(levels):
+        value = [value] if kind == "list" else {"a": value} if kind == "dict" else {kind: [value]}
+    return value
+
+
 def reseal(store: MemoryStore, key: str, **fields: object) -> None:
     alter(store, key, lambda data: resealed(data, **fields))
 
@@ -263,6 +274,39 @@ def commit_unproved(store: MemoryStore, save: SaveId, names: list[PartName]) -> 
     nbytes = sum(pack.nbytes for part in parts for pack in part.packs)
     manifest = Manifest(save, len(parts), tuple(names), layouts, nbytes, 0.0, {})
     store.put(save.manifest_key, manifest.encode())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(pytest.param(nested(MAX_DEPTH + 1, kind), id=f"deep-{kind}") for kind in ("list", "dict", "$tuple")),
+        pytest.param({"$set": [1, 1]}, id="twice"),
+        pytest.param({"$later": 1}, id="tag"),
+        pytest.param(2**60, id="rounded"),
+    ],
+)
+def test_values_that_no_load_takes(store: MemoryStore, save: SaveId, value: Json) -> None:
+    with pytest.raises(FormatError):
+        decode_value(value)
+    parts = parts_of(store, save)
+    store.delete(save.manifest_key)
+    lying = replace(parts[1], values={"good": [1], "bad": value})
+    name, document = lying.encode()
+    store.put(name.key, document)
+    commit_unproved(store, save, [parts[0].encode()[0], name])
+    found = only(findings(store, save))
+    assert (found.damage, found.key, found.rank) == ("malformed", name.key, 1)
+    assert name.key in found.message
+    assert "bad" in found.message
+
+
+def test_values_as_deep_as_they_may_be(store: MemoryStore, save: SaveId) -> None:
+    parts = parts_of(store, save)
+    store.delete(save.manifest_key)
+    name, document = replace(parts[1], values={"deep": nested(MAX_DEPTH, "list")}).encode()
+    store.put(name.key, document)
+    commit_unproved(store, save, [parts[0].encode()[0], name])
+    assert findings(store, save) == []
 
 
 def without_first_shard(part: Part) -> Part:
@@ -300,17 +344,9 @@ def by_hand(boxes: list[list[Box]], values: list[float]) -> tuple[MemoryStore, S
     names = []
     for rank, mine in enumerate(boxes):
         whole = np.full((4, 4), values[rank], dtype=np.float32)
-        names.append(put_by_hand(catalog, save, rank, layout, mine, whole))
+        names.append(put_part(catalog, save, rank, layout, {"x": whole}, shards=[("x", box) for box in mine]))
     commit_unproved(store, save, names)
     return store, save
-
-
-def put_by_hand(
-    catalog: Catalog, save: SaveId, rank: int, layout: Layout, boxes: list[Box], whole: np.ndarray
-) -> PartName:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(support, "shards_of", lambda layout, rank: [("x", box) for box in boxes])
-        return put_part(catalog, save, rank, layout, {"x": whole})
 
 
 LEFT, RIGHT, MIDDLE = Box((0, 0), (4, 2)), Box((0, 2), (4, 2)), Box((0, 1), (4, 2))
@@ -330,9 +366,12 @@ def test_replicas_that_differ(store: MemoryStore) -> None:
 
 def test_boxes_by_hand_that_overlap(store: MemoryStore) -> None:
     store, save = by_hand([[LEFT, RIGHT], [MIDDLE]], [1.0, 1.0])
-    found = only(findings(store, save))
-    assert found.damage == "incomplete"
-    assert "overlap" in found.message
+    assert findings(store, save) == []
+    store, save = by_hand([[LEFT, RIGHT], [MIDDLE]], [1.0, 2.0])
+    found = findings(store, save)
+    assert [(one.damage, one.rank) for one in found] == [("incomplete", 1)] * 2
+    assert {one.shards for one in found} == {(("x", Box((0, at), (4, 1))),) for at in (1, 2)}
+    assert all("ranks 0 and 1 saved different bytes" in one.message for one in found)
 
 
 # -- the store
@@ -347,6 +386,32 @@ def test_what_the_store_does_not_give_is_unreadable(store: MemoryStore, save: Sa
     assert {one.damage for one in found} == {"unreadable"}
     assert {name for one in found for name, _ in one.shards} == {"w", "b", "large"}
     assert {one.rank for one in found} == {1}
+
+
+def test_a_manifest_that_the_store_does_not_give(store: MemoryStore, save: SaveId, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps([{"op": "get", "key": "^steps/", "action": "unreadable"}]))
+    found = only(findings(FaultStore(store, str(plan)), save))
+    assert (found.damage, found.key) == ("unreadable", save.manifest_key)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["packs", "parts", "layouts"])
+def test_what_is_no_file_is_missing(tmp_path: Path, kind: str) -> None:
+    """As a load finds it; neither waits for somebody to write into a FIFO, or takes what a link leads to."""
+    store = LocalStore(str(tmp_path))
+    catalog = make_root(store)
+    save = make_save(catalog, make_generation(catalog), 5, tensors())
+    path = next(p for p in (tmp_path / kind).rglob("*") if p.is_file())
+    moved = path.rename(tmp_path / "moved")
+    for put_there in (os.mkfifo, lambda path: path.symlink_to(moved), os.mkdir):
+        put_there(path)
+        found = findings(store, save)
+        assert {one.damage for one in found} == {"missing"}
+        assert {one.key for one in found} == {str(path.relative_to(tmp_path))}
+        with pytest.raises(ObjectNotFound):
+            store.get(str(path.relative_to(tmp_path)))
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def test_bad_sector_hurts_only_its_chunk(store: MemoryStore, save: SaveId) -> None:

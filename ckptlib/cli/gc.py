@@ -46,7 +46,7 @@ def command(
 ) -> bool:
     """Drops old steps, and deletes the bytes of steps that were dropped longer than the grace period ago.
 
-    On a terminal it asks first.
+    On a terminal it asks first. While the record of a generation is lost it refuses: the history would lack its steps.
     """
     catalog = Catalog(store)
     keep = Keep(keep_last, keep_every, timedelta(hours=grace))

@@ -13,7 +13,7 @@ from ckptlib import keys
 from ckptlib.catalog import Catalog, CheckpointInfo
 from ckptlib.cli.app import with_output, with_store
 from ckptlib.cli.output import Cell, Output, age, count, metrics, plain, size
-from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, NewerFormat
+from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, NewerFormat, ObjectUnreadable
 from ckptlib.keys import SaveId
 from ckptlib.stores import Store
 
@@ -83,7 +83,7 @@ def committed(catalog: Catalog, everything: bool) -> list[Row]:
             info = catalog.info(save, visible=save in visible)
         except CheckpointNotFound:
             return None  # dropped since it was listed
-        except (CorruptData, FormatError) as error:
+        except (CorruptData, FormatError, ObjectUnreadable) as error:
             return Row(save, "newer" if isinstance(error, NewerFormat) else "damaged", None, None, None, str(error))
         return Row(save, "committed" if info.visible else "left behind", info, info.nbytes, info.created)
 

@@ -46,7 +46,7 @@ def find(directories: Iterable[Path]) -> Iterator[SlotFile]:
             except CkptError:
                 continue
             try:
-                yield SlotFile(path, os.stat(path).st_size, _header(slot), not slot.abandoned())
+                yield SlotFile(path, os.lstat(path).st_size, _header(slot), not slot.abandoned())
             except FileNotFoundError:
                 continue  # gone since it was listed
             finally:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptlib.check import Check, alike
 from ckptlib.errors import CorruptData, FormatError
 from ckptlib.keys import SaveId, parse_save
 from ckptlib.peer.peers import BOOT_ID
@@ -42,6 +43,8 @@ class Found:
     """Digest of its layout."""
     layout_nbytes: int
     body_nbytes: int
+    check: str = ""
+    """See `SlotHeader.check`; "" for none."""
 
     def to_json(self) -> list[object]:
         s = self.snapshot
@@ -55,13 +58,14 @@ class Found:
             self.layout,
             self.layout_nbytes,
             self.body_nbytes,
+            self.check,
         ]
 
     @classmethod
     def from_json(cls, row: list[object]) -> Found:
         match row:
-            case [str(save), int(n), int(size), int(rank), str(memory), str(path), str(layout), int(nbytes), int(body)]:
-                return cls(SnapshotId(parse_save(save), n, size), rank, memory, path, layout, nbytes, body)
+            case [str(save), int(n), int(size), int(rank), str(memory), str(path), str(layout), int(a), int(b), str(c)]:
+                return cls(SnapshotId(parse_save(save), n, size), rank, memory, path, layout, a, b, c)
             case _:
                 raise FormatError(f"not what a rank has found: {str(row)[:120]}")
 
@@ -89,8 +93,11 @@ def look(slots: Iterable[Slot], root_id: str) -> list[Found]:
         if header.ready and ours and "layout" in header.documents:
             _, nbytes, digest = header.documents["layout"]
             memory = memory_of(slot.path.parent)
+            check = "" if header.check is None else str(header.check)
             found.append(
-                Found(snapshot_id(header), header.rank, memory, str(slot.path), digest, nbytes, header.body_nbytes)
+                Found(
+                    snapshot_id(header), header.rank, memory, str(slot.path), digest, nbytes, header.body_nbytes, check
+                )
             )
     return found
 
@@ -140,9 +147,15 @@ class Inventory:
         return slots
 
     def whole(self) -> list[SnapshotId]:
-        """Snapshots of which every rank's share is there, newest first."""
+        """Snapshots of which every rank's share is there, newest first.
+
+        One that the job had no time to vote upon is voted upon here: what its ranks held alike is alike in it.
+        """
         ids = {found.snapshot for found in self._found}
-        return sorted((s for s in ids if len(self.of(s)) == s.world_size), reverse=True)
+        return sorted((s for s in ids if self._is_whole(s, self.of(s))), reverse=True)
+
+    def _is_whole(self, snapshot: SnapshotId, slots: Mapping[int, list[Found]]) -> bool:
+        return len(slots) == snapshot.world_size and alike(Check.parse(there[0].check) for there in slots.values())
 
     def readers(self, snapshot: SnapshotId, saved: Collection[int]) -> tuple[int, ...]:
         """The ranks that can open slots with the shares of all these saved ranks."""

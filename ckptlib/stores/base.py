@@ -91,7 +91,8 @@ class Upload(ABC):
     def commit(self, head: Buffer) -> None:
         """Puts `head`, of exactly the size announced, before the body, and publishes the object.
 
-        Raises ObjectExists where the store can tell without another request; StoreFull; StoreError.
+        Raises ObjectExists where the store can tell without another request; FormatError where what is there is no
+        object; StoreFull; StoreError.
         """
 
     @abstractmethod
@@ -114,7 +115,8 @@ class Store(ABC):
     rename, append, locks, conditional put.
 
     Raises, from every method: ValueError for what is not a key, ObjectNotFound, StoreFull, StoreError for the rest.
-    An outage is never an empty listing.
+    An outage is never an empty listing. What may be the matter with one object alone makes `get` and `get_into` raise
+    ObjectUnreadable; what can only be the whole store's, such as a time-out, does not.
     """
 
     url: str

@@ -12,13 +12,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
+import stat
 from collections.abc import Iterator
 
 import numpy as np
 from typing_extensions import Buffer, override
 
-from ckptlib.errors import ObjectExists, ObjectNotFound, StoreError, StoreFull
+from ckptlib.errors import CkptError, FormatError, ObjectExists, ObjectNotFound, ObjectUnreadable, StoreError, StoreFull
+from ckptlib.stores import tree
 from ckptlib.stores.base import (
     Entry,
     Store,
@@ -38,6 +41,7 @@ SLICE_NBYTES = 16 << 20
 """Bytes in one write call."""
 
 TEMP_DIRECTORY = ".tmp"
+_TEMP_NAME = re.compile(r"[0-9]+-[0-9a-f]{16}")
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
@@ -45,6 +49,11 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.E
 _NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_OWN = {
+    *(errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE),
+    *(getattr(errno, name, errno.EIO) for name in ("EBADMSG", "EUCLEAN", "ENODATA", "EILSEQ", "EREMOTEIO")),
+}
+"""What may be the matter with one file alone: bad sectors, checksums of the file system, permissions."""
 
 _PUBLISH_TRIES = 100
 """How often `delete` may remove the directory that a put has just made before the put gives up."""
@@ -54,7 +63,10 @@ class LocalStore(Store):
     """The files below `path`, which is made by the first put.
 
     A put is durable on return: the file and every directory from it up to the root are flushed. A delete is not
-    flushed: after a power loss the object may be back. Symbolic links below the root are not objects.
+    flushed: after a power loss the object may be back.
+
+    Regular files are objects; links, FIFOs, sockets and devices are not, and nothing is looked for behind a link below
+    the root. A link in the root itself is an error in every call that leads through it.
     """
 
     def __init__(self, path: str) -> None:
@@ -72,14 +84,14 @@ class LocalStore(Store):
 
     @override
     def upload(self, key: str, head_nbytes: int) -> Upload:
-        return _LocalUpload(self._root, self._path(key), head_nbytes)
+        return _LocalUpload(self._root, check_key(key), head_nbytes)
 
     @override
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         check_range(offset, nbytes)
         path = self._path(key)
-        with _opened(path) as fd:
-            count = _check_inside(fd, path, offset, nbytes)
+        with _opened(self._root, key) as (fd, size):
+            count = _check_inside(size, path, offset, nbytes)
             pieces = [os.pread(fd, count, offset)]
             done = len(pieces[0])
             while done < count:  # Linux reads at most 2 GiB at a time
@@ -94,8 +106,8 @@ class LocalStore(Store):
         check_range(offset, buffer.nbytes)
         path = self._path(key)
         view = as_bytes(buffer)
-        with _opened(path) as fd:
-            _check_inside(fd, path, offset, buffer.nbytes)
+        with _opened(self._root, key) as (fd, size):
+            _check_inside(size, path, offset, buffer.nbytes)
             while view:
                 count = os.preadv(fd, [view], offset)
                 if count == 0:
@@ -107,70 +119,89 @@ class LocalStore(Store):
         check_prefix(prefix)
         directory = prefix[: prefix.rfind("/") + 1]
         try:
-            return sorted(self._walk(directory, prefix), key=lambda entry: entry.key)
-        except OSError as error:
-            raise _failure(error, "list", error.filename or os.path.join(self._root, directory)) from error
-
-    def _walk(self, directory: str, prefix: str) -> Iterator[Entry]:
-        try:
-            with os.scandir(os.path.join(self._root, directory)) as found:
-                children = list(found)
+            with tree.directory(self._root, directory.split("/")[:-1], to_list=True) as fd:
+                return sorted(self._walk(fd, directory, prefix), key=lambda entry: entry.key)
         except (FileNotFoundError, NotADirectoryError):
-            return
+            return []
+        except OSError as error:
+            raise _failure(error, "list", os.path.join(self._root, directory)) from error
+
+    def _walk(self, fd: int, directory: str, prefix: str) -> Iterator[Entry]:
+        with os.scandir(fd) as found:
+            children = list(found)
         for child in children:
             key = directory + child.name
             if not key.startswith(prefix) or not is_key(key):
                 continue
             if child.is_dir(follow_symlinks=False):
-                yield from self._walk(key + "/", "")
+                yield from self._walk_inner(fd, child.name, key + "/")
             elif child.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):  # deleted since the directory was read
                     status = child.stat(follow_symlinks=False)
                     yield Entry(key, status.st_size, status.st_mtime)
 
+    def _walk_inner(self, fd: int, name: str, directory: str) -> Iterator[Entry]:
+        try:
+            inner = tree.inner(fd, name)
+            try:
+                yield from self._walk(inner, directory, "")
+            finally:
+                os.close(inner)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise _failure(error, "list", os.path.join(self._root, directory)) from error
+
     @override
     def clean(self, before: float) -> None:
-        directory = os.path.join(self._root, TEMP_DIRECTORY)
+        """Nothing goes but regular files with a name of ours: who else put something there wants it back."""
+        path = os.path.join(self._root, TEMP_DIRECTORY)
         try:
-            with os.scandir(directory) as entries:
-                old = [entry.path for entry in entries if entry.stat(follow_symlinks=False).st_mtime < before]
-            for path in old:
-                os.unlink(path)
+            with tree.directory(self._root, [TEMP_DIRECTORY], to_list=True) as fd:
+                for name in filter(_TEMP_NAME.fullmatch, os.listdir(fd)):
+                    with contextlib.suppress(FileNotFoundError):  # another sweep was faster
+                        status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                        if stat.S_ISREG(status.st_mode) and status.st_mtime < before:
+                            os.unlink(name, dir_fd=fd)
         except FileNotFoundError:
-            return  # nothing was ever written here, or another sweep was faster
+            return  # nothing was ever written here
         except OSError as error:
-            raise _failure(error, "clean", directory) from error
+            raise _failure(error, "clean", path) from error
 
     @override
     def delete(self, key: str) -> None:
         path = self._path(key)
+        *names, name = key.split("/")
         try:
-            os.unlink(path)
+            with tree.directory(self._root, names) as fd:
+                os.unlink(name, dir_fd=fd)
         except OSError as error:
             if error.errno not in _ABSENT:
                 raise _failure(error, "delete", path) from error
-        self._remove_empty_directories(os.path.dirname(path))
+        self._remove_empty_directories(names)
 
-    def _remove_empty_directories(self, directory: str) -> None:
+    def _remove_empty_directories(self, names: list[str]) -> None:
         with contextlib.suppress(OSError):  # not empty, most often; the object is gone, the rest is neatness
-            while directory != self._root:
-                os.rmdir(directory)
-                directory = os.path.dirname(directory)
+            while names:
+                *names, name = names
+                with tree.directory(self._root, names) as fd:
+                    os.rmdir(name, dir_fd=fd)
 
     def _path(self, key: str) -> str:
         return os.path.join(self._root, check_key(key))
 
 
 class _LocalUpload(Upload):
-    def __init__(self, root: str, path: str, head_nbytes: int) -> None:
-        self._root, self._path, self._head_nbytes = root, path, head_nbytes
+    def __init__(self, root: str, key: str, head_nbytes: int) -> None:
+        self._root, self._key, self._head_nbytes = root, key, head_nbytes
+        self._path = os.path.join(root, key)
         self._end = head_nbytes
         self._direct_fd: int | None = None
         self._may_direct = _O_DIRECT != 0
         try:
             self._temp, self._fd = _open_temp(root)
         except OSError as error:
-            raise _failure(error, "begin to write", path, head_nbytes) from error
+            raise _failure(error, "begin to write", self._path, head_nbytes) from error
         self._open = True
 
     @override
@@ -192,7 +223,9 @@ class _LocalUpload(Upload):
         done, stop = 0, view.nbytes - view.nbytes % PAGE_NBYTES
         try:
             if self._direct_fd is None:
-                self._direct_fd = os.open(self._temp, os.O_WRONLY | os.O_CLOEXEC | _O_DIRECT)
+                with tree.directory(self._root, [TEMP_DIRECTORY]) as fd:
+                    flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | _O_DIRECT
+                    self._direct_fd = os.open(self._temp, flags, dir_fd=fd)
             while done < stop and done % PAGE_NBYTES == 0:  # a short write may end inside a page
                 piece = view[done : min(done + SLICE_NBYTES, stop)]
                 done += _checked(os.pwrite(self._direct_fd, piece, self._end + done))
@@ -211,8 +244,8 @@ class _LocalUpload(Upload):
         try:
             _write_all(self._fd, view, 0)
             os.fsync(self._fd)
-            _publish(self._temp, self._path)
-            _sync_up(os.path.dirname(self._path), self._root)
+            _publish(self._root, self._temp, self._key)
+            _sync_up(self._root, self._key.split("/")[:-1])
         except OSError as error:
             raise _failure(error, "publish", self._path, self._end) from error
         finally:
@@ -227,8 +260,7 @@ class _LocalUpload(Upload):
             if fd is not None:
                 with contextlib.suppress(OSError):  # what was to be kept has been flushed
                     os.close(fd)
-        with contextlib.suppress(OSError):  # published by a rename; or what stays is a file that nothing names
-            os.unlink(self._temp)
+        _unlink_temp(self._root, self._temp)
 
     def _check_open(self) -> None:
         if not self._open:
@@ -236,13 +268,22 @@ class _LocalUpload(Upload):
 
 
 def _open_temp(root: str) -> tuple[str, int]:
-    temp = os.path.join(root, TEMP_DIRECTORY, f"{os.getpid()}-{secrets.token_hex(8)}")
+    """The name of a new file in the directory for temporary ones, and a descriptor to write to it."""
+    name = f"{os.getpid()}-{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        return temp, os.open(temp, flags, 0o666)
+        with tree.directory(root, [TEMP_DIRECTORY]) as fd:
+            return name, os.open(name, flags, 0o666, dir_fd=fd)
     except FileNotFoundError:
         _make_root(root)
-    return temp, os.open(temp, flags, 0o666)
+    with tree.directory(root, [TEMP_DIRECTORY]) as fd:
+        return name, os.open(name, flags, 0o666, dir_fd=fd)
+
+
+def _unlink_temp(root: str, name: str) -> None:
+    """Where it cannot be removed, what stays is a file that nothing names; one that was renamed is not there."""
+    with contextlib.suppress(OSError, StoreError), tree.directory(root, [TEMP_DIRECTORY]) as fd:
+        os.unlink(name, dir_fd=fd)
 
 
 def _make_root(root: str) -> None:
@@ -251,66 +292,78 @@ def _make_root(root: str) -> None:
     while not os.path.isdir(directory):
         missing.append(directory)
         directory = os.path.dirname(directory)
-    os.makedirs(os.path.join(root, TEMP_DIRECTORY), exist_ok=True)
+    os.makedirs(root, exist_ok=True)
+    tree.make(root, [TEMP_DIRECTORY])
     for directory in missing:
-        _sync_directory(os.path.dirname(directory))
+        _sync_directory(os.path.dirname(directory), [])
 
 
-def _publish(temp: str, path: str) -> None:
+def _publish(root: str, temp: str, key: str) -> None:
     """Gives the finished file its name. Raises ObjectExists; nothing is ever replaced."""
+    *names, name = key.split("/")
     for tries_left in reversed(range(_PUBLISH_TRIES)):
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            _link(temp, path)
+            with tree.directory(root, [TEMP_DIRECTORY]) as source, tree.directory(root, names) as target:
+                _link(source, temp, target, name, f"{root}/{key}")
             break
-        except (FileNotFoundError, FileExistsError):  # `delete` found a directory empty and removed it under us
+        except FileNotFoundError:  # a new directory; or `delete` found one empty and removed it under us
             if not tries_left:
                 raise
-    with contextlib.suppress(OSError):  # before the directories are flushed: no crash leaves a second name
-        os.unlink(temp)
+            with contextlib.suppress(FileNotFoundError):
+                tree.make(root, names)
+    _unlink_temp(root, temp)  # before the directories are flushed: no crash leaves a second name
 
 
-def _link(temp: str, path: str) -> None:
+def _link(source: int, temp: str, target: int, name: str, path: str) -> None:
+    """`source` and `target`: descriptors of directories. `path`: for messages."""
     try:
-        os.link(temp, path)
+        os.link(temp, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
     except FileExistsError:
+        there = _status(target, name)
         # NFS sends a request again when the answer is lost; the second one finds the link of the first.
-        if os.path.lexists(path) and os.path.samestat(os.lstat(temp), os.lstat(path)):
+        if there is not None and os.path.samestat(os.stat(temp, dir_fd=source, follow_symlinks=False), there):
             return
-        raise _exists(path) from None
+        raise _taken(target, name, path) from None
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         # A put of the same key in the same moment would be replaced; keys are random enough that there is none.
-        if os.path.lexists(path):
-            raise _exists(path) from None
-        os.rename(temp, path)
+        if _status(target, name) is not None:
+            raise _taken(target, name, path) from None
+        os.rename(temp, name, src_dir_fd=source, dst_dir_fd=target)
 
 
-def _exists(path: str) -> ObjectExists:
+def _status(fd: int, name: str) -> os.stat_result | None:
+    try:
+        return os.stat(name, dir_fd=fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def _taken(fd: int, name: str, path: str) -> CkptError:
+    """Only an object counts as put before: who finds one there takes it for his own."""
+    kind = tree.kind_of(fd, name)
+    if kind is not None:
+        return FormatError(f"{path}: cannot publish: {kind} is in the place of the object; remove it")
     return ObjectExists(f"{path}: exists already, and objects are never overwritten; put it under another key")
 
 
-def _sync_up(directory: str, root: str) -> None:
-    """Flushes `directory` and those above it up to `root`.
+def _sync_up(root: str, names: list[str]) -> None:
+    """Flushes the directory of these names and those above it up to `root`.
 
     All of them every time: another process may have made one of them a moment ago and not have flushed it yet.
     """
-    _sync_directory(directory)
-    while directory != root:
-        directory = os.path.dirname(directory)
-        _sync_directory(directory)
+    for depth in range(len(names), -1, -1):
+        _sync_directory(root, names[:depth])
 
 
-def _sync_directory(directory: str) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in _NO_DIRECTORY_FSYNC:
-            raise
-    finally:
-        os.close(fd)
+def _sync_directory(root: str, names: list[str]) -> None:
+    with tree.directory(root, names, to_list=True) as fd:
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY_FSYNC:
+                raise
 
 
 def _write_all(fd: int, view: memoryview, offset: int) -> None:
@@ -330,23 +383,27 @@ def _address(view: memoryview) -> int:
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[int]:
-    """A descriptor to read from; errors inside become those of the contract."""
+def _opened(root: str, key: str) -> Iterator[tuple[int, int]]:
+    """A descriptor to read from, and the size of the object; errors inside become those of the contract."""
+    path = f"{root}/{key}"
+    *names, name = key.split("/")
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with tree.directory(root, names) as directory:
+            fd, status = tree.open_file(directory, name)
         try:
-            yield fd
+            yield fd, status.st_size
         finally:
             os.close(fd)
+    except tree.NotAFile as error:
+        raise ObjectNotFound(f"{path}: no such object; {error} is in its place") from None
     except OSError as error:
         if error.errno in _ABSENT:
             raise ObjectNotFound(f"{path}: no such object") from None
         raise _failure(error, "read", path) from error
 
 
-def _check_inside(fd: int, path: str, offset: int, nbytes: int | None) -> int:
+def _check_inside(size: int, path: str, offset: int, nbytes: int | None) -> int:
     """The length of the range; looked up before memory is taken for it, since ranges come from documents."""
-    size = os.fstat(fd).st_size
     if offset + (nbytes or 0) > size:
         raise ends_early(path, offset, nbytes, size)
     return size - offset if nbytes is None else nbytes
@@ -354,9 +411,12 @@ def _check_inside(fd: int, path: str, offset: int, nbytes: int | None) -> int:
 
 def _failure(error: OSError, doing: str, path: str, nbytes: int = 0) -> StoreError:
     cause = f"{os.strerror(error.errno)} (errno {error.errno})" if error.errno else str(error)
+    if error.errno == errno.EXDEV:
+        cause += "; all of a root has to be on one file system"
     if error.errno in _FULL:
         return StoreFull(f"{path}: cannot {doing} {nbytes} bytes: {cause}; {_free(path)}; make room and try again")
-    return StoreError(f"{path}: cannot {doing}: {cause}")
+    kind = ObjectUnreadable if doing == "read" and error.errno in _OWN else StoreError
+    return kind(f"{path}: cannot {doing}: {cause}")
 
 
 def _free(path: str) -> str:

@@ -26,7 +26,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 from typing_extensions import Buffer, override
 
-from ckptlib.errors import CkptError, ObjectNotFound, StoreError, StoreFull
+from ckptlib.errors import CkptError, ObjectNotFound, ObjectUnreadable, StoreError, StoreFull
 from ckptlib.stores.base import (
     Entry,
     Store,
@@ -201,11 +201,18 @@ class FsspecStore(Store):
         cause = f"{type(error).__name__}: {error}"
         for secret in self._secrets:
             cause = cause.replace(secret, "***")
-        return StoreError(f"{self.url}/{key}: cannot {doing}: {cause}")
+        kind = ObjectUnreadable if doing == "get" and _is_forbidden(error) else StoreError
+        return kind(f"{self.url}/{key}: cannot {doing}: {cause}")
 
     def _harmless(self, error: Exception) -> Exception | None:
         """The error, to be chained; None when a traceback would print a secret with it."""
         return None if any(secret in str(error) for secret in self._secrets) else error
+
+
+def _is_forbidden(error: Exception) -> bool:
+    """Whether the object may not be read; time-outs, throttling and all else are the store's own trouble."""
+    status = (getattr(error, name, None) for name in ("status_code", "status", "code"))
+    return isinstance(error, PermissionError) or 403 in status
 
 
 def _needs_size_first(nbytes: int | None) -> bool:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 
 from ckptlib.errors import WaitTimeout
 from ckptlib.keys import SaveId
+from ckptlib.writer import logfile
 from ckptlib.writer.channel import Channel, Message
 
 log = logging.getLogger(__name__)
@@ -34,13 +33,15 @@ class Writer:
         """By save, and whether somebody else commits it: what another writer must do, should this one die."""
         self._held: SaveId | None = None
         self._deaths = 0
-        self.log_path = _log_path(int(setup["rank"]))
+        self.log_path = logfile.new_path(int(setup["rank"]))
         self._lock = threading.Lock()
         self._start()
 
     def _start(self) -> None:
+        if not self.log_path.parent.is_dir():  # a long job outlives what is cleaned out of a temporary directory
+            self.log_path = logfile.new_path(int(self._setup["rank"]))
         ours, theirs = socket.socketpair()
-        with self.log_path.open("ab") as output:
+        with logfile.append_to(self.log_path) as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "ckptlib.writer", str(theirs.fileno()), str(os.getpid()), str(self.log_path)],
                 pass_fds=[theirs.fileno()],
@@ -182,9 +183,3 @@ class Writer:
 
 def _failure(save: str, error: str) -> Message:
     return {"event": "failed", "save": save, "kind": "SaveFailed", "error": error}
-
-
-def _log_path(rank: int) -> Path:
-    directory = Path(tempfile.gettempdir()) / f"ckptlib-{os.geteuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    return directory / f"writer-rank{rank}-{os.getpid()}-{secrets.token_hex(4)}.log"

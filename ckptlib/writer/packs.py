@@ -3,7 +3,8 @@
 A pack is a valid safetensors file: 8 bytes of header length, a JSON header padded with spaces so that data begins on a
 page, then data without gaps. An entry is a shard, or a chunk of one that has several. It is called
 `<tensor>@<flat index of its first element in the whole tensor>`; it has the shape of its shard where it is the whole of
-it, else one dim. Padding between chunks is an entry too.
+it, else one dim. Padding between chunks is an entry too. The name and shape of an entry of whole rows say where it
+lies in its tensor; of any other entry the metadata tell, so that packs alone are enough to rebuild the tensors.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class PackShape:
     """JSON text of the header's entries, without braces."""
     dtypes: dict[str, str]
     """By entry: torch's dtype, where safetensors has no word for it."""
+    boxes: dict[str, list[tuple[int, ...]]]
+    """By entry, where its name and shape do not tell: shape of the tensor, offset and shape of the shard."""
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +49,7 @@ class PackShape:
 
     def head(self, save: SaveId, rank: int, layout: str) -> bytes:
         """The first `head_nbytes` bytes of the object."""
-        return _head(self.entries, self.dtypes, save, rank, layout).ljust(self.head_nbytes)
+        return _head(self.entries, self.dtypes, self.boxes, save, rank, layout).ljust(self.head_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ def pack(table: Table, layout: Layout, pack_nbytes: int) -> Packing:
     entries = _entries(table, layout)
     head_sizes = [0] * len(table.nbytes)
     for entry in entries:
-        head_sizes[entry.chunk] += len(entry.name) + 100
+        head_sizes[entry.chunk] += _head_nbytes(entry)
     packs: list[PackShape] = []
     numbers: list[int] = []
     offsets: list[int] = []
@@ -103,6 +106,8 @@ class _Entry(TensorSpec):
     offset: int
     """In the body."""
     nbytes: int
+    box: list[tuple[int, ...]] | None
+    """What the metadata say of it; None: its name and shape tell."""
 
 
 def _entries(table: Table, layout: Layout) -> list[_Entry]:
@@ -113,15 +118,23 @@ def _entries(table: Table, layout: Layout) -> list[_Entry]:
         tensor, box = layout.tensors[table.tensors[shard]], table.boxes[shard]
         first, name = table.first_chunks[shard], f"{tensor.name}@{_flat_index(tensor.shape, box, 0)}"
         if table.num_chunks[shard] <= 1:
-            found.append(_Entry(name, tensor.dtype, box.shape, first, begin, nbytes))
+            told = _told(tensor, box, box.shape)
+            found.append(_Entry(name, tensor.dtype, box.shape, first, begin, nbytes, told))
             continue
         itemsize, done = dtypes.itemsize(tensor.dtype), 0
         for chunk in table.chunks(shard):
             count = table.nbytes[chunk] // itemsize
             name = f"{tensor.name}@{_flat_index(tensor.shape, box, done)}"
-            found.append(_Entry(name, tensor.dtype, (count,), chunk, table.offsets[chunk], table.nbytes[chunk]))
+            told = _told(tensor, box, (count,))
+            found.append(_Entry(name, tensor.dtype, (count,), chunk, table.offsets[chunk], table.nbytes[chunk], told))
             done += count
     return found
+
+
+def _told(tensor: TensorSpec, box: Box, shape: tuple[int, ...]) -> list[tuple[int, ...]] | None:
+    """What the metadata say of an entry of this shape."""
+    rows = len(shape) == len(tensor.shape) and shape[1:] == tensor.shape[1:]
+    return None if rows and dtypes.has_own_word(tensor.dtype) else [tensor.shape, box.offset, box.shape]
 
 
 def _flat_index(shape: tuple[int, ...], box: Box, element: int) -> int:
@@ -136,6 +149,7 @@ def _flat_index(shape: tuple[int, ...], box: Box, element: int) -> int:
 
 def _shape(entries: Sequence[_Entry], start: int, stop: int) -> PackShape:
     texts, foreign, end, gaps = [], {}, start, 0
+    boxes = {entry.name: entry.box for entry in entries if entry.box is not None}
     for entry in entries:
         if entry.offset > end:
             texts.append(_text(f"@slack.{gaps}", "U8", (entry.offset - end,), end - start, entry.offset - start))
@@ -150,8 +164,15 @@ def _shape(entries: Sequence[_Entry], start: int, stop: int) -> PackShape:
         texts.append(_text(f"@slack.{gaps}", "U8", (stop - end,), end - start, stop - start))
     text = ",".join(texts)
     # every save's head is as long as this one's: its numbers have fixed width
-    longest = _head(text, foreign, _WIDEST, 0, "0" * 32)
-    return PackShape(start, stop, round_up(len(longest)), text, foreign)
+    longest = _head(text, foreign, boxes, _WIDEST, 0, "0" * 32)
+    return PackShape(start, stop, round_up(len(longest)), text, foreign, boxes)
+
+
+def _head_nbytes(entry: _Entry) -> int:
+    """About what an entry takes in a header."""
+    name = len(json.dumps(entry.name))
+    metadata = (not dtypes.has_own_word(entry.dtype)) * (name + 30) + (entry.box is not None) * (name + 70)
+    return name + 100 + metadata
 
 
 def _text(name: str, dtype: str, shape: tuple[int, ...], start: int, stop: int) -> str:
@@ -159,10 +180,19 @@ def _text(name: str, dtype: str, shape: tuple[int, ...], start: int, stop: int) 
     return f'{json.dumps(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{start},{stop}]}}'
 
 
-def _head(entries: str, foreign: dict[str, str], save: SaveId, rank: int, layout: str) -> bytes:
+def _head(
+    entries: str,
+    foreign: dict[str, str],
+    boxes: dict[str, list[tuple[int, ...]]],
+    save: SaveId,
+    rank: int,
+    layout: str,
+) -> bytes:
     metadata = {"ckptlib": "1", "save": str(save), "rank": f"{rank:06d}", "layout": layout}
     if foreign:
         metadata["dtypes"] = json.dumps(foreign)
+    if boxes:
+        metadata["boxes"] = json.dumps(boxes, separators=(",", ":"))
     text = f'{{"__metadata__":{json.dumps(metadata)},{entries}}}'.encode()
     padded = text.ljust(round_up(8 + len(text)) - 8)
     return len(padded).to_bytes(8, "little") + padded

@@ -62,6 +62,7 @@ class Persister:
             values=snapshot.values,
             metrics=snapshot.metrics,
             created=snapshot.created,
+            check=snapshot.header.check,
         )
         name, document = part.encode()
         self._store.put(name.key, document)

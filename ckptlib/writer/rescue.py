@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ckptlib.catalog import Catalog
 from ckptlib.errors import CkptError, SaveFailed
@@ -36,9 +36,9 @@ def rescue(slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persis
     catalog.check_head(save.generation)
     save = _settle(slots, save, own_rank, persister, catalog)
     shares = _shares(slots, save)
-    if catalog.is_committed(save):
+    if not shares or catalog.is_committed(save):
         return
-    stand_ins = _missing(catalog, save, shares.keys() - {own_rank})
+    stand_ins = {rank for rank in shares.keys() - {own_rank} if _is_missing(catalog, save, rank, shares[rank])}
     for rank in sorted(stand_ins):
         _persist(shares[rank], save, persister)
     if 0 in stand_ins or (own_rank == 0 and 0 in shares):
@@ -54,7 +54,7 @@ def _settle(slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persi
     deadline = time.monotonic() + SHARES_TIMEOUT_S
     while True:
         own = _shares(slots, save).get(own_rank)
-        if own is not None and _missing(catalog, save, {own_rank}):
+        if own is not None and _is_missing(catalog, save, own_rank, own):
             _persist(own, save, persister)
         if time.monotonic() > deadline:
             return save
@@ -73,15 +73,16 @@ def _ready(slots: Iterable[Slot]) -> Iterator[tuple[SlotHeader, Slot]]:
 
 
 def _shares(slots: Iterable[Slot], save: SaveId) -> dict[int, Slot]:
-    """By rank: the newest slot with its share."""
-    ready = sorted(_ready(slots), key=lambda found: found[0].number)
-    return {header.rank: slot for header, slot in ready if header.save == save}
+    """By rank: the slot with its share. All of one snapshot, the newest: there may be two of one step."""
+    ready = [found for found in _ready(slots) if found[0].save == save]
+    newest = max((header.number for header, _ in ready), default=None)
+    return {header.rank: slot for header, slot in ready if header.number == newest}
 
 
-def _missing(catalog: Catalog, save: SaveId, ranks: Collection[int]) -> set[int]:
-    """Those of these ranks that have put no share."""
-    there = {rank for rank, names in catalog.parts(save).items() if any(name.ok for name in names)}
-    return {*ranks} - there
+def _is_missing(catalog: Catalog, save: SaveId, rank: int, slot: Slot) -> bool:
+    """Whether the rank has put no share of the very snapshot that is in a slot."""
+    check = slot.read_header().check
+    return not any(name.ok and name.check == check for name in catalog.parts(save).get(rank, []))
 
 
 def _persist(slot: Slot, save: SaveId, persister: Persister) -> None:

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +32,7 @@ import ckptlib
 from ckptlib import checkpoint
 from ckptlib.errors import AgreementFailed, SaveFailed, UnsupportedState
 from ckptlib.manager import MAX_FAILURES
-from ckptlib.session import AGREE_EVERY
+from ckptlib.session import WHOLE_EVERY
 from ckptlib.stores import absolute
 
 PATIENCE = timedelta(seconds=30)
@@ -118,8 +118,12 @@ def train_with_a_late_expert(url: Path, make: Callable[[], nn.ModuleDict]) -> No
                 late = name.startswith("expert1")
                 param.grad = None if late and number < 3 else torch.ones_like(param) * number
             optim.step()
-            seen[save_after(ckpt, number)] = content(model, optim)
-    assert committed(url) == list(seen)
+            last = save_after(ckpt, number)
+            seen.update(dict.fromkeys(range(last - EVERY + 1, last + 1), content(model, optim)))
+    # the save that finds other tensors gives way to one at the next step, before which all ranks compare
+    steps = [EVERY, 2 * EVERY, 3 * EVERY + 1, 4 * EVERY, 5 * EVERY]
+    assert committed(url) == steps
+    seen = {step: seen[step] for step in steps}
     for step, expected in seen.items():
         late = [
             names for names in everywhere(sorted(expected)) if any("expert1" in n and "exp_avg" in n for n in names)
@@ -180,11 +184,11 @@ def half_a_tensor(url: Path) -> None:
                 param.grad = torch.ones_like(param) if number > 2 or (number == 2 and rank() == 1) else None
                 optim.step()
                 save_after(ckpt, number)
-                if number == 2:
-                    with pytest.raises(SaveFailed, match="no rank wrote optim/w/exp_avg"):
+                if number == 2 and rank() != 1:
+                    with pytest.raises(SaveFailed, match=r"rank 1 failed.*\(new: optim/w/step"):
                         ckpt.pending.wait_committed(PATIENCE_S)
 
-    with pytest.raises(UnsupportedState, match="w/step is owned by an optimizer and differs between ranks 0 and 1"):
+    with pytest.raises(SaveFailed, match="w/step is owned by an optimizer and differs between ranks 0 and 1"):
         train()
     assert committed(url) == [EVERY]
 
@@ -313,24 +317,28 @@ class Growing:
 
 
 def no_room_on_one_rank(url: Path) -> None:
-    """The kernel refuses one rank a larger slot, once; the saves after that go on, far past the next comparison."""
+    """The kernel refuses one rank a larger slot, once; the saves after that go on, far past the next whole digest."""
     growing, before = Growing(), resource.getrlimit(resource.RLIMIT_FSIZE)
     state = {"w": torch.zeros(3), "growing": growing}
-    numbers = range(1, AGREE_EVERY + 5)
+    numbers = range(1, WHOLE_EVERY + 5)
     with checkpointer(url, state) as ckpt:
         for number in numbers:
             state["w"].fill_(number)
             if number == 3 and rank() == 1:
                 growing.nbytes = 32 << 20
                 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-            step = save_after(ckpt, number)
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-            if number == 3 and rank() != 1:
-                with pytest.raises(SaveFailed, match=r"rank 1 failed.*File too large"):
-                    ckpt.pending.wait_committed(PATIENCE_S)
+            if number == 4:  # all ranks compare at its first step, since rank 1's state has changed
+                with warnings_of_ckptlib() as warned:
+                    ckpt.after_step(3 * EVERY + 1)
+                assert any("File too large" in text for text in warned), warned
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+                ckpt.after_step(3 * EVERY + 2)
+                ckpt.after_step(4 * EVERY)
             else:
+                save_after(ckpt, number)
+            if number != 3:
                 ckpt.pending.wait_committed(PATIENCE_S)
-                assert (ckpt.pending.step == step) == (number != 3), "saved without a slot"
+                assert ckpt.pending.step == number * EVERY, "saved without a slot"
     assert committed(url) == [number * EVERY for number in numbers if number != 3]
     found = torch.zeros(3)
     ckptlib.load(url, {"w": found}, strict=False)
@@ -491,7 +499,7 @@ def meshes_that_hold_the_same(url: Path) -> None:
 
 
 def silent_corruption(url: Path) -> None:
-    """A replica that one rank's memory has altered is found when ranks compare again: at save 20, counted from 0."""
+    """A replica that one rank's memory has altered is found when its place is sampled, at save 20 at the latest."""
     params = [nn.Parameter(torch.ones(50) * i) for i in range(4)]
     optim = torch.optim.SGD(params, lr=0.1)
     raised_at = 0
@@ -505,11 +513,14 @@ def silent_corruption(url: Path) -> None:
                     params[3].data.view(torch.uint8)[41] ^= 4
                 save_after(ckpt, number)
 
-    with pytest.raises(UnsupportedState, match="p/3 is owned by an optimizer and differs between ranks 0 and 2"):
+    with pytest.raises(SaveFailed, match="p/3 is owned by an optimizer and differs between ranks 0 and 2"):
         train()
     numbers = everywhere(raised_at)
-    assert numbers == [AGREE_EVERY + 1] * 3, numbers
-    assert committed(url) == [number * EVERY for number in range(1, AGREE_EVERY + 1)]
+    assert len({*numbers}) == 1, numbers
+    assert 5 <= numbers[0] <= WHOLE_EVERY + 2, numbers
+    steps = committed(url)
+    assert steps == [number * EVERY for number in range(1, len(steps) + 1)]
+    assert len(steps) >= 4
 
 
 # Another world size
@@ -607,7 +618,7 @@ def replicas_of_a_state_that_changes(url: Path) -> None:
                 ckpt._session.poll(0.005)
             dist.barrier()
         assert ckpt._session.holdings.own.newest == 8
-    assert warned == [], warned
+    assert not any("sent whole" in text for text in warned), warned
 
 
 def impatient(url: Path) -> None:
@@ -672,11 +683,13 @@ CASES = [
 ]
 
 
-def main() -> None:
+def run_cases(cases: Sequence[Callable[[Path], None]]) -> None:
+    """Those that the command line names, or all; a verdict of each rank for each."""
+    torch.set_num_threads(1)
     directory, names = Path(sys.argv[1]), sys.argv[3:]
     faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
     dist.init_process_group("gloo")
-    for case in CASES:
+    for case in cases:
         if names and case.__name__ not in names:
             continue
         verdict = directory / f"{case.__name__}.rank{rank()}"
@@ -691,5 +704,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
+    run_cases(CASES)

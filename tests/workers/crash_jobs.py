@@ -355,12 +355,17 @@ def try_roots(tell: Teller, rank: int, *, roots: list[str], step: int) -> None:
             state.check(state_step)
             tell("load", root=name, kind="", step=state_step)
         checkpoint._close_all()  # else each root keeps a writer until the process ends
-        state = State(NUMEL)
-        try:
-            with checkpointer(url, state) as ckpt:
-                report = ckpt.restore()
-                state.check(report.step)
-        except ckptlib.CkptError as error:
-            tell("restore", root=name, kind=type(error).__name__, text=str(error))
-        else:
-            tell("restore", root=name, kind="", step=report.step, skipped=report.skipped)
+        try_restore(tell, rank, url=url)
+
+
+def try_restore(tell: Teller, rank: int, *, url: str) -> None:
+    """Restores what there is. `url`: of every rank its own where it names the rank."""
+    state, name = State(NUMEL), Path(url).name
+    try:
+        with checkpointer(url.replace("{rank}", str(rank)), state) as ckpt:
+            report = ckpt.restore()
+            state.check(report.step)
+    except ckptlib.CkptError as error:
+        tell("restore", root=name, kind=type(error).__name__, text=str(error))
+    else:
+        tell("restore", root=name, kind="", step=report.step, skipped=report.skipped)

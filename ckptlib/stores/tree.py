@@ -1,0 +1,117 @@
+"""The directories and files below the root of a local store, each opened from the one above it.
+
+No link is followed below the root: a name that a path leads through may become a link between a listing and a
+deletion, and what it points to is not ours. The root itself may be a link. What is reached through one, or is no
+regular file, is no object; but a link in the root, where whole directories are moved to another disk by, is refused
+in words: a root without its steps would look like a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+
+from ckptlib.errors import StoreError
+
+_PASS: int = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+"""To go through a directory, for which it need not be readable, and which costs a file server nothing."""
+
+_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+@contextlib.contextmanager
+def directory(root: str, names: Sequence[str], to_list: bool = False) -> Iterator[int]:
+    """A descriptor of the directory of these names below `root`: to go through, or also to be listed and flushed.
+
+    Raises OSError, also for what is no directory; StoreError for a link in the root.
+    """
+    flags = _LIST if to_list else _PASS
+    fd = os.open(root, flags if not names else _PASS)
+    try:
+        for depth, name in enumerate(names, 1):
+            outer, fd = fd, _enter(root, fd, name, depth, flags if depth == len(names) else _PASS)
+            os.close(outer)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def make(root: str, names: Sequence[str]) -> None:
+    """Makes the directory of these names, and those above it. Raises as `directory` does."""
+    for depth, name in enumerate(names):
+        with directory(root, names[:depth]) as fd, contextlib.suppress(FileExistsError):
+            os.mkdir(name, dir_fd=fd)
+
+
+def inner(fd: int, name: str) -> int:
+    """A descriptor, to be listed, of a directory in the one that `fd` is of. Raises OSError, also for a link."""
+    return _open(fd, name, _LIST)
+
+
+def open_file(fd: int, name: str) -> tuple[int, os.stat_result]:
+    """A regular file to be read, never waited for, and what it is like. Raises OSError; NotAFile for anything else."""
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        kind = kind_of(fd, name)  # a socket, or a link, cannot be opened
+        if kind is None:
+            raise
+        raise NotAFile(kind) from None
+    found = os.fstat(file)
+    if stat.S_ISREG(found.st_mode):
+        return file, found
+    os.close(file)
+    raise NotAFile(_kind(found.st_mode))
+
+
+class NotAFile(OSError):
+    """Something else is there under the name. Its argument: what."""
+
+
+def kind_of(fd: int, name: str) -> str | None:
+    """What is there under a name, in words; None for a regular file, and where that cannot be told."""
+    try:
+        mode = os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode
+    except OSError:
+        return None
+    return None if stat.S_ISREG(mode) else _kind(mode)
+
+
+def _kind(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "something else")
+
+
+def _enter(root: str, fd: int, name: str, depth: int, flags: int) -> int:
+    try:
+        return _open(fd, name, flags)
+    except NotADirectoryError as error:
+        if depth > 1 or kind_of(fd, name) != _KINDS[stat.S_IFLNK]:
+            raise
+        raise StoreError(
+            f"{root}/{name} is a symbolic link, and links in a root are not followed: what lies behind it may be "
+            "another root's, and would be deleted with this one's steps. To have it elsewhere, move the whole root "
+            f"there, and make {root} the link"
+        ) from error
+
+
+def _open(fd: int, name: str, flags: int) -> int:
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW, dir_fd=fd)
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # what a link gives where there is no O_PATH
+            raise
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), name) from None

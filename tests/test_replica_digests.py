@@ -1,0 +1,228 @@
+"""What a rank digests of what others hold: the same on ranks that hold the same, another one where they do not.
+
+Ranks are pairs of lists of tensors here: what is claimed is about what is read, not about how ranks talk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from ckptlib.check import alike
+from ckptlib.replica_digests import SAMPLE_BYTES, Replica, ReplicaDigests, Way
+from ckptlib.tensor_digests import digest_there, digests_of
+
+BOTH = (0, 1)
+LARGE = 40_000
+"""Elements of float32: more than goes through the buffer."""
+
+
+class Rank:
+    def __init__(self, rank: int, tensors: dict[str, torch.Tensor], way: Way = Way.WHOLE, late: bool = False) -> None:
+        self.rank, self.tensors = rank, tensors
+        self.way, self.late = way, late
+        self.digests: ReplicaDigests | None = None
+
+    def look(self) -> None:
+        replicas = [Replica(BOTH, name, t, self.late, self.way) for name, t in sorted(self.tensors.items())]
+        self.digests = ReplicaDigests(replicas, self.digests)
+
+    def read(self, number: int, whole: bool = False) -> tuple[object, frozenset[str]]:
+        if self.digests is None:
+            self.look()
+        assert self.digests is not None
+        reading = self.digests.begin(number, whole)
+        reading.read_late()
+        return reading.finish(self.rank), reading.moved
+
+
+def agree(ranks: list[Rank], number: int, whole: bool = False) -> bool:
+    return alike([rank.read(number, whole)[0] for rank in ranks])  # type: ignore[misc]
+
+
+def pair(make: Callable[[int], dict[str, torch.Tensor]], way: Way = Way.WHOLE, late: bool = False) -> list[Rank]:
+    return [Rank(rank, make(rank), way, late) for rank in BOTH]
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    return {
+        "large": torch.randn(LARGE),
+        "small": torch.randn(7),
+        "scalar": torch.tensor(3.0),
+        "bytes": torch.arange(97, dtype=torch.uint8),
+        "half": torch.randn(1001).bfloat16(),
+        "strided": torch.randn(300, 200).t(),
+        "few strided": torch.randn(3, 2).t(),
+        "complex": torch.randn(9, dtype=torch.complex64).conj(),
+    }
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("way", Way)
+def test_the_same_tensors_agree_at_every_save(way: Way, late: bool) -> None:
+    ranks = pair(lambda rank: tensors(), way, late)
+    assert all(agree(ranks, number, whole) for number in range(1, 30) for whole in (False, True))
+
+
+@pytest.mark.parametrize("name", tensors())
+@pytest.mark.parametrize("whole", [False, True])
+def test_one_bit_of_what_is_digested_whole_is_found(name: str, whole: bool) -> None:
+    def make(rank: int) -> dict[str, torch.Tensor]:
+        found = tensors()
+        if rank:
+            data = found[name].numpy(force=True).copy() if name != "half" else None
+            if data is None:
+                found[name] = found[name].clone()
+                found[name].view(torch.uint8)[-1] ^= 1
+            else:
+                data.reshape(-1).view(np.uint8)[-1] ^= 1
+                found[name] = torch.from_numpy(data)
+        return found
+
+    ranks = pair(make, Way.SAMPLED if whole else Way.WHOLE)
+    assert not agree(ranks, 1, whole)
+
+
+def test_strides_do_not_matter() -> None:
+    torch.manual_seed(0)
+    base = torch.randn(300, 200)
+    ranks = pair(
+        lambda rank: {
+            "a": base if rank else base.t().contiguous().t(),
+            "b": base[:3] if rank else base[:3].t().contiguous().t(),
+        }
+    )
+    assert agree(ranks, 1)
+
+
+@pytest.mark.parametrize("nbytes", [SAMPLE_BYTES + 1, 4 * LARGE])
+def test_every_place_is_sampled_sooner_or_later(nbytes: int) -> None:
+    """Tensors that differ at one end or the other: whichever window is drawn, it is the same on both ranks."""
+    found = []
+    for end in (0, -1):
+        ranks = pair(lambda rank: {"w": torch.zeros(nbytes, dtype=torch.uint8)}, Way.SAMPLED)
+        ranks[1].tensors["w"][end] = 1
+        found += [agree(ranks, number) for number in range(1, 3000)]
+        if nbytes < 1000:
+            assert not all(found)
+    assert any(found)  # a sample is no proof
+    ranks = pair(lambda rank: {"w": torch.full((LARGE,), float(rank))}, Way.SAMPLED)
+    assert not any(agree(ranks, number) for number in range(1, 50))
+
+
+def test_places_are_new_at_each_save_and_alike() -> None:
+    ranks = pair(lambda rank: {f"w{i}": torch.zeros(LARGE) for i in range(3)}, Way.SAMPLED)
+    places = []
+    for number in range(1, 20):
+        readings = []
+        for rank in ranks:
+            rank.read(number)
+            assert rank.digests is not None
+            assert rank.digests._last is not None
+            readings.append(rank.digests._last.places)
+        assert readings[0] == readings[1]
+        places += readings[0]
+    assert len({*places}) == len(places)
+
+
+def test_frozen_parameters_that_move_are_found() -> None:
+    ranks = pair(lambda rank: {"ema": torch.zeros(LARGE), "base": torch.zeros(LARGE)}, Way.FROZEN)
+    for number in range(1, 6):
+        read = [rank.read(number) for rank in ranks]
+        assert alike([check for check, _ in read])  # type: ignore[misc]
+        assert all(moved == (frozenset({"ema"}) if number > 3 else frozenset()) for _, moved in read)
+        if number >= 3:
+            for rank in ranks:
+                rank.tensors["ema"] += 1
+        if number == 4:
+            for rank in ranks:
+                rank.look()  # the state was looked at anew: what was seen before still counts
+
+
+def test_one_rank_that_moves_alone_is_a_difference() -> None:
+    ranks = pair(lambda rank: {"base": torch.zeros(LARGE)}, Way.FROZEN)
+    assert agree(ranks, 1)
+    ranks[1].tensors["base"] += 1
+    assert not agree(ranks, 2)
+
+
+def test_what_is_late_is_read_late() -> None:
+    ranks = pair(lambda rank: {"w": torch.zeros(LARGE)}, Way.WHOLE, late=True)
+    found = []
+    for rank in ranks:
+        rank.look()
+        assert rank.digests is not None
+        reading = rank.digests.begin(1, whole=False)
+        assert reading.late
+        rank.tensors["w"] += rank.rank  # in between, as nothing but a torn writer would
+        reading.read_late()
+        found.append(reading.finish(rank.rank))
+    assert not alike(found)
+
+
+def test_thousands_of_small_tensors_pass_the_buffer() -> None:
+    def make(rank: int) -> dict[str, torch.Tensor]:
+        return {f"{i:05}": torch.full((2000,), float(i)) for i in range(1000)}  # 8 MB: several times the buffer
+
+    ranks = pair(make)
+    assert agree(ranks, 1)
+    ranks[1].tensors["00517"][1999] = -1
+    assert not agree(ranks, 2)
+
+
+# -- digests made by torch
+
+
+def oracle(data: bytes) -> int:
+    """Multilinear hashing by Python's integers, from the definition."""
+    data += b"\0" * (-len(data) % 4)
+    words = np.frombuffer(data, np.int32).tolist()
+    row = 1 << 20
+    weights = np.random.Philox(key=1).random_raw(min(row, max(len(words), 1))).tolist()
+    sums = [
+        sum(w * k for w, k in zip(words[i : i + row], weights, strict=False)) % 2**64
+        for i in range(0, len(words), row)
+        if len(words) - i >= row
+    ]
+    tail = words[len(words) // row * row :]
+    sums.append(sum(w * k for w, k in zip(tail, weights, strict=False)) % 2**64)
+    signed = [s - 2**64 if s >= 2**63 else s for s in sums]
+    halves = [s & 0xFFFFFFFF for s in signed] + [s >> 32 for s in signed]
+    more = np.random.Philox(key=2).random_raw(len(halves)).tolist()
+    return sum(h * k for h, k in zip(halves, more, strict=True)) % 2**64
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 4097, (1 << 22) + 4, (1 << 22) * 5 + 7])
+def test_a_digest_by_torch_is_what_its_definition_says(count: int) -> None:
+    data = torch.randint(0, 256, (count,), dtype=torch.uint8)
+    assert int(digest_there(data)) % 2**64 == oracle(data.numpy().tobytes())
+
+
+def test_sign_flips_in_pairs_change_a_digest_by_torch() -> None:
+    torch.manual_seed(1)
+    data = torch.randn(5000)
+    found = {int(digest_there(data))}
+    for i in range(200):
+        flipped = data.clone()
+        flipped[i] *= -1
+        flipped[i + 1000] *= -1
+        found.add(int(digest_there(flipped)))
+    assert len(found) == 201
+
+
+def test_digests_of_views_and_odd_places() -> None:
+    data = torch.arange(10_000, dtype=torch.int16)
+    assert int(digest_there(data[1:])) == int(digest_there(data[1:].clone()))
+    table = torch.randn(30, 40)
+    assert digests_of([table.t()]) == digests_of([table.t().contiguous()])
+    assert int(digest_there(table.t())) == int(digest_there(table.t().contiguous()))
+
+
+def test_digests_of_what_torch_does_not_transpose() -> None:
+    """It has no kernel for float4 matrices of 60 x 60 and more."""
+    raw = torch.randint(0, 256, (90, 80), dtype=torch.uint8)
+    assert digests_of([raw.view(torch.float4_e2m1fn_x2).t()]) == digests_of([raw.t().contiguous()])
