@@ -5,12 +5,15 @@ Pure integers: no torch, no I/O. A 0-d tensor is the box with no dims, which hol
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from typing_extensions import override
+
+from ckptlib.errors import FormatError
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,43 +132,132 @@ def _in_row(row: int, inner: tuple[int, ...], first: int, last: int, base: int) 
         yield base + flat, Box((row, *box.offset), (1, *box.shape))
 
 
+CELLS_PER_BOX = 16
+"""A grid of so many cells for each box that cuts it is looked at cell by cell; a larger one is halved first."""
+
+MAX_CUT_DIMS = 6
+"""Of such a grid: a box has two to the power of it corners."""
+
+MAX_WORK = 2**21
+"""Boxes times dims that a search looks at before it gives up, in a second or so. Halves of halves of ten thousand boxes
+that do not overlap are a tenth of it; only boxes that were cut to be hard need more."""
+
+_NODE_WORK = 64
+
+FEW = 8
+"""So many boxes are compared each with each, which is quicker."""
+
+
 def find_hole(outer: Box, pieces: Sequence[Box]) -> Box | None:
-    """A region of `outer` that no piece covers, or None when the pieces cover it."""
+    """A region of `outer` that no piece covers, or None when the pieces cover it.
+
+    Raises FormatError where that would take more than MAX_WORK.
+    """
     if outer.numel == 0 or any(outer.within(piece) for piece in pieces):
         return None
-    edges, counts = _grid(outer, pieces)
-    return _cell(edges, counts == 0)
+    if len(pieces) <= FEW and _tile(outer, pieces):
+        return None
+    return _search(outer, pieces, fewest=0)
+
+
+def _tile(outer: Box, pieces: Sequence[Box]) -> bool:
+    """Whether pieces that do not overlap are as large as `outer` together: most tensors, and quick."""
+    clipped = [common for piece in pieces if (common := piece.intersect(outer)) is not None]
+    return sum(piece.numel for piece in clipped) == outer.numel and all(
+        one.intersect(other) is None for one, other in itertools.combinations(clipped, 2)
+    )
 
 
 def find_overlap(outer: Box, pieces: Sequence[Box]) -> Box | None:
-    """A region of `outer` that two pieces cover, or None when they are disjoint inside it."""
+    """A region of `outer` that two pieces cover, or None when they are disjoint inside it. Raises as `find_hole`."""
     if outer.numel == 0 or len(pieces) < 2:
         return None
-    edges, counts = _grid(outer, pieces)
-    return _cell(edges, counts > 1)
+    return _search(outer, pieces, fewest=2)
 
 
-def _grid(outer: Box, pieces: Sequence[Box]) -> tuple[list[list[int]], np.ndarray]:
-    """Cuts `outer` along every edge of every piece: the edges by dim, and how many pieces lie over each cell."""
-    clipped = [c for p in pieces if (c := p.intersect(outer)) is not None]
-    edges = [
-        sorted({a, a + n, *(c.offset[d] for c in clipped), *(c.offset[d] + c.shape[d] for c in clipped)})
-        for d, (a, n) in enumerate(zip(outer.offset, outer.shape, strict=True))
-    ]
-    counts = np.zeros([len(e) - 1 for e in edges], dtype=np.int32)
-    position = [{edge: i for i, edge in enumerate(e)} for e in edges]
-    for c in clipped:
-        region = tuple(
-            slice(position[d][a], position[d][a + n]) for d, (a, n) in enumerate(zip(c.offset, c.shape, strict=True))
-        )
-        counts[region] += 1
-    return edges, counts
+def _search(outer: Box, pieces: Sequence[Box], fewest: int) -> Box | None:
+    """A region that no piece covers (`fewest` 0), or that `fewest` pieces cover at least.
+
+    Halves `outer` where the pieces of both halves are fewest, until a half is clear or its grid is small. A grid of all
+    edges at once is of the power of the dims: a thousand boxes in 4 dims would take half a terabyte.
+    """
+    ndim = outer.ndim
+    low = np.array([piece.offset for piece in pieces], dtype=np.int64).reshape(len(pieces), ndim)
+    high = low + np.array([piece.shape for piece in pieces], dtype=np.int64).reshape(len(pieces), ndim)
+    first = np.array(outer.offset, dtype=np.int64)
+    todo, work = [(first, first + np.array(outer.shape, dtype=np.int64), low, high)], 0
+    while todo:
+        first, last, low, high = todo.pop()
+        work += (len(low) + _NODE_WORK) * max(ndim, 1)
+        if work > MAX_WORK:
+            raise FormatError(f"{len(pieces):,} boxes cut {outer} too finely to tell whether they cover it, and once")
+        low, high = np.maximum(low, first), np.minimum(high, last)
+        inside = (low < high).all(axis=1)
+        low, high = low[inside], high[inside]
+        num_whole = int(((low == first) & (high == last)).all(axis=1).sum())
+        if num_whole >= fewest if fewest else not len(low):
+            return _box(first, last)
+        if len(low) < fewest or (num_whole and not fewest):
+            continue
+        edges = [
+            np.unique(np.concatenate([low[:, d], high[:, d], first[d : d + 1], last[d : d + 1]])) for d in range(ndim)
+        ]
+        counts = _grid(edges, low, high)
+        if counts is None:
+            todo += _halves(edges, first, last, low, high)
+        elif (found := _cell(edges, counts >= fewest if fewest else counts == 0)) is not None:
+            return found
+    return None
 
 
-def _cell(edges: list[list[int]], chosen: np.ndarray) -> Box | None:
+def _halves(
+    edges: list[np.ndarray], first: np.ndarray, last: np.ndarray, low: np.ndarray, high: np.ndarray
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    """Both sides of the middle edge of the dim where the fuller side holds the fewest pieces."""
+    best: tuple[int, int, int] | None = None
+    for d, along in enumerate(edges):
+        if len(along) > 2:
+            middle = int(along[len(along) // 2])
+            fuller = max(int((low[:, d] < middle).sum()), int((high[:, d] > middle).sum()))
+            best = min(best or (fuller, d, middle), (fuller, d, middle))
+    assert best is not None, "without an edge inside, every piece is the whole"
+    _, d, middle = best
+    left_last, right_first = last.copy(), first.copy()
+    left_last[d] = right_first[d] = middle
+    left, right = low[:, d] < middle, high[:, d] > middle
+    return [(first, left_last, low[left], high[left]), (right_first, last, low[right], high[right])]
+
+
+def _grid(edges: list[np.ndarray], low: np.ndarray, high: np.ndarray) -> np.ndarray | None:
+    """How many pieces lie over each cell between the edges; None where that is too much to look at."""
+    if math.prod(len(along) for along in edges) > CELLS_PER_BOX * (len(low) + _NODE_WORK):
+        return None
+    cut = [d for d, along in enumerate(edges) if len(along) > 2]
+    if len(cut) > MAX_CUT_DIMS:
+        return None
+    ends = [[np.searchsorted(along, corner[:, d]) for corner in (low, high)] for d, along in enumerate(edges)]
+    counts = np.zeros([len(along) for along in edges], dtype=np.int32)
+    for corner in itertools.product(
+        (0, 1), repeat=len(cut)
+    ):  # where each piece begins and ends; then sums along each dim
+        at = [np.zeros(len(low), dtype=np.int64)] * len(edges)
+        for d, end in zip(cut, corner, strict=True):
+            at[d] = ends[d][end]
+        np.add.at(counts, tuple(at), -1 if sum(corner) % 2 else 1)
+    for d in cut:
+        np.cumsum(counts, axis=d, out=counts)
+    return counts[(slice(-1),) * len(edges)]
+
+
+def _cell(edges: list[np.ndarray], chosen: np.ndarray) -> Box | None:
     """The first of the chosen cells."""
     if not chosen.any():
         return None
     index = [int(i) for i in np.unravel_index(int(chosen.argmax()), chosen.shape)]
-    low = tuple(edges[d][i] for d, i in enumerate(index))
-    return Box(low, tuple(edges[d][i + 1] - edges[d][i] for d, i in enumerate(index)))
+    low = [along[i] for along, i in zip(edges, index, strict=True)]
+    high = [along[i + 1] for along, i in zip(edges, index, strict=True)]
+    return _box(np.array(low), np.array(high))
+
+
+def _box(first: np.ndarray, last: np.ndarray) -> Box:
+    return Box(tuple(first.tolist()), tuple((last - first).tolist()))

@@ -11,13 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from ckptlib import garbage, keys
 from ckptlib.check import alike
 from ckptlib.contents import Contents, Share
 from ckptlib.digests import XXH3, digester
+from ckptlib.documents import as_written
 from ckptlib.errors import (
     CheckpointNotFound,
     CkptError,
@@ -143,16 +144,16 @@ class Catalog:
         return self._records(self.generation_ids(), saves)
 
     def _records(
-        self, ids: Iterable[GenerationId], saves: Iterable[SaveId]
+        self, ids: Iterable[GenerationId], saves: Iterable[SaveId], newer: bool = False
     ) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
         found: dict[GenerationId, Generation] = {}
         lost: dict[GenerationId, CkptError] = {}
         for generation in ids:
             try:
                 found[generation] = self.generation(generation)
-            except NewerFormat:
-                raise
             except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable) as error:
+                if isinstance(error, NewerFormat) and not newer:
+                    raise
                 lost[generation] = error
         origins = (record.resumed_from for record in found.values())
         for save in (*saves, *(origin for origin in origins if origin is not None)):
@@ -171,18 +172,33 @@ class Catalog:
             self._generations[generation] = record
         return self._generations[generation]
 
-    def visible(self, further: Collection[SaveId] = ()) -> list[SaveId]:
+    def check_versions(self) -> None:
+        """Raises NewerFormat where a newer ckptlib has written the root's document or the record of a generation.
+
+        What this one would take for the newest step may then be one that the job left behind, and what it would delete
+        may be needed. Other damage of these documents is told where they are needed.
+        """
+        reads: list[Callable[[], object]] = [self.root, *(partial(self.generation, g) for g in self.generation_ids())]
+        for read in reads:
+            try:
+                read()
+            except NewerFormat:
+                raise
+            except (CheckpointNotFound, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable):
+                continue
+
+    def visible(self, further: Collection[SaveId] = (), newer: bool = False) -> list[SaveId]:
         """The saves on the job's history, ascending by step. `further`: some that are whole, though not committed.
 
         Those of a generation without a record here are none: where a root was copied, both have its id, and a job of
         the other one may have left snapshots on this host.
 
-        A lost or damaged record of a generation ends history, loudly: its own steps are whole all the same. Raises
-        NewerFormat.
+        A lost or damaged record of a generation ends history, loudly: its own steps are whole all the same. A newer one
+        raises NewerFormat; or with `newer`, for those who only look, it is like a damaged one.
         """
         saves = self.saves()
         generations = self.generation_ids()
-        records, lost = self._records(generations, saves)
+        records, lost = self._records(generations, saves, newer)
         for generation, error in lost.items():
             log.error("what generation %s resumed from is not known: %s", generation, error)
         return history({*saves, *(save for save in further if save.generation in generations)}, records)
@@ -190,8 +206,9 @@ class Catalog:
     def resolve(self, step: int | str) -> SaveId:
         """The save of a visible step; "latest", a step number, or a full name for one that is not visible.
 
-        Raises CheckpointNotFound that says which steps there are.
+        Raises CheckpointNotFound that says which steps there are, NewerFormat as `check_versions` does.
         """
+        self.check_versions()
         visible = self.visible()
         if step == "latest":
             if not visible:
@@ -225,7 +242,7 @@ class Catalog:
         found = self._layouts.get(digest)
         if found is None:
             key = keys.layout_key(digest)
-            data = self.store.get(key)
+            data = as_written(self.store.get(key), f"{self.store.url}/{key}")
             if digester(XXH3)(data) != digest:
                 raise CorruptData(
                     f"{self.store.url}/{key} does not match the digest in its name; it was cut or altered"

@@ -20,9 +20,10 @@ from ckptlib.keys import SaveId
 
 T = TypeVar("T")
 
-Damage = Literal["missing", "altered", "malformed", "incomplete", "unreadable"]
+Damage = Literal["missing", "altered", "malformed", "incomplete", "unreadable", "newer"]
 """No such object; bytes that do not match their digest; an object that is not what it should be; elements that nobody
-holds, or that two hold differently; the store failed to give it."""
+holds, or that two hold differently; the store failed to give it; whole, but written by a newer ckptlib, so that nothing
+is known of what it says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ def damage_of(error: CkptError) -> Damage:
         return "missing"
     if isinstance(error, CorruptData):
         return "altered"
+    if isinstance(error, NewerFormat):
+        return "newer"
     return "malformed" if isinstance(error, FormatError) else "unreadable"
 
 
@@ -58,10 +61,8 @@ def finding_of(error: CkptError, key: str, save: SaveId | None, rank: int | None
 
 
 def attempt(call: Callable[[], T]) -> T | CkptError:
-    """Its result, or the error that is to be a finding. A newer format is no damage, and is raised."""
+    """Its result, or the error that is to be a finding."""
     try:
         return call()
-    except NewerFormat:
-        raise
     except (CheckpointNotFound, CorruptData, FormatError, StoreError) as error:
         return error

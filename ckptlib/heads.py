@@ -17,6 +17,7 @@ from ckptlib.box import Box
 from ckptlib.errors import FormatError
 from ckptlib.layout import Layout, TensorEntry
 from ckptlib.part import Part
+from ckptlib.tags import brief
 from ckptlib.values import Json, loads
 
 MAX_HEAD_BYTES = 100_000_000
@@ -121,13 +122,12 @@ def _check_metadata(found: Json, wanted: Mapping[str, str], where: str) -> None:
     for name in {*wanted, *(_TOLD & found.keys())} - ({"boxes"} if early else set()):
         got, expected = found.get(name), wanted.get(name)
         if name in _TOLD and isinstance(got, str) and expected is not None:  # order and spaces are free
-            same = _loads(got.encode(), f"{where}: the header's metadata {name!r} is") == loads(expected.encode())
+            what = f"{where}: the header's metadata {name!r} is"
+            same = _loads(got.encode(errors="surrogatepass"), what) == loads(expected.encode())
         else:
             same = got == expected
         if not same:
-            raise FormatError(
-                f"{where}: the header's metadata {name!r} is {str(got)[:80]!r}, expected {str(expected)[:80]!r}"
-            )
+            raise FormatError(f"{where}: the header's metadata {name!r} is {brief(got)}, expected {brief(expected)}")
 
 
 def _rows(found: Mapping[str, Json], base: int, where: str) -> Iterator[tuple[str, HeadEntry]]:
@@ -138,7 +138,7 @@ def _rows(found: Mapping[str, Json], base: int, where: str) -> Iterator[tuple[st
             ):
                 yield name, HeadEntry(dtype, tuple(shape), base + start, base + stop)  # type: ignore[arg-type]
             case _:
-                raise FormatError(f"{where}: no entry of a safetensors header: {name[:80]!r}: {str(entry)[:120]}")
+                raise FormatError(f"{where}: no entry of a safetensors header: {name[:80]!r}: {brief(entry)}")
 
 
 def _check_entries(

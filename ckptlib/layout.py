@@ -9,16 +9,22 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import TypeVar
+
+from typing_extensions import override
 
 from ckptlib import dtypes, sharding
 from ckptlib.box import Box
 from ckptlib.digests import XXH3, digester
 from ckptlib.documents import Fields, decode, dump_body, seal
 from ckptlib.sharding import Placement
+from ckptlib.tags import MAX_ALIKE, brief
 from ckptlib.values import Json
+
+H = TypeVar("H", bound=Hashable)
 
 KIND = "layout"
 MAX_NDIM = 64
@@ -32,6 +38,11 @@ class Mesh:
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
     """Row-major; as many as the shape says, none twice."""
+
+    @override
+    def __hash__(self) -> int:
+        """Of a few of the ranks: it is asked for with every tensor, and there may be many thousands."""
+        return hash((self.shape, self.ranks[:4], self.ranks[-4:]))
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Where a rank stands, or None when it is not in the mesh."""
@@ -208,7 +219,7 @@ def decode_layout(data: bytes, where: str) -> Layout:
     known = set(names)
     if not all(isinstance(v, str) and v in known and k not in known for k, v in aliases.items()):
         raise fields.fail("an alias names no tensor, or shadows one")
-    layout = Layout(world_size, tensors, aliases, fields.mapping("objects"))  # type: ignore[arg-type]
+    layout = Layout(world_size, tensors, aliases, fields.tree("objects"))  # type: ignore[arg-type]
     vars(layout)["encoded"] = data  # with fields that this version does not know: its name covers them, too
     return layout
 
@@ -216,8 +227,8 @@ def decode_layout(data: bytes, where: str) -> Layout:
 def _decode_mesh(fields: Fields, world_size: int) -> Mesh:
     shape = tuple(fields.integers("shape", 1))
     ranks = tuple(fields.integers("ranks", 0, world_size - 1))
-    if math.prod(shape) != len(ranks) or len(set(ranks)) != len(ranks):
-        raise fields.fail(f"shape {shape} does not fit its {len(ranks)} ranks, or a rank stands twice")
+    if len(shape) > MAX_NDIM or math.prod(shape) != len(ranks) or len(set(ranks)) != len(ranks):
+        raise fields.fail(f"shape {brief(shape)} does not fit its {len(ranks)} ranks, or a rank stands twice")
     return Mesh(shape, ranks)
 
 
@@ -237,7 +248,7 @@ def _decode_holding(fields: Fields, meshes: list[Mesh]) -> Holding:
     if writer is not None and (
         len(writer) != len(mesh.shape) or any(w >= n for w, n in zip(writer, mesh.shape, strict=True))
     ):
-        raise fields.fail(f"writer {writer} lies outside a mesh of shape {mesh.shape}")
+        raise fields.fail(f"writer {brief(writer)} lies outside a mesh of shape {mesh.shape}")
     return Placed(mesh, placements, writer)
 
 
@@ -247,7 +258,7 @@ def _decode_entries(rows: list[Json], holdings: list[Holding], fields: Fields) -
         return ()
     for row in rows:
         if not isinstance(row, list) or len(row) != 4:
-            raise fields.fail(f"not a row of tensors: {str(row)[:80]}")
+            raise fields.fail(f"not a row of tensors: {brief(row)}")
     names, words, sizes, indices = zip(*rows, strict=True)
     for what, column, kind in (("names", names, str), ("dtypes", words, str), ("holdings", indices, int)):
         if {*map(type, column)} != {kind}:
@@ -282,9 +293,17 @@ def _decode_shapes(values: list[Json], fields: Fields) -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = list(map(tuple, values))  # type: ignore[arg-type]
     if {*map(type, itertools.chain.from_iterable(shapes))} - {int}:
         raise fields.fail("a shape that is not made of integers")
-    for shape in {*shapes}:
-        if len(shape) > MAX_NDIM or min(shape, default=0) < 0 or max(shape, default=0) > MAX_NUMEL:
-            raise fields.fail(f"not a shape: {str(shape)[:80]}")
-        if math.prod(shape) > MAX_NUMEL:
-            raise fields.fail(f"a shape of absurd size: {str(shape)[:80]}")
-    return shapes
+    sizes = [*itertools.chain.from_iterable(shapes)]
+    if max(map(len, shapes), default=0) > MAX_NDIM or min(sizes, default=0) < 0 or max(sizes, default=0) > MAX_NUMEL:
+        raise fields.fail(f"a shape of more than {MAX_NDIM} dims, or with sizes that are none")
+    if max(map(math.prod, shapes), default=0) > MAX_NUMEL:
+        raise fields.fail(f"a shape of absurd size: {brief(max(shapes, key=math.prod))}")
+    return check_spread(shapes, fields)
+
+
+def check_spread(items: list[H], fields: Fields) -> list[H]:
+    """The items. Raises FormatError where many that differ have one hash, which makes every dict of them slow."""
+    seen = dict(zip(map(hash, items), items, strict=True))
+    if sum(map(operator.ne, map(seen.__getitem__, map(hash, items)), items)) > MAX_ALIKE:
+        raise fields.fail(f"more than {MAX_ALIKE} different shapes have one hash: they were made to")
+    return items

@@ -33,7 +33,7 @@ class Lineage:
     ) -> None:
         """Opens the root, or makes it with this algorithm and deadline. Collective.
 
-        Raises, on all ranks, what is wrong with the root.
+        Raises, on all ranks, what is wrong with the root, and NewerFormat where a newer ckptlib has saved in it.
         """
         self._catalog = catalog
         self._group = group
@@ -47,6 +47,7 @@ class Lineage:
     def _agree(self, wanted: Root) -> tuple[Root, GenerationId]:
         def make() -> bytes:
             root = self._catalog.open_root(wanted)
+            self._catalog.check_versions()
             generation = self._catalog.next_generation()
             return root.encode() + str(generation).encode()
 

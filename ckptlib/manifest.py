@@ -5,6 +5,7 @@ A manifest is derived from parts alone, so whoever commits a step writes the sam
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from ckptlib.digests import ALGORITHMS
 from ckptlib.documents import Fields, decode, encode
 from ckptlib.keys import MAX_GENERATION, MAX_RANK, STEPS, GenerationId, PartName, SaveId, parse_part_key, parse_save
+from ckptlib.tags import brief
 from ckptlib.values import Json
 
 MAX_DEADLINE_S = 1e9
@@ -92,9 +94,9 @@ class Generation:
             fields.integer("world_size", 1, MAX_RANK + 1),
             resumed,
             fields.number("created"),
-            {k: str(v) for k, v in fields.mapping("versions").items()},
+            fields.strings("versions"),
             fields.text("host"),
-            {k: str(v) for k, v in fields.mapping("tags").items()},
+            fields.strings("tags"),
             domains,
             copies,
             kinds,
@@ -149,11 +151,7 @@ class Manifest:
         parts = tuple(_decode_part_key(key, save, fields) for key in fields.texts("parts"))
         if [part.rank for part in parts] != list(range(world_size)):
             raise fields.fail(f"does not name one part for each of {world_size} ranks")
-        layouts = {digest: _from_runs(runs, fields) for digest, runs in fields.mapping("layouts").items()}
-        if not all(re.fullmatch("[0-9a-f]{32}", digest) for digest in layouts):
-            raise fields.fail("layouts are not named by their digests")
-        if sorted(rank for ranks in layouts.values() for rank in ranks) != list(range(world_size)):
-            raise fields.fail(f"does not name one layout for each of {world_size} ranks")
+        layouts = _decode_layouts(fields, world_size)
         return cls(
             save,
             world_size,
@@ -161,7 +159,7 @@ class Manifest:
             layouts,
             fields.integer("nbytes"),
             fields.number("created"),
-            fields.mapping("metrics"),
+            fields.tree("metrics"),
         )
 
 
@@ -183,15 +181,34 @@ def _to_runs(ranks: tuple[int, ...]) -> Json:
     return runs  # type: ignore[return-value]
 
 
-def _from_runs(value: Json, fields: Fields) -> tuple[int, ...]:
-    ranks: list[int] = []
+def _decode_layouts(fields: Fields, world_size: int) -> dict[str, tuple[int, ...]]:
+    """Runs are counted before they are written out: a few bytes can tell of a million ranks."""
+    found = fields.mapping("layouts")
+    if not all(re.fullmatch("[0-9a-f]{32}", digest) for digest in found):
+        raise fields.fail("layouts are not named by their digests")
+    runs = {digest: _decode_runs(value, fields) for digest, value in found.items()}
+    wanted = 0
+    for first, last in sorted(itertools.chain.from_iterable(runs.values())):
+        if first != wanted:
+            break
+        wanted = last + 1
+    if wanted != world_size or sum(last - first + 1 for of in runs.values() for first, last in of) != world_size:
+        raise fields.fail(f"does not name one layout for each of {world_size} ranks")
+    return {
+        digest: tuple(itertools.chain.from_iterable(range(first, last + 1) for first, last in of))
+        for digest, of in runs.items()
+    }
+
+
+def _decode_runs(value: Json, fields: Fields) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
     for run in value if isinstance(value, list) else [value]:
         match run:
-            case [int(first), int(last)] if (ranks[-1] if ranks else -1) < first <= last <= MAX_RANK:
-                ranks.extend(range(first, last + 1))
+            case [int(first), int(last)] if (runs[-1][1] if runs else -1) < first <= last <= MAX_RANK:
+                runs.append((first, last))
             case _:
-                raise fields.fail(f"not runs of ranks: {str(value)[:80]}")
-    return tuple(ranks)
+                raise fields.fail(f"not runs of ranks: {brief(value)}")
+    return runs
 
 
 @dataclass(frozen=True, slots=True)

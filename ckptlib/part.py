@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 from ckptlib.check import Check, decode_check
 from ckptlib.digests import HEX_WIDTH, XXH3, digester
-from ckptlib.documents import Fields, decode, dump_body, encode, seal
+from ckptlib.documents import Fields, as_written, decode, dump_body, encode, seal
 from ckptlib.errors import CorruptData
 from ckptlib.keys import MAX_RANK, PartName, SaveId, pack_save, parse_save
 from ckptlib.table import Table
+from ckptlib.tags import brief
 from ckptlib.values import Json
+
+MAX_ERROR = 2000
+"""Characters of what a rank says of its failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class Part:
     @classmethod
     def decode(cls, name: PartName, data: bytes) -> Part:
         """The part of this name. Raises as `documents.decode` does, also when it is not what its name says."""
-        check_part_digest(name, data)
+        data = checked(name, data)
         fields = decode("part", data, name.key)
         table = Table.decode(fields.inner("table"))
         digests = fields.text("digests", "[0-9a-f]*")
@@ -79,8 +83,8 @@ class Part:
             tuple(_decode_pack(row, fields) for row in fields.items("packs")),
             fields.text("algorithm"),
             tuple(digests[i : i + HEX_WIDTH] for i in range(0, len(digests), HEX_WIDTH)),
-            fields.mapping("values"),
-            fields.mapping("metrics"),
+            fields.tree("values"),
+            fields.tree("metrics"),
             fields.number("created"),
             decode_check(fields),
         )
@@ -93,9 +97,13 @@ class Part:
             raise fields.fail("content and name tell of different parts")
         if len(digests) != HEX_WIDTH * len(table.nbytes):
             raise fields.fail(f"{len(digests)} hex digits of digests for {len(table.nbytes)} chunks")
+        left = [pack.nbytes for pack in part.packs]
         for pack, offset, nbytes in zip(table.packs, table.offsets, table.nbytes, strict=True):
             if pack >= len(part.packs) or offset + nbytes > part.packs[pack].nbytes:
                 raise fields.fail(f"chunk [{offset}:+{nbytes}] of pack {pack} lies outside of the packs")
+            left[pack] -= nbytes
+        if min(left, default=0) < 0:  # a few rows could have the same gigabytes read thousands of times
+            raise fields.fail(f"chunks of pack {left.index(min(left))} are larger together than it is")
         return part
 
 
@@ -109,16 +117,17 @@ class PartHead:
     @classmethod
     def decode(cls, name: PartName, data: bytes) -> PartHead:
         """Of the part of this name. Raises as `Part.decode` does."""
-        check_part_digest(name, data)
-        fields = decode("part", data, name.key)
-        return cls(fields.number("created"), fields.mapping("metrics"))
+        fields = decode("part", checked(name, data), name.key)
+        return cls(fields.number("created"), fields.tree("metrics"))
 
 
-def check_part_digest(name: PartName, data: bytes) -> None:
-    """Raises a CorruptData that names the part when its bytes are not those its name promises."""
+def checked(name: PartName, data: bytes) -> bytes:
+    """The document, as it was written. Raises a CorruptData that names the part when its name promises other bytes."""
+    data = as_written(data, name.key)
     found = digester(XXH3)(data)
     if found != name.digest:
         raise CorruptData(f"{name.key} does not match the digest in its name: got {found}; it was cut or altered")
+    return data
 
 
 def _decode_pack(row: Json, fields: Fields) -> Pack:
@@ -126,7 +135,7 @@ def _decode_pack(row: Json, fields: Fields) -> Pack:
         case [str(key), int(nbytes)] if pack_save(key) is not None and 0 <= nbytes <= 2**62:
             return Pack(key, nbytes)
         case _:
-            raise fields.fail(f"not a pack: {str(row)[:120]}")
+            raise fields.fail(f"not a pack: {brief(row)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +153,5 @@ class FailedPart:
 
     @classmethod
     def decode(cls, name: PartName, data: bytes) -> FailedPart:
-        check_part_digest(name, data)
-        fields = decode("failure", data, name.key)
-        return cls(name.save, name.rank, name.attempt, fields.text("error"))
+        fields = decode("failure", checked(name, data), name.key)
+        return cls(name.save, name.rank, name.attempt, fields.text("error")[:MAX_ERROR])

@@ -42,7 +42,9 @@ class _Candidate:
 def restore(session: Session, state: Mapping[str, object], strict: bool) -> tuple[LoadReport, LoadedRng | None]:
     """Fills `state`; collective. What random generators are to be put back to comes with the report.
 
-    Raises CorruptData when there are steps and all of them are damaged, ObjectUnreadable when some cannot be read.
+    Raises CorruptData when there are steps and all of them are damaged, ObjectUnreadable when some cannot be read,
+    NewerFormat when some are newer. Where a newer ckptlib wrote the root or the record of a generation, nothing is
+    restored at all: which step is the right one is not known then.
     """
     laps = Laps()
     inventory = _look_around(session)
@@ -53,25 +55,25 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
     _finish(session)
     skipped: list[str] = []
     lost: type[CkptError] = CorruptData
+    newer = False
     candidates = list(_candidates(session, inventory))
     laps.end("list")
     for n, candidate in enumerate(candidates):
         try:
             report, generators = _restore_from(session, inventory, candidate, state, strict)
-        except NewerFormat:
-            raise  # whole, but not for this version: an older step would be the wrong one
         except (CheckpointNotFound, *DAMAGE) as error:
             if isinstance(error, ObjectUnreadable):
                 _check_store(session)
                 lost = ObjectUnreadable
             where = "the store" if candidate.snapshot is None else "memory"
             skipped.append(f"step {candidate.save} in {where}: {error}")
+            newer = newer or isinstance(error, NewerFormat)
             if session.group.rank == 0:
                 log.error(
                     "step %s in %s %s and is skipped%s: %s",
                     candidate.save,
                     where,
-                    "cannot be read" if isinstance(error, ObjectUnreadable) else "is damaged",
+                    _why(error),
                     ", the next is tried" if n + 1 < len(candidates) else "",
                     error,
                 )
@@ -80,10 +82,18 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
         phases = {**laps.seconds, **report.phases}
         report = replace(report, skipped=tuple(skipped), committed=candidate.committed, phases=phases)
         return replace(report, seconds=sum(phases.values())), generators
+    if newer:
+        raise NewerFormat(f"{session.store.url}: no step can be read by this ckptlib; update it: " + "; ".join(skipped))
     if skipped:
         what = "every step is damaged" if lost is CorruptData else "no step can be read"
         raise lost(f"{session.store.url}: {what}: " + "; ".join(skipped))
     return LoadReport(0, session.store.url, None, 0, 0.0), None
+
+
+def _why(error: CkptError) -> str:
+    if isinstance(error, NewerFormat):
+        return "is of a newer format"
+    return "cannot be read" if isinstance(error, ObjectUnreadable) else "is damaged"
 
 
 def _look_around(session: Session) -> Inventory:

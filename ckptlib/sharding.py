@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -70,6 +69,10 @@ class Piece:
 
 _NUMBER = "0|[1-9][0-9]{0,8}"
 _ENCODED = re.compile(f"R|S({_NUMBER})|SS({_NUMBER})x([1-9][0-9]{{0,8}})")
+
+
+MAX_PIECES = 2**18
+"""Of a dim that strided axes cut, over all holders."""
 
 
 def encode(placement: Placement) -> str:
@@ -205,26 +208,53 @@ def _piece(parts: tuple[tuple[int, int, int], ...]) -> Piece:
     return Piece(Box(tuple(start for start, _, _ in parts), shape), Box(tuple(local for _, _, local in parts), shape))
 
 
-def _touched(size: int, cut: _Cut, start: int, stop: int) -> Iterable[tuple[int, ...]]:
+def _touched(size: int, cut: _Cut, start: int, stop: int) -> list[tuple[int, ...]]:
     """Indexes, on the mesh axes of `cut`, of who holds an element of [start, stop), which is not empty."""
-    starts, holders = _sorted_segments(size, cut.steps)
-    return set(holders[bisect_right(starts, start) - 1 : bisect_left(starts, stop)])
+    if len(cut.steps) == 1 and isinstance(placement := cut.steps[0][0], StridedShard):
+        return [(i,) for i in _touched_strided(size, placement.split_factor, cut.steps[0][1], start, stop)]
+    order = _order(cut.steps)
+    assert order is not None, "required by _cuts"
+    found: list[tuple[int, int, dict[int, int]]] = [(0, size, {})]
+    for step in order:
+        found = [
+            (first + low, first + high, {**held, step: i})
+            for first, last, held in found
+            for i, low, high in _chunks(last - first, cut.steps[step][1], start - first, stop - first)
+        ]
+    return [tuple(held[step] for step in range(len(order))) for _, _, held in found]
 
 
-@lru_cache(maxsize=512)
-def _sorted_segments(size: int, steps: _Steps) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Every segment's start, ascending, and its holder's index on the axes of `steps`. They tile the dim."""
-    found = sorted(
-        (start, index)
-        for index in itertools.product(*(range(num) for _, num in steps))
-        for start, _ in _segments(size, steps, index)
-    )
-    return [start for start, _ in found], [index for _, index in found]
+def _chunks(length: int, num: int, start: int, stop: int) -> Iterable[tuple[int, int, int]]:
+    """(index, first, last + 1) of each of `num` chunks that has an element of [start, stop)."""
+    start, stop = max(start, 0), min(stop, length)
+    if start < stop:
+        each = -(-length // num)
+        for i in range(start // each, (stop - 1) // each + 1):
+            yield i, *_chunk(length, num, i)
 
 
-@lru_cache(maxsize=16384)
+def _touched_strided(size: int, factor: int, num: int, start: int, stop: int) -> list[int]:
+    """Of one strided axis: every chunk in the middle is held by the same ones as the first whole one."""
+    found: set[int] = set()
+    each = -(-size // factor)
+    head, tail = start // each, (stop - 1) // each
+    for chunk in {head, min(head + 1, tail), max(tail - 1, head), tail}:
+        first, last = _chunk(size, factor, chunk)
+        found.update(i for i, _, _ in _chunks(last - first, num, start - first, stop - first))
+    return sorted(found)
+
+
 def _segments(size: int, steps: _Steps, index: tuple[int, ...]) -> Segments:
-    """What the holder at `index` on the axes of `steps` holds of a dim."""
+    """What the holder at `index` on the axes of `steps` holds of a dim; checked by `_cuts`."""
+    if len(steps) == 1 and isinstance(steps[0][0], StridedShard):
+        return _left_to_right(size, steps, index)
+    order = _order(steps)
+    assert order is not None, "required by _cuts"
+    return _in_order(size, steps, order, index)
+
+
+def _left_to_right(size: int, steps: _Steps, index: tuple[int, ...]) -> Segments:
+    """The model at the top of this file, as it is told there."""
     segments: Segments = ((0, size),) if size else ()
     for (placement, num), i in zip(steps, index, strict=True):
         segments = _select(segments, placement, num, i)
@@ -282,14 +312,47 @@ def _require_one_reading(size: int, steps: _Steps) -> None:
     even sizes and on many uneven ones, but not where what was joined is cut again at another place. Where no order of
     axes explains the split factors, full_tensor returns other elements than distribute_tensor gave, or raises.
     """
-    if len(steps) < 2 or all(isinstance(placement, Shard) for placement, _ in steps):
+    factors = [placement.split_factor for placement, _ in steps if isinstance(placement, StridedShard)]
+    if not factors:
+        return
+    if len(steps) == 1:
+        if min(factors[0], size) * steps[0][1] > MAX_PIECES:
+            raise UnsupportedState(_too_fine(size, steps))
         return
     order = _order(steps)
     if order is None:
         raise UnsupportedState(_unexplained(size, steps))
-    for index in itertools.product(*(range(num) for _, num in steps)):
-        if _in_order(size, steps, order, index) != _segments(size, steps, index):
+    holders = math.prod(num for _, num in steps)
+    if size % holders == 0:
+        return
+    if len(steps) == 2 and order == [1, 0]:
+        if not _two_agree(size, steps[0][1], steps[1][1]):
             raise UnsupportedState(_two_readings(size, steps, order))
+        return
+    if holders * math.prod(factors) > MAX_PIECES:
+        raise UnsupportedState(_too_fine(size, steps))
+    for index in itertools.product(*(range(num) for _, num in steps)):
+        if _in_order(size, steps, order, index) != _left_to_right(size, steps, index):
+            raise UnsupportedState(_two_readings(size, steps, order))
+
+
+def _two_agree(size: int, num: int, num_first: int) -> bool:
+    """Whether both readings of a dim that the second axis cuts first are one.
+
+    What a holder has is a list of `whole` elements of each whole chunk, and then some of a shorter one. Cut again, it
+    must come apart where it was joined.
+    """
+    each = -(-size // num_first)
+    num_whole, rest = divmod(size, each)
+    ends = {
+        n // -(-n // num) for n in (each, rest) if n
+    }  # where holders change from whole pieces to short and empty ones
+    for i in {0, *(end + d for end in ends for d in (-1, 0, 1) if 0 <= end + d < num)}:
+        whole, short = (last - first for first, last in (_chunk(each, num, i), _chunk(rest, num, i)))
+        total = num_whole * whole + short
+        if total and not (whole == min(-(-total // num_first), total) and short <= whole):
+            return False
+    return True
 
 
 def _in_order(size: int, steps: _Steps, order: list[int], index: tuple[int, ...]) -> Segments:
@@ -299,6 +362,13 @@ def _in_order(size: int, steps: _Steps, order: list[int], index: tuple[int, ...]
         low, high = _chunk(last - first, steps[step][1], index[step])
         first, last = first + low, first + high
     return ((first, last),) if first < last else ()
+
+
+def _too_fine(size: int, steps: _Steps) -> str:
+    return (
+        f"{_described(size, steps)}: these are more than {MAX_PIECES:,} pieces. Redistribute the tensor "
+        "to Shard placements before saving"
+    )
 
 
 def _unexplained(size: int, steps: _Steps) -> str:
@@ -322,6 +392,7 @@ def _described(size: int, steps: _Steps) -> str:
     return f"dim {steps[0][0].dim} of size {size}, sharded as {cut} ranks"
 
 
+@lru_cache(maxsize=1024)  # layers are alike
 def _order(steps: _Steps) -> list[int] | None:
     """The order in which `steps` cut the dim by plain chunks, or None where no order explains the split factors.
 

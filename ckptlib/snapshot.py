@@ -55,8 +55,8 @@ class SnapshotReader:
             layout,
             fields.text("algorithm"),
             tuple(digests[i : i + HEX_WIDTH] for i in range(0, len(digests), HEX_WIDTH)),
-            fields.mapping("values"),
-            fields.mapping("metrics"),
+            fields.tree("values"),
+            fields.tree("metrics"),
             fields.number("created"),
         )
 

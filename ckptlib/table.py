@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from ckptlib.box import Box
 from ckptlib.digests import XXH3, digester
 from ckptlib.documents import Fields, dump_body
 from ckptlib.errors import FormatError
-from ckptlib.layout import Layout, TensorEntry, decode_shapes
+from ckptlib.layout import Layout, TensorEntry, check_spread, decode_shapes
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,9 @@ class Table:
 
     def shards_in(self, chunk: int) -> list[int]:
         """Positions of the shards that lie in a chunk, at least in part."""
-        return [shard for shard in range(len(self.tensors)) if chunk in self.chunks(shard)]
+        first = bisect_left(self.first_chunks, chunk)
+        last = bisect_right(self.first_chunks, chunk)
+        return [*range(first, last)] or [first - 1]  # one that begins in an earlier chunk
 
     def describe(self, chunk: int, layout: Layout) -> str:
         """What lies in a chunk, for messages."""
@@ -181,8 +184,9 @@ def _decode_boxes(shards: Fields) -> tuple[Box, ...]:
     offsets, shapes = decode_shapes("offset", shards), decode_shapes("shape", shards)
     if len(offsets) != len(shapes):
         raise shards.fail("columns of shards differ in length")
+    places = check_spread([*zip(offsets, shapes, strict=True)], shards)
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], Box] = {}
-    return tuple(known.get(at) or known.setdefault(at, Box(*at)) for at in zip(offsets, shapes, strict=True))
+    return tuple(known.get(at) or known.setdefault(at, Box(*at)) for at in places)
 
 
 def _check_box(box: Box, entry: TensorEntry, where: str) -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import reprlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, TypeAlias, cast
+
+from typing_extensions import override
 
 from ckptlib.errors import FormatError
 
@@ -21,6 +24,12 @@ MAX_DEPTH = 100
 """Levels of containers in a value. Bounds the stack, and is where a value that contains itself ends."""
 
 BARE_INTS = 2**53  # below this, a float64 holds every int: RFC 8259, section 6
+
+MAX_ALIKE = 100
+"""Keys of a dict, or items of a set, with one hash. Python compares each with all before it; those that are made
+to have one take the square of their number."""
+
+MAX_NDIM = 64  # numpy's own
 
 DTYPES = frozenset(
     ["|b1", "|i1", "|u1"]
@@ -106,7 +115,9 @@ def _decode_tuple(data: object, where: Where, depth: int) -> tuple[object, ...]:
 
 def _decode_set(data: object, where: Where, depth: int) -> set[object]:
     items = _decode_list(data, where, depth)
-    found = {expect_hashable(item, (where, i)) for i, item in enumerate(items)}
+    hashable = [expect_hashable(item, (where, i)) for i, item in enumerate(items)]
+    _expect_spread(hashable, where)
+    found: set[object] = set(hashable)
     _expect(len(found) == len(items), where, "no item twice", data)
     return found
 
@@ -116,13 +127,15 @@ def _decode_frozenset(data: object, where: Where, depth: int) -> frozenset[objec
 
 
 def _decode_pairs(data: object, where: Where, depth: int) -> dict[object, object]:
-    found: dict[object, object] = {}
+    names: list[Hashable] = []
     pairs = _expect_list(data, where)
     for i, pair in enumerate(pairs):
         _expect(isinstance(pair, list) and len(pair) == 2, (where, i), "[key, value]", pair)
-        key, item = cast("list[object]", pair)
-        name = expect_hashable(decode(key, (where, i), depth + 1), (where, i))
-        found[name] = decode(item, (where, name), depth + 1)
+        names.append(expect_hashable(decode(cast("list[object]", pair)[0], (where, i), depth + 1), (where, i)))
+    _expect_spread(names, where)
+    found: dict[object, object] = {}
+    for name, pair in zip(names, pairs, strict=True):
+        found[name] = decode(cast("list[object]", pair)[1], (where, name), depth + 1)
     _expect(len(found) == len(pairs), where, "no key twice", data)
     return found
 
@@ -162,7 +175,8 @@ def _decode_ndarray(data: object, where: Where, depth: int) -> object:
     dtype_name, shape, body = _expect_fields(data, where, "dtype", "shape", "data")
     dtype = _dtype(dtype_name, where)
     dims = _decode_list(shape, where, depth)
-    _expect(all(type(n) is int and n >= 0 for n in dims), where, "a shape", shape)
+    bounded = len(dims) <= MAX_NDIM and all(type(n) is int and 0 <= n < BARE_INTS for n in dims)
+    _expect(bounded, where, f"a shape of at most {MAX_NDIM} dims", shape)
     sizes = cast("list[int]", dims)
     raw = bytearray(_decode_bytes(body, where, depth))  # a bytearray, so that the array is writable
     nbytes = math.prod(sizes) * dtype.itemsize
@@ -245,6 +259,18 @@ def _expect_fields(data: object, where: Where, *names: str) -> list[object]:
     return [data[name] for name in names]
 
 
+def alike(items: Iterable[Hashable]) -> int:
+    """How many items have one hash, at the most."""
+    return max(Counter(map(hash, items)).values(), default=0)
+
+
+def _expect_spread(items: list[Hashable], where: Where) -> None:
+    if len(items) > MAX_ALIKE:
+        _expect(
+            alike(items) <= MAX_ALIKE, where, f"at most {MAX_ALIKE} items that have one hash", f"{len(items)} items"
+        )
+
+
 def expect_hashable(value: object, where: Where) -> Hashable:
     try:
         hash(value)
@@ -259,22 +285,40 @@ def _expect(holds: bool, where: Where, expected: str, got: object) -> None:
 
 
 def _malformed(where: Where, expected: str, got: object) -> FormatError:
-    return FormatError(f"{text_of(where)}: expected {expected}, got {_short(got)}")
+    return FormatError(f"{text_of(where)}: expected {expected}, got {brief(got)}")
 
 
 def text_of(where: Where) -> str:
     steps: list[str] = []
     while isinstance(where, tuple):
         where, key = where
-        steps.append(f".{key}" if isinstance(key, str) and key.isprintable() else f"[{_short(key)}]")
+        steps.append(f".{key}" if isinstance(key, str) and key.isprintable() else f"[{brief(key)}]")
     return (where + "".join(reversed(steps))).removeprefix(".") or "value"
 
 
-def _short(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an int, at any depth, of more digits than Python converts
-        text = f"a huge {type(value).__name__}"
+class _Brief(reprlib.Repr):
+    """Looks at a few items of a few levels, however long and deep a value is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 4, 4, 8, 8
+        self.maxstring = self.maxother = self.maxlong = 80
+
+    @override
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() < 1024 else "a huge int"  # Python does not convert thousands of digits
+
+    @override
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(x[:100], level)
+
+
+_BRIEF = _Brief()
+
+
+def brief(value: object) -> str:
+    """A value for messages, in 80 characters."""
+    text = _BRIEF.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -81,8 +81,7 @@ def loads(data: bytes) -> Json:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in found if keys.count(key) > 1)
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise FormatError(f"JSON object has the key {twice[:80]!r} twice")
     return found
 

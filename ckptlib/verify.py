@@ -7,7 +7,7 @@ What fills the gaps between chunks is nobody's data and is not compared with any
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -15,12 +15,12 @@ from ckptlib import keys, values
 from ckptlib.catalog import Catalog
 from ckptlib.check import alike
 from ckptlib.contents import Contents, Share
+from ckptlib.documents import BEGINS
 from ckptlib.errors import (
     CheckpointNotFound,
     CkptError,
     CorruptData,
     FormatError,
-    NewerFormat,
     ObjectUnreadable,
     UnsupportedState,
 )
@@ -36,20 +36,24 @@ from ckptlib.verify_packs import READ_THREADS, Advance, in_order, verify_packs
 def verify_root(catalog: Catalog) -> Iterator[Finding]:
     """What is wrong with the documents that all steps share: the root itself and the generations.
 
-    Raises StoreError when the store cannot be listed, NewerFormat.
+    Raises StoreError when the store cannot be listed.
     """
     root = attempt(catalog.root)
     if isinstance(root, CheckpointNotFound):
         yield Finding("missing", keys.ROOT, f"{keys.ROOT}: there is no such object; jobs would take it for a new root")
     elif isinstance(root, CkptError):
         yield finding_of(root, keys.ROOT, None)
+    else:
+        yield from _altered_versions(catalog, [keys.ROOT], None)
     wanted = {save.generation for save in catalog.saves()}  # first: who commits has put its record
     ids = catalog.generation_ids()
     for generation in ids:
         record = attempt(partial(catalog.generation, generation))
         if isinstance(record, CkptError):
             yield finding_of(record, generation.key, None)
-        elif record.resumed_from is not None:
+            continue
+        yield from _altered_versions(catalog, [generation.key], None)
+        if record.resumed_from is not None:
             wanted.add(record.resumed_from.generation)
     for generation in sorted(wanted - {*ids}):
         message = f"{generation.key}: there is no such object, but steps of this generation are, or one that went on "
@@ -61,13 +65,11 @@ def verify_save(catalog: Catalog, save: SaveId, advance: Advance = lambda nbytes
     of the manifest when nothing is missing.
 
     The memory it takes is that of the step's tables, and RUN_BYTES for each of READ_THREADS requests. Raises
-    CheckpointNotFound where there is no such step (any more), StoreError when the store cannot be listed, NewerFormat.
+    CheckpointNotFound where there is no such step (any more), StoreError when the store cannot be listed.
     """
     try:
         manifest = catalog.manifest(save)
     except (CorruptData, FormatError, ObjectUnreadable) as error:
-        if isinstance(error, NewerFormat):
-            raise
         yield finding_of(error, save.manifest_key, save)
         return
     with ThreadPoolExecutor(READ_THREADS, "ckptlib-verify") as executor:
@@ -76,10 +78,12 @@ def verify_save(catalog: Catalog, save: SaveId, advance: Advance = lambda nbytes
         for digest, layout in layouts.items():
             if isinstance(layout, CkptError):
                 yield finding_of(layout, keys.layout_key(digest), save)
+        yield from _altered_versions(catalog, [save.manifest_key, *map(keys.layout_key, readable)], save)
         sound = []
-        for name, part in in_order(executor, partial(_read_part, catalog, manifest, readable), manifest.parts):
+        for name, part, altered in in_order(executor, partial(_read_part, catalog, manifest, readable), manifest.parts):
             if isinstance(part, Part):
                 sound.append(part)
+                yield from altered
             elif part is not None:
                 yield finding_of(part, name.key, save, name.rank)
         if len(sound) == manifest.world_size:
@@ -88,20 +92,39 @@ def verify_save(catalog: Catalog, save: SaveId, advance: Advance = lambda nbytes
         yield from verify_packs(catalog, save, sound, readable, executor, advance)
 
 
+def _altered_versions(catalog: Catalog, documents: Iterable[str], save: SaveId | None) -> Iterator[Finding]:
+    """Of documents that can be read: those that can, although their version was altered."""
+    for key in documents:
+        begins = attempt(partial(catalog.store.get, key, 0, len(BEGINS)))
+        if isinstance(begins, bytes):
+            yield from _altered_version(begins, key, save)
+
+
+def _altered_version(data: bytes, key: str, save: SaveId | None, rank: int | None = None) -> list[Finding]:
+    if data.startswith(BEGINS):
+        return []
+    message = f"{key}: the version in it was altered; all else is as it was written, so loads read it and warn"
+    return [Finding("altered", key, message, save, rank)]
+
+
 def _read_part(
     catalog: Catalog, manifest: Manifest, layouts: Mapping[str, Layout], name: PartName
-) -> tuple[PartName, Part | CkptError | None]:
-    """A part that is sound; what is wrong with it; or None where its layout is damaged, which is another's finding."""
-    part = attempt(lambda: Part.decode(name, catalog.store.get(name.key)))
-    if not isinstance(part, Part):
-        return name, part
+) -> tuple[PartName, Part | CkptError | None, list[Finding]]:
+    """A part that is sound; what is wrong with it; or None where its layout is damaged, which is another's finding.
+
+    And what is wrong with one that is sound.
+    """
+    data = attempt(partial(catalog.store.get, name.key))
+    part = attempt(lambda: Part.decode(name, data)) if isinstance(data, bytes) else data
+    if not isinstance(data, bytes) or not isinstance(part, Part):
+        return name, part, []
     digest = part.table.layout
     if digest not in manifest.layouts:
-        return name, FormatError(f"{name.key}: its layout {digest} is none of the manifest's")
+        return name, FormatError(f"{name.key}: its layout {digest} is none of the manifest's"), []
     if digest not in layouts:
-        return name, None
+        return name, None, []
     problem = attempt(lambda: part.table.check(layouts[digest], name.key)) or attempt(lambda: _check_values(part, name))
-    return name, part if problem is None else problem
+    return name, part if problem is None else problem, _altered_version(data, name.key, manifest.save, name.rank)
 
 
 def _check_values(part: Part, name: PartName) -> None:
@@ -146,8 +169,10 @@ def _check_cover(
     if clash is not None:
         yield Finding("incomplete", key, f"{clash}: it is not the same tensor for all ranks", save)
         return
-    missing = proof.missing()
-    if missing is not None:
+    missing = attempt(proof.missing)
+    if isinstance(missing, CkptError):
+        yield finding_of(missing, key, save)
+    elif missing is not None:
         yield Finding("incomplete", key, f"{missing}: no part of step {save.step} holds these elements", save)
     try:
         doubts = proof.doubts()

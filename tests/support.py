@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+import xxhash
 from hypothesis import HealthCheck, settings
 from safetensors.numpy import load
 
@@ -179,6 +180,15 @@ def resealed(document: bytes, **fields: object) -> bytes:
     envelope = json.loads(document)
     body = {**envelope["body"], **fields}
     return seal(envelope["kind"], json.dumps({name: v for name, v in body.items() if v is not ...}))
+
+
+def of_version(document: bytes, version: int) -> bytes:
+    """The document as a later ckptlib would write it: FORMAT.md says what its digest covers."""
+    envelope = json.loads(document)
+    body = json.dumps(envelope["body"], separators=(",", ":"))
+    head = f'{{"ckptlib":{version},"kind":"{envelope["kind"]}"'
+    digest = xxhash.xxh3_128_hexdigest(f"{head}{body}".encode())
+    return f'{head},"digest":"xxh3:{digest}","body":{body}}}\n'.encode()
 
 
 def state(step: int) -> dict[str, np.ndarray]:

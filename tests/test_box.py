@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptlib.box import Box, Run, boxes_of_range, common_run, find_hole, find_overlap
+from ckptlib.errors import FormatError
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -121,6 +123,45 @@ def test_find_hole_and_overlap(case: tuple[tuple[int, ...], Box, list[Box]]) -> 
         assert overlap.numel > 0
         assert overlap.within(outer)
         assert (counts[marks(shape, overlap)] > 1).all()
+
+
+def partition(outer: Box, num: int, rng: random.Random) -> list[Box]:
+    """`outer` cut in two, one half of it in two, and so on."""
+    boxes = [outer]
+    while len(boxes) < num:
+        at = rng.randrange(len(boxes))
+        box, d = boxes[at], rng.randrange(outer.ndim)
+        if box.shape[d] > 1:
+            length = rng.randrange(1, box.shape[d])
+            shape = [n if i != d else length for i, n in enumerate(box.shape)]
+            rest = [n if i != d else n - length for i, n in enumerate(box.shape)]
+            offset = [a if i != d else a + length for i, a in enumerate(box.offset)]
+            boxes[at : at + 1] = [Box(box.offset, tuple(shape)), Box(tuple(offset), tuple(rest))]
+    rng.shuffle(boxes)
+    return boxes
+
+
+@pytest.mark.parametrize(("ndim", "num"), [(1, 20_000), (2, 5_000), (3, 2_000), (4, 1_000), (6, 500), (64, 40)])
+def test_thousands_of_boxes_in_many_dims(ndim: int, num: int) -> None:
+    """A grid of all their edges would have up to 10**18 cells."""
+    outer = Box((7,) * ndim, (10**6 if ndim == 1 else 10_000 if ndim < 16 else 2,) * ndim)
+    boxes = partition(outer, num, random.Random(ndim))
+    assert find_hole(outer, boxes) is None
+    assert find_overlap(outer, boxes) is None
+    hole = find_hole(outer, boxes[1:])
+    assert hole is not None
+    assert hole.numel > 0
+    assert hole.within(boxes[0])
+    twice = find_overlap(outer, [*boxes, Box(boxes[5].offset, (1,) * ndim)])
+    assert twice == Box(boxes[5].offset, (1,) * ndim)
+
+
+def test_boxes_that_are_cut_to_be_hard_are_refused() -> None:
+    rng = random.Random(0)
+    outer = Box.whole((1000,) * 8)
+    boxes = partition(outer, 20_000, rng)
+    with pytest.raises(FormatError, match=r"20,000 boxes cut \[0:1000, .* too finely"):
+        find_hole(outer, boxes)
 
 
 def test_a_scalar_is_one_element() -> None:

@@ -10,9 +10,9 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from support import flips
+from support import flips, of_version
 
-from ckptlib.documents import VERSION, Fields, decode, dump_body, encode, seal
+from ckptlib.documents import VERSION, Fields, as_written, decode, dump_body, encode, seal
 from ckptlib.errors import CorruptData, FormatError, NewerFormat
 from ckptlib.values import Json
 
@@ -62,11 +62,30 @@ def test_bytes_never_change() -> None:
     assert dump_body({"b": 1, "a": [1.5, "\u00e9"]}) == '{"b":1,"a":[1.5,"\\u00e9"]}'
 
 
+VERSION_AT = EXAMPLE.index(b":") + 1
+
+
 def test_every_flipped_bit_is_found() -> None:
     for position, data in flips(EXAMPLE):
+        if position == VERSION_AT:
+            continue  # the next test
         expected = CorruptData if position >= BODY_AT else (CorruptData, FormatError)
         with pytest.raises(expected, match="here"):
             decode("manifest", data, "here")
+
+
+def test_a_document_is_of_the_version_that_its_digest_says(caplog: pytest.LogCaptureFixture) -> None:
+    """One flipped bit in its number blocks nothing."""
+    altered = [data for position, data in flips(EXAMPLE) if position == VERSION_AT and data[position] != ord(",")]
+    altered += [EXAMPLE.replace(b":1,", b":%s," % text, 1) for text in (b"2", b"0", b"10", b"999999999", b"x")]
+    for data in altered:
+        caplog.clear()
+        assert decode("manifest", data, "here").integer("step") == 500
+        assert "here: the version in it was altered" in caplog.text
+        assert as_written(data, "here") == EXAMPLE
+    caplog.clear()
+    assert as_written(EXAMPLE, "here") == EXAMPLE
+    assert not caplog.text
 
 
 def test_every_truncation_is_found() -> None:
@@ -85,12 +104,25 @@ def test_noise_is_no_document(data: bytes) -> None:
 
 
 def test_a_newer_version_is_told_apart_from_damage() -> None:
-    """Before anything else of it is looked at: its digest may be another one."""
-    for version in (b"2", b"10", b"999999999"):
-        with pytest.raises(NewerFormat, match=f"version {version.decode()}.*update ckptlib"):
-            decode("manifest", EXAMPLE.replace(b'"ckptlib":1', b'"ckptlib":' + version).replace(b"500", b"501"), "here")
-    with pytest.raises(FormatError, match="version 0"):
-        decode("manifest", EXAMPLE.replace(b'"ckptlib":1', b'"ckptlib":0'), "here")
+    """Whoever is told to update ckptlib has a document that is whole."""
+    for version in (2, 10, 999_999_999):
+        newer = of_version(EXAMPLE, version)
+        for kind in ("manifest", "part"):
+            with pytest.raises(NewerFormat, match=f"here has format version {version};.*update ckptlib"):
+                decode(kind, newer, "here")
+        for _, data in flips(newer):
+            with pytest.raises((CorruptData, FormatError), match="here") as caught:
+                decode("manifest", data, "here")
+            assert not isinstance(caught.value, NewerFormat)
+        for length in range(len(newer)):
+            with pytest.raises((CorruptData, FormatError)) as caught:
+                decode("manifest", newer[:length], "here")
+            assert not isinstance(caught.value, NewerFormat)
+    for version in (0, 1):
+        with pytest.raises(CorruptData):
+            decode("manifest", of_version(EXAMPLE, version), "here")
+    with pytest.raises(CorruptData):
+        decode("manifest", of_version(EXAMPLE, 2).replace(b":2,", b":02,"), "here")
 
 
 def test_another_kind_or_another_digest_is_refused() -> None:

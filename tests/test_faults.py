@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from support import resealed
+from support import of_version, resealed
 from workers import crash_jobs
 from workers.crash_bench import Bench
 from workers.crash_jobs import Job, come_alone, run, start, train, train_without_memory, try_restore, try_roots
@@ -564,15 +564,20 @@ def test_the_part_that_is_put_by_hand_would_load(tmp_path: Path, template: Path)
     assert [line.get("step") for line in told["load"] + told["restore"]] == [NEWEST] * 4, told
 
 
-def test_a_newer_major_version_is_not_skipped(tmp_path: Path, template: Path) -> None:
-    """The step is whole; to restore an older one would be to rewind the run."""
-    shutil.copytree(template, tmp_path / "newer")
-    path = newest(tmp_path / "newer", "manifest")
-    path.write_bytes(path.read_bytes().replace(b'{"ckptlib":1,', b'{"ckptlib":2,', 1))
-    told = try_all(tmp_path, [tmp_path / "newer"])["newer"]
-    for line in told["load"] + told["restore"]:
+def test_a_newer_manifest_is_skipped_loudly_and_one_that_only_says_so_is_read(tmp_path: Path, template: Path) -> None:
+    for case in ("newer", "flipped"):
+        shutil.copytree(template, tmp_path / case)
+        path = newest(tmp_path / case, "manifest")
+        data = path.read_bytes()
+        path.write_bytes(of_version(data, 2) if case == "newer" else data.replace(b":1,", b":3,", 1))
+    told = try_all(tmp_path, [tmp_path / "newer", tmp_path / "flipped"])
+    for line in told["newer"]["load"]:
         assert line["kind"] == "NewerFormat"
         assert "update ckptlib" in line["text"]
+    for line in told["newer"]["restore"]:
+        assert line["step"] == NEWEST - 1
+        assert "update ckptlib" in line["skipped"][0]
+    assert [line.get("step") for line in told["flipped"]["load"] + told["flipped"]["restore"]] == [NEWEST] * 4
 
 
 # -- two jobs on one root

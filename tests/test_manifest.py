@@ -11,7 +11,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from support import flips, resealed
+from support import flips, of_version, resealed
 
 from ckptlib.box import Box
 from ckptlib.documents import Fields, decode
@@ -108,10 +108,13 @@ def test_there_and_back(kind: str) -> None:
 
 @kinds
 def test_every_flipped_bit_is_found(kind: str) -> None:
-    _, document, read = DOCUMENTS[kind]
+    value, document, read = DOCUMENTS[kind]
     body_at = document.index(b'"body":') + 7
     named_by_digest = kind in ("part", "failed part")
     for position, data in flips(document):
+        if position == document.index(b":") + 1 and data[position] != ord(",") and kind != "part, renamed":
+            assert read(data) == value, "the digest says which version it is"
+            continue
         with pytest.raises(CorruptData if named_by_digest or position >= body_at else (CorruptData, FormatError)):
             read(data)
 
@@ -132,7 +135,7 @@ def test_unknown_fields_are_ignored_missing_ones_and_newer_versions_refused(kind
         with pytest.raises(FormatError, match=f"'{name}'"):
             read(resealed(document, **{name: ...}))
     with pytest.raises(NewerFormat):
-        read(document.replace(b'"ckptlib":1', b'"ckptlib":2'))
+        read(of_version(document, 2))
 
 
 @kinds

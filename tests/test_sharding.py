@@ -35,7 +35,6 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptlib import sharding
 from ckptlib.box import Box
 from ckptlib.errors import FormatError, UnsupportedState
 from ckptlib.sharding import (
@@ -280,14 +279,56 @@ def test_coordinates_touching_is_brute_force(
     assert coordinates_touching(shape, mesh_shape, placements, box) == expected
 
 
-def test_coordinates_touching_walks_the_mesh_once_for_each_size() -> None:
-    mesh_shape, placements = (8, 16, 8), (Replicate(), StridedShard(0, 8), Shard(0))
-    shapes = [(1024 * (1 + i % 20), 4096) for i in range(3000)]
-    walks_before = sharding._sorted_segments.cache_info().misses
-    for shape in shapes:
-        box = pieces(shape, mesh_shape, placements, (0, 3, 5))[0].box
-        assert coordinates_touching(shape, mesh_shape, placements, box) == [(0, 3, 5)]
-    assert sharding._sorted_segments.cache_info().misses - walks_before <= 21  # 20 sizes, and the dim that is whole
+def test_coordinates_touching_never_walks_the_mesh() -> None:
+    """A billion holders, of whom some hold a box."""
+    mesh_shape, placements = (2**10, 2, 2**10, 2**10), (Shard(0), Replicate(), StridedShard(1, 2**10), Shard(1))
+    shape = (2**20, 2**20)
+    for coordinate in ((3, 0, 5, 7), (2**10 - 1, 0, 0, 2**10 - 1)):
+        (piece,) = pieces(shape, mesh_shape, placements, coordinate)
+        assert coordinates_touching(shape, mesh_shape, placements, piece.box) == [coordinate]
+    assert coordinates_touching((2**60,), (2**18,), (StridedShard(0, 1),), Box((2**60 - 1,), (1,))) == [(2**18 - 1,)]
+
+
+@pytest.mark.parametrize("nums", [(2, 3), (3, 2), (4, 2), (3, 3), (2, 5), (2, 2, 3), (3, 2, 2)])
+def test_strided_sizes_are_told_apart_as_if_every_element_were_dealt(nums: tuple[int, ...]) -> None:
+    """What is accepted without a look at every holder is what such a look accepts: numpy deals in both ways."""
+    placements = [StridedShard(0, math.prod(nums[1:])), *(Shard(0) for _ in nums[1:])]
+    factors = [math.prod(nums[1:]), *[1] * (len(nums) - 1)]
+    for size in range(1, 3 * math.prod(nums) + 8):
+        alike = True
+        for index in itertools.product(*map(range, nums)):
+            dealt = np.arange(size)
+            for num, factor, i in zip(nums, factors, index, strict=True):
+                dealt = np.concatenate([chunks(part, num)[i] for part in chunks(dealt, factor)])
+            nested = np.arange(size)
+            for axis in (*range(1, len(nums)), 0):
+                nested = chunks(nested, nums[axis])[index[axis]]
+            alike = alike and np.array_equal(dealt, nested)
+        try:
+            shape_local((size,), nums, placements, (0,) * len(nums))
+        except UnsupportedState:
+            assert not alike, size
+        else:
+            assert alike, size
+
+
+def chunks(array: np.ndarray, num: int) -> list[np.ndarray]:
+    """As torch.chunk cuts, with empty ones at the end."""
+    each = max(-(-len(array) // num), 1)
+    return [array[i * each : (i + 1) * each] for i in range(num)]
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "placements"),
+    [((2,), (StridedShard(0, 999_999_999),)), ((64, 64, 64), (StridedShard(0, 4096), StridedShard(0, 64), Shard(0)))],
+)
+def test_what_is_cut_too_finely_is_refused_at_once(
+    mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
+) -> None:
+    for refuse in (pieces, coordinates_touching):
+        argument = (0,) * len(mesh_shape) if refuse is pieces else Box((5,), (2**50,))
+        with pytest.raises(UnsupportedState, match="more than 262,144 pieces"):
+            refuse((2**59 + 1,), mesh_shape, placements, argument)  # type: ignore[operator]
 
 
 # Names and refusals

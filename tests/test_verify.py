@@ -12,14 +12,14 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
-from support import make_generation, make_root, make_save, put_part, put_parts, resealed, state
+from support import make_generation, make_root, make_save, of_version, put_part, put_parts, resealed, state
 from typing_extensions import Buffer, override
 
 from ckptlib import keys, verify_packs
 from ckptlib.box import Box
 from ckptlib.catalog import Catalog
 from ckptlib.digests import XXH3, digester
-from ckptlib.errors import CheckpointNotFound, FormatError, NewerFormat, ObjectNotFound, StoreError
+from ckptlib.errors import CheckpointNotFound, FormatError, ObjectNotFound, StoreError
 from ckptlib.findings import Finding
 from ckptlib.keys import PartName, SaveId
 from ckptlib.layout import ByHand, Layout, TensorEntry
@@ -107,13 +107,19 @@ def test_every_byte_of_every_document_counts(store: MemoryStore, save: SaveId) -
     assert findings(store, save) == []
 
 
-def test_later_format_is_no_damage(store: MemoryStore, save: SaveId) -> None:
-    for key in [key for key in store._objects if key.endswith(".json") and "/" in key and "parts" not in key]:
-        alter(store, key, lambda data: data.replace(b'"ckptlib":1', b'"ckptlib":2', 1))
-        if not key.startswith("layouts"):  # whose name is the digest of all of it
-            with pytest.raises(NewerFormat, match="update ckptlib"):
-                findings(store, save)
-        alter(store, key, lambda data: data.replace(b'"ckptlib":2', b'"ckptlib":1', 1))
+def test_a_newer_document_is_a_finding_and_an_altered_version_another(store: MemoryStore, save: SaveId) -> None:
+    for key in [key for key in store._objects if key.endswith(".json")]:
+        original = store.get(key)
+        if "parts" not in key and "layouts" not in key:  # whose names are the digests of all of them
+            alter(store, key, lambda data: of_version(data, 2))
+            found = only(findings(store, save))
+            assert (found.damage, found.key) == ("newer", key)
+            assert "update ckptlib" in found.message
+        alter(store, key, lambda data, whole=original: whole.replace(b'"ckptlib":1', b'"ckptlib":3', 1))
+        found = only(findings(store, save))
+        assert (found.damage, found.key) == ("altered", key)
+        alter(store, key, lambda data, whole=original: whole)
+    assert findings(store, save) == []
 
 
 def test_every_missing_object_is_named(store: MemoryStore, save: SaveId) -> None:

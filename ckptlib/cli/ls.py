@@ -13,7 +13,7 @@ from ckptlib import keys
 from ckptlib.catalog import Catalog, CheckpointInfo
 from ckptlib.cli.app import with_output, with_store
 from ckptlib.cli.output import Cell, Output, age, count, metrics, plain, size
-from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, ObjectUnreadable
+from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, NewerFormat, ObjectUnreadable
 from ckptlib.keys import SaveId
 from ckptlib.stores import Store
 
@@ -27,7 +27,7 @@ class Row:
 
     save: SaveId
     state: str
-    """committed, left behind (by a rewind), damaged, trash, or uncommitted."""
+    """committed, left behind (by a rewind), damaged, newer (than this ckptlib), trash, or uncommitted."""
     info: CheckpointInfo | None
     """Only where a manifest can be read."""
     nbytes: int | None
@@ -46,25 +46,36 @@ class Row:
 def command(store: Store, output: Output, everything: bool) -> bool:
     """Lists the committed steps."""
     catalog = Catalog(store)
+    problem = _refusal(catalog)
     rows = committed(catalog, everything)
-    if not rows:
+    if not (rows or problem):
         catalog.root()  # raises where there is none
     if everything:
         rows = sorted([*rows, *others(catalog, {row.save for row in rows})], key=lambda row: row.save)
-    output.document({"url": store.url, "steps": [_document(row) for row in rows]})
+    about = {"url": store.url, **({"problem": problem} if problem else {})}
+    output.document({**about, "steps": [_document(row) for row in rows]})
     if rows:
         _table(output, rows, everything)
     else:
         output.line(f"{store.url} holds no committed step")
-    for row in rows:
-        if row.problem:
-            output.err.print(Text(plain(row.problem), style="red"))
-    return not any(row.problem for row in rows)
+    problems = [text for text in (problem, *(row.problem for row in rows)) if text]
+    for text in problems:
+        output.err.print(Text(plain(text), style="red"))
+    return not problems
+
+
+def _refusal(catalog: Catalog) -> str | None:
+    """Why restore, load, save and gc refuse this root, where they do."""
+    try:
+        catalog.check_versions()
+    except NewerFormat as error:
+        return f"{error} to restore, load, save or gc"
+    return None
 
 
 def committed(catalog: Catalog, everything: bool) -> list[Row]:
-    """The saves on the history, or all of them. A damaged manifest is a row, too."""
-    visible = {*catalog.visible()}
+    """The saves on the history, or all of them. A manifest that is damaged or newer is a row, too."""
+    visible = {*catalog.visible(newer=True)}
     saves = catalog.saves() if everything else sorted(visible)
 
     def row(save: SaveId) -> Row | None:
@@ -73,7 +84,7 @@ def committed(catalog: Catalog, everything: bool) -> list[Row]:
         except CheckpointNotFound:
             return None  # dropped since it was listed
         except (CorruptData, FormatError, ObjectUnreadable) as error:
-            return Row(save, "damaged", None, None, None, str(error))
+            return Row(save, "newer" if isinstance(error, NewerFormat) else "damaged", None, None, None, str(error))
         return Row(save, "committed" if info.visible else "left behind", info, info.nbytes, info.created)
 
     with ThreadPoolExecutor(READ_THREADS) as executor:
@@ -127,7 +138,7 @@ def _table(output: Output, rows: list[Row], everything: bool) -> None:
 
 
 def _cells(row: Row, header: list[str]) -> list[Cell]:
-    dim = "" if row.state == "committed" else "red" if row.state == "damaged" else "dim"
+    dim = "" if row.state == "committed" else "red" if row.problem else "dim"
     cells = {
         "STEP": str(row.save.step),
         "GEN": str(row.save.generation.number),
