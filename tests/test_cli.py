@@ -20,13 +20,14 @@ from typing import Any, get_args
 
 import boto3
 import pytest
+from rich.text import Text
 from support import ROOT_ID, age, make_generation, make_root, make_save, state
 
 from ckptlib import keys
 from ckptlib.catalog import Catalog
 from ckptlib.cli import host
 from ckptlib.cli.app import OPTIONS_VARIABLE, run
-from ckptlib.cli.output import duration, plain, size
+from ckptlib.cli.output import Output, duration, plain, size
 from ckptlib.findings import Damage
 from ckptlib.keys import GenerationId, SaveId
 from ckptlib.manifest import Generation, Root
@@ -648,6 +649,31 @@ def test_durations() -> None:
 def test_nothing_from_a_store_orders_the_terminal_about() -> None:
     assert plain("ok \u00e9 \u4e2d") == "ok \u00e9 \u4e2d"
     assert plain("a\x1b[2Jb\nc\x07\u202e") == "a\\x1b[2Jb\\nc\\x07\\u202e"
+
+
+def test_columns_line_up_whatever_is_in_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """Wide characters count twice, escaped ones as they are shown; nothing is taken for markup or cut."""
+    rows = [
+        ("\u4e2d\u6587", "1", "[red]x"),
+        ("a", "1,000", ""),
+        ("b\x1b", "22", "y" * 300),
+        (Text("c", "bold"), "3", "z"),
+    ]
+    Output(as_json=False).columns(("NAME", "N", "REST"), rows, right=("N",))
+    assert capsys.readouterr().out.splitlines() == [
+        "NAME       N  REST",
+        "\u4e2d\u6587       1  [red]x",
+        "a      1,000",
+        "b\\x1b     22  " + "y" * 300,
+        "c          3  z",
+    ]
+
+
+def test_a_long_table_takes_no_longer_than_to_make_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.process_time()
+    Output(as_json=False).columns(("A", "B"), [(f"row {i}", f"{i:,}") for i in range(100_000)], right=("B",))
+    assert time.process_time() - began < 8  # styled one by one: 25 and more
+    assert len(capsys.readouterr().out.splitlines()) == 100_001
 
 
 # -- docs
