@@ -138,26 +138,37 @@ CELLS_PER_BOX = 16
 MAX_CUT_DIMS = 6
 """Of such a grid: a box has two to the power of it corners."""
 
-MAX_WORK = 2**21
-"""Boxes times dims that a search looks at before it gives up, in a second or so. Halves of halves of ten thousand boxes
-that do not overlap are a tenth of it; only boxes that were cut to be hard need more."""
+MAX_WORK = 5 * 2**18
+"""Boxes times dims that searches look at before they give up, in half a second or so. Halves of halves of ten thousand
+boxes that do not overlap are a sixth of it; only boxes that were cut to be hard need more."""
+
+WORK_PER_BOX = 4
+"""And so much for each box that a search begins with: a grid, with halos or without, is looked at once."""
 
 _NODE_WORK = 64
+
+
+class Effort:
+    """What searches may still look at. Those of one document share it: it may have hundreds of hard tensors."""
+
+    def __init__(self) -> None:
+        self.left = MAX_WORK
+
 
 FEW = 8
 """So many boxes are compared each with each, which is quicker."""
 
 
-def find_hole(outer: Box, pieces: Sequence[Box]) -> Box | None:
+def find_hole(outer: Box, pieces: Sequence[Box], effort: Effort | None = None) -> Box | None:
     """A region of `outer` that no piece covers, or None when the pieces cover it.
 
-    Raises FormatError where that would take more than MAX_WORK.
+    Raises FormatError where that would take more than what is left of `effort`, or MAX_WORK.
     """
     if outer.numel == 0 or any(outer.within(piece) for piece in pieces):
         return None
     if len(pieces) <= FEW and _tile(outer, pieces):
         return None
-    return _search(outer, pieces, fewest=0)
+    return _search(outer, pieces, 0, effort or Effort())
 
 
 def _tile(outer: Box, pieces: Sequence[Box]) -> bool:
@@ -172,10 +183,10 @@ def find_overlap(outer: Box, pieces: Sequence[Box]) -> Box | None:
     """A region of `outer` that two pieces cover, or None when they are disjoint inside it. Raises as `find_hole`."""
     if outer.numel == 0 or len(pieces) < 2:
         return None
-    return _search(outer, pieces, fewest=2)
+    return _search(outer, pieces, 2, Effort())
 
 
-def _search(outer: Box, pieces: Sequence[Box], fewest: int) -> Box | None:
+def _search(outer: Box, pieces: Sequence[Box], fewest: int, effort: Effort) -> Box | None:
     """A region that no piece covers (`fewest` 0), or that `fewest` pieces cover at least.
 
     Halves `outer` where the pieces of both halves are fewest, until a half is clear or its grid is small. A grid of all
@@ -185,11 +196,12 @@ def _search(outer: Box, pieces: Sequence[Box], fewest: int) -> Box | None:
     low = np.array([piece.offset for piece in pieces], dtype=np.int64).reshape(len(pieces), ndim)
     high = low + np.array([piece.shape for piece in pieces], dtype=np.int64).reshape(len(pieces), ndim)
     first = np.array(outer.offset, dtype=np.int64)
-    todo, work = [(first, first + np.array(outer.shape, dtype=np.int64), low, high)], 0
+    todo = [(first, first + np.array(outer.shape, dtype=np.int64), low, high)]
+    effort.left += WORK_PER_BOX * (len(low) + _NODE_WORK) * max(ndim, 1)
     while todo:
         first, last, low, high = todo.pop()
-        work += (len(low) + _NODE_WORK) * max(ndim, 1)
-        if work > MAX_WORK:
+        effort.left -= (len(low) + _NODE_WORK) * max(ndim, 1)
+        if effort.left < 0:
             raise FormatError(f"{len(pieces):,} boxes cut {outer} too finely to tell whether they cover it, and once")
         low, high = np.maximum(low, first), np.minimum(high, last)
         inside = (low < high).all(axis=1)

@@ -35,7 +35,7 @@ from ckptlib.errors import (
 )
 from ckptlib.keys import GenerationId, PartName, SaveId
 from ckptlib.layout import Layout, decode_layout
-from ckptlib.manifest import Generation, Manifest, Root
+from ckptlib.manifest import Generation, Manifest, Root, ranks_by_layout
 from ckptlib.pace import Pace
 from ckptlib.part import FailedPart, Part, PartHead
 from ckptlib.proof import Doubt, Proof
@@ -350,25 +350,27 @@ class Catalog:
         key = tuple(name.table for name in names)
         if key in self._verified:
             return self._verified[key]
-        layouts: dict[str, tuple[int, ...]] = {}
+        found: list[tuple[str, int]] = []
         nbytes, proof = 0, Proof()
         for name in names:
             part = self.part(name)
             if part.world_size != len(names):
                 what = f"the part of rank {part.rank} is for {part.world_size} ranks, expected {len(names)}"
                 raise SaveFailed(f"step {save.step}: {what}")
-            layouts[part.table.layout] = (*layouts.get(part.table.layout, ()), part.rank)
+            found.append((part.table.layout, part.rank))
             nbytes += sum(pack.nbytes for pack in part.packs)
             proof.add(part, self.layout(part.table.layout))
         if (clash := proof.clash()) is not None:
             raise SaveFailed(f"step {save.step}: {clash}; the step is not committed")
-        if (missing := proof.missing()) is not None:
-            raise SaveFailed(f"step {save.step}: no rank wrote {missing}; the step is not committed")
         try:
-            doubts = proof.doubts()
-        except UnsupportedState as error:
+            missing = proof.missing()
+            doubts = proof.doubts() if missing is None else []
+        except (FormatError, UnsupportedState) as error:
             raise SaveFailed(f"step {save.step}: {error}; the step is not committed") from error
+        if missing is not None:
+            raise SaveFailed(f"step {save.step}: no rank wrote {missing}; the step is not committed")
         self._settle(save, names, doubts)
+        layouts = ranks_by_layout(found)
         if not doubts:  # what lies as it did may have other bytes the next time
             self._verified = {key: (layouts, nbytes)}
         return layouts, nbytes

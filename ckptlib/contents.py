@@ -23,8 +23,14 @@ from ckptlib.proof import Doubt
 ReadInto = Callable[[str, int, memoryview], None]
 """Fills a buffer with bytes of a pack, from an offset on."""
 
-CHUNKS_KEPT = 16
-"""Shards are asked about in about the order in which they lie; a shared chunk has 64 KiB, others 4 MiB at most."""
+_Key = tuple[str, int, int, str]
+"""Pack, offset, bytes and digest of a chunk."""
+
+BYTES_KEPT = 64 * 1024 * 1024
+"""Of chunks. Shards are asked about in about the order in which they lie, those that overlap with many very often."""
+
+UNSEEN_BYTES = 64 * 1024 * 1024
+"""The most that memory is taken for on the word of a document; ckptlib writes chunks of a sixteenth of it."""
 
 REGION_BYTES = 16 * 1024 * 1024
 """Of two shards, so much is compared at once."""
@@ -75,6 +81,7 @@ class Share:
         self.skipped = [*map(operator.sub, table.begins(self.sizes), chunk_begins)]
         """Per shard: bytes of its first chunk that lie before it."""
         alone = zip(range(len(table.tensors)), strict=True)
+        self._at: dict[str, dict[Box, list[int]]] = {}
         self._shards: Mapping[int, Sequence[int]] = dict(zip(table.tensors, alone, strict=True))
         if len(self._shards) < len(table.tensors):  # a tensor has several
             shards: dict[int, list[int]] = {}
@@ -87,6 +94,14 @@ class Share:
         tensor = self.layout.index.get(name)
         return () if tensor is None else self._shards.get(tensor, ())
 
+    def shards_at(self, name: str, box: Box) -> Sequence[int]:
+        """Those that fill this box of a tensor; one at least."""
+        if name not in self._at:
+            at = self._at[name] = {}
+            for shard in self.shards(name):
+                at.setdefault(self.part.table.boxes[shard], []).append(shard)
+        return self._at[name][box]
+
     def shard(self, shard: int) -> SavedShard:
         return SavedShard(self.part, self.layout, shard, self.skipped[shard], self.sizes[shard])
 
@@ -96,15 +111,19 @@ class Contents:
 
     def __init__(self, read: ReadInto) -> None:
         self._read = read
-        self._chunks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._chunks: OrderedDict[_Key, bytes] = OrderedDict()
+        """What was asked for last is last."""
+        self._nbytes = 0
+        """Of them."""
+        self._altered: dict[_Key, str] = {}
+        """What is the matter with those that do not match."""
 
     def settles(self, doubt: Doubt, share: Callable[[int], Share]) -> bool:
         """Whether the shards of a doubt are equal. `share`: a rank's. Raises as `same` does."""
-        first, second = (
-            [shard for shard in map(of.shard, of.shards(doubt.name)) if shard.box == box]
-            for of, box in zip(map(share, doubt.ranks), doubt.boxes, strict=True)
-        )
-        return self.same(first[0], second[-1], doubt.region)  # one part may have both
+        first, second = map(share, doubt.ranks)
+        one = first.shards_at(doubt.name, doubt.boxes[0])[0]
+        other = second.shards_at(doubt.name, doubt.boxes[1])[-1]  # one part may have both
+        return self.same(first.shard(one), second.shard(other), doubt.region)
 
     def same(self, first: SavedShard, second: SavedShard, region: Box) -> bool:
         """Whether two shards, of tensors of one dtype, hold the same bytes in a region that lies in the boxes of both.
@@ -146,21 +165,35 @@ class Contents:
 
     def _chunk(self, part: Part, chunk: int, layout: Layout) -> bytes:
         table = part.table
-        key, offset, nbytes = part.packs[table.packs[chunk]].key, table.offsets[chunk], table.nbytes[chunk]
-        found = self._chunks.get((key, offset))
-        if found is None:
+        pack, offset, nbytes = part.packs[table.packs[chunk]].key, table.offsets[chunk], table.nbytes[chunk]
+        key = pack, offset, nbytes, part.digests[chunk]
+        if key in self._chunks:
+            self._chunks.move_to_end(key)
+            return self._chunks[key]
+        if key not in self._altered:
+            check_there(self._read, pack, offset, nbytes)
             buffer = bytearray(nbytes)
-            self._read(key, offset, memoryview(buffer))
-            found = bytes(buffer)
-            if digester(part.algorithm)(found) != part.digests[chunk]:
-                raise CorruptData(
-                    f"{table.describe(chunk, layout)}: {key} [{offset}:+{nbytes}] does not match "
-                    f"{part.digests[chunk]}; the object was altered after it was written"
-                )
-            self._chunks[key, offset] = found
-            if len(self._chunks) > CHUNKS_KEPT:
-                self._chunks.popitem(last=False)
-        return found
+            self._read(pack, offset, memoryview(buffer))
+            if digester(part.algorithm)(buffer) == part.digests[chunk]:
+                return self._keep(key, bytes(buffer))
+            self._altered[key] = (
+                f"{table.describe(chunk, layout)}: {pack} [{offset}:+{nbytes}] does not match {part.digests[chunk]}; "
+                "the object was altered after it was written"
+            )
+        raise CorruptData(self._altered[key])
+
+    def _keep(self, key: _Key, data: bytes) -> bytes:
+        self._chunks[key] = data
+        self._nbytes += len(data)
+        while self._nbytes > BYTES_KEPT and len(self._chunks) > 1:
+            self._nbytes -= len(self._chunks.popitem(last=False)[1])
+        return data
+
+
+def check_there(read: ReadInto, pack: str, offset: int, nbytes: int) -> None:
+    """Raises as `read` does where a pack ends before a range that is too large to take memory for unseen."""
+    if nbytes > UNSEEN_BYTES:
+        read(pack, offset + nbytes - 1, memoryview(bytearray(1)))
 
 
 def _cut_alike(first: SavedShard, second: SavedShard) -> bool:

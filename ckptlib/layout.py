@@ -20,6 +20,7 @@ from ckptlib import dtypes, sharding
 from ckptlib.box import Box
 from ckptlib.digests import XXH3, digester
 from ckptlib.documents import Fields, decode, dump_body, seal
+from ckptlib.errors import FormatError, UnsupportedState
 from ckptlib.sharding import Placement
 from ckptlib.tags import MAX_ALIKE, brief
 from ckptlib.values import Json
@@ -157,7 +158,11 @@ def ranks_touching(entry: TensorEntry, box: Box, ranks: frozenset[int]) -> Itera
     if not isinstance(holding, Placed) or holding.writer is None:
         yield from sorted(ranks)
         return
-    yield from (rank for rank in _writers(entry.shape, holding, holding.writer, box) if rank in ranks)
+    try:
+        writers = _writers(entry.shape, holding, holding.writer, box)
+    except UnsupportedState as error:  # no save has it
+        raise FormatError(f"{entry.name}: {error}") from error
+    yield from (rank for rank in writers if rank in ranks)
 
 
 @lru_cache(maxsize=256)  # layers are alike

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckptlib.digests import ALGORITHMS
@@ -161,6 +161,14 @@ class Manifest:
             fields.number("created"),
             fields.tree("metrics"),
         )
+
+
+def ranks_by_layout(found: Iterable[tuple[str, int]]) -> dict[str, tuple[int, ...]]:
+    """By layout: the ranks that have it, in order. `found`: of each rank its layout."""
+    ranks: dict[str, list[int]] = {}
+    for layout, rank in found:
+        ranks.setdefault(layout, []).append(rank)
+    return {layout: tuple(of) for layout, of in ranks.items()}
 
 
 def _decode_part_key(key: str, save: SaveId, fields: Fields) -> PartName:

@@ -97,13 +97,7 @@ class Part:
             raise fields.fail("content and name tell of different parts")
         if len(digests) != HEX_WIDTH * len(table.nbytes):
             raise fields.fail(f"{len(digests)} hex digits of digests for {len(table.nbytes)} chunks")
-        left = [pack.nbytes for pack in part.packs]
-        for pack, offset, nbytes in zip(table.packs, table.offsets, table.nbytes, strict=True):
-            if pack >= len(part.packs) or offset + nbytes > part.packs[pack].nbytes:
-                raise fields.fail(f"chunk [{offset}:+{nbytes}] of pack {pack} lies outside of the packs")
-            left[pack] -= nbytes
-        if min(left, default=0) < 0:  # a few rows could have the same gigabytes read thousands of times
-            raise fields.fail(f"chunks of pack {left.index(min(left))} are larger together than it is")
+        table.check_packs([pack.nbytes for pack in part.packs], name.key)
         return part
 
 

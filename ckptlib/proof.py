@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ckptlib import sharding
-from ckptlib.box import Box, find_hole
-from ckptlib.errors import UnsupportedState
+from ckptlib.box import Box, Effort, find_hole
+from ckptlib.errors import FormatError, UnsupportedState
 from ckptlib.layout import Layout, PerRank, Placed, TensorEntry
 from ckptlib.overlaps import Meeting, meetings
 from ckptlib.part import Part
+
+MAX_DOUBTS = 2**14
+"""Of a save: half a second. Ranks that compared what they hold write no element twice, but for boxes whose overlaps
+would cut them into very many pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +76,21 @@ class Proof:
         return held
 
     def missing(self) -> str | None:
-        """What no part holds, as "name[box]", or None when every tensor of their layouts is whole."""
+        """What no part holds, as "name[box]", or None when every tensor of their layouts is whole.
+
+        Raises FormatError where that cannot be told, UnsupportedState for what torch reads in two ways.
+        """
         if self._lost is not None:
             return self._lost
         whole: set[object] = set()
-        for held in self._held.values():
+        effort = Effort()
+        for name, held in self._held.items():
             kind = held.kind
             if kind not in whole:
-                hole = _hole(held.entry, held.boxes)
+                try:
+                    hole = _hole(held.entry, held.boxes, effort)
+                except FormatError as error:
+                    raise FormatError(f"{name}: {error}") from None
                 if hole is not None:
                     return f"{held.entry.name}{hole}"
                 whole.add(kind)
@@ -101,6 +112,11 @@ class Proof:
             kind = held.kind
             if kind not in known:
                 known[kind] = _meetings(held.entry, held.boxes)
+            if len(found) + len(known[kind]) > MAX_DOUBTS:
+                raise UnsupportedState(
+                    f"{name}: ranks wrote more than {MAX_DOUBTS:,} regions twice, in this tensor and those before it; "
+                    "that is more than can be compared. Give each rank the box that is its own"
+                )
             for i, j, region in known[kind]:
                 found.append(Doubt(name, region, (held.ranks[i], held.ranks[j]), (held.boxes[i], held.boxes[j])))
         return sorted(found, key=lambda doubt: doubt.ranks)
@@ -125,16 +141,19 @@ class _Held:
         return self.entry.shape, self.entry.holding, *map(id, self.boxes)
 
 
-def _hole(entry: TensorEntry, boxes: Sequence[Box]) -> Box | None:
-    distinct, tiling = set(boxes), _tiling(entry)
+def _hole(entry: TensorEntry, boxes: Sequence[Box], effort: Effort) -> Box | None:
+    distinct = set(boxes)
+    tiling = _tiling(entry, len(distinct))
     if tiling is not None and tiling <= distinct:
         return None  # thousands of boxes, and the general way takes the square of that
-    return find_hole(Box.whole(entry.shape), list(distinct))
+    return find_hole(Box.whole(entry.shape), list(distinct), effort)
 
 
 def _meetings(entry: TensorEntry, boxes: Sequence[Box]) -> list[Meeting]:
-    tiling = _tiling(entry)
-    if len(boxes) < 2 or (tiling is not None and len(tiling) == len(boxes) and tiling == {*boxes}):
+    if len(boxes) < 2:
+        return []
+    tiling = _tiling(entry, len(boxes))
+    if tiling is not None and len(tiling) == len(boxes) and tiling == {*boxes}:
         return []
     try:
         return meetings(boxes)
@@ -142,10 +161,16 @@ def _meetings(entry: TensorEntry, boxes: Sequence[Box]) -> list[Meeting]:
         raise UnsupportedState(f"{entry.name}: {error}") from None
 
 
-def _tiling(entry: TensorEntry) -> frozenset[Box] | None:
-    """Every box of a tensor on a mesh: together they are the whole, and none overlap. None: it is not on a mesh."""
+def _tiling(entry: TensorEntry, num: int) -> frozenset[Box] | None:
+    """Every box of a tensor on a mesh: together they are the whole, and none overlap.
+
+    None where it is not on a mesh, or is cut into more than `num` boxes: to list those of a mesh of thousands of ranks
+    is worth it only where a part of each was read, and a layout of one megabyte may have thousands of shapes.
+    """
     holding = entry.holding
     if not isinstance(holding, Placed):
+        return None
+    if sharding.least_pieces(entry.shape, holding.mesh.shape, holding.placements) > num:
         return None
     return _placed_boxes(entry.shape, holding.mesh.shape, holding.placements)
 

@@ -16,7 +16,7 @@ import torch
 
 from ckptlib import garbage
 from ckptlib.box import Box, Run, common_run, find_hole
-from ckptlib.contents import Contents, Share
+from ckptlib.contents import Contents, Share, check_there
 from ckptlib.digests import digester
 from ckptlib.errors import CorruptData, FormatError, ObjectNotFound, UnsupportedState
 from ckptlib.keys import SaveId
@@ -245,6 +245,7 @@ class Reader:
 
     def _run(self, request: Request, verify: Callable[[memoryview], str]) -> int:
         """One request: its chunks are checked, then placed."""
+        check_there(self._source.read_into, request.pack, request.offset, request.nbytes)
         buffer = request.buffer()
         self._source.read_into(request.pack, request.start, buffer)
         request.place(buffer, verify, self._source.save.step)

@@ -146,6 +146,36 @@ def coordinates_touching(
     return sorted(found)
 
 
+def least_pieces(shape_global: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]) -> int:
+    """How many pieces different coordinates hold at least; costs nothing, however large the mesh.
+
+    Of what is no layout, or one whose meaning torch leaves open: some number, too.
+    """
+    steps: dict[int, list[tuple[Shard | StridedShard, int]]] = {}
+    for placement, n in zip(placements, mesh_shape, strict=True):
+        if n > 1 and not isinstance(placement, Replicate):
+            steps.setdefault(placement.dim, []).append((placement, n))
+    return math.prod(_least_segments(size, steps.get(dim, ())) for dim, size in enumerate(shape_global))
+
+
+def _least_segments(size: int, steps: Sequence[tuple[Shard | StridedShard, int]]) -> int:
+    """Several axes cut plain chunks of chunks, each of which is no larger than the first."""
+    if len(steps) == 1 and isinstance(placement := steps[0][0], StridedShard):
+        each = -(-size // placement.split_factor)
+        # one element is held whole by the first rank, and all that it holds are neighbours then
+        return size // each * _num_chunks(each, steps[0][1]) if each > 1 else min(size, 1)
+    largest = size
+    for _, num in steps:
+        largest = -(-largest // num)
+    return -(-size // largest) if size else 0
+
+
+def _num_chunks(length: int, num: int) -> int:
+    """Those of `num` that are not empty."""
+    each = -(-length // num)
+    return -(-length // each)
+
+
 Segments: TypeAlias = tuple[tuple[int, int], ...]
 """Half-open (start, stop) of the indices of a dim that a coordinate holds, none empty, in the local tensor's order."""
 

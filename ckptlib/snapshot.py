@@ -68,6 +68,7 @@ class SnapshotReader:
             layout = decode_layout(slot.read_document(header, "layout"), f"{slot.where}: layout")
             table = Table.decode(Fields(loads(text), f"{slot.where}: table"))
             table.check(layout, slot.where)
+            table.check_packs([header.body_nbytes], slot.where)
             known = self._tables[header.rank] = (digest, table, layout)
         return known[1:]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -140,6 +140,17 @@ class Table:
         if table.num_chunks[:1] == (0,):
             raise fields.fail("the first shard has no chunk")
         return table
+
+    def check_packs(self, sizes: Sequence[int], where: str) -> None:
+        """Raises FormatError unless the chunks lie in packs of these sizes, and each pack holds all of its chunks."""
+        left = [*sizes]
+        for pack, offset, nbytes in zip(self.packs, self.offsets, self.nbytes, strict=True):
+            if pack >= len(sizes) or offset + nbytes > sizes[pack]:
+                raise FormatError(f"{where}: chunk [{offset}:+{nbytes}] of pack {pack} lies outside of the packs")
+            left[pack] -= nbytes
+        if min(left, default=0) < 0:  # a few rows could have the same gigabytes read thousands of times
+            pack = left.index(min(left))
+            raise FormatError(f"{where}: chunks of pack {pack} are larger together than it is")
 
     def check(self, layout: Layout, where: str) -> None:
         """Raises FormatError unless every shard lies in its tensor and its chunks hold exactly its bytes."""

@@ -27,7 +27,7 @@ from ckptlib.errors import (
 from ckptlib.findings import Finding, attempt, finding_of
 from ckptlib.keys import PartName, SaveId
 from ckptlib.layout import Layout
-from ckptlib.manifest import Manifest
+from ckptlib.manifest import Manifest, ranks_by_layout
 from ckptlib.part import Part
 from ckptlib.proof import Proof
 from ckptlib.verify_packs import READ_THREADS, Advance, in_order, verify_packs
@@ -140,9 +140,7 @@ def _check_values(part: Part, name: PartName) -> None:
 
 def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Finding]:
     """A manifest is derived from its parts, so it can be derived again."""
-    layouts: dict[str, tuple[int, ...]] = {}
-    for part in parts:
-        layouts[part.table.layout] = (*layouts.get(part.table.layout, ()), part.rank)
+    layouts = ranks_by_layout((part.table.layout, part.rank) for part in parts)
     derived = {
         "agreement of replicas": alike(name.check for name in manifest.parts),
         "world size": {part.world_size for part in parts} == {manifest.world_size},
@@ -180,10 +178,13 @@ def _check_cover(
         yield Finding("incomplete", key, str(error), save)
         return
     shares = {part.rank: Share(part, layouts[part.table.layout]) for part in parts if doubts}
+    told: set[tuple[str, tuple[int, int]]] = set()
     for doubt in doubts:
-        if (
-            attempt(partial(contents.settles, doubt, shares.__getitem__)) is False
-        ):  # the unreadable is another's finding
-            name, region, (first, second) = doubt.name, doubt.region, doubt.ranks
+        name, region, (first, second) = doubt.name, doubt.region, doubt.ranks
+        if (name, doubt.ranks) in told:
+            continue
+        # what is unreadable is another's finding
+        if attempt(partial(contents.settles, doubt, shares.__getitem__)) is False:
+            told.add((name, doubt.ranks))
             message = f"{name}{region}: ranks {first} and {second} saved different bytes for it"
             yield Finding("incomplete", key, message, save, second, ((name, region),))

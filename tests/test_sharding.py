@@ -46,6 +46,7 @@ from ckptlib.sharding import (
     coordinates_touching,
     decode,
     encode,
+    least_pieces,
     pieces,
     replica_axes,
     shape_local,
@@ -277,6 +278,20 @@ def test_coordinates_touching_is_brute_force(
         if any(piece.box.intersect(box) for piece in pieces(shape, mesh_shape, placements, coordinate))
     ]
     assert coordinates_touching(shape, mesh_shape, placements, box) == expected
+
+
+@given(layouts())
+def test_least_pieces_is_a_bound_that_is_nearly_met(layout: tuple[Shape, Shape, tuple[Placement, ...]]) -> None:
+    shape, mesh_shape, placements = layout
+    found = {piece.box for at in coordinates(mesh_shape) for piece in pieces(shape, mesh_shape, placements, at)}
+    least = least_pieces(shape, mesh_shape, placements)
+    assert least <= len(found) <= 2 ** (len(mesh_shape) + len(shape)) * least
+
+
+def test_least_pieces_never_walks_the_mesh() -> None:
+    assert least_pieces((2**59,), (2**50,), (Shard(0),)) == 2**50
+    assert least_pieces((2**30, 2**30), (2**20, 2**20), (StridedShard(0, 2**10), Shard(1))) == 2**50
+    assert least_pieces((2**59,), (2**9, 2**40), (StridedShard(0, 2**40), Shard(0))) == 2**49
 
 
 def test_coordinates_touching_never_walks_the_mesh() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -18,9 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import ROOT_ID, SAVES_APART, flips, resealed
 
+from ckptlib.box import Box
+from ckptlib.documents import encode
 from ckptlib.errors import CkptError, CorruptData, FormatError, NoRoom
 from ckptlib.keys import MAX_RANK, GenerationId, SaveId
+from ckptlib.layout import ByHand, Layout, TensorEntry
 from ckptlib.slot import PAGE_BYTES, SUFFIX, Slot, SlotHeader
+from ckptlib.snapshot import SnapshotReader
+from ckptlib.table import Table
+from ckptlib.values import Json
 
 SAVE = SaveId(500, GenerationId(7, "0123abcd"))
 CAPACITY = 4 * PAGE_BYTES
@@ -43,6 +50,27 @@ def sealed(slot: Slot, body: bytes = b"x" * CAPACITY, sequence: int = 2) -> Slot
     header = replace(HEADER, sequence=sequence, body_nbytes=len(body), documents=places)
     slot.write_header(header)
     return header
+
+
+def test_chunks_lie_in_the_body_and_are_not_larger_than_it(slot: Slot) -> None:
+    """A load takes memory for a chunk, and one place told a thousand times is digested as often."""
+    layout = Layout(1, (TensorEntry("a", "uint8", (CAPACITY,), ByHand()),))
+    half = CAPACITY // 2
+    low, high = Box((0,), (half,)), Box((half,), (half,))
+    table = Table(layout.digest, (0, 0), (low, high), (1, 1), (0, 0), (0, half), (half, half))
+    content: dict[str, Json] = {"algorithm": "xxh3", "values": {}, "metrics": {}, "created": 0.0}
+    thrice = replace(table, tensors=(0,) * 3, boxes=(low,) * 3, num_chunks=(1,) * 3, packs=(0,) * 3, nbytes=(half,) * 3)
+    for told, problem in [
+        (table, None),
+        (replace(table, offsets=(0, CAPACITY)), "lies outside of the packs"),
+        (replace(table, offsets=(0, 2**40)), "lies outside of the packs"),
+        (replace(thrice, offsets=(0, 0, 0)), "chunks of pack 0 are larger together than it is"),
+    ]:
+        snapshot = encode("snapshot", {**content, "digests": "0" * 32 * len(told.nbytes)})
+        documents = {"layout": layout.encoded, "table": told.encoded.encode(), "snapshot": snapshot}
+        slot.write_header(replace(HEADER, body_nbytes=CAPACITY, documents=slot.write_documents(CAPACITY, documents)))
+        with contextlib.nullcontext() if problem is None else pytest.raises(FormatError, match=problem):
+            assert SnapshotReader().read(slot, slot.read_header()).table == told
 
 
 # -- headers

@@ -208,6 +208,42 @@ def test_manifests_are_those_of_unproved_commits() -> None:
     assert Catalog(store).commit(save, names) == found
 
 
+def test_more_overlaps_of_many_tensors_than_can_be_compared_are_refused_by_name() -> None:
+    """Each of them could be compared: 90 x 90 pairs."""
+    num, count = 90, 3
+    values = np.zeros((num, num), np.float32)
+    boxes = [[Box((i, 0), (1, num)) for i in range(num)], [Box((0, i), (num, 1)) for i in range(num)]]
+    store = MemoryStore()
+    catalog = make_root(store)
+    save, names = SaveId(1, make_generation(catalog, world_size=2)), []
+    for rank in range(2):
+        layout = Layout(2, tuple(TensorEntry(f"x{i}", "float32", (num, num), ByHand()) for i in range(count)))
+        shards = [(f"x{i}", box) for i in range(count) for box in boxes[rank]]
+        tensors = {f"x{i}": values for i in range(count)}
+        names.append(put_part(catalog, save, rank, layout, tensors, shards=shards))
+    with pytest.raises(SaveFailed, match=r"x2: ranks wrote more than 16,384 regions twice"):
+        Catalog(store).commit(save, names)
+    commit_unproved(store, save, names)
+    assert [found.message[:8] for found in verify_save(Catalog(store), save)] == ["x2: rank"]
+    for name in ("x0", "x2"):
+        found = np.ones((num, num), np.float32)
+        reader = Reader(Committed(Catalog(store), Catalog(store).manifest(save)), 0)
+        reader.read([Want(name, ((Box.whole((num, num)), torch.from_numpy(found)),))], lambda nbytes: None)
+        assert (found == 0).all(), "a load compares what it reads alone"
+
+
+def test_one_region_is_told_for_two_ranks_that_differ_in_many() -> None:
+    ones, twos = np.ones(8, np.float32), np.full(8, 2, np.float32)
+    boxes = [Box((i,), (1,)) for i in range(8)]
+    store, save, names = put([replica(0, ones, *boxes), replica(1, twos, Box.whole((8,)))], 1 << 20)
+    with pytest.raises(SaveFailed, match=r"x\[0:1\]: ranks 0 and 1 saved different bytes"):
+        Catalog(store).commit(save, names)
+    commit_unproved(store, save, names)
+    assert [found.message for found in verify_save(Catalog(store), save)] == [
+        "x[0:1]: ranks 0 and 1 saved different bytes for it"
+    ]
+
+
 def test_more_overlaps_than_can_be_compared_are_refused_by_name() -> None:
     """A comb of many teeth over as many others: each tooth meets each."""
     shape, num = (400, 400), 400

@@ -21,6 +21,7 @@ from ckptlib.digests import XXH3, digester
 from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError
 from ckptlib.group import Group, together, together_at_length
 from ckptlib.layout import Layout, decode_layout
+from ckptlib.manifest import ranks_by_layout
 from ckptlib.pace import RUN_BYTES, THREADS, Pace
 from ckptlib.part import Pack, Part
 from ckptlib.peer.inventory import Found, Inventory, Move, SnapshotId, by_rank, snapshot_id
@@ -74,11 +75,9 @@ class InMemory:
         self._exchange: Exchange | None = None
         self.save = snapshot.save
         self.world_size = snapshot.world_size
-        layouts: dict[str, tuple[int, ...]] = {}
-        for rank, there in sorted(inventory.of(snapshot).items()):
-            layouts[there[0].layout] = (*layouts.get(there[0].layout, ()), rank)
-        self.layouts: Mapping[str, tuple[int, ...]] = layouts
-        self._decoded = {digest: self._share_layout(digest) for digest in sorted(layouts)}
+        there = sorted(inventory.of(snapshot).items())
+        self.layouts: Mapping[str, tuple[int, ...]] = ranks_by_layout((found[0].layout, rank) for rank, found in there)
+        self._decoded = {digest: self._share_layout(digest) for digest in sorted(self.layouts)}
 
     @property
     def num_received(self) -> int:
