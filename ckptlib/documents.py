@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 
 from ckptlib.digests import ALGORITHMS, HEX_WIDTH, XXH3, digester
-from ckptlib.errors import CorruptData, FormatError, NewerFormat
+from ckptlib.errors import CorruptData, FormatError, NewerFormat, UnsupportedState
 from ckptlib.tags import MAX_DEPTH, brief
 from ckptlib.values import Json, loads
 
@@ -41,9 +41,18 @@ def dump_body(body: Mapping[str, Json]) -> str:
 
 
 def seal(kind: str, body: str) -> bytes:
-    """The document of this kind around a body that is JSON text already."""
+    """The document of this kind around a body that is JSON text already.
+
+    Raises UnsupportedState for one that nobody would read.
+    """
     digest = digester(XXH3)(body.encode())
-    return f'{{"ckptlib":{VERSION},"kind":"{kind}","digest":"{XXH3}:{digest}","body":{body}}}\n'.encode()
+    document = f'{{"ckptlib":{VERSION},"kind":"{kind}","digest":"{XXH3}:{digest}","body":{body}}}\n'.encode()
+    if len(document) > MAX_BYTES:
+        raise UnsupportedState(
+            f"the {kind} would have {len(document):,} bytes; a document has at most {MAX_BYTES:,}. Values that large "
+            "are better kept as tensors"
+        )
+    return document
 
 
 def encode(kind: str, body: Mapping[str, Json]) -> bytes:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 
-from ckptlib import tags, values
+from ckptlib import tags
 from ckptlib.asked import Asked
-from ckptlib.errors import StateMismatch
+from ckptlib.errors import FormatError, StateMismatch
 from ckptlib.layout import PerRank as HeldPerRank
 from ckptlib.layout import TensorEntry
 from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, is_elsewhere, join, leaf_of
@@ -116,53 +116,56 @@ class Filling:
         else:
             self.missing.append(path)
 
-    def rebuild(self, tree: Json, path: str, now: object, device: torch.device | None = None) -> Callable[[], object]:
+    def rebuild(
+        self, tree: Json, path: str, now: object, device: torch.device | None = None, depth: int = 0
+    ) -> Callable[[], object]:
         """Wants what the tree needs; returns what makes the object once that is filled.
 
         `device`: of tensors that the object has not yet.
         """
+        if depth > tags.MAX_DEPTH:
+            raise FormatError(f"{path[:80]}: the layout's tree of this object is deeper than {tags.MAX_DEPTH} levels")
         if tree == "tensor":
             tensor = self._tensor_for(path, now, device)
             return lambda: tensor
         if tree == "value":
             self.used.add(path)
-            value = self.saved.value(path)  # now, when it may still fail on all ranks together
+            value = self.saved.value(path, depth)  # now, when it may still fail on all ranks together
             return lambda: value
         match tree:
             case {"dict": list(pairs)}:
-                made = self._rebuild_pairs(pairs, path, now, device)
+                made = self._rebuild_pairs(pairs, path, now, device, depth)
                 return lambda: {key: build() for key, build in made.items()}
             case {"odict": list(pairs)}:
-                made = self._rebuild_pairs(pairs, path, now, device)
+                made = self._rebuild_pairs(pairs, path, now, device, depth)
                 return lambda: OrderedDict((key, build()) for key, build in made.items())
             case {"list": list(items)}:
-                builds = self._rebuild_items(items, path, now, device)
+                builds = self._rebuild_items(items, path, now, device, depth)
                 return lambda: [build() for build in builds]
             case {"tuple": list(items)}:
-                builds = self._rebuild_items(items, path, now, device)
+                builds = self._rebuild_items(items, path, now, device, depth)
                 return lambda: tuple(build() for build in builds)
             case _:
-                raise _unreadable(path, tree)
+                raise StateMismatch(f"{path}: the layout's tree of this object cannot be read: {tags.brief(tree)}")
 
     def _rebuild_pairs(
-        self, pairs: list[Json], path: str, now: object, device: torch.device | None
+        self, pairs: list[Json], path: str, now: object, device: torch.device | None, depth: int
     ) -> dict[Any, Callable[[], object]]:
-        made = {}
-        for pair in pairs:
-            match pair:
-                case [encoded, tree]:
-                    key: Any = tags.expect_hashable(values.decode(encoded, path), path)
-                case _:
-                    raise _unreadable(path, pair)
+        made: dict[Any, Callable[[], object]] = {}
+        for key, tree in tags.decode_keys(pairs, path, depth):
             inner = now.get(key) if isinstance(now, Mapping) else None
-            made[key] = self.rebuild(tree, join(path, key), inner, device)
+            try:
+                name = join(path, key)
+            except ValueError as error:  # an int of more digits than Python converts
+                raise FormatError(f"{path[:80]}: the layout's tree of this object has a key that is no name") from error
+            made[key] = self.rebuild(cast(Json, tree), name, inner, device, depth + 1)
         return made
 
     def _rebuild_items(
-        self, trees: list[Json], path: str, now: object, device: torch.device | None
+        self, trees: list[Json], path: str, now: object, device: torch.device | None, depth: int
     ) -> list[Callable[[], object]]:
         have = now if isinstance(now, (list, tuple)) and len(now) == len(trees) else [None] * len(trees)
-        return [self.rebuild(tree, join(path, i), have[i], device) for i, tree in enumerate(trees)]
+        return [self.rebuild(tree, join(path, i), have[i], device, depth + 1) for i, tree in enumerate(trees)]
 
     def _tensor_for(self, path: str, now: object, device: torch.device | None = None) -> torch.Tensor:
         """A tensor to fill: the one that the object has, where it fits, else a new one."""
@@ -178,15 +181,11 @@ class Filling:
         if fits(now, entry) and self._filled.setdefault(id(now), (now, entry.name))[1] == entry.name:
             tensor = now
         else:  # also where the object has one tensor in two places, and the checkpoint has two
-            tensor = torch.empty(entry.shape, dtype=torch_dtype(entry), device=device)
+            tensor = _make(entry, device)
         leaf = leaf_of(tensor, path, per_rank=False, owner=None)
         if leaf is not None:
             self.wants.append(want(leaf, entry))
         return tensor
-
-
-def _unreadable(path: str, tree: Json) -> StateMismatch:
-    return StateMismatch(f"{path}: the layout's tree of this object cannot be read: {str(tree)[:80]}")
 
 
 def want(leaf: Leaf, entry: TensorEntry) -> Want:
@@ -204,6 +203,13 @@ def fits(now: object, entry: TensorEntry) -> TypeGuard[torch.Tensor]:
     if not isinstance(now, torch.Tensor) or now.is_meta or _is_expanded(now):
         return False
     return (tuple(now.shape), dtype_name(now)) == (entry.shape, entry.dtype)
+
+
+def _make(entry: TensorEntry, device: torch.device | None) -> torch.Tensor:
+    try:
+        return torch.empty(entry.shape, dtype=torch_dtype(entry), device=device)
+    except RuntimeError as error:  # also OutOfMemoryError, and strides beyond 64 bits beside a 0
+        raise StateMismatch(f"{entry.name}: no room for {entry.dtype}{list(entry.shape)}: {error}") from error
 
 
 def _call(function: Callable[[Any], object], argument: object) -> None:

@@ -81,10 +81,10 @@ class Saved:
         """Those of this rank, where the layout is its own; else of the first rank that has it."""
         return self._reader.part(self._reader.first_rank(self._digests[layout])).values if layout else self.values
 
-    def value(self, path: str) -> object:
+    def value(self, path: str, depth: int = 0) -> object:
         """This rank's own, else the first that another has. Raises StateMismatch where none has any."""
         for layout in range(len(self._digests)):
             found = self.values_with(layout)
             if path in found:
-                return values.decode(found[path], path)
+                return values.decode(found[path], path, depth)
         raise StateMismatch(f"{path}: the layout tells of a value that no part of step {self._reader.step} has")

@@ -29,7 +29,7 @@ from ckptlib.optimizers import (
     state_path,
 )
 from ckptlib.sections import Section, Sight
-from ckptlib.tags import is_unicode
+from ckptlib.tags import MAX_DEPTH, is_unicode
 from ckptlib.values import Json
 
 __all__ = ["Flat", "Leaf", "Memo", "PerRank", "Plain", "Sharded", "flatten", "has_tensor", "is_stateful", "join"]
@@ -73,6 +73,13 @@ def flatten(state: object, memo: Memo | None = None) -> Flat:
     Raises UnsupportedState, naming the path, for what cannot be saved.
     """
     memo = Memo() if memo is None else memo
+    try:
+        return _flatten(state, memo)
+    except RecursionError:
+        raise UnsupportedState("the state is nested too deeply to be saved; does it contain itself?") from None
+
+
+def _flatten(state: object, memo: Memo) -> Flat:
     walk = _Walk(memo, _owners_in(state))
     if walk.owners != memo.owners:
         memo.sections.clear()
@@ -255,25 +262,28 @@ class _Walk:
                 plain[option] = value
         self.add_value(plain, path)
 
-    def add_value(self, value: object, path: str) -> None:
+    def add_value(self, value: object, path: str, depth: int = 0) -> None:
+        """`depth`: levels of the object that it is part of, above it."""
         self._claim(path)
-        self.flat.values[path] = values.encode(value, path)
+        self.flat.values[path] = values.encode(value, path, depth)
 
     def add_object(self, state: object, path: str, per_rank: bool) -> None:
         """An object's state: a tree to be rebuilt when it holds tensors, else one value."""
         if has_tensor(state):
-            self.flat.objects[path] = self._tree(state, path, per_rank)
+            self.flat.objects[path] = self._tree(state, path, per_rank, 0)
         else:
             self.add_value(state, path)
 
-    def _tree(self, node: object, path: str, per_rank: bool) -> Json:
+    def _tree(self, node: object, path: str, per_rank: bool, depth: int) -> Json:
+        if depth > MAX_DEPTH:
+            raise UnsupportedState(f"{path[:80]}: nested deeper than {MAX_DEPTH} levels; does it contain itself?")
         if isinstance(node, PerRank):
-            return self._tree(node.value, path, per_rank=True)
+            return self._tree(node.value, path, True, depth)
         if isinstance(node, (torch.Tensor, Sharded)):
             self.add_tensor(node, path, per_rank)
             return "tensor"
         if not has_tensor(node):
-            self.add_value(node, path)
+            self.add_value(node, path, depth)
             return "value"
         kind = _TREES.get(type(node))
         if kind is None:
@@ -282,9 +292,13 @@ class _Walk:
                 "something else; let state_dict() give dict, OrderedDict, list or tuple"
             )
         if isinstance(node, Mapping):
-            pairs = [[values.encode(k, path), self._tree(v, join(path, k), per_rank)] for k, v in node.items()]
+            pairs = [
+                [values.encode(k, path, depth + 1), self._tree(v, join(path, k), per_rank, depth + 1)]
+                for k, v in node.items()
+            ]
             return {kind: pairs}  # type: ignore[dict-item]
-        return {kind: [self._tree(v, join(path, i), per_rank) for i, v in enumerate(node)]}  # type: ignore[arg-type, var-annotated]
+        items: list[Json] = [self._tree(v, join(path, i), per_rank, depth + 1) for i, v in enumerate(node)]  # type: ignore[arg-type, var-annotated]
+        return {kind: items}
 
     def _claim(self, name: str) -> None:
         if name in self.names:

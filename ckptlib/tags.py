@@ -127,17 +127,21 @@ def _decode_frozenset(data: object, where: Where, depth: int) -> frozenset[objec
 
 
 def _decode_pairs(data: object, where: Where, depth: int) -> dict[object, object]:
-    names: list[Hashable] = []
-    pairs = _expect_list(data, where)
-    for i, pair in enumerate(pairs):
+    pairs = decode_keys(data, where, depth)
+    return {name: decode(item, (where, name), depth + 1) for name, item in pairs}
+
+
+def decode_keys(data: object, where: Where, depth: int) -> list[tuple[Hashable, object]]:
+    """Pairs of a key and what stands beside it as it is; no key twice."""
+    pairs = []
+    for i, pair in enumerate(_expect_list(data, where)):
         _expect(isinstance(pair, list) and len(pair) == 2, (where, i), "[key, value]", pair)
-        names.append(expect_hashable(decode(cast("list[object]", pair)[0], (where, i), depth + 1), (where, i)))
+        key, item = cast("list[object]", pair)
+        pairs.append((expect_hashable(decode(key, (where, i), depth + 1), (where, i)), item))
+    names = [name for name, _ in pairs]
     _expect_spread(names, where)
-    found: dict[object, object] = {}
-    for name, pair in zip(names, pairs, strict=True):
-        found[name] = decode(cast("list[object]", pair)[1], (where, name), depth + 1)
-    _expect(len(found) == len(pairs), where, "no key twice", data)
-    return found
+    _expect(len({*names}) == len(names), where, "no key twice", data)
+    return pairs
 
 
 def _decode_odict(data: object, where: Where, depth: int) -> OrderedDict[object, object]:

@@ -6,6 +6,7 @@ by tensor, so it goes into an optimizer that has not stepped yet and keeps the d
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -143,11 +144,16 @@ class _Walk:
 def _never_used(filling: Filling) -> Iterator[str]:
     """Everything saved that nobody took."""
     saved = filling.saved
-    trees = tuple(f"{path}/" for path in saved.objects)
+    trees: list[str] = []
+    for tree in sorted(f"{path}/" for path in saved.objects):
+        if not trees or not tree.startswith(trees[-1]):
+            trees.append(tree)  # none begins with another, so the one before a name tells
     for name in (*saved.tensors, *saved.values, *saved.objects):
         # what belongs to an object that is loaded as a whole is taken, or not, with it
-        if name not in filling.used and filling.asked.expects(name) and not name.startswith(trees):
-            yield name
+        if name not in filling.used and filling.asked.expects(name):
+            before = bisect_left(trees, name)
+            if not before or not name.startswith(trees[before - 1]):
+                yield name
 
 
 def join_module(path: str, name: str) -> str:

@@ -40,23 +40,26 @@ from ckptlib.tags import BARE_INTS, DTYPES, MAX_DEPTH, Where, is_unicode, text_o
 if TYPE_CHECKING:
     pass
 
+MAX_BYTES = 2**29
+"""Of bytes or an array. Documents have twice as much at most, and base64 makes four of three."""
+
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 
-def encode(value: object, path: str) -> Json:
-    """`value` as JSON. `path` is the value's name in messages.
+def encode(value: object, path: str, depth: int = 0) -> Json:
+    """`value` as JSON. `path` is the value's name in messages; `depth`: levels of containers in which it lies.
 
     Raises UnsupportedState, naming the path within the value, for what does not come back exactly.
     """
-    return _encode(value, path, 0)
+    return _encode(value, path, depth)
 
 
-def decode(data: Json, path: str = "") -> object:
-    """The value that `encode` was given. Mutable values are new objects.
+def decode(data: Json, path: str = "", depth: int = 0) -> object:
+    """The value that `encode` was given, in as many levels of containers. Mutable values are new objects.
 
     Raises FormatError for what `encode` does not write.
     """
-    return tags.decode(data, path, 0)
+    return tags.decode(data, path, depth)
 
 
 def dumps(data: Json) -> bytes:
@@ -125,11 +128,11 @@ def _encode_float(value: float, where: Where, depth: int) -> Json:
 
 def _encode_str(value: str, where: Where, depth: int) -> Json:
     # os.fsdecode makes surrogates. As \u escapes, two that are adjacent would come back as one character.
-    return value if is_unicode(value) else {"$str": _base64(value.encode("utf-8", "surrogatepass"))}
+    return value if is_unicode(value) else {"$str": _base64(value.encode("utf-8", "surrogatepass"), where)}
 
 
 def _encode_bytes(value: bytes, where: Where, depth: int) -> Json:
-    return {"$bytes": _base64(value)}
+    return {"$bytes": _base64(value, where)}
 
 
 def _encode_complex(value: complex, where: Where, depth: int) -> Json:
@@ -194,11 +197,12 @@ def _encode_numpy(value: object, where: Where) -> Json:
     import numpy as np
 
     if type(value) is np.ndarray and value.dtype.str in DTYPES:
+        _require_small(value.nbytes, where)
         return {
             "$ndarray": {
                 "dtype": value.dtype.str,
                 "shape": [int(n) for n in value.shape],
-                "data": _base64(value.tobytes()),
+                "data": _base64(value.tobytes(), where),
             }
         }
     if isinstance(value, np.generic) and value.dtype.str in DTYPES:
@@ -229,5 +233,14 @@ def _refused(value: object, where: Where) -> UnsupportedState:
     )
 
 
-def _base64(data: bytes) -> str:
+def _require_small(nbytes: int, where: Where) -> None:
+    if nbytes > MAX_BYTES:
+        raise UnsupportedState(
+            f"{text_of(where)}: {nbytes:,} bytes are too many for a value, which has at most {MAX_BYTES:,}; keep them "
+            "as a tensor, torch.from_numpy(array) or torch.frombuffer(data, dtype=torch.uint8)"
+        )
+
+
+def _base64(data: bytes, where: Where) -> str:
+    _require_small(len(data), where)
     return base64.b64encode(data).decode("ascii")

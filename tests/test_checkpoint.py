@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from onerank import Holder, Root, bits, opened, same
@@ -24,6 +25,7 @@ from ckptlib import (
     StateMismatch,
     UnsupportedState,
     checkpoint,
+    documents,
     dtypes,
 )
 from ckptlib.catalog import Committed
@@ -50,6 +52,21 @@ def any_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     count = torch.empty(shape, dtype=torch.uint8).numel() * dtype.itemsize
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=RANDOM)
     return raw.view(dtype).view(shape)
+
+
+# -- what is too large
+
+
+def test_a_value_too_large_for_a_document_is_refused_by_name(root: Root) -> None:
+    seen = np.zeros(2**29 + 1, np.uint8)  # pages that nobody touches
+    with pytest.raises(UnsupportedState, match="replay/0/seen: 536,870,913 bytes are too many for a value"):
+        root.save({"replay": [{"seen": seen}], "w": torch.ones(1)})
+
+
+def test_values_too_large_together_fail_the_save(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "MAX_BYTES", 100_000)
+    with pytest.raises(SaveFailed, match=r"the snapshot would have 12.,... bytes; a document has at most 100,000"):
+        root.save({"w": torch.ones(1), **{f"v{i}": "x" * 10_000 for i in range(12)}})
 
 
 # -- tensors

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import flips, of_version
 
+from ckptlib import documents
 from ckptlib.documents import VERSION, Fields, as_written, decode, dump_body, encode, seal
-from ckptlib.errors import CorruptData, FormatError, NewerFormat
+from ckptlib.errors import CorruptData, FormatError, NewerFormat, UnsupportedState
 from ckptlib.values import Json
 
 JSON = st.recursive(
@@ -39,6 +40,13 @@ def test_what_is_encoded_comes_back_in_order(body: dict[str, Json]) -> None:
         assert name in fields
         assert fields.raw(name) == value
     assert list(fields._value) == list(body)
+
+
+def test_no_document_is_written_that_nobody_would_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "MAX_BYTES", len(EXAMPLE))
+    assert seal("manifest", EXAMPLE[BODY_AT:-2].decode()) == EXAMPLE
+    with pytest.raises(UnsupportedState, match=f"the part would have .* has at most {len(EXAMPLE)}"):
+        encode("part", {"values": "x" * len(EXAMPLE)})
 
 
 def test_a_document_can_be_checked_by_hand() -> None:

@@ -62,6 +62,30 @@ def test_names_of_everything() -> None:
     assert owned == {name for name in names(flat) if name.startswith("o/") or name[2:] in params}
 
 
+def lists(depth: int, leaf: object) -> object:
+    for _ in range(depth):
+        leaf = [leaf]
+    return leaf
+
+
+@pytest.mark.parametrize("inside", [torch.ones(1), [torch.ones(1), {(1,): 2}]])
+def test_what_a_load_would_find_too_deep_is_refused_by_name(inside: object) -> None:
+    levels = 100 if isinstance(inside, torch.Tensor) else 97
+    flatten({"h": Holder(lists(levels, inside))})
+    with pytest.raises(UnsupportedState, match=r"h(/0)+.*: nested deeper than 100 levels"):
+        flatten({"h": Holder(lists(levels + 1, inside))})
+
+
+@pytest.mark.parametrize("kind", ["an object", "an object of tensors", "a dict"])
+def test_a_state_that_contains_itself_is_refused(kind: str) -> None:
+    loop: list[object] = [torch.ones(1)] if kind == "an object of tensors" else [1]
+    loop.append(loop)
+    ring: dict[str, object] = {}
+    ring["ring"] = ring
+    with pytest.raises(UnsupportedState, match="does it contain itself"):
+        flatten(ring if kind == "a dict" else {"h": Holder(loop)})
+
+
 def test_two_entries_of_one_name_are_refused() -> None:
     for state in (
         {"a": {1: torch.ones(1), "1": torch.zeros(1)}},
