@@ -1,7 +1,7 @@
 """Documents below a megabyte that try to take much time or memory: all who read one end soon, with an error of ours.
 
 Processor time is measured, not time on the wall. The bounds here are generous, for busy machines; what blows up takes
-gigabytes or minutes.
+gigabytes or minutes. On a machine with nothing else to do, all take below a second.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).parent / "workers" / "hostile.py"
-SECONDS, MEGABYTES = 8, 256
+SECONDS, MEGABYTES = 4, 256
 
 
 def check(directory: Path, *arguments: str) -> int:

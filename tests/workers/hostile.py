@@ -16,7 +16,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,9 @@ from ckptlib import keys, values
 from ckptlib.catalog import Catalog
 from ckptlib.cli.app import run
 from ckptlib.documents import seal
-from ckptlib.errors import CkptError
+from ckptlib.errors import CkptError, UnsupportedState
+from ckptlib.keys import GenerationId, SaveId
+from ckptlib.manifest import TrashRecord
 from ckptlib.slot import SlotHeader
 from ckptlib.snapshot import SnapshotReader
 from ckptlib.stores.local import LocalStore
@@ -59,7 +61,7 @@ class Root:
         self.path = path
         store = LocalStore(str(path))
         catalog = make_root(store)
-        weights = np.arange(2**12, dtype=np.float32)
+        weights = np.zeros(2**12, dtype=np.float32)
         self.save = make_save(catalog, make_generation(catalog, world_size=2), 1, {"w": weights}, 2)
         manifest = catalog.manifest(self.save)
         (layout,) = manifest.layouts
@@ -73,14 +75,28 @@ class Root:
                 "part": manifest.parts[0].key,
             }.items()
         }
+        self.bodies["trash"] = body(TrashRecord(self.other, "kept enough").encode())
+        self.bodies["failure"] = {"save": str(self.other), "rank": 0, "error": "no room"}
         self.parts = [body(store.get(part.key)) for part in manifest.parts]
         self.target: list[int] = [2**12]
         """Shape of what is loaded."""
+
+    @property
+    def other(self) -> SaveId:
+        """One that was not committed."""
+        return SaveId(2, self.save.generation)
 
     def put(self, kind: str, text: str) -> None:
         """A document of this kind, and those that have to follow from it."""
         if kind in ("layout", "part"):
             self._put_parts(kind, text)
+        elif kind in ("trash", "failure"):
+            document = seal(kind, text)
+            digest = xxhash.xxh3_128_hexdigest(document)
+            failed = keys.PartName(self.other, 0, "0" * 8, None, digest).key
+            path = self.path / (failed if kind == "failure" else self.other.trash_key)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(document)
         else:
             key = {"root": keys.ROOT, "generation": self.save.generation.key, "manifest": self.save.manifest_key}[kind]
             (self.path / key).write_bytes(seal(kind, text))
@@ -210,6 +226,67 @@ def scalars(part: Body) -> None:
     part["packs"] = [[part["packs"][0][0], 12288]]
 
 
+def hard_tensors(num: int, boxes: int, within: int) -> Attack:
+    """So many tensors of so many boxes in 4 dims, none of them the whole."""
+
+    def change(part: Body) -> None:
+        rng = random.Random(1)
+        table, found = part["table"], []
+        for _ in range(num * boxes):
+            offset = [rng.randrange(within) for _ in range(4)]
+            found.append((offset, [rng.randrange(1, within + 1 - a) for a in offset]))
+        table["shards"] = {
+            "tensor": [i // boxes for i in range(num * boxes)],
+            "offset": [a for a, _ in found],
+            "shape": [b for _, b in found],
+            "chunks": [1] * len(found),
+        }
+        rows(part, [4 * int(np.prod(shape)) for _, shape in found])
+
+    return change
+
+
+def nested_boxes(num: int, boxes: int, equal: bool = False) -> Attack:
+    """So many tensors of so many boxes, any two of which overlap in a region of their own."""
+
+    def change(part: Body) -> None:
+        part["table"]["shards"] = {
+            "tensor": [i // boxes for i in range(num * boxes)],
+            "offset": [[i % boxes] for i in range(num * boxes)],
+            "shape": [[boxes] for i in range(num * boxes)],
+            "chunks": [1] * (num * boxes),
+        }
+        rows(part, [4 * boxes] * (num * boxes))
+        if equal:
+            part["digests"] = ZEROS[4 * boxes] * (num * boxes)
+
+    return change
+
+
+ZEROS = {nbytes: xxhash.xxh3_128_hexdigest(bytes(nbytes)) for nbytes in range(4, 2000, 4)}
+
+
+def by_hand(num: int, shape: list[int]) -> Body:
+    return {
+        "holdings": [{"how": "by-hand"}],
+        "tensors": [[f"w{i or ''}", "float32", shape, 0] for i in range(num)],
+    }
+
+
+def tree(depth: int, leaf: Any = "tensor") -> Any:
+    """Of an object, as a layout tells of one."""
+    return {"list": [tree(depth - 1, leaf)]} if depth else leaf
+
+
+def objects(found: Any, name: str = "a", shape: tuple[int, ...] = (2**12,)) -> Attack:
+    """An object, and the one tensor in it."""
+
+    def change(layout: Body) -> None:
+        layout.update({"objects": {"a": found}, "tensors": [[name, "float32", list(shape), 0]]})
+
+    return change
+
+
 def colliding_boxes(part: Body) -> None:
     found = colliding_shapes(9000, 2**59)
     count = len(found)
@@ -220,6 +297,18 @@ def colliding_boxes(part: Body) -> None:
         "chunks": [1, *[0] * (count - 1)],
     }
     rows(part, [4])
+
+
+def huge_chunk(part: Body) -> None:
+    part["table"]["shards"] = {"tensor": [0], "offset": [[0]], "shape": [[2**38 - 1024]], "chunks": [1]}
+    rows(part, [2**40 - 4096])
+
+
+def deep_key(depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = {"$tuple": [value]}
+    return value
 
 
 ATTACKS: dict[str, tuple[str, Attack | str]] = {
@@ -301,6 +390,52 @@ ATTACKS: dict[str, tuple[str, Attack | str]] = {
     ),
     "layout: many aliases": ("layout", lambda b: b.update(aliases={f"a{i}": "w" for i in range(60_000)})),
     "layout: deep objects": ("layout", lambda b: b.update(objects={"a": nested(950)})),
+    "layout: an object of 130 levels": ("layout", objects(tree(130), "/".join(["a", *["0"] * 130]))),
+    "layout: an object of 190 levels": ("layout", objects(tree(190), "/".join(["a", *["0"] * 190]))),
+    "layout: an object of deep keys": (
+        "layout",
+        objects({"dict": [[deep_key(95), {"dict": [[deep_key(95), "tensor"]]}]]}),
+    ),
+    "layout: an object of keys of one hash": (
+        "layout",
+        objects({"dict": [[{"$int": hex(MERSENNE * i)}, {"list": []}] for i in range(1, 15_000)]}),
+    ),
+    "layout: an object of one key": ("layout", objects({"dict": [["b", {"list": []}]] * 50_000})),
+    "layout: an object of a huge key": (
+        "layout",
+        objects({"dict": [[{"$int": "0x" + "f" * 9000}, {"list": []}]]}),
+    ),
+    "layout: an object of a long name": (
+        "layout",
+        objects({"dict": [["b" * 400_000, {"list": [{"list": []}] * 40_000}]]}),
+    ),
+    "layout: an object of a huge tensor": ("layout", objects("tensor", shape=(2**58,))),
+    "layout: an object of a tensor of none of huge": ("layout", objects("tensor", shape=(0, 2**59, 2**59))),
+    "layout: many objects and names": (
+        "layout",
+        lambda b: b.update(
+            objects={f"o{i}": {} for i in range(30_000)},
+            tensors=[["a", "float32", [2**12], 0], *([f"t{i:06d}", "float32", [0], 0] for i in range(17_000))],
+        ),
+    ),
+    "layout: three axes that cut in turn": (
+        "layout",
+        tensors(
+            [[f"t{i:05d}", "float32", [2**20 + 2 * i + 1], 0] for i in range(20_000)],
+            world_size=4096,
+            meshes=[{"shape": [16, 16, 16], "ranks": list(range(4096))}],
+            holdings=[placed("SS0x16", "SS0x16", "S0")],
+        ),
+    ),
+    "layout: what torch reads in two ways": (
+        "layout",
+        tensors(
+            [["w", "float32", [4096], 0]],
+            holdings=[{**placed("SS0x3", "S0"), "writer": [0, 0]}],
+            meshes=[{"shape": [2, 2], "ranks": [0, 1, 2, 3]}],
+            world_size=4,
+        ),
+    ),
     "layout: 64 dims": (
         "layout",
         tensors([[f"t{i:06d}", "float32", [1] * 64, 0] for i in range(5000)], holdings=[{"how": "by-hand"}]),
@@ -346,22 +481,60 @@ ATTACKS: dict[str, tuple[str, Attack | str]] = {
     ),
     "part: counts of chunks": ("part", lambda b: b["table"]["shards"].update(chunks=[2**62])),
     "part: a shard of a huge chunk": ("part", lambda b: rows(b, [2**40 - 4096])),
+    "part: a tensor of a huge chunk": ("part", huge_chunk),
+    "part: tensors in 4 dims": ("part", hard_tensors(60, 100, 8)),
+    "part: many tensors in 4 dims": ("part", hard_tensors(300, 20, 8)),
+    "part: large tensors in 4 dims": ("part", hard_tensors(40, 100, 1000)),
+    "part: boxes that all overlap": ("part", nested_boxes(1, 300)),
+    "part: tensors whose boxes all overlap": ("part", nested_boxes(40, 200)),
+    "part: equal boxes that all overlap": ("part", nested_boxes(1, 180, equal=True)),
+    "failure: long": ("failure", lambda b: b.update(error="x" * 1_000_000)),
+    "failure: deep": ("failure", lambda b: b.update(error=nested(950))),
+    "failure: of another kind": ("failure", lambda b: b.update(rank=10**4000)),
+    "trash: deep": ("trash", lambda b: b.update(reason=nested(950))),
+    "trash: many words": ("trash", lambda b: b.update({f"{i:x}": "" for i in range(80_000)})),
 }
 
 
-QUICK = (
-    "manifest: 150 layouts of a million ranks",
-    "manifest: one key twice among 80,000",
-    "layout: SS0x999999999 of a huge tensor",
-    "layout: a mesh of 100,000 axes",
-    "layout: shapes of one hash",
-    "part: ints of one hash",
-    "part: an array of a huge shape",
-    "part: deep",
-    "part: boxes in 4 dims",
-    "part: chunks of one place",
-)
-"""Each of them took gigabytes or minutes once, or ended in a traceback."""
+LAYOUTS: dict[str, Body] = {
+    "part: boxes in 4 dims": by_hand(1, [8, 8, 8, 8]),
+    "part: boxes of one hash": by_hand(1, [0, 2**59, 2**59]),
+    "part: a tensor of a huge chunk": by_hand(1, [2**38 - 1024]),
+    "part: tensors in 4 dims": by_hand(60, [8] * 4),
+    "part: many tensors in 4 dims": by_hand(300, [8] * 4),
+    "part: large tensors in 4 dims": by_hand(40, [1000] * 4),
+    "part: boxes that all overlap": by_hand(1, [600]),
+    "part: tensors whose boxes all overlap": by_hand(40, [400]),
+    "part: equal boxes that all overlap": by_hand(1, [360]),
+}
+"""What the layout says, where a part alone is not enough."""
+
+
+QUICK: dict[str, tuple[str, ...]] = {
+    "manifest: 150 layouts of a million ranks": ("ls", "verify", "checkpoints", "load"),
+    "manifest: one key twice among 80,000": ("ls", "verify", "restore"),
+    "layout: SS0x999999999 of a huge tensor": ("verify", "load", "load all"),
+    "layout: a mesh of 100,000 axes": ("show", "verify", "load"),
+    "layout: a large mesh and many sizes": ("show", "verify"),
+    "layout: shapes of one hash": ("show", "verify", "load"),
+    "layout: an object of 190 levels": ("load object", "restore"),
+    "layout: an object of keys of one hash": ("load object",),
+    "layout: an object of a huge key": ("load object",),
+    "layout: an object of a huge tensor": ("load object",),
+    "layout: many objects and names": ("load all",),
+    "layout: what torch reads in two ways": ("verify", "load", "restore", "finish"),
+    "part: ints of one hash": ("values", "verify", "load", "restore"),
+    "part: an array of a huge shape": ("values", "verify", "load"),
+    "part: deep": ("values", "show", "show --json", "verify"),
+    "part: boxes in 4 dims": ("verify", "load"),
+    "part: tensors in 4 dims": ("verify", "finish"),
+    "part: equal boxes that all overlap": ("verify",),
+    "part: tensors whose boxes all overlap": ("verify", "finish"),
+    "part: chunks of one place": ("verify", "load", "restore"),
+    "part: a tensor of a huge chunk": ("verify", "load", "restore"),
+    "failure: long": ("failed", "finish"),
+}
+"""Each of them took gigabytes or minutes once, or ended in a traceback; and those that read what did."""
 
 
 def sets(depth: int) -> Any:
@@ -369,6 +542,13 @@ def sets(depth: int) -> Any:
     for _ in range(depth):
         value = {"$frozenset": [{"$tuple": [value, value]}]} if depth % 7 == 0 else {"$tuple": [value]}
     return value
+
+
+NOTHING: Body = {
+    "shards": {"tensor": [], "offset": [], "shape": [], "chunks": []},
+    "chunks": {"pack": [], "offset": [], "nbytes": []},
+}
+"""Of a table."""
 
 
 HEADS: dict[str, bytes] = {
@@ -379,18 +559,13 @@ HEADS: dict[str, bytes] = {
     "huge numbers": b'{"a":{"dtype":"U8","shape":[' + b"9" * 3000 + b'],"data_offsets":[0,' + b"9" * 500 + b"]}}",
 }
 
-BY_HAND_4D = {
-    "holdings": [{"how": "by-hand"}],
-    "tensors": [["w", "float32", [8, 8, 8, 8], 0]],
-}
-
-
 # Who reads
 
 
 def consumers(root: Root) -> dict[str, Callable[[], object]]:
     url = str(root.path)
-    target = lambda: {"w": torch.zeros(root.target)}  # noqa: E731
+    catalog = Catalog(LocalStore(url))
+    target = lambda: {"w": target_of(root.target)}  # noqa: E731
     return {
         "ls": lambda: run(["ls", url, "--all"]),
         "show": lambda: run(["show", url, "--tensors", "*", "--values"]),
@@ -400,8 +575,51 @@ def consumers(root: Root) -> dict[str, Callable[[], object]]:
         "checkpoints": lambda: list(ckptlib.checkpoints(url)),
         "load": lambda: ckptlib.load(url, target(), strict=False),
         "load all": lambda: ckptlib.load(url, {}, strict=False),
+        "load object": lambda: from_deep(300, lambda: ckptlib.load(url, {"a": Thing()}, strict=False)),
         "values": lambda: read_values(root, url),
+        "failed": lambda: catalog.raise_if_failed(root.other),
+        "restore": lambda: restore(root, target()),
+        "finish": lambda: finish(root, url),
     }
+
+
+class Thing:
+    """An object with a state."""
+
+    def state_dict(self) -> object:
+        return {}
+
+    def load_state_dict(self, state: object) -> None:
+        pass
+
+
+def from_deep(depth: int, call: Callable[[], object]) -> object:
+    """As programs do, with frames of their own below."""
+    return from_deep(depth - 1, call) if depth else call()
+
+
+def target_of(shape: list[int]) -> object:
+    if np.prod([float(max(n, 1)) for n in shape]) < 2**20:
+        return torch.zeros(shape)
+    if not 0 < np.prod([float(n) for n in shape]) <= 2**60:
+        return torch.zeros(1)
+    return ckptlib.Sharded(torch.zeros([1] * len(shape)), [0] * len(shape), shape)
+
+
+def restore(root: Root, state: Body) -> None:
+    arena = root.path.parent / "arena"
+    arena.mkdir(exist_ok=True)
+    with ckptlib.Checkpointer(root.path, state, every=10**6, arena=arena) as checkpointer:
+        try:
+            checkpointer.restore(strict=False)
+        except UnsupportedState as error:
+            raise AssertionError("the step before is not tried") from error
+
+
+def finish(root: Root, url: str) -> None:
+    """The next job commits what is whole."""
+    (root.path / root.save.manifest_key).unlink(missing_ok=True)
+    Catalog(LocalStore(url)).finish(GenerationId(9, "0" * 8))
 
 
 def read_values(root: Root, url: str) -> None:
@@ -462,10 +680,13 @@ def resident(name: str) -> int:
 def spoiled(path: Path, kind: str, attack: Attack | str) -> Root:
     shutil.rmtree(path, ignore_errors=True)
     root = Root(path)
-    if attack is many_boxes:
-        root.bodies["layout"].update(BY_HAND_4D)
-    if attack is colliding_boxes:
-        root.bodies["layout"].update(holdings=[{"how": "by-hand"}], tensors=[["w", "float32", [0, 2**59, 2**59], 0]])
+    what = next((name for name, (_, one) in ATTACKS.items() if one is attack), "")
+    root.bodies["layout"].update(LAYOUTS.get(what, {}))
+    if what in LAYOUTS:
+        root.bodies["layout"]["tensors"].sort()
+        for one in root.parts[1:]:
+            one["table"] = {"layout": one["table"]["layout"], **NOTHING}
+            one.update(digests="", packs=[])
     if isinstance(attack, str):
         text = attack
     else:
@@ -473,17 +694,17 @@ def spoiled(path: Path, kind: str, attack: Attack | str) -> Root:
         text = dumps(root.bodies[kind])
     assert len(text) < 2**20, (kind, len(text))
     root.target = root.bodies["layout"]["tensors"][0][2] if kind != "layout" else [2**12]
-    if np.prod([float(n) for n in root.target]) > 2**20:
-        root.target = [1]
     root.put(kind, text)
     return root
 
 
-def in_documents(directory: Path, chosen: Iterable[str]) -> Iterator[dict[str, object]]:
-    for what in chosen:
+def in_documents(directory: Path, chosen: Mapping[str, Collection[str]]) -> Iterator[dict[str, object]]:
+    """`chosen`: names of attacks, and who reads; all where none is named."""
+    for what, names in chosen.items():
         kind, attack = ATTACKS[what]
         root = spoiled(directory / "root", kind, attack)
-        yield from in_child(what, consumers(root))
+        readers = consumers(root)
+        yield from in_child(what, {name: readers[name] for name in names or readers})
 
 
 def in_heads(directory: Path) -> Iterator[dict[str, object]]:
@@ -495,6 +716,10 @@ def in_heads(directory: Path) -> Iterator[dict[str, object]]:
         head = len(text[: 4096 - 8]).to_bytes(8, "little") + text[: 4096 - 8]
         pack.write_bytes(head.ljust(4096) + data[4096:])
         yield from in_child(f"pack: {what}", {"verify": consumers(root)["verify"]})
+
+
+SNAPSHOT = ("algorithm", "digests", "values", "metrics", "created")
+"""What of a part is in the snapshot of a slot."""
 
 
 class Page:
@@ -511,22 +736,26 @@ class Page:
 
 def in_slots(directory: Path) -> Iterator[dict[str, object]]:
     for what, (kind, attack) in ATTACKS.items():
-        if kind not in ("part", "layout"):
-            continue
-        root = spoiled(directory / "root", kind, attack)
-        part, layout = root.bodies["part"], seal("layout", dumps(root.bodies["layout"]))
-        part["table"]["layout"] = xxhash.xxh3_128_hexdigest(layout)
-        documents = {
-            "layout": layout,
-            "table": dumps(part["table"]).encode(),
-            "snapshot": seal(
-                "snapshot",
-                dumps({name: part[name] for name in ("algorithm", "digests", "values", "metrics", "created")}),
-            ),
-        }
-        header = SlotHeader("0" * 32, root.save, 0, 2, 0, 0, 0, {"table": (4096, 1, "")})
-        read = partial(SnapshotReader().read, Page(documents), header)  # type: ignore[arg-type]
-        yield from in_child(f"slot: {what}", {"snapshot": read})
+        if kind in ("part", "layout"):
+            root = spoiled(directory / "root", kind, attack)
+            yield from in_slot(f"slot: {what}", root)
+
+
+def in_slot(what: str, root: Root) -> Iterator[dict[str, object]]:
+    """The documents of a slot that say what a root's do."""
+    part, layout = root.bodies["part"], seal("layout", dumps(root.bodies["layout"]))
+    part["table"]["layout"] = xxhash.xxh3_128_hexdigest(layout)
+    documents = {
+        "layout": layout,
+        "table": dumps(part["table"]).encode(),
+        "snapshot": seal(
+            "snapshot",
+            dumps({name: part[name] for name in ("algorithm", "digests", "values", "metrics", "created")}),
+        ),
+    }
+    header = SlotHeader("0" * 32, root.save, 0, 2, 0, 0, 2**20, {"table": (4096, 1, "")})
+    read = partial(SnapshotReader().read, Page(documents), header)  # type: ignore[arg-type]
+    yield from in_child(what, {"snapshot": read})
 
 
 def random_value(rng: random.Random, size: int) -> Any:
@@ -569,7 +798,7 @@ def at_random(directory: Path, seed: int, count: int) -> Iterator[dict[str, obje
     """Up to three places of a document are replaced by what may expand."""
     for n in range(count):
         rng = random.Random(f"{seed} {n}")
-        kind = rng.choice(["root", "generation", "manifest", "layout", "layout", "part", "part", "part"])
+        kind = rng.choice([*["layout"] * 3, *["part"] * 4, "root", "generation", "manifest", "trash", "failure"])
 
         def attack(found: Body, rng: random.Random = rng) -> None:
             for _ in range(rng.randrange(1, 4)):
@@ -586,6 +815,9 @@ def at_random(directory: Path, seed: int, count: int) -> Iterator[dict[str, obje
         except (KeyError, IndexError, TypeError, AssertionError, ValueError):
             continue  # the second place went with the first, or the document is too large
         yield from in_child(f"random {seed} {n}: {kind}", consumers(root))
+        part = root.bodies["part"]
+        if kind in ("layout", "part") and isinstance(part.get("table"), dict) and {*SNAPSHOT} <= {*part}:
+            yield from in_slot(f"random {seed} {n}: {kind} of a slot", root)
 
 
 def main(directory: Path, *arguments: str) -> None:
@@ -603,7 +835,7 @@ def main(directory: Path, *arguments: str) -> None:
 def attacks(directory: Path) -> Iterator[dict[str, object]]:
     yield from in_heads(directory)
     yield from in_slots(directory)
-    yield from in_documents(directory, ATTACKS)
+    yield from in_documents(directory, dict.fromkeys(ATTACKS, ()))
 
 
 if __name__ == "__main__":
