@@ -16,6 +16,7 @@ from torch import nn
 
 from ckptlib import values
 from ckptlib.errors import UnsupportedState
+from ckptlib.frameworks import refuse_loader, torch_optimizer, unwrapped
 from ckptlib.layout import PerRank as HeldPerRank
 from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, identity, join, leaf_of, local_of, places, refuse_tensor
 from ckptlib.modules import is_extra_state, named_state
@@ -118,9 +119,7 @@ class _Walk:
         elif isinstance(node, nn.Module):
             self._modules.append((path, node, per_rank))
         elif isinstance(node, torch.optim.Optimizer):
-            refuse_optimizer(node, path)
-            self.flat.optimizers[path] = node
-            self._optimizers.append((path, node, per_rank))
+            self._collect_optimizer(node, path, per_rank)
         elif isinstance(node, torch.Generator):
             self.add_tensor(node.get_state(), path, per_rank=True)
         elif isinstance(node, Mapping):
@@ -131,9 +130,15 @@ class _Walk:
                 self._collect(value, join(path, i), per_rank)
         elif is_stateful(node):
             refuse_optimizer(node, path)
+            refuse_loader(node, path)
             self.add_object(node.state_dict(), path, per_rank)  # type: ignore[attr-defined]
         else:
             self.add_value(node, path)
+
+    def _collect_optimizer(self, node: torch.optim.Optimizer, path: str, per_rank: bool) -> None:
+        refuse_optimizer(unwrapped(node), path)
+        optimizer = self.flat.optimizers[path] = torch_optimizer(node, path)
+        self._optimizers.append((path, optimizer, per_rank))
 
     def _visit_module(self, module: nn.Module, path: str, per_rank: bool) -> None:
         names: list[str] = []
@@ -308,7 +313,9 @@ def _optimizers_in(node: object) -> Iterator[torch.optim.Optimizer]:
     if isinstance(node, PerRank):
         yield from _optimizers_in(node.value)
     elif isinstance(node, torch.optim.Optimizer):
-        yield node
+        inner = unwrapped(node)
+        if isinstance(inner, torch.optim.Optimizer):  # what is not is refused where it is met
+            yield inner
     elif isinstance(node, Mapping):
         for value in node.values():
             yield from _optimizers_in(value)

@@ -16,6 +16,7 @@ from torch import nn
 
 from ckptlib.asked import Asked, Only, Rename
 from ckptlib.filling import Filling, Setter
+from ckptlib.frameworks import loader_of, refuse_loader, torch_optimizer, unwrapped
 from ckptlib.leaf import PerRank, Sharded, join, local_of
 from ckptlib.modules import canonical, is_extra_state, named_state, owners_of
 from ckptlib.optimizer_targets import OptimizerTargets, Params
@@ -82,8 +83,8 @@ class _Walk:
         elif isinstance(node, nn.Module):
             self.modules.append((path, node))
         elif isinstance(node, torch.optim.Optimizer):
-            refuse_optimizer(node, path)
-            self.optimizers.append((path, node))
+            refuse_optimizer(unwrapped(node), path)
+            self.optimizers.append((path, torch_optimizer(node, path)))
         elif isinstance(node, torch.Generator):
             self._filling.add_generator(node, path)
         elif isinstance(node, Mapping):
@@ -96,7 +97,8 @@ class _Walk:
                 self.collect(value, join(path, i), put(i))
         elif is_stateful(node):
             refuse_optimizer(node, path)
-            self._filling.add_object(path, node.state_dict, node.load_state_dict)  # type: ignore[attr-defined]
+            refuse_loader(node, path)
+            self._filling.add_object(path, node.state_dict, loader_of(node))  # type: ignore[attr-defined]
         else:
             self._filling.add_value(path, setter)
 
