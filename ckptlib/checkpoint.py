@@ -298,7 +298,7 @@ def _load_save(
         nbytes=reader.nbytes_read,
         seconds=laps.total,
         missing=tuple(wanted.missing),
-        unexpected=tuple(unexpected),
+        unexpected=(*unexpected, *wanted.foreign),
         values=wanted.values,
         in_memory=not isinstance(source, Committed),
         phases=laps.seconds,
@@ -341,6 +341,7 @@ def _check(save: SaveId, wanted: Targets, unexpected: list[str], strict: bool) -
     if strict:
         problems += [f"  {name}: not in the checkpoint" for name in wanted.missing]
         problems += [f"  {name}: not in the state" for name in unexpected]
+        problems += [f"  {text}" for text in wanted.foreign.values()]
     if problems:
         more = f"\n  and {len(problems) - 40} more" if len(problems) > 40 else ""
         raise StateMismatch(

@@ -35,6 +35,7 @@ class Filling:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.mismatched: list[str] = []
+        self.foreign: dict[str, str] = {}
         self.values: dict[str, object] = {}
         self.finish: list[Callable[[], None]] = []
         self.used: set[str] = set()

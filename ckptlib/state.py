@@ -28,6 +28,7 @@ from ckptlib.optimizers import (
     refuse_optimizer,
     refuse_strangers,
     state_path,
+    warn_of_positions,
 )
 from ckptlib.sections import Section, Sight
 from ckptlib.tags import is_unicode
@@ -216,9 +217,10 @@ class _Walk:
 
     def _visit_optimizer(self, optimizer: torch.optim.Optimizer, path: str, per_rank: bool) -> None:
         names = names_of_params(optimizer, self.param_names)
-        self.flat.objects[path] = {"optimizer": {"groups": names}}  # type: ignore[dict-item]
+        warn_of_positions(optimizer, names, path, "saved")
         params = [param for group in optimizer.param_groups for param in group["params"]]
         refuse_strangers(optimizer, params, path)
+        self.flat.objects[path] = {"optimizer": _describe(optimizer, names)}
         for i, group in enumerate(optimizer.param_groups):
             self._add_hyper_parameters(group, group_path(path, i), per_rank)
 
@@ -297,6 +299,12 @@ class _Walk:
         if not is_unicode(name):
             raise UnsupportedState(f"{name!r} is no Unicode, and no name of a safetensors file; rename that entry")
         self.names[name] = None
+
+
+def _describe(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> Json:
+    """What a layout tells of an optimizer. Of ranks that hold the same it tells the same."""
+    orders = sorted(map(list, {*map(tuple, optimizer.state.values())}), key=str)
+    return {"groups": names, "class": type(optimizer).__name__, "keys": orders}  # type: ignore[dict-item]
 
 
 _TREES: dict[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tuple: "tuple"}

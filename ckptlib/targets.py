@@ -37,6 +37,9 @@ class Targets:
     """Names that the checkpoint has and the state has not, or that were asked for and the state has not."""
     mismatched: list[str]
     """Names whose shape or dtype differ, with both."""
+    foreign: dict[str, str]
+    """Names of the checkpoint that an optimizer of this rank would not understand: unexpected, whatever other ranks
+    say. Each with what is to be told of it."""
     values: dict[str, object]
     """Plain values by path, as saved."""
     finish: list[Callable[[], None]]
@@ -60,6 +63,7 @@ def targets(state: object, saved: Saved, *, rename: Rename = None, only: Only = 
         filling.missing,
         [*asked.idle(), *filling.unexpected, *_never_used(filling)],
         filling.mismatched,
+        filling.foreign,
         filling.values,
         filling.finish,
     )
