@@ -31,7 +31,7 @@ from ckptlib.optimizers import (
     warn_of_positions,
 )
 from ckptlib.sections import Section, Sight
-from ckptlib.tags import is_unicode
+from ckptlib.tags import MAX_DEPTH, Where, is_unicode, text_of
 from ckptlib.values import Json
 
 __all__ = ["Flat", "Leaf", "Memo", "PerRank", "Plain", "Sharded", "flatten", "has_tensor", "is_stateful", "join"]
@@ -113,6 +113,7 @@ class _Walk:
             self._visit_optimizer(optimizer, path, per_rank)
 
     def _collect(self, node: object, path: str, per_rank: bool) -> None:
+        check_depth(node, path)
         if isinstance(node, PerRank):
             self._collect(node.value, path, per_rank=True)
         elif isinstance(node, (torch.Tensor, Sharded)):
@@ -274,6 +275,7 @@ class _Walk:
             self.add_value(state, path)
 
     def _tree(self, node: object, path: str, per_rank: bool) -> Json:
+        check_depth(node, path)
         if isinstance(node, PerRank):
             return self._tree(node.value, path, per_rank=True)
         if isinstance(node, (torch.Tensor, Sharded)):
@@ -317,19 +319,21 @@ def _owners_in(state: object) -> dict[int, torch.optim.Optimizer]:
     }
 
 
-def _optimizers_in(node: object) -> Iterator[torch.optim.Optimizer]:
+def _optimizers_in(node: object, where: Where = "", depth: int = 0) -> Iterator[torch.optim.Optimizer]:
+    if depth > MAX_DEPTH:
+        raise _too_deep(text_of(where))
     if isinstance(node, PerRank):
-        yield from _optimizers_in(node.value)
+        yield from _optimizers_in(node.value, where, depth + 1)
     elif isinstance(node, torch.optim.Optimizer):
         inner = unwrapped(node)
         if isinstance(inner, torch.optim.Optimizer):  # what is not is refused where it is met
             yield inner
     elif isinstance(node, Mapping):
-        for value in node.values():
-            yield from _optimizers_in(value)
+        for key, value in node.items():
+            yield from _optimizers_in(value, (where, key), depth + 1)
     elif isinstance(node, (list, tuple)):
-        for value in node:
-            yield from _optimizers_in(value)
+        for i, value in enumerate(node):
+            yield from _optimizers_in(value, (where, i), depth + 1)
 
 
 def is_stateful(node: object) -> bool:
@@ -337,10 +341,20 @@ def is_stateful(node: object) -> bool:
     return callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))
 
 
-def has_tensor(node: object) -> bool:
-    """Whether a tensor lies anywhere in a nesting of containers."""
-    if isinstance(node, (torch.Tensor, Sharded, PerRank)):
+def has_tensor(node: object, depth: int = 0) -> bool:
+    """Whether a tensor lies anywhere in a nesting of containers; also said of one that has no end."""
+    if isinstance(node, (torch.Tensor, Sharded, PerRank)) or depth > MAX_DEPTH:
         return True
     if isinstance(node, Mapping):
-        return any(has_tensor(v) for v in node.values())
-    return isinstance(node, (list, tuple)) and any(has_tensor(v) for v in node)
+        return any(has_tensor(v, depth + 1) for v in node.values())
+    return isinstance(node, (list, tuple)) and any(has_tensor(v, depth + 1) for v in node)
+
+
+def check_depth(node: object, path: str) -> None:
+    """Raises UnsupportedState for what is nested without an end."""
+    if isinstance(node, (Mapping, list, tuple)) and path.count("/") > MAX_DEPTH:
+        raise _too_deep(path)
+
+
+def _too_deep(path: str) -> UnsupportedState:
+    return UnsupportedState(f"{path[:80]}...: nested deeper than {MAX_DEPTH} levels; does it contain itself?")

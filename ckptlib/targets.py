@@ -23,7 +23,7 @@ from ckptlib.optimizer_targets import OptimizerTargets, Params
 from ckptlib.optimizers import refuse_optimizer
 from ckptlib.reader import Want
 from ckptlib.saved import Saved
-from ckptlib.state import is_stateful
+from ckptlib.state import check_depth, is_stateful
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,7 @@ class _Walk:
         self._filling = filling
 
     def collect(self, node: object, path: str, setter: Setter) -> None:
+        check_depth(node, path)
         if isinstance(node, (torch.Tensor, Sharded)):
             self.params.add(local_of(node), path)
             if isinstance(node, Sharded):
