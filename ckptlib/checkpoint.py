@@ -289,8 +289,7 @@ def _load_save(
     laps.end("read")
     spread(buckets, group)
     laps.end("spread")
-    for action in wanted.finish:
-        action()
+    wanted.complete()
     if whole is not state and isinstance(state, MutableMapping):  # plain values were put into the copy
         state.update({key: value for key, value in whole.items() if key != RNG})
     return LoadReport(

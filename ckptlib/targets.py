@@ -7,6 +7,7 @@ by tensor, so it goes into an optimizer that has not stepped yet and keeps the d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,13 +46,19 @@ class Targets:
     finish: list[Callable[[], None]]
     """To be called in order, when every want is filled."""
 
+    def complete(self) -> None:
+        """To be called when every want is filled."""
+        with _outside_inference():
+            for action in self.finish:
+                action()
+
 
 def targets(state: object, saved: Saved, *, rename: Rename = None, only: Only = None, cast: bool = False) -> Targets:
     """What is to be filled and done so that `state` becomes what was saved. Changes nothing yet."""
     asked = Asked(only, rename)
     filling = Filling(saved, asked, cast)
     walk = _Walk(filling)
-    with torch.no_grad():
+    with _outside_inference(), torch.no_grad():
         walk.collect(state, "", None)
         for path, module in walk.modules:
             walk.add_module(module, path)
@@ -67,6 +74,16 @@ def targets(state: object, saved: Saved, *, rename: Rename = None, only: Only = 
         filling.values,
         filling.finish,
     )
+
+
+@contextmanager
+def _outside_inference() -> Iterator[None]:
+    """Whatever the caller's mode: what is made in inference mode can never be updated outside of it, by no step."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
 
 
 class _Walk:
