@@ -27,7 +27,7 @@ from ckptlib.errors import (
     WaitTimeout,
 )
 from ckptlib.group import Group, group_of, group_or_world, meet, together, together_at_length
-from ckptlib.keys import SaveId, parse_save
+from ckptlib.keys import SaveId, checked_step, parse_save
 from ckptlib.manifest import Manifest
 from ckptlib.pending import Pending
 from ckptlib.reader import NotBrought, Reader, Source, own_rank
@@ -151,6 +151,7 @@ def save_async(
     As `save`, but the step exists only when the pending save says so: `pending.wait_committed()`. Waits for an
     earlier save when both slots are taken.
     """
+    step = checked_step(step)
     meet(process_group, str(url), f"save of step {step}", timeout)
     session = _session(absolute(url), storage_options, process_group, step)
     session.await_room()
@@ -187,6 +188,7 @@ def load(
     Raises CheckpointNotFound, StateMismatch with every name that does not fit, CorruptData that names the damaged
     tensor; on all ranks, if on one.
     """
+    step = step if isinstance(step, str) else checked_step(step)
     meet(process_group, str(url), f"load of step {step}", timeout)
     group = _group(process_group)
     with open_store(str(url), storage_options) as store:
@@ -287,8 +289,7 @@ def _load_save(
     laps.end("read")
     spread(buckets, group)
     laps.end("spread")
-    for action in wanted.finish:
-        action()
+    wanted.complete()
     if whole is not state and isinstance(state, MutableMapping):  # plain values were put into the copy
         state.update({key: value for key, value in whole.items() if key != RNG})
     return LoadReport(
@@ -298,7 +299,7 @@ def _load_save(
         nbytes=reader.nbytes_read,
         seconds=laps.total,
         missing=tuple(wanted.missing),
-        unexpected=tuple(unexpected),
+        unexpected=(*unexpected, *wanted.foreign),
         values=wanted.values,
         in_memory=not isinstance(source, Committed),
         phases=laps.seconds,
@@ -341,6 +342,7 @@ def _check(save: SaveId, wanted: Targets, unexpected: list[str], strict: bool) -
     if strict:
         problems += [f"  {name}: not in the checkpoint" for name in wanted.missing]
         problems += [f"  {name}: not in the state" for name in unexpected]
+        problems += [f"  {text}" for text in wanted.foreign.values()]
     if problems:
         more = f"\n  and {len(problems) - 40} more" if len(problems) > 40 else ""
         raise StateMismatch(

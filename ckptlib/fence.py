@@ -7,12 +7,15 @@ copied before `after_step` returns.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+log = logging.getLogger(__name__)
 
 
 class Fenced(Protocol):
@@ -33,10 +36,18 @@ class Fence:
         self._pending: list[Fenced] = []
 
     def install(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Hooks every optimizer that is not hooked yet."""
+        """Hooks every optimizer that is not hooked yet, where it can be."""
         for optimizer in optimizers:
             if id(optimizer) not in self._handles:
-                self._handles[id(optimizer)] = optimizer.register_step_pre_hook(self._make_hook())
+                try:
+                    self._handles[id(optimizer)] = optimizer.register_step_pre_hook(self._make_hook())
+                except AttributeError as error:  # a wrapper that never ran Optimizer.__init__
+                    log.warning(
+                        "%s takes no step hook (%s): what it owns is copied before after_step returns, without "
+                        "overlap; to have that, give the optimizer that it wraps",
+                        type(optimizer).__qualname__,
+                        error,
+                    )
 
     def _make_hook(self) -> Any:
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -31,6 +31,7 @@ from ckptlib.errors import (
 )
 from ckptlib.fence import Fence
 from ckptlib.group import together
+from ckptlib.keys import checked_step
 from ckptlib.peer.peers import Coverage, Peers
 from ckptlib.pending import Pending
 from ckptlib.policy import Policy, Steps
@@ -208,6 +209,7 @@ class Checkpointer:
         job has taken the root over, on all ranks at the same step.
         """
         self._check_open()
+        step = checked_step(step)
         if not self._beat.started:
             self._warm()
             self._say(step)

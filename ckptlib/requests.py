@@ -219,7 +219,7 @@ _move: Callable[[int, int, int], int] = ctypes.PyDLL(None).memmove
 _move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]  # type: ignore[attr-defined]
 
 
-@torch.no_grad()
+@torch.inference_mode()  # else a target that was made in it, such as a whole model, could not be written to
 def _place(read: ChunkRead, data: memoryview) -> None:
     base = ctypes.addressof(ctypes.c_char.from_buffer(data))
     for first, nbytes, address in read.moves:

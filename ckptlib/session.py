@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -237,9 +236,7 @@ class Session:
         return flat, encoded, plan, together(self.group, f"making room for step {step}", lambda: room(plan))
 
     def _checked_step(self, step: int) -> int:
-        step = operator.index(step)  # numpy's integers, too; a float would fail only when it is made a name
-        if not 0 <= step <= keys.MAX_STEP:
-            raise ValueError(f"a step is between 0 and {keys.MAX_STEP}, got {step}")
+        step = keys.checked_step(step)
         if step <= self.newest_step:
             raise ValueError(
                 f"step {step} was saved already by this generation ({self.generation}), or comes before step "

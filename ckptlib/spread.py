@@ -44,6 +44,7 @@ def share_out(wants: Sequence[Want], group: Group, near: Near) -> tuple[list[Wan
     return reads, list(zip(owners, buckets, strict=True))
 
 
+@torch.inference_mode()  # else a target that was made in it could not be written to
 def spread(buckets: Iterable[tuple[int, list[Want]]], group: Group) -> None:
     """Gives every rank what one of them read. Collective; after all ranks have read their share."""
     for owner, wants in buckets:
@@ -58,9 +59,8 @@ def spread(buckets: Iterable[tuple[int, list[Want]]], group: Group) -> None:
                 view.copy_(bytes_of(copyable(target.detach().resolve_conj().resolve_neg()).contiguous()))
         group.broadcast_from(owner, buffer)
         if group.rank != owner:
-            with torch.no_grad():
-                for view, target in zip(views, targets, strict=True):
-                    _bytes_into(target, view)
+            for view, target in zip(views, targets, strict=True):
+                _bytes_into(target, view)
 
 
 def _buckets(wants: Sequence[Want]) -> list[list[Want]]:

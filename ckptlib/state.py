@@ -16,6 +16,7 @@ from torch import nn
 
 from ckptlib import values
 from ckptlib.errors import UnsupportedState
+from ckptlib.frameworks import refuse_loader, torch_optimizer, unwrapped
 from ckptlib.layout import PerRank as HeldPerRank
 from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, identity, join, leaf_of, local_of, places, refuse_tensor
 from ckptlib.modules import is_extra_state, named_state
@@ -27,9 +28,10 @@ from ckptlib.optimizers import (
     refuse_optimizer,
     refuse_strangers,
     state_path,
+    warn_of_positions,
 )
 from ckptlib.sections import Section, Sight
-from ckptlib.tags import is_unicode
+from ckptlib.tags import MAX_DEPTH, Where, is_unicode, text_of
 from ckptlib.values import Json
 
 __all__ = ["Flat", "Leaf", "Memo", "PerRank", "Plain", "Sharded", "flatten", "has_tensor", "is_stateful", "join"]
@@ -111,6 +113,7 @@ class _Walk:
             self._visit_optimizer(optimizer, path, per_rank)
 
     def _collect(self, node: object, path: str, per_rank: bool) -> None:
+        check_depth(node, path)
         if isinstance(node, PerRank):
             self._collect(node.value, path, per_rank=True)
         elif isinstance(node, (torch.Tensor, Sharded)):
@@ -118,9 +121,7 @@ class _Walk:
         elif isinstance(node, nn.Module):
             self._modules.append((path, node, per_rank))
         elif isinstance(node, torch.optim.Optimizer):
-            refuse_optimizer(node, path)
-            self.flat.optimizers[path] = node
-            self._optimizers.append((path, node, per_rank))
+            self._collect_optimizer(node, path, per_rank)
         elif isinstance(node, torch.Generator):
             self.add_tensor(node.get_state(), path, per_rank=True)
         elif isinstance(node, Mapping):
@@ -131,9 +132,15 @@ class _Walk:
                 self._collect(value, join(path, i), per_rank)
         elif is_stateful(node):
             refuse_optimizer(node, path)
+            refuse_loader(node, path)
             self.add_object(node.state_dict(), path, per_rank)  # type: ignore[attr-defined]
         else:
             self.add_value(node, path)
+
+    def _collect_optimizer(self, node: torch.optim.Optimizer, path: str, per_rank: bool) -> None:
+        refuse_optimizer(unwrapped(node), path)
+        optimizer = self.flat.optimizers[path] = torch_optimizer(node, path)
+        self._optimizers.append((path, optimizer, per_rank))
 
     def _visit_module(self, module: nn.Module, path: str, per_rank: bool) -> None:
         names: list[str] = []
@@ -211,9 +218,10 @@ class _Walk:
 
     def _visit_optimizer(self, optimizer: torch.optim.Optimizer, path: str, per_rank: bool) -> None:
         names = names_of_params(optimizer, self.param_names)
-        self.flat.objects[path] = {"optimizer": {"groups": names}}  # type: ignore[dict-item]
+        warn_of_positions(optimizer, names, path, "saved")
         params = [param for group in optimizer.param_groups for param in group["params"]]
         refuse_strangers(optimizer, params, path)
+        self.flat.objects[path] = {"optimizer": _describe(optimizer, names)}
         for i, group in enumerate(optimizer.param_groups):
             self._add_hyper_parameters(group, group_path(path, i), per_rank)
 
@@ -267,6 +275,7 @@ class _Walk:
             self.add_value(state, path)
 
     def _tree(self, node: object, path: str, per_rank: bool) -> Json:
+        check_depth(node, path)
         if isinstance(node, PerRank):
             return self._tree(node.value, path, per_rank=True)
         if isinstance(node, (torch.Tensor, Sharded)):
@@ -294,6 +303,12 @@ class _Walk:
         self.names[name] = None
 
 
+def _describe(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> Json:
+    """What a layout tells of an optimizer. Of ranks that hold the same it tells the same."""
+    orders = sorted(map(list, {*map(tuple, optimizer.state.values())}), key=str)
+    return {"groups": names, "class": type(optimizer).__name__, "keys": orders}  # type: ignore[dict-item]
+
+
 _TREES: dict[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tuple: "tuple"}
 
 
@@ -304,17 +319,21 @@ def _owners_in(state: object) -> dict[int, torch.optim.Optimizer]:
     }
 
 
-def _optimizers_in(node: object) -> Iterator[torch.optim.Optimizer]:
+def _optimizers_in(node: object, where: Where = "", depth: int = 0) -> Iterator[torch.optim.Optimizer]:
+    if depth > MAX_DEPTH:
+        raise _too_deep(text_of(where))
     if isinstance(node, PerRank):
-        yield from _optimizers_in(node.value)
+        yield from _optimizers_in(node.value, where, depth + 1)
     elif isinstance(node, torch.optim.Optimizer):
-        yield node
+        inner = unwrapped(node)
+        if isinstance(inner, torch.optim.Optimizer):  # what is not is refused where it is met
+            yield inner
     elif isinstance(node, Mapping):
-        for value in node.values():
-            yield from _optimizers_in(value)
+        for key, value in node.items():
+            yield from _optimizers_in(value, (where, key), depth + 1)
     elif isinstance(node, (list, tuple)):
-        for value in node:
-            yield from _optimizers_in(value)
+        for i, value in enumerate(node):
+            yield from _optimizers_in(value, (where, i), depth + 1)
 
 
 def is_stateful(node: object) -> bool:
@@ -322,10 +341,20 @@ def is_stateful(node: object) -> bool:
     return callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))
 
 
-def has_tensor(node: object) -> bool:
-    """Whether a tensor lies anywhere in a nesting of containers."""
-    if isinstance(node, (torch.Tensor, Sharded, PerRank)):
+def has_tensor(node: object, depth: int = 0) -> bool:
+    """Whether a tensor lies anywhere in a nesting of containers; also said of one that has no end."""
+    if isinstance(node, (torch.Tensor, Sharded, PerRank)) or depth > MAX_DEPTH:
         return True
     if isinstance(node, Mapping):
-        return any(has_tensor(v) for v in node.values())
-    return isinstance(node, (list, tuple)) and any(has_tensor(v) for v in node)
+        return any(has_tensor(v, depth + 1) for v in node.values())
+    return isinstance(node, (list, tuple)) and any(has_tensor(v, depth + 1) for v in node)
+
+
+def check_depth(node: object, path: str) -> None:
+    """Raises UnsupportedState for what is nested without an end."""
+    if isinstance(node, (Mapping, list, tuple)) and path.count("/") > MAX_DEPTH:
+        raise _too_deep(path)
+
+
+def _too_deep(path: str) -> UnsupportedState:
+    return UnsupportedState(f"{path[:80]}...: nested deeper than {MAX_DEPTH} levels; does it contain itself?")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -412,12 +414,21 @@ def test_a_step_is_saved_once_and_refused_states_leave_nothing(tmp_path: Path) -
         assert [info.step for info in ckptlib.checkpoints(root.url)] == [1, 2]
 
 
-@pytest.mark.parametrize("step", [1.0, "3", None])
-def test_a_step_is_an_int(tmp_path: Path, step: object) -> None:
+@pytest.mark.parametrize("step", [1.0, float("nan"), "3", None, [1]])
+def test_a_step_is_an_int(tmp_path: Path, step: Any) -> None:
+    told = rf"step={re.escape(repr(step))}: expected a whole number, not a {type(step).__name__}"
     with opened(tmp_path) as root:
-        with pytest.raises(TypeError):
-            ckptlib.save(root.url, {"a": 2}, step)  # type: ignore[arg-type]
+        for save in (ckptlib.save, ckptlib.save_async):
+            with pytest.raises(TypeError, match=told):
+                save(root.url, {"a": 2}, step)
+        with ckptlib.Checkpointer(root.url, {"a": 2}, every=1) as ckpt:
+            for call in (ckpt.after_step, ckpt.save):
+                with pytest.raises(TypeError, match=told):
+                    call(step)
         assert list(ckptlib.checkpoints(root.url)) == []
+        root.save({"a": 2})
+        with pytest.raises(CheckpointNotFound if isinstance(step, str) else TypeError):
+            ckptlib.load(root.url, {"a": 2}, step)
 
 
 def test_a_failed_save_says_so_and_is_not_listed(tmp_path: Path) -> None:
