@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,16 +176,10 @@ def recorded_overlaps(ckpt: ckptlib.Checkpointer) -> Iterator[dict[str, bool]]:
     class Recording(stage.Stager):
         @override
         def begin(
-            self,
-            slot: Slot,
-            content: stage.Content,
-            sources: Sequence[Source],
-            twins: Sequence[stage.Lot] = (),
-            go: bool = True,
-            spare: bool = True,
+            self, slot: Slot, content: stage.Content, sources: Sequence[Source], *args: Any, **kwargs: Any
         ) -> stage.Staging:
             found.update({source.name: source.overlap for source in sources})
-            return super().begin(slot, content, sources, twins, go, spare)
+            return super().begin(slot, content, sources, *args, **kwargs)
 
     stager.__class__ = Recording
     yield found
