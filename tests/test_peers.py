@@ -362,7 +362,7 @@ def test_hosts_that_hold_the_same_keep_each_others_replicas(make: Any) -> None:
 
 
 def test_holders_that_have_something_else(make: Any) -> None:
-    """Ranks that should be replicas and are not: what is kept for a rank is what that rank had, and counts for nothing."""
+    """Ranks that should be replicas and are not: what is kept for a rank is what it had, and counts for nothing."""
     cluster = make(kind="ddp", own_data=False)
     cluster.start("AB", total=10**6, pauses=[3, 8])
     cluster.until_paused(3)
