@@ -37,7 +37,8 @@ from ckptlib import checkpoint
 from ckptlib.errors import CkptError, SaveFailed, UnsupportedState
 
 WORLD = 4
-NAMES = "abcdefgh"
+NAMES = list("abcdefgh")
+"""Each case has names of its own: what once differed between ranks is every rank's own for the life of a job."""
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
 SHAPES = ((), (1,), (5,), (6, 3), (4, 2, 3), (0, 2), (300, 70))
 KINDS = ("plain", "plain", "hand", "hand", "hand", "own", "mesh", "mesh")
@@ -350,6 +351,7 @@ LAST: list[str] = []
 def run_case(job: Job, seed: int, counts: dict[str, int]) -> Iterator[str]:
     """What was wrong."""
     rng = random.Random(seed)
+    NAMES[:] = [f"{letter}.{seed}" for letter in "abcdefgh"]
     states = draw_state(rng, job.size)
     for turn in range(rng.choice((1, 1, 3))):
         if turn:
