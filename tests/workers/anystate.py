@@ -44,6 +44,10 @@ SHAPES = ((), (1,), (5,), (6, 3), (4, 2, 3), (0, 2), (300, 70))
 KINDS = ("plain", "plain", "hand", "hand", "hand", "own", "mesh", "mesh")
 
 
+UNNAMED = ("the state of rank", "what several ranks hold")
+"""What is said between comparisons; the next one names it."""
+
+
 @dataclass(frozen=True)
 class Held:
     """What one rank has under a name."""
@@ -376,9 +380,7 @@ def run_case(job: Job, seed: int, counts: dict[str, int]) -> Iterator[str]:
                 yield f"refused without a reason: {reason}"
             if turn == 0 and not any(f"{name} " in reason or f"{name}[" in reason for name in guilty):
                 yield f"the message names none of {guilty}: {reason}"
-            if turn and not any(
-                text in reason for name in NAMES for text in (f"{name} ", f"{name}[", "the state of rank")
-            ):
+            if turn and not any(text in reason for name in NAMES for text in (f"{name} ", f"{name}[", *UNNAMED)):
                 yield f"the message names nothing: {reason}"
             if turn == 0:
                 return
