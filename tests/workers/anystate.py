@@ -331,10 +331,11 @@ class Job:
             return
         whole = {name: torch.zeros_like(value) for name, value in shared.items()}
         certain = {name for name, v in verdict.items() if not v.may_fail}
-        own = {n: h.whole for n, h in states[self.rank].items() if n in certain and n not in shared}
-        mine = {name: torch.zeros_like(value) for name, value in own.items()}
-        ckptlib.load(self.root, {**whole, **mine}, self.step, strict=False, process_group=new)
-        for name, tensor in {**whole, **mine}.items():
+        mine = {n: held for n, held in states[self.rank].items() if n in certain and n not in shared}
+        own = {n: held.whole for n, held in mine.items() if held.kind in ("plain", "own")}  # else of a mesh elsewhere
+        target = {**whole, **{name: torch.zeros_like(value) for name, value in own.items()}}
+        ckptlib.load(self.root, target, self.step, strict=False, process_group=new)
+        for name, tensor in target.items():
             if not equal(tensor, shared[name] if name in shared else own[name]):
                 yield f"{name} as a whole: {tensor} instead of {shared[name] if name in shared else own[name]}"
 
