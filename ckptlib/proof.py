@@ -98,6 +98,8 @@ class Proof:
         found: list[Doubt] = []
         known: dict[object, list[Meeting]] = {}
         for name, held in self._held.items():
+            if len(held.boxes) < 2:
+                continue
             kind = held.kind
             if kind not in known:
                 known[kind] = _meetings(held.entry, held.boxes)
@@ -134,7 +136,7 @@ def _hole(entry: TensorEntry, boxes: Sequence[Box]) -> Box | None:
 
 def _meetings(entry: TensorEntry, boxes: Sequence[Box]) -> list[Meeting]:
     tiling = _tiling(entry)
-    if len(boxes) < 2 or (tiling is not None and len(tiling) == len(boxes) and tiling == {*boxes}):
+    if tiling is not None and len(tiling) == len(boxes) and tiling == {*boxes}:
         return []
     try:
         return meetings(boxes)
