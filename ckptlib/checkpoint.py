@@ -21,6 +21,7 @@ from ckptlib.errors import (
     CkptError,
     CorruptData,
     FormatError,
+    NotBrought,
     ObjectNotFound,
     ObjectUnreadable,
     StateMismatch,
@@ -30,7 +31,7 @@ from ckptlib.group import Group, group_of, group_or_world, meet, together, toget
 from ckptlib.keys import SaveId, checked_step, parse_save
 from ckptlib.manifest import Manifest
 from ckptlib.pending import Pending
-from ckptlib.reader import NotBrought, Reader, Source, own_rank
+from ckptlib.reader import Reader, Source, own_rank
 from ckptlib.rng import LoadedRng
 from ckptlib.saved import Saved
 from ckptlib.session import RNG, Session

@@ -18,7 +18,7 @@ from ckptlib import garbage
 from ckptlib.box import Box, Run, common_run, find_hole
 from ckptlib.contents import Contents, Share
 from ckptlib.digests import digester
-from ckptlib.errors import CorruptData, FormatError, ObjectNotFound, UnsupportedState
+from ckptlib.errors import CorruptData, FormatError, UnsupportedState
 from ckptlib.keys import SaveId
 from ckptlib.layout import Layout, PerRank, TensorEntry, ranks_touching
 from ckptlib.overlaps import Meeting, meetings
@@ -31,14 +31,6 @@ Place = tuple[Share, int]
 
 Reads = dict[tuple[int, int], ChunkRead]
 """By saved rank and chunk."""
-
-
-class NotBrought(ObjectNotFound):
-    """The share of a saved rank is elsewhere, and was not asked to be brought."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"the share of rank {rank} was not brought here")
-        self.rank = rank
 
 
 class Source(Protocol):

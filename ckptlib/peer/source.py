@@ -18,14 +18,13 @@ import torch
 import torch.distributed as dist
 
 from ckptlib.digests import XXH3, digester
-from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError
+from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError, NotBrought
 from ckptlib.group import Group, together, together_at_length
 from ckptlib.layout import Layout, decode_layout
 from ckptlib.pace import RUN_BYTES, THREADS, Pace
 from ckptlib.part import Pack, Part
 from ckptlib.peer.inventory import Found, Inventory, Move, SnapshotId, by_rank, snapshot_id
 from ckptlib.peer.remote import Exchange
-from ckptlib.reader import NotBrought
 from ckptlib.slot import ReadableSlot, Slot
 from ckptlib.snapshot import Snapshot, SnapshotReader, check_body
 
@@ -98,7 +97,7 @@ class InMemory:
     def part(self, rank: int) -> Part:
         found = self._at.get(rank)
         if found is None:
-            raise NotBrought(rank)
+            raise NotBrought(f"the share of rank {rank} was not brought here", rank)
         snapshot = self._snapshot_in(found)
         return Part(
             save=self.save,
