@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -407,6 +408,9 @@ class Keeper(Protocol):
 keepers: weakref.WeakSet[Keeper] = weakref.WeakSet()
 """The open ones of this process."""
 
+_left_alone: list[object] = []
+"""What is the parent's. Kept: to destroy it would close the parent's connections."""
+
 
 def _key(url: str, over: dist.ProcessGroup | None) -> Key:
     return url, group_or_world(over)  # another world, another session
@@ -498,6 +502,17 @@ def _gone_back_to(
 def _close_at_exit() -> None:
     if not _groups and not _sessions:
         atexit.register(_close_all)
+
+
+def _in_child() -> None:
+    """A forked process begins without any: those of its parent are neither its own to use nor to close."""
+    _left_alone.append((*_groups.values(), *_sessions.values(), *keepers))
+    for kept in (_groups, _sessions, _loads, keepers):
+        kept.clear()
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def _close_all() -> None:

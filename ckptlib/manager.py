@@ -288,6 +288,7 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._session.closed:
             raise ValueError(f"this Checkpointer of {self._session.store.url} is closed; make another one")
+        self._session.owner.check()
 
     def _check_counted(self, step: int) -> None:
         """All ranks have agreed on the step, so all raise."""
@@ -443,7 +444,7 @@ class Checkpointer:
     def close(self, timeout: timedelta = CLOSE_TIMEOUT) -> None:
         """Waits until the last save is committed. Raises SaveFailed when it never will be, WaitTimeout."""
         try:
-            if self._last is not None:
+            if self._last is not None and self._session.owner.here:
                 self._last.wait_committed(timeout.total_seconds())
         finally:
             self._let_go(clean=True, timeout=timeout)
@@ -451,9 +452,10 @@ class Checkpointer:
     def _let_go(self, clean: bool, timeout: timedelta) -> None:
         self._stop.remove()
         self._fence.remove()
-        self._beat.forget()
         keepers.discard(self)
-        loads_of(self._session.settings.url, self._session.over)
+        if self._session.owner.here:
+            self._beat.forget()
+            loads_of(self._session.settings.url, self._session.over)
         self._session.close(timeout, clean)
 
     def __enter__(self) -> Self:
