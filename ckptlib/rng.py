@@ -206,8 +206,10 @@ def _unpack(layout: struct.Struct, data: bytes, name: str) -> tuple[Any, ...]:
 
 
 def _kind() -> str:
+    if not torch.accelerator.is_available():  # first: torch 2.6 raises where there is none
+        return ""
     accelerator = torch.accelerator.current_accelerator()
-    return "" if accelerator is None or not torch.accelerator.is_available() else accelerator.type
+    return "" if accelerator is None else accelerator.type
 
 
 def _accelerator_module() -> ModuleType | None:
