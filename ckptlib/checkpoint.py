@@ -210,7 +210,7 @@ def load(
             group, source, state, generators, strict=strict, rename=map, only=only, cast=cast, filled=filled
         )
     if generators is not None:
-        generators.restore()
+        together(group, f"putting back the random generators of step {source.save.step}", generators.restore)
     loads = _loads.setdefault(_key(absolute(url), process_group), Loads())
     loads.add(source.save, state, filled, whole=only is None and not report.missing)
     for keeper in keepers:

@@ -21,6 +21,7 @@ from ckptlib.digests import digester
 from ckptlib.errors import CorruptData, FormatError, UnsupportedState
 from ckptlib.keys import SaveId
 from ckptlib.layout import Layout, PerRank, TensorEntry, ranks_touching
+from ckptlib.leaf import torch_dtype
 from ckptlib.overlaps import Meeting, meetings
 from ckptlib.pace import Pace
 from ckptlib.part import Part
@@ -246,7 +247,7 @@ class Reader:
 def _plan_shard(share: Share, shard: int, run: Run | None, wanted: Box, to: Target, reads: Reads) -> None:
     """Adds the chunks of a shard that hold something of `wanted`. `run`: what they have in common, if it is one."""
     table, skipped = share.part.table, share.skipped[shard]
-    dtype = _dtype(share.layout.tensors[table.tensors[shard]].dtype)
+    dtype = torch_dtype(share.layout.tensors[table.tensors[shard]].dtype)
     itemsize, several = dtype.itemsize, table.num_chunks[shard] > 1
     if run is not None and to.is_row_major and not several:
         read = _read_of(reads, share, table.first_chunks[shard])
@@ -270,12 +271,6 @@ def _read_of(reads: Reads, share: Share, chunk: int) -> ChunkRead:
     found = reads.get((share.part.rank, chunk))
     if found is None:
         found = reads[share.part.rank, chunk] = ChunkRead(share, chunk)
-    return found
-
-
-@lru_cache(maxsize=64)
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
     return found
 
 
