@@ -8,6 +8,7 @@ copied before `after_step` returns.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -34,6 +35,7 @@ class Fence:
         self._handles: dict[int, RemovableHandle] = {}
         self._fired: set[int] = set()
         self._pending: list[Fenced] = []
+        self._pid = os.getpid()
 
     def install(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Hooks every optimizer that is not hooked yet, where it can be."""
@@ -63,7 +65,9 @@ class Fence:
         self._pending.append(pending)
 
     def wait(self) -> None:
-        """Returns when no copy reads its sources any more."""
+        """Returns when no copy reads its sources any more. In a forked process none does: it has memory of its own."""
+        if self._pid != os.getpid():
+            self._pending.clear()
         if self._pending:
             began = time.perf_counter()
             for pending in self._pending:

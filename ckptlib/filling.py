@@ -18,7 +18,7 @@ from ckptlib.asked import Asked
 from ckptlib.errors import StateMismatch
 from ckptlib.layout import PerRank as HeldPerRank
 from ckptlib.layout import TensorEntry
-from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, is_elsewhere, join, leaf_of
+from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, is_elsewhere, join, leaf_of, torch_dtype
 from ckptlib.reader import Want
 from ckptlib.saved import Saved
 from ckptlib.values import Json
@@ -180,7 +180,7 @@ class Filling:
         if fits(now, entry) and self._filled.setdefault(id(now), (now, entry.name))[1] == entry.name:
             tensor = now
         else:  # also where the object has one tensor in two places, and the checkpoint has two
-            tensor = torch.empty(entry.shape, dtype=torch_dtype(entry), device=device)
+            tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
         leaf = leaf_of(tensor, path, per_rank=False, owner=None)
         if leaf is not None:
             self.wants.append(want(leaf, entry))
@@ -225,8 +225,3 @@ def _holds_inference(node: object, depth: int = 0) -> bool:
         return _holds_inference(node.value if isinstance(node, PerRank) else node.tensor, depth + 1)
     inner = node.values() if isinstance(node, Mapping) else node if isinstance(node, (list, tuple)) else ()
     return any(_holds_inference(item, depth + 1) for item in inner)
-
-
-def torch_dtype(entry: TensorEntry) -> torch.dtype:
-    found: torch.dtype = getattr(torch, entry.dtype)
-    return found

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptlib.arena import Arena
-from ckptlib.errors import CkptError
+from ckptlib.errors import CkptError, TornSnapshot
 from ckptlib.group import Group, together
 from ckptlib.held import NONE, Held
 from ckptlib.keys import SaveId
@@ -21,7 +21,7 @@ from ckptlib.peer.peers import Coverage, Peers
 from ckptlib.peer.replicate import Fate, FindAlike, Replicator, Round
 from ckptlib.placement import Placement, place
 from ckptlib.slot import Slot
-from ckptlib.stage import Lot, Staging, TornSnapshot
+from ckptlib.stage import Lot, Staging
 
 log = logging.getLogger(__name__)
 

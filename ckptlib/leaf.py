@@ -18,7 +18,7 @@ from torch.distributed.tensor import placement_types as torch_placements
 
 from ckptlib import dtypes, sharding
 from ckptlib.box import Box
-from ckptlib.errors import UnsupportedState
+from ckptlib.errors import StateMismatch, UnsupportedState
 from ckptlib.layout import ByHand, Mesh, Placed, TensorSpec
 from ckptlib.layout import PerRank as HeldPerRank
 
@@ -217,6 +217,15 @@ _COLUMNS: tuple[Callable[[torch.Tensor], object], ...] = (
 def is_lazy(tensor: torch.Tensor) -> bool:
     """Whether it is a parameter or buffer of a lazy module that has not seen its first input."""
     return isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
+
+
+@lru_cache(maxsize=64)
+def torch_dtype(name: str) -> torch.dtype:
+    """Raises StateMismatch for one that this torch does not have."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise StateMismatch(f"dtype {name} was saved, which torch {torch.__version__} does not have; use a newer torch")
+    return found
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from ckptlib.ballots import Poll
 from ckptlib.beat import Beat, Word
-from ckptlib.checkpoint import SAVE_DEADLINE, TIMEOUT, LoadReport
+from ckptlib.checkpoint import SAVE_DEADLINE, TIMEOUT, LoadReport, keepers, loads_of
 from ckptlib.digests import XXH3
 from ckptlib.errors import (
     AgreementFailed,
@@ -31,7 +31,8 @@ from ckptlib.errors import (
 )
 from ckptlib.fence import Fence
 from ckptlib.group import together
-from ckptlib.keys import checked_step
+from ckptlib.keys import SaveId, checked_step
+from ckptlib.loads import Filled, Loads, Parts
 from ckptlib.peer.peers import Coverage, Peers
 from ckptlib.pending import Pending
 from ckptlib.policy import Policy, Steps
@@ -131,6 +132,8 @@ class Checkpointer:
         self._poll = Poll((), [])
         """What was voted with the last word."""
         self._install()
+        self.note_load(settings.url, loads_of(settings.url, process_group))
+        keepers.add(self)
 
     def _install(self) -> None:
         """Looks at the state once, so that what cannot be saved is refused now, and makes room for it."""
@@ -180,6 +183,26 @@ class Checkpointer:
             log.error("step %d was restored, and is not kept in memory: %s", report.step, error)
         else:
             self._last = pending if pending.persists else None
+
+    def refuse_going_back(self, url: str, save: SaveId, state: Mapping[str, object]) -> None:
+        """See `checkpoint.Keeper`."""
+        session = self._session
+        if url != session.settings.url or not session.lineage.began:
+            return
+        if not Filled(Parts(state, ask=False)).all_of(Parts(self._state, ask=False)):
+            return
+        if save != SaveId(session.newest_step, session.generation):
+            raise StateError(
+                f"step {save.step} was to be loaded into the state of a Checkpointer that has saved since: what it "
+                "saves next would seem to follow from that. To go back, close it, load, and make another one; to look "
+                "at the step, load it into other objects"
+            )
+
+    def note_load(self, url: str, loads: Loads) -> None:
+        """See `checkpoint.Keeper`."""
+        into = loads.into(Parts(self._state, ask=False)) if url == self._session.settings.url else None
+        if into is not None and not self._session.lineage.began:
+            self._session.lineage.resumed_from = into
 
     # The loop
 
@@ -265,6 +288,7 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._session.closed:
             raise ValueError(f"this Checkpointer of {self._session.store.url} is closed; make another one")
+        self._session.owner.check()
 
     def _check_counted(self, step: int) -> None:
         """All ranks have agreed on the step, so all raise."""
@@ -420,7 +444,7 @@ class Checkpointer:
     def close(self, timeout: timedelta = CLOSE_TIMEOUT) -> None:
         """Waits until the last save is committed. Raises SaveFailed when it never will be, WaitTimeout."""
         try:
-            if self._last is not None:
+            if self._last is not None and self._session.owner.here:
                 self._last.wait_committed(timeout.total_seconds())
         finally:
             self._let_go(clean=True, timeout=timeout)
@@ -428,7 +452,10 @@ class Checkpointer:
     def _let_go(self, clean: bool, timeout: timedelta) -> None:
         self._stop.remove()
         self._fence.remove()
-        self._beat.forget()
+        keepers.discard(self)
+        if self._session.owner.here:
+            self._beat.forget()
+            loads_of(self._session.settings.url, self._session.over)
         self._session.close(timeout, clean)
 
     def __enter__(self) -> Self:

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from ckptlib import values
 from ckptlib.errors import StateMismatch, UnsupportedState
-from ckptlib.filling import Filling, fits, torch_dtype, want
+from ckptlib.filling import Filling, fits, want
 from ckptlib.kinds import Kind, kind_of
-from ckptlib.leaf import Sharded, dtype_name, leaf_of
+from ckptlib.leaf import Sharded, dtype_name, leaf_of, torch_dtype
 from ckptlib.optimizers import group_path, hyper_parameters, names_of_params, warn_of_positions
 from ckptlib.saved import SavedGroup
 
@@ -192,7 +192,7 @@ class OptimizerTargets:
     ) -> torch.Tensor:
         """The tensor that is there, or one such as the optimizer itself would make."""
         entry = self._saved.tensors[name]
-        dtype = torch_dtype(entry)
+        dtype = torch_dtype(entry.dtype)
         by_hand = self._params.by_hand.get(id(param))
         if by_hand is not None and key != "step" and entry.shape == by_hand.shape:
             alike = isinstance(now, torch.Tensor) and (now.shape, dtype_name(now)) == (param.shape, entry.dtype)

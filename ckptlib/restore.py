@@ -13,7 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ckptlib.checkpoint import DAMAGE, LoadReport, load_save, resolve
-from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, NewerFormat, ObjectUnreadable
+from ckptlib.errors import (
+    CheckpointNotFound,
+    CkptError,
+    CorruptData,
+    NewerFormat,
+    ObjectNotFound,
+    ObjectUnreadable,
+)
 from ckptlib.events import Laps
 from ckptlib.group import together
 from ckptlib.keys import SaveId, parse_save
@@ -43,8 +50,9 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
     """Fills `state`; collective. What random generators are to be put back to comes with the report.
 
     Raises CorruptData when there are steps and all of them are damaged, ObjectUnreadable when some cannot be read,
-    NewerFormat when some are newer. Where a newer ckptlib wrote the root or the record of a generation, nothing is
-    restored at all: which step is the right one is not known then.
+    CheckpointNotFound when all of them lack objects and none is damaged, NewerFormat when some are newer. Where a newer
+    ckptlib wrote the root or the record of a generation, nothing is restored at all: which step is the right one is not
+    known then.
     """
     laps = Laps()
     inventory = _look_around(session)
@@ -55,7 +63,7 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
     _finish(session)
     skipped: list[str] = []
     lost: type[CkptError] = CorruptData
-    newer = False
+    newer, absent = False, True
     candidates = list(_candidates(session, inventory))
     laps.end("list")
     for n, candidate in enumerate(candidates):
@@ -66,6 +74,7 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
                 _check_store(session)
                 lost = ObjectUnreadable
             where = "the store" if candidate.snapshot is None else "memory"
+            absent = absent and _why(error) == LACKS
             skipped.append(f"step {candidate.save} in {where}: {error}")
             newer = newer or isinstance(error, NewerFormat)
             if session.group.rank == 0:
@@ -84,15 +93,26 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
         return replace(report, seconds=sum(phases.values())), generators
     if newer:
         raise NewerFormat(f"{session.store.url}: no step can be read by this ckptlib; update it: " + "; ".join(skipped))
+    if skipped and absent:
+        raise CheckpointNotFound(
+            f"{session.store.url}: nothing is damaged, but every step lacks objects; is all of the store here, and no "
+            "copy of it under way? " + "; ".join(skipped)
+        )
     if skipped:
         what = "every step is damaged" if lost is CorruptData else "no step can be read"
         raise lost(f"{session.store.url}: {what}: " + "; ".join(skipped))
     return LoadReport(0, session.store.url, None, 0, 0.0), None
 
 
+LACKS = "lacks an object"
+
+
 def _why(error: CkptError) -> str:
+    """What is the matter with a step that is skipped."""
     if isinstance(error, NewerFormat):
         return "is of a newer format"
+    if isinstance(error, (CheckpointNotFound, ObjectNotFound)):
+        return LACKS
     return "cannot be read" if isinstance(error, ObjectUnreadable) else "is damaged"
 
 
@@ -169,7 +189,7 @@ def _check_store(session: Session) -> None:
 def _load(session: Session, source: Source, state: Mapping[str, object], strict: bool) -> tuple[LoadReport, LoadedRng]:
     generators = LoadedRng(session.group.rank, source.world_size)
     report = load_save(session.group, source, state, generators, strict=strict)
-    generators.restore()
+    together(session.group, f"putting back the random generators of step {report.step}", generators.restore)
     return report, generators
 
 

@@ -18,6 +18,7 @@ from ckptlib.arena import Arena
 from ckptlib.ballots import Ballot, Ballots, Poll
 from ckptlib.catalog import Catalog
 from ckptlib.errors import CkptError, ReplicasDiffer, SaveFailed, StateChanged, Superseded, WaitTimeout, describe
+from ckptlib.forks import Owner, check_root
 from ckptlib.group import Group, group_of, group_or_world, together
 from ckptlib.holdings import Holdings, agree_placement
 from ckptlib.keys import SaveId
@@ -31,7 +32,7 @@ from ckptlib.probe import probe
 from ckptlib.replicas import Row
 from ckptlib.rng import RngState
 from ckptlib.settings import Settings
-from ckptlib.slot import Slot, SlotHeader
+from ckptlib.slot import Slot, SlotHeader, check_platform
 from ckptlib.stage import Content, Stager, Staging
 from ckptlib.state import Flat, Leaf, Memo, PerRank, flatten
 from ckptlib.stores import open_store
@@ -61,6 +62,8 @@ class Session:
 
         `kind`: names what this rank holds of the state; see `kind_of`. Asked for where there are peers.
         """
+        check_platform()
+        check_root(settings.url)
         self.settings = settings
         self.over = group_or_world(over)
         self.group: Group = group_of(over, settings.timeout)
@@ -93,6 +96,7 @@ class Session:
         self.newest_step = -1
         """That was given to be persisted; -1 before there is one."""
         self.closed = False
+        self.owner = Owner(settings.url)
 
     def _hold(self, kind: Callable[[], str]) -> tuple[Holdings, Writer]:
         """Placement, slots, writer, and the link between peers. Collective."""
@@ -146,6 +150,7 @@ class Session:
 
         The caller knows, of all ranks, that there is a slot: from what they say in the beat, or from `await_room`.
         """
+        self.owner.check()
         step = self._checked_step(step)
         compare = compare or not self.planner.agreed
         self._num_saves += 1  # whatever becomes of it: ranks that count differently would not compare together
@@ -265,6 +270,7 @@ class Session:
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Takes note of what the staging thread and the writer have done."""
+        self.owner.check()
         self.holdings.poll()
         for event in self.writer.poll(timeout_s):
             self._note(event)
@@ -399,8 +405,14 @@ class Session:
             self.poll(0.05)
 
     def close(self, timeout: timedelta, clean: bool) -> None:
-        """Lets go. `clean`: the writer finishes what it has and the slots go; else it finishes alone."""
+        """Lets go. `clean`: the writer finishes what it has and the slots go; else it finishes alone.
+
+        A forked child has nothing to let go of: all of it is its parent's.
+        """
         self.closed = True
+        if not self.owner.here:
+            return
+        self.owner.let_go()
         self._stager.close()
         self.poll()
         try:

@@ -21,7 +21,7 @@ from ckptlib.check import compared
 from ckptlib.cuda import DeviceCopies, DeviceWork, spare_memory
 from ckptlib.digests import digester
 from ckptlib.documents import encode
-from ckptlib.errors import CkptError, WaitTimeout
+from ckptlib.errors import TornSnapshot, WaitTimeout
 from ckptlib.pairs import Pair, Pairs, Source
 from ckptlib.plan import body_nbytes
 from ckptlib.replica_digests import Reading
@@ -37,10 +37,6 @@ COPY_TIMEOUT_S = 600.0
 SAMPLE_BYTES = 128
 """Of each tensor, at a place drawn anew; a write to a whole tensor that leaves it alone is not to be expected. One
 window and not several: the first look at a page that was not touched lately costs more than all the rest (0.5 us)."""
-
-
-class TornSnapshot(CkptError):
-    """The state was written to while it was copied; the snapshot is worth nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,11 +246,12 @@ CONTENTS: dict[str, object] = {
 
 
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_objects_get_back_exactly_what_they_gave(root: Root, kind: str) -> None:
+def test_objects_get_back_exactly_what_they_gave(tmp_path: Path, kind: str) -> None:
     source, target = Holder(CONTENTS[kind]), Holder()
-    root.save({"o": source})
-    assert (source.given, source.taken) == (1, 0)
-    root.load({"o": target})
+    with opened(tmp_path) as root:
+        root.save({"o": source})
+        assert (source.given, source.taken) == (1, 0)
+        root.load({"o": target})
     assert target.taken == 1
     assert same(target.content, CONTENTS[kind])
 

@@ -18,10 +18,11 @@ import ckptlib
 from ckptlib import cuda
 from ckptlib.arena import Arena
 from ckptlib.cuda import DeviceCopies, DeviceWork
+from ckptlib.errors import TornSnapshot
 from ckptlib.keys import GenerationId
 from ckptlib.pairs import Pair, Source, work_of
 from ckptlib.peer.peers import Peers
-from ckptlib.stage import Stager, TornSnapshot
+from ckptlib.stage import Stager
 
 DEVICE = torch.device("cpu")
 
