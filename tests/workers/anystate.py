@@ -296,11 +296,11 @@ class Job:
     def save_alone(self, states: list[State]) -> str | None:
         """As a Checkpointer saves between comparisons, which the ranks do when one of them said that it changed."""
         self.step += 1
-        session = checkpoint._session(f"file://{self.root}", None, self.group, self.step)
+        state = build(states[self.rank], self.size, self.rank, blank=False)
+        session = checkpoint._session(f"file://{self.root}", None, self.group, state, self.step)
         session.await_room()
         compare = session.group.any(session.planner.must_compare)
         try:
-            state = build(states[self.rank], self.size, self.rank, blank=False)
             session.save(state, self.step, compare=compare).wait_committed(60)
         except (SaveFailed, UnsupportedState) as error:
             return str(error)
