@@ -14,9 +14,11 @@ from helpers.streams import Event, Simulation
 from onerank import Root, bits, opened
 
 import ckptlib
-from ckptlib import catalog, landing, reader
+from ckptlib import catalog, landing, reader, spread
+from ckptlib.box import Box
 from ckptlib.landing import Landing
 from ckptlib.pace import Pace
+from ckptlib.reader import Want
 
 
 class Inline:
@@ -153,3 +155,73 @@ def test_a_buffer_is_filled_again_too_early(root: Root, monkeypatch: pytest.Monk
 def test_a_load_that_does_not_wait(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Landing, "close", lambda self: None)
     assert any(load(root, monkeypatch, seed) for seed in range(10))
+
+
+class Ranks:
+    """Of a group of two, the one that is told of, with what the other gave."""
+
+    size = 2
+
+    def __init__(self, rank: int, by_links: bool) -> None:
+        self.rank, self.by_links = rank, by_links
+        self.sent: dict[str, bytes] = {}
+        self.wait: Callable[[], None] = lambda: None
+        """For what the device has to do first."""
+
+    def broadcast_from(self, rank: int, buffer: torch.Tensor) -> None:
+        assert not self.by_links
+        self._exchange("host", buffer)
+
+    def broadcast_there(self, rank: int, buffer: torch.Tensor, device: torch.device) -> bool:
+        if self.by_links:
+            self._exchange("device", buffer)
+        return self.by_links
+
+    def _exchange(self, where: str, buffer: torch.Tensor) -> None:
+        if self.rank == 0:
+            self.wait()
+            self.sent[where] = bits(buffer)
+        else:
+            buffer.copy_(torch.frombuffer(bytearray(self.sent[where]), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("by_links", [False, True])
+def test_what_one_rank_read_is_spread_to_devices(monkeypatch: pytest.MonkeyPatch, by_links: bool) -> None:
+    state = {
+        "a": torch.randn(40, 50),
+        "b": torch.randn(33).to(torch.bfloat16),
+        "conj": torch.randn(9, dtype=torch.complex64),
+        "t": torch.randn(6, 5),
+        "large": torch.randn(5 << 20),
+        "host": torch.randn(7),
+    }
+    sent: list[dict[str, bytes]] = []
+    for rank in (0, 1):
+        group = Ranks(rank, by_links)
+        with monkeypatch.context() as patch, simulated(patch, rank) as simulation:
+            with simulation.host():
+                found = {name: t.clone() if rank == 0 else torch.zeros_like(t) for name, t in state.items()}
+                found["t"] = found["t"].t().contiguous().t()
+                shown = {**found, "conj": found["conj"].conj()}
+            for name in found:
+                if name != "host":
+                    simulation.to_device(found[name])
+            group.wait = simulation.settle
+            wants = [Want(name, ((Box.whole(t.shape), t),), everywhere=True) for name, t in shown.items()]
+            together = ("a", "b", "conj", "t"), ("large",), ("host",)
+            buckets = [[want for want in wants if want.name in names] for names in together]
+            for n, bucket in enumerate(buckets):
+                if rank == 1:
+                    group.sent = sent[n]
+                if bucket[0].name == "host":
+                    group.by_links = False
+                spread.spread([(0, bucket)], group)
+                if rank == 0:
+                    simulation.settle()
+                    sent.append(group.sent)
+                    group.sent = {}
+            simulation.settle()
+            with simulation.host():
+                wrong = [name for name, t in found.items() if bits(t) != bits(state[name])]
+            assert (wrong, simulation.violations) == ([], [])
+    assert {where for found in sent for where in found} == ({"device", "host"} if by_links else {"host"})

@@ -268,7 +268,7 @@ class Simulation(TorchDispatchMode):
         held = self._held(arguments, stream)
 
         def task() -> None:
-            with self.host(), torch.no_grad(), suppress(_Freed):
+            with self.host(), torch.inference_mode(), suppress(_Freed):
                 run(*held())
 
         stream.tasks.append(Task(task, link=link))
