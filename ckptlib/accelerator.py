@@ -66,9 +66,11 @@ def on(stream: torch.Stream) -> Iterator[None]:
 
 
 def wait(event: torch.Event) -> None:
-    """Returns when the work before an event is done. Never called by the training's thread."""
-    while not event.query():
-        time.sleep(POLL_S)
+    """Returns when the work before an event is done. Not for the training's thread, at each step of it."""
+    # on the event's device: a thread that has chosen none would make itself a context on the first by asking
+    with torch.get_device_module(event.device).device(event.device):
+        while not event.query():
+            time.sleep(POLL_S)
 
 
 def capturing(device: torch.device) -> bool:

@@ -63,7 +63,9 @@ class Inside:
 
 def _word(source: torch.Tensor, target: torch.Tensor) -> torch.dtype:
     """The widest numbers that the bytes of both can be taken for."""
-    common = source.nbytes | source.data_ptr() | target.data_ptr()
+    common = source.nbytes
+    for tensor in (source, target):  # torch minds where the storage begins, the device where the address is
+        common |= tensor.data_ptr() | int(tensor.storage_offset()) * tensor.itemsize
     return next(word for word in _WORDS if common % word.itemsize == 0)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from support import ROOT_ID
 from workers.torn import Rig, step_with_gradients
 
 import ckptlib
-from ckptlib import arena, cuda
+from ckptlib import accelerator, arena, cuda
 from ckptlib.arena import Arena
 from ckptlib.errors import TornSnapshot
 from ckptlib.keys import GenerationId
@@ -121,6 +123,34 @@ def test_a_slot_is_made_by_processors_beside_the_device(
     made.warm(10_000)
     made.close(unlink=True)
     assert asked == ["0000:03:00.0"]
+
+
+@pytest.mark.parametrize("how", ["wait", "work"])
+def test_no_thread_asks_without_its_device(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """The staging thread has chosen none, and would have a context on the first."""
+    chosen: list[object] = []
+
+    @contextmanager
+    def choose(device: object) -> Iterator[None]:
+        chosen.append(device)
+        yield
+        chosen.pop()
+
+    asked: list[object] = []
+    stream = SimpleNamespace(device=torch.device("cuda", 3))
+    answers = iter([False, False, True])
+    event = SimpleNamespace(device=stream.device, query=lambda: asked.append(chosen[-1]) or next(answers))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(device=choose))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: asked.append(chosen[-1]))
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: asked.append(chosen[-1]))
+    if how == "wait":
+        accelerator.wait(event)  # type: ignore[arg-type]
+    else:
+        with accelerator.on(stream):  # type: ignore[arg-type]
+            asked.append(chosen[-1])
+    assert len(asked) >= 3
+    assert set(asked) == {stream.device}
+    assert not chosen
 
 
 class Driver:

@@ -123,6 +123,20 @@ def test_what_is_small_is_gathered_before_training_goes_on() -> None:
         assert torch.equal(pair.target, expected[pair.source.name])
 
 
+def test_what_is_gathered_may_begin_anywhere() -> None:
+    """An address that a wide number may have, in a storage where it may not, and the other way round."""
+    raw = torch.arange(4096, dtype=torch.uint8)
+    skip = -raw.data_ptr() % 8
+    for at in range(skip, skip + 9):
+        tensor = torch.frombuffer(raw.numpy().data[at:], dtype=torch.uint8)[3 : 3 + 64]
+        pair = Pair(Source("t", tensor, False), torch.zeros(1 << 12, dtype=torch.uint8), at)
+        pair.device = DEVICE
+        work = work_of([pair], DEVICE, None)
+        work.inside_now.enqueue()
+        copy(work.then)
+        assert torch.equal(pair.target, tensor)
+
+
 def test_no_more_is_gathered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PACKED_BYTES", 1000)
     _, pairs = make_pairs([200, 100, 200, 40], late=False)
