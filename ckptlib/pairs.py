@@ -25,8 +25,8 @@ OVERLAP_FROM_BYTES = 64 * 1024
 PACK_BELOW_BYTES = 1 << 20
 """Below this, a copy over the link takes less than the call for it: such tensors are gathered on the device first."""
 
-PACKED_BYTES = 64 << 20
-"""The most that is gathered so, for each slot."""
+PACKED_BYTES = 16 << 20
+"""The most that is gathered so, for each slot: memory that the training does not get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +142,14 @@ def work_of(pairs: Iterable[Pair], device: torch.device | None, spare: torch.Ten
     inside, across, runs = mine, list[Pair](), list[tuple[torch.Tensor, torch.Tensor]]()
     if spare is None:
         inside, across = _parted(mine)
-    ours = set(map(id, inside))
-    places = [(pair.offset, pair.offset + pair.nbytes, id(pair) in ours) for pair in pairs]
-    stretches = _runs(places)
+    stretches = _runs_of(inside, pairs)
     memory = spare
     if memory is None:
-        memory = torch.zeros(sum(stop - start for start, stop in stretches), dtype=torch.uint8, device=device)
+        try:
+            memory = torch.zeros(sum(stop - start for start, stop in stretches), dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:  # what the training has left for a few MiB is its own
+            memory = torch.empty(0, dtype=torch.uint8, device=device)
+            inside, across, stretches = [], mine, []
     # the body of a slot has one place for every byte; what is gathered lies run by run
     begins, end = {}, 0
     for start, stop in stretches:
@@ -185,6 +187,11 @@ def _parted(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
         else:
             large.append(pair)
     return small, large
+
+
+def _runs_of(some: list[Pair], pairs: list[Pair]) -> list[tuple[int, int]]:
+    ours = set(map(id, some))
+    return _runs((pair.offset, pair.offset + pair.nbytes, id(pair) in ours) for pair in pairs)
 
 
 def _shift(pair: Pair, stretches: list[tuple[int, int]], begins: dict[int, int]) -> int:

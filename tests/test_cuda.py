@@ -20,6 +20,7 @@ from workers.torn import Rig, step_with_gradients
 import ckptlib
 from ckptlib import accelerator, arena, cuda
 from ckptlib.arena import Arena
+from ckptlib.copies import Devices
 from ckptlib.errors import TornSnapshot
 from ckptlib.keys import GenerationId
 from ckptlib.peer.peers import Peers
@@ -231,3 +232,26 @@ def test_memory_of_the_device_is_not_taken_before_the_training_has_shown_its_pea
 def test_memory_is_of_the_host_or_of_the_device() -> None:
     with pytest.raises(ValueError, match=r"memory is 'host' or 'device', got '/nvme'; .* arena="):
         Peers(memory="/nvme")
+
+
+def test_no_snapshot_is_begun_while_all_memory_for_it_is_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for the link, and the training for it. The other ranks are told, as of a slot."""
+    ready = [True]
+    monkeypatch.setattr(Devices, "ready", property(lambda devices: ready[0]))
+    state, peers = {"w": torch.ones(10)}, Peers(copies=0, every=1, memory="device")
+    with ckptlib.Checkpointer(tmp_path / "root", state, every=10**6, peers=peers, arena=tmp_path) as ckpt:
+        taken: list[int] = []
+        begin = ckpt._session._stager.begin
+        monkeypatch.setattr(
+            ckpt._session._stager, "begin", lambda *args: taken.append(args[1].header.save.step) or begin(*args)
+        )
+        for step in range(1, 9):
+            ready[0] = not 3 <= step <= 5
+            ckpt.after_step(step)
+            while ckpt._session.holdings.settling:
+                ckpt._session.poll(0.01)
+        ready[0] = True
+    # what a rank says in one step counts in the next
+    assert taken == [1, 2, 3, 7, 8]

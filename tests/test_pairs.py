@@ -146,6 +146,24 @@ def test_no_more_is_gathered_than_there_is_room_for(monkeypatch: pytest.MonkeyPa
     assert sum(target.numel() for target, _ in work.across_now.moves()) == 4 * (100 + 200)
 
 
+def test_a_device_that_is_full_gathers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no reason for the training to end."""
+    zeros = torch.zeros
+
+    def full(*size: int, **options: object) -> torch.Tensor:
+        if options.get("device") == DEVICE and size[0] and isinstance(size[0], int):
+            raise torch.OutOfMemoryError("full")
+        return zeros(*size, **options)  # type: ignore[arg-type]
+
+    _, pairs = make_pairs([200, 300_000, 5])
+    monkeypatch.setattr(torch, "zeros", full)
+    work = work_of(pairs, DEVICE, None)
+    copy(work.across_now)
+    copy(work.across_later)
+    assert not list(work.then.moves())
+    assert all(torch.equal(pair.target, pair.source.tensor) for pair in pairs)
+
+
 @pytest.mark.parametrize("spare", [False, True])
 @pytest.mark.parametrize("view", ["conj", "neg", "transposed", "expanded"])
 def test_a_view_is_saved_as_its_value(view: str, spare: bool) -> None:
