@@ -235,6 +235,8 @@ class Schedule:
         del lent, sources
         if self.given.pinned and len(self.simulation.blocked) > blocked:
             self.wrong.append(f"after_step holds up the host: {self.simulation.blocked[blocked]}")
+        if not self.given.pinned and self.given.memory == "host" and staging._copied.is_set():
+            self.wrong.append("after_step copies all of the state, and waits for it")
         self.fence.guard(staging)
         self.under_way[staging.step] = staging, expected
 
