@@ -176,6 +176,7 @@ def load(
     only: Only = None,
     cast: bool = False,
     random: bool = False,
+    device: str | torch.device | None = None,
     timeout: timedelta = TIMEOUT,
 ) -> LoadReport:
     """Fills `state` in place from a committed step, whatever layout and world size it was saved with.
@@ -193,6 +194,9 @@ def load(
             is left alone.
     cast:   allows a target's dtype to differ from the saved one; never done silently.
     random: puts the random generators back as they were, too.
+    device: where parameters and buffers on the meta device are given memory; default: the device of the DTensor's mesh,
+            the one that torch.set_default_device chose, an accelerator, the host; the first of these that there is.
+            "cpu" for FSDP2 with CPU offloading.
 
     Raises CheckpointNotFound, StateMismatch with every name that does not fit, CorruptData that names the damaged
     tensor; on all ranks, if on one.
@@ -207,7 +211,16 @@ def load(
         filled: list[torch.Tensor] = []
         together(group, f"loading step {source.save.step}", lambda: _refuse_going_back(url, source.save, state, only))
         report = load_save(
-            group, source, state, generators, strict=strict, rename=map, only=only, cast=cast, filled=filled
+            group,
+            source,
+            state,
+            generators,
+            strict=strict,
+            rename=map,
+            only=only,
+            cast=cast,
+            device=device,
+            filled=filled,
         )
     if generators is not None:
         together(group, f"putting back the random generators of step {source.save.step}", generators.restore)
@@ -264,6 +277,7 @@ def load_save(
     rename: Rename = None,
     only: Only = None,
     cast: bool = False,
+    device: str | torch.device | None = None,
     filled: list[torch.Tensor] | None = None,
 ) -> LoadReport:
     """Fills `state` from one step, and `generators` with the saved random state. Collective.
@@ -271,7 +285,7 @@ def load_save(
     `filled`: is given every tensor that was read into.
     """
     with garbage.kept() as collect_again:  # around a call: what it made is gone when it returns
-        return _load_save(group, source, state, generators, strict, rename, only, cast, filled, collect_again)
+        return _load_save(group, source, state, generators, strict, rename, only, cast, device, filled, collect_again)
 
 
 def _load_save(
@@ -283,6 +297,7 @@ def _load_save(
     rename: Rename,
     only: Only,
     cast: bool,
+    device: str | torch.device | None,
     filled: list[torch.Tensor] | None,
     collect_again: Callable[[], None],
 ) -> LoadReport:
@@ -291,7 +306,7 @@ def _load_save(
 
     def plan() -> tuple[Reader, Targets]:
         reader = Reader(source, group.rank)
-        return reader, targets(whole, Saved(reader), rename=rename, only=only, cast=cast)
+        return reader, targets(whole, Saved(reader), rename=rename, only=only, cast=cast, device=device)
 
     what = f"loading step {source.save.step}"
     source.bring({own_rank(group.rank, source.world_size)})

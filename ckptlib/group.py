@@ -50,6 +50,10 @@ class Group(ABC):
     def broadcast_from(self, rank: int, buffer: torch.Tensor) -> None:
         """Fills `buffer`, bytes in host memory and of the same size everywhere, with that of `rank`."""
 
+    def broadcast_there(self, rank: int, buffer: torch.Tensor, device: torch.device) -> bool:
+        """As `broadcast_from`, of a device's bytes, by the trainers' group; False, on all ranks, where that cannot."""
+        return False
+
     def same(self, data: bytes) -> bool:
         """Whether every rank gave the same bytes; they are compared by digest."""
         high, low = divmod(xxhash.xxh3_128_intdigest(data), 2**64)
@@ -122,6 +126,7 @@ class TorchGroup(Group):
 
     def __init__(self, over: dist.ProcessGroup, timeout: timedelta) -> None:
         """Collective over `over`."""
+        self._over = over
         self._ranks = dist.get_process_group_ranks(over)
         self._timeout = timeout
         self.patience_s = timeout.total_seconds() / 2

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
@@ -151,17 +152,18 @@ class Checkpointer:
 
     # Restoring
 
-    def restore(self, *, strict: bool = True) -> LoadReport:
+    def restore(self, *, strict: bool = True, device: str | torch.device | None = None) -> LoadReport:
         """Fills the state from the newest step that is whole, in memory or in the store; step 0 where there is none.
 
         Collective. What is damaged is skipped, loudly, on all ranks together, and the next is taken: another copy, the
         store, the step before. With peers, the restored state is kept in memory, and persisted where the store does
         not have it, at once. Comes before the first step: to go back, close the Checkpointer and make another one.
+        `device`: see `ckptlib.load`.
         """
         self._check_open()
         if self._beat.started:  # what was agreed for the next step would be met by another one
             raise ValueError("restore comes before the first after_step; to go back, make another Checkpointer")
-        report, self._generators = restore(self._session, self._state, strict)
+        report, self._generators = restore(self._session, self._state, strict, device)
         self._restored = report.step
         if self._group.rank == 0:
             log.info("restore: %s", report)
@@ -420,6 +422,13 @@ class Checkpointer:
         """
         self._fence.wait()
         yield
+
+    def drain(self) -> None:
+        """Waits until nothing of the state is being copied, on devices too: before a CUDA graph is captured.
+
+        What a graph replays is saved without overlap from then on, since a replay waits for no copy.
+        """
+        self._fence.drain()
 
     @property
     def stopping(self) -> bool:

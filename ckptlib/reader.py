@@ -20,6 +20,7 @@ from ckptlib.contents import Contents, Share
 from ckptlib.digests import digester
 from ckptlib.errors import CorruptData, FormatError, UnsupportedState
 from ckptlib.keys import SaveId
+from ckptlib.landing import Landing
 from ckptlib.layout import Layout, PerRank, TensorEntry, ranks_touching
 from ckptlib.leaf import torch_dtype
 from ckptlib.overlaps import Meeting, meetings
@@ -163,12 +164,14 @@ class Reader:
             with garbage.kept():
                 requests = self._plan(wants, ranks)
             verify = digester(self.part(self.own_rank).algorithm)
+            landing = Landing(tensor for want in wants for _, tensor in want.pieces)
             try:
-                for nbytes in executor.map(lambda request: self._run(request, verify), requests):
+                for nbytes in executor.map(lambda request: self._run(request, verify, landing), requests):
                     self.nbytes_read += nbytes
                     progress(nbytes)
             finally:
                 executor.shutdown(cancel_futures=True)
+                landing.close()
 
     def ranks_for(self, want: Want) -> frozenset[int]:
         """Whose parts may hold what is wanted."""
@@ -236,11 +239,11 @@ class Reader:
                 "or: ckptlib verify"
             )
 
-    def _run(self, request: Request, verify: Callable[[memoryview], str]) -> int:
+    def _run(self, request: Request, verify: Callable[[memoryview], str], landing: Landing) -> int:
         """One request: its chunks are checked, then placed."""
-        buffer = request.buffer()
+        buffer = request.buffer(landing)
         self._source.read_into(request.pack, request.start, buffer)
-        request.place(buffer, verify, self._source.save.step)
+        request.place(buffer, verify, self._source.save.step, landing)
         return len(buffer)
 
 

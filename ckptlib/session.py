@@ -77,6 +77,7 @@ class Session:
         self.holdings, self.writer = self._hold(kind)
         peers = settings.peers
         self._stager = Stager(self._on_sealed, spare=peers is not None and peers.memory == DEVICE)
+        self.holdings.may_begin = lambda: self._stager.ready
         self._memo = Memo()
         self._rng = RngState()
         self.planner = Planner(self.group)
@@ -105,7 +106,9 @@ class Session:
         arena, writer = together(self.group, "making room for snapshots", self._make_room)
         replicator = None
         if peers is not None and placement is not None:
-            replicator = Replicator(self.over, self.group.rank, placement, peers, lambda: self._make_arena(writer))
+            replicator = Replicator(
+                self.over, self.group.rank, placement, peers, lambda: self._make_arena(writer, pin=False)
+            )
 
         def on_held(step: int) -> None:
             writer.held(SaveId(step, self.generation))
@@ -121,9 +124,9 @@ class Session:
             arena.reclaim()
         return arena, writer
 
-    def _make_arena(self, writer: Writer) -> Arena:
+    def _make_arena(self, writer: Writer, pin: bool = True) -> Arena:
         num_slots = NUM_SLOTS if self.settings.peers is None else NUM_SLOTS_WITH_PEERS
-        arena = Arena(self.root.id, self.generation, self.settings.arena, num_slots)
+        arena = Arena(self.root.id, self.generation, self.settings.arena, num_slots, pin)
         arena.on_made, arena.on_gone = writer.add_slot, writer.forget_slot
         return arena
 
@@ -201,6 +204,8 @@ class Session:
         staging = self._stager.begin(slot, content, sources, twins, go, spare, reading)
         if not compare:
             self.ballots.begin(Ballot(step, self._num_saves, persist, staging, reading))
+        if any(leaf.lent for leaf in flat.leaves):
+            self.planner.let_go()
         pending = Pending(self, save, staging, persist)
         if persist:
             self._pending[str(save)] = pending

@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from ckptlib import values
+from ckptlib import accelerator, values
 from ckptlib.errors import UnsupportedState
 from ckptlib.frameworks import refuse_loader, torch_optimizer, unwrapped
 from ckptlib.layout import PerRank as HeldPerRank
@@ -101,6 +101,8 @@ class _Walk:
         self.by_hand: dict[int, Sharded] = {}
         """By id of the tensor that each of them holds."""
         self.sections: set[tuple[str, bool]] = set()
+        self._lent = False
+        """Whether what comes next was given by a `state_dict()`, which may have made it for us."""
         self._memo = memo
         self._modules: list[tuple[str, nn.Module, bool]] = []
         self._optimizers: list[tuple[str, torch.optim.Optimizer, bool]] = []
@@ -211,9 +213,12 @@ class _Walk:
             if leaf.owner is owner and leaf.tied == tied and isinstance(leaf.held, HeldPerRank) == per_rank:
                 return leaf
         made = leaf_of(tensor, name, per_rank, owner)
-        if made is not None:
-            made = made if tied is None else replace(made, tied=tied)
-            self._memo.leaves[name] = (tensor, at, made)
+        if made is None:
+            return None
+        made = made if tied is None else replace(made, tied=tied)
+        if self._lent and owner is None and accelerator.device_of(local_of(tensor)) is not None:
+            return replace(made, lent=True)
+        self._memo.leaves[name] = (tensor, at, made)
         return made
 
     def _visit_optimizer(self, optimizer: torch.optim.Optimizer, path: str, per_rank: bool) -> None:
@@ -270,7 +275,9 @@ class _Walk:
     def add_object(self, state: object, path: str, per_rank: bool) -> None:
         """An object's state: a tree to be rebuilt when it holds tensors, else one value."""
         if has_tensor(state):
+            self._lent = True
             self.flat.objects[path] = self._tree(state, path, per_rank)
+            self._lent = False
         else:
             self.add_value(state, path)
 

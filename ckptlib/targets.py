@@ -18,7 +18,7 @@ from torch import nn
 from ckptlib.asked import Asked, Only, Rename
 from ckptlib.filling import Filling, Setter
 from ckptlib.frameworks import loader_of, refuse_loader, torch_optimizer, unwrapped
-from ckptlib.leaf import PerRank, Sharded, join, local_of
+from ckptlib.leaf import PerRank, Sharded, home_of, join, local_of
 from ckptlib.modules import canonical, is_extra_state, named_state, owners_of
 from ckptlib.optimizer_targets import OptimizerTargets, Params
 from ckptlib.optimizers import refuse_optimizer
@@ -53,11 +53,22 @@ class Targets:
                 action()
 
 
-def targets(state: object, saved: Saved, *, rename: Rename = None, only: Only = None, cast: bool = False) -> Targets:
-    """What is to be filled and done so that `state` becomes what was saved. Changes nothing yet."""
+def targets(
+    state: object,
+    saved: Saved,
+    *,
+    rename: Rename = None,
+    only: Only = None,
+    cast: bool = False,
+    device: str | torch.device | None = None,
+) -> Targets:
+    """What is to be filled and done so that `state` becomes what was saved. Changes nothing yet.
+
+    `device`: where what has no memory is given some.
+    """
     asked = Asked(only, rename)
     filling = Filling(saved, asked, cast)
-    walk = _Walk(filling)
+    walk = _Walk(filling, None if device is None else torch.device(device))
     with _outside_inference(), torch.no_grad():
         walk.collect(state, "", None)
         for path, module in walk.modules:
@@ -87,11 +98,12 @@ def _outside_inference() -> Iterator[None]:
 
 
 class _Walk:
-    def __init__(self, filling: Filling) -> None:
+    def __init__(self, filling: Filling, device: torch.device | None) -> None:
         self.modules: list[tuple[str, nn.Module]] = []
         self.optimizers: list[tuple[str, torch.optim.Optimizer]] = []
         self.params = Params()
         self._filling = filling
+        self._device = device
 
     def collect(self, node: object, path: str, setter: Setter) -> None:
         check_depth(node, path)
@@ -145,8 +157,7 @@ class _Walk:
         """A parameter or buffer without memory is given some, and is put into its module when it is filled."""
         new = made.get(id(meta))
         if new is None:
-            device = torch.empty(0).device if not torch.cuda.is_available() else torch.device("cuda")
-            new = torch.empty_like(meta, device=device)
+            new = torch.empty_like(meta, device=self._device or home_of(meta))
             if isinstance(meta, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=meta.requires_grad)
             made[id(meta)] = new  # one for all its names, so that what was tied stays tied
