@@ -14,11 +14,10 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from ckptlib import cuda
 from ckptlib.errors import CorruptData, FormatError, NoRoom
 from ckptlib.keys import GenerationId, SaveId
+from ckptlib.numa import processors_near, running_on
 from ckptlib.slot import SUFFIX, Slot
 
 log = logging.getLogger(__name__)
@@ -35,8 +34,14 @@ _own: set[Path] = set()
 class Arena:
     """The slots of one rank; owned by one thread."""
 
-    def __init__(self, root_id: str, generation: GenerationId, directory: Path | None, num_slots: int) -> None:
-        """`directory`: where slots are made; None: memory (/dev/shm), and a file where that has no room."""
+    def __init__(
+        self, root_id: str, generation: GenerationId, directory: Path | None, num_slots: int, pin: bool = True
+    ) -> None:
+        """`directory`: where slots are made; None: memory (/dev/shm), and a file where that has no room.
+
+        `pin`: whether they are known to the trainer's device, where it has a use for that; not those of replicas, which
+        come from a socket for the most part: all that may be locked is for the rank's own.
+        """
         self._root_prefix = f"ckptlib-{root_id[:16]}-"
         self._prefix = f"{self._root_prefix}{generation}"
         self._generation = generation
@@ -50,10 +55,13 @@ class Arena:
         self._growing: threading.Thread | None = None
         self._left_alone: set[Path] = set()
         """What was told of already."""
-        self._device = _current_device()
-        """Of the trainer: other threads have chosen none."""
-        self._pinned: dict[Path, int] = {}
-        """By slot: for which device."""
+        self._pins = pin
+        self._device: int | None = None
+        """Of the trainer, as its own thread has chosen it: for all others it is the first, on which each rank of a host
+        would have a context then. None until this process uses CUDA."""
+        self._pinned: dict[Path, int | None] = {}
+        """By slot: for which device; None: it was refused."""
+        self._pinning: threading.Thread | None = None
         self.on_made: Callable[[Path], None] = lambda path: None
         """Told of each slot when it is made, from any thread: who has it open unlinks it, should this process die."""
         self.on_gone: Callable[[Path], None] = lambda path: None
@@ -78,6 +86,7 @@ class Arena:
                 log.warning("%s", error)
 
         self._join()
+        self._choose_device()
         self._warming = threading.Thread(target=make, name="ckptlib-arena", daemon=True)
         self._warming.start()
 
@@ -90,6 +99,7 @@ class Arena:
             except NoRoom as error:
                 log.warning("%s; snapshots in memory are fewer while one is written to the store", error)
 
+        self._choose_device()
         if self._growing is None and self._slots:
             self._growing = threading.Thread(target=make, name="ckptlib-arena", daemon=True)
             self._growing.start()
@@ -106,6 +116,8 @@ class Arena:
         `in_use`: slots that somebody still has to read. Of several, the one that was taken first. Raises NoRoom.
         """
         self._join()
+        self._choose_device()
+        self._pin_later()
         for slot in self._free(held_by_all, in_use):
             if slot.try_write_lock():
                 self.mark_void(slot)
@@ -157,17 +169,44 @@ class Arena:
         return slot
 
     def _make(self, nbytes: int) -> Slot:
-        slot = self._make_somewhere(nbytes)
-        _own.add(slot.path)
-        slot.prefault()
-        device = _current_device() if self._device is None else self._device
-        if device is not None:
-            try:
-                cuda.pin(slot.address(), slot.capacity, device)
-                self._pinned[slot.path] = device
-            except RuntimeError as error:
-                log.warning("copies from the device will be slow: %s", error)
+        with running_on(self._processors()):
+            slot = self._make_somewhere(nbytes)
+            _own.add(slot.path)
+            slot.prefault()
+        self._pin(slot)
         return slot
+
+    def _choose_device(self) -> None:
+        """On the trainer's thread."""
+        if self._pins and self._device is None:
+            self._device = cuda.current_device()
+
+    def _processors(self) -> frozenset[int]:
+        """Those that the device is plugged in beside; none in particular where there is no device."""
+        address = None if self._device is None else cuda.pci_address(self._device)
+        return frozenset() if address is None else processors_near(address)
+
+    def _pin(self, slot: Slot) -> None:
+        if self._device is None or slot.path in self._pinned:
+            return
+        self._pinned[slot.path] = None
+        try:
+            cuda.pin(slot.address(), slot.capacity, self._device)
+            self._pinned[slot.path] = self._device
+        except RuntimeError as error:
+            log.warning("copies from the device go by way of a buffer, which takes a thread's time: %s", error)
+
+    def _pin_later(self) -> None:
+        """In the background: slots that were made before this process used CUDA. Until then they go by the buffer."""
+        slots = [] if self._device is None else [slot for slot in self._slots if slot.path not in self._pinned]
+
+        def pin() -> None:
+            for slot in slots:
+                self._pin(slot)
+
+        if slots and self._pinning is None:
+            self._pinning = threading.Thread(target=pin, name="ckptlib-arena")
+            self._pinning.start()
 
     def _make_somewhere(self, nbytes: int) -> Slot:
         try:
@@ -182,6 +221,9 @@ class Arena:
 
     def _drop(self, slot: Slot) -> None:
         """Lets go of the memory; the file is the caller's."""
+        if self._pinning is not None:
+            self._pinning.join()
+            self._pinning = None
         device = self._pinned.pop(slot.path, None)
         if device is not None:
             cuda.unpin(slot.address(), slot.capacity, device)
@@ -262,11 +304,6 @@ class Arena:
                 slot.unlink()
             self._drop(slot)
         self._slots.clear()
-
-
-def _current_device() -> int | None:
-    """None where this process uses no CUDA."""
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def _holds(slot: Slot, save: SaveId) -> bool:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from typing_extensions import override
 
@@ -21,16 +25,18 @@ from ckptlib.errors import (
     CkptError,
     CorruptData,
     FormatError,
+    NotBrought,
     ObjectNotFound,
     ObjectUnreadable,
     StateMismatch,
     WaitTimeout,
 )
 from ckptlib.group import Group, group_of, group_or_world, meet, together, together_at_length
-from ckptlib.keys import SaveId, parse_save
+from ckptlib.keys import SaveId, checked_step, parse_save
+from ckptlib.loads import Loads, Parts, tells
 from ckptlib.manifest import Manifest
 from ckptlib.pending import Pending
-from ckptlib.reader import NotBrought, Reader, Source, own_rank
+from ckptlib.reader import Reader, Source, own_rank
 from ckptlib.rng import LoadedRng
 from ckptlib.saved import Saved
 from ckptlib.session import RNG, Session
@@ -151,8 +157,9 @@ def save_async(
     As `save`, but the step exists only when the pending save says so: `pending.wait_committed()`. Waits for an
     earlier save when both slots are taken.
     """
+    step = checked_step(step)
     meet(process_group, str(url), f"save of step {step}", timeout)
-    session = _session(absolute(url), storage_options, process_group, step)
+    session = _session(absolute(url), storage_options, process_group, state, step)
     session.await_room()
     return session.save(state, step, metrics=metrics)
 
@@ -169,11 +176,15 @@ def load(
     only: Only = None,
     cast: bool = False,
     random: bool = False,
+    device: str | torch.device | None = None,
     timeout: timedelta = TIMEOUT,
 ) -> LoadReport:
     """Fills `state` in place from a committed step, whatever layout and world size it was saved with.
 
     Collective over `process_group` (default: the world). Until it returns, and when it raises, targets are undefined.
+
+    Who loads a whole step into the very state that is saved next goes back to it: later steps leave the history. A load
+    into other objects, or of a part, is a look and changes no history.
 
     step:   a number, or "latest".
     strict: names that only one side has are an error; else they are in the report.
@@ -183,21 +194,47 @@ def load(
             is left alone.
     cast:   allows a target's dtype to differ from the saved one; never done silently.
     random: puts the random generators back as they were, too.
+    device: where parameters and buffers on the meta device are given memory; default: the device of the DTensor's mesh,
+            the one that torch.set_default_device chose, an accelerator, the host; the first of these that there is.
+            "cpu" for FSDP2 with CPU offloading.
 
     Raises CheckpointNotFound, StateMismatch with every name that does not fit, CorruptData that names the damaged
     tensor; on all ranks, if on one.
     """
+    step = step if isinstance(step, str) else checked_step(step)
     meet(process_group, str(url), f"load of step {step}", timeout)
     group = _group(process_group)
     with open_store(str(url), storage_options) as store:
         catalog = Catalog(store)
         source = resolve(group, catalog, step)
         generators = LoadedRng(group.rank, source.world_size) if random else None
-        report = load_save(group, source, state, generators, strict=strict, rename=map, only=only, cast=cast)
+        filled: list[torch.Tensor] = []
+        together(group, f"loading step {source.save.step}", lambda: _refuse_going_back(url, source.save, state, only))
+        report = load_save(
+            group,
+            source,
+            state,
+            generators,
+            strict=strict,
+            rename=map,
+            only=only,
+            cast=cast,
+            device=device,
+            filled=filled,
+        )
     if generators is not None:
-        generators.restore()
-    _loaded[_key(absolute(url), process_group)] = source.save
+        together(group, f"putting back the random generators of step {source.save.step}", generators.restore)
+    loads = _loads.setdefault(_key(absolute(url), process_group), Loads())
+    loads.add(source.save, state, filled, whole=only is None and not report.missing)
+    for keeper in keepers:
+        keeper.note_load(absolute(url), loads)
     return report
+
+
+def _refuse_going_back(url: str | Path, save: SaveId, state: Mapping[str, object], only: Only) -> None:
+    """Before anything is filled."""
+    for keeper in keepers if only is None else ():
+        keeper.refuse_going_back(absolute(url), save, state)
 
 
 def checkpoints(url: str | Path, *, storage_options: Mapping[str, object] | None = None) -> Iterator[CheckpointInfo]:
@@ -240,10 +277,15 @@ def load_save(
     rename: Rename = None,
     only: Only = None,
     cast: bool = False,
+    device: str | torch.device | None = None,
+    filled: list[torch.Tensor] | None = None,
 ) -> LoadReport:
-    """Fills `state` from one step, and `generators` with the saved random state. Collective."""
+    """Fills `state` from one step, and `generators` with the saved random state. Collective.
+
+    `filled`: is given every tensor that was read into.
+    """
     with garbage.kept() as collect_again:  # around a call: what it made is gone when it returns
-        return _load_save(group, source, state, generators, strict, rename, only, cast, collect_again)
+        return _load_save(group, source, state, generators, strict, rename, only, cast, device, filled, collect_again)
 
 
 def _load_save(
@@ -255,6 +297,8 @@ def _load_save(
     rename: Rename,
     only: Only,
     cast: bool,
+    device: str | torch.device | None,
+    filled: list[torch.Tensor] | None,
     collect_again: Callable[[], None],
 ) -> LoadReport:
     laps = events.Laps()
@@ -262,7 +306,7 @@ def _load_save(
 
     def plan() -> tuple[Reader, Targets]:
         reader = Reader(source, group.rank)
-        return reader, targets(whole, Saved(reader), rename=rename, only=only, cast=cast)
+        return reader, targets(whole, Saved(reader), rename=rename, only=only, cast=cast, device=device)
 
     what = f"loading step {source.save.step}"
     source.bring({own_rank(group.rank, source.world_size)})
@@ -287,10 +331,11 @@ def _load_save(
     laps.end("read")
     spread(buckets, group)
     laps.end("spread")
-    for action in wanted.finish:
-        action()
+    wanted.complete()
     if whole is not state and isinstance(state, MutableMapping):  # plain values were put into the copy
         state.update({key: value for key, value in whole.items() if key != RNG})
+    if filled is not None:
+        filled += [tensor for want in wanted.wants for _, tensor in want.pieces]
     return LoadReport(
         step=source.save.step,
         source=source.where,
@@ -298,7 +343,7 @@ def _load_save(
         nbytes=reader.nbytes_read,
         seconds=laps.total,
         missing=tuple(wanted.missing),
-        unexpected=tuple(unexpected),
+        unexpected=(*unexpected, *wanted.foreign),
         values=wanted.values,
         in_memory=not isinstance(source, Committed),
         phases=laps.seconds,
@@ -341,6 +386,7 @@ def _check(save: SaveId, wanted: Targets, unexpected: list[str], strict: bool) -
     if strict:
         problems += [f"  {name}: not in the checkpoint" for name in wanted.missing]
         problems += [f"  {name}: not in the state" for name in unexpected]
+        problems += [f"  {text}" for text in wanted.foreign.values()]
     if problems:
         more = f"\n  and {len(problems) - 40} more" if len(problems) > 40 else ""
         raise StateMismatch(
@@ -359,8 +405,26 @@ Key = tuple[str, dist.ProcessGroup | None]
 
 _groups: dict[dist.ProcessGroup | None, Group] = {}
 _sessions: dict[Key, Session] = {}
-_loaded: dict[Key, SaveId] = {}
-"""What was loaded since the last save."""
+_loads: dict[Key, Loads] = {}
+"""Since the last save."""
+
+
+class Keeper(Protocol):
+    """Of a state that it saves itself: a Checkpointer."""
+
+    def refuse_going_back(self, url: str, save: SaveId, state: Mapping[str, object]) -> None:
+        """Before a whole step is loaded into `state`. Raises StateError where that is the keeper's own, which has
+        saved later steps: their history cannot be left by it."""
+
+    def note_load(self, url: str, loads: Loads) -> None:
+        """After a load: the keeper may go on from there."""
+
+
+keepers: weakref.WeakSet[Keeper] = weakref.WeakSet()
+"""The open ones of this process."""
+
+_left_alone: list[object] = []
+"""What is the parent's. Kept: to destroy it would close the parent's connections."""
 
 
 def _key(url: str, over: dist.ProcessGroup | None) -> Key:
@@ -376,13 +440,29 @@ def _group(over: dist.ProcessGroup | None) -> Group:
     return _groups[world]
 
 
-def _session(url: str, options: Mapping[str, object] | None, over: dist.ProcessGroup | None, step: int) -> Session:
+def loads_of(url: str, over: dist.ProcessGroup | None) -> Loads:
+    """What was loaded from a root since the last save to it; forgotten here."""
+    return _loads.pop(_key(url, over), Loads())
+
+
+def _session(
+    url: str,
+    options: Mapping[str, object] | None,
+    over: dist.ProcessGroup | None,
+    state: Mapping[str, object],
+    step: int,
+) -> Session:
     """To save `step` with. Where an older step was loaded to go on from, that is a new generation's. Collective."""
     key = _key(url, over)
-    session, loaded = _sessions.get(key), _loaded.get(key)
-    if session is not None and loaded is not None and loaded.step < step <= session.newest_step:
-        session.close(SAVE_DEADLINE, clean=True)
-    if session is None or session.closed:
+    session, loads, origin = _sessions.get(key), _loads.get(key), None
+    if session is not None and session.closed:
+        session = None
+    if loads is not None:
+        origin = _gone_back_to(_group(over), loads, session, state, step)
+        if session is not None and origin is not None:
+            session.close(SAVE_DEADLINE, clean=True)
+            session = None
+    if session is None:
         settings = Settings(
             url=url,
             options=options or {},
@@ -396,14 +476,58 @@ def _session(url: str, options: Mapping[str, object] | None, over: dist.ProcessG
         )
         _close_at_exit()
         session = _sessions[key] = Session(settings, over)
-        session.lineage.resumed_from = loaded
-    _loaded.pop(key, None)
+        session.lineage.resumed_from = origin
+    _loads.pop(key, None)
     return session
+
+
+def _gone_back_to(
+    group: Group, loads: Loads, session: Session | None, state: Mapping[str, object], step: int
+) -> SaveId | None:
+    """The earlier save from which this one goes on; None where it follows the last one. Collective.
+
+    That is the step that was loaded into what is saved now. Where nothing was, what a process loaded before its first
+    save, or before it saves an older step, is what it goes on from: it may have been copied since.
+    """
+
+    def found() -> tuple[str, SaveId | None]:
+        parts = Parts(state, ask=True)
+        into = loads.into(parts)
+        some = None if into is not None else loads.into_some_of(parts)
+        return str(into or "") if tells(parts) else "any", some
+
+    own, some = together(group, f"saving step {step}", found)
+    told = {data.decode() for data in group.gather(own.encode())} - {"any"}
+    newest = None if session is None else SaveId(session.newest_step, session.generation)
+    if told and told != {""} and len(told) == 1:
+        origin = parse_save(told.pop())
+        return origin if origin.step < step and origin != newest else None
+    if newest is None or step <= newest.step:
+        return loads.before(step)
+    if some is not None and some != newest and group.rank == 0:
+        log.warning(
+            "step %d was loaded into a part of what is saved as step %d: the steps in between stay on the history; to "
+            "leave them, load the whole state",
+            some.step,
+            step,
+        )
+    return None
 
 
 def _close_at_exit() -> None:
     if not _groups and not _sessions:
         atexit.register(_close_all)
+
+
+def _in_child() -> None:
+    """A forked process begins without any: those of its parent are neither its own to use nor to close."""
+    _left_alone.append((*_groups.values(), *_sessions.values(), *keepers))
+    for kept in (_groups, _sessions, _loads, keepers):
+        kept.clear()
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def _close_all() -> None:

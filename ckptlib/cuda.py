@@ -1,73 +1,48 @@
-"""Staging from CUDA devices: copies on a side stream behind the compute stream, into pinned slots.
+"""What CUDA alone has, and ROCm under its name: registration of host memory, capture modes, where a device is plugged.
 
-Thin on purpose: what must be copied at once holds up the compute stream, the rest is behind an event that the fence
-makes the compute stream wait for; the host waits for neither. Where memory of the device is to spare, that event comes
-when the copy there is whole, and the host's follows from it. Nothing here synchronises the device.
+All else that a device does for a snapshot is in `ckptlib.copies`, by what torch offers for every accelerator.
 """
 
 from __future__ import annotations
 
-import logging
+import ctypes
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
 
 import torch
 
-from ckptlib.memory import bytes_of
-
-log = logging.getLogger(__name__)
-
 PIN_BYTES = 1 << 30
-"""Registered at a time: the call holds locks in the driver for as long as it touches pages."""
+"""Registered at a time: the call holds locks in the driver for as long as it touches pages, and new drivers refuse what
+is very large."""
 
-SAMPLE_BYTES = 64
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every device of the process."""
 
-SPARE_MARGIN_BYTES = 1 << 30
-"""Left free beside a copy in the device's own memory: what fragments, and other libraries, take."""
-
-Copy = tuple[torch.Tensor, torch.Tensor]
-"""Target, source."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceWork:
-    """What is copied from one device for one slot."""
-
-    now: list[Copy]
-    """The compute stream waits for these."""
-    later: list[Copy]
-    """The fence does."""
-    then: list[Copy]
-    """From the device's spare memory to the host, where the others go to spare memory: nothing waits."""
-    names: list[str]
-    """Of what `later` copies."""
+_RELAXED = 2
+"""cudaStreamCaptureModeRelaxed."""
 
 
-def spare_memory(device: torch.device, nbytes: int) -> torch.Tensor | None:
-    """Zeroed bytes of a device; None where they do not fit beside the most that was ever allocated at one time."""
-    room = spare_nbytes(device)
-    try:
-        if nbytes <= room:
-            return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError:
-        room = 0  # it is in pieces
-    log.warning(
-        "%s has no room for a snapshot of %s bytes beside the peak of the training (%s to spare): it is copied to the "
-        "host at once, and the next optimizer.step() may wait for that",
-        device,
-        f"{nbytes:,}",
-        f"{room:,}",
-    )
-    return None
+def current_device() -> int | None:
+    """Of this thread; None while this process uses no CUDA. Only the trainer's thread has chosen one."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
-def spare_nbytes(device: torch.device) -> int:
-    """How much memory of a device is left beside the most that was ever allocated at one time, and a margin."""
-    free, _ = torch.cuda.mem_get_info(device)
-    taken = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_reserved(device)
-    return max(free - taken - SPARE_MARGIN_BYTES, 0)
+def stretches(address: int, nbytes: int, most: int) -> Iterator[tuple[int, int]]:
+    """(first byte, last byte + 1) of what lies between multiples of `most`, wherever the memory begins.
+
+    With a divisor of PIN_BYTES none of them lies in two registrations, which no copy may.
+    """
+    at = 0
+    while at < nbytes:
+        stop = min(nbytes, most - (address + at) % most + at)
+        yield at, stop
+        at = stop
+
+
+_registered: dict[int, int] = {}
+"""Address and bytes of what this process has registered."""
 
 
 def pin(address: int, nbytes: int, device: int) -> None:
@@ -75,20 +50,22 @@ def pin(address: int, nbytes: int, device: int) -> None:
 
     Raises RuntimeError where the driver refuses, for instance beyond the locked-memory limit; nothing is pinned then.
     """
+    pieces = list(stretches(address, nbytes, PIN_BYTES))
 
     def register() -> int:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for n, (start, size) in enumerate(_pieces(address, nbytes)):
-            code = int(runtime.cudaHostRegister(start, size, _PORTABLE))
+        for n, (start, stop) in enumerate(pieces):
+            code = int(runtime.cudaHostRegister(address + start, stop - start, _PORTABLE))
             if code:
-                for done, _ in _pieces(address, nbytes)[:n]:
-                    runtime.cudaHostUnregister(done)
+                for done, _ in pieces[:n]:
+                    runtime.cudaHostUnregister(address + done)
                 return code
         return 0
 
     code = _aside(device, register)
     if code:
         raise RuntimeError(f"cudaHostRegister of {nbytes:,} bytes failed with code {code}; see ulimit -l")
+    _registered[address] = nbytes
 
 
 def unpin(address: int, nbytes: int, device: int) -> None:
@@ -96,17 +73,16 @@ def unpin(address: int, nbytes: int, device: int) -> None:
 
     def unregister() -> int:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        return max(int(runtime.cudaHostUnregister(start)) for start, _ in _pieces(address, nbytes))
+        starts = (address + start for start, _ in stretches(address, nbytes, PIN_BYTES))
+        return max(int(runtime.cudaHostUnregister(start)) for start in starts)
 
+    _registered.pop(address, None)
     _aside(device, unregister)
 
 
-_PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for every device of the process."""
-
-
-def _pieces(address: int, nbytes: int) -> list[tuple[int, int]]:
-    return [(address + at, min(PIN_BYTES, nbytes - at)) for at in range(0, nbytes, PIN_BYTES)]
+def is_pinned(address: int) -> bool:
+    """Whether memory that begins here was pinned whole."""
+    return address in _registered
 
 
 def _aside(device: int, call: Callable[[], int]) -> int:
@@ -118,6 +94,7 @@ def _aside(device: int, call: Callable[[], int]) -> int:
     codes: list[int] = []
 
     def run() -> None:
+        relax_capture()
         with torch.cuda.device(device):
             codes.append(call())
 
@@ -127,91 +104,48 @@ def _aside(device: int, call: Callable[[], int]) -> int:
     return codes[0] if codes else -1
 
 
-class DeviceCopies:
-    """The copies of one snapshot from one device, begun when it is made. Keeps its sources until they are read."""
+def relax_capture() -> None:
+    """What this thread asks of the driver from here on breaks no capture of a graph that another thread has begun.
 
-    def __init__(self, stream: torch.cuda.Stream, works: Sequence[DeviceWork]) -> None:
-        self._stream, self._device = stream, stream.device
-        self._names = [name for work in works for name in work.names]
-        sources = [source for work in works for _, source in work.later]
-        self._targets = [[target for target, _ in work.later] for work in works]
-        compute = torch.cuda.current_stream(self._device)
-        self._before = _samples(sources)
-        stream.wait_stream(compute)
-        with torch.cuda.stream(stream):
-            for work in works:
-                _enqueue(work.now)
-            compute.wait_event(stream.record_event())
-            for work in works:
-                _enqueue(work.later)
-            self._after = _samples(sources)
-            # spare memory is the next snapshot's as soon as this stream is done; what is on the host is not there yet,
-            # and ours until the seal. One slot may go by spare memory, and another have had no room there.
-            spare = zip(works, self._targets, strict=True)
-            self._copied = [_samples(targets) if work.then else None for work, targets in spare]
-            self._read = stream.record_event()
-            for work in works:
-                _enqueue(work.then)
-            self._done = stream.record_event()
-        self._used = [copy for work in works for copy in chain(work.now, work.later, work.then)]
-
-    def hold_compute(self) -> None:
-        """The current stream does not go on before the sources are read; the host does."""
-        torch.cuda.current_stream(self._device).wait_event(self._read)
-
-    def finish(self) -> list[str]:
-        """Waits for the copies, on the host; returns the names of what was written to meanwhile."""
-        # on the other stream than the one of the training, which would have its backlog waited for; and on the device,
-        # since a thread that has chosen none makes itself a context on the first
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._done.synchronize()
-            self._used.clear()
-            landed = (_samples(t) if c is None else c for t, c in zip(self._targets, self._copied, strict=True))
-            before, after, copied = self._before.cpu(), self._after.cpu(), torch.cat([found.cpu() for found in landed])
-        same = (before == after).all(1) & (before == copied).all(1)
-        return [name for name, good in zip(self._names, same.tolist(), strict=True) if not good]
-
-
-@torch.no_grad()
-def _enqueue(copies: Sequence[Copy]) -> None:
-    if copies and copies[0][0].device == copies[0][1].device:  # one kernel for hundreds of tensors
-        targets, sources = zip(*copies, strict=True)
-        torch._foreach_copy_(targets, sources, non_blocking=True)
-        return
-    for target, source in copies:
-        target.copy_(source, non_blocking=True)
-
-
-@torch.no_grad()
-def _samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A few bytes from the middle of every tensor, gathered where they are, by one kernel on the current stream."""
-    device = tensors[0].device if tensors else torch.device("cpu")
-    found = torch.zeros(len(tensors), SAMPLE_BYTES, dtype=torch.uint8, device=device)
-    windows = [_window(tensor) for tensor in tensors]
-    if windows:
-        torch._foreach_copy_([found[i, : w.numel()] for i, w in enumerate(windows)], windows)
-    return found
-
-
-def _window(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes from the middle of a contiguous tensor."""
-    data = bytes_of(tensor)
-    middle = data.numel() // 2
-    return data[middle : middle + SAMPLE_BYTES]
-
-
-def bring(data: torch.Tensor, device: torch.device) -> Callable[[], torch.Tensor]:
-    """Has a few bytes of a device brought to the host, behind what the current stream has to do.
-
-    Nobody waits for it but who calls the result, from any thread, which gives them.
+    A capture in the mode that torch uses by default is broken by any thread that registers memory or asks for an event,
+    unless that thread has said that it knows. Where the call cannot be found, `Checkpointer.drain` before a capture
+    keeps the threads from asking.
     """
-    found = torch.empty(data.numel(), dtype=torch.uint8, device="cpu", pin_memory=True)
-    found.copy_(data, non_blocking=True)
-    done = torch.cuda.current_stream(device).record_event()
+    exchange = _exchange() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    if exchange is not None:
+        exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
 
-    def wait() -> torch.Tensor:
-        with torch.cuda.device(device):
-            done.synchronize()
-        return found
 
-    return wait
+@lru_cache(maxsize=1)
+def _exchange() -> Callable[..., int] | None:
+    """Of the runtime that torch has loaded, which Python has no name for."""
+    libraries: list[str | None] = [None]
+    if torch.version.cuda is not None:
+        libraries.append(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+    for library in libraries:
+        for name in ("cudaThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode"):
+            try:
+                found: Callable[..., int] = getattr(ctypes.CDLL(library), name)
+            except (OSError, AttributeError):
+                continue
+            return found
+    return None
+
+
+def idle_in_private_pools(device: torch.device) -> int:
+    """Bytes that the allocator keeps for graphs alone: room for nobody else, whether a graph uses them now or not."""
+    segments = torch.cuda.memory_snapshot() if device.type == "cuda" else []  # type: ignore[no-untyped-call]
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in segments
+        if segment["device"] == device.index and tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+    )
+
+
+def pci_address(device: int) -> str | None:
+    """As /sys has it; None where torch cannot say."""
+    found: Any = torch.cuda.get_device_properties(device)
+    try:
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    except AttributeError:  # before torch 2.8
+        return None

@@ -3,6 +3,7 @@
     CkptError
     +-- StoreError              the store refused or failed; the same call may work later
     |   +-- ObjectNotFound      no object has this key (also a KeyError)
+    |   |   +-- NotBrought      a share is on another host, and was not asked to be brought
     |   +-- ObjectUnreadable    the object is there and cannot be read, for a reason that may be its own
     |   +-- ObjectExists        the key is taken; objects are never overwritten
     |   +-- StoreFull           no space or quota left
@@ -18,12 +19,14 @@
     |   +-- StateChanged        other tensors than at the save before; the next save compares them first
     |   +-- ReplicasDiffer      ranks hold different data where it should be alike (also an UnsupportedState)
     +-- NoRoom                  no memory or space for a snapshot
+    +-- TornSnapshot            the state was written to while it was copied; another one is taken
     +-- ReplicationFailed       a peer did not get a replica of a snapshot; the next one may succeed
     |   +-- PeerRefused         the peer has no room for it, or wants another one
     +-- AgreementFailed         ranks did not come together in time
     +-- WaitTimeout             something took longer than its time-out (also a TimeoutError)
 
-Every message says what, where, expected, got, and what to do.
+Every message says what, where, expected, got, and what to do. Ranks tell one another the name of an error's class and
+its message, and raise that class (see `group.together`): every class stands here and can be made from a message alone.
 """
 
 from __future__ import annotations
@@ -47,6 +50,15 @@ class ObjectNotFound(StoreError, KeyError):
     @override
     def __str__(self) -> str:  # KeyError would print the repr
         return str(self.args[0]) if self.args else ""
+
+
+class NotBrought(ObjectNotFound):
+    """The share of a saved rank is elsewhere, and was not asked to be brought."""
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+        """The saved rank; -1 where another rank of the job told of it."""
 
 
 class ObjectUnreadable(StoreError):
@@ -110,6 +122,10 @@ class ReplicasDiffer(SaveFailed, UnsupportedState):
 
 class NoRoom(CkptError):
     """No memory or disk space for a snapshot."""
+
+
+class TornSnapshot(CkptError):
+    """The state was written to while it was copied; the snapshot is worth nothing."""
 
 
 class ReplicationFailed(CkptError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -17,7 +18,7 @@ from ckptlib.asked import Asked
 from ckptlib.errors import FormatError, StateMismatch
 from ckptlib.layout import PerRank as HeldPerRank
 from ckptlib.layout import TensorEntry
-from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, is_elsewhere, join, leaf_of
+from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, is_elsewhere, join, leaf_of, torch_dtype
 from ckptlib.reader import Want
 from ckptlib.saved import Saved
 from ckptlib.values import Json
@@ -35,6 +36,7 @@ class Filling:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.mismatched: list[str] = []
+        self.foreign: dict[str, str] = {}
         self.values: dict[str, object] = {}
         self.finish: list[Callable[[], None]] = []
         self.used: set[str] = set()
@@ -112,7 +114,7 @@ class Filling:
             self.used.add(name)
             now = get()
             build = self.rebuild(tree, name, now)
-            self.finish.append(lambda: _call(load, build()))
+            self.finish.append(lambda: _call_like(now, load, build()))
         else:
             self.missing.append(path)
 
@@ -199,15 +201,15 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def fits(now: object, entry: TensorEntry) -> TypeGuard[torch.Tensor]:
-    """Whether what is there can be filled as it is."""
-    if not isinstance(now, torch.Tensor) or now.is_meta or _is_expanded(now):
+    """Whether what is there can be filled as it is, and be updated then."""
+    if not isinstance(now, torch.Tensor) or now.is_meta or now.is_inference() or _is_expanded(now):
         return False
     return (tuple(now.shape), dtype_name(now)) == (entry.shape, entry.dtype)
 
 
 def _make(entry: TensorEntry, device: torch.device | None) -> torch.Tensor:
     try:
-        return torch.empty(entry.shape, dtype=torch_dtype(entry), device=device)
+        return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
     except RuntimeError as error:  # also OutOfMemoryError, and strides beyond 64 bits beside a 0
         raise StateMismatch(f"{entry.name}: no room for {entry.dtype}{list(entry.shape)}: {error}") from error
 
@@ -216,6 +218,16 @@ def _call(function: Callable[[Any], object], argument: object) -> None:
     function(argument)
 
 
-def torch_dtype(entry: TensorEntry) -> torch.dtype:
-    found: torch.dtype = getattr(torch, entry.dtype)
-    return found
+def _call_like(now: object, load: Callable[[Any], object], state: object) -> None:
+    """What was made in inference mode, such as an average for an evaluation, can be written to in that mode alone."""
+    with torch.inference_mode() if _holds_inference(now) else nullcontext():
+        load(state)
+
+
+def _holds_inference(node: object, depth: int = 0) -> bool:
+    if isinstance(node, torch.Tensor) or depth > tags.MAX_DEPTH:
+        return isinstance(node, torch.Tensor) and node.is_inference()
+    if isinstance(node, (PerRank, Sharded)):
+        return _holds_inference(node.value if isinstance(node, PerRank) else node.tensor, depth + 1)
+    inner = node.values() if isinstance(node, Mapping) else node if isinstance(node, (list, tuple)) else ()
+    return any(_holds_inference(item, depth + 1) for item in inner)

@@ -6,6 +6,7 @@ pickled. A group of its own (gloo, CPU) keeps them apart from the trainer's.
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -48,6 +49,10 @@ class Group(ABC):
     @abstractmethod
     def broadcast_from(self, rank: int, buffer: torch.Tensor) -> None:
         """Fills `buffer`, bytes in host memory and of the same size everywhere, with that of `rank`."""
+
+    def broadcast_there(self, rank: int, buffer: torch.Tensor, device: torch.device) -> bool:
+        """As `broadcast_from`, of a device's bytes, by the trainers' group; False, on all ranks, where that cannot."""
+        return False
 
     def same(self, data: bytes) -> bool:
         """Whether every rank gave the same bytes; they are compared by digest."""
@@ -121,6 +126,7 @@ class TorchGroup(Group):
 
     def __init__(self, over: dist.ProcessGroup, timeout: timedelta) -> None:
         """Collective over `over`."""
+        self._over = over
         self._ranks = dist.get_process_group_ranks(over)
         self._timeout = timeout
         self.patience_s = timeout.total_seconds() / 2
@@ -194,7 +200,7 @@ class TorchGroup(Group):
     @override
     def close(self) -> None:
         self._let_threads_go()
-        self._gloo.shutdown()
+        disconnect(self._gloo)
 
     def _let_threads_go(self) -> None:
         """Waits until gloo's threads have let go of every tensor, a little later than their collective ended.
@@ -251,6 +257,12 @@ def connect(over: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, gloo)  # it has the same methods; torch's stub leaves them out
 
 
+def disconnect(gloo: dist.ProcessGroup) -> None:
+    """Closes what `connect` made. torch 2.6 does so only when nobody refers to it any more."""
+    if hasattr(gloo, "shutdown"):
+        gloo.shutdown()
+
+
 def _failed(what: str, size: int, timeout: timedelta, error: RuntimeError) -> AgreementFailed:
     return AgreementFailed(
         f"{what} among {size} ranks failed on rank {dist.get_rank()}: a rank is gone, or did not come within "
@@ -279,24 +291,32 @@ def _store(over: dist.ProcessGroup, timeout: timedelta) -> Store:
 def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
     """What `call` returns, if it succeeds on every rank; collective.
 
-    All ranks raise an error of the same class, since callers act on it: that of the first rank that failed, where it is
-    ckptlib's. A rank that failed so itself raises its own. No rank goes on alone, and none waits for one that gave up.
+    All ranks raise an error of the same class, since callers act on it: that of the first rank that failed, or what it
+    derives from, where that is ckptlib's. A rank that failed so itself raises its own. No rank goes on alone, and none
+    waits for one that gave up.
     """
     own: Exception | None = None
     try:
         result = call()
     except Exception as error:
         own = error
-    told = group.gather(b"" if own is None else f"{type(own).__name__}: {own}".encode(errors="backslashreplace"))
+    told = group.gather(b"" if own is None else f"{_known(own)}: {own}".encode(errors="backslashreplace"))
     failures = {rank: text.decode() for rank, text in enumerate(told) if text}
     if not failures:
         return result
     rank, text = min(failures.items())
     name, _, message = text.partition(": ")
-    if own is not None and type(own).__name__ == name:
+    if own is not None and _known(own) == name:
         raise own
     cls = getattr(errors, name, AgreementFailed)
     raise cls(f"{what} failed on {len(failures)} of {group.size} ranks; on rank {rank}: {message}") from own
+
+
+def _known(error: Exception) -> str:
+    """The name of the class by which every rank knows an error: a store of the user's may raise a class of its own."""
+    own = type(error)
+    known = (cls.__name__ for cls in own.__mro__ if cls.__module__ == errors.__name__)
+    return next(known, f"{own.__module__}.{own.__qualname__}")
 
 
 def together_at_length(group: Group, what: str, call: Callable[[], Result]) -> Result:
@@ -315,10 +335,32 @@ def together_at_length(group: Group, what: str, call: Callable[[], Result]) -> R
 
 
 def group_or_world(over: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The one given, else the world; None where torch.distributed is not initialised."""
+    """The one given, else the world; None where torch.distributed is not initialised.
+
+    Raises AgreementFailed in a process that was forked from a rank: to use the rank's connections would break them.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return None
+    if dist.group.WORLD is _inherited_world:
+        raise AgreementFailed(
+            f"process {os.getpid()} was forked from rank {dist.get_rank()} of the job, and is no rank itself; save and "
+            "load in the ranks, or in a process that is started anew (multiprocessing's spawn or forkserver)"
+        )
     return over if over is not None else dist.group.WORLD
+
+
+_inherited_world: dist.ProcessGroup | None = None
+"""Of the rank that this process was forked from."""
+
+
+def _in_child() -> None:
+    global _inherited_world
+    if dist.is_available() and dist.is_initialized():
+        _inherited_world = dist.group.WORLD
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def group_of(over: dist.ProcessGroup | None, timeout: timedelta) -> Group:

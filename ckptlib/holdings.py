@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ckptlib.arena import Arena
-from ckptlib.errors import CkptError
+from ckptlib.arena import NEVER, Arena
+from ckptlib.errors import CkptError, TornSnapshot
 from ckptlib.group import Group, together
 from ckptlib.held import NONE, Held
 from ckptlib.keys import SaveId
@@ -21,7 +21,7 @@ from ckptlib.peer.peers import Coverage, Peers
 from ckptlib.peer.replicate import Fate, FindAlike, Replicator, Round
 from ckptlib.placement import Placement, place
 from ckptlib.slot import Slot
-from ckptlib.stage import Lot, Staging, TornSnapshot
+from ckptlib.stage import Lot, Staging
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +99,8 @@ class Holdings:
         """When slots of the job before are looked for again; None: not yet, or no more."""
         self._unkept = False
         """Whether the last snapshot for memory only failed, and that was told."""
+        self.may_begin: Callable[[], bool] = lambda: True
+        """Whether there is all that a snapshot needs beside a slot."""
         self.torn: Begun | None = None
         """The last snapshot that was found torn, until somebody has taken note of it."""
 
@@ -200,7 +202,7 @@ class Holdings:
 
     def needs_held(self) -> int:
         """The step that all ranks must hold before a slot is free; see `Arena.needs_held`."""
-        return self.arena.needs_held(self._in_use())
+        return self.arena.needs_held(self._in_use()) if self.may_begin() else NEVER
 
     def note_all(self, oldest_newest: int, latest_since: int, settled: int) -> None:
         """Takes note of what all ranks said of their own: minimum, maximum and minimum over them.

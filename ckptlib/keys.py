@@ -14,6 +14,7 @@ Names from a store are parsed, never trusted: what does not match exactly is not
 
 from __future__ import annotations
 
+import operator
 import re
 import secrets
 from dataclasses import dataclass
@@ -50,6 +51,17 @@ _PACK_KEY = re.compile(rf"packs/{_SAVE}/([0-9]{{6}})-([0-9a-f]{{8}})-([0-9]{{6}}
 def new_nonce() -> str:
     """Eight random hex digits: tells incarnations and attempts apart that chance upon the same number."""
     return secrets.token_hex(4)
+
+
+def checked_step(step: object) -> int:
+    """A step that a name can have. Raises TypeError for what is no whole number, ValueError for one out of range."""
+    try:
+        found = operator.index(step)  # type: ignore[arg-type]  # numpy's integers, too
+    except TypeError:
+        raise TypeError(f"step={repr(step)[:80]}: expected a whole number, not a {type(step).__name__}") from None
+    if not 0 <= found <= MAX_STEP:
+        raise ValueError(f"a step is between 0 and {MAX_STEP}, got {found}")
+    return found
 
 
 @dataclass(frozen=True, slots=True, order=True)

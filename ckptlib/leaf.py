@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import placement_types as torch_placements
 
-from ckptlib import dtypes, sharding
+from ckptlib import accelerator, dtypes, sharding
 from ckptlib.box import Box
-from ckptlib.errors import UnsupportedState
+from ckptlib.errors import StateMismatch, UnsupportedState
 from ckptlib.layout import ByHand, Mesh, Placed, TensorSpec
 from ckptlib.layout import PerRank as HeldPerRank
 
@@ -66,6 +66,8 @@ class Leaf(TensorSpec):
     """The first name on this rank of this very tensor, where this is a further one; other ranks may not tie them."""
     frozen: bool = False
     """Whether it is a parameter that asks for no gradient."""
+    lent: bool = False
+    """Whether it may have been made for this pass alone, in a device's memory: nothing keeps it beyond the snapshot."""
 
 
 def join(path: str, key: object) -> str:
@@ -135,6 +137,14 @@ def _is_frozen(tensor: torch.Tensor) -> bool:
 def is_elsewhere(tensor: torch.Tensor | Sharded) -> bool:
     """Whether it is a DTensor, and this rank stands outside of its mesh."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
+
+
+def home_of(meta: torch.Tensor) -> torch.device:
+    """Where a tensor without memory belongs."""
+    if isinstance(meta, DTensor):
+        return torch.device(meta.device_mesh.device_type)
+    chosen = torch.get_default_device()  # the host, too, where nobody chose any
+    return chosen if chosen.type != "cpu" else accelerator.available() or chosen
 
 
 def mesh_of(tensor: DTensor) -> Mesh:
@@ -217,6 +227,15 @@ _COLUMNS: tuple[Callable[[torch.Tensor], object], ...] = (
 def is_lazy(tensor: torch.Tensor) -> bool:
     """Whether it is a parameter or buffer of a lazy module that has not seen its first input."""
     return isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
+
+
+@lru_cache(maxsize=64)
+def torch_dtype(name: str) -> torch.dtype:
+    """Raises StateMismatch for one that this torch does not have."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise StateMismatch(f"dtype {name} was saved, which torch {torch.__version__} does not have; use a newer torch")
+    return found
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

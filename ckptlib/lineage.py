@@ -40,7 +40,8 @@ class Lineage:
         self._tags = tags
         self.root, self.generation = self._agree(Root(secrets.token_hex(16), algorithm, save_deadline_s))
         self.resumed_from: SaveId | None = None
-        self._began = False
+        self.began = False
+        """Whether it has saved, to the store or to memory."""
         self.placement: Placement | None = None
         """Of replicas, where snapshots are kept in memory."""
 
@@ -58,11 +59,11 @@ class Lineage:
 
     def begin(self, step: int) -> None:
         """Puts this generation's record before its first save, of `step`."""
-        if not self._began and self._group.rank == 0:
-            if self.resumed_from is None:
+        if not self.began and self._group.rank == 0:
+            if self.resumed_from is None or self.resumed_from.step > step:  # would mix with what follows on this one
                 self.resumed_from = self._continued(step)
             self.put()
-        self._began = True
+        self.began = True
 
     def _continued(self, step: int) -> SaveId | None:
         """What a job that did not restore continues: the newest step before its own first one."""
@@ -70,8 +71,8 @@ class Lineage:
         hidden = [save.step for save in visible if save.step >= step]
         if hidden:
             log.warning(
-                "%s holds steps up to %d, and this job begins to save at step %d without having restored: steps %d and "
-                "later are no longer on its history (they stay in the store)",
+                "%s holds steps up to %d, and this job begins to save at step %d without having restored an earlier "
+                "one: steps %d and later are no longer on its history (they stay in the store)",
                 self._catalog.store.url,
                 hidden[-1],
                 step,

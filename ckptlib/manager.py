@@ -12,12 +12,13 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
 from ckptlib.ballots import Poll
 from ckptlib.beat import Beat, Word
-from ckptlib.checkpoint import SAVE_DEADLINE, TIMEOUT, LoadReport
+from ckptlib.checkpoint import SAVE_DEADLINE, TIMEOUT, LoadReport, keepers, loads_of
 from ckptlib.digests import XXH3
 from ckptlib.errors import (
     AgreementFailed,
@@ -31,6 +32,8 @@ from ckptlib.errors import (
 )
 from ckptlib.fence import Fence
 from ckptlib.group import together
+from ckptlib.keys import SaveId, checked_step
+from ckptlib.loads import Filled, Loads, Parts
 from ckptlib.peer.peers import Coverage, Peers
 from ckptlib.pending import Pending
 from ckptlib.policy import Policy, Steps
@@ -130,6 +133,8 @@ class Checkpointer:
         self._poll = Poll((), [])
         """What was voted with the last word."""
         self._install()
+        self.note_load(settings.url, loads_of(settings.url, process_group))
+        keepers.add(self)
 
     def _install(self) -> None:
         """Looks at the state once, so that what cannot be saved is refused now, and makes room for it."""
@@ -147,17 +152,18 @@ class Checkpointer:
 
     # Restoring
 
-    def restore(self, *, strict: bool = True) -> LoadReport:
+    def restore(self, *, strict: bool = True, device: str | torch.device | None = None) -> LoadReport:
         """Fills the state from the newest step that is whole, in memory or in the store; step 0 where there is none.
 
         Collective. What is damaged is skipped, loudly, on all ranks together, and the next is taken: another copy, the
         store, the step before. With peers, the restored state is kept in memory, and persisted where the store does
         not have it, at once. Comes before the first step: to go back, close the Checkpointer and make another one.
+        `device`: see `ckptlib.load`.
         """
         self._check_open()
         if self._beat.started:  # what was agreed for the next step would be met by another one
             raise ValueError("restore comes before the first after_step; to go back, make another Checkpointer")
-        report, self._generators = restore(self._session, self._state, strict)
+        report, self._generators = restore(self._session, self._state, strict, device)
         self._restored = report.step
         if self._group.rank == 0:
             log.info("restore: %s", report)
@@ -179,6 +185,26 @@ class Checkpointer:
             log.error("step %d was restored, and is not kept in memory: %s", report.step, error)
         else:
             self._last = pending if pending.persists else None
+
+    def refuse_going_back(self, url: str, save: SaveId, state: Mapping[str, object]) -> None:
+        """See `checkpoint.Keeper`."""
+        session = self._session
+        if url != session.settings.url or not session.lineage.began:
+            return
+        if not Filled(Parts(state, ask=False)).all_of(Parts(self._state, ask=False)):
+            return
+        if save != SaveId(session.newest_step, session.generation):
+            raise StateError(
+                f"step {save.step} was to be loaded into the state of a Checkpointer that has saved since: what it "
+                "saves next would seem to follow from that. To go back, close it, load, and make another one; to look "
+                "at the step, load it into other objects"
+            )
+
+    def note_load(self, url: str, loads: Loads) -> None:
+        """See `checkpoint.Keeper`."""
+        into = loads.into(Parts(self._state, ask=False)) if url == self._session.settings.url else None
+        if into is not None and not self._session.lineage.began:
+            self._session.lineage.resumed_from = into
 
     # The loop
 
@@ -208,6 +234,7 @@ class Checkpointer:
         job has taken the root over, on all ranks at the same step.
         """
         self._check_open()
+        step = checked_step(step)
         if not self._beat.started:
             self._warm()
             self._say(step)
@@ -263,6 +290,7 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._session.closed:
             raise ValueError(f"this Checkpointer of {self._session.store.url} is closed; make another one")
+        self._session.owner.check()
 
     def _check_counted(self, step: int) -> None:
         """All ranks have agreed on the step, so all raise."""
@@ -395,6 +423,13 @@ class Checkpointer:
         self._fence.wait()
         yield
 
+    def drain(self) -> None:
+        """Waits until nothing of the state is being copied, on devices too: before a CUDA graph is captured.
+
+        What a graph replays is saved without overlap from then on, since a replay waits for no copy.
+        """
+        self._fence.drain()
+
     @property
     def stopping(self) -> bool:
         """Whether all ranks agreed to stop; for loops of another shape than `loop`."""
@@ -418,7 +453,7 @@ class Checkpointer:
     def close(self, timeout: timedelta = CLOSE_TIMEOUT) -> None:
         """Waits until the last save is committed. Raises SaveFailed when it never will be, WaitTimeout."""
         try:
-            if self._last is not None:
+            if self._last is not None and self._session.owner.here:
                 self._last.wait_committed(timeout.total_seconds())
         finally:
             self._let_go(clean=True, timeout=timeout)
@@ -426,7 +461,10 @@ class Checkpointer:
     def _let_go(self, clean: bool, timeout: timedelta) -> None:
         self._stop.remove()
         self._fence.remove()
-        self._beat.forget()
+        keepers.discard(self)
+        if self._session.owner.here:
+            self._beat.forget()
+            loads_of(self._session.settings.url, self._session.over)
         self._session.close(timeout, clean)
 
     def __enter__(self) -> Self:

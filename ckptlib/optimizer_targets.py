@@ -6,6 +6,7 @@ So it goes into an optimizer that has not stepped yet, and keeps the dtype it wa
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from ckptlib import values
 from ckptlib.errors import StateMismatch, UnsupportedState
-from ckptlib.filling import Filling, fits, torch_dtype, want
-from ckptlib.leaf import Sharded, dtype_name, leaf_of
-from ckptlib.optimizers import group_path, hyper_parameters, names_of_params
+from ckptlib.filling import Filling, fits, want
+from ckptlib.kinds import Kind, kind_of
+from ckptlib.leaf import Sharded, dtype_name, leaf_of, torch_dtype
+from ckptlib.optimizers import group_path, hyper_parameters, names_of_params, warn_of_positions
 from ckptlib.saved import SavedGroup
 
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "min_momentum", "swa_lr"}
@@ -63,11 +65,13 @@ class OptimizerTargets:
                 "then make the optimizer of its parameters and load that"
             )
         names = names_of_params(optimizer, self._params.names)
+        warn_of_positions(optimizer, names, path, "loaded")
         wanted = [groups[n] for name in chain.from_iterable(names) if (n := self._saved_name(name)) in groups]
         entries = self._entries_by_param(saved_path, {group.layout for group in wanted})
         taken: set[str] = set()
         for i, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
-            self._add_hyper_parameters(optimizer, group, group_names, saved_path, groups, i)
+            alike, options = self._add_hyper_parameters(optimizer, group, group_names, saved_path, groups, i)
+            kinds = cache(partial(kind_of, optimizer, options))
             for name, param in zip(group_names, group["params"], strict=True):
                 saved_name = self._saved_name(name)
                 if saved_name not in groups:
@@ -75,7 +79,13 @@ class OptimizerTargets:
                     continue
                 taken.add(saved_name)
                 self._filling.used.add(f"{saved_path}/{saved_name}")
-                self._add_param_state(optimizer, group, param, entries.get(saved_name, {}))
+                keys = entries.get(saved_name, {})
+                ordered = {key: keys[key] for key in self._saved.in_order(saved_path, keys)}
+                kind = kinds(self._shape_of(param))
+                full = f"{path}/{name}"
+                known = ordered if kind is None else self._known(kind, optimizer, param, full, ordered, alike)
+                if known is not None and self._fit(kind, param, full, saved_name, known):
+                    self._add_param_state(optimizer, group, param, known)
         for name, first in self._params.ties.items():
             taken.add(self._saved_name(name))
             self._check_tie(path, name, first, entries)
@@ -109,6 +119,51 @@ class OptimizerTargets:
             self._filling.used.add(name)
         return found
 
+    def _shape_of(self, param: torch.Tensor) -> tuple[int, ...]:
+        by_hand = self._params.by_hand.get(id(param))
+        return tuple(param.shape) if by_hand is None else tuple(by_hand.shape)
+
+    def _known(
+        self,
+        kind: Kind,
+        optimizer: torch.optim.Optimizer,
+        param: torch.Tensor,
+        name: str,
+        keys: Mapping[str, str],
+        alike: bool,
+    ) -> dict[str, str] | None:
+        """What an optimizer of torch's takes of a parameter's saved state; None where it could not step with that.
+
+        `keys`: each with its full name. `alike`: whether it is of the same kind; then what it does not know is the
+        user's, and is kept.
+        """
+        strange = [] if alike else kind.strange(keys)
+        for key in strange:
+            self._filling.foreign[f"{name}/{key}"] = f"{name}/{key}: means nothing to {type(optimizer).__name__}"
+        lacking = kind.lacks(keys.keys() - strange, stateful=bool(optimizer.state.get(param)))
+        self._filling.missing += [f"{name}/{key}" for key in lacking]
+        return None if lacking else {key: full for key, full in keys.items() if key not in strange}
+
+    def _fit(self, kind: Kind | None, param: torch.Tensor, name: str, saved_name: str, keys: Mapping[str, str]) -> bool:
+        """Whether state is of the shape that the parameter asks for; else tells what is not.
+
+        What has another shape than its parameter had it when it was saved, such as a factored moment; only of torch's
+        classes is it known what should. But a parameter that has another shape now has no use for any of it.
+        """
+        shape = self._shape_of(param)
+        expected = {} if kind is None else kind.shapes
+        then = self._saved.tensors.get(saved_name)
+        cut = then is not None and then.shape != shape
+        was = f"; it was saved for one of {list(then.shape)}" if cut and then is not None else ""
+        wrong = [
+            f"{name}/{key}: is {list(entry.shape)}, for a parameter of {list(shape)}{was}"
+            for key, full in keys.items()
+            if (entry := self._saved.tensors.get(full)) is not None
+            and entry.shape != expected.get(key, shape if cut and entry.shape else entry.shape)
+        ]
+        self._filling.mismatched += wrong
+        return not wrong
+
     def _add_param_state(
         self,
         optimizer: torch.optim.Optimizer,
@@ -137,7 +192,7 @@ class OptimizerTargets:
     ) -> torch.Tensor:
         """The tensor that is there, or one such as the optimizer itself would make."""
         entry = self._saved.tensors[name]
-        dtype = torch_dtype(entry)
+        dtype = torch_dtype(entry.dtype)
         by_hand = self._params.by_hand.get(id(param))
         if by_hand is not None and key != "step" and entry.shape == by_hand.shape:
             alike = isinstance(now, torch.Tensor) and (now.shape, dtype_name(now)) == (param.shape, entry.dtype)
@@ -166,14 +221,22 @@ class OptimizerTargets:
         path: str,
         groups: Mapping[str, SavedGroup],
         index: int,
-    ) -> None:
-        """A group takes those of the saved group that its parameters were in."""
+    ) -> tuple[bool, dict[str, object]]:
+        """A group takes those of the saved group that its parameters were in.
+
+        They tell an optimizer of another kind: each has some that the other has not. One side alone may, unless its
+        class is known to be another: a later torch adds some, schedulers and users put theirs into a group. A class
+        may have been renamed, and takes from those it inherits from.
+
+        Whether it is of the same kind for all that is known, and what the group is going to have.
+        """
+        now = dict(hyper_parameters(group))
         origins = {groups[n] for name in names if (n := self._saved_name(name)) in groups}
         if not origins and not names:
             origins = {SavedGroup(0, index)}
         origin = min(origins, default=None)
         if origin is None or group_path(path, origin.index) not in self._saved.values_with(origin.layout):
-            return
+            return True, now
         saved = self._saved_hyper_parameters(path, origin)
         options = self._saved_options(group_path(path, origin.index))
         different = [
@@ -187,10 +250,17 @@ class OptimizerTargets:
                 f"{path}: group {index} holds parameters that were saved in groups {sorted({o.index for o in origins})}"
                 " with different hyper-parameters; load them into groups that can be told apart"
             )
-            return
-        now = dict(hyper_parameters(group))
+            return True, now
         prefix = group_path(path, origin.index) + "/"
-        self._check_kind(optimizer, now, {*saved, *options}, prefix)
+        told = {*saved, *options}
+        lacking, unknown = optimizer.defaults.keys() - told, told - now.keys() - OF_SCHEDULERS
+        name = self._saved.classes.get(path)
+        alike = not (lacking and unknown) and (name == type(optimizer).__name__ or not (lacking or unknown))
+        if not alike and (name not in _names(optimizer) or (lacking and unknown)):
+            self._filling.missing += [prefix + key for key in sorted(lacking)]
+            self._filling.foreign |= {prefix + key: f"{prefix}{key}: not in the state" for key in sorted(unknown)}
+            options = {key: parts for key, parts in options.items() if key in now}
+            saved = {key: value for key, value in saved.items() if key in now and _is_one(value) == _is_one(now[key])}
         builds = {
             key: self._filling.rebuild(self._saved.objects.get(prefix + key, "tensor"), prefix + key, now.get(key))
             for key in options
@@ -204,18 +274,7 @@ class OptimizerTargets:
                     group[key] = value
 
         self._filling.finish.append(finish)
-
-    def _check_kind(
-        self, optimizer: torch.optim.Optimizer, now: Mapping[str, object], saved: set[str], prefix: str
-    ) -> None:
-        """Hyper-parameters tell an optimizer of another kind: each has some that the other has not.
-
-        One side alone may: a later torch adds some, schedulers and users put theirs into a group.
-        """
-        lacking, unknown = optimizer.defaults.keys() - saved, saved - now.keys() - OF_SCHEDULERS
-        if lacking and unknown:
-            self._filling.missing += [prefix + key for key in sorted(lacking)]
-            self._filling.unexpected += [prefix + key for key in sorted(unknown)]
+        return alike, {**now, **saved}
 
     def _saved_hyper_parameters(self, path: str, group: SavedGroup) -> dict[str, Any]:
         """Those that hold no tensors. Raises StateMismatch for what are none."""
@@ -237,6 +296,16 @@ class OptimizerTargets:
 
 def _device_of(param: torch.Tensor) -> torch.device:
     return param.to_local().device if isinstance(param, DTensor) else param.device
+
+
+def _names(optimizer: torch.optim.Optimizer) -> set[str | None]:
+    """Of its class and of those that it inherits from; None, where a checkpoint tells none."""
+    return {None, *(cls.__name__ for cls in type(optimizer).__mro__)}
+
+
+def _is_one(option: object) -> bool:
+    """Adam's eps is a number, Adafactor's are two."""
+    return not isinstance(option, (tuple, list))
 
 
 def _constant(value: object) -> Callable[[], object]:

@@ -5,13 +5,18 @@ Knows names and which optimizers cannot be saved; the walk over an optimizer is 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from ckptlib.errors import UnsupportedState
 from ckptlib.leaf import Sharded, join
+
+log = logging.getLogger(__name__)
 
 _REFUSED_OPTIMIZERS = {
     ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"): "use FSDP2, or a plain optimizer",
@@ -63,6 +68,28 @@ def names_of_params(optimizer: torch.optim.Optimizer, param_names: Mapping[int, 
         given: Sequence[str] = group.get("param_names") or [f"@{i}.{j}" for j in range(len(group["params"]))]
         names.append([param_names.get(id(p), given[j]) for j, p in enumerate(group["params"])])
     return names
+
+
+_told: WeakKeyDictionary[torch.optim.Optimizer, set[str]] = WeakKeyDictionary()
+"""What each optimizer was looked at for."""
+
+
+def warn_of_positions(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], path: str, done: str) -> None:
+    """Says once of an optimizer that nothing but an order tells its parameters. `done`: "saved", "loaded"."""
+    told = _told.setdefault(optimizer, set())
+    if done in told or (dist.is_initialized() and dist.get_rank()):
+        return
+    told.add(done)
+    positions = sum(name == f"@{i}.{j}" for i, group in enumerate(names) for j, name in enumerate(group))
+    if positions > 1:
+        log.warning(
+            "%s: the state of %d parameters is %s by their position, since nothing in the state names them; parameters "
+            "that come in another order get the moments of others. Have their module in the same state, or make the "
+            "optimizer of model.named_parameters()",
+            path,
+            positions,
+            done,
+        )
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> Iterator[tuple[str, object]]:

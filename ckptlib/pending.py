@@ -45,6 +45,7 @@ class Pending:
 
         Raises WaitTimeout after `timeout` seconds, or what made the snapshot fail.
         """
+        self._session.owner.check()
         self._staging.wait_sealed(timeout)
 
     def wait_released(self, timeout: float | None = None) -> None:

@@ -155,6 +155,18 @@ class Planner:
         self._leaves = flat.leaves
         return self._plan
 
+    def let_go(self) -> None:
+        """Keeps nothing of what was made for the last snapshot alone."""
+        self._leaves = _kept(self._leaves)
+        self._sources = {
+            rank: replace(
+                known,
+                leaves=_kept(known.leaves),
+                sources=[s if not s.lent else Source(s.name, _NONE, s.overlap, True) for s in known.sources],
+            )
+            for rank, known in self._sources.items()
+        }
+
     def _make(self, flat: Flat) -> Plan:
         assert self._agreement is not None
         by = self._agreement
@@ -238,9 +250,8 @@ class Planner:
                 # detached: what `p.data = x` puts in place of this memory must not be copied instead, least of all
                 # past its end
                 box, tensor = leaf.pieces[piece]
-                found.append(
-                    Source(leaf.name, tensor.detach() if region is None else within(region, box, tensor), is_late)
-                )
+                cut = tensor.detach() if region is None else within(region, box, tensor)
+                found.append(Source(leaf.name, cut, is_late, leaf.lent))
         self._sources[rank] = _Sources(order, leaves, late, found)
         return found
 
@@ -267,6 +278,14 @@ def _find_alike(table: Table, plan: Plan, leaves: list[Leaf]) -> Alike:
                 offsets.append(offset)
                 order.append((i, piece, None))
     return Alike(table, tuple(offsets), tuple(order))
+
+
+_NONE = torch.empty(0, device="cpu")
+
+
+def _kept(leaves: list[Leaf]) -> list[Leaf]:
+    """In the place of what was lent, a leaf without a tensor: nothing is the very same as that."""
+    return [replace(leaf, pieces=()) if leaf.lent else leaf for leaf in leaves]
 
 
 def _shape(leaves: list[Leaf]) -> Shape:

@@ -109,6 +109,8 @@ class Proof:
         found: list[Doubt] = []
         known: dict[object, list[Meeting]] = {}
         for name, held in self._held.items():
+            if len(held.boxes) < 2:
+                continue
             kind = held.kind
             if kind not in known:
                 known[kind] = _meetings(held.entry, held.boxes)
@@ -150,8 +152,6 @@ def _hole(entry: TensorEntry, boxes: Sequence[Box], effort: Effort) -> Box | Non
 
 
 def _meetings(entry: TensorEntry, boxes: Sequence[Box]) -> list[Meeting]:
-    if len(boxes) < 2:
-        return []
     tiling = _tiling(entry, len(boxes))
     if tiling is not None and len(tiling) == len(boxes) and tiling == {*boxes}:
         return []

@@ -18,9 +18,11 @@ from ckptlib import garbage
 from ckptlib.box import Box, Run, common_run, find_hole
 from ckptlib.contents import Contents, Share, check_there
 from ckptlib.digests import digester
-from ckptlib.errors import CorruptData, FormatError, ObjectNotFound, UnsupportedState
+from ckptlib.errors import CorruptData, FormatError, UnsupportedState
 from ckptlib.keys import SaveId
+from ckptlib.landing import Landing
 from ckptlib.layout import Layout, PerRank, TensorEntry, ranks_touching
+from ckptlib.leaf import torch_dtype
 from ckptlib.overlaps import Meeting, meetings
 from ckptlib.pace import Pace
 from ckptlib.part import Part
@@ -31,14 +33,6 @@ Place = tuple[Share, int]
 
 Reads = dict[tuple[int, int], ChunkRead]
 """By saved rank and chunk."""
-
-
-class NotBrought(ObjectNotFound):
-    """The share of a saved rank is elsewhere, and was not asked to be brought."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"the share of rank {rank} was not brought here")
-        self.rank = rank
 
 
 class Source(Protocol):
@@ -170,12 +164,14 @@ class Reader:
             with garbage.kept():
                 requests = self._plan(wants, ranks)
             verify = digester(self.part(self.own_rank).algorithm)
+            landing = Landing(tensor for want in wants for _, tensor in want.pieces)
             try:
-                for nbytes in executor.map(lambda request: self._run(request, verify), requests):
+                for nbytes in executor.map(lambda request: self._run(request, verify, landing), requests):
                     self.nbytes_read += nbytes
                     progress(nbytes)
             finally:
                 executor.shutdown(cancel_futures=True)
+                landing.close()
 
     def ranks_for(self, want: Want) -> frozenset[int]:
         """Whose parts may hold what is wanted."""
@@ -243,19 +239,19 @@ class Reader:
                 "or: ckptlib verify"
             )
 
-    def _run(self, request: Request, verify: Callable[[memoryview], str]) -> int:
+    def _run(self, request: Request, verify: Callable[[memoryview], str], landing: Landing) -> int:
         """One request: its chunks are checked, then placed."""
         check_there(self._source.read_into, request.pack, request.offset, request.nbytes)
-        buffer = request.buffer()
+        buffer = request.buffer(landing)
         self._source.read_into(request.pack, request.start, buffer)
-        request.place(buffer, verify, self._source.save.step)
+        request.place(buffer, verify, self._source.save.step, landing)
         return len(buffer)
 
 
 def _plan_shard(share: Share, shard: int, run: Run | None, wanted: Box, to: Target, reads: Reads) -> None:
     """Adds the chunks of a shard that hold something of `wanted`. `run`: what they have in common, if it is one."""
     table, skipped = share.part.table, share.skipped[shard]
-    dtype = _dtype(share.layout.tensors[table.tensors[shard]].dtype)
+    dtype = torch_dtype(share.layout.tensors[table.tensors[shard]].dtype)
     itemsize, several = dtype.itemsize, table.num_chunks[shard] > 1
     if run is not None and to.is_row_major and not several:
         read = _read_of(reads, share, table.first_chunks[shard])
@@ -279,12 +275,6 @@ def _read_of(reads: Reads, share: Share, chunk: int) -> ChunkRead:
     found = reads.get((share.part.rank, chunk))
     if found is None:
         found = reads[share.part.rank, chunk] = ChunkRead(share, chunk)
-    return found
-
-
-@lru_cache(maxsize=64)
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
     return found
 
 

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import xxhash
 
+from ckptlib.accelerator import bring
 from ckptlib.check import Check, check_of
-from ckptlib.cuda import bring
 from ckptlib.memory import bytes_of, is_bytes
 from ckptlib.pairs import OVERLAP_FROM_BYTES, bytes_at, move_small
 from ckptlib.tensor_digests import as_bytes, digest_there

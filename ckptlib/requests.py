@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from ckptlib import accelerator
 from ckptlib.box import Box, boxes_of_range
 from ckptlib.contents import Share
 from ckptlib.errors import CorruptData
+from ckptlib.landing import Landing
 from ckptlib.memory import bytes_of, copyable, is_bytes
 from ckptlib.pace import DIRECT_FROM_BYTES, Pace
 
@@ -45,6 +47,11 @@ class Copy(NamedTuple):  # there may be hundreds of thousands
     target: torch.Tensor
     outside: Index
     """And where in the target: it is cut when the bytes are there, by the thread that brings them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the stretch."""
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 class ChunkRead:
@@ -86,7 +93,8 @@ class Target:
         self.tensor = tensor
         self._flat: torch.Tensor | None = None
         self.is_row_major = tensor.is_contiguous()
-        self.address = tensor.data_ptr() if tensor.is_cpu and is_bytes(tensor) else None
+        on_host = accelerator.device_of(tensor) is None
+        self.address = tensor.data_ptr() if on_host and is_bytes(tensor) else None
         """Of its memory, when that is its value, and the host's."""
 
     def take(self, read: ChunkRead, skipped: int, at: int, numel: int, dtype: torch.dtype) -> None:
@@ -143,17 +151,21 @@ class Request:
         """First byte that is read. Chunks that go through a buffer keep the alignment that they have in the pack."""
         return self.offset if self.direct else self.offset - self.offset % 64
 
-    def buffer(self) -> memoryview:
-        """What is to be read into: the memory of the targets, or this thread's buffer."""
+    def buffer(self, landing: Landing) -> memoryview:
+        """What is to be read into: the memory of the targets, or a buffer of this thread's."""
         if self.direct:
             return memoryview((ctypes.c_char * self.nbytes).from_address(self.base or 0)).cast("B")
-        return _buffer(self.offset + self.nbytes - self.start)
+        nbytes = self.offset + self.nbytes - self.start
+        device = next((d for read in self.reads for copy in read.copies if (d := landing.device(copy.target))), None)
+        return _buffer(nbytes) if device is None else landing.buffer(nbytes, device)
 
-    def place(self, buffer: memoryview, verify: Callable[[memoryview], str], step: int) -> None:
+    def place(self, buffer: memoryview, verify: Callable[[memoryview], str], step: int, landing: Landing) -> None:
         """Checks what was read, chunk by chunk, then puts it where it is wanted. Raises CorruptData.
 
-        `verify` gives the digest of a chunk; `step` is for messages.
+        `verify` gives the digest of a chunk; `step` is for messages. What goes to a device has arrived when `landing`
+        is closed.
         """
+        landed: dict[torch.device, list[tuple[int, Copy]]] = {}
         for read in self.reads:
             data = buffer[read.offset - self.start : read.offset - self.start + read.nbytes]
             found = verify(data)
@@ -163,7 +175,11 @@ class Request:
                     f"the object was altered after it was written. Try an earlier step than {step}, or: ckptlib verify"
                 )
             if not self.direct:
-                _place(read, data)
+                for copy, device in _place(read, data, landing):
+                    landed.setdefault(device, []).append((read.offset - self.start + copy.first, copy))
+        for device, copies in landed.items():
+            with landing.on(device):
+                _land(torch.frombuffer(buffer, dtype=torch.uint8), copies, device)
 
 
 def copies_of(
@@ -219,20 +235,54 @@ _move: Callable[[int, int, int], int] = ctypes.PyDLL(None).memmove
 _move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]  # type: ignore[attr-defined]
 
 
-@torch.no_grad()
-def _place(read: ChunkRead, data: memoryview) -> None:
+@torch.inference_mode()  # else a target that was made in it, such as a whole model, could not be written to
+def _place(read: ChunkRead, data: memoryview, landing: Landing) -> list[tuple[Copy, torch.device]]:
+    """Puts a chunk where it is wanted on the host; returns what lands on devices."""
     base = ctypes.addressof(ctypes.c_char.from_buffer(data))
     for first, nbytes, address in read.moves:
         move = _move if nbytes < DIRECT_FROM_BYTES else ctypes.memmove
         move(address, base + first, nbytes)
+    landed = []
     for copy in read.copies:
-        nbytes = copy.dtype.itemsize * math.prod(copy.shape)
-        stretch = torch.frombuffer(data[copy.first : copy.first + nbytes], dtype=torch.uint8)
-        source, target = stretch.view(copy.dtype).view(copy.shape)[copy.inside], copy.target[copy.outside]
-        if source.dtype == target.dtype and source.is_contiguous() and is_bytes(target):
-            # dtypes that torch cannot copy element by element are bytes all the same
-            bytes_of(target).copy_(bytes_of(source))
-        elif source.dtype == target.dtype:
-            copyable(target).copy_(copyable(source))
-        else:
-            target.copy_(source)
+        device = landing.device(copy.target)
+        if device is not None:
+            landed.append((copy, device))
+            continue
+        stretch = torch.frombuffer(data[copy.first : copy.first + copy.nbytes], dtype=torch.uint8)
+        _cut_into(copy.target, stretch, copy)
+    return landed
+
+
+@torch.inference_mode()
+def _land(buffer: torch.Tensor, copies: list[tuple[int, Copy]], device: torch.device) -> None:
+    """From a pinned buffer to a device; on the current stream. `copies`: with the first byte of each in the buffer.
+
+    In one piece, unless it is for one tensor that takes it as it is. The device does the rest: a dtype that differs
+    would be cast by the host first.
+    """
+    if len(copies) == 1:
+        at, copy = copies[0]
+        target = copy.target[copy.outside]
+        if copy.inside == WHOLE and copy.dtype == target.dtype and is_bytes(target):
+            bytes_of(target).copy_(buffer[at : at + copy.nbytes], non_blocking=True)
+            return
+    first, stop = min(at for at, _ in copies), max(at + copy.nbytes for at, copy in copies)
+    landed = torch.empty(stop - first, dtype=torch.uint8, device=device)
+    landed.copy_(buffer[first:stop], non_blocking=True)
+    for at, copy in copies:
+        stretch = landed[at - first : at - first + copy.nbytes]
+        _cut_into(
+            copy.target, stretch if stretch.storage_offset() % copy.dtype.itemsize == 0 else stretch.clone(), copy
+        )
+
+
+def _cut_into(whole: torch.Tensor, stretch: torch.Tensor, copy: Copy) -> None:
+    """Of a stretch of a chunk, bytes where the target is, what is wanted."""
+    source, target = stretch.view(copy.dtype).view(copy.shape)[copy.inside], whole[copy.outside]
+    if source.dtype == target.dtype and source.is_contiguous() and is_bytes(target):
+        # dtypes that torch cannot copy element by element are bytes all the same
+        bytes_of(target).copy_(bytes_of(source))
+    elif source.dtype == target.dtype:
+        copyable(target).copy_(copyable(source))
+    else:
+        target.copy_(source)

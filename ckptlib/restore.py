@@ -9,11 +9,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
 
 from ckptlib.checkpoint import DAMAGE, LoadReport, load_save, resolve
-from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, NewerFormat, ObjectUnreadable
+from ckptlib.errors import (
+    CheckpointNotFound,
+    CkptError,
+    CorruptData,
+    NewerFormat,
+    ObjectNotFound,
+    ObjectUnreadable,
+)
 from ckptlib.events import Laps
 from ckptlib.group import together
 from ckptlib.keys import SaveId, parse_save
@@ -39,13 +49,17 @@ class _Candidate:
     committed: bool
 
 
-def restore(session: Session, state: Mapping[str, object], strict: bool) -> tuple[LoadReport, LoadedRng | None]:
+def restore(
+    session: Session, state: Mapping[str, object], strict: bool, device: str | torch.device | None
+) -> tuple[LoadReport, LoadedRng | None]:
     """Fills `state`; collective. What random generators are to be put back to comes with the report.
 
     Raises CorruptData when there are steps and all of them are damaged, ObjectUnreadable when some cannot be read,
-    NewerFormat when some are newer. Where a newer ckptlib wrote the root or the record of a generation, nothing is
-    restored at all: which step is the right one is not known then.
+    CheckpointNotFound when all of them lack objects and none is damaged, NewerFormat when some are newer. Where a newer
+    ckptlib wrote the root or the record of a generation, nothing is restored at all: which step is the right one is not
+    known then.
     """
+    load = partial(_load, session, state, strict, device)
     laps = Laps()
     inventory = _look_around(session)
     laps.end("look")
@@ -55,17 +69,18 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
     _finish(session)
     skipped: list[str] = []
     lost: type[CkptError] = CorruptData
-    newer = False
+    newer, absent = False, True
     candidates = list(_candidates(session, inventory))
     laps.end("list")
     for n, candidate in enumerate(candidates):
         try:
-            report, generators = _restore_from(session, inventory, candidate, state, strict)
+            report, generators = _restore_from(session, inventory, candidate, load)
         except (CheckpointNotFound, *DAMAGE) as error:
             if isinstance(error, ObjectUnreadable):
                 _check_store(session)
                 lost = ObjectUnreadable
             where = "the store" if candidate.snapshot is None else "memory"
+            absent = absent and _why(error) == LACKS
             skipped.append(f"step {candidate.save} in {where}: {error}")
             newer = newer or isinstance(error, NewerFormat)
             if session.group.rank == 0:
@@ -84,15 +99,26 @@ def restore(session: Session, state: Mapping[str, object], strict: bool) -> tupl
         return replace(report, seconds=sum(phases.values())), generators
     if newer:
         raise NewerFormat(f"{session.store.url}: no step can be read by this ckptlib; update it: " + "; ".join(skipped))
+    if skipped and absent:
+        raise CheckpointNotFound(
+            f"{session.store.url}: nothing is damaged, but every step lacks objects; is all of the store here, and no "
+            "copy of it under way? " + "; ".join(skipped)
+        )
     if skipped:
         what = "every step is damaged" if lost is CorruptData else "no step can be read"
         raise lost(f"{session.store.url}: {what}: " + "; ".join(skipped))
     return LoadReport(0, session.store.url, None, 0, 0.0), None
 
 
+LACKS = "lacks an object"
+
+
 def _why(error: CkptError) -> str:
+    """What is the matter with a step that is skipped."""
     if isinstance(error, NewerFormat):
         return "is of a newer format"
+    if isinstance(error, (CheckpointNotFound, ObjectNotFound)):
+        return LACKS
     return "cannot be read" if isinstance(error, ObjectUnreadable) else "is damaged"
 
 
@@ -131,23 +157,26 @@ def _candidates(session: Session, inventory: Inventory) -> Iterator[_Candidate]:
 
 
 def _restore_from(
-    session: Session, inventory: Inventory, candidate: _Candidate, state: Mapping[str, object], strict: bool
+    session: Session,
+    inventory: Inventory,
+    candidate: _Candidate,
+    load: Callable[[Source], tuple[LoadReport, LoadedRng]],
 ) -> tuple[LoadReport, LoadedRng]:
     if candidate.snapshot is None:
         try:
-            return _restore_from_store(session, candidate.save, state, strict)
+            return load(_stored(session, candidate.save))
         except ObjectUnreadable as error:  # also of a file system that had lost its server for a moment
             if session.group.rank == 0:
                 log.warning("step %s is tried once more: %s", candidate.save, error)
             _check_store(session)
-            return _restore_from_store(session, candidate.save, state, strict)
+            return load(_stored(session, candidate.save))
     if session.group.rank == 0:
         log.info("restoring step %d from memory: %s", candidate.save.step, _describe(session, inventory, candidate))
     source = InMemory(session.group, session.over, inventory, candidate.snapshot, session.settings.timeout)
     try:
         while True:
             try:
-                return _load(session, source, state, strict)
+                return load(source)
             except DAMAGE:
                 if not source.drop_damaged():
                     raise
@@ -155,10 +184,8 @@ def _restore_from(
         source.close()
 
 
-def _restore_from_store(
-    session: Session, save: SaveId, state: Mapping[str, object], strict: bool
-) -> tuple[LoadReport, LoadedRng]:
-    return _load(session, resolve(session.group, session.catalog, str(save)), state, strict)
+def _stored(session: Session, save: SaveId) -> Source:
+    return resolve(session.group, session.catalog, str(save))
 
 
 def _check_store(session: Session) -> None:
@@ -166,10 +193,12 @@ def _check_store(session: Session) -> None:
     together(session.group, "reading from the store", session.catalog.root)
 
 
-def _load(session: Session, source: Source, state: Mapping[str, object], strict: bool) -> tuple[LoadReport, LoadedRng]:
+def _load(
+    session: Session, state: Mapping[str, object], strict: bool, device: str | torch.device | None, source: Source
+) -> tuple[LoadReport, LoadedRng]:
     generators = LoadedRng(session.group.rank, source.world_size)
-    report = load_save(session.group, source, state, generators, strict=strict)
-    generators.restore()
+    report = load_save(session.group, source, state, generators, strict=strict, device=device)
+    together(session.group, f"putting back the random generators of step {report.step}", generators.restore)
     return report, generators
 
 

@@ -83,9 +83,19 @@ class LoadedRng:
         self._state = state
 
     def restore(self) -> None:
-        """Puts the generators back; each time to the same state."""
-        if self._state is not None:
-            restore(self._state)
+        """Puts the generators back; each time to the same state.
+
+        Raises StateMismatch for what this process cannot take. That is no damage: it is what was saved, and an older
+        step would be no better.
+        """
+        try:
+            if self._state is not None:
+                restore(self._state)
+        except FormatError as error:
+            raise StateMismatch(
+                f"{error}; other versions or another kind of device saved it. To go on without it: ckptlib.load(url, "
+                "state), which leaves random generators alone, in the place of Checkpointer.restore()"
+            ) from error
 
 
 def capture() -> dict[str, torch.Tensor]:
@@ -206,8 +216,10 @@ def _unpack(layout: struct.Struct, data: bytes, name: str) -> tuple[Any, ...]:
 
 
 def _kind() -> str:
+    if not torch.accelerator.is_available():  # first: torch 2.6 raises where there is none
+        return ""
     accelerator = torch.accelerator.current_accelerator()
-    return "" if accelerator is None or not torch.accelerator.is_available() else accelerator.type
+    return "" if accelerator is None else accelerator.type
 
 
 def _accelerator_module() -> ModuleType | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptlib import values
@@ -43,6 +43,12 @@ class Saved:
         self._aliases: dict[str, str] = {}
         self.groups: dict[str, dict[str, SavedGroup]] = {}
         """By path of an optimizer: parameter name to group."""
+        self.classes: dict[str, str] = {}
+        """By path of an optimizer: the name of its class, where the checkpoint tells it."""
+        self._orders: dict[str, dict[frozenset[str], list[str]]] = {}
+        """By path of an optimizer and keys of a parameter's state: the order they had."""
+        self._positions: dict[str, dict[str, int]] = {}
+        """By path of an optimizer: all keys, numbered as they came."""
         for position, digest in enumerate(self._digests):
             layout = reader.layouts[digest]
             for entry in layout.tensors:
@@ -68,10 +74,30 @@ class Saved:
                         known.setdefault(str(name), SavedGroup(layout, i))
             case _:
                 raise StateMismatch(f"{path}: the layout's groups of this optimizer cannot be read")
+        match tree["optimizer"]:
+            case {"class": str(name), "keys": list(orders)}:
+                self.classes.setdefault(path, name)
+                self._add_orders(path, orders)
+
+    def _add_orders(self, path: str, orders: list[Json]) -> None:
+        known, positions = self._orders.setdefault(path, {}), self._positions.setdefault(path, {})
+        for order in orders:
+            keys = list(dict.fromkeys(map(str, order if isinstance(order, list) else [])))
+            known.setdefault(frozenset(keys), keys)
+            for key in keys:
+                positions.setdefault(key, len(positions))
 
     def first_name(self, name: str) -> str:
         """Of a tensor that had several names: the one that its optimizer state is kept under."""
         return self._aliases.get(name, name)
+
+    def in_order(self, path: str, keys: Collection[str]) -> list[str]:
+        """The keys of a parameter's state, in the order that an optimizer once had them in."""
+        found = self._orders.get(path, {}).get(frozenset(keys))
+        if found is None:  # other ranks, or other versions, told of them
+            positions = self._positions.get(path, {})
+            return sorted(keys, key=lambda key: (positions.get(key, len(positions)), key))
+        return found
 
     def same(self, first: str, second: str, boxes: Sequence[Box] | None = None) -> bool:
         """Whether two saved tensors are one, or are equal; at least in these boxes, if any are given."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -19,6 +18,7 @@ from ckptlib.arena import Arena
 from ckptlib.ballots import Ballot, Ballots, Poll
 from ckptlib.catalog import Catalog
 from ckptlib.errors import CkptError, ReplicasDiffer, SaveFailed, StateChanged, Superseded, WaitTimeout, describe
+from ckptlib.forks import Owner, check_root
 from ckptlib.group import Group, group_of, group_or_world, together
 from ckptlib.holdings import Holdings, agree_placement
 from ckptlib.keys import SaveId
@@ -32,7 +32,7 @@ from ckptlib.probe import probe
 from ckptlib.replicas import Row
 from ckptlib.rng import RngState
 from ckptlib.settings import Settings
-from ckptlib.slot import Slot, SlotHeader
+from ckptlib.slot import Slot, SlotHeader, check_platform
 from ckptlib.stage import Content, Stager, Staging
 from ckptlib.state import Flat, Leaf, Memo, PerRank, flatten
 from ckptlib.stores import open_store
@@ -62,6 +62,8 @@ class Session:
 
         `kind`: names what this rank holds of the state; see `kind_of`. Asked for where there are peers.
         """
+        check_platform()
+        check_root(settings.url)
         self.settings = settings
         self.over = group_or_world(over)
         self.group: Group = group_of(over, settings.timeout)
@@ -75,6 +77,7 @@ class Session:
         self.holdings, self.writer = self._hold(kind)
         peers = settings.peers
         self._stager = Stager(self._on_sealed, spare=peers is not None and peers.memory == DEVICE)
+        self.holdings.may_begin = lambda: self._stager.ready
         self._memo = Memo()
         self._rng = RngState()
         self.planner = Planner(self.group)
@@ -94,6 +97,7 @@ class Session:
         self.newest_step = -1
         """That was given to be persisted; -1 before there is one."""
         self.closed = False
+        self.owner = Owner(settings.url)
 
     def _hold(self, kind: Callable[[], str]) -> tuple[Holdings, Writer]:
         """Placement, slots, writer, and the link between peers. Collective."""
@@ -102,7 +106,9 @@ class Session:
         arena, writer = together(self.group, "making room for snapshots", self._make_room)
         replicator = None
         if peers is not None and placement is not None:
-            replicator = Replicator(self.over, self.group.rank, placement, peers, lambda: self._make_arena(writer))
+            replicator = Replicator(
+                self.over, self.group.rank, placement, peers, lambda: self._make_arena(writer, pin=False)
+            )
 
         def on_held(step: int) -> None:
             writer.held(SaveId(step, self.generation))
@@ -118,9 +124,9 @@ class Session:
             arena.reclaim()
         return arena, writer
 
-    def _make_arena(self, writer: Writer) -> Arena:
+    def _make_arena(self, writer: Writer, pin: bool = True) -> Arena:
         num_slots = NUM_SLOTS if self.settings.peers is None else NUM_SLOTS_WITH_PEERS
-        arena = Arena(self.root.id, self.generation, self.settings.arena, num_slots)
+        arena = Arena(self.root.id, self.generation, self.settings.arena, num_slots, pin)
         arena.on_made, arena.on_gone = writer.add_slot, writer.forget_slot
         return arena
 
@@ -147,6 +153,7 @@ class Session:
 
         The caller knows, of all ranks, that there is a slot: from what they say in the beat, or from `await_room`.
         """
+        self.owner.check()
         step = self._checked_step(step)
         compare = compare or not self.planner.agreed
         self._num_saves += 1  # whatever becomes of it: ranks that count differently would not compare together
@@ -197,6 +204,8 @@ class Session:
         staging = self._stager.begin(slot, content, sources, twins, go, spare, reading)
         if not compare:
             self.ballots.begin(Ballot(step, self._num_saves, persist, staging, reading))
+        if any(leaf.lent for leaf in flat.leaves):
+            self.planner.let_go()
         pending = Pending(self, save, staging, persist)
         if persist:
             self._pending[str(save)] = pending
@@ -237,9 +246,7 @@ class Session:
         return flat, encoded, plan, together(self.group, f"making room for step {step}", lambda: room(plan))
 
     def _checked_step(self, step: int) -> int:
-        step = operator.index(step)  # numpy's integers, too; a float would fail only when it is made a name
-        if not 0 <= step <= keys.MAX_STEP:
-            raise ValueError(f"a step is between 0 and {keys.MAX_STEP}, got {step}")
+        step = keys.checked_step(step)
         if step <= self.newest_step:
             raise ValueError(
                 f"step {step} was saved already by this generation ({self.generation}), or comes before step "
@@ -268,6 +275,7 @@ class Session:
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Takes note of what the staging thread and the writer have done."""
+        self.owner.check()
         self.holdings.poll()
         for event in self.writer.poll(timeout_s):
             self._note(event)
@@ -402,8 +410,14 @@ class Session:
             self.poll(0.05)
 
     def close(self, timeout: timedelta, clean: bool) -> None:
-        """Lets go. `clean`: the writer finishes what it has and the slots go; else it finishes alone."""
+        """Lets go. `clean`: the writer finishes what it has and the slots go; else it finishes alone.
+
+        A forked child has nothing to let go of: all of it is its parent's.
+        """
         self.closed = True
+        if not self.owner.here:
+            return
+        self.owner.let_go()
         self._stager.close()
         self.poll()
         try:

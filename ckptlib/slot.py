@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
+import platform
 import secrets
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from typing_extensions import Self, override
@@ -29,9 +31,12 @@ from typing_extensions import Self, override
 from ckptlib.check import Check, decode_check
 from ckptlib.digests import XXH3, digester
 from ckptlib.documents import decode, encode
-from ckptlib.errors import CorruptData, FormatError, NoRoom
+from ckptlib.errors import CorruptData, FormatError, NoRoom, SaveFailed
 from ckptlib.keys import MAX_RANK, SaveId, parse_save
 from ckptlib.values import Json
+
+with suppress(ImportError):  # on Windows, where this module is only imported
+    import fcntl
 
 PAGE_BYTES = 4096
 SUFFIX = ".slot"
@@ -40,6 +45,16 @@ _CONTENT, _ALIVE = 0, 1
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14: map and touch pages at memory speed; a fault per page runs at a tenth of it."""
+
+
+def check_platform() -> None:
+    """Raises SaveFailed where there can be no slots, or none that outlive their process safely."""
+    lacking = [name for name in ("posix_fallocate", "pidfd_open", "preadv") if not hasattr(os, name)]
+    if lacking:
+        raise SaveFailed(
+            f"saving needs Linux: a snapshot outlives its process in shared memory, for which {platform.system()} "
+            f"has no {' and no '.join(lacking)}; to load, and ckptlib ls, show and verify, work here"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +268,7 @@ class Slot(ReadableSlot):
     def prefault(self) -> None:
         """Maps every page now, without the GIL. Where the kernel cannot, the first copy does it."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(self._nbytes_mapped), _MADV_POPULATE_WRITE)
+        _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(self._nbytes_mapped), _MADV_POPULATE_WRITE)
 
     def address(self) -> int:
         """Of the body's first byte in this process. Only for a slot made here."""
@@ -327,13 +342,16 @@ class Slot(ReadableSlot):
     def empty(self) -> None:
         """Gives the memory back now, whoever has it open still; what they read from here on is zeros."""
         size = os.fstat(self._fd).st_size
-        _libc.fallocate(self._fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, 0, size)
+        _libc().fallocate(self._fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, 0, size)
 
     def unlink(self) -> None:
         """Removes the name; the memory is given back when nobody has it open."""
         self.path.unlink(missing_ok=True)
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc

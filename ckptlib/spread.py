@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
+from ckptlib import accelerator
 from ckptlib.group import Group
 from ckptlib.memory import bytes_of, copyable, is_bytes
 from ckptlib.reader import Want
@@ -30,7 +31,11 @@ def share_out(wants: Sequence[Want], group: Group, near: Near) -> tuple[list[Wan
     if group.size == 1:
         return list(wants), []
     shared = [want for want in wants if want.everywhere]
-    described = [[want.name, str(want.pieces[0][1].dtype), list(want.pieces[0][0].shape)] for want in shared]
+    described = [
+        [want.name, str(tensor.dtype), list(box.shape), tensor.device.type]
+        for want in shared
+        for box, tensor in want.pieces[:1]
+    ]
     if not group.same(json.dumps(described).encode()) or not shared:
         return list(wants), []
     by_readers: dict[tuple[int, ...], list[Want]] = {}
@@ -44,33 +49,65 @@ def share_out(wants: Sequence[Want], group: Group, near: Near) -> tuple[list[Wan
     return reads, list(zip(owners, buckets, strict=True))
 
 
+@torch.inference_mode()  # else a target that was made in it could not be written to
 def spread(buckets: Iterable[tuple[int, list[Want]]], group: Group) -> None:
     """Gives every rank what one of them read. Collective; after all ranks have read their share."""
     for owner, wants in buckets:
         targets = [want.pieces[0][1] for want in wants]
+        device = accelerator.device_of(targets[0])
+        if device is not None:
+            _spread_there(owner, targets, group, device)
+            continue
         if len(targets) == 1 and targets[0].device.type == "cpu" and is_bytes(targets[0]):
             group.broadcast_from(owner, bytes_of(targets[0]))
             continue
         buffer = torch.empty(sum(target.nbytes for target in targets), dtype=torch.uint8, device="cpu")
-        views = torch.split(buffer, [target.nbytes for target in targets])
         if group.rank == owner:
-            for view, target in zip(views, targets, strict=True):
-                view.copy_(bytes_of(copyable(target.detach().resolve_conj().resolve_neg()).contiguous()))
+            _gather(targets, buffer)
         group.broadcast_from(owner, buffer)
         if group.rank != owner:
-            with torch.no_grad():
-                for view, target in zip(views, targets, strict=True):
-                    _bytes_into(target, view)
+            _scatter(buffer, targets)
+
+
+def _spread_there(owner: int, targets: list[torch.Tensor], group: Group, device: torch.device) -> None:
+    """Of tensors on a device: by its own links where the trainers have a group for them, else in one pinned piece."""
+    alone = len(targets) == 1 and is_bytes(targets[0])
+    packed = bytes_of(targets[0]) if alone else torch.empty(_nbytes(targets), dtype=torch.uint8, device=device)
+    if group.rank == owner and not alone:
+        _gather(targets, packed)
+    if not group.broadcast_there(owner, packed, device):
+        host = accelerator.pinned(packed.numel())
+        if group.rank == owner:
+            host.copy_(packed)
+        group.broadcast_from(owner, host)
+        if group.rank != owner:
+            packed.copy_(host)
+    if group.rank != owner and not alone:
+        _scatter(packed, targets)
+
+
+def _nbytes(targets: list[torch.Tensor]) -> int:
+    return sum(target.nbytes for target in targets)
+
+
+def _gather(targets: list[torch.Tensor], buffer: torch.Tensor) -> None:
+    for view, target in zip(torch.split(buffer, [t.nbytes for t in targets]), targets, strict=True):
+        view.copy_(bytes_of(copyable(target.detach().resolve_conj().resolve_neg()).contiguous()))
+
+
+def _scatter(buffer: torch.Tensor, targets: list[torch.Tensor]) -> None:
+    for view, target in zip(torch.split(buffer, [t.nbytes for t in targets]), targets, strict=True):
+        _bytes_into(target, view)
 
 
 def _buckets(wants: Sequence[Want]) -> list[list[Want]]:
     buckets: list[list[Want]] = []
-    filled = BUCKET_BYTES
+    filled, device = BUCKET_BYTES, None
     for want in wants:
-        nbytes = want.pieces[0][1].nbytes
-        if filled + nbytes > BUCKET_BYTES:
+        nbytes, here = want.pieces[0][1].nbytes, want.pieces[0][1].device
+        if filled + nbytes > BUCKET_BYTES or here != device:
             buckets.append([])
-            filled = 0
+            filled, device = 0, here
         buckets[-1].append(want)
         filled += nbytes
     return buckets

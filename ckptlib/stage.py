@@ -17,15 +17,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ckptlib import cuda
 from ckptlib.check import compared
-from ckptlib.cuda import DeviceCopies, DeviceWork, spare_memory
+from ckptlib.copies import Copied, DeviceCopies, Devices
 from ckptlib.digests import digester
 from ckptlib.documents import encode
-from ckptlib.errors import CkptError, WaitTimeout
-from ckptlib.pairs import Pair, Pairs, Source
+from ckptlib.errors import TornSnapshot, WaitTimeout
+from ckptlib.known import KnownPairs
+from ckptlib.pairs import Pair, Source
 from ckptlib.plan import body_nbytes
 from ckptlib.replica_digests import Reading
 from ckptlib.slot import Slot, SlotHeader
+from ckptlib.spares import Body
 from ckptlib.table import Table
 from ckptlib.values import Json
 
@@ -37,10 +40,6 @@ COPY_TIMEOUT_S = 600.0
 SAMPLE_BYTES = 128
 """Of each tensor, at a place drawn anew; a write to a whole tensor that leaves it alone is not to be expected. One
 window and not several: the first look at a page that was not touched lately costs more than all the rest (0.5 us)."""
-
-
-class TornSnapshot(CkptError):
-    """The state was written to while it was copied; the snapshot is worth nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +106,11 @@ class Staging:
             raise WaitTimeout(f"the copy of step {self.step} still read its sources after {COPY_TIMEOUT_S:.0f} s")
 
     @property
+    def copied(self) -> bool:
+        """Whether nobody has to wait any more, on whatever stream, before the sources are written to."""
+        return self._copied.is_set() and (self.done or all(copies.read for copies in self.device_copies))
+
+    @property
     def done(self) -> bool:
         """Whether it is ready or has failed."""
         return self._sealed.is_set()
@@ -132,16 +136,12 @@ class Stager:
         `spare`: whether devices keep a copy in memory of their own, where it fits, so that the fence waits for no link.
         """
         self._on_sealed = on_sealed
-        self._wants_spare = spare
-        self._spares: dict[tuple[int, torch.device], tuple[tuple[int, ...], torch.Tensor | None]] = {}
-        """By rank and device: for which offsets, and the memory; None where it did not fit."""
+        self._devices = Devices(spare)
         self._random = random.Random(0xC0FFEE)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._pairs: dict[tuple[int, str], Pairs] = {}
-        """By rank and slot."""
+        self._known = KnownPairs()
         self._own: tuple[str, tuple[int, ...]] = ("", ())
         """Digest of the last table, and its offsets."""
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread = threading.Thread(target=self._run, name="ckptlib-stage", daemon=True)
         self._thread.start()
 
@@ -172,21 +172,18 @@ class Stager:
         header = replace(content.header, sequence=content.header.sequence - 1)
         own = Lot(slot, header, sources, self._offsets(content.table, sources))
         later: list[Pair] = []
-        works: dict[torch.device, list[DeviceWork]] = {}
+        lots: list[Copied] = []
         for lot in (own, *twins):
             lot.slot.write_header(lot.header)
-            pairs = self._pairs_of(lot)
-            pairs.move_now()
-            for device in pairs.devices:
-                memory = self._spare(lot, device) if self._wants_spare and spare else None
-                works.setdefault(device, []).append(pairs.work(device, memory))
-            later += pairs.late
-        for device, of_lots in works.items():  # one stream each: what is waited for now comes first
-            if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # as torch has it
-            staging.device_copies.append(DeviceCopies(self._streams[device], of_lots))
+            found = self._known.pairs_of(lot.header.rank, lot.slot, lot.sources, lot.offsets)
+            for pairs in found:
+                pairs.move_now()
+                later += pairs.late
+            lots.append(Copied(lot.header.rank, Body(lot.offsets, lot.header.body_nbytes), found))
+        staging.device_copies = self._devices.begin(lots, spare)
         samples = [self._sample(pair) for pair in later]
-        if not later and (reading is None or not reading.late):
+        waits = later or any(copies.driven for copies in staging.device_copies)
+        if not (waits or (reading is not None and reading.late)):
             staging._copied.set()
         staging._hand_over = lambda: self._jobs.put(lambda: self._finish(staging, later, samples, reading))
         if go:
@@ -199,33 +196,10 @@ class Stager:
             self._own = table.digest, table.begins(source.tensor.nbytes for source in sources)
         return self._own[1]
 
-    def _spare(self, lot: Lot, device: torch.device) -> torch.Tensor | None:
-        """Memory of a device for the body of a slot; the same for all slots of one rank, which follow one another."""
-        key = lot.header.rank, device
-        offsets, spare = self._spares.get(key, ((), None))
-        if offsets is not lot.offsets:
-            self._spares.pop(key, None)  # before there is another
-            spare = spare_memory(device, lot.header.body_nbytes)
-            self._spares[key] = lot.offsets, spare
-        return spare
-
-    def _pairs_of(self, lot: Lot) -> Pairs:
-        """Those of the last snapshot in this slot, as far as the sources are the very same."""
-        rank, sources, offsets = lot.header.rank, lot.sources, lot.offsets
-        known = self._pairs.get((rank, str(lot.slot.path)))
-        if known is None or known.offsets is not offsets:
-            self._pairs = {k: v for k, v in self._pairs.items() if k[0] != rank or v.offsets is offsets}
-            body = torch.frombuffer(lot.slot.body, dtype=torch.uint8)
-            found = [Pair(source, body, offset) for source, offset in zip(sources, offsets, strict=True)]
-        elif all(pair.source is source for pair, source in zip(known.all, sources, strict=True)):
-            return known
-        else:
-            found = [
-                pair if pair.source is source else Pair(source, pair.body, pair.offset)
-                for pair, source in zip(known.all, sources, strict=True)
-            ]
-        made = self._pairs[rank, str(lot.slot.path)] = Pairs(found, offsets)
-        return made
+    @property
+    def ready(self) -> bool:
+        """Whether another snapshot may begin: no memory of a device that it would go by is still on its way."""
+        return self._devices.ready
 
     def _sample(self, pair: Pair) -> tuple[int, bytes]:
         """(offset, bytes) of a window of a source that is copied behind the fence."""
@@ -240,9 +214,12 @@ class Stager:
         samples: list[tuple[int, bytes]],
         reading: Reading | None,
     ) -> None:
+        cuda.relax_capture()
         try:
             began = time.perf_counter()
             try:
+                for copies in staging.device_copies:
+                    copies.drive()
                 for pair in later:
                     pair.move()
                 if reading is not None:
@@ -272,8 +249,8 @@ class Stager:
         """Waits for what is under way."""
         self._jobs.put(None)
         self._thread.join()
-        self._pairs.clear()
-        self._spares.clear()
+        self._known.clear()
+        self._devices.clear()
 
 
 def _check_samples(later: list[Pair], samples: list[tuple[int, bytes]], step: int) -> None:

@@ -14,8 +14,9 @@ from itertools import chain
 import torch
 from torch import nn
 
-from ckptlib import values
+from ckptlib import accelerator, values
 from ckptlib.errors import UnsupportedState
+from ckptlib.frameworks import refuse_loader, torch_optimizer, unwrapped
 from ckptlib.layout import PerRank as HeldPerRank
 from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, identity, join, leaf_of, local_of, places, refuse_tensor
 from ckptlib.modules import is_extra_state, named_state
@@ -27,9 +28,10 @@ from ckptlib.optimizers import (
     refuse_optimizer,
     refuse_strangers,
     state_path,
+    warn_of_positions,
 )
 from ckptlib.sections import Section, Sight
-from ckptlib.tags import MAX_DEPTH, is_unicode
+from ckptlib.tags import MAX_DEPTH, Where, is_unicode, text_of
 from ckptlib.values import Json
 
 __all__ = ["Flat", "Leaf", "Memo", "PerRank", "Plain", "Sharded", "flatten", "has_tensor", "is_stateful", "join"]
@@ -73,13 +75,6 @@ def flatten(state: object, memo: Memo | None = None) -> Flat:
     Raises UnsupportedState, naming the path, for what cannot be saved.
     """
     memo = Memo() if memo is None else memo
-    try:
-        return _flatten(state, memo)
-    except RecursionError:
-        raise UnsupportedState("the state is nested too deeply to be saved; does it contain itself?") from None
-
-
-def _flatten(state: object, memo: Memo) -> Flat:
     walk = _Walk(memo, _owners_in(state))
     if walk.owners != memo.owners:
         memo.sections.clear()
@@ -106,6 +101,8 @@ class _Walk:
         self.by_hand: dict[int, Sharded] = {}
         """By id of the tensor that each of them holds."""
         self.sections: set[tuple[str, bool]] = set()
+        self._lent = False
+        """Whether what comes next was given by a `state_dict()`, which may have made it for us."""
         self._memo = memo
         self._modules: list[tuple[str, nn.Module, bool]] = []
         self._optimizers: list[tuple[str, torch.optim.Optimizer, bool]] = []
@@ -118,6 +115,7 @@ class _Walk:
             self._visit_optimizer(optimizer, path, per_rank)
 
     def _collect(self, node: object, path: str, per_rank: bool) -> None:
+        check_depth(node, path)
         if isinstance(node, PerRank):
             self._collect(node.value, path, per_rank=True)
         elif isinstance(node, (torch.Tensor, Sharded)):
@@ -125,9 +123,7 @@ class _Walk:
         elif isinstance(node, nn.Module):
             self._modules.append((path, node, per_rank))
         elif isinstance(node, torch.optim.Optimizer):
-            refuse_optimizer(node, path)
-            self.flat.optimizers[path] = node
-            self._optimizers.append((path, node, per_rank))
+            self._collect_optimizer(node, path, per_rank)
         elif isinstance(node, torch.Generator):
             self.add_tensor(node.get_state(), path, per_rank=True)
         elif isinstance(node, Mapping):
@@ -138,9 +134,15 @@ class _Walk:
                 self._collect(value, join(path, i), per_rank)
         elif is_stateful(node):
             refuse_optimizer(node, path)
+            refuse_loader(node, path)
             self.add_object(node.state_dict(), path, per_rank)  # type: ignore[attr-defined]
         else:
             self.add_value(node, path)
+
+    def _collect_optimizer(self, node: torch.optim.Optimizer, path: str, per_rank: bool) -> None:
+        refuse_optimizer(unwrapped(node), path)
+        optimizer = self.flat.optimizers[path] = torch_optimizer(node, path)
+        self._optimizers.append((path, optimizer, per_rank))
 
     def _visit_module(self, module: nn.Module, path: str, per_rank: bool) -> None:
         names: list[str] = []
@@ -211,16 +213,20 @@ class _Walk:
             if leaf.owner is owner and leaf.tied == tied and isinstance(leaf.held, HeldPerRank) == per_rank:
                 return leaf
         made = leaf_of(tensor, name, per_rank, owner)
-        if made is not None:
-            made = made if tied is None else replace(made, tied=tied)
-            self._memo.leaves[name] = (tensor, at, made)
+        if made is None:
+            return None
+        made = made if tied is None else replace(made, tied=tied)
+        if self._lent and owner is None and accelerator.device_of(local_of(tensor)) is not None:
+            return replace(made, lent=True)
+        self._memo.leaves[name] = (tensor, at, made)
         return made
 
     def _visit_optimizer(self, optimizer: torch.optim.Optimizer, path: str, per_rank: bool) -> None:
         names = names_of_params(optimizer, self.param_names)
-        self.flat.objects[path] = {"optimizer": {"groups": names}}  # type: ignore[dict-item]
+        warn_of_positions(optimizer, names, path, "saved")
         params = [param for group in optimizer.param_groups for param in group["params"]]
         refuse_strangers(optimizer, params, path)
+        self.flat.objects[path] = {"optimizer": _describe(optimizer, names)}
         for i, group in enumerate(optimizer.param_groups):
             self._add_hyper_parameters(group, group_path(path, i), per_rank)
 
@@ -270,13 +276,16 @@ class _Walk:
     def add_object(self, state: object, path: str, per_rank: bool) -> None:
         """An object's state: a tree to be rebuilt when it holds tensors, else one value."""
         if has_tensor(state):
+            self._lent = True
             self.flat.objects[path] = self._tree(state, path, per_rank, 0)
+            self._lent = False
         else:
             self.add_value(state, path)
 
     def _tree(self, node: object, path: str, per_rank: bool, depth: int) -> Json:
+        check_depth(node, path)
         if depth > MAX_DEPTH:
-            raise UnsupportedState(f"{path[:80]}: nested deeper than {MAX_DEPTH} levels; does it contain itself?")
+            raise _too_deep(path)
         if isinstance(node, PerRank):
             return self._tree(node.value, path, True, depth)
         if isinstance(node, (torch.Tensor, Sharded)):
@@ -308,6 +317,12 @@ class _Walk:
         self.names[name] = None
 
 
+def _describe(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> Json:
+    """What a layout tells of an optimizer. Of ranks that hold the same it tells the same."""
+    orders = sorted(map(list, {*map(tuple, optimizer.state.values())}), key=str)
+    return {"groups": names, "class": type(optimizer).__name__, "keys": orders}  # type: ignore[dict-item]
+
+
 _TREES: dict[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tuple: "tuple"}
 
 
@@ -318,17 +333,21 @@ def _owners_in(state: object) -> dict[int, torch.optim.Optimizer]:
     }
 
 
-def _optimizers_in(node: object) -> Iterator[torch.optim.Optimizer]:
+def _optimizers_in(node: object, where: Where = "", depth: int = 0) -> Iterator[torch.optim.Optimizer]:
+    if depth > MAX_DEPTH:
+        raise _too_deep(text_of(where))
     if isinstance(node, PerRank):
-        yield from _optimizers_in(node.value)
+        yield from _optimizers_in(node.value, where, depth + 1)
     elif isinstance(node, torch.optim.Optimizer):
-        yield node
+        inner = unwrapped(node)
+        if isinstance(inner, torch.optim.Optimizer):  # what is not is refused where it is met
+            yield inner
     elif isinstance(node, Mapping):
-        for value in node.values():
-            yield from _optimizers_in(value)
+        for key, value in node.items():
+            yield from _optimizers_in(value, (where, key), depth + 1)
     elif isinstance(node, (list, tuple)):
-        for value in node:
-            yield from _optimizers_in(value)
+        for i, value in enumerate(node):
+            yield from _optimizers_in(value, (where, i), depth + 1)
 
 
 def is_stateful(node: object) -> bool:
@@ -336,10 +355,20 @@ def is_stateful(node: object) -> bool:
     return callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))
 
 
-def has_tensor(node: object) -> bool:
-    """Whether a tensor lies anywhere in a nesting of containers."""
-    if isinstance(node, (torch.Tensor, Sharded, PerRank)):
+def has_tensor(node: object, depth: int = 0) -> bool:
+    """Whether a tensor lies anywhere in a nesting of containers; also said of one that has no end."""
+    if isinstance(node, (torch.Tensor, Sharded, PerRank)) or depth > MAX_DEPTH:
         return True
     if isinstance(node, Mapping):
-        return any(has_tensor(v) for v in node.values())
-    return isinstance(node, (list, tuple)) and any(has_tensor(v) for v in node)
+        return any(has_tensor(v, depth + 1) for v in node.values())
+    return isinstance(node, (list, tuple)) and any(has_tensor(v, depth + 1) for v in node)
+
+
+def check_depth(node: object, path: str) -> None:
+    """Raises UnsupportedState for what is nested without an end."""
+    if isinstance(node, (Mapping, list, tuple)) and path.count("/") > MAX_DEPTH:
+        raise _too_deep(path)
+
+
+def _too_deep(path: str) -> UnsupportedState:
+    return UnsupportedState(f"{path[:80]}...: nested deeper than {MAX_DEPTH} levels; does it contain itself?")

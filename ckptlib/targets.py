@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,13 +18,14 @@ from torch import nn
 
 from ckptlib.asked import Asked, Only, Rename
 from ckptlib.filling import Filling, Setter
-from ckptlib.leaf import PerRank, Sharded, join, local_of
+from ckptlib.frameworks import loader_of, refuse_loader, torch_optimizer, unwrapped
+from ckptlib.leaf import PerRank, Sharded, home_of, join, local_of
 from ckptlib.modules import canonical, is_extra_state, named_state, owners_of
 from ckptlib.optimizer_targets import OptimizerTargets, Params
 from ckptlib.optimizers import refuse_optimizer
 from ckptlib.reader import Want
 from ckptlib.saved import Saved
-from ckptlib.state import is_stateful
+from ckptlib.state import check_depth, is_stateful
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +39,38 @@ class Targets:
     """Names that the checkpoint has and the state has not, or that were asked for and the state has not."""
     mismatched: list[str]
     """Names whose shape or dtype differ, with both."""
+    foreign: dict[str, str]
+    """Names of the checkpoint that an optimizer of this rank would not understand: unexpected, whatever other ranks
+    say. Each with what is to be told of it."""
     values: dict[str, object]
     """Plain values by path, as saved."""
     finish: list[Callable[[], None]]
     """To be called in order, when every want is filled."""
 
+    def complete(self) -> None:
+        """To be called when every want is filled."""
+        with _outside_inference():
+            for action in self.finish:
+                action()
 
-def targets(state: object, saved: Saved, *, rename: Rename = None, only: Only = None, cast: bool = False) -> Targets:
-    """What is to be filled and done so that `state` becomes what was saved. Changes nothing yet."""
+
+def targets(
+    state: object,
+    saved: Saved,
+    *,
+    rename: Rename = None,
+    only: Only = None,
+    cast: bool = False,
+    device: str | torch.device | None = None,
+) -> Targets:
+    """What is to be filled and done so that `state` becomes what was saved. Changes nothing yet.
+
+    `device`: where what has no memory is given some.
+    """
     asked = Asked(only, rename)
     filling = Filling(saved, asked, cast)
-    walk = _Walk(filling)
-    with torch.no_grad():
+    walk = _Walk(filling, None if device is None else torch.device(device))
+    with _outside_inference(), torch.no_grad():
         walk.collect(state, "", None)
         for path, module in walk.modules:
             walk.add_module(module, path)
@@ -60,19 +82,32 @@ def targets(state: object, saved: Saved, *, rename: Rename = None, only: Only = 
         filling.missing,
         [*asked.idle(), *filling.unexpected, *_never_used(filling)],
         filling.mismatched,
+        filling.foreign,
         filling.values,
         filling.finish,
     )
 
 
+@contextmanager
+def _outside_inference() -> Iterator[None]:
+    """Whatever the caller's mode: what is made in inference mode can never be updated outside of it, by no step."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
+
+
 class _Walk:
-    def __init__(self, filling: Filling) -> None:
+    def __init__(self, filling: Filling, device: torch.device | None) -> None:
         self.modules: list[tuple[str, nn.Module]] = []
         self.optimizers: list[tuple[str, torch.optim.Optimizer]] = []
         self.params = Params()
         self._filling = filling
+        self._device = device
 
     def collect(self, node: object, path: str, setter: Setter) -> None:
+        check_depth(node, path)
         if isinstance(node, (torch.Tensor, Sharded)):
             self.params.add(local_of(node), path)
             if isinstance(node, Sharded):
@@ -83,8 +118,8 @@ class _Walk:
         elif isinstance(node, nn.Module):
             self.modules.append((path, node))
         elif isinstance(node, torch.optim.Optimizer):
-            refuse_optimizer(node, path)
-            self.optimizers.append((path, node))
+            refuse_optimizer(unwrapped(node), path)
+            self.optimizers.append((path, torch_optimizer(node, path)))
         elif isinstance(node, torch.Generator):
             self._filling.add_generator(node, path)
         elif isinstance(node, Mapping):
@@ -97,7 +132,8 @@ class _Walk:
                 self.collect(value, join(path, i), put(i))
         elif is_stateful(node):
             refuse_optimizer(node, path)
-            self._filling.add_object(path, node.state_dict, node.load_state_dict)  # type: ignore[attr-defined]
+            refuse_loader(node, path)
+            self._filling.add_object(path, node.state_dict, loader_of(node))  # type: ignore[attr-defined]
         else:
             self._filling.add_value(path, setter)
 
@@ -122,8 +158,7 @@ class _Walk:
         """A parameter or buffer without memory is given some, and is put into its module when it is filled."""
         new = made.get(id(meta))
         if new is None:
-            device = torch.empty(0).device if not torch.cuda.is_available() else torch.device("cuda")
-            new = torch.empty_like(meta, device=device)
+            new = torch.empty_like(meta, device=self._device or home_of(meta))
             if isinstance(meta, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=meta.requires_grad)
             made[id(meta)] = new  # one for all its names, so that what was tied stays tied

@@ -7,6 +7,7 @@ What fills the gaps between chunks is nobody's data and is not compared with any
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,6 +32,10 @@ from ckptlib.manifest import Manifest, ranks_by_layout
 from ckptlib.part import Part
 from ckptlib.proof import Proof
 from ckptlib.verify_packs import READ_THREADS, Advance, in_order, verify_packs
+
+
+MAX_REGIONS = 100
+"""Of a tensor, in which the same two ranks differ, that are told."""
 
 
 def verify_root(catalog: Catalog) -> Iterator[Finding]:
@@ -178,13 +183,13 @@ def _check_cover(
         yield Finding("incomplete", key, str(error), save)
         return
     shares = {part.rank: Share(part, layouts[part.table.layout]) for part in parts if doubts}
-    told: set[tuple[str, tuple[int, int]]] = set()
+    told: Counter[tuple[str, tuple[int, int]]] = Counter()
     for doubt in doubts:
         name, region, (first, second) = doubt.name, doubt.region, doubt.ranks
-        if (name, doubt.ranks) in told:
+        if told[name, doubt.ranks] == MAX_REGIONS:
             continue
         # what is unreadable is another's finding
         if attempt(partial(contents.settles, doubt, shares.__getitem__)) is False:
-            told.add((name, doubt.ranks))
+            told[name, doubt.ranks] += 1
             message = f"{name}{region}: ranks {first} and {second} saved different bytes for it"
             yield Finding("incomplete", key, message, save, second, ((name, region),))

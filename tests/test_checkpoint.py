@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,9 +65,12 @@ def test_a_value_too_large_for_a_document_is_refused_by_name(root: Root) -> None
         root.save({"replay": [{"seen": seen}], "w": torch.ones(1)})
 
 
-def test_values_too_large_together_fail_the_save(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_too_large_together_fail_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "MAX_BYTES", 100_000)
-    with pytest.raises(SaveFailed, match=r"the snapshot would have 12.,... bytes; a document has at most 100,000"):
+    with (
+        opened(tmp_path) as root,
+        pytest.raises(SaveFailed, match=r"the snapshot would have 12.,... bytes; a document has at most 100,000"),
+    ):
         root.save({"w": torch.ones(1), **{f"v{i}": "x" * 10_000 for i in range(12)}})
 
 
@@ -261,11 +266,12 @@ CONTENTS: dict[str, object] = {
 
 
 @pytest.mark.parametrize("kind", CONTENTS)
-def test_objects_get_back_exactly_what_they_gave(root: Root, kind: str) -> None:
+def test_objects_get_back_exactly_what_they_gave(tmp_path: Path, kind: str) -> None:
     source, target = Holder(CONTENTS[kind]), Holder()
-    root.save({"o": source})
-    assert (source.given, source.taken) == (1, 0)
-    root.load({"o": target})
+    with opened(tmp_path) as root:
+        root.save({"o": source})
+        assert (source.given, source.taken) == (1, 0)
+        root.load({"o": target})
     assert target.taken == 1
     assert same(target.content, CONTENTS[kind])
 
@@ -429,12 +435,21 @@ def test_a_step_is_saved_once_and_refused_states_leave_nothing(tmp_path: Path) -
         assert [info.step for info in ckptlib.checkpoints(root.url)] == [1, 2]
 
 
-@pytest.mark.parametrize("step", [1.0, "3", None])
-def test_a_step_is_an_int(tmp_path: Path, step: object) -> None:
+@pytest.mark.parametrize("step", [1.0, float("nan"), "3", None, [1]])
+def test_a_step_is_an_int(tmp_path: Path, step: Any) -> None:
+    told = rf"step={re.escape(repr(step))}: expected a whole number, not a {type(step).__name__}"
     with opened(tmp_path) as root:
-        with pytest.raises(TypeError):
-            ckptlib.save(root.url, {"a": 2}, step)  # type: ignore[arg-type]
+        for save in (ckptlib.save, ckptlib.save_async):
+            with pytest.raises(TypeError, match=told):
+                save(root.url, {"a": 2}, step)
+        with ckptlib.Checkpointer(root.url, {"a": 2}, every=1) as ckpt:
+            for call in (ckpt.after_step, ckpt.save):
+                with pytest.raises(TypeError, match=told):
+                    call(step)
         assert list(ckptlib.checkpoints(root.url)) == []
+        root.save({"a": 2})
+        with pytest.raises(CheckpointNotFound if isinstance(step, str) else TypeError):
+            ckptlib.load(root.url, {"a": 2}, step)
 
 
 def test_a_failed_save_says_so_and_is_not_listed(tmp_path: Path) -> None:

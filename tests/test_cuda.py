@@ -1,213 +1,179 @@
-"""The copies of a device, as far as a machine without one shows them: on the host, where streams run at once."""
+"""What CUDA alone has, by a runtime that is not there: host memory registered in pieces, by the right device."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers.runtime import Runtime
+from hypothesis import given
+from hypothesis import strategies as st
 from support import ROOT_ID
 from workers.torn import Rig, step_with_gradients
 
 import ckptlib
-from ckptlib import cuda
+from ckptlib import accelerator, arena, cuda
 from ckptlib.arena import Arena
-from ckptlib.cuda import DeviceCopies, DeviceWork
+from ckptlib.copies import Devices
+from ckptlib.errors import TornSnapshot
 from ckptlib.keys import GenerationId
-from ckptlib.pairs import Pair, Source, work_of
 from ckptlib.peer.peers import Peers
-from ckptlib.stage import Stager, TornSnapshot
-
-DEVICE = torch.device("cpu")
+from ckptlib.stage import Stager
 
 
-class InOrder:
-    """A stream whose work is done as soon as it is enqueued."""
+@given(st.integers(0, 1 << 40), st.integers(0, 1 << 36), st.sampled_from([1 << 30, 64 << 20]))
+def test_no_stretch_crosses_a_multiple(address: int, nbytes: int, most: int) -> None:
+    found = list(cuda.stretches(address, nbytes, most))
+    assert [stop for _, stop in found[:-1]] == [start for start, _ in found[1:]]
+    assert sum(stop - start for start, stop in found) == nbytes
+    for start, stop in found:
+        assert 0 < stop - start <= most
+        assert (address + start) // most == (address + stop - 1) // most
 
-    device = torch.device("cpu")
 
-    def __init__(self) -> None:
-        self.waits = 0
-        self.when_waited: Callable[[], None] = lambda: None
-
-    def wait_stream(self, other: InOrder) -> None:
-        pass
-
-    def record_event(self) -> SimpleNamespace:
-        return SimpleNamespace(synchronize=lambda: None)
-
-    def wait_event(self, event: SimpleNamespace) -> None:
-        self.waits += 1
-        self.when_waited()
+def make_arena(directory: Path, num_slots: int = 1, pin: bool = True) -> Arena:
+    return Arena(ROOT_ID, GenerationId(1, "0" * 8), directory, num_slots, pin)
 
 
 @pytest.fixture
-def compute(monkeypatch: pytest.MonkeyPatch) -> InOrder:
-    stream = InOrder()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    return stream
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    made = Runtime(device=3)
+    made.patch(monkeypatch)
+    monkeypatch.setattr(cuda, "PIN_BYTES", 4096)
+    monkeypatch.setattr(cuda, "pci_address", lambda device: None)
+    return made
 
 
-def shards() -> tuple[torch.Tensor, list[Pair]]:
-    """A body, and in it a large shard that waits at the fence, a small one that does not, and one of another device."""
-    body = torch.zeros(1 << 20, dtype=torch.uint8)
-    sources = [
-        Source("w", torch.randn(300, 300), True),
-        Source("b", torch.randn(5), True),
-        Source("s", torch.ones(1), False),
-    ]
-    pairs = [Pair(source, body, offset) for source, offset in zip(sources, (0, 1 << 19, 1 << 18), strict=True)]
-    for pair in pairs[:2]:
-        pair.device = DEVICE
-    return body, pairs
-
-
-@pytest.mark.parametrize("by_spare_memory", [False, True])
-def test_all_arrive(compute: InOrder, by_spare_memory: bool) -> None:
-    body, pairs = shards()
-    work = work_of(pairs, DEVICE, torch.zeros_like(body) if by_spare_memory else None)
-    copies = DeviceCopies(InOrder(), [work])  # type: ignore[arg-type]
-    copies.hold_compute()
-    assert compute.waits == 2, "for what is copied at once, and at the fence"
-    expected = [pair.source.tensor.clone() for pair in pairs]
-    assert copies.finish() == []
-    assert [torch.equal(pair.target, tensor) for pair, tensor in zip(pairs, expected, strict=True)] == [
-        True,
-        True,
-        False,
-    ]
-
-
-@pytest.mark.parametrize("by_spare_memory", [False, True])
-def test_what_is_written_to_meanwhile_is_named(compute: InOrder, by_spare_memory: bool) -> None:
-    body, pairs = shards()
-    compute.when_waited = lambda: pairs[0].source.tensor.zero_()
-    work = work_of(pairs, DEVICE, torch.zeros_like(body) if by_spare_memory else None)
-    assert DeviceCopies(InOrder(), [work]).finish() == ["w"]  # type: ignore[arg-type]
-
-
-def test_one_slot_by_spare_memory_and_another_without(compute: InOrder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes to the host arrives when the host waits for it, and is not looked at before."""
-    (body, first), (_, second) = shards(), shards()
-    works = [work_of(first, DEVICE, torch.zeros_like(body)), work_of(second, DEVICE, None)]
-    on_its_way: list[cuda.Copy] = []
-    hosts = {pair.target.data_ptr() for pair in second}
-    enqueue = cuda._enqueue
-
-    def slow_link(copies: list[cuda.Copy]) -> None:
-        to_host = [copy for copy in copies if copy[0].data_ptr() in hosts]
-        on_its_way.extend(to_host)
-        enqueue([copy for copy in copies if copy[0].data_ptr() not in hosts])
-
-    monkeypatch.setattr(cuda, "_enqueue", slow_link)
-    stream = InOrder()
-    monkeypatch.setattr(stream, "record_event", lambda: SimpleNamespace(synchronize=lambda: enqueue(on_its_way)))
-    assert DeviceCopies(stream, works).finish() == []  # type: ignore[arg-type]
-    for pair in (*first[:2], *second[:2]):
-        assert torch.equal(pair.target, pair.source.tensor)
-
-
-def test_a_copy_that_went_wrong_is_named(compute: InOrder, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, pairs = shards()
-    work = work_of(pairs, DEVICE, None)
-    assert DeviceCopies(InOrder(), [work, DeviceWork([], [], [], [])]).finish() == []  # type: ignore[arg-type]
-    monkeypatch.setattr(cuda, "_enqueue", lambda copies: None)
-    assert DeviceCopies(InOrder(), [work]).finish() == []  # type: ignore[arg-type]
-    pairs[0].source.tensor.add_(1.0)
-    assert DeviceCopies(InOrder(), [work]).finish() == ["w"]  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("free", "reserved", "peak", "fits"),
-    [
-        (4 << 30, 2 << 30, 2 << 30, True),
-        (4 << 30, 2 << 30, 3 << 30, True),  # a gigabyte of the free is for the peak, one for what fragments
-        (4 << 30, 2 << 30, (3 << 30) + 1, False),
-        (1 << 30, 9 << 30, 1 << 30, True),  # what the training has left in its allocator
-    ],
-)
-def test_beside_the_peak(monkeypatch: pytest.MonkeyPatch, free: int, reserved: int, peak: int, fits: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
-    assert (cuda.spare_nbytes(DEVICE) >= 2 << 30) is fits
-
-
-def test_the_host_waits_on_the_device_and_the_stream_of_the_copies(
-    compute: InOrder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the staging thread, which has chosen neither."""
-    _, pairs = shards()
-    current: list[object] = []
-
-    @contextmanager
-    def choose(what: object) -> Iterator[None]:
-        current.append(what)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "device", choose)
-    monkeypatch.setattr(torch.cuda, "stream", choose)
-    stream = InOrder()
-    at_wait: list[object] = []
-    event = SimpleNamespace(synchronize=lambda: at_wait.extend(current))
-    monkeypatch.setattr(stream, "record_event", lambda: event)
-    assert DeviceCopies(stream, [work_of(pairs, DEVICE, None)]).finish() == []  # type: ignore[arg-type]
-    assert at_wait == [DEVICE, stream]
-
-
-class Runtime:
-    """Of CUDA: registers host memory, until there is no more to be had."""
-
-    def __init__(self, room: int) -> None:
-        self.room = room
-        self.registered: dict[int, int] = {}
-        self.callers: set[str] = set()
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.callers.add(threading.current_thread().name)
-        assert flags == 1, "for all devices"
-        if nbytes + sum(self.registered.values()) > self.room:
-            return 2
-        self.registered[address] = nbytes
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.callers.add(threading.current_thread().name)
-        del self.registered[address]
-        return 0
-
-
-@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("refused", ["", "all", "the second", "what is large"])
 def test_memory_is_pinned_in_pieces_on_the_trainers_device_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fits: bool
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: str
 ) -> None:
     """By a thread that ends with it: what goes wrong there is not raised by the next kernel of the training."""
-    runtime, devices = Runtime(1 << 20 if fits else 9000), list[int]()
-    monkeypatch.setattr(cuda, "PIN_BYTES", 4096)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: devices.append(index) or nullcontext())
-    arena = Arena(ROOT_ID, GenerationId(1, "0" * 8), tmp_path, 1)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # what any other thread has
-    arena.warm(10_000)
-    (slot,) = [arena.take(10_000, -1, ())]
+    runtime.room = {"all": 0, "the second": 8000}.get(refused, runtime.room)
+    runtime.largest = 4095 if refused == "what is large" else 4096
+    made = make_arena(tmp_path)
+    made.warm(10_000)
+    slot = made.take(10_000, -1, ())
     assert slot is not None
-    assert list(runtime.registered.items()) == (
-        [(slot.address(), 4096), (slot.address() + 4096, 4096), (slot.address() + 8192, 1808)] if fits else []
-    )
-    assert ("copies from the device will be slow" in caplog.text) is not fits
-    arena.close(unlink=True)
+    address = slot.address()
+    assert all(nbytes <= 4096 for nbytes in runtime.registered.values())
+    assert sum(runtime.registered.values()) == (0 if refused else 10_000)
+    assert cuda.is_pinned(address) is not bool(refused)
+    assert ("copies from the device go by way of a buffer" in caplog.text) is bool(refused)
+    made.close(unlink=True)
     assert not runtime.registered
-    assert (set(devices), runtime.callers) == ({3}, {"ckptlib-pin"})
+    assert not cuda.is_pinned(address)
+    assert (runtime.contexts, runtime.callers) == ({3}, {"ckptlib-pin"})
+
+
+@pytest.mark.parametrize("when", ["before the arena", "before it warms", "while it warms", "before the first snapshot"])
+def test_no_thread_makes_a_context_on_the_first_device(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Every rank of a host would have one there. The device is the trainer's, from when its process has one."""
+    runtime.initialized = when == "before the arena"
+    made = make_arena(tmp_path)
+    if when == "before it warms":
+        runtime.initialized = True
+    make = made._make_somewhere
+
+    def slowly(nbytes: int) -> Any:
+        if when == "while it warms":
+            runtime.initialized = True
+        return make(nbytes)
+
+    monkeypatch.setattr(made, "_make_somewhere", slowly)
+    made.warm(10_000)
+    assert made._warming is not None
+    made._warming.join()
+    runtime.initialized = True
+    slot = made.take(10_000, -1, ())
+    assert slot is not None
+    if made._pinning is not None:
+        made._pinning.join()
+    assert cuda.is_pinned(slot.address()), "for the next snapshot, if not for this one"
+    assert runtime.contexts == {3}
+    made.close(unlink=True)
+    assert runtime.contexts == {3}
+    assert not runtime.registered
+
+
+def test_slots_of_replicas_are_not_pinned(tmp_path: Path, runtime: Runtime) -> None:
+    made = make_arena(tmp_path, pin=False)
+    made.warm(10_000)
+    thread = threading.Thread(target=lambda: made.take(10_000, -1, ()))  # as a receiver does
+    thread.start()
+    thread.join()
+    made.close(unlink=True)
+    assert not runtime.contexts
+
+
+def test_a_slot_is_made_by_processors_beside_the_device(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(cuda, "pci_address", lambda device: f"0000:0{device}:00.0")
+    monkeypatch.setattr(arena, "processors_near", lambda pci: asked.append(pci) or frozenset({0}))
+    made = make_arena(tmp_path)
+    made.warm(10_000)
+    made.close(unlink=True)
+    assert asked == ["0000:03:00.0"]
+
+
+@pytest.mark.parametrize("how", ["wait", "work"])
+def test_no_thread_asks_without_its_device(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """The staging thread has chosen none, and would have a context on the first."""
+    chosen: list[object] = []
+
+    @contextmanager
+    def choose(device: object) -> Iterator[None]:
+        chosen.append(device)
+        yield
+        chosen.pop()
+
+    asked: list[object] = []
+    stream = SimpleNamespace(device=torch.device("cuda", 3))
+    answers = iter([False, False, True])
+    event = SimpleNamespace(device=stream.device, query=lambda: asked.append(chosen[-1]) or next(answers))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(device=choose))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: asked.append(chosen[-1]))
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: asked.append(chosen[-1]))
+    if how == "wait":
+        accelerator.wait(event)  # type: ignore[arg-type]
+    else:
+        with accelerator.on(stream):  # type: ignore[arg-type]
+            asked.append(chosen[-1])
+    assert len(asked) >= 3
+    assert set(asked) == {stream.device}
+    assert not chosen
+
+
+class Driver:
+    """Of CUDA: which mode each thread captures in."""
+
+    def __init__(self) -> None:
+        self.relaxed: set[str] = set()
+
+    def __call__(self, mode: Any) -> int:
+        assert mode._obj.value == 2
+        self.relaxed.add(threading.current_thread().name)
+        return 0
+
+
+def test_no_thread_of_ours_breaks_a_capture(tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that ask the driver for anything have said first that a capture elsewhere does not concern them."""
+    driver = Driver()
+    monkeypatch.setattr(cuda, "_exchange", lambda: driver)
+    made = make_arena(tmp_path)
+    made.warm(10_000)
+    made.close(unlink=True)
+    assert driver.relaxed == runtime.callers == {"ckptlib-pin"}
 
 
 @pytest.mark.parametrize("written_to", [[], ["w"]])
@@ -222,8 +188,8 @@ def test_the_copies_of_all_devices_have_ended_before_a_torn_snapshot_gives_its_s
     step_with_gradients(optimizer)
     ended: list[str] = []
     copies = [
-        SimpleNamespace(finish=lambda: ended.append("first") or written_to),
-        SimpleNamespace(finish=lambda: ended.append("second") or []),
+        SimpleNamespace(drive=lambda: None, finish=lambda: ended.append("first") or written_to),
+        SimpleNamespace(drive=lambda: None, finish=lambda: ended.append("second") or []),
     ]
     staging = rig.begin(state, go=False)
     staging.device_copies = copies
@@ -238,14 +204,14 @@ def test_the_copies_of_all_devices_have_ended_before_a_torn_snapshot_gives_its_s
 
 
 def test_memory_of_the_device_is_not_taken_before_the_training_has_shown_its_peak(
-    compute: InOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restart keeps what it restored in memory before its first iteration."""
     asked: list[bool] = []
     begin = Stager.begin
 
     def watched(*args: Any) -> Any:
-        asked.append(args[-1])
+        asked.append(args[6])
         return begin(*args)
 
     monkeypatch.setattr(Stager, "begin", watched)
@@ -266,3 +232,26 @@ def test_memory_of_the_device_is_not_taken_before_the_training_has_shown_its_pea
 def test_memory_is_of_the_host_or_of_the_device() -> None:
     with pytest.raises(ValueError, match=r"memory is 'host' or 'device', got '/nvme'; .* arena="):
         Peers(memory="/nvme")
+
+
+def test_no_snapshot_is_begun_while_all_memory_for_it_is_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for the link, and the training for it. The other ranks are told, as of a slot."""
+    ready = [True]
+    monkeypatch.setattr(Devices, "ready", property(lambda devices: ready[0]))
+    state, peers = {"w": torch.ones(10)}, Peers(copies=0, every=1, memory="device")
+    with ckptlib.Checkpointer(tmp_path / "root", state, every=10**6, peers=peers, arena=tmp_path) as ckpt:
+        taken: list[int] = []
+        begin = ckpt._session._stager.begin
+        monkeypatch.setattr(
+            ckpt._session._stager, "begin", lambda *args: taken.append(args[1].header.save.step) or begin(*args)
+        )
+        for step in range(1, 9):
+            ready[0] = not 3 <= step <= 5
+            ckpt.after_step(step)
+            while ckpt._session.holdings.settling:
+                ckpt._session.poll(0.01)
+        ready[0] = True
+    # what a rank says in one step counts in the next
+    assert taken == [1, 2, 3, 7, 8]

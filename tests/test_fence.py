@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from typing_extensions import override
 from workers.torn import held, params_of, raw, step_with_gradients
 
 import ckptlib
-from ckptlib import stage
+from ckptlib import accelerator, stage
 from ckptlib.errors import WaitTimeout
 from ckptlib.fence import Fence
 from ckptlib.pairs import Source
@@ -25,11 +27,20 @@ from ckptlib.slot import Slot
 class Copy:
     """A copy that is done when it is waited for, and says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_device: bool = False) -> None:
         self.waited = 0
+        self.landed = not on_device
+        """Whether it is over for whoever has not waited, too."""
 
     def wait_copied(self) -> None:
         self.waited += 1
+
+    @property
+    def copied(self) -> bool:
+        return self.waited > 0 and self.landed
+
+    def wait_done(self, timeout_s: float | None) -> None:
+        self.landed = True
 
 
 def make_optimizer() -> torch.optim.Optimizer:
@@ -61,6 +72,78 @@ def test_who_fired_is_known_until_forgotten() -> None:
     assert not fence.fired(one)
     step_with_gradients(one)
     assert fence.fired(one), "earned anew"
+
+
+def test_each_thread_waits_for_a_copy_on_its_own_stream() -> None:
+    """Until the copy is over: what holds up one stream holds up no other."""
+    fence, pending = Fence(), Copy(on_device=True)
+    one, other = make_optimizer(), make_optimizer()
+    fence.install([one, other])
+    fence.guard(pending)
+    step_with_gradients(one)
+    thread = threading.Thread(target=step_with_gradients, args=[other])
+    thread.start()
+    thread.join()
+    assert pending.waited == 2
+    pending.landed = True
+    step_with_gradients(one)
+    assert pending.waited == 2
+
+
+def test_many_threads_at_the_fence_lose_no_copy() -> None:
+    fence, threads = Fence(), []
+    optimizers = [make_optimizer() for _ in range(4)]
+    fence.install(optimizers)
+    copies = [Copy(on_device=True) for _ in range(200)]
+
+    def steps(optimizer: torch.optim.Optimizer) -> None:
+        while not all(pending.landed for pending in copies):
+            for hook in optimizer._optimizer_step_pre_hooks.values():
+                hook(optimizer, (), {})
+
+    for optimizer in optimizers:
+        threads.append(threading.Thread(target=steps, args=[optimizer]))
+        threads[-1].start()
+    for pending in copies:
+        fence.guard(pending)
+    for pending in copies:
+        while not pending.waited:
+            time.sleep(0)
+        pending.landed = True
+    for thread in threads:
+        thread.join()
+    fence.wait()
+    assert not fence._pending
+
+
+def test_a_step_that_is_captured_earns_nothing_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay calls no hook; and a capture cannot wait for what is outside of it, so that is over before."""
+    fence, pending, optimizer = Fence(), Copy(on_device=True), make_optimizer()
+    fence.install([optimizer])
+    step_with_gradients(optimizer)  # to warm up
+    assert fence.fired(optimizer)
+    fence.guard(pending)
+    with monkeypatch.context() as patch:
+        patch.setattr(accelerator, "device_of", lambda tensor: tensor.device)
+        patch.setattr(accelerator, "capturing", lambda device: True)
+        step_with_gradients(optimizer)
+    assert (pending.waited, pending.landed) == (0, True)
+    assert not fence.fired(optimizer), "nor for the steps before the capture, which the replays follow"
+    fence.forget()
+    step_with_gradients(optimizer)
+    assert not fence.fired(optimizer)
+
+
+def test_drained_before_a_capture(tmp_path: Path) -> None:
+    optimizer = make_optimizer()
+    with ckptlib.Checkpointer(tmp_path, {"optim": optimizer}, every=1, arena=tmp_path) as ckpt:
+        for step in (1, 2):
+            step_with_gradients(optimizer)
+            ckpt.after_step(step)
+        staging = ckpt.pending.staging
+        ckpt.drain()
+        assert staging.done
+        assert not ckpt._fence._pending
 
 
 def test_an_optimizer_is_hooked_once() -> None:
@@ -175,16 +258,10 @@ def recorded_overlaps(ckpt: ckptlib.Checkpointer) -> Iterator[dict[str, bool]]:
     class Recording(stage.Stager):
         @override
         def begin(
-            self,
-            slot: Slot,
-            content: stage.Content,
-            sources: Sequence[Source],
-            twins: Sequence[stage.Lot] = (),
-            go: bool = True,
-            spare: bool = True,
+            self, slot: Slot, content: stage.Content, sources: Sequence[Source], *args: Any, **kwargs: Any
         ) -> stage.Staging:
             found.update({source.name: source.overlap for source in sources})
-            return super().begin(slot, content, sources, twins, go, spare)
+            return super().begin(slot, content, sources, *args, **kwargs)
 
     stager.__class__ = Recording
     yield found

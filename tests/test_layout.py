@@ -86,8 +86,8 @@ def test_a_layout_grows_with_tensors_and_not_with_ranks() -> None:
 
 
 def test_find_knows_aliases() -> None:
-    assert LAYOUT.find("bias") == LAYOUT.find("tied") == LAYOUT.tensors[0]
-    assert LAYOUT.find("nobody") is None
+    assert LAYOUT.find("bias") == LAYOUT.tensors[0]
+    assert LAYOUT.find("nobody") is LAYOUT.find("tied") is None, "an alias is not what it is saved under"
     assert LAYOUT.tensors[4].nbytes_global == 48
     assert LAYOUT.tensors[3].nbytes_global == 8
 

@@ -386,3 +386,54 @@ def test_two_optimizers_of_one_model(root: Root) -> None:
     for mine, theirs in zip(state["os"], target["os"], strict=True):  # type: ignore[call-overload]
         assert same(state_of(theirs), state_of(mine))
         assert same(options_of(theirs), options_of(mine))
+
+
+# -- kinds
+
+KINDS = [kind for kind in OPTIMIZERS if kind in ("SGD momentum", "AdamW amsgrad") or " " not in kind]
+SAME = {frozenset({"Adam", "AdamW"}), frozenset({"Adam", "AdamW amsgrad"}), frozenset({"AdamW", "AdamW amsgrad"})} | {
+    frozenset({"SGD", "SGD momentum"})
+}
+"""Pairs of which each goes on with what the other kept, hyper-parameters included, as the other would have."""
+
+
+@pytest.fixture(scope="module")
+def saved_by_kind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Root, dict[str, int]]]:
+    with opened(tmp_path_factory.mktemp("kinds")) as root:
+        steps = {}
+        for kind, make in OPTIMIZERS.items():
+            if kind in KINDS:
+                model = model_of()
+                optimizer = make(list(model.parameters()))
+                train(model, optimizer, 0, 2)
+                steps[kind] = root.save({"m": model, "o": optimizer})
+        yield root, steps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "used"])
+def test_every_kind_into_every_other(saved_by_kind: tuple[Root, dict[str, int]], kind: str, stepped: bool) -> None:
+    """Refused by name, or it goes on as the saved one would have; never a step that fails, or begins anew unsaid."""
+    root, steps = saved_by_kind
+    for other, step in steps.items():
+        model = model_of(seed=1)
+        optimizer = OPTIMIZERS[kind](list(model.parameters()))
+        if stepped:
+            train(model, optimizer, 50, 52)
+        root.step = step
+        if other != kind and frozenset({kind, other}) not in SAME:
+            before = _cloned((state_of(optimizer), options_of(optimizer)))
+            with pytest.raises(StateMismatch, match=r"not in the checkpoint|not in the state|means nothing to"):
+                root.load({"m": model, "o": optimizer})
+            assert same((state_of(optimizer), options_of(optimizer)), before), (kind, other)
+            report = root.load({"m": model, "o": optimizer}, strict=False)
+            assert report.missing or report.unexpected
+            train(model, optimizer, 2, 4)
+            assert all(p.isfinite().all() for p in params(model)), (kind, other)
+            continue
+        root.load({"m": model, "o": optimizer})
+        train(model, optimizer, 2, 4)
+        reference = model_of()
+        uninterrupted = OPTIMIZERS[other](list(reference.parameters()))
+        train(reference, uninterrupted, 0, 4)
+        assert same(params(model), params(reference)), (kind, other)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptlib import pairs as module
+from ckptlib import works
 from ckptlib.memory import bytes_of
 from ckptlib.pairs import OVERLAP_FROM_BYTES, Pair, Source, work_of
+from ckptlib.works import Across
 
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cpu", 0)
+"""Of which memory can be had."""
 
 SHARDS = st.tuples(
     st.sampled_from([(), (3,), (0, 4), (130, 130), (7, 5)]),
@@ -41,32 +46,171 @@ def test_a_frozen_copy_reaches_the_host(shards: list[tuple], random: object) -> 
 
     if any(pair.device == DEVICE and pair.nbytes for pair in pairs):
         work = work_of(pairs, DEVICE, torch.zeros_like(body))
-        for target, source in (*work.now, *work.later):
-            target.copy_(source)
+        assert not work.across_now
+        assert not work.across_later
+        work.inside_now.enqueue()
+        for pair in pairs:  # which are not waited for by the fence
+            if not pair.late:
+                pair.source.tensor.zero_()
+        work.inside_later.enqueue()
         for pair in pairs:  # training goes on
             pair.source.tensor.zero_()
         late = [p for p in pairs if p.device == DEVICE and p.late]
         assert work.names == [p.source.name for p in late]
         assert all(p.nbytes >= OVERLAP_FROM_BYTES for p in late)
-        for target, source in work.then:
-            target.copy_(source)
+        copy(work.then)
         places = sorted((p.offset, p.device == DEVICE) for p in pairs if p.nbytes)
         edges = [b for (_, a), (_, b) in zip([(0, False), *places], places, strict=False) if b and not a]
-        assert len(work.then) == len(edges), "one copy for all that lies side by side"
+        assert len(list(work.then.moves())) == len(edges), "one copy for all that lies side by side"
 
     for pair in pairs:
         assert torch.equal(bytes_of(pair.target), bytes_of(expected[pair.source.name].contiguous()))
 
 
-def test_without_spare_memory_each_goes_to_its_place() -> None:
-    body = torch.zeros(1 << 20, dtype=torch.uint8)
-    pairs = [
-        Pair(Source("w", torch.ones(200, 200), True), body, 0),
-        Pair(Source("b", torch.ones(3), True), body, 1 << 18),
-    ]
+def copy(across: Across) -> None:
+    for target, source in across.moves():
+        target.copy_(source)
+
+
+def make_pairs(sizes: list[int], late: bool = True) -> tuple[torch.Tensor, list[Pair]]:
+    """On a device, each in a MiB of its own as far as it fits."""
+    begins = [sum(-(-4 * n // (1 << 20)) << 20 for n in sizes[:i]) for i in range(len(sizes))]
+    body = torch.zeros(begins[-1] + (8 << 20), dtype=torch.uint8)
+    tensors = [torch.randn(n) for n in sizes]
+    pairs = [Pair(Source(f"t{n}", t, late), body, at) for n, (t, at) in enumerate(zip(tensors, begins, strict=True))]
     for pair in pairs:
         pair.device = DEVICE
+    return body, pairs
+
+
+def test_without_spare_memory_what_is_large_goes_to_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in no piece that another registration has a part of."""
+    monkeypatch.setattr(works, "MOVE_BYTES", 4096 * 16)
+    _, (large, small) = make_pairs([300_000, 3])
+    small.late = False
+    work = work_of([large, small], DEVICE, None)
+    assert (work.names, bool(work.across_now)) == (["t0"], False)
+    moves = list(work.across_later.moves())
+    assert moves[0][0].data_ptr() == large.target_address
+    assert sum(target.numel() for target, _ in moves) == large.nbytes
+    assert len({target.data_ptr() // (4096 * 16) for target, _ in moves}) == len(moves)
+    work.inside_now.enqueue()
+    copy(work.across_later)
+    copy(work.then)
+    assert torch.equal(large.target, large.source.tensor)
+    assert torch.equal(small.target, small.source.tensor)
+
+
+def test_what_is_small_is_gathered_before_training_goes_on() -> None:
+    """One transfer for all of it, and no sample: nobody can write to it any more."""
+    body, pairs = make_pairs([5, 100_000, 7, 200_000, 9, 400_000, 11])
+    tight = [
+        Pair(pair.source, body, at) for pair, at in zip(pairs, [0, 64, 500_000, 600_000, 0, 2_000_000, 0], strict=True)
+    ]
+    some = [pair for pair in tight if pair.source.name in ("t0", "t1", "t2", "t3", "t5")]
+    for pair in some:
+        pair.device = DEVICE
+    expected = {pair.source.name: pair.source.tensor.clone() for pair in some}
+    work = work_of(some, DEVICE, None)
+    assert work.names == ["t5"]
+    work.inside_now.enqueue()
+    for pair in some[:4]:
+        pair.source.tensor.zero_()
+    copy(work.across_later)
+    copy(work.then)
+    assert len(list(work.then.moves())) == 1
+    for pair in some:
+        assert torch.equal(pair.target, expected[pair.source.name])
+
+
+def test_what_is_gathered_may_begin_anywhere() -> None:
+    """An address that a wide number may have, in a storage where it may not, and the other way round."""
+    raw = torch.arange(4096, dtype=torch.uint8)
+    skip = -raw.data_ptr() % 8
+    for at in range(skip, skip + 9):
+        tensor = torch.frombuffer(raw.numpy().data[at:], dtype=torch.uint8)[3 : 3 + 64]
+        pair = Pair(Source("t", tensor, False), torch.zeros(1 << 12, dtype=torch.uint8), at)
+        pair.device = DEVICE
+        work = work_of([pair], DEVICE, None)
+        work.inside_now.enqueue()
+        copy(work.then)
+        assert torch.equal(pair.target, tensor)
+
+
+def test_no_more_is_gathered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PACKED_BYTES", 1000)
+    _, pairs = make_pairs([200, 100, 200, 40], late=False)
     work = work_of(pairs, DEVICE, None)
-    assert [target.data_ptr() for target, _ in work.now] == [pairs[1].target_address]
-    assert [target.data_ptr() for target, _ in work.later] == [pairs[0].target_address]
-    assert (work.then, work.names) == ([], ["w"])
+    gathered = sum(group[0][0].nbytes for group in work.inside_now._groups.values())
+    assert gathered <= 1000
+    assert sum(target.numel() for target, _ in work.across_now.moves()) == 4 * (100 + 200)
+
+
+def test_a_device_that_is_full_gathers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no reason for the training to end."""
+    zeros = torch.zeros
+
+    def full(*size: int, **options: object) -> torch.Tensor:
+        if options.get("device") == DEVICE and size[0] and isinstance(size[0], int):
+            raise torch.OutOfMemoryError("full")
+        return zeros(*size, **options)  # type: ignore[arg-type]
+
+    _, pairs = make_pairs([200, 300_000, 5])
+    monkeypatch.setattr(torch, "zeros", full)
+    work = work_of(pairs, DEVICE, None)
+    copy(work.across_now)
+    copy(work.across_later)
+    assert not list(work.then.moves())
+    assert all(torch.equal(pair.target, pair.source.tensor) for pair in pairs)
+
+
+@pytest.mark.parametrize("spare", [False, True])
+@pytest.mark.parametrize("view", ["conj", "neg", "transposed", "expanded"])
+def test_a_view_is_saved_as_its_value(view: str, spare: bool) -> None:
+    """By bytes that are its value: what is pending of it is nothing that a copy of bytes would do."""
+    whole = torch.randn(400, 400, dtype=torch.complex64)
+    views = {
+        "conj": whole.conj(),
+        "neg": whole.conj().imag,
+        "transposed": whole.t(),
+        "expanded": whole[:1].expand(400, 400),
+    }
+    shown = views[view]
+    body = torch.zeros(1 << 21, dtype=torch.uint8)
+    pair = Pair(Source("v", shown, True), body, 0)
+    pair.device = DEVICE
+    work = work_of([pair], DEVICE, torch.zeros_like(body) if spare else None)
+    assert work.names == [], "not behind the fence"
+    work.inside_now.enqueue()
+    copy(work.across_now)
+    copy(work.then)
+    assert torch.equal(pair.target, shown.resolve_conj().resolve_neg().contiguous())
+
+
+def test_samples_look_at_other_places_at_other_times() -> None:
+    """A write to a part of a tensor that one snapshot does not see, another one does."""
+    _, pairs = make_pairs([300_000])
+    work = work_of(pairs, DEVICE, None)
+    looked = set()
+    for _ in range(100):
+        work.samples.look_before()
+        looked.add(work.samples._windows[work.samples._at][0][0].data_ptr())
+    assert len(looked) == works.NUM_WINDOWS
+    addresses = sorted(address - pairs[0].source_address for address in looked)
+    assert addresses[0] >= 0
+    assert addresses[-1] <= pairs[0].nbytes - works.SAMPLE_BYTES
+
+
+def test_a_write_to_the_source_or_to_the_copy_is_seen() -> None:
+    for what in ("nothing", "source", "copy"):
+        _, (pair,) = make_pairs([300_000])
+        work = work_of([pair], DEVICE, None)
+        work.samples.look_before()
+        copy(work.across_later)
+        if what == "source":
+            pair.source.tensor.add_(1.0)
+        if what == "copy":
+            pair.target.add_(1.0)
+        work.samples.look_after()
+        work.samples.take()
+        assert work.samples.written() == ([] if what == "nothing" else ["t0"])

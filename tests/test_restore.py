@@ -1,4 +1,7 @@
-"""What a restart makes of its own host's memory; hosts that are lost are in test_peers."""
+"""What a restart makes of its own host's memory, and what it says of steps that it cannot take.
+
+Hosts that are lost are in test_peers.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import ckptlib
+from ckptlib import rng
+from ckptlib.errors import CheckpointNotFound, StateMismatch
+from ckptlib.leaf import torch_dtype
 
 
 @pytest.fixture
@@ -97,3 +104,59 @@ def test_a_store_that_goes_away_is_no_reason_for_an_older_step(tmp_path: Path) -
         (tmp_path / "plan").write_text(json.dumps(rules))
         with pytest.raises(ckptlib.ObjectUnreadable, match=r"ckptlib\.json.*cannot be read, as planned"):
             ckpt.restore()
+
+
+# -- what is not damage is not called so
+
+
+def test_random_state_of_another_version_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = rng.capture
+    model = nn.Linear(3, 3)
+    with ckptlib.Checkpointer(tmp_path, {"model": model}, every=1) as ckpt:
+        monkeypatch.setattr(rng, "capture", lambda: {**capture(), "torch": torch.zeros(16, dtype=torch.uint8)})
+        for step in (1, 2):
+            ckpt.save(step).wait_committed(60)
+    monkeypatch.undo()
+    before = torch.get_rng_state()
+    with ckptlib.Checkpointer(tmp_path, {"model": model}, every=1) as ckpt:
+        with pytest.raises(StateMismatch, match=r"random state of torch: 16 bytes .*ckptlib\.load\(url, state\)"):
+            ckpt.restore()
+        assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(StateMismatch, match="random state of torch"):
+        ckptlib.load(tmp_path, {"model": model}, random=True)
+    state = {"model": nn.Linear(3, 3)}
+    with ckptlib.Checkpointer(tmp_path, state, every=1) as ckpt:  # as the message says
+        assert ckptlib.load(tmp_path, state).step == 2
+        ckpt.save(3).wait_committed(60)
+    assert [info.step for info in ckptlib.checkpoints(tmp_path)] == [1, 2, 3]
+
+
+def test_a_store_that_lacks_objects_is_not_called_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"w": torch.ones(3)}
+    with ckptlib.Checkpointer(tmp_path, state, every=1) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step).wait_committed(60)
+    (tmp_path / "packs").rename(tmp_path / "elsewhere")  # a mount that is not there, a copy under way
+    with (
+        ckptlib.Checkpointer(tmp_path, state, every=1) as ckpt,
+        pytest.raises(CheckpointNotFound, match=r"nothing is damaged, but every step lacks objects; .* no such object"),
+    ):
+        ckpt.restore()
+    assert "lacks an object and is skipped" in caplog.text
+    assert "is damaged" not in caplog.text
+    (tmp_path / "elsewhere").rename(tmp_path / "packs")
+    with ckptlib.Checkpointer(tmp_path, state, every=1) as ckpt:
+        assert ckpt.restore().step == 2
+
+
+def test_a_dtype_that_this_torch_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"w": torch.zeros(3, dtype=torch.float8_e5m2)}
+    with ckptlib.Checkpointer(tmp_path, state, every=1) as ckpt:
+        ckpt.save(1).wait_committed(60)
+    monkeypatch.delattr(torch, "float8_e5m2")
+    torch_dtype.cache_clear()
+    with (
+        ckptlib.Checkpointer(tmp_path, state, every=1) as ckpt,
+        pytest.raises(StateMismatch, match=r"dtype float8_e5m2 was saved, which torch .* does not have"),
+    ):
+        ckpt.restore()

@@ -248,7 +248,8 @@ def test_another_bit_generator_in_numpy_is_refused() -> None:
         np.random.set_bit_generator(original)
 
 
-@pytest.mark.gpu
+@pytest.mark.accelerator
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA's generator")
 def test_cuda_draws_go_on_on_the_current_device() -> None:
     def draw() -> list[float]:
         return [*torch.randn(5, device="cuda").tolist(), *torch.rand(5, device="cuda").tolist()]

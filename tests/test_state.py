@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from onerank import Holder
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
+import ckptlib
 from ckptlib import PerRank, Sharded, UnsupportedState
 from ckptlib.box import Box
 from ckptlib.layout import ByHand, Placed
@@ -320,3 +322,59 @@ def test_frameworks_that_hide_their_parameters_are_refused_by_name(name: str) ->
 def test_ordered_dicts_are_told_from_dicts() -> None:
     flat = flatten({"h": Holder(OrderedDict(b=torch.ones(1), a={"c": torch.ones(2)}))})
     assert flat.objects["h"] == {"odict": [["b", "tensor"], ["a", {"dict": [["c", "tensor"]]}]]}
+
+
+def endless(kind: str) -> object:
+    """Nested without an end; where it has branches, there are more ways in it than can be walked."""
+    a_list: list[object] = [torch.ones(1)]
+    a_list[:0] = [a_list, a_list]
+    a_dict: dict[str, object] = {}
+    a_dict |= {"x": (a_dict, a_dict), "y": PerRank(a_dict)}
+    plain: list[object] = []
+    plain += [plain, plain]
+    deep: object = 1
+    for _ in range(3000):
+        deep = [deep]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    optimizer.param_groups[0]["x"] = plain
+    stateful = optimizer_with("x")
+    stateful.state[stateful.param_groups[0]["params"][0]]["x"] = a_list
+    return {
+        "list": a_list,
+        "dict": a_dict,
+        "plain": plain,
+        "deep": deep,
+        "object": Holder(a_list),
+        "plain object": Holder(plain),
+        "group": optimizer,
+        "state": stateful,
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "plain", "deep", "object", "plain object", "group", "state"])
+def test_what_contains_itself_is_refused(kind: str) -> None:
+    with pytest.raises(UnsupportedState, match=r"^there.*nested deeper than 100 levels; does it contain itself\?$"):
+        flatten({"there": endless(kind)})
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "plain", "deep"])
+def test_what_contains_itself_is_no_target(tmp_path: Path, kind: str) -> None:
+    ckptlib.save(tmp_path, {"x": 1}, 1)
+    with pytest.raises(UnsupportedState, match=r"^there.*nested deeper than 100 levels; does it contain itself\?$"):
+        ckptlib.load(tmp_path, {"there": endless(kind)})
+
+
+def test_what_is_nested_as_deep_as_may_be(tmp_path: Path) -> None:
+    def nested(levels: int, inner: object) -> object:
+        for i in range(levels):
+            inner = [{"a": inner}, [inner], (inner,), {1: inner}][i % 4]
+        return inner
+
+    metrics = {"deep": nested(100, 0.5)}
+    state = {"tensor": nested(99, torch.ones(2)), "object": Holder(nested(98, torch.ones(2))), "value": nested(99, 7)}
+    ckptlib.save(tmp_path, state, 1, metrics=metrics)
+    ckptlib.load(tmp_path, {**state, "tensor": nested(99, torch.zeros(2))})
+    (info,) = ckptlib.checkpoints(tmp_path)
+    assert info.metrics == metrics
+    with pytest.raises(UnsupportedState, match=r"metrics.*nested deeper than 100 levels; does it contain itself"):
+        ckptlib.save(tmp_path, state, 2, metrics={"deep": nested(101, 0.5)})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,8 @@ import torch
 from onerank import Root, bits, opened
 from test_sections import CHANGES, State, make_state, weight
 
-from ckptlib import PerRank
+import ckptlib
+from ckptlib import PerRank, accelerator
 from ckptlib.rng import RngState
 from ckptlib.state import flatten
 
@@ -69,6 +72,48 @@ def test_memory_that_changes_again_and_again(tmp_path: Path) -> None:
         for _ in range(5):
             check(root, state)
             weight(state).data = weight(state).data.clone()
+
+
+class Averages:
+    """Gives copies, as many do."""
+
+    def __init__(self) -> None:
+        self.content = torch.arange(50_000.0)
+        self.given: list[weakref.ref[torch.Tensor]] = []
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        made = self.content.clone()
+        self.given.append(weakref.ref(made))
+        return {"average": made}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.content.copy_(state["average"])
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_copies_that_a_state_dict_gives_do_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    """On a device none of them; on the host one, until the next is there."""
+    averages = Averages()
+    if on_device:  # a thread that looks for one finds it on the host, where it is
+
+        def device_of(tensor: torch.Tensor) -> torch.device | None:
+            return torch.device("cpu", 0) if tensor.numel() == 50_000 else None
+
+        monkeypatch.setattr(accelerator, "device_of", device_of)
+    state = {"averages": averages, "w": torch.nn.Linear(100, 100)}
+    with ckptlib.Checkpointer(tmp_path, state, every=1, arena=tmp_path) as ckpt:
+        for step in range(1, 6):
+            averages.content += 1
+            ckpt.save(step).wait_staged()
+            del step
+            gc.collect()
+            assert sum(ref() is not None for ref in averages.given) == (0 if on_device else 1)
+    expected = averages.content.clone()
+    averages.content.zero_()
+    ckptlib.load(tmp_path, state)
+    assert torch.equal(averages.content, expected)
 
 
 def test_generators_are_saved_as_they_are_at_each_save(tmp_path: Path) -> None:

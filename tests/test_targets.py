@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from onerank import Holder, Root, bits, opened, same, same_modules
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 import ckptlib
-from ckptlib import CheckpointNotFound, PerRank, Sharded, StateMismatch, UnsupportedState, values
+from ckptlib import (
+    CheckpointNotFound,
+    PerRank,
+    Sharded,
+    StateMismatch,
+    UnsupportedState,
+    accelerator,
+    values,
+)
 from ckptlib.asked import Asked
 from ckptlib.catalog import Catalog, Committed
 from ckptlib.errors import FormatError
 from ckptlib.filling import Filling
+from ckptlib.leaf import home_of
 from ckptlib.reader import Reader
 from ckptlib.saved import Saved
 from ckptlib.stores import open_store
@@ -89,6 +102,29 @@ def test_meta_modules_get_their_memory_from_the_load(root: Root, tied: bool) -> 
     assert [(type(p), p.requires_grad) for p in target.parameters()] == [
         (nn.Parameter, p.requires_grad) for p in source.parameters()
     ]
+
+
+@pytest.mark.parametrize("who", ["asked", "default", "accelerator", "nobody"])
+def test_the_home_of_what_has_no_memory(root: Root, monkeypatch: pytest.MonkeyPatch, who: str) -> None:
+    """Each of these comes before those behind it."""
+    given: list[torch.device | None] = []
+    empty_like = torch.empty_like
+
+    def watched(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+        given.append(device)
+        return empty_like(tensor, device="cpu")
+
+    root.save({"m": nn.Linear(3, 2)})
+    target = nn.Linear(3, 2, device="meta")
+    if who != "nobody":
+        monkeypatch.setattr(accelerator, "available", lambda: torch.device("cuda", 7))
+    monkeypatch.setattr(torch, "empty_like", watched)
+    if who in ("asked", "default"):
+        monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("xpu", 1))
+    root.load({"m": target}, device="cpu:0" if who == "asked" else None)
+    homes = {"asked": "cpu:0", "default": "xpu:1", "accelerator": "cuda:7", "nobody": "cpu"}
+    assert given == [torch.device(homes[who])] * 2
+    assert not target.weight.is_meta
 
 
 def test_an_optimizer_is_made_after_its_meta_module_was_loaded(root: Root) -> None:
@@ -361,3 +397,14 @@ def test_trees_that_nothing_can_be_built_of_are_refused(root: Root, tree: values
         filling = Filling(saved, Asked(None, None), cast=False)
         with pytest.raises((StateMismatch, FormatError), match=r"^c"):
             filling.rebuild(tree, "c", None)
+
+
+def test_the_home_of_a_dtensor_is_its_mesh(tmp_path: Path) -> None:
+    """Whatever is chosen else: FSDP2 with CPU offloading has a mesh of the accelerator, and asks for the host."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        with torch.device("meta"):
+            assert home_of(distribute_tensor(torch.empty(4, device="meta"), mesh)) == torch.device("cpu")
+    finally:
+        dist.destroy_process_group()

@@ -33,9 +33,8 @@ from workers.torn import (
 )
 
 import ckptlib
-from ckptlib.errors import SaveFailed
+from ckptlib.errors import SaveFailed, TornSnapshot
 from ckptlib.pairs import OVERLAP_FROM_BYTES
-from ckptlib.stage import TornSnapshot
 
 CASES = 12
 """Per optimizer and mutation, of each kind: more than a thousand in all."""

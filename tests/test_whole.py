@@ -19,8 +19,10 @@ from ckptlib.keys import PartName, SaveId
 from ckptlib.layout import ByHand, Holding, Layout, Mesh, PerRank, Placed, TensorEntry
 from ckptlib.manifest import Manifest
 from ckptlib.reader import Reader, Want
+from ckptlib.saved import Saved
 from ckptlib.sharding import Replicate
 from ckptlib.stores.memory import MemoryStore
+from ckptlib.targets import targets
 from ckptlib.verify import verify_save
 
 
@@ -232,15 +234,15 @@ def test_more_overlaps_of_many_tensors_than_can_be_compared_are_refused_by_name(
         assert (found == 0).all(), "a load compares what it reads alone"
 
 
-def test_one_region_is_told_for_two_ranks_that_differ_in_many() -> None:
-    ones, twos = np.ones(8, np.float32), np.full(8, 2, np.float32)
-    boxes = [Box((i,), (1,)) for i in range(8)]
-    store, save, names = put([replica(0, ones, *boxes), replica(1, twos, Box.whole((8,)))], 1 << 20)
+def test_a_hundred_regions_are_told_for_two_ranks_that_differ_in_many() -> None:
+    ones, twos = np.ones(120, np.float32), np.full(120, 2, np.float32)
+    boxes = [Box((i,), (1,)) for i in range(120)]
+    store, save, names = put([replica(0, ones, *boxes), replica(1, twos, Box.whole((120,)))], 1 << 20)
     with pytest.raises(SaveFailed, match=r"x\[0:1\]: ranks 0 and 1 saved different bytes"):
         Catalog(store).commit(save, names)
     commit_unproved(store, save, names)
     assert [found.message for found in verify_save(Catalog(store), save)] == [
-        "x[0:1]: ranks 0 and 1 saved different bytes for it"
+        f"x[{i}:{i + 1}]: ranks 0 and 1 saved different bytes for it" for i in range(100)
     ]
 
 
@@ -257,3 +259,27 @@ def test_more_overlaps_than_can_be_compared_are_refused_by_name() -> None:
     assert ["x: its 800 boxes" in found.message for found in verify_save(Catalog(store), save)] == [True]
     with pytest.raises(FormatError, match=r"x: its 800 boxes overlap"):
         load(store, save, 0, shape)
+
+
+@pytest.mark.parametrize("with_own", [False, True])
+def test_an_alias_is_what_its_own_layout_says(with_own: bool) -> None:
+    """Rank 0 ties b to a, of which rank 1 wrote all; rank 1 has no b, or another."""
+    store = MemoryStore()
+    catalog = make_root(store)
+    save = SaveId(1, make_generation(catalog, world_size=2))
+    whole = Box.whole((3,))
+    a, b = (TensorEntry(name, "float32", (3,), ByHand()) for name in "ab")
+    layouts = Layout(2, (a,), {"b": "a"}), Layout(2, (a, b) if with_own else (a,))
+    tensors = {"a": np.full(3, 1, np.float32), "b": np.full(3, 9, np.float32)}
+    shards = [("a", whole), ("b", whole)] if with_own else [("a", whole)]
+    names = [put_part(catalog, save, 0, layouts[0], tensors, shards=[])]
+    names += [put_part(catalog, save, 1, layouts[1], tensors, shards=shards)]
+    catalog.commit(save, names)
+    assert [*verify_save(catalog, save)] == []
+    for rank, expected in enumerate((1, 9 if with_own else 1)):
+        reader = Reader(Committed(catalog, catalog.manifest(save)), rank)
+        target = {"b": torch.zeros(3)}
+        found = targets(target, Saved(reader))
+        assert (found.missing, found.unexpected, found.mismatched) == ([], ["a"], [])
+        reader.read(found.wants, lambda nbytes: None)
+        assert target["b"].tolist() == [expected] * 3

@@ -16,8 +16,6 @@ from rich.console import Console
 from rich.text import Text
 from rich.theme import Theme
 
-from ckptlib.errors import CkptError
-
 Cell = str | Text
 
 _CALM = Theme(dict.fromkeys(("progress.download", "progress.data.speed", "progress.remaining"), "default"))
@@ -157,7 +155,3 @@ def ranks(found: Sequence[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-class Failure(CkptError):
-    """A command that cannot do what it was asked; its message is all that people need."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ckptlib.errors import AgreementFailed
-from ckptlib.group import connect
+from ckptlib.group import connect, disconnect
 
 CHUNK_BYTES = 64 * 1024 * 1024
 """Per message. Each costs a few wake-ups of both ranks: over loopback, on two cores, messages of 16, 32 and 64 MiB ran
@@ -139,7 +139,7 @@ class Link:
 
     def close(self) -> None:
         """Closes the connections. Ends no wait: call it when no thread is in `send` or `recv` any more."""
-        self._gloo.shutdown()
+        disconnect(self._gloo)
 
 
 Begin = Callable[[int, torch.Tensor, int], Callable[[], None]]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ckptlib.digests import XXH3, digester
-from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError
+from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError, NotBrought
 from ckptlib.group import Group, together, together_at_length
 from ckptlib.layout import Layout, decode_layout
 from ckptlib.manifest import ranks_by_layout
@@ -26,13 +26,14 @@ from ckptlib.pace import RUN_BYTES, THREADS, Pace
 from ckptlib.part import Pack, Part
 from ckptlib.peer.inventory import Found, Inventory, Move, SnapshotId, by_rank, snapshot_id
 from ckptlib.peer.remote import Exchange
-from ckptlib.reader import NotBrought
 from ckptlib.slot import ReadableSlot, Slot
 from ckptlib.snapshot import Snapshot, SnapshotReader, check_body
 
 log = logging.getLogger(__name__)
 
-CACHED = Pace(most=4 * 1024 * 1024, threads=min(THREADS, len(os.sched_getaffinity(0))))
+_NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+CACHED = Pace(most=4 * 1024 * 1024, threads=min(THREADS, _NUM_CORES))
 """Of slots on this host: what is read at once is still in the caches when it is checked. Two ranks at once on two cores
 with 2 MiB of L2 and 32 of L3, read and checked: 0.35 s per GB for 1 to 4 MiB, 0.45 for 16; the bare read takes 0.27. It
 is work for cores, and more threads than these only wait for one another: 0.33 s for 0.5 GB with 8, 0.23 with 2."""
@@ -97,7 +98,7 @@ class InMemory:
     def part(self, rank: int) -> Part:
         found = self._at.get(rank)
         if found is None:
-            raise NotBrought(rank)
+            raise NotBrought(f"the share of rank {rank} was not brought here", rank)
         snapshot = self._snapshot_in(found)
         return Part(
             save=self.save,

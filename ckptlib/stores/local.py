@@ -92,10 +92,10 @@ class LocalStore(Store):
         path = self._path(key)
         with _opened(self._root, key) as (fd, size):
             count = _check_inside(size, path, offset, nbytes)
-            pieces = [os.pread(fd, count, offset)]
+            pieces = [_read(fd, count, offset)]
             done = len(pieces[0])
             while done < count:  # Linux reads at most 2 GiB at a time
-                pieces.append(os.pread(fd, count - done, offset + done))
+                pieces.append(_read(fd, count - done, offset + done))
                 if not pieces[-1]:
                     raise ends_early(path, offset, nbytes, offset + done)
                 done += len(pieces[-1])
@@ -109,7 +109,7 @@ class LocalStore(Store):
         with _opened(self._root, key) as (fd, size):
             _check_inside(size, path, offset, buffer.nbytes)
             while view:
-                count = os.preadv(fd, [view], offset)
+                count = _read_into(fd, view, offset)
                 if count == 0:
                     raise ends_early(path, offset, view.nbytes, offset)
                 view, offset = view[count:], offset + count
@@ -119,6 +119,8 @@ class LocalStore(Store):
         check_prefix(prefix)
         directory = prefix[: prefix.rfind("/") + 1]
         try:
+            if tree.BY_PATH:
+                return sorted(self._walk(None, directory, prefix), key=lambda entry: entry.key)
             with tree.directory(self._root, directory.split("/")[:-1], to_list=True) as fd:
                 return sorted(self._walk(fd, directory, prefix), key=lambda entry: entry.key)
         except (FileNotFoundError, NotADirectoryError):
@@ -126,8 +128,9 @@ class LocalStore(Store):
         except OSError as error:
             raise _failure(error, "list", os.path.join(self._root, directory)) from error
 
-    def _walk(self, fd: int, directory: str, prefix: str) -> Iterator[Entry]:
-        with os.scandir(fd) as found:
+    def _walk(self, fd: int | None, directory: str, prefix: str) -> Iterator[Entry]:
+        """`fd`: of the directory; None where there are only paths."""
+        with os.scandir(os.path.join(self._root, directory) if fd is None else fd) as found:
             children = list(found)
         for child in children:
             key = directory + child.name
@@ -140,8 +143,11 @@ class LocalStore(Store):
                     status = child.stat(follow_symlinks=False)
                     yield Entry(key, status.st_size, status.st_mtime)
 
-    def _walk_inner(self, fd: int, name: str, directory: str) -> Iterator[Entry]:
+    def _walk_inner(self, fd: int | None, name: str, directory: str) -> Iterator[Entry]:
         try:
+            if fd is None:
+                yield from self._walk(None, directory, "")
+                return
             inner = tree.inner(fd, name)
             try:
                 yield from self._walk(inner, directory, "")
@@ -382,14 +388,32 @@ def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
 
 
+def _read(fd: int, nbytes: int, offset: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(fd, nbytes, offset)
+    os.lseek(fd, offset, os.SEEK_SET)  # Windows; nobody else has this descriptor
+    return os.read(fd, nbytes)
+
+
+def _read_into(fd: int, view: memoryview, offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [view], offset)
+    with open(fd, "rb", buffering=0, closefd=False) as file:  # Windows, macOS
+        file.seek(offset)
+        return file.readinto(view) or 0
+
+
 @contextlib.contextmanager
 def _opened(root: str, key: str) -> Iterator[tuple[int, int]]:
     """A descriptor to read from, and the size of the object; errors inside become those of the contract."""
     path = f"{root}/{key}"
     *names, name = key.split("/")
     try:
-        with tree.directory(root, names) as directory:
-            fd, status = tree.open_file(directory, name)
+        if tree.BY_PATH:
+            fd, status = tree.open_by_path(path)
+        else:
+            with tree.directory(root, names) as directory:
+                fd, status = tree.open_file(directory, name)
         try:
             yield fd, status.st_size
         finally:

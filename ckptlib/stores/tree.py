@@ -16,10 +16,15 @@ from collections.abc import Iterator, Sequence
 
 from ckptlib.errors import StoreError
 
-_PASS: int = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+BY_PATH = not hasattr(os, "O_DIRECTORY")
+"""Windows: directories have no descriptors. Roots are read there, and neither written nor deleted from."""
+
+_DIRECTORY: int = 0 if BY_PATH else os.O_DIRECTORY | os.O_CLOEXEC
+
+_PASS: int = getattr(os, "O_PATH", os.O_RDONLY) | _DIRECTORY
 """To go through a directory, for which it need not be readable, and which costs a file server nothing."""
 
-_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_LIST = os.O_RDONLY | _DIRECTORY
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -76,6 +81,14 @@ def open_file(fd: int, name: str) -> tuple[int, os.stat_result]:
         return file, found
     os.close(file)
     raise NotAFile(_kind(found.st_mode))
+
+
+def open_by_path(path: str) -> tuple[int, os.stat_result]:
+    """As `open_file`, but for links above the file."""
+    found = os.lstat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise NotAFile(_kind(found.st_mode))
+    return os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0)), found
 
 
 class NotAFile(OSError):

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckptlib
 from ckptlib import checkpoint
-from ckptlib.errors import AgreementFailed, SaveFailed, UnsupportedState
+from ckptlib.errors import AgreementFailed, SaveFailed, StateError, UnsupportedState
 from ckptlib.manager import MAX_FAILURES
 from ckptlib.session import WHOLE_EVERY
 from ckptlib.stores import absolute
@@ -657,7 +657,59 @@ def saved_again_after_one_rank_failed(url: Path) -> None:
     assert committed(url) == [2, 5]
 
 
+def going_back(url: Path) -> None:
+    """All ranks begin a generation where all loaded an older step into what they save, or none does."""
+
+    def steps() -> list[int]:
+        return [info.step for info in ckptlib.checkpoints(url)]
+
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
+    for part in (model[0], model[2], model):
+        fully_shard(part)
+    optim = torch.optim.AdamW(model.parameters())
+
+    def train() -> None:
+        model(torch.ones(4, 8)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+
+    # fresh DTensors and a fresh scalar at each save; the optimizer's moments come after step 1
+    def state() -> dict[str, object]:
+        return {"model": model, "optim": optim, "weights": model.state_dict(), "loss": torch.ones(()), "n": 1}
+
+    for step in (1, 2, 3):
+        ckptlib.save(url, state(), step)
+        train()
+    ckptlib.load(url, state(), 1)
+    train()
+    ckptlib.save(url, state(), 4)
+    assert steps() == [1, 4]
+
+    a, b = torch.zeros(3), torch.zeros(3)
+    url = url.with_name(url.name + "-apart")
+    for step in (1, 2, 3):
+        ckptlib.save(url, {"a": a, "b": b}, step)
+    first, second = torch.zeros(3), torch.zeros(3)
+    ckptlib.load(url, {"a": a, "b": b} if rank() == 1 else {"a": first, "b": second}, 1)
+    ckptlib.save(url, {"a": a, "b": b}, 4)
+    assert steps() == [1, 2, 3, 4]
+    ckptlib.load(url, {"a": a, "b": b}, 2)
+    ckptlib.save(url, {"a": a, "b": b}, 5)
+    assert steps() == [1, 2, 5]
+
+    url = url.with_name(url.name + "-keeper")
+    with checkpointer(url, {"a": a}, 1) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step).wait_committed(PATIENCE_S)
+        with pytest.raises(StateError, match="close it, load, and make another one"):
+            ckptlib.load(url, {"a": a if rank() == 1 else first}, 1)
+        assert ckptlib.load(url, {"a": first}, 1).step == 1
+        ckpt.save(4).wait_committed(PATIENCE_S)
+    assert steps() == [1, 2, 3, 4]
+
+
 CASES = [
+    going_back,
     late_expert,
     late_sharded_expert,
     half_a_tensor,

@@ -59,6 +59,14 @@ class OpensGate:
         self._gate.set()
         self._inner.wait_copied()
 
+    @property
+    def copied(self) -> bool:
+        return self._inner.copied
+
+    def wait_done(self, timeout_s: float | None) -> None:
+        self._gate.set()
+        self._inner.wait_done(timeout_s)
+
 
 class Rig:
     """One slot, one staging thread, one fence: what a Checkpointer has, without a store."""

@@ -1,0 +1,62 @@
+"""Which process made what: a forked child inherits all of it, and must leave it alone.
+
+What is shared with the parent is its files, its sockets and its writer; its threads are not there. A normal exit of the
+child runs the parent's exit handlers and unwinds its `with` blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+from ckptlib.errors import SaveFailed
+
+_open: Counter[str] = Counter()
+"""Roots that this process saves to."""
+
+_inherited: dict[str, int] = {}
+"""Roots that the process which this one was forked from saves to, and that process."""
+
+
+class Owner:
+    """Of one hold on one root: the process that took it."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._pid = os.getpid()
+        _open[url] += 1
+
+    @property
+    def here(self) -> bool:
+        """Whether that is this process."""
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raises SaveFailed in a process that was forked from it."""
+        if not self.here:
+            raise _forked(self._url, self._pid)
+
+    def let_go(self) -> None:
+        _open[self._url] -= 1
+
+
+def check_root(url: str) -> None:
+    """Raises SaveFailed where this process was forked from one that saves to the root."""
+    if url in _inherited:
+        raise _forked(url, _inherited[url])
+
+
+def _forked(url: str, parent: int) -> SaveFailed:
+    return SaveFailed(
+        f"{url}: process {os.getpid()} was forked from {parent}, which saves to this root, and is no rank of the job; "
+        "save in that process, or to another root"
+    )
+
+
+def _in_child() -> None:
+    _inherited.update(dict.fromkeys(+_open, os.getppid()))
+    _open.clear()
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,66 @@
+"""Objects of other frameworks, told by the names of their classes, so that no framework is imported for it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ckptlib.errors import UnsupportedState
+
+_WRAPPERS = {("accelerate.optimizer", "AcceleratedOptimizer"): "optimizer"}
+"""By class: the attribute that holds the optimizer it wraps. Such a wrapper never runs `Optimizer.__init__`."""
+
+_LOADERS = ("accelerate.data_loader", "DataLoaderAdapter")
+"""The base of DataLoaderShard and DataLoaderDispatcher."""
+
+
+def unwrapped(optimizer: object) -> object:
+    """The optimizer that does the work."""
+    for cls in type(optimizer).__mro__:
+        attribute = _WRAPPERS.get((cls.__module__, cls.__name__))
+        if attribute is not None:
+            return unwrapped(getattr(optimizer, attribute))
+    return optimizer
+
+
+def torch_optimizer(node: torch.optim.Optimizer, path: str) -> torch.optim.Optimizer:
+    """As `unwrapped`. Raises UnsupportedState where that is not torch's."""
+    inner = unwrapped(node)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise UnsupportedState(
+            f"{path}: this {type(node).__name__} wraps a {type(inner).__module__}.{type(inner).__qualname__}, which is "
+            "no torch.optim.Optimizer, so its state cannot be named by parameter; use a plain optimizer"
+        )
+    return inner
+
+
+def refuse_loader(node: object, path: str) -> None:
+    """Raises UnsupportedState for a data loader of accelerate that has `state_dict()` and no state."""
+    if _is_loader(node) and "dl_state_dict" not in vars(node):
+        raise UnsupportedState(
+            f"{path}: accelerate's {type(node).__name__} has no state to save, since the DataLoader in it keeps none; "
+            "ask for one that does, Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader="
+            "True)), or save the number of batches instead, and resume with accelerator.skip_first_batches"
+        )
+
+
+def loader_of(node: Any) -> Callable[[Any], object]:
+    """What gives an object its state back.
+
+    A data loader of accelerate tells the state of its last batch, also when it was given another one since: what is
+    saved between a load and the first batch, as by `Checkpointer.restore` with peers, would begin the epoch anew.
+    """
+
+    def load(state: object) -> None:
+        node.load_state_dict(state)
+        node.dl_state_dict = copy.deepcopy(state)
+
+    return load if _is_loader(node) else node.load_state_dict
+
+
+def _is_loader(node: object) -> bool:
+    """By `type`, since it says that its class is that of the DataLoader in it."""
+    return any((cls.__module__, cls.__name__) == _LOADERS for cls in type(node).__mro__)

@@ -1,0 +1,114 @@
+"""Kinds of optimizers: what each of torch's keeps for a parameter, so that what it would not understand is told before.
+
+Of other classes nothing is known: what they keep may change from step to step, and only they know what for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Shape = tuple[int, ...]
+
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "ASGD": ("step", "eta", "mu", "ax"),
+    "Adadelta": ("step", "square_avg", "acc_delta"),
+    "Adafactor": ("step",),
+    "Adagrad": ("step", "sum"),
+    "Adam": ("step", "exp_avg", "exp_avg_sq"),
+    "AdamW": ("step", "exp_avg", "exp_avg_sq"),
+    "Adamax": ("step", "exp_avg", "exp_inf"),
+    "LBFGS": (),
+    "Muon": (),
+    "NAdam": ("step", "mu_product", "exp_avg", "exp_avg_sq"),
+    "RAdam": ("step", "exp_avg", "exp_avg_sq"),
+    "RMSprop": ("step", "square_avg"),
+    "Rprop": ("step", "prev", "step_size"),
+    "SGD": (),
+    "SparseAdam": ("step", "exp_avg", "exp_avg_sq"),
+}
+"""What `step()` reads of a parameter that has any state; it fails where one of them is not there."""
+
+_OF_LBFGS = (
+    "func_evals",
+    "n_iter",
+    "al",
+    "d",
+    "t",
+    "old_dirs",
+    "old_stps",
+    "ro",
+    "H_diag",
+    "prev_flat_grad",
+    "prev_loss",
+)
+
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "LBFGS": _OF_LBFGS,
+    "Muon": ("momentum_buffer",),
+    "SGD": ("momentum_buffer",),
+}
+"""What it reads where it is there."""
+
+_SWITCHED: dict[str, dict[str, str]] = {
+    "Adam": {"amsgrad": "max_exp_avg_sq"},
+    "AdamW": {"amsgrad": "max_exp_avg_sq"},
+    "RMSprop": {"momentum": "momentum_buffer", "centered": "grad_avg"},
+}
+"""What it reads where a hyper-parameter is neither 0 nor False."""
+
+_AT_ONCE = {"Adagrad"}
+"""Those that make their state when they are made, and never again."""
+
+_OWN_SHAPE = {"step", "eta", "mu", "mu_product"}
+"""What has not the shape of its parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What one of torch's optimizers keeps for one parameter."""
+
+    needed: frozenset[str]
+    known: frozenset[str]
+    """With those that it needs."""
+    shapes: Mapping[str, Shape]
+    """Of those that are of one shape."""
+    at_once: bool
+    """Whether it needs them before its first step."""
+
+    def lacks(self, keys: Collection[str], stateful: bool) -> list[str]:
+        """What `step()` would look for in vain. `stateful`: whether the parameter has state now."""
+        return sorted(self.needed.difference(keys)) if keys or (stateful and self.at_once) else []
+
+    def strange(self, keys: Iterable[str]) -> list[str]:
+        """What it would never read."""
+        return sorted({*keys} - self.known)
+
+
+def kind_of(optimizer: torch.optim.Optimizer, options: Mapping[str, object], shape: Shape) -> Kind | None:
+    """Of a parameter with that (global) shape; None where nothing is known, as of a class that inherits from torch's.
+
+    `options`: the hyper-parameters that its group is going to have. To be asked once for each shape: of LBFGS all
+    parameters are counted.
+    """
+    name = type(optimizer).__name__
+    if name not in _NEEDED or type(optimizer) is not getattr(torch.optim, name, None):
+        return None
+    shapes: dict[str, Shape]
+    switched = _SWITCHED.get(name, {})
+    needed = {*_NEEDED[name], *(key for option, key in switched.items() if options.get(option))}
+    known = {*needed, *switched.values(), *_OPTIONAL.get(name, ())}
+    if name == "LBFGS":
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        flat = (sum(p.numel() * (2 if p.is_complex() else 1) for p in params),)
+        shapes = {"d": flat, "prev_flat_grad": flat}
+    elif name == "Adafactor":
+        factored = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
+        shapes = factored if len(shape) > 1 else {"variance": shape}
+        needed |= shapes.keys()
+        known |= needed
+    else:
+        shapes = dict.fromkeys(known - _OWN_SHAPE, shape)
+    return Kind(frozenset(needed), frozenset(known), shapes, name in _AT_ONCE)

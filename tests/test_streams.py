@@ -1,0 +1,180 @@
+"""Snapshots of a device under thousands of schedules: none is wrong unseen, none reads what is free, none holds up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.schedules import NUM_SLOTS, SIZES, Given, Schedule, World, run, shrink
+from helpers.streams import Event, Simulation, Stream
+
+from ckptlib import accelerator, copies, pairs, spares, works
+from ckptlib.copies import Copied, Devices, Lane
+from ckptlib.fence import Fence
+from ckptlib.known import KnownPairs
+from ckptlib.spares import Spare
+
+SCHEDULES = int(os.environ.get("CKPTLIB_SCHEDULES", "192"))
+"""In all; a device's order is one in very many, so more are tried where the copies change."""
+
+KINDS = [
+    Given(memory, pinned, streams, unfenced, eager)
+    for memory, pinned, streams, unfenced, eager in product(
+        ["host", "device"], [True, False], [1, 2, 3], [False, True], [False, True]
+    )
+]
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    shrink(monkeypatch)
+    made = World(tmp_path, monkeypatch)
+    yield made
+    made.close()
+    torch.set_num_threads(threads)
+
+
+def test_random_schedules(world: World) -> None:
+    found = {}
+    for seed in range(SCHEDULES):
+        given = KINDS[seed % len(KINDS)]
+        wrong = run(world, given, seed)
+        if wrong:
+            found[seed, given] = wrong
+            break
+    assert not found
+
+
+def first_wrong(world: World, given: list[Given], schedules: int = 60) -> str:
+    """Of the schedules that are tried, the first thing that went wrong; "" if nothing did."""
+    for seed in range(schedules):
+        try:
+            wrong = run(world, given[seed % len(given)], seed)
+        except RuntimeError as error:
+            return str(error)
+        if wrong:
+            return wrong[0]
+    return ""
+
+
+# What was wrong once, put back, is found
+
+
+def test_a_copy_over_two_registrations(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(works, "MOVE_BYTES", 1 << 30)
+    assert "invalid argument" in first_wrong(world, [Given()])
+
+
+def test_one_stream_for_the_copy_and_the_link(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one(copy: object, link: object, *rings: Any) -> Lane:
+        return Lane(copy, copy, *rings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(copies, "Lane", one)
+    assert "training waits for the link" in first_wrong(world, [Given("device"), Given("device", eager=True)])
+
+
+def test_one_spare_that_is_taken_while_it_is_busy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing orders the next copy into it behind the link of the one before."""
+
+    class Idle(Spare):
+        busy = property(lambda self: False, lambda self, busy: None)  # type: ignore[assignment]
+
+    monkeypatch.setattr(spares, "Spare", Idle)
+    monkeypatch.setattr(spares, "NUM_SPARES", 1)
+    assert first_wrong(world, [Given("device"), Given("device", eager=True)])
+
+
+def test_only_the_first_that_comes_to_the_fence_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(fence: Fence) -> None:
+        for copy in fence._pending:
+            copy.wait_copied()
+        fence._pending.clear()
+
+    monkeypatch.setattr(Fence, "wait", wait)
+    assert first_wrong(world, [Given(streams=1), Given(streams=1, eager=True)], 8) == ""
+    assert first_wrong(world, [Given(streams=2), Given(streams=3, eager=True)]).startswith("torn: ")
+
+
+def test_a_conjugate_is_left_to_copy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def moves(across: works.Across) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield from across._moves
+        for target, source in across._odd:
+            yield target.view(source.dtype), source
+
+    monkeypatch.setattr(works.Across, "moves", moves)
+    monkeypatch.setattr(pairs, "PACK_BELOW_BYTES", 0)
+    monkeypatch.setattr(works, "MOVE_BYTES", 8192)
+    assert first_wrong(world, [Given()]).startswith("silently wrong: t2")
+
+
+# And what never was
+
+
+def test_what_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "wait", lambda event: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulation, "_wait", lambda simulation, event: None)
+        assert first_wrong(world, [Given()])
+
+
+def test_training_that_does_not_wait_for_what_is_copied_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_event = Stream.wait_event
+
+    def wait(stream: Stream, event: Event) -> None:
+        if not (stream.name == "compute" and event.stream.name.startswith("stream")):
+            wait_event(stream, event)
+
+    monkeypatch.setattr(Stream, "wait_event", wait)
+    assert first_wrong(world, [Given(), Given(eager=True)])
+
+
+def test_a_source_that_is_let_go_before_it_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Devices.begin
+
+    def forgetful(devices: Devices, lots: list[Copied], spare: bool) -> Any:
+        found = begin(devices, lots, spare)
+        for lot in lots:
+            lot.pairs.clear()
+        for copied in found:
+            copied._free = [w for w in copied._free if w.samples.names]
+        return found
+
+    monkeypatch.setattr(Devices, "begin", forgetful)
+    assert "that is free" in first_wrong(world, [Given(), Given("device")])
+
+
+# What a schedule leaves behind
+
+
+@pytest.mark.parametrize("memory", ["host", "device"])
+def test_what_was_made_for_a_snapshot_goes_with_it(world: World, monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
+    """However many slots there are, no more of the device's memory is in use after each than after the first."""
+    alive: list[int] = []
+    end = Schedule.end
+
+    def counted(schedule: Schedule) -> None:
+        end(schedule)
+        schedule.under_way.clear()
+        alive.append(schedule.simulation.nbytes_alive())
+
+    monkeypatch.setattr(Schedule, "end", counted)
+    for steps in (NUM_SLOTS, 3 * NUM_SLOTS):
+        assert run(world, Given(memory, eager=True), 1, steps) == []
+    assert alive[0] == alive[1]
+    kept = alive[0]
+    alive.clear()
+    monkeypatch.setattr(
+        KnownPairs,
+        "pairs_of",
+        lambda known, rank, slot, sources, offsets: [known._kept(rank, slot, list(sources), offsets, offsets)],
+    )
+    monkeypatch.setattr(KnownPairs, "_forget", lambda known, rank, sources: None)
+    assert run(world, Given(memory, eager=True), 1, 3 * NUM_SLOTS) == []
+    assert alive[0] >= kept + 2 * 4 * SIZES[4], "each slot would keep one"
