@@ -33,7 +33,6 @@ from ckptlib.part import Part
 from ckptlib.proof import Proof
 from ckptlib.verify_packs import READ_THREADS, Advance, in_order, verify_packs
 
-
 MAX_REGIONS = 100
 """Of a tensor, in which the same two ranks differ, that are told."""
 
