@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import xxhash
 
-from ckptlib.accelerator import bring
+from ckptlib import accelerator
 from ckptlib.check import Check, check_of
 from ckptlib.memory import bytes_of, is_bytes
 from ckptlib.pairs import OVERLAP_FROM_BYTES, bytes_at, move_small
@@ -66,7 +66,7 @@ class Replica:
     @property
     def small(self) -> bool:
         """Whether it goes through the buffer."""
-        return self.tensor.nbytes < OVERLAP_FROM_BYTES and self.tensor.device.type == "cpu"
+        return self.tensor.nbytes < OVERLAP_FROM_BYTES and accelerator.device_of(self.tensor) is None
 
 
 class Reading:
@@ -144,7 +144,7 @@ class Reading:
                 if self._before is not None and i in self._readers.frozen:
                     takers.append((self._witnesses, i))
                     pieces.append(data[self._before.places[i] : self._before.places[i] + width])
-            arrivals.append(_taking(bring(torch.cat(pieces), device), [p.numel() for p in pieces], takers))
+            arrivals.append(_taking(accelerator.bring(torch.cat(pieces), device), [p.numel() for p in pieces], takers))
         return arrivals
 
 
@@ -196,6 +196,7 @@ class _Readers:
         """Of each large one: bytes of its window; None: its digest is taken."""
         self.groups: dict[Ranks, tuple[int, int]] = {}
         """By holders: which large ones are theirs, from and to."""
+        self.on_devices: dict[torch.device, list[int]] = {}
         self._small: list[_Small] = []
         for ranks, group in itertools.groupby(replicas, lambda replica: replica.ranks):
             start, small = len(self.large), list[tuple[Replica, int]]()
@@ -206,16 +207,19 @@ class _Readers:
                     entire = entire or replica.way is Way.FROZEN
                     small.append((replica, nbytes if entire else min(nbytes, SAMPLE_BYTES)))
                     continue
-                there = replica.tensor.device.type != "cpu"
                 self.large.append(replica)
-                if entire and there and nbytes < _DIGEST_THERE_FROM_BYTES:
+                there = accelerator.device_of(replica.tensor)
+                if there is not None:
+                    self.on_devices.setdefault(there, []).append(len(self.large) - 1)
+                if entire and there is not None and nbytes < _DIGEST_THERE_FROM_BYTES:
                     self.widths.append(nbytes)
                 else:
                     self.widths.append(None if entire else min(nbytes, SAMPLE_BYTES))
             self.groups[ranks] = start, len(self.large)
             if small:
                 self._small.append(_Small(ranks, small))
-        on_host = [i for i, replica in enumerate(self.large) if replica.tensor.device.type == "cpu"]
+        elsewhere = {i for indices in self.on_devices.values() for i in indices}
+        on_host = [i for i in range(len(self.large)) if i not in elsewhere]
         self._views = {i: _view(self.large[i].tensor) for i in on_host if is_bytes(self.large[i].tensor)}
         self.late = [i for i in on_host if self.large[i].late and i in self._views]
         self.now = [i for i in on_host if i not in {*self.late}]
@@ -223,10 +227,6 @@ class _Readers:
         self.kinds = [
             (replica.name, replica.way, nbytes) for replica, nbytes in zip(self.large, self.widths, strict=True)
         ]
-        self.on_devices: dict[torch.device, list[int]] = {}
-        for i, replica in enumerate(self.large):
-            if replica.tensor.device.type != "cpu":
-                self.on_devices.setdefault(replica.tensor.device, []).append(i)
 
     @property
     def nbytes_inline(self) -> int:

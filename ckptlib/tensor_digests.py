@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
+from ckptlib import accelerator
 from ckptlib.memory import bytes_of, copyable, is_bytes
 
 WORD_BYTES = 8
@@ -27,10 +28,11 @@ def digests_of(tensors: Sequence[torch.Tensor]) -> list[str]:
     found = [""] * len(tensors)
     on_devices: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        if tensor.device.type == "cpu":
+        device = accelerator.device_of(tensor)
+        if device is None:
             found[i] = str(xxhash.xxh3_128_hexdigest(bytes_of(as_bytes(tensor)).numpy().data))
         else:
-            on_devices.setdefault(tensor.device, []).append(i)
+            on_devices.setdefault(device, []).append(i)
     for indices in on_devices.values():
         words = torch.stack([digest_there(tensors[i]) for i in indices]).cpu()
         for i, word in zip(indices, words.tolist(), strict=True):

@@ -15,7 +15,7 @@ import ckptlib
 from ckptlib import accelerator, spares
 from ckptlib.spares import Figures
 
-pytestmark = pytest.mark.accelerator
+pytestmark = [pytest.mark.accelerator, pytest.mark.gpu]
 
 
 @pytest.mark.parametrize("pinned", [True, False])

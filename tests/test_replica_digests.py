@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from ckptlib import accelerator
 from ckptlib.check import alike
 from ckptlib.replica_digests import SAMPLE_BYTES, Replica, ReplicaDigests, Way
 from ckptlib.tensor_digests import digest_there, digests_of
@@ -162,6 +163,51 @@ def test_what_is_late_is_read_late() -> None:
         reading.read_late()
         found.append(reading.finish(rank.rank))
     assert not alike(found)
+
+
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tensors are taken for those of a device, which has the memory of the host."""
+    monkeypatch.setattr(accelerator, "device_of", lambda tensor: torch.device("cpu", 0))
+
+
+@pytest.mark.parametrize("way", Way)
+def test_on_a_device_the_same_tensors_agree(on_a_device: None, way: Way) -> None:
+    ranks = pair(lambda rank: tensors(), way)
+    assert all(agree(ranks, number, whole) for number in range(1, 10) for whole in (False, True))
+
+
+@pytest.mark.parametrize("name", ["large", "small", "scalar", "bytes", "strided"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_on_a_device_one_bit_is_found(on_a_device: None, name: str, whole: bool) -> None:
+    def make(rank: int) -> dict[str, torch.Tensor]:
+        found = tensors()
+        if rank:
+            data = found[name].numpy(force=True).copy()
+            data.reshape(-1).view(np.uint8)[-1] ^= 1
+            found[name] = torch.from_numpy(data)
+        return found
+
+    assert not agree(pair(make, Way.SAMPLED if whole else Way.WHOLE), 1, whole)
+
+
+def test_on_a_device_frozen_parameters_that_move_are_found(on_a_device: None) -> None:
+    ranks = pair(lambda rank: {"ema": torch.zeros(LARGE), "base": torch.zeros(LARGE)}, Way.FROZEN)
+    for number in range(1, 4):
+        read = [rank.read(number) for rank in ranks]
+        assert alike([check for check, _ in read])  # type: ignore[misc]
+        assert all(moved == (frozenset({"ema"}) if number == 3 else frozenset()) for _, moved in read)
+        if number == 2:
+            for rank in ranks:
+                rank.tensors["ema"] += 1
+
+
+def test_digests_of_a_device_and_of_the_host_tell_the_same_tensors_apart(on_a_device: None) -> None:
+    first = torch.randn(3, 1000)
+    same, other = first.clone(), first.clone()
+    other[2, 999] += 1
+    one, two, three = digests_of([first, same, other])
+    assert one == two != three
 
 
 def test_thousands_of_small_tensors_pass_the_buffer() -> None:

@@ -249,6 +249,7 @@ def test_another_bit_generator_in_numpy_is_refused() -> None:
 
 
 @pytest.mark.accelerator
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA's generator")
 def test_cuda_draws_go_on_on_the_current_device() -> None:
     def draw() -> list[float]:
