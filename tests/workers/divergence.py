@@ -98,7 +98,7 @@ def an_accumulator(url: Path) -> None:
         seen = train(url, state, range(12), body)
     steps = check_all(url, state, seen)
     assert {1, 2, 12} <= {*steps}, steps
-    assert len(steps) >= 7, steps
+    assert any(2 < step < 12 for step in steps), "it went on at the last step only"
     if rank() == 0:
         assert any("acc differs between ranks 0 and 1" in text for text in warned), warned
         assert any("big differs between ranks 0 and 1" in text for text in warned), warned
@@ -133,7 +133,7 @@ def batch_norm(url: Path) -> None:
                 seen[step + 1] = contents({"model": model.module})
         steps = check_all(root, {"model": make()}, seen)
         assert {0, 8} <= {*steps}, steps
-        assert len(steps) >= 5, steps
+        assert any(0 < step < 8 for step in steps), "it went on at the last step only"
 
 
 def moving_average(url: Path) -> None:
