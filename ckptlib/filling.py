@@ -21,6 +21,7 @@ from ckptlib.layout import TensorEntry
 from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, is_elsewhere, join, leaf_of, torch_dtype
 from ckptlib.reader import Want
 from ckptlib.saved import Saved
+from ckptlib.subclasses import apart, difference, is_subclass, kind_in, place_name
 from ckptlib.values import Json
 
 Setter = Callable[[object], None] | None
@@ -50,16 +51,61 @@ class Filling:
         if not self.wanted(name):
             return
         saved_name = self.named(name)
+        if is_subclass(tensor):
+            if not is_elsewhere(tensor):
+                self._fill_subclass(tensor, name, saved_name, kind_in(self.saved.objects.get(saved_name)))
+            elif saved_name in self.saved.objects:
+                self.used.add(saved_name)
+        else:
+            self._fill(tensor, name, saved_name, self._cast)
+
+    def _fill_subclass(self, tensor: torch.Tensor, name: str, saved_name: str, kind: Mapping[str, Json] | None) -> None:
+        """Fills what an instance is made of, if it is of the kind that was saved.
+
+        Not even where dtypes may differ may these: a class reads them together.
+        """
+        if kind is None:
+            if saved_name in self.saved.tensors:
+                self.used.add(saved_name)
+                cls = apart(tensor, name).kind["class"]
+                self.mismatched.append(f"{name}: target is a {cls}, the checkpoint has a plain tensor")
+            else:
+                self.missing.append(name)
+            return
+        self.used.add(saved_name)
+        target = apart(tensor, name)
+        different = difference(target.kind, kind)
+        if different is not None:
+            self.mismatched.append(f"{name}: {different}")
+            return
+        if target.at is not None:
+            at = place_name(saved_name)
+            self.used.add(at)
+            if self.saved.values.get(at) != target.at:
+                self.mismatched.append(
+                    f"{name}: the checkpoint keeps another shard of it for this rank, and what it is made of cannot be "
+                    "resharded: load it with the ranks and the process group that it was saved with"
+                )
+                return
+        for below, inner in target.tensors:
+            self._fill(inner, f"{name}/{below}", f"{saved_name}/{below}", cast=False)
+        self._filled.setdefault(id(tensor), (tensor, saved_name))
+
+    def _fill(self, tensor: torch.Tensor | Sharded, name: str, saved_name: str, cast: bool) -> None:
         entry = self.saved.tensors.get(saved_name)
         if entry is None:
-            if not is_elsewhere(tensor):  # else it is for the ranks of its mesh to say
+            kind = kind_in(self.saved.objects.get(saved_name))
+            if kind is not None:
+                self.used.add(saved_name)
+                self.mismatched.append(f"{name}: target is a plain tensor, the checkpoint has a {kind.get('class')}")
+            elif not is_elsewhere(tensor):  # else it is for the ranks of its mesh to say
                 self.missing.append(name)
             return
         self.used.add(saved_name)
         leaf = leaf_of(tensor, name, per_rank=False, owner=None)
         if leaf is None:
             return
-        if leaf.shape != entry.shape or (leaf.dtype != entry.dtype and not self._cast):
+        if leaf.shape != entry.shape or (leaf.dtype != entry.dtype and not cast):
             self.mismatched.append(
                 f"{name}: target is {leaf.dtype}{list(leaf.shape)}, checkpoint has {entry.dtype}{list(entry.shape)}"
             )
@@ -147,8 +193,23 @@ class Filling:
             case {"tuple": list(items)}:
                 builds = self._rebuild_items(items, path, now, device, depth)
                 return lambda: tuple(build() for build in builds)
+            case {"subclass": dict(kind)}:
+                return self._rebuild_subclass(kind, path, now)
             case _:
                 raise StateMismatch(f"{path}: the layout's tree of this object cannot be read: {tags.brief(tree)}")
+
+    def _rebuild_subclass(self, kind: Mapping[str, Json], path: str, now: object) -> Callable[[], object]:
+        """The instance that is there: none is ever made of the name of a class."""
+        now = now.value if isinstance(now, PerRank) else now
+        if is_subclass(now):
+            self._fill_subclass(now, path, path, kind)
+        else:
+            self.used.add(path)
+            self.mismatched.append(
+                f"{path}: the checkpoint has a {kind.get('class')}, and there is none here that could be filled; make "
+                "it before it is loaded (an optimizer makes its state in its first step: take one, then load)"
+            )
+        return lambda: now
 
     def _rebuild_pairs(
         self, pairs: list[Json], path: str, now: object, device: torch.device | None, depth: int

@@ -185,8 +185,8 @@ def _checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
         raise UnsupportedState(f"{name}: is not initialised yet; run one forward pass before it is saved or loaded")
     if not known and not _is_buffer(tensor):
         raise UnsupportedState(
-            f"{name}: {type(tensor).__module__}.{type(tensor).__qualname__} is a tensor subclass that ckptlib does not "
-            "know; give the plain tensors it is made of"
+            f"{name}: {type(tensor).__module__}.{type(tensor).__qualname__} is a tensor subclass that cannot be taken "
+            "apart: it has no __tensor_flatten__, or is torch's own; give the plain tensors it is made of"
         )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)

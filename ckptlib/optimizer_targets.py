@@ -20,6 +20,7 @@ from ckptlib.kinds import Kind, kind_of
 from ckptlib.leaf import Sharded, dtype_name, leaf_of, torch_dtype
 from ckptlib.optimizers import group_path, hyper_parameters, names_of_params, warn_of_positions
 from ckptlib.saved import SavedGroup
+from ckptlib.subclasses import plain_like
 
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "min_momentum", "swa_lr"}
 """What torch's schedulers put into a group; a load may come before there is one, or without."""
@@ -204,7 +205,7 @@ class OptimizerTargets:
         if fits(now, entry):
             tensor = now
         elif key != "step" and entry.shape == tuple(param.shape):
-            tensor = torch.empty_like(param, dtype=dtype, requires_grad=False)
+            tensor = plain_like(param, dtype)
         else:
             on_device = group.get("capturable") or group.get("fused") or (key != "step" and entry.shape)
             tensor = torch.empty(entry.shape, dtype=dtype, device=_device_of(param) if on_device else "cpu")

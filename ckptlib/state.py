@@ -18,7 +18,19 @@ from ckptlib import accelerator, values
 from ckptlib.errors import UnsupportedState
 from ckptlib.frameworks import refuse_loader, torch_optimizer, unwrapped
 from ckptlib.layout import PerRank as HeldPerRank
-from ckptlib.leaf import Leaf, PerRank, Plain, Sharded, identity, join, leaf_of, local_of, places, refuse_tensor
+from ckptlib.leaf import (
+    Leaf,
+    PerRank,
+    Plain,
+    Sharded,
+    identity,
+    is_elsewhere,
+    join,
+    leaf_of,
+    local_of,
+    places,
+    refuse_tensor,
+)
 from ckptlib.modules import is_extra_state, named_state
 from ckptlib.optimizers import (
     cut_like,
@@ -31,6 +43,7 @@ from ckptlib.optimizers import (
     warn_of_positions,
 )
 from ckptlib.sections import Section, Sight
+from ckptlib.subclasses import any_subclass, apart, is_subclass, place_name
 from ckptlib.tags import MAX_DEPTH, Where, is_unicode, text_of
 from ckptlib.values import Json
 
@@ -101,6 +114,8 @@ class _Walk:
         self.by_hand: dict[int, Sharded] = {}
         """By id of the tensor that each of them holds."""
         self.sections: set[tuple[str, bool]] = set()
+        self._inner: list[torch.Tensor] = []
+        """Of subclasses: kept, so that no other tensor of this pass can have the id of one."""
         self._lent = False
         """Whether what comes next was given by a `state_dict()`, which may have made it for us."""
         self._memo = memo
@@ -118,6 +133,8 @@ class _Walk:
         check_depth(node, path)
         if isinstance(node, PerRank):
             self._collect(node.value, path, per_rank=True)
+        elif is_subclass(node):
+            self._add_subclass(node, path, per_rank)
         elif isinstance(node, (torch.Tensor, Sharded)):
             self.add_tensor(node, path, per_rank)
         elif isinstance(node, nn.Module):
@@ -155,12 +172,16 @@ class _Walk:
                 tensors.append(value)
             else:
                 others.append((full, value))
+        own = [per_rank] * len(names)
+        if any_subclass(tensors):
+            parts = list(chain.from_iterable(self._parts(t, n, per_rank) for t, n in zip(tensors, names, strict=True)))
+            tensors, names, own = [t for t, _, _ in parts], [n for _, n, _ in parts], [o for _, _, o in parts]
 
         def add(walk: _Walk) -> None:
-            for name, tensor in zip(names, tensors, strict=True):
-                walk.add_tensor(tensor, name, per_rank)
+            for part in zip(tensors, names, own, strict=True):
+                walk.add_tensor(*part)
 
-        self._add_section((path, per_rank), Sight(names, (), tensors), add)
+        self._add_section((path, per_rank), Sight([names, own], (), tensors), add)
         for name, value in others:
             self.add_object(value, name, per_rank)
 
@@ -204,6 +225,32 @@ class _Walk:
             self.seen.setdefault(key, name)
         self.flat.leaves.append(leaf)
 
+    def _add_subclass(self, tensor: torch.Tensor, name: str, per_rank: bool) -> Json:
+        """A tensor that is made of others, where it stands by itself. Gives what a tree has in its place."""
+        inner = self._apart(tensor, name, per_rank)
+        for part in inner:
+            self.add_tensor(*part)
+        return self.flat.objects.get(name, "tensor")
+
+    def _parts(self, tensor: torch.Tensor, name: str, per_rank: bool) -> list[tuple[torch.Tensor, str, bool]]:
+        return self._apart(tensor, name, per_rank) if is_subclass(tensor) else [(tensor, name, per_rank)]
+
+    def _apart(self, tensor: torch.Tensor, name: str, per_rank: bool) -> list[tuple[torch.Tensor, str, bool]]:
+        """What it is made of, for `add_tensor`. Its kind is asked at each pass: a class may change it at any time."""
+        self._claim(name)
+        self.param_names.setdefault(id(tensor), name)
+        if is_elsewhere(tensor):
+            return []
+        found = apart(tensor, name)
+        self.flat.objects[name] = found.tree
+        owner = self.owners.get(id(tensor))
+        if owner is not None:
+            self.owners |= {id(inner): owner for _, inner in found.tensors}
+        self._inner += [inner for _, inner in found.tensors]
+        if found.at is not None:
+            self.add_value(found.at, place_name(name))
+        return [(inner, f"{name}/{below}", per_rank or found.at is not None) for below, inner in found.tensors]
+
     def _leaf(self, tensor: torch.Tensor | Sharded, name: str, per_rank: bool, tied: str | None) -> Leaf | None:
         owner = self.owners.get(id(local_of(tensor)))
         at = places([local_of(tensor)])
@@ -235,9 +282,16 @@ class _Walk:
                 for key, value in optimizer.state.get(param, {}).items():
                     yield state_path(path, name, key), param, value
 
+        taken: dict[str, list[tuple[torch.Tensor, str, bool]]] = {}
+        """By name: what the tensors are made of that are made of others."""
+
         def add(walk: _Walk) -> None:
             for name, param, value in content():
-                if isinstance(value, torch.Tensor):
+                if name in taken:
+                    for part in taken[name]:
+                        walk.owners[id(part[0])] = optimizer
+                        walk.add_tensor(*part)
+                elif isinstance(value, torch.Tensor):
                     walk.owners[id(value)] = optimizer
                     walk.add_tensor(cut_like(self.by_hand.get(id(param)), value), name, per_rank)
 
@@ -248,11 +302,19 @@ class _Walk:
             keys = list(map(list, entries))
         else:
             keys = [[key for key, value in entry.items() if isinstance(value, torch.Tensor)] for entry in entries]
+        mixed = len(tensors) < len(contents)
+        if any_subclass(tensors):
+            for name, param, value in content():
+                if is_subclass(value) and is_subclass(cut_like(self.by_hand.get(id(param)), value)):
+                    taken[name] = self._apart(value, name, per_rank)
+            inner = list(chain.from_iterable(taken.values()))
+            tensors = [*(t for t in tensors if not is_subclass(t)), *(t for t, _, _ in inner)]
+            keys.append([part[1:] for part in inner])
         if self.by_hand:
             add(self)
         else:
             self._add_section((path, per_rank), Sight([names, keys], [*params, *optimizer.state], tensors), add)
-        if len(tensors) < len(contents):
+        if mixed:
             for name, _, value in content():
                 if not isinstance(value, torch.Tensor):
                     self.add_object(value, name, per_rank)
@@ -288,6 +350,10 @@ class _Walk:
             raise _too_deep(path)
         if isinstance(node, PerRank):
             return self._tree(node.value, path, True, depth)
+        if is_subclass(node):
+            tree = self._add_subclass(node, path, per_rank)
+            self.flat.objects.pop(path, None)  # it stands in the tree around it
+            return tree
         if isinstance(node, (torch.Tensor, Sharded)):
             self.add_tensor(node, path, per_rank)
             return "tensor"

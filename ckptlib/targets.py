@@ -26,6 +26,7 @@ from ckptlib.optimizers import refuse_optimizer
 from ckptlib.reader import Want
 from ckptlib.saved import Saved
 from ckptlib.state import check_depth, is_stateful
+from ckptlib.subclasses import is_subclass, like
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,11 @@ class _Walk:
         """A parameter or buffer without memory is given some, and is put into its module when it is filled."""
         new = made.get(id(meta))
         if new is None:
-            new = torch.empty_like(meta, device=self._device or home_of(meta))
+            device = self._device or home_of(meta)
+            if is_subclass(meta):
+                new = like(meta, lambda inner: torch.empty_like(inner, device=device))
+            else:
+                new = torch.empty_like(meta, device=device)
             if isinstance(meta, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=meta.requires_grad)
             made[id(meta)] = new  # one for all its names, so that what was tied stays tied

@@ -1,0 +1,482 @@
+"""Tensor subclasses: what they are made of is saved and filled, bit by bit, and nothing is read as another kind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from onerank import Holder, Root, bits, opened
+from rankthreads import run_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.utils._pytree import tree_map
+from typing_extensions import Self, override
+
+import ckptlib
+from ckptlib import PerRank, Sharded, StateMismatch, UnsupportedState
+from ckptlib.errors import ReplicasDiffer
+from ckptlib.layout import PerRank as HeldPerRank
+from ckptlib.replicas import agree, rows_of
+from ckptlib.state import Flat, Memo, flatten
+
+Inner = dict[str, torch.Tensor]
+
+
+class Mode(Enum):
+    ROWS = 1
+    ALL = 2
+
+
+class Config(NamedTuple):
+    mode: Mode
+    fast: bool | int
+
+
+class Scaled(torch.Tensor):
+    """codes * scale, as quantized optimizer state has it."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    context: object
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, context: object = True) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)  # type: ignore[attr-defined]
+        return made
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, context: object = True) -> None:
+        self.codes, self.scale, self.context = codes, scale, context
+
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
+        return ["codes", "scale"], self.context
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Inner, context: object, size: Sequence[int], stride: Sequence[int]) -> Self:
+        return cls(inner["codes"], inner["scale"], context)
+
+    def value(self) -> torch.Tensor:
+        return self.codes.to(torch.float32) * self.scale
+
+    @classmethod
+    @override
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default):
+            return cls(args[0].codes, args[0].scale, args[0].context)
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
+            source = args[1].value() if isinstance(args[1], Scaled) else args[1]
+            args[0].scale.fill_(max(float(source.abs().max()), 1e-30) / 127)
+            args[0].codes.copy_((source / args[0].scale).round())
+            return args[0]
+        plain = tree_map(lambda x: x.value() if isinstance(x, Scaled) else x, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+class Other(Scaled):
+    """Of the same tensors; another class."""
+
+
+class Around(Scaled):
+    """One whose codes are a subclass, too."""
+
+    @override
+    def value(self) -> torch.Tensor:
+        return torch.zeros(self.shape)
+
+
+def scaled(seed: int, n: int = 6, context: object = True, cls: type[Scaled] = Scaled) -> Scaled:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-127, 127, (n, 3), generator=generator, dtype=torch.int8)
+    return cls(codes, torch.rand((), generator=generator), context)
+
+
+def around(seed: int, context: object = True) -> Scaled:
+    return Around(scaled(seed, context=context), torch.rand(2, generator=torch.Generator().manual_seed(seed)))
+
+
+def parts(tensor: torch.Tensor) -> list[bytes]:
+    """Bits of what it is made of."""
+    if isinstance(tensor, DTensor):
+        return parts(tensor.to_local())
+    return [*parts(tensor.codes), *parts(tensor.scale)] if isinstance(tensor, Scaled) else [bits(tensor)]
+
+
+class Quantized(torch.optim.Optimizer):
+    """Momentum in 8 bits."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5})
+
+    @torch.no_grad()
+    @override
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if not state:
+                        state["step"] = torch.zeros(())
+                        state["momentum"] = Scaled(torch.zeros_like(param, dtype=torch.int8), torch.zeros(()))
+                    state["step"] += 1
+                    state["momentum"].copy_(state["momentum"].value() * 0.9 + param.grad)
+                    param -= group["lr"] * state["momentum"].value()
+
+
+def trained(seed: int, steps: int) -> tuple[nn.Module, Quantized]:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 4)
+    optimizer = Quantized(model.parameters())
+    for _ in range(steps):
+        train(model, optimizer)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, features: int = 3) -> None:
+    model(torch.rand(5, features)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def named(flat: Flat) -> list[str]:
+    return sorted(leaf.name for leaf in flat.leaves)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Root]:
+    with opened(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+CONTEXTS: dict[str, Callable[[], object]] = {
+    "none": lambda: None,
+    "list": lambda: [True, torch.float32, (6, 3)],
+    "config": lambda: {"mm": Config(Mode.ROWS, fast=True), "dtype": torch.bfloat16},
+    "size": lambda: (torch.Size([3]), torch.strided, torch.contiguous_format),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_an_entry_comes_back_bit_by_bit(root: Root, context: str) -> None:
+    make = CONTEXTS[context]
+    source, target = scaled(1, context=make()), scaled(2, context=make())
+    codes, scale = target.codes, target.scale
+    root.move({"x": {"y": source}}, {"x": {"y": target}})
+    assert parts(target) == parts(source)
+    assert target.codes is codes
+    assert target.scale is scale
+    assert root.nbytes_of("x/y/codes") == 18
+    assert root.nbytes_of("x/y/scale") == 4
+
+
+def test_one_within_another_comes_back(root: Root) -> None:
+    source, target = around(1), around(2)
+    root.move({"x": source}, {"x": target})
+    assert parts(target) == parts(source)
+    assert len(parts(source)) == 3
+    assert named(flatten({"x": source})) == ["x/codes/codes", "x/codes/scale", "x/scale"]
+    with pytest.raises(StateMismatch, match=r"x: target is a test_subclasses.Around of another kind.*tensors"):
+        root.load({"x": around(2, context=1)})
+
+
+class Model(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(scaled(seed))
+        self.plain = nn.Parameter(torch.full((2,), float(seed)))
+        self.register_buffer("average", scaled(seed + 10))
+
+
+def test_parameters_and_buffers_of_a_module(root: Root) -> None:
+    source, target = Model(1), Model(2)
+    weight = target.weight
+    root.move({"m": source}, {"m": target})
+    assert target.weight is weight
+    for name in ("weight", "plain", "average"):
+        assert parts(getattr(target, name)) == parts(getattr(source, name))
+    root.load({"n": target}, map={"n": "m"})
+    root.load({"m": Model(3)}, only="m/weight")
+
+
+def test_a_module_without_memory_is_given_some(root: Root) -> None:
+    source = Model(1)
+    with torch.device("meta"):
+        target = Model(2)
+        target.weight = nn.Parameter(Scaled(torch.empty(6, 3, dtype=torch.int8), torch.empty(())))
+        target.average = Scaled(torch.empty(6, 3, dtype=torch.int8), torch.empty(()))
+    root.move({"m": source}, {"m": target})
+    assert isinstance(target.weight, nn.Parameter)
+    assert isinstance(target.weight, Scaled)
+    assert target.weight.device.type == "cpu"
+    assert parts(target.weight) == parts(source.weight)
+    assert parts(target.average) == parts(source.average)
+
+
+def test_an_object_keeps_its_own(root: Root) -> None:
+    source, target = Holder({"ema": [scaled(1), 5]}), Holder({"ema": [scaled(2), 0]})
+    mine = target.content["ema"][0]  # type: ignore[index]
+    root.move({"h": source}, {"h": target})
+    assert target.content["ema"][0] is mine
+    assert target.content["ema"][1] == 5
+    assert parts(mine) == parts(scaled(1))
+    with pytest.raises(StateMismatch, match=r"h/ema/0: the checkpoint has a test_subclasses.Scaled, and there is none"):
+        root.load({"h": Holder({"ema": [torch.ones(6, 3), 0]})})
+
+
+def test_optimizer_state_and_training_goes_on_alike(root: Root) -> None:
+    model, optimizer = trained(1, 3)
+    other, others = trained(2, 1)
+    root.move({"m": model, "o": optimizer}, {"m": other, "o": others})
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert parts(optimizer.state[mine]["momentum"]) == parts(others.state[theirs]["momentum"])
+        assert bits(optimizer.state[mine]["step"]) == bits(others.state[theirs]["step"])
+    for pair in ((model, optimizer), (other, others)):
+        torch.manual_seed(5)
+        train(*pair)
+    assert all(bits(a) == bits(b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    owned = [leaf for leaf in flatten({"m": model, "o": optimizer}).leaves if "momentum" in leaf.name]
+    assert len(owned) == 4
+    assert all(leaf.owner is optimizer for leaf in owned)
+
+
+def test_an_optimizer_that_has_made_none_is_told_to_step(root: Root) -> None:
+    model, optimizer = trained(1, 3)
+    root.save({"m": model, "o": optimizer})
+    fresh, fresh_optimizer = trained(2, 0)
+    with pytest.raises(StateMismatch, match=r"o/m/weight/momentum: .*Scaled, and there is none.*first step"):
+        root.load({"m": fresh, "o": fresh_optimizer}, strict=False)
+    assert not fresh_optimizer.state
+
+
+def test_plain_state_of_a_parameter_that_is_one(root: Root) -> None:
+    def made(seed: int) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        param = nn.Parameter(scaled(seed))
+        return param, torch.optim.SGD([param], lr=0.1, momentum=0.9)
+
+    (param, optimizer), (other, others) = made(1), made(2)
+    optimizer.state[param]["momentum_buffer"] = torch.rand(6, 3)
+    root.move({"p": param, "o": optimizer}, {"p": other, "o": others})
+    found = others.state[other]["momentum_buffer"]
+    assert type(found) is torch.Tensor
+    assert bits(found) == bits(optimizer.state[param]["momentum_buffer"])
+    assert all(leaf.owner is optimizer for leaf in flatten({"p": param, "o": optimizer}).leaves)
+
+
+MISMATCHES: dict[str, tuple[Callable[[], object], str]] = {
+    "context": (lambda: scaled(2, context=False), r'context \{"value":false\}, saved \{"value":true\}'),
+    "1 is not True": (lambda: scaled(2, context=1), "context"),
+    "class": (lambda: scaled(2, cls=Other), "class test_subclasses.Other, saved test_subclasses.Scaled"),
+    "shape": (lambda: scaled(2, n=7), r"shape \[7, 3\], saved \[6, 3\]"),
+    "inner dtype": (lambda: Scaled(torch.zeros(6, 3, dtype=torch.uint8), torch.ones(())), "x/codes: target is uint8"),
+    "inner shape": (lambda: Scaled(torch.zeros(6, 3, dtype=torch.int8), torch.ones(2)), r"x/scale: .*\[2\]"),
+    "plain": (lambda: torch.zeros(6, 3), "x: target is a plain tensor, the checkpoint has a test_subclasses.Scaled"),
+}
+
+
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_nothing_is_read_as_another_kind(root: Root, case: str) -> None:
+    make, message = MISMATCHES[case]
+    root.save({"x": scaled(1)})
+    target = make()
+    before = parts(target)  # type: ignore[arg-type]
+    with pytest.raises(StateMismatch, match=message):
+        root.load({"x": target}, cast=True, strict=False)
+    assert parts(target) == before  # type: ignore[arg-type]
+
+
+def test_a_plain_tensor_is_not_read_as_one(root: Root) -> None:
+    root.save({"x": torch.zeros(6, 3)})
+    with pytest.raises(StateMismatch, match=r"x: target is a test_subclasses.Scaled, the checkpoint has a plain"):
+        root.load({"x": scaled(1)})
+    root.save({"y": scaled(1)})
+    with pytest.raises(StateMismatch, match="x: not in the checkpoint"):
+        root.load({"x": scaled(1)})
+    with pytest.raises(StateMismatch, match="y: not in the state"):
+        root.load({})
+
+
+class Silent(Scaled):
+    __tensor_flatten__ = None  # type: ignore[assignment]
+
+
+class Copies(Scaled):
+    @property
+    def twice(self) -> torch.Tensor:
+        return self.scale.clone()
+
+    @override
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
+        return ["codes", "twice"], None
+
+
+class Lacks(Scaled):
+    @override
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
+        return ["codes", "absent"], None
+
+
+def endless() -> Scaled:
+    found = scaled(1)
+    found.codes = found
+    return found
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "no __tensor_flatten__": (lambda: scaled(1, cls=Silent), "x: test_subclasses.Silent is a tensor subclass that"),
+    "context": (
+        lambda: scaled(1, context=[object()]),
+        "x: the context of test_subclasses.Scaled has a builtins.obj",
+    ),
+    "copies": (lambda: scaled(1, cls=Copies), "x: test_subclasses.Copies gives a copy of its inner tensor 'twice'"),
+    "lacks": (lambda: scaled(1, cls=Lacks), "tells of an inner tensor 'absent', which is a NoneType"),
+    "endless": (endless, "x: more than 8 tensor subclasses within each other"),
+    "by hand": (lambda: Sharded(scaled(1), (0, 0), (12, 3)), "x: test_subclasses.Scaled is a tensor subclass"),
+    "in an object": (lambda: Holder({"a": [endless()]}), "x/a/0: more than 8"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_taken_apart_is_named(case: str) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(UnsupportedState, match=message):
+        flatten({"x": make()})
+
+
+def test_torch_s_own_are_refused(world: None) -> None:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    with pytest.raises(UnsupportedState, match="AsyncCollectiveTensor is a tensor subclass that cannot be taken apart"):
+        flatten({"x": AsyncCollectiveTensor(torch.ones(3))})
+
+
+def test_two_of_one_name_are_refused() -> None:
+    with pytest.raises(UnsupportedState, match="both called 'x/a'"):
+        flatten({"x": {"a": scaled(1)}, "": {"x": {"a": 1}}})
+
+
+def test_a_later_pass_sees_what_was_replaced() -> None:
+    """The outer tensor is the same object then, in the same module and optimizer."""
+    model, memo = Model(1), Memo()
+    optimizer = Quantized([model.plain])
+    optimizer.state[model.plain]["momentum"] = momentum = scaled(4)
+    state = {"m": model, "o": optimizer}
+
+    def held() -> dict[str, torch.Tensor]:
+        return {leaf.name: leaf.pieces[0][1] for leaf in flatten(state, memo).leaves}
+
+    first, again = held(), held()
+    assert all(first[name] is again[name] for name in first)
+    model.weight.codes = torch.zeros_like(model.weight.codes)
+    momentum.scale = torch.ones(())
+    later = held()
+    assert later["m/weight/codes"] is model.weight.codes
+    assert later["o/m/plain/momentum/scale"] is momentum.scale
+    kinds = flatten(state, memo).objects
+    momentum.context = 1  # equal to True
+    assert json.dumps(flatten(state, memo).objects) != json.dumps(kinds)
+    assert flatten(state, memo).objects != kinds
+
+
+def test_ties_are_kept(root: Root) -> None:
+    source, target = scaled(1), scaled(2)
+    flat = flatten({"a": source, "b": source})
+    assert flat.aliases == {"b/codes": "a/codes", "b/scale": "a/scale"}
+    root.move({"a": source, "b": source}, {"a": target, "b": target})
+    assert parts(target) == parts(source)
+    root.save({"a": scaled(1), "b": scaled(3)})
+    with pytest.raises(StateMismatch, match="b/codes: is tied to what a/codes fills"):
+        root.load({"a": target, "b": target})
+
+
+def test_state_of_each_rank_s_own(root: Root) -> None:
+    target = scaled(2)
+    assert {type(leaf.held) for leaf in flatten({"x": PerRank(target)}).leaves} == {HeldPerRank}
+    root.move({"x": PerRank(scaled(1))}, {"x": PerRank(target)})
+    assert parts(target) == parts(scaled(1))
+
+
+def test_what_differs_between_ranks_is_found_in_what_it_is_made_of() -> None:
+    def on_rank(seeds: Sequence[int]) -> Callable[[Any], dict[str, Any]]:
+        def run(group: Any) -> dict[str, Any]:
+            param = nn.Parameter(scaled(seeds[group.rank]))
+            optimizer = torch.optim.SGD([param])
+            leaves = flatten({"p": param, "o": optimizer}).leaves
+            return dict(agree(leaves, rows_of(leaves, group), group).holdings)
+
+        return run
+
+    for holdings in run_ranks(2, on_rank([1, 1])):
+        assert holdings.keys() == {"p/codes", "p/scale"}
+        assert not any(isinstance(holding, HeldPerRank) for holding in holdings.values())
+    with pytest.raises(ReplicasDiffer, match="p/"):
+        run_ranks(2, on_rank([1, 2]))
+
+
+def test_a_dtensor_around_one_is_of_its_own_mesh(root: Root, world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+
+    def placed(seed: int, placement: Any) -> DTensor:
+        return DTensor.from_local(scaled(seed), mesh, [placement], run_check=False)
+
+    source, target = placed(1, Shard(0)), placed(2, Shard(0))
+    assert {type(leaf.held) for leaf in flatten({"x": source}).leaves} == {HeldPerRank}
+    root.move({"x": source}, {"x": target})
+    assert parts(target) == parts(source)
+    for other in (placed(2, Replicate()), placed(2, Shard(1)), scaled(2)):
+        before = parts(other)
+        with pytest.raises(StateMismatch, match=r"x: .*placed.*cannot be resharded"):
+            root.load({"x": other})
+        assert parts(other) == before
+    monkeypatch.setattr(type(mesh), "get_coordinate", lambda _: [1])  # the second rank of a group, given the first's
+    with pytest.raises(StateMismatch, match="x: the checkpoint keeps another shard of it for this rank"):
+        root.load({"x": target})
+
+
+def test_a_checkpointer_saves_what_training_has(tmp_path: Path) -> None:
+    model, optimizer = trained(1, 0)
+    expected: list[bytes] = []
+    with ckptlib.Checkpointer(tmp_path / "root", {"m": model, "o": optimizer}, every=2, arena=tmp_path) as ckpt:
+        for step in range(1, 5):
+            train(model, optimizer)
+            if step == 4:
+                expected = [part for state in optimizer.state.values() for part in parts(state["momentum"])]
+            ckpt.after_step(step)
+    other, others = trained(2, 1)
+    report = ckptlib.load(str(tmp_path / "root"), {"m": other, "o": others})
+    assert report.step == 4
+    assert [part for state in others.state.values() for part in parts(state["momentum"])] == expected
+
+
+def test_torchao_s_optimizer_in_8_bits(root: Root) -> None:
+    optim = pytest.importorskip("torchao.optim")
+
+    def made(seed: int, steps: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        model = nn.Linear(128, 64)
+        optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2)
+        for _ in range(steps):
+            train(model, optimizer, 128)
+        return model, optimizer
+
+    (model, optimizer), (other, others) = made(1, 3), made(2, 1)
+    root.move({"m": model, "o": optimizer}, {"m": other, "o": others})
+    for key in ("exp_avg", "exp_avg_sq"):
+        mine, theirs = optimizer.state[model.weight][key], others.state[other.weight][key]
+        assert all(bits(getattr(mine, n)) == bits(getattr(theirs, n)) for n in ("codes", "scale", "qmap"))
+    for pair in ((model, optimizer), (other, others)):
+        torch.manual_seed(5)
+        train(*pair, 128)
+    assert bits(model.weight) == bits(other.weight)
