@@ -39,8 +39,8 @@ class Apart:
     tensors: tuple[tuple[str, torch.Tensor], ...]
     """The innermost, each with its path below the instance's name."""
     at: list[int] | None
-    """Of a DTensor's local tensor: this rank's coordinate in the mesh. Each rank has its own, since no placement is known
-    of what it is made of."""
+    """Of a DTensor's local tensor: this rank's coordinate in the mesh. Each rank has its own: no placement is known of
+    what it is made of."""
 
     @property
     def tree(self) -> Json:

@@ -179,7 +179,62 @@ def an_own_tensor_that_appears(url: Path) -> None:
         assert target["count"].tolist() == [rank() if info.step >= 3 else -1] * 2
 
 
+class Pair(torch.Tensor):
+    """A subclass that is made of two tensors."""
+
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Pair:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, torch.Tensor], context: object, size: object, stride: object
+    ) -> Pair:
+        return cls(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: tuple[Pair, ...], kwargs: object = None) -> Pair:
+        return cls(args[0].codes, args[0].scale)  # a view, for DTensor
+
+
+def pair(value: int) -> Pair:
+    return Pair(torch.full((2, 3), value, dtype=torch.int8), torch.full((1,), value / 2))
+
+
+def shards_made_of_others(url: Path) -> None:
+    """On all ranks, and on two of them; beside replicas of one, and one that each rank has for itself."""
+    for ranks in ([0, 1, 2, 3], [1, 2]):
+        mesh = DeviceMesh("cpu", ranks)
+
+        def sharded(mesh: DeviceMesh, local: Pair, *placement: object) -> DTensor:
+            return DTensor.from_local(local, mesh, placement or [Shard(0)], run_check=False)
+
+        def made(mesh: DeviceMesh, own: int, alike: int) -> tuple[list[Pair], dict[str, torch.Tensor]]:
+            locals_ = [pair(own), pair(own + 10), pair(alike)]
+            return locals_, {"x": sharded(mesh, locals_[0]), "own": locals_[1], "alike": locals_[2]}
+
+        def values(pairs: list[Pair]) -> list[tuple[int, float]]:
+            return [(int(p.codes[1, 2]), float(p.scale[0])) for p in pairs]
+
+        save(url, made(mesh, 1 + rank(), 7)[1])
+        target, state = made(mesh, 0, 0)
+        ckptlib.load(url, state)
+        expected = [1 + rank() if rank() in ranks else 0, 11 + rank(), 7]
+        assert values(target) == [(n, n / 2) for n in expected]
+        if ranks == [0, 1, 2, 3]:
+            turned = DeviceMesh("cpu", ranks[::-1])
+            for other in (sharded(turned, pair(0)), sharded(mesh, pair(0), Replicate())):
+                with pytest.raises(ckptlib.StateMismatch):
+                    ckptlib.load(url, {"x": other}, only="x")
+
+
 CASES = [
+    shards_made_of_others,
     tied_on_a_sub_mesh,
     tensors_that_are_gone_soon,
     boxes_with_halos,
