@@ -17,10 +17,11 @@ from ckptlib import values
 from ckptlib.errors import StateMismatch, UnsupportedState
 from ckptlib.filling import Filling, fits, want
 from ckptlib.kinds import Kind, kind_of
-from ckptlib.leaf import Sharded, dtype_name, leaf_of, torch_dtype
+from ckptlib.leaf import Sharded, dtype_name, join, leaf_of, torch_dtype
 from ckptlib.optimizers import group_path, hyper_parameters, names_of_params, warn_of_positions
 from ckptlib.saved import SavedGroup
-from ckptlib.subclasses import plain_like
+from ckptlib.subclasses import another, apart, is_subclass, kind_in, nature, plain_like
+from ckptlib.values import Json
 
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "min_momentum", "swa_lr"}
 """What torch's schedulers put into a group; a load may come before there is one, or without."""
@@ -50,6 +51,8 @@ class OptimizerTargets:
         self._filling = filling
         self._saved = filling.saved
         self._params = params
+        self._instances: dict[int, dict[str, torch.Tensor]] = {}
+        """By id of optimizer, and by nature: one of the tensor subclasses in its state."""
 
     def add(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         if not self._filling.wanted(path, whole=True):
@@ -176,7 +179,11 @@ class OptimizerTargets:
         now = optimizer.state.get(param, {})
         for key, name in entries.items():
             if name in self._saved.objects:
-                builds[key] = self._filling.rebuild(self._saved.objects[name], name, now.get(key), _device_of(param))
+                tree, there = self._saved.objects[name], now.get(key)
+                kind = kind_in(tree)
+                if kind is not None and there is None:
+                    there = self._another(optimizer, param, kind, name)
+                builds[key] = self._filling.rebuild(tree, name, there, _device_of(param))
             elif name in self._saved.tensors:
                 builds[key] = _constant(self._state_tensor(name, key, now.get(key), param, group))
             else:
@@ -187,6 +194,26 @@ class OptimizerTargets:
                 optimizer.state[param] = {key: build() for key, build in builds.items()}
 
         self._filling.finish.append(finish)
+
+    def _another(
+        self, optimizer: torch.optim.Optimizer, param: torch.Tensor, kind: Mapping[str, Json], name: str
+    ) -> torch.Tensor | None:
+        """An instance of a subclass, as the optimizer has one already for another parameter."""
+        instances = self._instances.get(id(optimizer))
+        if instances is None:
+            instances = self._instances[id(optimizer)] = {}
+            for value in chain.from_iterable(state.values() for state in optimizer.state.values()):
+                if is_subclass(value):
+                    instances.setdefault(nature(apart(value, name).kind), value)
+        known = instances.get(nature(kind))
+
+        def make(key: str, inner: torch.Tensor) -> torch.Tensor | None:
+            entry = self._saved.tensors.get(join(name, key))
+            if entry is None:
+                return None
+            return torch.empty(entry.shape, dtype=inner.dtype, device=_device_of(param))
+
+        return None if known is None else another(known, param, make)
 
     def _state_tensor(
         self, name: str, key: str, now: object, param: torch.Tensor, group: Mapping[str, Any]

@@ -200,14 +200,7 @@ def _brief(tree: object) -> str:
 def like(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Another instance as this one, each innermost tensor made by `make` of the one that is here."""
     if isinstance(tensor, DTensor):
-        return DTensor.from_local(
-            like(tensor._local_tensor, make),
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+        return _placed_like(tensor, like(tensor._local_tensor, make))
     if not is_subclass(tensor):
         return make(tensor)
     keys, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -216,14 +209,40 @@ def like(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> 
     return made
 
 
+def nature(kind: Mapping[str, Json]) -> str:
+    """What instances of other shapes, or placed otherwise, have in common: class, context, dtype, what is inside."""
+    return _text({key: kind.get(key) for key in ("class", "context", "dtype", "tensors")})
+
+
+def another(
+    known: torch.Tensor, param: torch.Tensor, make: Callable[[str, torch.Tensor], torch.Tensor | None]
+) -> torch.Tensor | None:
+    """An instance of the nature of one that is here, shaped and placed as a parameter; None where that cannot be made.
+
+    `make`: an inner tensor, by its name and the one that is here; none for subclasses within each other.
+    """
+    local, like_this = _local(param), _local(known)
+    keys, context = like_this.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {key: make(key, getattr(like_this, key)) for key in keys}
+    if any(tensor is None for tensor in inner.values()):
+        return None
+    stride = torch.empty(local.shape, device="meta").stride()
+    made: torch.Tensor = type(like_this).__tensor_unflatten__(inner, context, local.shape, stride)  # type: ignore[attr-defined]
+    return _placed_like(param, made)
+
+
 def plain_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """An empty tensor of a parameter's shape, placed as it is, of no class of its own."""
     if not is_subclass(param):
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
     local = _local(param)
-    made = torch.empty(local.shape, dtype=dtype, device=local.device)
-    if not isinstance(param, DTensor):
-        return made
+    return _placed_like(param, torch.empty(local.shape, dtype=dtype, device=local.device))
+
+
+def _placed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor around this rank's own, where the other is one."""
+    if not isinstance(tensor, DTensor):
+        return local
     return DTensor.from_local(
-        made, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )

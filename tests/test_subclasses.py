@@ -261,6 +261,22 @@ def test_an_optimizer_that_has_made_none_is_told_to_step(root: Root) -> None:
     assert not fresh_optimizer.state
 
 
+def test_state_of_a_parameter_that_had_no_gradient_yet(root: Root) -> None:
+    """An instance of the same class and context is there, of another parameter, and tells how to make one."""
+    model, optimizer = trained(1, 3)
+    root.save({"m": model, "o": optimizer})
+    other, others = trained(2, 1)
+    del others.state[other.weight]
+    root.load({"m": other, "o": others})
+    assert parts(others.state[other.weight]["momentum"]) == parts(optimizer.state[model.weight]["momentum"])
+    assert type(others.state[other.weight]["momentum"]) is Scaled
+    del others.state[other.weight]
+    others.state[other.bias]["momentum"].context = 1
+    with pytest.raises(StateMismatch, match=r"o/m/weight/momentum: the checkpoint has a .*first step"):
+        root.load({"m": other, "o": others}, only=["m", "o"])
+    assert other.weight not in others.state
+
+
 def test_plain_state_of_a_parameter_that_is_one(root: Root) -> None:
     def made(seed: int) -> tuple[nn.Parameter, torch.optim.Optimizer]:
         param = nn.Parameter(scaled(seed))
