@@ -1,6 +1,6 @@
 """Leaves: one tensor of the state, as this rank holds it, and how it may be held.
 
-With `ckptlib.optimizer_targets` and `adapters/dcp` the only place that knows DTensor.
+With `ckptlib.subclasses`, `ckptlib.optimizer_targets` and `adapters/dcp` the only place that knows DTensor.
 """
 
 from __future__ import annotations

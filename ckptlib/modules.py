@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ckptlib.errors import UnsupportedState
+from ckptlib.subclasses import apart, is_subclass
 
 _REFUSED = {
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): (
@@ -61,17 +62,23 @@ def _refuse_copies(module: nn.Module, state: Mapping[str, object], path: str) ->
     """What a hook of `state_dict()` has made is not the module's own, so nothing loaded into it would arrive."""
     tensors = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
     own = {id(tensor) for tensor in tensors}
-    made = {k: v for k, v in state.items() if type(v) in _PLAIN and id(v) not in own and not is_extra_state(k)}
+    others = {k: v for k, v in state.items() if id(v) not in own and not is_extra_state(k)}
+    made = {k: parts for k, v in others.items() if (parts := _plain(v, path))}
     if not made:
         return
-    memory = {tensor.untyped_storage().data_ptr() for tensor in tensors if type(tensor) in _PLAIN}
-    for key, value in made.items():
-        assert isinstance(value, torch.Tensor)
-        if value.numel() and value.untyped_storage().data_ptr() not in memory:
+    memory = {part.untyped_storage().data_ptr() for tensor in tensors for part in _plain(tensor, path)}
+    for key, parts in made.items():
+        if any(part.numel() and part.untyped_storage().data_ptr() not in memory for part in parts):
             raise UnsupportedState(
                 f"{path}: state_dict() gives {key!r} as a copy, not as the module's own tensor, so it could not be "
                 "loaded in place; give an object whose state_dict() and load_state_dict() call the module's"
             )
+
+
+def _plain(value: object, path: str) -> list[torch.Tensor]:
+    """The plain tensors that a value is, or is made of."""
+    parts = [inner for _, inner in apart(value, path).tensors] if is_subclass(value) else [value]
+    return [part for part in parts if isinstance(part, torch.Tensor) and type(part) in _PLAIN]
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)

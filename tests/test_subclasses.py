@@ -211,6 +211,18 @@ def test_parameters_and_buffers_of_a_module(root: Root) -> None:
     root.load({"m": Model(3)}, only="m/weight")
 
 
+def test_a_module_whose_state_dict_copies_them_is_refused() -> None:
+    """What was loaded into the copy would never arrive."""
+    model = Model(1)
+    model.register_state_dict_post_hook(
+        lambda _, state, prefix, __: state.update(
+            {f"{prefix}weight": Scaled(model.weight.codes.clone(), torch.ones(()))}
+        )
+    )
+    with pytest.raises(UnsupportedState, match=r"m: state_dict\(\) gives 'weight' as a copy"):
+        flatten({"m": model})
+
+
 def test_a_module_without_memory_is_given_some(root: Root) -> None:
     source = Model(1)
     with torch.device("meta"):
