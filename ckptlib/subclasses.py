@@ -141,6 +141,8 @@ def _told(value: object, name: str, cls: str, depth: int) -> Json:
         return _told(inner, name, cls, depth + 1)
 
     kind = type(value)
+    if kind is bool or value is None:
+        return {"value": value}  # type: ignore[dict-item]
     of = class_name(kind)
     if isinstance(value, torch.device):
         return {"of": of}

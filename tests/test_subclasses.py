@@ -508,3 +508,19 @@ def test_torchao_s_optimizer_in_8_bits(root: Root) -> None:
         torch.manual_seed(5)
         train(*pair, 128)
     assert bits(model.weight) == bits(other.weight)
+
+
+def test_torchao_s_float8_weight(root: Root) -> None:
+    fsdp = pytest.importorskip("torchao.float8.fsdp_utils")
+    config = pytest.importorskip("torchao.float8.float8_training_tensor").LinearMMConfig
+
+    def made(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Linear(8, 4, bias=False)
+        wrapped = fsdp.WeightWithDynamicFloat8CastTensor(model.weight.detach(), config(), torch.float8_e4m3fn)
+        model.weight = nn.Parameter(wrapped)
+        return model
+
+    source, target = made(1), made(2)
+    root.move({"m": source}, {"m": target})
+    assert bits(target.weight._tensor) == bits(source.weight._tensor)  # type: ignore[operator, union-attr, arg-type]
