@@ -66,14 +66,17 @@ class Ballots:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._open: list[Ballot] = []
+        self._new: list[Ballot] = []
+        """Begun since the last poll. The beat of their own step says nothing of them: nobody has begun to copy."""
 
     def begin(self, ballot: Ballot) -> None:
         if self._num_ranks > 1:
-            self._open.append(ballot)
+            self._new.append(ballot)
 
     def poll(self) -> Poll:
         """As many votes on all ranks; none where there is nothing to vote on."""
         ballots = tuple(self._open[:AT_ONCE])
+        self._open, self._new = self._open + self._new, []
         votes = [vote for ballot in ballots for vote in ballot.vote()]
         return Poll(ballots, votes + [0] * (_WIDTH * (AT_ONCE - len(ballots))) if ballots else [])
 

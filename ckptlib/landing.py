@@ -43,8 +43,15 @@ class Landing:
         self._local = threading.local()
         self._berths: list[_Berth] = []
 
+    @property
+    def needed(self) -> bool:
+        """Whether anything comes ashore."""
+        return bool(self._before)
+
     def device(self, target: torch.Tensor) -> torch.device | None:
         """Where what is for a target comes ashore; None: nowhere, it goes there as it is."""
+        if not self._before:  # asked for each of thousands of small tensors
+            return None
         found = accelerator.device_of(target)
         return found if found in self._before else None
 

@@ -54,8 +54,9 @@ class Filled:
         self._storages: dict[int, StorageWeakRef] = {}
         """By address of the storage itself, which no other one has as long as somebody refers to it, even weakly."""
         for tensor in chain(read_into, parts.loose, *parts.tensors):
-            reference = StorageWeakRef(_local(tensor).untyped_storage())  # type: ignore[no-untyped-call]  # as torch has it
-            self._storages[reference.cdata] = reference
+            storage = _local(tensor).untyped_storage()
+            if storage._cdata not in self._storages:  # most stand twice, and a reference is made in Python
+                self._storages[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # as torch has it
         self._objects = {id(part): weakref.ref(part) for part in parts.objects if type(part).__weakrefoffset__}
 
     def all_of(self, parts: Parts) -> bool | None:

@@ -156,6 +156,8 @@ class Request:
         if self.direct:
             return memoryview((ctypes.c_char * self.nbytes).from_address(self.base or 0)).cast("B")
         nbytes = self.offset + self.nbytes - self.start
+        if not landing.needed:
+            return _buffer(nbytes)
         device = next((d for read in self.reads for copy in read.copies if (d := landing.device(copy.target))), None)
         return _buffer(nbytes) if device is None else landing.buffer(nbytes, device)
 

@@ -78,6 +78,8 @@ def test_what_differs_differs_and_what_failed_is_neither() -> None:
     for rank in range(3):
         job.seal(6, rank, OSError("full") if rank == 1 else None)
     job.beat()
+    assert job.found == {}, "the beat of their own step votes upon nothing"
+    job.beat()
     neither = (False, False)
     assert job.found == {1: (False, True), 2: (False, True), 3: neither, 4: (True, False), 5: neither, 6: neither}
 
@@ -99,7 +101,7 @@ def test_whatever_order_they_come_in(digests: list[str], data: st.DataObject) ->
         job.seal(number, rank)
         if data.draw(st.booleans()):
             job.beat(delayed=data.draw(st.booleans()))
-    for _ in range(3):
+    for _ in range(4):
         job.beat()
     for number, letters in enumerate(digests, 1):
         whole, same = "-" not in letters, len({*letters}) == 1
