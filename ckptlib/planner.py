@@ -5,6 +5,7 @@ Nothing is planned anew, and nothing compared between ranks, for a state whose t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -257,11 +258,8 @@ class Planner:
 
 
 def _late(leaves: list[Leaf], overlap: Overlap) -> _Late:
-    late: _Late = {}
-    for leaf in leaves:
-        if leaf.owner not in late:
-            late[leaf.owner] = overlap(leaf)
-    return late
+    one_of_each = dict(zip(map(operator.attrgetter("owner"), leaves), leaves, strict=True))
+    return {owner: overlap(leaf) for owner, leaf in one_of_each.items()}
 
 
 def _find_alike(table: Table, plan: Plan, leaves: list[Leaf]) -> Alike:

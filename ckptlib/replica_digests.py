@@ -262,6 +262,9 @@ class _Small:
         self._rooms = np.array([t.nbytes - w + 1 for t, w in zip(tensors, self._widths, strict=True)], np.uint64)
         self._addresses = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
         self._strided = [(i, tensor) for i, tensor in enumerate(tensors) if not is_bytes(tensor)]
+        fixed = not self._strided and bool((self._rooms == 1).all())
+        self._fixed = self._addresses.tolist() if fixed else None
+        """Where each is read, if nothing is drawn."""
         ends = [*itertools.accumulate(self._widths)]
         self.nbytes = ends[-1]
         self._buffer = (ctypes.c_char * min(_BUFFER_BYTES + OVERLAP_FROM_BYTES, max(ends[-1], 1)))()
@@ -276,18 +279,21 @@ class _Small:
                 first, start = i + 1, end
 
     def read(self, number: int) -> bytes:
-        places = _draw(number, self.ranks, len(self._rooms), 1) % self._rooms
-        addresses = self._addresses
-        if self._strided:
-            copies = [(i, as_bytes(tensor)) for i, tensor in self._strided]  # alive until they are read
-            addresses = addresses.copy()
-            addresses[[i for i, _ in copies]] = [copy.data_ptr() for _, copy in copies]
-        sources = (addresses + places).tolist()
+        copies = [(i, as_bytes(tensor)) for i, tensor in self._strided]  # alive until they are read
+        sources = self._drawn(number, copies) if self._fixed is None else self._fixed
         found, view = xxhash.xxh3_128(), memoryview(self._buffer).cast("B")
         for i, j, nbytes in self._batches:
             deque(map(move_small, self._targets[i:j], sources[i:j], self._widths[i:j]), maxlen=0)
             found.update(view[:nbytes])
         return found.digest()
+
+    def _drawn(self, number: int, copies: list[tuple[int, torch.Tensor]]) -> list[int]:
+        places = _draw(number, self.ranks, len(self._rooms), 1) % self._rooms
+        addresses = self._addresses
+        if copies:
+            addresses = addresses.copy()
+            addresses[[i for i, _ in copies]] = [copy.data_ptr() for _, copy in copies]
+        return (addresses + places).tolist()
 
 
 def _draw(number: int, ranks: Ranks, count: int, what: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 
 import torch.distributed as dist
 
@@ -204,7 +205,7 @@ class Session:
         staging = self._stager.begin(slot, content, sources, twins, go, spare, reading)
         if not compare:
             self.ballots.begin(Ballot(step, self._num_saves, persist, staging, reading))
-        if any(leaf.lent for leaf in flat.leaves):
+        if any(map(attrgetter("lent"), flat.leaves)):
             self.planner.let_go()
         pending = Pending(self, save, staging, persist)
         if persist:
