@@ -99,7 +99,7 @@ class SnapshotTaker(Taker):
     @override
     def drain(self) -> None:
         while self._session.holdings.settling:
-            self._session.poll(0.001)
+            self._session.outcomes.poll(0.001)
 
     @override
     def close(self) -> None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from ckptlib._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from ckptlib.catalog import CheckpointInfo
     from ckptlib.checkpoint import LoadReport, checkpoints, load, save, save_async
@@ -43,8 +45,6 @@ if TYPE_CHECKING:
     from ckptlib.policy import Steps
     from ckptlib.retention import Keep
     from ckptlib.state import PerRank, Sharded
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointInfo": "catalog",

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 
 import torch
 
-from ckptlib import __version__, keys
+from ckptlib import keys
+from ckptlib._version import __version__
 from ckptlib.catalog import Catalog
 from ckptlib.group import Group, together
 from ckptlib.keys import GenerationId, SaveId

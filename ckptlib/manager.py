@@ -241,7 +241,7 @@ class Checkpointer:
         word = self._beat.agreed(step)
         self._session.conclude(self._poll, self._beat.votes)
         self._check_counted(step)
-        self._session.poll()
+        self._session.outcomes.poll()
         self._note_torn()
         compare = self._note_differing() or bool(word.agree)
         self._raise_agreed(word)
@@ -314,8 +314,8 @@ class Checkpointer:
             agree=int(session.planner.must_compare),
             stop=int(self._stop.wanted),
             needs_held=holdings.needs_held(),
-            failures=max(session.failures, self._local_failures),
-            superseded=int(session.superseded is not None),
+            failures=max(session.outcomes.failures, self._local_failures),
+            superseded=int(session.outcomes.superseded is not None),
             link_failed=int(holdings.link_failed),
             not_calm=int(not holdings.calm),
             minus_held=-holdings.own.newest,
@@ -327,7 +327,7 @@ class Checkpointer:
 
     def _raise_agreed(self, word: Word) -> None:
         if word.superseded:
-            raise self._session.superseded or Superseded(
+            raise self._session.outcomes.superseded or Superseded(
                 f"{self._session.store.url}: a newer generation has begun; this job may no longer save"
             )
         if word.failures >= MAX_FAILURES:

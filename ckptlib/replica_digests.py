@@ -293,7 +293,8 @@ class _Small:
         if copies:
             addresses = addresses.copy()
             addresses[[i for i, _ in copies]] = [copy.data_ptr() for _, copy in copies]
-        return (addresses + places).tolist()
+        sources: list[int] = (addresses + places).tolist()
+        return sources
 
 
 def _draw(number: int, ranks: Ranks, count: int, what: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

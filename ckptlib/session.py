@@ -18,12 +18,13 @@ from ckptlib import keys, values
 from ckptlib.arena import Arena
 from ckptlib.ballots import Ballot, Ballots, Poll
 from ckptlib.catalog import Catalog
-from ckptlib.errors import CkptError, ReplicasDiffer, SaveFailed, StateChanged, Superseded, WaitTimeout, describe
+from ckptlib.errors import CkptError, ReplicasDiffer, SaveFailed, StateChanged, WaitTimeout, describe
 from ckptlib.forks import Owner, check_root
 from ckptlib.group import Group, group_of, group_or_world, together
 from ckptlib.holdings import Holdings, agree_placement
 from ckptlib.keys import SaveId
 from ckptlib.lineage import Lineage
+from ckptlib.outcome import Outcomes
 from ckptlib.pairs import Source
 from ckptlib.peer.peers import DEVICE
 from ckptlib.peer.replicate import Replicator
@@ -89,16 +90,13 @@ class Session:
         self._compared = 0
         """The last of them that the ranks compared before."""
         self._sequence = 0
-        self._pending: dict[str, Pending] = {}
         self._to_persist: set[SaveId] = set()
         """Snapshots that the writer is told of as soon as they are ready."""
-        self.failures = 0
-        """Saves that failed in a row, as far as this rank knows."""
-        self.superseded: Superseded | None = None
         self.newest_step = -1
         """That was given to be persisted; -1 before there is one."""
         self.closed = False
         self.owner = Owner(settings.url)
+        self.outcomes = Outcomes(self.group.rank, self.writer, self.holdings, self.planner, self.owner)
 
     def _hold(self, kind: Callable[[], str]) -> tuple[Holdings, Writer]:
         """Placement, slots, writer, and the link between peers. Collective."""
@@ -207,9 +205,7 @@ class Session:
             self.ballots.begin(Ballot(step, self._num_saves, persist, staging, reading))
         if any(map(attrgetter("lent"), flat.leaves)):
             self.planner.let_go()
-        pending = Pending(self, save, staging, persist)
-        if persist:
-            self._pending[str(save)] = pending
+        pending = Pending(self.outcomes, self.group, save, staging, persist, self.root.save_deadline_s)
         self.holdings.begin(save, self._num_saves, staging, persist, twins)
         return pending
 
@@ -228,8 +224,8 @@ class Session:
         """Everything that can fail, before anything is ordered; where ranks compare, it fails on all or on none."""
 
         def look() -> tuple[Flat, dict[str, values.Json], dict[str, Row]]:
-            if self.superseded is not None:
-                raise self.superseded
+            if self.outcomes.superseded is not None:
+                raise self.outcomes.superseded
             self.lineage.begin(step)
             encoded = {k: values.encode(v, f"metrics[{k}]") for k, v in metrics.items()}
             flat = flatten({**_as_mapping(state), RNG: PerRank(self._rng)}, self._memo)
@@ -274,57 +270,6 @@ class Session:
 
     # What became of it
 
-    def poll(self, timeout_s: float = 0.0) -> None:
-        """Takes note of what the staging thread and the writer have done."""
-        self.owner.check()
-        self.holdings.poll()
-        for event in self.writer.poll(timeout_s):
-            self._note(event)
-
-    def _note(self, event: Mapping[str, object]) -> None:
-        kind = event["event"]
-        if kind == "ready":
-            return
-        key = str(event["save"])
-        pending = self._pending.get(key)
-        if kind == "released":
-            self.holdings.released(key, durable=event["error"] is None)
-            if event["error"] is None and self.group.rank != 0:
-                self.failures = 0
-                if pending is not None and not pending.watches:
-                    del self._pending[key]
-        elif kind == "committed":
-            self._pending.pop(key, None)
-            self.failures = 0
-            if self.group.rank == 0:
-                step, nbytes = keys.parse_save(key).step, event["nbytes"]
-                log.info("step %d is committed: %s bytes in %.3f s", step, f"{nbytes:,}", event["seconds"])
-            if pending is not None:
-                pending.committed = True
-        elif kind == "undecided" and pending is not None:  # who asked was told by a time-out, and may ask again
-            pending.watches -= 1
-            if not pending.watches and not self.holdings.is_persisting(key):
-                del self._pending[key]
-        elif kind == "failed" and pending is not None:  # else it is known already
-            self.holdings.released(key, durable=False)
-            self._pending.pop(key, None)
-            self._failed(pending, str(event["kind"]), str(event["error"]), key)
-
-    def _failed(self, pending: Pending, kind: str, text: str, key: str) -> None:
-        error: SaveFailed
-        if kind == ReplicasDiffer.__name__:  # the next save compares, and that one counts
-            self.planner.must_compare = True
-            pending.error = ReplicasDiffer(text)
-            log.warning("%s", text)
-            return
-        self.failures += 1
-        if kind == "Superseded":
-            error = self.superseded = Superseded(text)
-        else:
-            error = SaveFailed(f"the save {key} failed and will never be listed; earlier steps are untouched: {text}")
-        log.error("%s", error)
-        pending.error = error
-
     def conclude(self, poll: Poll, sums: Sequence[int]) -> None:
         """Acts upon what all ranks found of snapshots; on all of them at the same step."""
         for verdict in self.ballots.conclude(poll, sums):
@@ -344,10 +289,8 @@ class Session:
             f"step {ballot.step} is not kept: what several ranks hold, and one of them writes for all, is not the same "
             "on all of them"
         )
-        pending = self._pending.pop(str(SaveId(ballot.step, self.generation)), None)
-        if pending is not None:
-            pending.error = error
-        if self.group.rank == 0 and (pending is not None or not ballot.persists):  # else the committer has told it
+        untold = self.outcomes.forget(SaveId(ballot.step, self.generation), error)
+        if self.group.rank == 0 and (untold or not ballot.persists):  # else the committer has told it
             log.warning("%s; the next save compares all of it, and tells what it is", error)
 
     def await_room(self) -> None:
@@ -378,37 +321,8 @@ class Session:
                 )
             if now > patience:
                 return True
-            self.poll(0.02)
+            self.outcomes.poll(0.02)
         return False
-
-    def wait_released(self, pending: Pending, timeout: float | None) -> None:
-        timeout_s = self.root.save_deadline_s if timeout is None else timeout
-        deadline = time.monotonic() + timeout_s
-        pending.wait_staged(timeout_s)
-        while self.holdings.is_persisting(str(pending.save)):
-            if time.monotonic() > deadline:
-                raise WaitTimeout(f"step {pending.step} was not written within {timeout_s:.0f} s; it may still be")
-            self.poll(0.05)
-
-    def wait_committed(self, pending: Pending, timeout: float | None) -> None:
-        timeout_s = self.root.save_deadline_s if timeout is None else timeout
-        deadline = time.monotonic() + timeout_s
-        try:
-            pending.wait_staged(timeout_s)
-        except WaitTimeout:
-            raise
-        except Exception as error:
-            raise SaveFailed(f"step {pending.step} was not saved: {error}") from error
-        if self.group.rank != 0 and not pending.committed and pending.error is None:
-            pending.watches += 1
-            self._pending[str(pending.save)] = pending
-            self.writer.watch(pending.save, timeout_s)
-        while not pending.committed:
-            if pending.error is not None:
-                raise pending.error
-            if time.monotonic() > deadline:
-                raise WaitTimeout(f"step {pending.step} was not committed within {timeout_s:.0f} s; it may still be")
-            self.poll(0.05)
 
     def close(self, timeout: timedelta, clean: bool) -> None:
         """Lets go. `clean`: the writer finishes what it has and the slots go; else it finishes alone.
@@ -420,11 +334,10 @@ class Session:
             return
         self.owner.let_go()
         self._stager.close()
-        self.poll()
+        self.outcomes.poll()
         try:
             if clean:
-                for event in self.writer.close(timeout.total_seconds()):
-                    self._note(event)
+                self.outcomes.close(timeout)
                 self.holdings.arena.reclaim()  # a job that came to its end needs nothing of the one before
             else:
                 self.writer.leave()

@@ -27,26 +27,27 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import ClassVar, TypedDict, TypeVar
+from typing import ClassVar, TypeAlias, TypedDict, TypeVar
 from urllib.parse import unquote
 
 from typing_extensions import Buffer, NotRequired, override
 
 from ckptlib.errors import ObjectUnreadable, StoreError, StoreFull
-from ckptlib.stores import open_store
 from ckptlib.stores.base import Entry, Store, Upload, as_bytes
 
 __all__ = ["FaultStore", "LatencyStore", "flip_bit", "open_testing_store", "truncate"]
 
 T = TypeVar("T")
 
+OpenStore: TypeAlias = Callable[[str, "Mapping[str, object] | None"], Store]
+
 _OPS = {"put", "write", "commit", "get", "get_into", "scan", "delete"}
 _OPS_WITH_DATA = {"put", "write", "commit"}
 _ACTIONS = {"kill-before", "kill-after", "error", "unreadable", "full", "stall", "flip"}
 
 
-def open_testing_store(url: str, options: Mapping[str, object] | None = None) -> Store:
-    """The store of a `latency+...` or `fault+...` URL; what follows the plus is any URL that `open_store` takes."""
+def open_testing_store(url: str, options: Mapping[str, object] | None, open_store: OpenStore) -> Store:
+    """The store of a `latency+...` or `fault+...` URL; what follows the plus, `open_store` opens."""
     kind, _, rest = url.partition("+")
     if kind == "latency":
         inner, latency = _split_parameter(rest, "latency")

@@ -26,7 +26,8 @@ from support import ROOT_ID, age, make_generation, make_root, make_save, state
 from ckptlib import keys
 from ckptlib.catalog import Catalog
 from ckptlib.cli import host
-from ckptlib.cli.app import OPTIONS_VARIABLE, run
+from ckptlib.cli.app import run
+from ckptlib.cli.options import OPTIONS_VARIABLE
 from ckptlib.cli.output import Output, duration, plain, size
 from ckptlib.findings import Damage
 from ckptlib.keys import GenerationId, SaveId

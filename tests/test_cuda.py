@@ -251,7 +251,7 @@ def test_no_snapshot_is_begun_while_all_memory_for_it_is_on_its_way(
             ready[0] = not 3 <= step <= 5
             ckpt.after_step(step)
             while ckpt._session.holdings.settling:
-                ckpt._session.poll(0.01)
+                ckpt._session.outcomes.poll(0.01)
         ready[0] = True
     # what a rank says in one step counts in the next
     assert taken == [1, 2, 3, 7, 8]

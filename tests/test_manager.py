@@ -384,7 +384,7 @@ def test_snapshots_in_memory_go_on_at_every_step_while_one_is_written(job: Job) 
                 ckpt.after_step(step)
                 begun.append(ckpt._session._num_saves - num_before)
                 while holdings.settling:
-                    ckpt._session.poll(0.002)
+                    ckpt._session.outcomes.poll(0.002)
                 if holdings.arena._growing is not None:
                     holdings.arena._growing.join(WAIT_S)
                 assert ckpt.coverage is not None
@@ -534,7 +534,7 @@ def test_one_failure_is_a_warning(job: Job) -> None:
             job.body()
             ckpt.after_step(step)
             wait_settled(ckpt)
-        assert ckpt._session.failures == 0
+        assert ckpt._session.outcomes.failures == 0
     assert steps(job.root) == [3, 9]
 
 

@@ -1,28 +1,17 @@
-"""The command, its options, and how errors end it. What the commands do is in the other files."""
+"""The command, made of those in the other files."""
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import click
 
-import ckptlib
-from ckptlib.cli.output import Output
-from ckptlib.errors import CkptError
-from ckptlib.stores import Store, open_store
-
-OPTIONS_VARIABLE = "CKPTLIB_STORAGE_OPTIONS"
-
-Command = TypeVar("Command", bound=Callable[..., Any])
+from ckptlib._version import __version__
+from ckptlib.cli import doctor, gc, ls, show, slots, verify
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(ckptlib.__version__, prog_name="ckptlib")
+@click.version_option(__version__, prog_name="ckptlib")
 def cli() -> None:
     """Looks at checkpoints of ckptlib, checks them and clears them away.
 
@@ -31,83 +20,10 @@ def cli() -> None:
     """
 
 
-def storage_options(given: tuple[str, ...]) -> dict[str, object]:
-    """Those of the environment, then those of the command line. Raises UsageError."""
-    text = os.environ.get(OPTIONS_VARIABLE, "")
-    try:
-        found = json.loads(text) if text else {}
-    except ValueError as error:
-        raise click.UsageError(f"{OPTIONS_VARIABLE} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise click.UsageError(f"{OPTIONS_VARIABLE} is not a JSON object")
-    for option in given:
-        name, equals, value = option.partition("=")
-        if not name or not equals:
-            raise click.UsageError(f"--option {name}: expected key=value")
-        found[name] = _value(name, value)
-    return found
-
-
-def _value(name: str, text: str) -> object:
-    """Text as it is, but for what only JSON can say: keys that are all digits are common, and are no numbers."""
-    if text not in ("true", "false", "null") and not text.startswith(("{", "[")):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise click.UsageError(f"--option {name}: begins like JSON, and is not ({error})") from None
-
-
-def open_url(url: str, options: Mapping[str, object]) -> Store:
-    """Raises UsageError for a URL or options that no store takes."""
-    try:
-        return open_store(url, options)
-    except (ValueError, TypeError, ImportError) as error:
-        raise click.UsageError(f"{url}: {error}") from None
-
-
-def with_store(command: Command) -> Command:
-    """Gives a command the argument URL and its options, and calls it with a store."""
-
-    @click.argument("url")
-    @functools.wraps(command)
-    def opened(url: str, option: tuple[str, ...], **arguments: Any) -> Any:
-        with open_url(url, storage_options(option)) as store:
-            return command(store=store, **arguments)
-
-    return with_storage_options(opened)  # type: ignore[return-value]
-
-
-def with_storage_options(command: Command) -> Command:
-    return click.option(
-        "--option",
-        metavar="KEY=VALUE",
-        multiple=True,
-        help=f"Option of the storage, may be repeated; {OPTIONS_VARIABLE} holds a JSON object of them.",
-    )(command)
-
-
-def with_output(command: Command) -> Command:
-    """Gives a command --json, and an `output`; ends it by its result (false: exit status 1) or its error."""
-
-    @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, and nothing else.")
-    @functools.wraps(command)
-    def shown(as_json: bool, **arguments: Any) -> None:
-        output = Output(as_json)
-        try:
-            good = command(output=output, **arguments)
-        except (CkptError, ImportError) as error:  # ImportError: an optional package that a root's digests need
-            output.error(error)
-            good = False
-        sys.exit(0 if good else 1)
-
-    return shown  # type: ignore[return-value]
+for _module in (ls, show, verify, gc, doctor, slots):
+    cli.add_command(_module.command)
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """The whole command; exits. `arguments`: those of the process where none are given."""
-    from ckptlib.cli import doctor, gc, ls, show, slots, verify
-
-    for module in (ls, show, verify, gc, doctor, slots):
-        cli.add_command(module.command)
     cli.main(args=arguments, prog_name="ckptlib")

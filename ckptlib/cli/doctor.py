@@ -15,8 +15,8 @@ import click
 from rich.text import Text
 
 from ckptlib.cli import host
-from ckptlib.cli.app import open_url, storage_options, with_output, with_storage_options
 from ckptlib.cli.host import Check
+from ckptlib.cli.options import open_url, storage_options, with_output, with_storage_options
 from ckptlib.cli.output import Output, duration, plain, size
 from ckptlib.errors import CkptError
 from ckptlib.probe import PREFIX, probe

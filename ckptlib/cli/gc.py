@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ckptlib import keys
 from ckptlib.catalog import Catalog
-from ckptlib.cli.app import with_output, with_store
+from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, count, duration, size
 from ckptlib.keys import SaveId
 from ckptlib.retention import GRACE, Keep, Sweep, sweep

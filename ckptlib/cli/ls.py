@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ckptlib import keys
 from ckptlib.catalog import Catalog, CheckpointInfo
-from ckptlib.cli.app import with_output, with_store
+from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Cell, Output, age, count, metrics, plain, size
 from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, NewerFormat, ObjectUnreadable
 from ckptlib.keys import SaveId

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ckptlib import keys, sharding
 from ckptlib.catalog import Catalog
-from ckptlib.cli.app import with_output, with_store
+from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, age, count, metrics, moment, ranks, size
 from ckptlib.keys import SaveId
 from ckptlib.layout import ByHand, Layout, PerRank, TensorEntry

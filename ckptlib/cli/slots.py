@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ckptlib.catalog import Catalog
 from ckptlib.cli import slotfiles
-from ckptlib.cli.app import open_url, storage_options, with_output, with_storage_options
+from ckptlib.cli.options import open_url, storage_options, with_output, with_storage_options
 from ckptlib.cli.output import Cell, Output, count, plain, size
 from ckptlib.cli.slotfiles import SlotFile
 from ckptlib.manifest import Generation

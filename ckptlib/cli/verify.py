@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from ckptlib.catalog import Catalog
-from ckptlib.cli.app import with_output, with_store
+from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, count, duration, plain, size
 from ckptlib.errors import CheckpointNotFound, CkptError
 from ckptlib.findings import Finding

@@ -43,7 +43,7 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
     if scheme.startswith(("latency+", "fault+")):
         from ckptlib.testing import open_testing_store
 
-        return open_testing_store(url, options)
+        return open_testing_store(url, options, open_store)
     from ckptlib.stores.remote import FsspecStore
 
     return FsspecStore(url, options or {})

@@ -615,7 +615,7 @@ def replicas_of_a_state_that_changes(url: Path) -> None:
             ckpt.after_step(step)
             deadline = time.monotonic() + PATIENCE_S
             while ckpt._session.holdings.settling and time.monotonic() < deadline:
-                ckpt._session.poll(0.005)
+                ckpt._session.outcomes.poll(0.005)
             dist.barrier()
         assert ckpt._session.holdings.own.newest == 8
     assert not any("sent whole" in text for text in warned), warned
@@ -638,7 +638,7 @@ def impatient(url: Path) -> None:
         if rank() == 2:
             os.kill(ckpt._session.writer.pid, signal.SIGCONT)
         pending.wait_committed(PATIENCE_S)
-        assert ckpt._session.failures == 0
+        assert ckpt._session.outcomes.failures == 0
     assert warned == [], warned
     assert committed(url) == [2]
 

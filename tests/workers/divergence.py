@@ -77,7 +77,7 @@ def rest(ckpt: ckptlib.Checkpointer) -> None:
     """Until what was begun is done, so that there is a slot for the next step on every rank."""
     holdings, deadline = ckpt._session.holdings, time.monotonic() + PATIENCE_S
     while (holdings.settling or holdings.persisting) and time.monotonic() < deadline:
-        ckpt._session.poll(0.005)
+        ckpt._session.outcomes.poll(0.005)
     dist.barrier()
 
 

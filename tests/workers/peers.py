@@ -261,7 +261,7 @@ def _await_settled(ckpt: ckptlib.Checkpointer) -> None:
     """
     deadline = time.monotonic() + WAIT_S
     while ckpt._session.holdings.settling or ckpt._session.holdings.persisting:
-        ckpt._session.poll(0.002)
+        ckpt._session.outcomes.poll(0.002)
         assert time.monotonic() < deadline, "a snapshot does not come to its end"
 
 
@@ -275,7 +275,7 @@ def _pause(tell: Teller, ckpt: ckptlib.Checkpointer, rank: int, step: int, gates
     path = Path(gates) / str(step)
     deadline = time.monotonic() + WAIT_S
     while not path.exists():
-        ckpt._session.poll(0.002)
+        ckpt._session.outcomes.poll(0.002)
         assert time.monotonic() < deadline, "nobody said what to do"
     word: str | None = json.loads(path.read_text()).get(str(rank))
     if word == "die":
