@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 import ckptlib
-from ckptlib import cuda, works
+from ckptlib.devices import cuda
+from ckptlib.staging import prepared_copies
 
 GIB = 1 << 30
 
@@ -104,7 +105,7 @@ def registration() -> dict[str, Any]:
     wrong = []
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for start, end in cuda.stretches(window.data_ptr(), window.numel(), works.MOVE_BYTES):
+        for start, end in cuda.stretches(window.data_ptr(), window.numel(), prepared_copies.MOVE_BYTES):
             window[start:end].copy_(source[start:end], non_blocking=True)
     stream.synchronize()
     if not torch.equal(window, source.cpu()):
@@ -326,7 +327,7 @@ def restore() -> dict[str, Any]:
                 for p in training.params:
                     p.data.zero_()
                 if not pinned:
-                    ckptlib.landing.accelerator.has_streams = lambda device: False  # type: ignore[assignment]
+                    ckptlib.loading.landing.accelerator.has_streams = lambda device: False  # type: ignore[assignment]
                 began = time.perf_counter()
                 ckptlib.load(directory, training.state)
                 torch.cuda.synchronize()

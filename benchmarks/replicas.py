@@ -23,7 +23,7 @@ from benchmarks import peers
 from benchmarks.common import tell, told
 from benchmarks.figures import Figures, Options, run
 from benchmarks.peers import PEERS, why_not
-from ckptlib.replica_digests import ReplicaDigests
+from ckptlib.staging.replica_digests import ReplicaDigests
 
 CASES = ("BatchNorm", "EMA", "LoRA on a frozen base", "small tensors")
 EVERY = 4

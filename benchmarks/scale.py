@@ -15,16 +15,16 @@ from typing import TypeVar
 import torch
 
 from benchmarks.figures import Figures, Options, run
-from ckptlib import garbage, plan, sharding
-from ckptlib.box import Box
-from ckptlib.catalog import Catalog, Committed
-from ckptlib.digests import XXH3
-from ckptlib.keys import GenerationId, PartName, SaveId
-from ckptlib.layout import Layout, Mesh, Placed, TensorEntry
-from ckptlib.manifest import Generation, Manifest, Root
-from ckptlib.part import Pack, Part
-from ckptlib.reader import Reader, Want
-from ckptlib.sharding import Shard
+from ckptlib.catalog.catalog import Catalog, Committed
+from ckptlib.format import body_layout, gc_pause, sharding
+from ckptlib.format.box import Box
+from ckptlib.format.digests import XXH3
+from ckptlib.format.keys import GenerationId, PartName, SaveId
+from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
+from ckptlib.format.manifest import Generation, Manifest, Root
+from ckptlib.format.part import Pack, Part
+from ckptlib.format.sharding import Shard
+from ckptlib.loading.reader import Reader, Want
 from ckptlib.stores.memory import MemoryStore
 
 GENERATION = GenerationId(1, "0" * 8)
@@ -96,7 +96,7 @@ def _layout(num_ranks: int, num_tensors: int) -> Layout:
     names = sorted(f"{kind}/layers.{i}.weight" for i in range(num_tensors // 3 + 1) for kind in ("model", "m", "v"))
     shape = (ROWS * num_ranks, 1024)
     layout = Layout(
-        num_ranks, tuple(plan.assign(TensorEntry(name, "float32", shape, held) for name in names[:num_tensors]))
+        num_ranks, tuple(body_layout.assign(TensorEntry(name, "float32", shape, held) for name in names[:num_tensors]))
     )
     assert layout.digest
     return layout
@@ -111,8 +111,8 @@ def _boxes(layout: Layout, rank: int, num_ranks: int) -> Iterator[tuple[str, Box
 
 def _part(save: SaveId, rank: int, layout: Layout) -> Part:
     """As a rank makes it; its digests are zeroes."""
-    table = plan.lay_out(layout, list(_boxes(layout, rank, layout.world_size)))
-    packs = (Pack(save.pack_key(rank, ATTEMPT, 0), plan.body_nbytes(table)),)
+    table = body_layout.lay_out(layout, list(_boxes(layout, rank, layout.world_size)))
+    packs = (Pack(save.pack_key(rank, ATTEMPT, 0), body_layout.body_nbytes(table)),)
     digests = ("0" * 32,) * len(table.nbytes)
     return Part(save, rank, layout.world_size, ATTEMPT, table, packs, XXH3, digests, {}, {}, 0.0)
 
@@ -130,5 +130,5 @@ def _plan_load(store: MemoryStore, manifest: Manifest, rank: int, num_ranks: int
     wants = [
         Want(name, ((box, torch.empty(box.shape, device="meta")),)) for name, box in _boxes(layout, rank, num_ranks)
     ]
-    with garbage.kept():
+    with gc_pause.kept():
         return len(reader._plan(wants, [reader.ranks_for(want) for want in wants]))

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 from ckptlib._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from ckptlib.catalog import CheckpointInfo
+    from ckptlib.catalog.catalog import CheckpointInfo
+    from ckptlib.catalog.retention import Keep
     from ckptlib.checkpoint import LoadReport, checkpoints, load, save, save_async
+    from ckptlib.checkpointer import Checkpointer
     from ckptlib.errors import (
         AgreementFailed,
         CheckpointNotFound,
@@ -39,28 +41,26 @@ if TYPE_CHECKING:
         UnsupportedState,
         WaitTimeout,
     )
-    from ckptlib.manager import Checkpointer
-    from ckptlib.peer.peers import Coverage, Peers
-    from ckptlib.pending import Pending
-    from ckptlib.policy import Steps
-    from ckptlib.retention import Keep
-    from ckptlib.state import PerRank, Sharded
+    from ckptlib.policy.peers import Coverage, Peers
+    from ckptlib.policy.when import Steps
+    from ckptlib.saving.pending import Pending
+    from ckptlib.state.leaf import PerRank, Sharded
 
 _HOMES = {
-    "CheckpointInfo": "catalog",
+    "CheckpointInfo": "catalog.catalog",
     "LoadReport": "checkpoint",
-    "Pending": "pending",
+    "Pending": "saving.pending",
     "checkpoints": "checkpoint",
     "load": "checkpoint",
     "save": "checkpoint",
     "save_async": "checkpoint",
-    "Checkpointer": "manager",
-    "Coverage": "peer.peers",
-    "Peers": "peer.peers",
-    "Steps": "policy",
-    "Keep": "retention",
-    "PerRank": "state",
-    "Sharded": "state",
+    "Checkpointer": "checkpointer",
+    "Coverage": "policy.peers",
+    "Peers": "policy.peers",
+    "Steps": "policy.when",
+    "Keep": "catalog.retention",
+    "PerRank": "state.leaf",
+    "Sharded": "state.leaf",
     **dict.fromkeys(
         (
             "AgreementFailed",

@@ -17,10 +17,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ckptlib import events, garbage, values
-from ckptlib.asked import Only, Rename
-from ckptlib.catalog import Catalog, CheckpointInfo, Committed
-from ckptlib.digests import XXH3
+from ckptlib.catalog.catalog import Catalog, CheckpointInfo, Committed
 from ckptlib.errors import (
     CkptError,
     CorruptData,
@@ -31,19 +28,23 @@ from ckptlib.errors import (
     StateMismatch,
     WaitTimeout,
 )
-from ckptlib.group import Group, group_of, group_or_world, meet, together, together_at_length
-from ckptlib.keys import SaveId, checked_step, parse_save
-from ckptlib.loads import Loads, Parts, tells
-from ckptlib.manifest import Manifest
-from ckptlib.pending import Pending
-from ckptlib.reader import Reader, Source, own_rank
-from ckptlib.rng import LoadedRng
-from ckptlib.saved import Saved
-from ckptlib.session import RNG, Session
-from ckptlib.settings import Settings
-from ckptlib.spread import share_out, spread
+from ckptlib.format import gc_pause, values
+from ckptlib.format.digests import XXH3
+from ckptlib.format.keys import SaveId, checked_step, parse_save
+from ckptlib.format.manifest import Manifest
+from ckptlib.loading import progress
+from ckptlib.loading.loaded import Loads, Parts, tells
+from ckptlib.loading.match import Targets, targets
+from ckptlib.loading.read_once import share_out, spread
+from ckptlib.loading.reader import Reader, Source, own_rank
+from ckptlib.loading.saved_names import Saved
+from ckptlib.loading.selection import Only, Rename
+from ckptlib.ranks.group import Group, group_of, group_or_world, meet, together, together_at_length
+from ckptlib.saving.pending import Pending
+from ckptlib.saving.session import RNG, Session
+from ckptlib.saving.settings import Settings
+from ckptlib.state.rng import LoadedRng
 from ckptlib.stores import absolute, open_store
-from ckptlib.targets import Targets, targets
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +285,7 @@ def load_save(
 
     `filled`: is given every tensor that was read into.
     """
-    with garbage.kept() as collect_again:  # around a call: what it made is gone when it returns
+    with gc_pause.kept() as collect_again:  # around a call: what it made is gone when it returns
         return _load_save(group, source, state, generators, strict, rename, only, cast, device, filled, collect_again)
 
 
@@ -301,7 +302,7 @@ def _load_save(
     filled: list[torch.Tensor] | None,
     collect_again: Callable[[], None],
 ) -> LoadReport:
-    laps = events.Laps()
+    laps = progress.Laps()
     whole = state if generators is None else {**state, RNG: generators}
 
     def plan() -> tuple[Reader, Targets]:
@@ -324,7 +325,7 @@ def _load_save(
     laps.end("bring")
 
     def fill() -> None:
-        with events.progress(f"{what} from {source.where}", total, shown=group.rank == 0) as advance:
+        with progress.progress(f"{what} from {source.where}", total, shown=group.rank == 0) as advance:
             reader.read(reads, advance)
 
     together_at_length(group, what, fill)

@@ -13,10 +13,10 @@ from torch import nn
 
 import ckptlib
 from ckptlib import checkpoint
-from ckptlib.catalog import Catalog
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.checkpoint import LoadReport
-from ckptlib.layout import Layout
-from ckptlib.part import Part
+from ckptlib.format.layout import Layout
+from ckptlib.format.part import Part
 from ckptlib.stores import absolute, open_store
 
 

@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from ckptlib.errors import AgreementFailed
-from ckptlib.group import Group
+from ckptlib.ranks.group import Group
 
 Result = TypeVar("Result")
 

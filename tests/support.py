@@ -12,18 +12,18 @@ import xxhash
 from hypothesis import HealthCheck, settings
 from safetensors.numpy import load
 
-from ckptlib import keys, plan, sharding
-from ckptlib.box import Box
-from ckptlib.catalog import Catalog
-from ckptlib.check import Check
-from ckptlib.digests import XXH3, digester
-from ckptlib.documents import seal
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CorruptData
-from ckptlib.keys import GenerationId, PartName, SaveId
-from ckptlib.layout import Layout, Mesh, Placed, TensorEntry
-from ckptlib.manifest import Generation, Root
-from ckptlib.part import Pack, Part
-from ckptlib.sharding import Replicate, Shard
+from ckptlib.format import body_layout, keys, sharding
+from ckptlib.format.box import Box
+from ckptlib.format.check import Check
+from ckptlib.format.digests import XXH3, digester
+from ckptlib.format.documents import seal
+from ckptlib.format.keys import GenerationId, PartName, SaveId
+from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
+from ckptlib.format.manifest import Generation, Root
+from ckptlib.format.part import Pack, Part
+from ckptlib.format.sharding import Replicate, Shard
 from ckptlib.stores import Store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
@@ -60,7 +60,7 @@ def layout_of(tensors: Mapping[str, np.ndarray], world_size: int = 1) -> Layout:
         TensorEntry(name, str(a.dtype), a.shape, Placed(mesh, (Shard(0) if a.ndim else Replicate(),), None))
         for name, a in sorted(tensors.items())
     ]
-    return Layout(world_size, tuple(plan.assign(entries)))
+    return Layout(world_size, tuple(body_layout.assign(entries)))
 
 
 def shards_of(layout: Layout, rank: int) -> list[tuple[str, Box]]:
@@ -68,7 +68,7 @@ def shards_of(layout: Layout, rank: int) -> list[tuple[str, Box]]:
     found = []
     for entry in layout.tensors:
         assert isinstance(entry.holding, Placed)
-        if plan.writes(entry, rank):
+        if body_layout.writes(entry, rank):
             mesh = entry.holding.mesh
             at = mesh.coordinate(rank)
             assert at is not None
@@ -91,8 +91,8 @@ def put_part(
     check: Check | None = None,
 ) -> PartName:
     """Packs and part of one rank, put in the order of a writer. `shards`: what it writes, if not what is its share."""
-    table = plan.lay_out(layout, shards_of(layout, rank) if shards is None else shards, chunk_bytes)
-    body = bytearray(plan.body_nbytes(table))
+    table = body_layout.lay_out(layout, shards_of(layout, rank) if shards is None else shards, chunk_bytes)
+    body = bytearray(body_layout.body_nbytes(table))
     for tensor, box, begin in zip(table.tensors, table.boxes, table.begins(table.sizes(layout)), strict=True):
         raw = np.ascontiguousarray(tensors[layout.tensors[tensor].name][box.slices()]).tobytes()
         body[begin : begin + len(raw)] = raw

@@ -12,8 +12,9 @@ import torch
 from workers.accelerated import Training, device_of_rank, give_figures
 
 import ckptlib
-from ckptlib import accelerator, spares
-from ckptlib.spares import Figures
+from ckptlib.devices import accelerator
+from ckptlib.staging import spare_memory
+from ckptlib.staging.spare_memory import Figures
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.gpu]
 
@@ -27,7 +28,7 @@ def test_every_snapshot_is_of_its_own_step(
     device = device_of_rank(0)
     give_figures(device)
     if not pinned:
-        monkeypatch.setattr(ckptlib.arena.cuda, "is_pinned", lambda address: False)
+        monkeypatch.setattr(ckptlib.staging.arena.cuda, "is_pinned", lambda address: False)
     training = Training(device)
     peers = ckptlib.Peers(copies=0, every=1, memory=memory)
     expected = {}
@@ -52,7 +53,7 @@ def test_every_snapshot_is_of_its_own_step(
 def test_no_room_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(spares, "figures", lambda device: Figures(1000, 0, 0, 0))
+    monkeypatch.setattr(spare_memory, "figures", lambda device: Figures(1000, 0, 0, 0))
     training = Training(device_of_rank(0))
     peers = ckptlib.Peers(copies=0, every=1, memory="device")
     with ckptlib.Checkpointer(tmp_path / "root", training.state, every=1, peers=peers, arena=tmp_path) as ckpt:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from support import ROOT_ID
 
-from ckptlib import arena as arena_module
-from ckptlib.arena import Arena
 from ckptlib.errors import NoRoom
-from ckptlib.keys import GenerationId
-from ckptlib.slot import PAGE_BYTES, SUFFIX, Slot
+from ckptlib.format.keys import GenerationId
+from ckptlib.slots.slot import PAGE_BYTES, SUFFIX, Slot
+from ckptlib.staging import arena as arena_module
+from ckptlib.staging.arena import Arena
 
 GENERATION = GenerationId(7, "0123abcd")
 SIZE = 1 << 16

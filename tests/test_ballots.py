@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptlib.ballots import AT_ONCE, Ballot, Ballots
-from ckptlib.check import check_of
+from ckptlib.format.check import check_of
+from ckptlib.saving.ballots import AT_ONCE, Ballot, Ballots
 
 
 class Staged:

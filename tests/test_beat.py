@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typing_extensions import override
 
-from ckptlib.beat import Beat, Word
 from ckptlib.errors import AgreementFailed
-from ckptlib.group import SoloGroup
+from ckptlib.ranks.beat import Beat, Word
+from ckptlib.ranks.group import SoloGroup
 
 
 class ThreadGroup(SoloGroup):

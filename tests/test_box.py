@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptlib.box import Box, Run, boxes_of_range, common_run, find_hole, find_overlap
 from ckptlib.errors import FormatError
+from ckptlib.format.box import Box, Run, boxes_of_range, common_run, find_hole, find_overlap
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

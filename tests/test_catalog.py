@@ -25,9 +25,7 @@ from support import (
     state,
 )
 
-from ckptlib import keys
-from ckptlib.catalog import Catalog, history
-from ckptlib.check import Check, check_of, compared
+from ckptlib.catalog.catalog import Catalog, history
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,
@@ -39,13 +37,15 @@ from ckptlib.errors import (
     Superseded,
     describe,
 )
-from ckptlib.keys import GenerationId, PartName, SaveId
-from ckptlib.manifest import Generation, Root
-from ckptlib.part import FailedPart, Part
+from ckptlib.format import keys
+from ckptlib.format.check import Check, check_of, compared
+from ckptlib.format.keys import GenerationId, PartName, SaveId
+from ckptlib.format.manifest import Generation, Root
+from ckptlib.format.part import FailedPart, Part
 from ckptlib.stores import Store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
-from ckptlib.testing import FaultStore
+from ckptlib.stores.testing import FaultStore
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptlib.check import MODULUS, Check, alike, check_of, compared
+from ckptlib.format.check import MODULUS, Check, alike, check_of, compared
 
 SETS = st.lists(st.sets(st.integers(0, 7), min_size=2), max_size=8, unique_by=frozenset)
 

@@ -27,11 +27,10 @@ from ckptlib import (
     StateMismatch,
     UnsupportedState,
     checkpoint,
-    documents,
-    dtypes,
 )
-from ckptlib.catalog import Committed
-from ckptlib.testing import flip_bit
+from ckptlib.catalog.catalog import Committed
+from ckptlib.format import documents, dtypes
+from ckptlib.stores.testing import flip_bit
 
 DTYPES = [
     dtype

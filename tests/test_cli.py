@@ -23,19 +23,19 @@ import pytest
 from rich.text import Text
 from support import ROOT_ID, age, make_generation, make_root, make_save, state
 
-from ckptlib import keys
-from ckptlib.catalog import Catalog
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.cli import host
 from ckptlib.cli.app import run
 from ckptlib.cli.options import OPTIONS_VARIABLE
 from ckptlib.cli.output import Output, duration, plain, size
-from ckptlib.findings import Damage
-from ckptlib.keys import GenerationId, SaveId
-from ckptlib.manifest import Generation, Root
-from ckptlib.slot import Slot, SlotHeader
+from ckptlib.format import keys
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import Generation, Root
+from ckptlib.slots.slot import Slot, SlotHeader
 from ckptlib.stores import open_store
 from ckptlib.stores.local import LocalStore
-from ckptlib.testing import flip_bit
+from ckptlib.stores.testing import flip_bit
+from ckptlib.verify.findings import Damage
 
 WORKER = Path(__file__).parent / "workers" / "cli_saves.py"
 DAY_S = 86400.0
@@ -416,7 +416,7 @@ def test_doctor_of_a_store_that_fails(ckptlib: Ckptlib, tmp_path: Path) -> None:
 
 def test_slots_alive_and_abandoned(tmp_path: Path) -> None:
     holder = (
-        "import sys; from pathlib import Path; from ckptlib.slot import Slot\n"
+        "import sys; from pathlib import Path; from ckptlib.slots.slot import Slot\n"
         "slot = Slot.create(Path(sys.argv[1]), 'ckptlib-00', 1 << 20); print(slot.path, flush=True); input()"
     )
     process = subprocess.Popen(

@@ -18,13 +18,14 @@ from support import ROOT_ID
 from workers.torn import Rig, step_with_gradients
 
 import ckptlib
-from ckptlib import accelerator, arena, cuda
-from ckptlib.arena import Arena
-from ckptlib.copies import Devices
+from ckptlib.devices import accelerator, cuda
 from ckptlib.errors import TornSnapshot
-from ckptlib.keys import GenerationId
-from ckptlib.peer.peers import Peers
-from ckptlib.stage import Stager
+from ckptlib.format.keys import GenerationId
+from ckptlib.policy.peers import Peers
+from ckptlib.staging import arena
+from ckptlib.staging.arena import Arena
+from ckptlib.staging.device_copies import Devices
+from ckptlib.staging.stager import Stager
 
 
 @given(st.integers(0, 1 << 40), st.integers(0, 1 << 36), st.sampled_from([1 << 30, 64 << 20]))

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import flips, of_version
 
-from ckptlib import documents
-from ckptlib.documents import VERSION, Fields, as_written, decode, dump_body, encode, seal
 from ckptlib.errors import CorruptData, FormatError, NewerFormat, UnsupportedState
-from ckptlib.values import Json
+from ckptlib.format import documents
+from ckptlib.format.documents import VERSION, Fields, as_written, decode, dump_body, encode, seal
+from ckptlib.format.values import Json
 
 JSON = st.recursive(
     st.none()

@@ -25,7 +25,7 @@ from workers.crash_bench import Bench
 from workers.crash_jobs import Job, come_alone, run, start, train, train_without_memory, try_restore, try_roots
 from workers.crash_oracle import failed_parts, read_document, read_root, slots_of
 
-from ckptlib.testing import flip_bit, truncate
+from ckptlib.stores.testing import flip_bit, truncate
 
 root_only = [
     pytest.mark.root,

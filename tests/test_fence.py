@@ -17,11 +17,12 @@ from typing_extensions import override
 from workers.torn import held, params_of, raw, step_with_gradients
 
 import ckptlib
-from ckptlib import accelerator, stage
+from ckptlib.devices import accelerator
 from ckptlib.errors import WaitTimeout
-from ckptlib.fence import Fence
-from ckptlib.pairs import Source
-from ckptlib.slot import Slot
+from ckptlib.slots.slot import Slot
+from ckptlib.staging import stager
+from ckptlib.staging.copies import Source
+from ckptlib.staging.fence import Fence
 
 
 class Copy:
@@ -207,7 +208,7 @@ def test_a_wait_ends_with_an_error_that_says_what_for(tmp_path: Path, monkeypatc
         step_with_gradients(optimizer)
         with held(ckpt._session._stager):
             ckpt.after_step(2)
-            monkeypatch.setattr(stage, "COPY_TIMEOUT_S", 0.01)
+            monkeypatch.setattr(stager, "COPY_TIMEOUT_S", 0.01)
             with pytest.raises(WaitTimeout, match="copy of step 2"):
                 step_with_gradients(optimizer)
         monkeypatch.undo()
@@ -253,19 +254,19 @@ def test_overlap_is_earned_anew_by_each_step(tmp_path: Path) -> None:
 @contextmanager
 def recorded_overlaps(ckpt: ckptlib.Checkpointer) -> Iterator[dict[str, bool]]:
     """Which sources `begin` was given as those that wait at the fence."""
-    stager, found = ckpt._session._stager, {}
+    staged, found = ckpt._session._stager, {}
 
-    class Recording(stage.Stager):
+    class Recording(stager.Stager):
         @override
         def begin(
-            self, slot: Slot, content: stage.Content, sources: Sequence[Source], *args: Any, **kwargs: Any
-        ) -> stage.Staging:
+            self, slot: Slot, content: stager.Content, sources: Sequence[Source], *args: Any, **kwargs: Any
+        ) -> stager.Staging:
             found.update({source.name: source.overlap for source in sources})
             return super().begin(slot, content, sources, *args, **kwargs)
 
-    stager.__class__ = Recording
+    staged.__class__ = Recording
     yield found
-    stager.__class__ = stage.Stager
+    staged.__class__ = stager.Stager
 
 
 @pytest.mark.parametrize("compiled", ["step", "train"])

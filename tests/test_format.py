@@ -13,12 +13,12 @@ import xxhash
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ckptlib import dtypes, plan, sharding
 from ckptlib.errors import UnsupportedState
-from ckptlib.keys import parse_save
-from ckptlib.layout import decode_layout
-from ckptlib.manifest import Generation, Manifest, Root
-from ckptlib.part import Part
+from ckptlib.format import body_layout, dtypes, sharding
+from ckptlib.format.keys import parse_save
+from ckptlib.format.layout import decode_layout
+from ckptlib.format.manifest import Generation, Manifest, Root
+from ckptlib.format.part import Part
 from ckptlib.writer.packs import pack
 
 TEXT = (Path(__file__).parent.parent / "FORMAT.md").read_text()
@@ -62,7 +62,7 @@ def test_the_documents_of_a_save_fit_together() -> None:
         (layout.tensors[t].name, box)
         for t, box in zip(reversed(part.table.tensors), reversed(part.table.boxes), strict=True)
     ]
-    packing = pack(plan.lay_out(layout, shards), layout, 1 << 40)
+    packing = pack(body_layout.lay_out(layout, shards), layout, 1 << 40)
     assert packing.table == part.table
     assert [shape.nbytes for shape in packing.packs] == [p.nbytes for p in part.packs]
 
@@ -130,7 +130,7 @@ def boxes_by_document(
 
 
 def test_the_names_in_the_document_are_the_code_s() -> None:
-    from ckptlib import keys
+    from ckptlib.format import keys
 
     for prefix in (keys.GENERATIONS, keys.LAYOUTS, keys.STEPS, keys.PARTS, keys.PACKS, keys.TRASH):
         assert f"\n    {prefix}" in TEXT

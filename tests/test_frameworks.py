@@ -14,7 +14,7 @@ from torch import nn, optim
 
 import ckptlib
 from ckptlib import UnsupportedState
-from ckptlib.fence import Fence
+from ckptlib.staging.fence import Fence
 
 
 class Wrapper(optim.Optimizer):

@@ -17,7 +17,7 @@ from rankthreads import run_ranks
 
 import ckptlib
 from ckptlib.errors import AgreementFailed, CkptError, CorruptData, ObjectNotFound
-from ckptlib.group import Group, SoloGroup, TorchGroup, group_of, meet, together
+from ckptlib.ranks.group import Group, SoloGroup, TorchGroup, group_of, meet, together
 
 WORKER = Path(__file__).parent / "workers" / "groups.py"
 

@@ -10,14 +10,14 @@ import pytest
 from safetensors import deserialize
 from support import ATTEMPT
 
-from ckptlib import plan
-from ckptlib.box import Box
-from ckptlib.digests import XXH3
 from ckptlib.errors import FormatError
-from ckptlib.heads import check_head, expected_head
-from ckptlib.keys import GenerationId, SaveId
-from ckptlib.layout import ByHand, Layout, TensorEntry
-from ckptlib.part import Pack, Part
+from ckptlib.format import body_layout
+from ckptlib.format.box import Box
+from ckptlib.format.digests import XXH3
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.layout import ByHand, Layout, TensorEntry
+from ckptlib.format.part import Pack, Part
+from ckptlib.verify.pack_headers import check_head, expected_head
 from ckptlib.writer.packs import pack
 
 SAVE = SaveId(7, GenerationId(1, "0" * 8))
@@ -45,7 +45,7 @@ BOXES = [
 
 def made(pack_nbytes: int = 1 << 40) -> tuple[Part, list[bytes]]:
     """A part by the writer's own planning, and its packs."""
-    packing = pack(plan.lay_out(LAYOUT, BOXES, chunk_bytes=1 << 17), LAYOUT, pack_nbytes)
+    packing = pack(body_layout.lay_out(LAYOUT, BOXES, chunk_bytes=1 << 17), LAYOUT, pack_nbytes)
     packs = tuple(Pack(SAVE.pack_key(0, ATTEMPT, n), shape.nbytes) for n, shape in enumerate(packing.packs))
     digests = ("0" * 32,) * len(packing.table.nbytes)
     part = Part(SAVE, 0, 1, ATTEMPT, packing.table, packs, XXH3, digests, {}, {}, 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptlib.held import NONE, Held
+from ckptlib.ranks.held import NONE, Held
 
 FATES = st.lists(st.booleans(), max_size=8)
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from support import ROOT_ID
 
-from ckptlib.arena import Arena
 from ckptlib.errors import NoRoom, SaveFailed
-from ckptlib.holdings import Holdings
-from ckptlib.keys import GenerationId, SaveId
-from ckptlib.slot import SlotHeader
-from ckptlib.stage import Content, Staging
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.saving.snapshots import Holdings
+from ckptlib.slots.slot import SlotHeader
+from ckptlib.staging.arena import Arena
+from ckptlib.staging.stager import Content, Staging
 
 GENERATION = GenerationId(1, "0" * 8)
 

@@ -13,10 +13,10 @@ from rankthreads import run_ranks
 from torch import nn
 
 import ckptlib
-from ckptlib.box import Box
-from ckptlib.group import Group
-from ckptlib.reader import Want
-from ckptlib.spread import spread
+from ckptlib.format.box import Box
+from ckptlib.loading.read_once import spread
+from ckptlib.loading.reader import Want
+from ckptlib.ranks.group import Group
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from ckptlib.check import check_of
 from ckptlib.errors import CorruptData
-from ckptlib.keys import GenerationId, SaveId
-from ckptlib.peer.inventory import Found, Inventory, SnapshotId, describe
+from ckptlib.format.check import check_of
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.recovery.inventory import Found, Inventory, SnapshotId, describe
 
 SNAPSHOT = SnapshotId(SaveId(7, GenerationId(1, "00000001")), 3, 4)
 

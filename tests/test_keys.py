@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import SAVES_APART
 
-from ckptlib import keys
 from ckptlib.errors import FormatError
-from ckptlib.keys import MAX_GENERATION, MAX_RANK, MAX_STEP, GenerationId, PartName, SaveId
+from ckptlib.format import keys
+from ckptlib.format.keys import MAX_GENERATION, MAX_RANK, MAX_STEP, GenerationId, PartName, SaveId
 from ckptlib.stores import check_key
 
 NONCES = st.text("0123456789abcdef", min_size=8, max_size=8)

@@ -13,8 +13,9 @@ from test_optimizers import OPTIMIZERS, model_of, options_of, params, state_of, 
 from torch import nn, optim
 
 import ckptlib
-from ckptlib import StateMismatch, state
-from ckptlib.kinds import kind_of
+from ckptlib import StateMismatch
+from ckptlib.state import flatten
+from ckptlib.state.optimizer_kinds import kind_of
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +173,7 @@ def test_a_class_may_be_renamed(root: Root) -> None:
 
 def test_a_checkpoint_that_tells_no_class(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     """As earlier versions wrote it. Only what the hyper-parameters and the state tell is known then."""
-    monkeypatch.setattr(state, "_describe", lambda optimizer, names: {"groups": names})
+    monkeypatch.setattr(flatten, "_describe", lambda optimizer, names: {"groups": names})
     adam, nadam, adamax, radam = jobs(optim.AdamW, optim.NAdam, optim.Adamax, optim.RAdam)
     root.save(nadam)
     with pytest.raises(StateMismatch, match=r"o/m/0.weight/mu_product: means nothing to RAdam"):

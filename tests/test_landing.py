@@ -14,11 +14,12 @@ from helpers.streams import Event, Simulation
 from onerank import Root, bits, opened
 
 import ckptlib
-from ckptlib import catalog, landing, reader, spread
-from ckptlib.box import Box
-from ckptlib.landing import Landing
-from ckptlib.pace import Pace
-from ckptlib.reader import Want
+from ckptlib.catalog import catalog
+from ckptlib.format.box import Box
+from ckptlib.loading import landing, read_once, reader
+from ckptlib.loading.landing import Landing
+from ckptlib.loading.reader import Want
+from ckptlib.stores.io_limits import Pace
 
 
 class Inline:
@@ -215,7 +216,7 @@ def test_what_one_rank_read_is_spread_to_devices(monkeypatch: pytest.MonkeyPatch
                     group.sent = sent[n]
                 if bucket[0].name == "host":
                     group.by_links = False
-                spread.spread([(0, bucket)], group)
+                read_once.spread([(0, bucket)], group)
                 if rank == 0:
                     simulation.settle()
                     sent.append(group.sent)

@@ -24,10 +24,10 @@ from support import age, all_keys, keys_of
 from workers.torn import raw
 
 import ckptlib
-from ckptlib.catalog import Catalog
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import AgreementFailed, CorruptData, NoRoom, SaveFailed, StateMismatch, Superseded
 from ckptlib.stores.local import LocalStore
-from ckptlib.testing import flip_bit
+from ckptlib.stores.testing import flip_bit
 
 WAIT_S = 60.0
 

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import flips, of_version, resealed
 
-from ckptlib.box import Box
-from ckptlib.documents import Fields, decode
 from ckptlib.errors import CkptError, CorruptData, FormatError, NewerFormat
-from ckptlib.keys import GenerationId, PartName, SaveId
-from ckptlib.layout import ByHand, Layout, TensorEntry
-from ckptlib.manifest import Generation, Manifest, Root, TrashRecord, ranks_by_layout
-from ckptlib.part import FailedPart, Pack, Part
-from ckptlib.table import Table, shard_nbytes
+from ckptlib.format.box import Box
+from ckptlib.format.documents import Fields, decode
+from ckptlib.format.keys import GenerationId, PartName, SaveId
+from ckptlib.format.layout import ByHand, Layout, TensorEntry
+from ckptlib.format.manifest import Generation, Manifest, Root, TrashRecord, ranks_by_layout
+from ckptlib.format.part import FailedPart, Pack, Part
+from ckptlib.format.table import Table, shard_nbytes
 
 GENERATION = GenerationId(7, "0123abcd")
 SAVE = SaveId(500, GENERATION)

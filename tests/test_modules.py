@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptlib import UnsupportedState
-from ckptlib.modules import named_state
+from ckptlib.state.modules import named_state
 
 
 @pytest.fixture(scope="module")

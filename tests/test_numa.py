@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptlib.numa import parse, processors_near, running_on
+from ckptlib.devices.numa import parse, processors_near, running_on
 
 PCI = "0000:3b:00.0"
 

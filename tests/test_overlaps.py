@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptlib.box import Box
 from ckptlib.errors import UnsupportedState
-from ckptlib.overlaps import MAX_PIECES, Overlap, overlapping, overlaps, remainder
+from ckptlib.format.box import Box
+from ckptlib.format.overlaps import MAX_PIECES, Overlap, overlapping, overlaps, remainder
 
 
 def elements(box: Box) -> set[tuple[int, ...]]:

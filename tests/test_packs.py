@@ -15,13 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import load
 from support import SAVES_APART
 
-from ckptlib import dtypes, plan
-from ckptlib.box import Box
-from ckptlib.dtypes import _DTYPES
-from ckptlib.keys import MAX_RANK, SaveId
-from ckptlib.layout import ByHand, Layout, TensorEntry
-from ckptlib.plan import ALIGN_FROM_BYTES, PAGE_BYTES
-from ckptlib.table import Table
+from ckptlib.format import body_layout, dtypes
+from ckptlib.format.body_layout import ALIGN_FROM_BYTES, PAGE_BYTES
+from ckptlib.format.box import Box
+from ckptlib.format.dtypes import _DTYPES
+from ckptlib.format.keys import MAX_RANK, SaveId
+from ckptlib.format.layout import ByHand, Layout, TensorEntry
+from ckptlib.format.table import Table
 from ckptlib.writer.packs import Packing, pack
 
 SAVE, OTHER_SAVE = SAVES_APART
@@ -32,12 +32,12 @@ MAX_BLOCK_BYTES = 2 * ALIGN_FROM_BYTES
 def laid_out(shapes: dict[str, tuple[str, tuple[int, ...]]], chunk_bytes: int = 4096) -> tuple[Layout, Table]:
     entries = [TensorEntry(name, dtype, shape, ByHand()) for name, (dtype, shape) in sorted(shapes.items())]
     layout = Layout(1, tuple(entries))
-    return layout, plan.lay_out(layout, [(e.name, Box.whole(e.shape)) for e in entries], chunk_bytes)
+    return layout, body_layout.lay_out(layout, [(e.name, Box.whole(e.shape)) for e in entries], chunk_bytes)
 
 
 def body_of(table: Table) -> bytes:
     """Noise where data lies, zeros between: NaNs of every kind are in it."""
-    body = np.zeros(plan.body_nbytes(table), np.uint8)
+    body = np.zeros(body_layout.body_nbytes(table), np.uint8)
     random = np.random.default_rng(0)
     for offset, nbytes in zip(table.offsets, table.nbytes, strict=True):
         body[offset : offset + nbytes] = random.integers(0, 256, nbytes)
@@ -192,7 +192,7 @@ def test_heads_that_end_near_a_page_are_valid(num_pages: int) -> None:
 def test_entries_say_where_a_box_begins_in_the_whole_tensor() -> None:
     layout = Layout(1, (TensorEntry("a", "float32", (6, 8), ByHand()),))
     boxes = [Box((0, 0), (2, 8)), Box((2, 4), (4, 4)), Box((5, 0), (1, 3))]
-    table = plan.lay_out(layout, [("a", box) for box in boxes], chunk_bytes=32)
+    table = body_layout.lay_out(layout, [("a", box) for box in boxes], chunk_bytes=32)
     [data] = objects(pack(table, layout, NEVER_CUT), layout, body_of(table))
     index = np.arange(48).reshape(6, 8)
     expected = set()
@@ -237,8 +237,8 @@ def test_packs_alone_are_enough_to_make_the_tensors_again(
 ) -> None:
     layout = Layout(1, tuple(TensorEntry(name, dtype, shape, ByHand()) for name, dtype, shape, _ in case))
     shards = [(name, box) for name, _, _, boxes in case for box in boxes]
-    table = plan.lay_out(layout, shards, chunk_bytes=1 << 15)
-    body, wholes = bytearray(plan.body_nbytes(table)), {}
+    table = body_layout.lay_out(layout, shards, chunk_bytes=1 << 15)
+    body, wholes = bytearray(body_layout.body_nbytes(table)), {}
     for name, dtype, shape, _ in case:
         random = np.random.default_rng(len(wholes)).integers(0, 256, (*shape, dtypes.itemsize(dtype)), np.uint8)
         wholes[name] = random
@@ -298,8 +298,8 @@ def test_metadata_stay_small() -> None:
     """Whole rows, as FSDP and replicas write them, need no box."""
     shapes = {f"model.layers.{i}.norm.weight": ("float32", (8, 4)) for i in range(1000)}
     layout, _ = laid_out(shapes)
-    rows = plan.lay_out(layout, [(name, Box((4, 0), (4, 4))) for name in shapes])
-    columns = plan.lay_out(layout, [(name, Box((0, 2), (8, 2))) for name in shapes])
+    rows = body_layout.lay_out(layout, [(name, Box((4, 0), (4, 4))) for name in shapes])
+    columns = body_layout.lay_out(layout, [(name, Box((0, 2), (8, 2))) for name in shapes])
     [by_rows], [by_columns] = (pack(table, layout, NEVER_CUT).packs for table in (rows, columns))
     assert by_rows.boxes == {}
     assert by_rows.head_nbytes < 110 * len(shapes)

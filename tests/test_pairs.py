@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptlib import pairs as module
-from ckptlib import works
-from ckptlib.memory import bytes_of
-from ckptlib.pairs import OVERLAP_FROM_BYTES, Pair, Source, work_of
-from ckptlib.works import Across
+from ckptlib.staging import copies as module
+from ckptlib.staging import prepared_copies
+from ckptlib.staging.copies import OVERLAP_FROM_BYTES, Pair, Source, work_of
+from ckptlib.staging.prepared_copies import Across
+from ckptlib.state.raw_bytes import bytes_of
 
 DEVICE = torch.device("cpu", 0)
 """Of which memory can be had."""
@@ -85,7 +85,7 @@ def make_pairs(sizes: list[int], late: bool = True) -> tuple[torch.Tensor, list[
 
 def test_without_spare_memory_what_is_large_goes_to_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """And in no piece that another registration has a part of."""
-    monkeypatch.setattr(works, "MOVE_BYTES", 4096 * 16)
+    monkeypatch.setattr(prepared_copies, "MOVE_BYTES", 4096 * 16)
     _, (large, small) = make_pairs([300_000, 3])
     small.late = False
     work = work_of([large, small], DEVICE, None)
@@ -195,10 +195,10 @@ def test_samples_look_at_other_places_at_other_times() -> None:
     for _ in range(100):
         work.samples.look_before()
         looked.add(work.samples._windows[work.samples._at][0][0].data_ptr())
-    assert len(looked) == works.NUM_WINDOWS
+    assert len(looked) == prepared_copies.NUM_WINDOWS
     addresses = sorted(address - pairs[0].source_address for address in looked)
     assert addresses[0] >= 0
-    assert addresses[-1] <= pairs[0].nbytes - works.SAMPLE_BYTES
+    assert addresses[-1] <= pairs[0].nbytes - prepared_copies.SAMPLE_BYTES
 
 
 def test_a_write_to_the_source_or_to_the_copy_is_seen() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptlib.placement import Placement, place
+from ckptlib.slots.placement import Placement, place
 
 
 def hosts(num_hosts: int, ranks_each: int, interleaved: bool = False) -> list[str]:

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import layout_of
 
-from ckptlib import dtypes, plan, sharding
-from ckptlib.box import Box
-from ckptlib.keys import GenerationId, SaveId
-from ckptlib.layout import ByHand, Layout, Mesh, PerRank, Placed, TensorEntry
-from ckptlib.plan import ALIGN_FROM_BYTES, PAGE_BYTES, SHARED_CHUNK_BYTES
-from ckptlib.sharding import Placement, Replicate, Shard
-from ckptlib.table import Table
+from ckptlib.format import body_layout, dtypes, sharding
+from ckptlib.format.body_layout import ALIGN_FROM_BYTES, PAGE_BYTES, SHARED_CHUNK_BYTES
+from ckptlib.format.box import Box
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.layout import ByHand, Layout, Mesh, PerRank, Placed, TensorEntry
+from ckptlib.format.sharding import Placement, Replicate, Shard
+from ckptlib.format.table import Table
 
 SAVE = SaveId(1, GenerationId(1, "0" * 8))
 
@@ -65,11 +65,11 @@ def boxes_on(entry: TensorEntry, rank: int) -> list[Box]:
 
 @given(entries_on_meshes())
 def test_every_element_is_written_exactly_once(entries: list[TensorEntry]) -> None:
-    for entry in plan.assign(entries):
+    for entry in body_layout.assign(entries):
         assert isinstance(entry.holding, Placed)
         written = np.zeros(entry.shape, dtype=int)
         for rank in entry.holding.mesh.ranks:
-            if plan.writes(entry, rank):
+            if body_layout.writes(entry, rank):
                 for box in boxes_on(entry, rank):
                     written[box.slices()] += 1
         assert (written == 1).all()
@@ -79,27 +79,27 @@ def test_every_element_is_written_exactly_once(entries: list[TensorEntry]) -> No
 def test_every_element_that_somebody_holds_is_written_exactly_once(
     entries: list[TensorEntry], data: st.DataObject
 ) -> None:
-    for entry in plan.assign(entries):
+    for entry in body_layout.assign(entries):
         assert isinstance(entry.holding, Placed)
         holders = data.draw(st.frozensets(st.sampled_from(entry.holding.mesh.ranks), min_size=1))
         written, held = np.zeros(entry.shape, dtype=int), np.zeros(entry.shape, dtype=bool)
         for rank in entry.holding.mesh.ranks:
             for box in boxes_on(entry, rank):
-                written[box.slices()] += plan.writes(entry, rank, holders)
+                written[box.slices()] += body_layout.writes(entry, rank, holders)
                 held[box.slices()] |= rank in holders
         assert np.array_equal(written, held)
-        assert not any(plan.writes(entry, r, holders) for r in entry.holding.mesh.ranks if r not in holders)
+        assert not any(body_layout.writes(entry, r, holders) for r in entry.holding.mesh.ranks if r not in holders)
 
 
 @given(entries_on_meshes(), st.randoms())
 def test_assign_keeps_order_and_all_but_the_writer(entries: list[TensorEntry], random: object) -> None:
-    assigned = plan.assign(entries)
+    assigned = body_layout.assign(entries)
     for before, after in zip(entries, assigned, strict=True):
         assert isinstance(after.holding, Placed)
         assert replace(after, holding=replace(after.holding, writer=None)) == before
     shuffled = list(entries)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert {e.name: e for e in plan.assign(shuffled)} == {e.name: e for e in assigned}
+    assert {e.name: e for e in body_layout.assign(shuffled)} == {e.name: e for e in assigned}
 
 
 @given(entries_on_meshes(), st.data())
@@ -110,23 +110,29 @@ def test_assign_gives_the_same_answer_to_all_who_hold_the_same(entries: list[Ten
         assert isinstance(entry.holding, Placed)
         return entry.holding.mesh, sharding.replica_axes(entry.holding.placements)
 
-    everything = {entry.name: entry for entry in plan.assign(entries)}
+    everything = {entry.name: entry for entry in body_layout.assign(entries)}
     known = data.draw(st.sets(st.sampled_from(sorted({str(group(e)) for e in entries}))))
-    for entry in plan.assign(entry for entry in entries if str(group(entry)) in known):
+    for entry in body_layout.assign(entry for entry in entries if str(group(entry)) in known):
         assert everything[entry.name] == entry
 
 
 def test_others_than_placed_tensors_are_left_alone() -> None:
     entries = [TensorEntry("a", "float32", (4,), PerRank()), TensorEntry("b", "float32", (4,), ByHand())]
-    assert plan.assign(entries) == entries
-    assert all(plan.writes(entry, rank) for entry in entries for rank in range(3))
+    assert body_layout.assign(entries) == entries
+    assert all(body_layout.writes(entry, rank) for entry in entries for rank in range(3))
 
 
 def test_who_is_not_in_the_mesh_writes_nothing() -> None:
-    [entry] = plan.assign([placed("a", (4,), Mesh((2,), (1, 3)), Replicate())])
-    assert [plan.writes(entry, rank) for rank in range(5)].count(True) == 1
-    assert not any(plan.writes(entry, rank, frozenset({0, 2})) for rank in range(5))
-    assert [plan.writes(entry, rank, frozenset({0, 3})) for rank in range(5)] == [False, False, False, True, False]
+    [entry] = body_layout.assign([placed("a", (4,), Mesh((2,), (1, 3)), Replicate())])
+    assert [body_layout.writes(entry, rank) for rank in range(5)].count(True) == 1
+    assert not any(body_layout.writes(entry, rank, frozenset({0, 2})) for rank in range(5))
+    assert [body_layout.writes(entry, rank, frozenset({0, 3})) for rank in range(5)] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -137,13 +143,15 @@ def test_many_tensors_are_balanced(mesh: Mesh, placements: tuple[Placement, ...]
     """Of every size from a bias to an embedding: within 10 % of the mean on the rank that writes most."""
     random = np.random.default_rng(0)
     sizes = [8 * int(2**x) for x in random.uniform(3, 14, 300)]
-    assigned = plan.assign(placed(f"t{i:03d}", (n,), mesh, *placements) for i, n in enumerate(sizes))
-    load = Counter({r: sum(b.numel for e in assigned if plan.writes(e, r) for b in boxes_on(e, r)) for r in mesh.ranks})
+    assigned = body_layout.assign(placed(f"t{i:03d}", (n,), mesh, *placements) for i, n in enumerate(sizes))
+    load = Counter(
+        {r: sum(b.numel for e in assigned if body_layout.writes(e, r) for b in boxes_on(e, r)) for r in mesh.ranks}
+    )
     assert max(load.values()) < 1.1 * sum(load.values()) / len(mesh.ranks)
 
 
 def test_empty_and_tiny_tensors_are_spread_too() -> None:
-    assigned = plan.assign(placed(f"t{i}", (0,), mesh_of(4), Replicate()) for i in range(8))
+    assigned = body_layout.assign(placed(f"t{i}", (0,), mesh_of(4), Replicate()) for i in range(8))
     assert sorted(Counter(map(writer_of, assigned)).values()) == [2, 2, 2, 2]
 
 
@@ -161,7 +169,7 @@ def tables(draw: st.DrawFn) -> tuple[Layout, list[tuple[str, Box]], Table, int]:
     ]
     layout = Layout(1, tuple(entries))
     shards = draw(st.permutations([(e.name, Box.whole(e.shape)) for e in entries]))
-    return layout, shards, plan.lay_out(layout, shards, chunk_bytes), chunk_bytes
+    return layout, shards, body_layout.lay_out(layout, shards, chunk_bytes), chunk_bytes
 
 
 @given(tables())
@@ -193,8 +201,8 @@ def test_lay_out(case: tuple[Layout, list[tuple[str, Box]], Table, int]) -> None
         assert begin + nbytes <= table.offsets[chunks[-1]] + table.nbytes[chunks[-1]]
         for c in chunks[1:]:
             assert table.offsets[c] == table.offsets[c - 1] + table.nbytes[c - 1], "a shard is not contiguous"
-    assert plan.body_nbytes(table) == -(-end // PAGE_BYTES) * PAGE_BYTES
-    assert table == plan.lay_out(layout, list(reversed(shards)), chunk_bytes), "the order given does not matter"
+    assert body_layout.body_nbytes(table) == -(-end // PAGE_BYTES) * PAGE_BYTES
+    assert table == body_layout.lay_out(layout, list(reversed(shards)), chunk_bytes), "the order given does not matter"
 
 
 def test_small_shards_lie_together_behind_the_large_ones() -> None:
@@ -204,11 +212,11 @@ def test_small_shards_lie_together_behind_the_large_ones() -> None:
         "s2": np.zeros(5, np.float64),
     }
     layout = layout_of(arrays)
-    table = plan.lay_out(layout, [(name, Box.whole(a.shape)) for name, a in arrays.items()])
+    table = body_layout.lay_out(layout, [(name, Box.whole(a.shape)) for name, a in arrays.items()])
     assert [layout.tensors[t].name for t in table.tensors] == ["big", "s2", "s1"]
     assert (table.num_chunks, table.offsets, table.nbytes) == ((1, 1, 0), (0, ALIGN_FROM_BYTES), (ALIGN_FROM_BYTES, 43))
     assert table.begins(table.sizes(layout)) == (0, ALIGN_FROM_BYTES, ALIGN_FROM_BYTES + 40)
-    assert plan.body_nbytes(table) == ALIGN_FROM_BYTES + PAGE_BYTES
+    assert body_layout.body_nbytes(table) == ALIGN_FROM_BYTES + PAGE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -224,13 +232,17 @@ def test_small_shards_lie_together_behind_the_large_ones() -> None:
 )
 def test_parts_of_a_shard(rows: int, expected: list[int]) -> None:
     layout = layout_of({"w": np.zeros((rows, 1024), np.float32)})
-    table = plan.lay_out(layout, [("w", Box.whole((rows, 1024)))])
+    table = body_layout.lay_out(layout, [("w", Box.whole((rows, 1024)))])
     assert [nbytes // PAGE_BYTES for nbytes in table.nbytes] == expected
 
 
 def test_nothing_takes_no_room() -> None:
     layout = Layout(1, ())
-    table = plan.lay_out(layout, [])
-    assert (plan.body_nbytes(table), table.nbytes) == (0, ())
-    assert plan.round_up(0) == 0
-    assert [plan.round_up(n) for n in (1, PAGE_BYTES, PAGE_BYTES + 1)] == [PAGE_BYTES, PAGE_BYTES, 2 * PAGE_BYTES]
+    table = body_layout.lay_out(layout, [])
+    assert (body_layout.body_nbytes(table), table.nbytes) == (0, ())
+    assert body_layout.round_up(0) == 0
+    assert [body_layout.round_up(n) for n in (1, PAGE_BYTES, PAGE_BYTES + 1)] == [
+        PAGE_BYTES,
+        PAGE_BYTES,
+        2 * PAGE_BYTES,
+    ]

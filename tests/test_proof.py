@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import pytest
 from support import layout_of, shards_of, state
 
-from ckptlib import plan
-from ckptlib.box import Box
-from ckptlib.keys import GenerationId, SaveId
-from ckptlib.layout import ByHand, Layout, Mesh, PerRank, Placed, TensorEntry
-from ckptlib.part import Pack, Part
-from ckptlib.proof import Proof
-from ckptlib.sharding import Shard
+from ckptlib.catalog.completeness import Proof
+from ckptlib.format import body_layout
+from ckptlib.format.box import Box
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.layout import ByHand, Layout, Mesh, PerRank, Placed, TensorEntry
+from ckptlib.format.part import Pack, Part
+from ckptlib.format.sharding import Shard
 
 SAVE = SaveId(1, GenerationId(1, "0" * 8))
 
@@ -27,7 +27,7 @@ def missing(parts: Sequence[Part], layouts: Mapping[str, Layout]) -> str | None:
 
 
 def part_of(layout: Layout, rank: int, shards: list[tuple[str, Box]]) -> Part:
-    table = plan.lay_out(layout, shards)
+    table = body_layout.lay_out(layout, shards)
     digests = ("0" * 32,) * len(table.nbytes)
     packs = (Pack(SAVE.pack_key(rank, "0" * 8, 0), 1 << 40),)
     return Part(SAVE, rank, layout.world_size, "0" * 8, table, packs, "xxh3", digests, {}, {}, 0.0)

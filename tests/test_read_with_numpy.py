@@ -22,9 +22,9 @@ from support import make_root, make_save, state
 from torch import nn
 
 import ckptlib
-from ckptlib.catalog import Catalog
-from ckptlib.keys import GenerationId, SaveId
-from ckptlib.manifest import Generation, Root
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import Generation, Root
 from ckptlib.stores.local import LocalStore
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))

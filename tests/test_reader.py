@@ -17,17 +17,17 @@ from onerank import opened
 from support import make_generation, make_root, make_save, put_part, put_parts
 from typing_extensions import override
 
-from ckptlib import garbage
-from ckptlib.box import Box
-from ckptlib.catalog import Catalog, Committed
+from ckptlib.catalog.catalog import Catalog, Committed
 from ckptlib.errors import CorruptData, ObjectNotFound
-from ckptlib.keys import PartName, SaveId
-from ckptlib.layout import ByHand, Layout, TensorEntry
-from ckptlib.manifest import Manifest
-from ckptlib.pace import RUN_BYTES, THREADS, Pace
-from ckptlib.part import Part
-from ckptlib.reader import Reader, Want
-from ckptlib.requests import GAP_BYTES
+from ckptlib.format import gc_pause
+from ckptlib.format.box import Box
+from ckptlib.format.keys import PartName, SaveId
+from ckptlib.format.layout import ByHand, Layout, TensorEntry
+from ckptlib.format.manifest import Manifest
+from ckptlib.format.part import Part
+from ckptlib.loading.reader import Reader, Want
+from ckptlib.loading.requests import GAP_BYTES
+from ckptlib.stores.io_limits import RUN_BYTES, THREADS, Pace
 from ckptlib.stores.local import LocalStore
 
 
@@ -224,7 +224,7 @@ def test_a_plan_is_few_objects(tmp_path: Path) -> None:
     reader._plan(wants, ranks)  # reads the parts
     gc.collect()
     before = len(gc.get_objects())
-    with garbage.kept():
+    with gc_pause.kept():
         plan = reader._plan(wants, ranks)
         made = len(gc.get_objects()) - before
     assert sum(len(read.copies) for request in plan for read in request.reads) == 4 * len(tensors)

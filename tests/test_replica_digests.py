@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from ckptlib import accelerator
-from ckptlib.check import alike
-from ckptlib.replica_digests import SAMPLE_BYTES, Replica, ReplicaDigests, Way
-from ckptlib.tensor_digests import digest_there, digests_of
+from ckptlib.devices import accelerator
+from ckptlib.format.check import alike
+from ckptlib.staging.replica_digests import SAMPLE_BYTES, Replica, ReplicaDigests, Way
+from ckptlib.staging.tensor_digests import digest_there, digests_of
 
 BOTH = (0, 1)
 LARGE = 40_000

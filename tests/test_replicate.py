@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from support import ROOT_ID
 
-from ckptlib.arena import Arena
 from ckptlib.errors import AgreementFailed, ReplicationFailed
-from ckptlib.keys import GenerationId, SaveId
-from ckptlib.peer.peers import Peers
-from ckptlib.peer.replicate import Replicator, Round
-from ckptlib.peer.transfer import _heed
-from ckptlib.placement import place
-from ckptlib.slot import SlotHeader
-from ckptlib.stage import Content, Lot, Staging
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.peers.replicator import Replicator, Round
+from ckptlib.peers.transfer import _heed
+from ckptlib.policy.peers import Peers
+from ckptlib.slots.placement import place
+from ckptlib.slots.slot import SlotHeader
+from ckptlib.staging.arena import Arena
+from ckptlib.staging.stager import Content, Lot, Staging
 
 GENERATION = GenerationId(1, "0" * 8)
 SAVE = SaveId(7, GENERATION)

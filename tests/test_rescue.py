@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from support import ROOT_ID, layout_of, make_generation, make_root, read_save, shards_of
 
-from ckptlib import plan
-from ckptlib.catalog import Catalog
-from ckptlib.check import Check, check_of, compared
-from ckptlib.digests import XXH3, digester
-from ckptlib.documents import encode
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import ReplicasDiffer, SaveFailed, Superseded
-from ckptlib.keys import GenerationId, SaveId
-from ckptlib.slot import Slot, SlotHeader
+from ckptlib.format import body_layout
+from ckptlib.format.check import Check, check_of, compared
+from ckptlib.format.digests import XXH3, digester
+from ckptlib.format.documents import encode
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.slots.slot import Slot, SlotHeader
 from ckptlib.stores.local import LocalStore
 from ckptlib.writer import rescue as module
 from ckptlib.writer.persist import Persister
@@ -48,8 +48,8 @@ def slot_of(
 ) -> Slot:
     """One rank's share of a snapshot, ready."""
     layout = layout_of(arrays, RANKS)
-    table = plan.lay_out(layout, shards_of(layout, rank))
-    nbytes = plan.body_nbytes(table)
+    table = body_layout.lay_out(layout, shards_of(layout, rank))
+    nbytes = body_layout.body_nbytes(table)
     slot = Slot.create(directory, f"ckptlib-{ROOT_ID[:16]}-{save.generation}", nbytes + (1 << 20))
     body, digests = slot.body, []
     for tensor, box, begin in zip(table.tensors, table.boxes, table.begins(table.sizes(layout)), strict=True):

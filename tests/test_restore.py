@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import ckptlib
-from ckptlib import rng
 from ckptlib.errors import CheckpointNotFound, StateMismatch
-from ckptlib.leaf import torch_dtype
+from ckptlib.state import rng
+from ckptlib.state.leaf import torch_dtype
 
 
 @pytest.fixture

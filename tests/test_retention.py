@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from support import age, all_keys, keys_of, make_generation, make_root, make_save, put_parts, read_save, resealed, state
 from typing_extensions import Buffer, override
 
-from ckptlib import keys
-from ckptlib.catalog import Catalog
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.retention import GRACE, Keep, Sweep, referenced, sweep
 from ckptlib.errors import CorruptData, StoreError, StoreFull, Superseded
-from ckptlib.keys import GenerationId, SaveId
-from ckptlib.manifest import TrashRecord
-from ckptlib.retention import GRACE, Keep, Sweep, referenced, sweep
+from ckptlib.format import keys
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import TrashRecord
 from ckptlib.stores import Store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
-from ckptlib.testing import _HookedStore
-from ckptlib.verify import verify_root
+from ckptlib.stores.testing import _HookedStore
+from ckptlib.verify.root import verify_root
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptlib.errors import FormatError, StateMismatch, UnsupportedState
-from ckptlib.rng import RngState, capture, derive, restore
+from ckptlib.state.rng import RngState, capture, derive, restore
 
 HOST = {"python", "numpy", "torch"}
 

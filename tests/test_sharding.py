@@ -35,9 +35,9 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptlib.box import Box
 from ckptlib.errors import FormatError, UnsupportedState
-from ckptlib.sharding import (
+from ckptlib.format.box import Box
+from ckptlib.format.sharding import (
     Piece,
     Placement,
     Replicate,

@@ -19,15 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import ROOT_ID, SAVES_APART, flips, resealed
 
-from ckptlib.box import Box
-from ckptlib.documents import encode
 from ckptlib.errors import CkptError, CorruptData, FormatError, NoRoom
-from ckptlib.keys import MAX_RANK, GenerationId, SaveId
-from ckptlib.layout import ByHand, Layout, TensorEntry
-from ckptlib.slot import PAGE_BYTES, SUFFIX, Slot, SlotHeader
-from ckptlib.snapshot import SnapshotReader
-from ckptlib.table import Table
-from ckptlib.values import Json
+from ckptlib.format.box import Box
+from ckptlib.format.documents import encode
+from ckptlib.format.keys import MAX_RANK, GenerationId, SaveId
+from ckptlib.format.layout import ByHand, Layout, TensorEntry
+from ckptlib.format.table import Table
+from ckptlib.format.values import Json
+from ckptlib.slots.slot import PAGE_BYTES, SUFFIX, Slot, SlotHeader
+from ckptlib.slots.snapshot import SnapshotReader
 
 SAVE = SaveId(500, GenerationId(7, "0123abcd"))
 CAPACITY = 4 * PAGE_BYTES
@@ -159,7 +159,7 @@ def test_what_one_writes_another_reads(slot: Slot) -> None:
     body = np.random.default_rng(0).bytes(CAPACITY)
     header = sealed(slot, body)
     program = (
-        "import sys; from pathlib import Path; from ckptlib.slot import Slot\n"
+        "import sys; from pathlib import Path; from ckptlib.slots.slot import Slot\n"
         "slot = Slot.open(Path(sys.argv[1])); header = slot.read_header()\n"
         "out = sys.stdout.buffer; out.write(bytes(slot.body[:header.body_nbytes]))\n"
         "for name in ('layout', 'table', 'snapshot'): out.write(slot.read_document(header, name))\n"
@@ -395,7 +395,7 @@ def test_a_slot_is_abandoned_when_nobody_else_has_it_open(slot: Slot) -> None:
 def test_a_forked_child_holds_nothing(slot: Slot) -> None:
     """Data loaders fork; one that outlives its trainer must not keep the slot."""
     program = (
-        "import os, sys, time; from pathlib import Path; from ckptlib.slot import Slot\n"
+        "import os, sys, time; from pathlib import Path; from ckptlib.slots.slot import Slot\n"
         "slot = Slot.open(Path(sys.argv[1])); assert slot.read_lock()\n"
         "child = os.fork()\n"
         "if child: print(child, flush=True); os._exit(0)\n"

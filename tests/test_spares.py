@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers.runtime import Allocator
 
-from ckptlib import spares
-from ckptlib.spares import Body, Figures, Room, Spares
+from ckptlib.staging import spare_memory
+from ckptlib.staging.spare_memory import Body, Figures, Room, Spares
 
 DEVICE = torch.device("cpu", 0)
 MARGIN = 10
@@ -21,8 +21,8 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int) -> None:
         self.allocator = Allocator(total)
         self.in_pieces = False
-        monkeypatch.setattr(spares, "MARGIN_BYTES", MARGIN)
-        monkeypatch.setattr(spares, "figures", self.figures)
+        monkeypatch.setattr(spare_memory, "MARGIN_BYTES", MARGIN)
+        monkeypatch.setattr(spare_memory, "figures", self.figures)
         monkeypatch.setattr(torch, "zeros", self.zeros)
 
     def figures(self, device: torch.device) -> Figures:
@@ -50,8 +50,8 @@ class Device:
 def test_beside_the_peak(
     monkeypatch: pytest.MonkeyPatch, free: int, reserved: int, peak: int, private: int, room: int
 ) -> None:
-    monkeypatch.setattr(spares, "MARGIN_BYTES", MARGIN)
-    monkeypatch.setattr(spares, "figures", lambda device: Figures(free, reserved, peak, private))
+    monkeypatch.setattr(spare_memory, "MARGIN_BYTES", MARGIN)
+    monkeypatch.setattr(spare_memory, "figures", lambda device: Figures(free, reserved, peak, private))
     assert Room(DEVICE).nbytes() == max(room - MARGIN, 0)
 
 
@@ -68,7 +68,7 @@ def test_what_is_granted_is_not_granted_again(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_device_that_cannot_say_gives_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert spares.figures(DEVICE) is None
+    assert spare_memory.figures(DEVICE) is None
     assert Room(DEVICE).take([1]) is None
 
 

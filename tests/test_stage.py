@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workers.torn import SLOT_BYTES, Rig, held, params_of, prepared, raw, state_of, step_with_gradients
 
-from ckptlib.documents import decode
 from ckptlib.errors import WaitTimeout
-from ckptlib.pairs import OVERLAP_FROM_BYTES
-from ckptlib.slot import Slot
-from ckptlib.stage import Staging
+from ckptlib.format.documents import decode
+from ckptlib.slots.slot import Slot
+from ckptlib.staging.copies import OVERLAP_FROM_BYTES
+from ckptlib.staging.stager import Staging
 
 DTYPES = [
     torch.float32,

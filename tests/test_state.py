@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import ckptlib
 from ckptlib import PerRank, Sharded, UnsupportedState
-from ckptlib.box import Box
-from ckptlib.layout import ByHand, Placed
-from ckptlib.layout import PerRank as HeldPerRank
-from ckptlib.state import Flat, Memo, Plain, flatten, join
+from ckptlib.format.box import Box
+from ckptlib.format.layout import ByHand, Placed
+from ckptlib.format.layout import PerRank as HeldPerRank
+from ckptlib.state.flatten import Flat, Memo, Plain, flatten, join
 
 
 def names(flat: Flat) -> list[str]:

@@ -14,9 +14,10 @@ from onerank import Root, bits, opened
 from test_sections import CHANGES, State, make_state, weight
 
 import ckptlib
-from ckptlib import PerRank, accelerator
-from ckptlib.rng import RngState
-from ckptlib.state import flatten
+from ckptlib import PerRank
+from ckptlib.devices import accelerator
+from ckptlib.state.flatten import flatten
+from ckptlib.state.rng import RngState
 
 LOADED = [
     change

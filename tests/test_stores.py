@@ -25,7 +25,7 @@ from ckptlib.stores import Store, absolute, local, open_store, remote
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.stores.remote import FsspecStore
-from ckptlib.testing import FaultStore, LatencyStore, flip_bit, truncate
+from ckptlib.stores.testing import FaultStore, LatencyStore, flip_bit, truncate
 
 SECRET = "s3cr3t-of-the-tests"
 

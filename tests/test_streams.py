@@ -13,11 +13,12 @@ import torch
 from helpers.schedules import NUM_SLOTS, SIZES, Given, Schedule, World, run, shrink
 from helpers.streams import Event, Simulation, Stream
 
-from ckptlib import accelerator, copies, pairs, spares, works
-from ckptlib.copies import Copied, Devices, Lane
-from ckptlib.fence import Fence
-from ckptlib.known import KnownPairs
-from ckptlib.spares import Spare
+from ckptlib.devices import accelerator
+from ckptlib.staging import copies, device_copies, prepared_copies, spare_memory
+from ckptlib.staging.device_copies import Copied, Devices, Lane
+from ckptlib.staging.fence import Fence
+from ckptlib.staging.known_copies import KnownPairs
+from ckptlib.staging.spare_memory import Spare
 
 SCHEDULES = int(os.environ.get("CKPTLIB_SCHEDULES", "192"))
 """In all; a device's order is one in very many, so more are tried where the copies change."""
@@ -68,7 +69,7 @@ def first_wrong(world: World, given: list[Given], schedules: int = 60) -> str:
 
 
 def test_a_copy_over_two_registrations(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(works, "MOVE_BYTES", 1 << 30)
+    monkeypatch.setattr(prepared_copies, "MOVE_BYTES", 1 << 30)
     assert "invalid argument" in first_wrong(world, [Given()])
 
 
@@ -76,7 +77,7 @@ def test_one_stream_for_the_copy_and_the_link(world: World, monkeypatch: pytest.
     def one(copy: object, link: object, *rings: Any) -> Lane:
         return Lane(copy, copy, *rings)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(copies, "Lane", one)
+    monkeypatch.setattr(device_copies, "Lane", one)
     assert "training waits for the link" in first_wrong(world, [Given("device"), Given("device", eager=True)])
 
 
@@ -86,8 +87,8 @@ def test_one_spare_that_is_taken_while_it_is_busy(world: World, monkeypatch: pyt
     class Idle(Spare):
         busy = property(lambda self: False, lambda self, busy: None)  # type: ignore[assignment]
 
-    monkeypatch.setattr(spares, "Spare", Idle)
-    monkeypatch.setattr(spares, "NUM_SPARES", 1)
+    monkeypatch.setattr(spare_memory, "Spare", Idle)
+    monkeypatch.setattr(spare_memory, "NUM_SPARES", 1)
     assert first_wrong(world, [Given("device"), Given("device", eager=True)])
 
 
@@ -103,14 +104,14 @@ def test_only_the_first_that_comes_to_the_fence_waits(world: World, monkeypatch:
 
 
 def test_a_conjugate_is_left_to_copy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def moves(across: works.Across) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def moves(across: prepared_copies.Across) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield from across._moves
         for target, source in across._odd:
             yield target.view(source.dtype), source
 
-    monkeypatch.setattr(works.Across, "moves", moves)
-    monkeypatch.setattr(pairs, "PACK_BELOW_BYTES", 0)
-    monkeypatch.setattr(works, "MOVE_BYTES", 8192)
+    monkeypatch.setattr(prepared_copies.Across, "moves", moves)
+    monkeypatch.setattr(copies, "PACK_BELOW_BYTES", 0)
+    monkeypatch.setattr(prepared_copies, "MOVE_BYTES", 8192)
     assert first_wrong(world, [Given()]).startswith("silently wrong: t2")
 
 

@@ -21,9 +21,9 @@ from typing_extensions import Self, override
 import ckptlib
 from ckptlib import PerRank, Sharded, StateMismatch, UnsupportedState
 from ckptlib.errors import ReplicasDiffer
-from ckptlib.layout import PerRank as HeldPerRank
-from ckptlib.replicas import agree, rows_of
-from ckptlib.state import Flat, Memo, flatten
+from ckptlib.format.layout import PerRank as HeldPerRank
+from ckptlib.saving.agreement import agree, rows_of
+from ckptlib.state.flatten import Flat, Memo, flatten
 
 Inner = dict[str, torch.Tensor]
 

@@ -15,22 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import ckptlib
-from ckptlib import (
-    CheckpointNotFound,
-    PerRank,
-    Sharded,
-    StateMismatch,
-    UnsupportedState,
-    accelerator,
-    values,
-)
-from ckptlib.asked import Asked
-from ckptlib.catalog import Catalog, Committed
+from ckptlib import CheckpointNotFound, PerRank, Sharded, StateMismatch, UnsupportedState
+from ckptlib.catalog.catalog import Catalog, Committed
+from ckptlib.devices import accelerator
 from ckptlib.errors import FormatError
-from ckptlib.filling import Filling
-from ckptlib.leaf import home_of
-from ckptlib.reader import Reader
-from ckptlib.saved import Saved
+from ckptlib.format import values
+from ckptlib.loading.load_plan import Filling
+from ckptlib.loading.reader import Reader
+from ckptlib.loading.saved_names import Saved
+from ckptlib.loading.selection import Asked
+from ckptlib.state.leaf import home_of
 from ckptlib.stores import open_store
 
 

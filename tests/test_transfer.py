@@ -14,7 +14,7 @@ import pytest
 from launch import WORKERS
 
 from ckptlib.errors import FormatError
-from ckptlib.peer.transfer import MAX_RANGES, _asked, _joined
+from ckptlib.peers.transfer import MAX_RANGES, _asked, _joined
 
 sys.path.insert(0, str(WORKERS))
 

@@ -14,10 +14,10 @@ import pytest
 from store_conformance import keys
 from support import age, make_generation, make_root, make_save, read_save, state
 
-from ckptlib.catalog import Catalog
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.retention import GRACE, Keep, sweep
 from ckptlib.errors import FormatError, ObjectNotFound, ObjectUnreadable, StoreError
-from ckptlib.keys import SaveId
-from ckptlib.retention import GRACE, Keep, sweep
+from ckptlib.format.keys import SaveId
 from ckptlib.stores.local import LocalStore
 
 OLD_S = 2 * GRACE.total_seconds()

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptlib.errors import FormatError, UnsupportedState
-from ckptlib.tags import MAX_DEPTH
-from ckptlib.values import decode, dumps, encode, loads
+from ckptlib.format.tagged_values import MAX_DEPTH
+from ckptlib.format.values import decode, dumps, encode, loads
 
 
 def through(value: object) -> object:
@@ -445,7 +445,8 @@ def test_dumps_is_plain_json() -> None:
 
 def test_no_torch_and_no_numpy_before_they_are_needed() -> None:
     code = (
-        "import sys; from ckptlib.values import *; from ckptlib.values import encode, decode, dumps, loads\n"
+        "import sys; from ckptlib.format.values import *\n"
+        "from ckptlib.format.values import encode, decode, dumps, loads\n"
         "assert decode(loads(dumps(encode({'a': (1, 2.5, b'x')}, 'x')))) == {'a': (1, 2.5, b'x')}\n"
         "assert not {'torch', 'numpy'} & sys.modules.keys()\n"
         "import numpy; encode(numpy.float32(1), 'x'); decode(encode(numpy.zeros(2), 'x'))\n"

@@ -15,25 +15,26 @@ import pytest
 from support import make_generation, make_root, make_save, of_version, put_part, put_parts, resealed, state
 from typing_extensions import Buffer, override
 
-from ckptlib import keys, verify_packs
-from ckptlib.box import Box
-from ckptlib.catalog import Catalog
-from ckptlib.digests import XXH3, digester
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CheckpointNotFound, FormatError, ObjectNotFound, StoreError
-from ckptlib.findings import Finding
-from ckptlib.keys import PartName, SaveId
-from ckptlib.layout import ByHand, Layout, TensorEntry
-from ckptlib.manifest import Manifest
-from ckptlib.part import Part
+from ckptlib.format import keys
+from ckptlib.format.box import Box
+from ckptlib.format.digests import XXH3, digester
+from ckptlib.format.keys import PartName, SaveId
+from ckptlib.format.layout import ByHand, Layout, TensorEntry
+from ckptlib.format.manifest import Manifest
+from ckptlib.format.part import Part
+from ckptlib.format.table import Table
+from ckptlib.format.tagged_values import MAX_DEPTH
+from ckptlib.format.values import Json
+from ckptlib.format.values import decode as decode_value
 from ckptlib.stores import Store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
-from ckptlib.table import Table
-from ckptlib.tags import MAX_DEPTH
-from ckptlib.testing import FaultStore, _HookedStore
-from ckptlib.values import Json
-from ckptlib.values import decode as decode_value
-from ckptlib.verify import verify_root, verify_save
+from ckptlib.stores.testing import FaultStore, _HookedStore
+from ckptlib.verify import packs
+from ckptlib.verify.findings import Finding
+from ckptlib.verify.root import verify_root, verify_save
 
 T = TypeVar("T")
 
@@ -475,11 +476,11 @@ class Meter(_HookedStore):
 
 
 def test_memory_is_bounded(store: MemoryStore, save: SaveId, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_packs, "RUN_BYTES", 1 << 20)
+    monkeypatch.setattr(packs, "RUN_BYTES", 1 << 20)
     meter = Meter(store)
     assert findings(meter, save) == []
     assert 0 < meter.largest <= 1 << 20
-    assert meter.most_busy <= verify_packs.READ_THREADS
+    assert meter.most_busy <= packs.READ_THREADS
 
 
 def test_giving_up_half_way_leaves_no_thread(store: MemoryStore, save: SaveId) -> None:

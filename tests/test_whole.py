@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from support import make_generation, make_root, put_part
 from test_verify import commit_unproved
 
-from ckptlib.box import Box
-from ckptlib.catalog import Catalog, Committed
+from ckptlib.catalog.catalog import Catalog, Committed
 from ckptlib.errors import CkptError, CorruptData, FormatError, SaveFailed
-from ckptlib.keys import PartName, SaveId
-from ckptlib.layout import ByHand, Holding, Layout, Mesh, PerRank, Placed, TensorEntry
-from ckptlib.manifest import Manifest
-from ckptlib.reader import Reader, Want
-from ckptlib.saved import Saved
-from ckptlib.sharding import Replicate
+from ckptlib.format.box import Box
+from ckptlib.format.keys import PartName, SaveId
+from ckptlib.format.layout import ByHand, Holding, Layout, Mesh, PerRank, Placed, TensorEntry
+from ckptlib.format.manifest import Manifest
+from ckptlib.format.sharding import Replicate
+from ckptlib.loading.match import targets
+from ckptlib.loading.reader import Reader, Want
+from ckptlib.loading.saved_names import Saved
 from ckptlib.stores.memory import MemoryStore
-from ckptlib.targets import targets
-from ckptlib.verify import verify_save
+from ckptlib.verify.root import verify_save
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def test_only_what_is_wanted_must_agree() -> None:
 
 def test_a_region_is_compared_across_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns of large boxes, in pieces, against chunks that lie elsewhere; every element counts."""
-    monkeypatch.setattr("ckptlib.contents.REGION_BYTES", 4096)
+    monkeypatch.setattr("ckptlib.catalog.shards.REGION_BYTES", 4096)
     rng = np.random.default_rng(0)
     values = rng.standard_normal((300, 70)).astype(np.float32)
     left, right = Box((0, 0), (300, 50)), Box((10, 20), (290, 50))

@@ -20,8 +20,8 @@ from workers.crash_oracle import failed_parts, read_root
 from workers.crash_spare import make_root, ready_slot, setup
 
 from ckptlib.errors import WaitTimeout
-from ckptlib.keys import SaveId
-from ckptlib.slot import Slot
+from ckptlib.format.keys import SaveId
+from ckptlib.slots.slot import Slot
 from ckptlib.writer import logfile
 from ckptlib.writer.client import MAX_DEATHS, Writer
 

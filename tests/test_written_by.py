@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import ckptlib
-from ckptlib.catalog import Catalog
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.stores.local import LocalStore
-from ckptlib.verify import verify_root
+from ckptlib.verify.root import verify_root
 
 KEPT = sorted((Path(__file__).parent / "data").glob("written-by-*"))
 

@@ -19,8 +19,8 @@ from ckptlib.cli.host import Check
 from ckptlib.cli.options import open_url, storage_options, with_output, with_storage_options
 from ckptlib.cli.output import Output, duration, plain, size
 from ckptlib.errors import CkptError
-from ckptlib.probe import PREFIX, probe
 from ckptlib.stores import Store
+from ckptlib.stores.probe import PREFIX, probe
 
 SLOW_REQUEST_S = 1.0
 """A store whose small requests take longer makes every commit wait."""

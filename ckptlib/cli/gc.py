@@ -9,12 +9,12 @@ from datetime import timedelta
 import click
 from rich.text import Text
 
-from ckptlib import keys
-from ckptlib.catalog import Catalog
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.retention import GRACE, Keep, Sweep, sweep
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, count, duration, size
-from ckptlib.keys import SaveId
-from ckptlib.retention import GRACE, Keep, Sweep, sweep
+from ckptlib.format import keys
+from ckptlib.format.keys import SaveId
 from ckptlib.stores import Store
 
 

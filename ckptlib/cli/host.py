@@ -14,9 +14,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from ckptlib.cli import slotfiles
 from ckptlib.cli.output import size
-from ckptlib.cli.slotfiles import MEMORY, SlotFile
+from ckptlib.slots import files
+from ckptlib.slots.files import MEMORY, SlotFile
 
 LEAST_FREE_BYTES = 1 << 30
 """Less than this in /dev/shm holds no model worth a checkpoint; containers come with 64 MB."""
@@ -57,7 +57,7 @@ def checks() -> Iterator[Check]:
     yield locked_memory()
     yield kernel()
     yield versions()
-    yield from slots(slotfiles.usual())
+    yield from slots(files.usual())
 
 
 def shared_memory(path: Path) -> Check:
@@ -195,7 +195,7 @@ def versions() -> Check:
 
 def slots(directories: Iterable[Path]) -> Iterator[Check]:
     """The slots of this user: those of live jobs, and those that killed ones left."""
-    found = [*slotfiles.find(directories)]
+    found = [*files.find(directories)]
     alive = [slot for slot in found if slot.in_use]
     abandoned = [slot for slot in found if not slot.in_use]
     if alive or not abandoned:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import click
 from rich.text import Text
 
-from ckptlib import keys
-from ckptlib.catalog import Catalog, CheckpointInfo
+from ckptlib.catalog.catalog import Catalog, CheckpointInfo
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Cell, Output, age, count, metrics, plain, size
 from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, NewerFormat, ObjectUnreadable
-from ckptlib.keys import SaveId
+from ckptlib.format import keys
+from ckptlib.format.keys import SaveId
 from ckptlib.stores import Store
 
 READ_THREADS = 16

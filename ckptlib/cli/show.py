@@ -12,13 +12,13 @@ from fnmatch import fnmatchcase
 import click
 from rich.text import Text
 
-from ckptlib import keys, sharding
-from ckptlib.catalog import Catalog
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, age, count, metrics, moment, ranks, size
-from ckptlib.keys import SaveId
-from ckptlib.layout import ByHand, Layout, PerRank, TensorEntry
-from ckptlib.manifest import Generation, Manifest
+from ckptlib.format import keys, sharding
+from ckptlib.format.keys import SaveId
+from ckptlib.format.layout import ByHand, Layout, PerRank, TensorEntry
+from ckptlib.format.manifest import Generation, Manifest
 from ckptlib.stores import Store
 
 READ_THREADS = 16

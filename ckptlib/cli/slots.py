@@ -8,13 +8,13 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from ckptlib.catalog import Catalog
-from ckptlib.cli import slotfiles
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.cli.options import open_url, storage_options, with_output, with_storage_options
 from ckptlib.cli.output import Cell, Output, count, plain, size
-from ckptlib.cli.slotfiles import SlotFile
-from ckptlib.manifest import Generation
-from ckptlib.placement import Placement, place
+from ckptlib.format.manifest import Generation
+from ckptlib.slots import files
+from ckptlib.slots.files import SlotFile
+from ckptlib.slots.placement import Placement, place
 
 
 @click.command("slots", short_help="Show the snapshots in this host's memory.")
@@ -32,8 +32,8 @@ def command(url: str | None, output: Output, option: tuple[str, ...], arena: tup
             root_id = catalog.root().id
             newest = max(catalog.generation_ids(), default=None)
             generation = None if newest is None else catalog.generation(newest)
-    directories = [*slotfiles.usual(), *map(Path, arena)]
-    rows = [row for row in slotfiles.find(directories) if root_id is None or _belongs(row, root_id)]
+    directories = [*files.usual(), *map(Path, arena)]
+    rows = [row for row in files.find(directories) if root_id is None or _belongs(row, root_id)]
     removed = [row for row in rows if clean and not row.in_use]
     for row in removed:
         row.path.unlink(missing_ok=True)

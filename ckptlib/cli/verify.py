@@ -10,15 +10,15 @@ import click
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from ckptlib.catalog import Catalog
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, count, duration, plain, size
 from ckptlib.errors import CheckpointNotFound, CkptError
-from ckptlib.findings import Finding
-from ckptlib.keys import SaveId
+from ckptlib.format.keys import SaveId
 from ckptlib.stores import Store
-from ckptlib.verify import verify_root, verify_save
-from ckptlib.verify_packs import Advance
+from ckptlib.verify.findings import Finding
+from ckptlib.verify.packs import Advance
+from ckptlib.verify.root import verify_root, verify_save
 
 MAX_SHARDS = 3
 """Of a finding, that people see; JSON has all."""

@@ -41,7 +41,7 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
 
         return MemoryStore.named(rest)
     if scheme.startswith(("latency+", "fault+")):
-        from ckptlib.testing import open_testing_store
+        from ckptlib.stores.testing import open_testing_store
 
         return open_testing_store(url, options, open_store)
     from ckptlib.stores.remote import FsspecStore

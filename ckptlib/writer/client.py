@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from ckptlib.errors import WaitTimeout
-from ckptlib.keys import SaveId
+from ckptlib.format.keys import SaveId
 from ckptlib.writer import logfile
 from ckptlib.writer.channel import Channel, Message
 

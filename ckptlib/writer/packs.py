@@ -14,12 +14,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ckptlib import dtypes
-from ckptlib.box import Box
-from ckptlib.keys import GenerationId, SaveId
-from ckptlib.layout import Layout, TensorSpec
-from ckptlib.plan import PAGE_BYTES, body_nbytes, round_up
-from ckptlib.table import Table
+from ckptlib.format import dtypes
+from ckptlib.format.body_layout import PAGE_BYTES, body_nbytes, round_up
+from ckptlib.format.box import Box
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.layout import Layout, TensorSpec
+from ckptlib.format.table import Table
 
 MAX_HEAD_BYTES = 100_000_000
 """What safetensors' own reader takes."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 
-from ckptlib.catalog import Catalog
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CorruptData, FormatError
-from ckptlib.keys import PartName, SaveId, new_nonce
-from ckptlib.part import FailedPart, Pack, Part
-from ckptlib.slot import Slot
-from ckptlib.snapshot import Snapshot, SnapshotReader, check_body
+from ckptlib.format.keys import PartName, SaveId, new_nonce
+from ckptlib.format.part import FailedPart, Pack, Part
+from ckptlib.format.table import Table
+from ckptlib.slots.slot import Slot
+from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
 from ckptlib.stores import Store
-from ckptlib.table import Table
 from ckptlib.writer.packs import Packing, pack
 
 WRITE_BYTES = 16 * 1024 * 1024

@@ -19,12 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from ckptlib.catalog import Catalog
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.retention import Keep, sweep
 from ckptlib.errors import CkptError, FormatError, SaveFailed, describe
-from ckptlib.keys import SaveId, parse_save
-from ckptlib.part import Part
-from ckptlib.retention import Keep, sweep
-from ckptlib.slot import Slot
+from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.format.part import Part
+from ckptlib.slots.slot import Slot
 from ckptlib.stores import open_store
 from ckptlib.writer.channel import Channel, Message, readable
 from ckptlib.writer.persist import Persister, put_failure

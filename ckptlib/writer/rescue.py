@@ -10,10 +10,10 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from ckptlib.catalog import Catalog
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CkptError, SaveFailed
-from ckptlib.keys import SaveId
-from ckptlib.slot import Slot, SlotHeader
+from ckptlib.format.keys import SaveId
+from ckptlib.slots.slot import Slot, SlotHeader
 from ckptlib.writer.persist import Persister
 
 log = logging.getLogger(__name__)

@@ -16,19 +16,20 @@ from helpers.runtime import Runtime
 from helpers.streams import Simulation, Stream
 from workers.torn import raw
 
-from ckptlib import cuda, pairs, ring, spares, stage, works
-from ckptlib.box import Box
-from ckptlib.digests import XXH3
+from ckptlib.devices import cuda
 from ckptlib.errors import TornSnapshot
-from ckptlib.fence import Fence
-from ckptlib.keys import GenerationId, SaveId
-from ckptlib.layout import Layout, Mesh, Placed, TensorEntry
-from ckptlib.pairs import Source
-from ckptlib.plan import assign, body_nbytes, lay_out
-from ckptlib.sharding import Replicate
-from ckptlib.slot import Slot, SlotHeader
-from ckptlib.spares import Figures
-from ckptlib.stage import Content, Stager, Staging
+from ckptlib.format.body_layout import assign, body_nbytes, lay_out
+from ckptlib.format.box import Box
+from ckptlib.format.digests import XXH3
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
+from ckptlib.format.sharding import Replicate
+from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.staging import copies, pinned_ring, prepared_copies, spare_memory, stager
+from ckptlib.staging.copies import Source
+from ckptlib.staging.fence import Fence
+from ckptlib.staging.spare_memory import Figures
+from ckptlib.staging.stager import Content, Stager, Staging
 
 SLOT_BYTES = 1 << 18
 NUM_SLOTS = 3
@@ -37,12 +38,12 @@ NUM_SLOTS = 3
 def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything a thousand times smaller, so that small tensors show what large ones would."""
     monkeypatch.setattr(cuda, "PIN_BYTES", 8192)
-    monkeypatch.setattr(works, "MOVE_BYTES", 2048)
-    monkeypatch.setattr(works, "NUM_WINDOWS", 2)
-    monkeypatch.setattr(ring, "RING_BYTES", 1024)
-    monkeypatch.setattr(pairs, "OVERLAP_FROM_BYTES", 256)
-    monkeypatch.setattr(pairs, "PACK_BELOW_BYTES", 1024)
-    monkeypatch.setattr(stage, "SAMPLE_BYTES", 64)
+    monkeypatch.setattr(prepared_copies, "MOVE_BYTES", 2048)
+    monkeypatch.setattr(prepared_copies, "NUM_WINDOWS", 2)
+    monkeypatch.setattr(pinned_ring, "RING_BYTES", 1024)
+    monkeypatch.setattr(copies, "OVERLAP_FROM_BYTES", 256)
+    monkeypatch.setattr(copies, "PACK_BELOW_BYTES", 1024)
+    monkeypatch.setattr(stager, "SAMPLE_BYTES", 64)
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ def run(world: World, given: Given, seed: int, steps: int = 4) -> list[str]:
     simulation = Simulation(runtime, seed)
     simulation.patch(world.monkeypatch)
     room = Figures(1 << 30, 0, 0, 0)
-    world.monkeypatch.setattr(spares, "figures", lambda device: room)
-    world.monkeypatch.setattr(spares, "MARGIN_BYTES", 0)
+    world.monkeypatch.setattr(spare_memory, "figures", lambda device: room)
+    world.monkeypatch.setattr(spare_memory, "MARGIN_BYTES", 0)
     if given.pinned:
         for slot in world.slots:
             cuda.pin(slot.address(), slot.capacity, 0)

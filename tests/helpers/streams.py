@@ -20,7 +20,7 @@ from helpers.runtime import Runtime
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckptlib import accelerator
+from ckptlib.devices import accelerator
 
 DEVICE = torch.device("cpu", 0)
 """Unlike torch.device("cpu"), and yet tensors are made there."""

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import ckptlib
-from ckptlib import spares
-from ckptlib.spares import Figures
+from ckptlib.staging import spare_memory
+from ckptlib.staging.spare_memory import Figures
 
 ROWS = 512
 
@@ -26,8 +26,8 @@ def device_of_rank(rank: int) -> torch.device:
 
 def give_figures(device: torch.device) -> None:
     """Where torch has none of a device, as of the one that it tests itself with."""
-    if spares.figures(device) is None:
-        spares.figures = lambda device: Figures(8 << 30, 0, 0, 0)
+    if spare_memory.figures(device) is None:
+        spare_memory.figures = lambda device: Figures(8 << 30, 0, 0, 0)
 
 
 class Training:

@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckptlib
 from ckptlib import checkpoint
+from ckptlib.checkpointer import MAX_FAILURES
 from ckptlib.errors import AgreementFailed, SaveFailed, StateError, UnsupportedState
-from ckptlib.manager import MAX_FAILURES
-from ckptlib.session import WHOLE_EVERY
+from ckptlib.saving.session import WHOLE_EVERY
 from ckptlib.stores import absolute
 
 PATIENCE = timedelta(seconds=30)

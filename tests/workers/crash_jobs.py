@@ -27,7 +27,8 @@ import torch.distributed as dist
 from workers import crash_oracle
 
 import ckptlib
-from ckptlib import checkpoint, manager
+from ckptlib import checkpoint
+from ckptlib import checkpointer as checkpointer_module
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -112,7 +113,7 @@ def end_all(root: Path) -> None:
 
 def start_server() -> None:
     """The server imports what every job needs: three seconds, once."""
-    _context.set_forkserver_preload(["ckptlib.manager", "pytest", __name__])
+    _context.set_forkserver_preload(["ckptlib.checkpointer", "pytest", __name__])
     before = os.environ.copy()
     path = os.pathsep.join(map(str, Path(__file__).parents[1:3]))  # it is not given sys.path
     os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=path)
@@ -232,7 +233,7 @@ def holds(step: crash_oracle.Step, numel: int) -> bool:
 def checkpointer(
     url: str, state: State, orphans_timeout_s: float = WAIT_S, **kwargs: Any
 ) -> Iterator[ckptlib.Checkpointer]:
-    manager.ORPHANS_TIMEOUT_S = orphans_timeout_s
+    checkpointer_module.ORPHANS_TIMEOUT_S = orphans_timeout_s
     seconds = {name: timedelta(seconds=kwargs.pop(name)) for name in ("timeout", "save_deadline") if name in kwargs}
     with ckptlib.Checkpointer(url, state.mapping, **{"every": 1, **kwargs}, **seconds) as ckpt:
         yield ckpt

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptlib import plan
-from ckptlib.catalog import Catalog
-from ckptlib.digests import XXH3, digester
-from ckptlib.documents import encode
-from ckptlib.keys import GenerationId, SaveId
-from ckptlib.layout import Layout, Mesh, Placed, TensorEntry
-from ckptlib.manifest import Generation, Root
-from ckptlib.sharding import Replicate
-from ckptlib.slot import Slot, SlotHeader
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.format import body_layout
+from ckptlib.format.digests import XXH3, digester
+from ckptlib.format.documents import encode
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
+from ckptlib.format.manifest import Generation, Root
+from ckptlib.format.sharding import Replicate
+from ckptlib.slots.slot import Slot, SlotHeader
 from ckptlib.stores.local import LocalStore
 
 ROOT_ID = "feedbeef" * 4
@@ -49,9 +49,9 @@ def ready_slot(directory: Path, save: SaveId, arrays: dict[str, np.ndarray]) -> 
     holding = Placed(Mesh((1,), (0,)), (Replicate(),), (0,))
     entries = [TensorEntry(name, str(a.dtype), a.shape, holding) for name, a in sorted(arrays.items())]
     layout = Layout(1, tuple(entries))
-    boxes = [(entry.name, plan.Box.whole(entry.shape)) for entry in entries]
-    table = plan.lay_out(layout, boxes)
-    nbytes = plan.body_nbytes(table)
+    boxes = [(entry.name, body_layout.Box.whole(entry.shape)) for entry in entries]
+    table = body_layout.lay_out(layout, boxes)
+    nbytes = body_layout.body_nbytes(table)
     slot = Slot.create(directory, f"ckptlib-{ROOT_ID[:16]}-{save.generation}", nbytes + (1 << 20))
     body = slot.body
     for tensor, begin in zip(table.tensors, table.begins(table.sizes(layout)), strict=True):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ckptlib.errors import AgreementFailed, StoreFull, UnsupportedState
-from ckptlib.group import Group, group_of, meet, together, together_at_length
+from ckptlib.ranks.group import Group, group_of, meet, together, together_at_length
 
 
 def collectives(group: Group) -> None:

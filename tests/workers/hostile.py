@@ -27,15 +27,15 @@ import xxhash
 from support import make_generation, make_root, make_save
 
 import ckptlib
-from ckptlib import keys, values
-from ckptlib.catalog import Catalog
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.cli.app import run
-from ckptlib.documents import seal
 from ckptlib.errors import CkptError, UnsupportedState
-from ckptlib.keys import GenerationId, SaveId
-from ckptlib.manifest import TrashRecord
-from ckptlib.slot import SlotHeader
-from ckptlib.snapshot import SnapshotReader
+from ckptlib.format import keys, values
+from ckptlib.format.documents import seal
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import TrashRecord
+from ckptlib.slots.slot import SlotHeader
+from ckptlib.slots.snapshot import SnapshotReader
 from ckptlib.stores.local import LocalStore
 
 Body = dict[str, Any]

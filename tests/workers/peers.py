@@ -33,10 +33,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from workers.crash_jobs import Teller
 
 import ckptlib
-from ckptlib import Peers, holdings, stage
-from ckptlib.peer import link, replicate, source
-from ckptlib.reader import Reader
-from ckptlib.slot import Slot, SlotHeader
+from ckptlib import Peers
+from ckptlib.loading.reader import Reader
+from ckptlib.peers import replicator
+from ckptlib.ranks import link
+from ckptlib.recovery import memory_source
+from ckptlib.saving import snapshots
+from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.staging import stager
 
 WIDTHS = {"fsdp": 64, "ddp": 288, "hsdp": 384}
 """Of layers; where others hold the same, a rank's shard of a weight is large enough to be copied by them."""
@@ -194,8 +198,8 @@ def train(
     drags:           by rank, seconds that each message of a body takes longer.
     """
     link.CHUNK_BYTES = CHUNK_BYTES
-    replicate.FIRST_BACKOFF_S = 0.2
-    holdings.RECLAIM_EVERY_S = 0.0
+    replicator.FIRST_BACKOFF_S = 0.2
+    snapshots.RECLAIM_EVERY_S = 0.0
     logging.getLogger("ckptlib").setLevel(logging.INFO)
     training = _training(kind, rank, own_data)
     received = _watch_recoveries()
@@ -244,13 +248,13 @@ def train(
 def _watch_recoveries() -> list[int]:
     """How many slots of other hosts were read here, for each snapshot that was tried."""
     found: list[int] = []
-    close = source.InMemory.close
+    close = memory_source.InMemory.close
 
-    def watched(self: source.InMemory) -> None:
+    def watched(self: memory_source.InMemory) -> None:
         found.append(self.num_received)
         close(self)
 
-    source.InMemory.close = watched  # type: ignore[method-assign]
+    memory_source.InMemory.close = watched  # type: ignore[method-assign]
     return found
 
 
@@ -336,10 +340,10 @@ def _connected() -> set[int]:
 def _mark_sealed(rank: int, gates: str) -> None:
     """A file for each snapshot that this rank has sealed: no trap may depend on who is faster."""
 
-    def mark(staging: stage.Staging) -> None:
+    def mark(staging: stager.Staging) -> None:
         Path(gates, f"sealed{staging.step}.rank{rank}").touch()
 
-    _wrap(stage, "_seal", after=mark)
+    _wrap(stager, "_seal", after=mark)
 
 
 def _set_trap(gates: Path, size: int, *, stage: str, rank: int, step: int | None = None) -> None:
@@ -385,7 +389,7 @@ def _set_trap(gates: Path, size: int, *, stage: str, rank: int, step: int | None
         return lambda *args: die() if _in(thread) else None
 
     begun: list[int] = []
-    _wrap(replicate.Replicator, "begin", before=lambda replicator, now, staging, twins: begun.append(now.save.step))
+    _wrap(replicator.Replicator, "begin", before=lambda itself, now, staging, twins: begun.append(now.save.step))
 
     def on_staging(staging: Any) -> None:
         if staging.step == step:
@@ -393,7 +397,7 @@ def _set_trap(gates: Path, size: int, *, stage: str, rank: int, step: int | None
 
     match stage:
         case "staging":
-            _wrap(sys.modules["ckptlib.stage"], "_seal", before=on_staging)
+            _wrap(sys.modules["ckptlib.staging.stager"], "_seal", before=on_staging)
         case "sealing":
             _wrap(Slot, "write_header", before=on_header("stage"))
         case "sealed":
@@ -413,7 +417,7 @@ def _set_trap(gates: Path, size: int, *, stage: str, rank: int, step: int | None
         case "loading":
             _wrap(Reader, "_run", after=lambda *args: die())
         case "loaded":
-            _wrap(replicate.Replicator, "begin", before=lambda *args: die())
+            _wrap(replicator.Replicator, "begin", before=lambda *args: die())
         case _:
             raise AssertionError(stage)
 

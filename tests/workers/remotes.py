@@ -32,22 +32,22 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from support import ROOT_ID, layout_of, shards_of
 from workers.transfers import CAPACITY, NUM_RANKS, PATIENCE, STATE, content_of, flip, rank, seal, slot_of
 
-from ckptlib.box import Box
-from ckptlib.digests import XXH3
 from ckptlib.errors import AgreementFailed, CorruptData, FormatError
-from ckptlib.group import group_of
-from ckptlib.keys import GenerationId, SaveId
-from ckptlib.pairs import Source
-from ckptlib.peer import remote as remote_module
-from ckptlib.peer.inventory import Found, Inventory, Move, describe, look, memory_of
-from ckptlib.peer.link import Link
-from ckptlib.peer.remote import STREAMS, Exchange, RemoteSlot
-from ckptlib.peer.source import InMemory
-from ckptlib.plan import body_nbytes, lay_out
-from ckptlib.reader import Reader, Want, own_rank
-from ckptlib.slot import PAGE_BYTES, Slot, SlotHeader
-from ckptlib.snapshot import SnapshotReader, check_body
-from ckptlib.stage import Content, Stager
+from ckptlib.format.body_layout import body_nbytes, lay_out
+from ckptlib.format.box import Box
+from ckptlib.format.digests import XXH3
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.loading.reader import Reader, Want, own_rank
+from ckptlib.ranks.group import group_of
+from ckptlib.ranks.link import Link
+from ckptlib.recovery import remote_slots as remote_module
+from ckptlib.recovery.inventory import Found, Inventory, Move, describe, look, memory_of
+from ckptlib.recovery.memory_source import InMemory
+from ckptlib.recovery.remote_slots import STREAMS, Exchange, RemoteSlot
+from ckptlib.slots.slot import PAGE_BYTES, Slot, SlotHeader
+from ckptlib.slots.snapshot import SnapshotReader, check_body
+from ckptlib.staging.copies import Source
+from ckptlib.staging.stager import Content, Stager
 
 PIECE_BYTES = 1 << 20
 """The most that one request asks for, here: a small body takes several."""

@@ -33,7 +33,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import ckptlib
-from ckptlib import checkpoint, sharding
+from ckptlib import checkpoint
+from ckptlib.format import sharding
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ckptlib.slot import Slot
+from ckptlib.slots.slot import Slot
 
 
 def main() -> None:
     if sys.argv[1] == "make":
-        from ckptlib.arena import Arena
-        from ckptlib.keys import GenerationId
+        from ckptlib.format.keys import GenerationId
+        from ckptlib.staging.arena import Arena
 
         root_id, number, nonce, directory = sys.argv[2:]
         arena = Arena(root_id, GenerationId(int(number), nonce), Path(directory), 2)

@@ -29,17 +29,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from support import ROOT_ID, layout_of, shards_of
 
-from ckptlib.digests import XXH3
 from ckptlib.errors import AgreementFailed, CorruptData, FormatError, NoRoom, PeerRefused, ReplicationFailed
-from ckptlib.keys import GenerationId, SaveId
-from ckptlib.pairs import Source
-from ckptlib.peer import link as link_module
-from ckptlib.peer.link import Link
-from ckptlib.peer.transfer import MAX_DOCUMENTS_BYTES, receive_slot, send_slot, withdraw
-from ckptlib.plan import body_nbytes, lay_out
-from ckptlib.slot import PAGE_BYTES, Slot, SlotHeader
-from ckptlib.snapshot import SnapshotReader, check_body
-from ckptlib.stage import Content, Stager
+from ckptlib.format.body_layout import body_nbytes, lay_out
+from ckptlib.format.digests import XXH3
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.peers.transfer import MAX_DOCUMENTS_BYTES, receive_slot, send_slot, withdraw
+from ckptlib.ranks import link as link_module
+from ckptlib.ranks.link import Link
+from ckptlib.slots.slot import PAGE_BYTES, Slot, SlotHeader
+from ckptlib.slots.snapshot import SnapshotReader, check_body
+from ckptlib.staging.copies import Source
+from ckptlib.staging.stager import Content, Stager
 
 NUM_RANKS = 3
 

@@ -1,0 +1,183 @@
+"""What it takes for a save to be whole: its parts hold every element of every tensor, and one value for each.
+
+A load needs no more than that, so what is proved at the commit loads. Pure: no torch, no I/O. What two parts hold both
+is told here, by their tables; `ckptlib.contents` looks at the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ckptlib.errors import FormatError, UnsupportedState
+from ckptlib.format import sharding
+from ckptlib.format.box import Box, Effort, find_hole
+from ckptlib.format.layout import Layout, PerRank, Placed, TensorEntry
+from ckptlib.format.overlaps import Meeting, meetings
+from ckptlib.format.part import Part
+
+MAX_DOUBTS = 2**14
+"""Of a save: half a second. Ranks that compared what they hold write no element twice, but for boxes whose overlaps
+would cut them into very many pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """What two shards hold both; the tensor has a value only if they are equal there."""
+
+    name: str
+    region: Box
+    ranks: tuple[int, int]
+    """Whose parts they are in; ascending."""
+    boxes: tuple[Box, Box]
+    """Of the shards."""
+
+
+class Proof:
+    """What a set of parts holds. Each is looked at once and not kept: those of a thousand ranks are gigabytes."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Held] = {}
+        """By name."""
+        self._rows: dict[str, list[_Held | None]] = {}
+        """By layout: what is held of each of its tensors; None: every rank has its own."""
+        self._lost: str | None = None
+        self._clash: str | None = None
+
+    def add(self, part: Part, layout: Layout) -> None:
+        """A part that was checked against its layout. Parts come in the order of their ranks."""
+        table, rank = part.table, part.rank
+        rows = self._rows.get(table.layout)
+        if rows is None:
+            rows = self._rows[table.layout] = [self._row(entry, rank) for entry in layout.tensors]
+        for tensor, box in zip(table.tensors, table.boxes, strict=True):
+            held = rows[tensor]
+            if held is not None:
+                held.boxes.append(box)
+                held.ranks.append(rank)
+        own = {*table.tensors}
+        lost = next((i for i in layout.per_rank if i not in own), None)
+        if lost is not None and self._lost is None:
+            self._lost = f"{layout.tensors[lost].name} of rank {part.rank}"
+
+    def _row(self, entry: TensorEntry, rank: int) -> _Held | None:
+        if isinstance(entry.holding, PerRank):
+            return None
+        held = self._held.get(entry.name)
+        if held is None:
+            held = self._held[entry.name] = _Held(entry, rank)
+        kinds = [f"{e.dtype}{list(e.shape)}" for e in (held.entry, entry)]
+        if kinds[0] != kinds[1]:
+            self._clash = (
+                self._clash or f"{entry.name} is {kinds[0]} on rank {held.first} and {kinds[1]} on rank {rank}"
+            )
+            return None
+        return held
+
+    def missing(self) -> str | None:
+        """What no part holds, as "name[box]", or None when every tensor of their layouts is whole.
+
+        Raises FormatError where that cannot be told, UnsupportedState for what torch reads in two ways.
+        """
+        if self._lost is not None:
+            return self._lost
+        whole: set[object] = set()
+        effort = Effort()
+        for name, held in self._held.items():
+            kind = held.kind
+            if kind not in whole:
+                try:
+                    hole = _hole(held.entry, held.boxes, effort)
+                except FormatError as error:
+                    raise FormatError(f"{name}: {error}") from None
+                if hole is not None:
+                    return f"{held.entry.name}{hole}"
+                whole.add(kind)
+        return None
+
+    def clash(self) -> str | None:
+        """A tensor that is not the same for all ranks, with what it is on two of them; None when there is none."""
+        return self._clash
+
+    def doubts(self) -> list[Doubt]:
+        """All that several shards hold, in the order of the ranks; none where every element is written once, as in
+        every save for which the ranks compared what they hold.
+
+        Raises UnsupportedState where there is more of it than can be compared.
+        """
+        found: list[Doubt] = []
+        known: dict[object, list[Meeting]] = {}
+        for name, held in self._held.items():
+            if len(held.boxes) < 2:
+                continue
+            kind = held.kind
+            if kind not in known:
+                known[kind] = _meetings(held.entry, held.boxes)
+            if len(found) + len(known[kind]) > MAX_DOUBTS:
+                raise UnsupportedState(
+                    f"{name}: ranks wrote more than {MAX_DOUBTS:,} regions twice, in this tensor and those before it; "
+                    "that is more than can be compared. Give each rank the box that is its own"
+                )
+            for i, j, region in known[kind]:
+                found.append(Doubt(name, region, (held.ranks[i], held.ranks[j]), (held.boxes[i], held.boxes[j])))
+        return sorted(found, key=lambda doubt: doubt.ranks)
+
+
+class _Held:
+    """The shards of one tensor."""
+
+    __slots__ = ("boxes", "entry", "first", "ranks")
+
+    def __init__(self, entry: TensorEntry, first: int) -> None:
+        self.entry = entry
+        self.first = first
+        """The first rank that tells of it."""
+        self.boxes: list[Box] = []
+        self.ranks: list[int] = []
+        """Of each box: in whose part it is."""
+
+    @property
+    def kind(self) -> object:
+        """Equal boxes of a table are one object, so tensors that are cut alike have the same ones."""
+        return self.entry.shape, self.entry.holding, *map(id, self.boxes)
+
+
+def _hole(entry: TensorEntry, boxes: Sequence[Box], effort: Effort) -> Box | None:
+    distinct = set(boxes)
+    tiling = _tiling(entry, len(distinct))
+    if tiling is not None and tiling <= distinct:
+        return None  # thousands of boxes, and the general way takes the square of that
+    return find_hole(Box.whole(entry.shape), list(distinct), effort)
+
+
+def _meetings(entry: TensorEntry, boxes: Sequence[Box]) -> list[Meeting]:
+    tiling = _tiling(entry, len(boxes))
+    if tiling is not None and len(tiling) == len(boxes) and tiling == {*boxes}:
+        return []
+    try:
+        return meetings(boxes)
+    except UnsupportedState as error:
+        raise UnsupportedState(f"{entry.name}: {error}") from None
+
+
+def _tiling(entry: TensorEntry, num: int) -> frozenset[Box] | None:
+    """Every box of a tensor on a mesh: together they are the whole, and none overlap.
+
+    None where it is not on a mesh, or is cut into more than `num` boxes: to list those of a mesh of thousands of ranks
+    is worth it only where a part of each was read, and a layout of one megabyte may have thousands of shapes.
+    """
+    holding = entry.holding
+    if not isinstance(holding, Placed):
+        return None
+    if sharding.least_pieces(entry.shape, holding.mesh.shape, holding.placements) > num:
+        return None
+    return _placed_boxes(entry.shape, holding.mesh.shape, holding.placements)
+
+
+@lru_cache(maxsize=64)  # layers are alike
+def _placed_boxes(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[sharding.Placement, ...]
+) -> frozenset[Box]:
+    holders = sharding.coordinates_touching(shape, mesh_shape, placements, Box.whole(shape))
+    return frozenset(piece.box for at in holders for piece in sharding.pieces(shape, mesh_shape, placements, at))

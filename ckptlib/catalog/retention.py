@@ -1,0 +1,302 @@
+"""What leaves a store, and when: the only place that deletes from one.
+
+Two passes, a grace period apart. The first turns what is no longer wanted into trash: a record is put, then the
+manifest goes, and the step with it. The second deletes parts, then packs, then the record, once the record is older
+than the grace period and a fresh listing shows no manifest. So a reader that has just looked a step up has that long
+to read it, and whoever was about to commit the parts of a dead generation is seen to have done so.
+
+What a crashed save left behind becomes trash too, when all of it is older than the grace period; no save lives as
+long. Ages are by the store's own clock. No torch.
+
+    a crash ...                              leaves                            then the next sweep
+    after the record, before the manifest    the step, and a stale record      drops the record, and decides anew
+    after the manifest                       trash                             deletes it when its time has come
+    between deletions                        trash with fewer objects          deletes the rest, the record last
+    while the clock is read                  trash/clock-...                   deletes it when it is old
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from ckptlib.catalog.catalog import Catalog, history
+from ckptlib.errors import (
+    CheckpointNotFound,
+    CorruptData,
+    FormatError,
+    ObjectExists,
+    ObjectUnreadable,
+    StoreError,
+    StoreFull,
+)
+from ckptlib.format import keys
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import Generation, TrashRecord
+from ckptlib.stores import Entry, Store
+
+log = logging.getLogger(__name__)
+
+GRACE = timedelta(hours=24)
+"""Longer than any load takes, and long enough for somebody to notice in the morning."""
+
+CLOCK = f"{keys.TRASH}clock-"
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which steps stay."""
+
+    last: int = 3
+    """The newest ones; at least 1."""
+    every: int | None = None
+    """And those whose step is a multiple of this."""
+    grace: timedelta = GRACE
+    """How long the bytes of a dropped step stay; at least twice the save deadline of the root."""
+
+    def __post_init__(self) -> None:
+        if self.last < 1:
+            raise ValueError(f"Keep(last={self.last}): the newest step is never dropped; expected last >= 1")
+        if self.every is not None and self.every < 1:
+            raise ValueError(f"Keep(every={self.every}): expected a number of steps >= 1, or None")
+
+    def to_json(self) -> dict[str, object]:
+        """For the writer process; `from_json` is its inverse."""
+        return {"last": self.last, "every": self.every, "grace_s": self.grace.total_seconds()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Keep:
+        return cls(data["last"], data["every"], timedelta(seconds=data["grace_s"]))
+
+    def choose(self, saves: Sequence[SaveId]) -> list[SaveId]:
+        """Those of the visible saves that are dropped, ascending. Pure."""
+        older = sorted(saves)[: -self.last]
+        return [save for save in older if self.every is None or save.step % self.every]
+
+    def check(self, save_deadline_s: float) -> None:
+        """Raises ValueError where a save may live longer than half the grace period."""
+        if self.grace.total_seconds() < 2 * save_deadline_s:
+            raise ValueError(
+                f"Keep(grace={self.grace}): what a save has put so far could be deleted before it commits; expected "
+                f"at least {timedelta(seconds=2 * save_deadline_s)}, twice the save deadline of the root"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What a sweep did, or with dry_run would do."""
+
+    dropped: tuple[SaveId, ...]
+    """Committed steps that became trash: they are gone, their bytes are waiting."""
+    condemned: tuple[SaveId, ...]
+    """Saves that never committed and became trash."""
+    deleted: tuple[Entry, ...]
+    """Objects of trash whose time had come, and layouts, in the order of their deletion."""
+    waiting: tuple[SaveId, ...]
+    """Saves without a manifest that are still there, if only as a trash record."""
+
+    @property
+    def nbytes_deleted(self) -> int:
+        """Bytes given back."""
+        return sum(entry.nbytes for entry in self.deleted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stock:
+    """What a store holds, as far as it can ever be deleted."""
+
+    objects: dict[SaveId, list[Entry]]
+    """Parts, then packs, of every save."""
+    layouts: list[Entry]
+    records: dict[SaveId, Entry]
+    """Trash records."""
+    clocks: list[Entry]
+    """What earlier sweeps did not come to delete."""
+    committed: set[SaveId]
+    referenced: set[SaveId]
+
+
+def sweep(
+    catalog: Catalog,
+    keep: Keep | None,
+    generation: keys.GenerationId | None,
+    dry_run: bool = False,
+    abandoned: bool = False,
+) -> Sweep:
+    """Drops the steps that `keep` (None: all stay) does not keep, and deletes the trash whose time has come.
+
+    `generation`: of the live job that asks; None outside of one. `abandoned`: steps left behind by a rewind are
+    dropped as well. `dry_run` changes nothing, and measures ages by this machine's clock.
+
+    Raises Superseded, ValueError for too short a grace period, CorruptData where the record of a generation is lost
+    (a live job warns, and goes on along the history that is left), and what reading the history raises.
+    """
+    grace_s = _grace_s(keep, catalog.root().save_deadline_s)
+    if not dry_run:
+        _check_head(catalog, generation)
+    oldest = (time.time() if dry_run else _now(catalog.store)) - grace_s
+    stock = _take_stock(catalog)
+    generations = _generations(catalog, live=generation is not None and not abandoned)
+    dropped = _unwanted(stock, generations, keep, abandoned)
+    condemned = _crashed(stock, oldest)
+    due = _due(stock, oldest)
+    deleted = [entry for save in due for entry in (*stock.objects.get(save, ()), stock.records[save])]
+    waiting = sorted(({*stock.objects, *stock.records} - stock.committed | {*dropped}) - {*due})
+    if not waiting:
+        deleted += _unnamed_layouts(catalog, stock, oldest)
+    if not dry_run:
+        stale = [stock.records[save] for save in stock.records.keys() & stock.committed]
+        old_clocks = [entry for entry in stock.clocks if entry.modified < oldest]
+        _delete(catalog, generation, stale + old_clocks)
+        _delete(catalog, generation, deleted)  # before anything is put: the store may be full
+        for save in dropped:
+            _drop(catalog, generation, save)
+        for save in condemned:
+            _put_record(catalog.store, TrashRecord(save, "never committed"))
+        catalog.store.clean(oldest)
+    return Sweep(tuple(dropped), tuple(condemned), tuple(deleted), tuple(waiting))
+
+
+def referenced(catalog: Catalog) -> set[SaveId]:
+    """The saves whose parts and packs a committed step needs: each its own, and no other's."""
+    return set(catalog.saves())
+
+
+def _grace_s(keep: Keep | None, save_deadline_s: float) -> float:
+    if keep is None:
+        return max(GRACE.total_seconds(), 2 * save_deadline_s)
+    keep.check(save_deadline_s)
+    return keep.grace.total_seconds()
+
+
+def _now(store: Store) -> float:
+    """The time by the store's own clock: when it says that an object was put which was put just now.
+
+    Where there is no room for one, that of the newest object: not later, so nothing looks older than it is.
+    """
+    key = f"{CLOCK}{keys.new_nonce()}.json"
+    try:
+        store.put(key, b"")  # a full disk often takes a file of no bytes
+    except StoreFull:
+        return max((entry.modified for entry in store.scan("")), default=0.0)
+    try:
+        found = [entry.modified for entry in store.scan(key) if entry.key == key]
+    finally:
+        store.delete(key)
+    if not found:
+        raise StoreError(f"{store.url}/{key}: was put, but is not listed; nothing is deleted from such a store")
+    return found[0]
+
+
+def _take_stock(catalog: Catalog) -> _Stock:
+    """Manifests are listed last: what is committed meanwhile counts as committed."""
+    objects: dict[SaveId, list[Entry]] = {}
+    records: dict[SaveId, Entry] = {}
+    clocks: list[Entry] = []
+    layouts = catalog.store.scan(keys.LAYOUTS)
+    for entry in [*catalog.store.scan(keys.PARTS), *catalog.store.scan(keys.PACKS)]:
+        part = keys.parse_part_key(entry.key)
+        save = keys.pack_save(entry.key) if part is None else part.save
+        if save is not None:
+            objects.setdefault(save, []).append(entry)
+    for entry in catalog.store.scan(keys.TRASH):
+        save = keys.parse_trash_key(entry.key)
+        if save is not None:
+            records[save] = entry
+        elif entry.key.startswith(CLOCK):
+            clocks.append(entry)
+    return _Stock(objects, layouts, records, clocks, set(catalog.saves()), referenced(catalog))
+
+
+def _generations(catalog: Catalog, live: bool) -> Mapping[GenerationId, Generation]:
+    """All records. A `live` job goes on without those that are lost: what it drops is on the history that is left."""
+    found, lost = catalog.records()
+    if lost:
+        what = "; ".join(str(error) for _, error in sorted(lost.items()))
+        if not live:
+            raise CorruptData(
+                f"{catalog.store.url}: history is incomplete: {what}. Which steps a rewind has left behind, and which "
+                "the job goes on from, cannot be told, so nothing is dropped or deleted. Put the record back from a "
+                "copy of the root; until then, jobs with keep= drop steps of their own history"
+            )
+        log.warning("history is incomplete, and only steps on what is left of it are dropped: %s", what)
+    return found
+
+
+def _unwanted(
+    stock: _Stock, generations: Mapping[GenerationId, Generation], keep: Keep | None, abandoned: bool
+) -> list[SaveId]:
+    """The committed saves that are dropped.
+
+    Never the one that the newest generation resumed from while it has none of its own: it would have nowhere to
+    start again.
+    """
+    visible = history(stock.committed, generations)
+    unwanted = set() if keep is None else {*keep.choose(visible)}
+    if abandoned:
+        unwanted |= stock.committed - {*visible}
+    newest = max(generations, default=None)
+    if newest is not None and all(save.generation != newest for save in stock.committed):
+        unwanted -= {generations[newest].resumed_from}
+    return sorted(unwanted)
+
+
+def _due(stock: _Stock, oldest: float) -> list[SaveId]:
+    """The trash whose time has come."""
+    kept = stock.committed | stock.referenced
+    return sorted(save for save, record in stock.records.items() if save not in kept and record.modified < oldest)
+
+
+def _crashed(stock: _Stock, oldest: float) -> list[SaveId]:
+    """The saves that never committed, have no trash record yet, and are too old to go on."""
+    return sorted(
+        save
+        for save, entries in stock.objects.items()
+        if save not in stock.committed | stock.referenced
+        and save not in stock.records
+        and all(entry.modified < oldest for entry in entries)
+    )
+
+
+def _unnamed_layouts(catalog: Catalog, stock: _Stock, oldest: float) -> list[Entry]:
+    """The old layouts that no committed step names; asked only where no other save is left that may name one."""
+    old = [entry for entry in stock.layouts if entry.modified < oldest]
+    if not old:
+        return []
+    try:
+        named = {keys.layout_key(digest) for save in stock.committed for digest in catalog.manifest(save).layouts}
+    except (CheckpointNotFound, CorruptData, FormatError, ObjectUnreadable) as error:
+        log.warning("layouts are left alone, since a manifest cannot be read: %s", error)
+        return []
+    return [entry for entry in old if entry.key not in named]
+
+
+def _drop(catalog: Catalog, generation: keys.GenerationId | None, save: SaveId) -> None:
+    """The record first: without it, the next generation would take the parts for a save to be committed."""
+    _check_head(catalog, generation)
+    _put_record(catalog.store, TrashRecord(save, "dropped by retention"))
+    catalog.store.delete(save.manifest_key)
+    log.info("step %d is dropped; its bytes go after the grace period", save.step)
+
+
+def _put_record(store: Store, record: TrashRecord) -> None:
+    with contextlib.suppress(ObjectExists):  # another sweep was first
+        store.put(record.save.trash_key, record.encode())
+
+
+def _delete(catalog: Catalog, generation: keys.GenerationId | None, entries: Iterable[Entry]) -> None:
+    """In the order given."""
+    for i, entry in enumerate(entries):
+        if i % 100 == 0:  # a listing each: seldom enough to cost little
+            _check_head(catalog, generation)
+        catalog.store.delete(entry.key)
+
+
+def _check_head(catalog: Catalog, generation: keys.GenerationId | None) -> None:
+    if generation is not None:
+        catalog.check_head(generation)

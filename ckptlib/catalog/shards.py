@@ -1,0 +1,217 @@
+"""Whether saved shards hold the same bytes where they overlap: by digests where these tell, else by the bytes.
+
+No torch. Small shards share chunks, whose digests say nothing of one of them alone, and none says anything of a region.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptlib.catalog.completeness import Doubt
+from ckptlib.errors import CorruptData
+from ckptlib.format import dtypes
+from ckptlib.format.box import Box, boxes_of_range
+from ckptlib.format.digests import digester
+from ckptlib.format.layout import Layout
+from ckptlib.format.part import Part
+
+ReadInto = Callable[[str, int, memoryview], None]
+"""Fills a buffer with bytes of a pack, from an offset on."""
+
+_Key = tuple[str, int, int, str]
+"""Pack, offset, bytes and digest of a chunk."""
+
+BYTES_KEPT = 64 * 1024 * 1024
+"""Of chunks. Shards are asked about in about the order in which they lie, those that overlap with many very often."""
+
+UNSEEN_BYTES = 64 * 1024 * 1024
+"""The most that memory is taken for on the word of a document; ckptlib writes chunks of a sixteenth of it."""
+
+REGION_BYTES = 16 * 1024 * 1024
+"""Of two shards, so much is compared at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedShard:
+    """One shard of a part."""
+
+    part: Part
+    layout: Layout
+    """The part's."""
+    shard: int
+    """Position in the part's table."""
+    skipped: int
+    """Bytes of its first chunk that lie before it."""
+    nbytes: int
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Of its chunks."""
+        chunks = self.part.table.chunks(self.shard)
+        return self.part.digests[chunks.start : chunks.stop]
+
+    @property
+    def box(self) -> Box:
+        """What it fills of its tensor."""
+        return self.part.table.boxes[self.shard]
+
+    @property
+    def itemsize(self) -> int:
+        return dtypes.itemsize(self.layout.tensors[self.part.table.tensors[self.shard]].dtype)
+
+    @property
+    def is_shared(self) -> bool:
+        return self.part.table.is_shared(self.shard)
+
+
+class Share:
+    """A part, with what is asked of it for each tensor looked up once."""
+
+    def __init__(self, part: Part, layout: Layout) -> None:
+        table = part.table
+        self.part, self.layout = part, layout
+        self.sizes = table.sizes(layout)
+        """Per shard: its bytes."""
+        chunk_begins = map(table.offsets.__getitem__, table.first_chunks)
+        self.skipped = [*map(operator.sub, table.begins(self.sizes), chunk_begins)]
+        """Per shard: bytes of its first chunk that lie before it."""
+        alone = zip(range(len(table.tensors)), strict=True)
+        self._at: dict[str, dict[Box, list[int]]] = {}
+        self._shards: Mapping[int, Sequence[int]] = dict(zip(table.tensors, alone, strict=True))
+        if len(self._shards) < len(table.tensors):  # a tensor has several
+            shards: dict[int, list[int]] = {}
+            for shard, tensor in enumerate(table.tensors):
+                shards.setdefault(tensor, []).append(shard)
+            self._shards = shards
+
+    def shards(self, name: str) -> Sequence[int]:
+        """Of a tensor, by the name that it is saved under: positions in the part's table."""
+        tensor = self.layout.index.get(name)
+        return () if tensor is None else self._shards.get(tensor, ())
+
+    def shards_at(self, name: str, box: Box) -> Sequence[int]:
+        """Those that fill this box of a tensor; one at least."""
+        if name not in self._at:
+            at = self._at[name] = {}
+            for shard in self.shards(name):
+                at.setdefault(self.part.table.boxes[shard], []).append(shard)
+        return self._at[name][box]
+
+    def shard(self, shard: int) -> SavedShard:
+        return SavedShard(self.part, self.layout, shard, self.skipped[shard], self.sizes[shard])
+
+
+class Contents:
+    """Compares shards; owned by one thread."""
+
+    def __init__(self, read: ReadInto) -> None:
+        self._read = read
+        self._chunks: OrderedDict[_Key, bytes] = OrderedDict()
+        """What was asked for last is last."""
+        self._nbytes = 0
+        """Of them."""
+        self._altered: dict[_Key, str] = {}
+        """What is the matter with those that do not match."""
+
+    def settles(self, doubt: Doubt, share: Callable[[int], Share]) -> bool:
+        """Whether the shards of a doubt are equal. `share`: a rank's. Raises as `same` does."""
+        first, second = map(share, doubt.ranks)
+        one = first.shards_at(doubt.name, doubt.boxes[0])[0]
+        other = second.shards_at(doubt.name, doubt.boxes[1])[-1]  # one part may have both
+        return self.same(first.shard(one), second.shard(other), doubt.region)
+
+    def same(self, first: SavedShard, second: SavedShard, region: Box) -> bool:
+        """Whether two shards, of tensors of one dtype, hold the same bytes in a region that lies in the boxes of both.
+
+        Raises CorruptData for a chunk that does not match its digest, StoreError when one had to be read.
+        """
+        if first.box == second.box:
+            if first.digests == second.digests and first.skipped == second.skipped:
+                return True
+            if region == first.box and not first.is_shared and not second.is_shared and _cut_alike(first, second):
+                return False
+        pieces = _split(region, REGION_BYTES // first.itemsize)
+        return all(np.array_equal(self._bytes(first, piece), self._bytes(second, piece)) for piece in pieces)
+
+    def _bytes(self, saved: SavedShard, region: Box) -> np.ndarray:
+        """Of a region of a shard: its elements, each a row of bytes; reads the chunks in which they lie."""
+        box, itemsize, table = saved.box, saved.itemsize, saved.part.table
+        wanted = region.relative_to(box.offset)
+        found = np.empty((*region.shape, itemsize), np.uint8)
+        begin, end = wanted.flat_range(box.shape)
+        chunks = table.chunks(saved.shard)
+        stop = 0
+        for chunk in chunks:
+            start, stop = stop, stop + (saved.nbytes if len(chunks) == 1 else table.nbytes[chunk]) // itemsize
+            low, high = max(start, begin), min(stop, end)
+            if low >= high:
+                continue
+            data = np.frombuffer(self._chunk(saved.part, chunk, saved.layout), np.uint8)
+            skipped = saved.skipped - start * itemsize
+            for flat, local in boxes_of_range(box.shape, low, high):
+                common = local.intersect(wanted)
+                if common is not None:
+                    first = flat * itemsize + skipped
+                    stretch = data[first : first + local.numel * itemsize].reshape(*local.shape, itemsize)
+                    found[common.relative_to(wanted.offset).slices()] = stretch[
+                        common.relative_to(local.offset).slices()
+                    ]
+        return found
+
+    def _chunk(self, part: Part, chunk: int, layout: Layout) -> bytes:
+        table = part.table
+        pack, offset, nbytes = part.packs[table.packs[chunk]].key, table.offsets[chunk], table.nbytes[chunk]
+        key = pack, offset, nbytes, part.digests[chunk]
+        if key in self._chunks:
+            self._chunks.move_to_end(key)
+            return self._chunks[key]
+        if key not in self._altered:
+            check_there(self._read, pack, offset, nbytes)
+            buffer = bytearray(nbytes)
+            self._read(pack, offset, memoryview(buffer))
+            if digester(part.algorithm)(buffer) == part.digests[chunk]:
+                return self._keep(key, bytes(buffer))
+            self._altered[key] = (
+                f"{table.describe(chunk, layout)}: {pack} [{offset}:+{nbytes}] does not match {part.digests[chunk]}; "
+                "the object was altered after it was written"
+            )
+        raise CorruptData(self._altered[key])
+
+    def _keep(self, key: _Key, data: bytes) -> bytes:
+        self._chunks[key] = data
+        self._nbytes += len(data)
+        while self._nbytes > BYTES_KEPT and len(self._chunks) > 1:
+            self._nbytes -= len(self._chunks.popitem(last=False)[1])
+        return data
+
+
+def check_there(read: ReadInto, pack: str, offset: int, nbytes: int) -> None:
+    """Raises as `read` does where a pack ends before a range that is too large to take memory for unseen."""
+    if nbytes > UNSEEN_BYTES:
+        read(pack, offset + nbytes - 1, memoryview(bytearray(1)))
+
+
+def _cut_alike(first: SavedShard, second: SavedShard) -> bool:
+    """Whether their digests are those of the same elements."""
+    cuts = []
+    for saved in (first, second):
+        chunks = saved.part.table.chunks(saved.shard)
+        cuts.append(saved.part.table.nbytes[chunks.start : chunks.stop])
+    return cuts[0] == cuts[1] and first.part.algorithm == second.part.algorithm
+
+
+def _split(region: Box, most: int) -> Iterator[Box]:
+    """A region in pieces of at most so many elements, in order."""
+    if region.numel <= most:
+        yield region
+        return
+    dim = next(d for d, n in enumerate(region.shape) if n > 1)
+    half = region.shape[dim] // 2
+    for start, size in ((0, half), (half, region.shape[dim] - half)):
+        offset = (*region.offset[:dim], region.offset[dim] + start, *region.offset[dim + 1 :])
+        yield from _split(Box(offset, (*region.shape[:dim], size, *region.shape[dim + 1 :])), most)

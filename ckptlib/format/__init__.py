@@ -1,0 +1,1 @@
+"""The format: documents, names and digests of what is saved. FORMAT.md is its specification. No torch."""

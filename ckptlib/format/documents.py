@@ -1,0 +1,219 @@
+"""The envelope that every JSON document of a checkpoint travels in, and strict reading of what is inside.
+
+    {"ckptlib":1,"kind":"manifest","digest":"xxh3:<32 hex>","body":{...}}
+
+In version 1 the digest covers the exact bytes of the body. A document whose body matches such a digest is of version 1
+whatever its number says: one flipped bit there must not pass for a format to come. From version 2 on the digest covers
+version, kind and body, so a newer document that is whole can be told from a damaged one, which nobody has to update
+ckptlib for. Unknown fields are ignored; a higher version is refused. No I/O.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+
+from ckptlib.errors import CorruptData, FormatError, NewerFormat, UnsupportedState
+from ckptlib.format.digests import ALGORITHMS, HEX_WIDTH, XXH3, digester
+from ckptlib.format.tagged_values import MAX_DEPTH, brief
+from ckptlib.format.values import Json, loads
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+
+MAX_BYTES = 2**30
+"""Of a document. Those of 10,000 ranks or 100,000 tensors have ten million."""
+
+MAX_NESTING = 4 * MAX_DEPTH
+"""Levels of lists and objects in values: a dict whose keys are no strings takes four."""
+
+_HEAD = re.compile(rb'(\{"ckptlib":([^,]{1,9}),"kind":"([a-z]+)"),"digest":"([a-z0-9]+):([0-9a-f]{32})","body":')
+BEGINS = b'{"ckptlib":%d,' % VERSION
+"""What a document of this version begins with, unless its version was altered."""
+
+
+def dump_body(body: Mapping[str, Json]) -> str:
+    """Compact JSON; the keys keep their order."""
+    return json.dumps(body, separators=(",", ":"), allow_nan=False)
+
+
+def seal(kind: str, body: str) -> bytes:
+    """The document of this kind around a body that is JSON text already.
+
+    Raises UnsupportedState for one that nobody would read.
+    """
+    digest = digester(XXH3)(body.encode())
+    document = f'{{"ckptlib":{VERSION},"kind":"{kind}","digest":"{XXH3}:{digest}","body":{body}}}\n'.encode()
+    if len(document) > MAX_BYTES:
+        raise UnsupportedState(
+            f"the {kind} would have {len(document):,} bytes; a document has at most {MAX_BYTES:,}. Values that large "
+            "are better kept as tensors"
+        )
+    return document
+
+
+def encode(kind: str, body: Mapping[str, Json]) -> bytes:
+    """The document of this kind."""
+    return seal(kind, dump_body(body))
+
+
+def as_written(data: bytes, where: str) -> bytes:
+    """The document; where nothing but its version was altered, as it was before, with a warning that names it."""
+    if data.startswith(BEGINS):
+        return data
+    match = _HEAD.match(data)
+    if match is None or not _fits(match, data, b""):
+        return data
+    log.warning(
+        "%s: the version in it was altered to %r after it was written: its digest is that of version %d, and it is "
+        "read as such. Look at the disks, or: ckptlib verify",
+        where,
+        match[2].decode(errors="replace"),
+        VERSION,
+    )
+    return BEGINS + data[match.end(2) + 1 :]
+
+
+def _fits(match: re.Match[bytes], data: bytes, covered: bytes) -> bool:
+    """Whether the digest is that of what is covered before the body, and the body."""
+    algorithm = match[4].decode()
+    if algorithm not in ALGORITHMS or data[-2:] != b"}\n":
+        return False
+    body = data[match.end() : -2]
+    return digester(algorithm)(covered + body if covered else body) == match[5].decode()
+
+
+def decode(kind: str, data: bytes, where: str) -> Fields:
+    """The body of a document of this kind, verified.
+
+    Raises NewerFormat for one that is whole and newer, CorruptData when the digest does not match, FormatError for the
+    rest. `where` names the object.
+    """
+    if len(data) > MAX_BYTES:
+        raise FormatError(f"{where} has {len(data):,} bytes; a document has at most {MAX_BYTES:,}")
+    data = as_written(data, where)
+    match = _HEAD.match(data)
+    if match is None:
+        raise FormatError(f"{where} is not a document of ckptlib: it begins with {data[:40]!r}")
+    algorithm, digest = match[4].decode(), match[5].decode()
+    if algorithm not in ALGORITHMS:
+        raise FormatError(f"{where} has a digest by {algorithm!r}, which is not one of {', '.join(ALGORITHMS)}")
+    version = match[2].decode(errors="replace")
+    if version != str(VERSION):
+        if re.fullmatch("[1-9][0-9]*", version, re.ASCII) and _fits(match, data, match[1]):
+            raise NewerFormat(
+                f"{where} has format version {version}; this ckptlib reads up to {VERSION}: update ckptlib"
+            )
+        raise CorruptData(
+            f"{where} does not match its digest {algorithm}:{digest}, neither as one of version {VERSION} nor as one "
+            f"of version {version[:9]!r}, which it says it is: it was cut or altered after it was written"
+        )
+    if not _fits(match, data, b""):
+        raise CorruptData(
+            f"{where} does not match its digest {algorithm}:{digest}: it was cut or altered after it was written"
+        )
+    if (found := match[3].decode()) != kind:
+        raise FormatError(f"{where} is a {found}, expected a {kind}")
+    return Fields(loads(data[match.end() : -2]), where)
+
+
+class Fields:
+    """One JSON object, read field by field; every miss is a FormatError that names the document and the field."""
+
+    def __init__(self, value: Json, where: str) -> None:
+        if not isinstance(value, dict):
+            raise FormatError(f"{where}: expected an object, got {type(value).__name__}")
+        self._value = value
+        self._where = where
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._value
+
+    def raw(self, name: str) -> Json:
+        if name not in self._value:
+            raise FormatError(f"{self._where}: field {name!r} is missing")
+        return self._value[name]
+
+    def _wrong(self, name: str, expected: str) -> FormatError:
+        return FormatError(f"{self._where}: field {name!r} is not {expected}: {brief(self._value[name])}")
+
+    def integer(self, name: str, low: int = 0, high: int = 2**62) -> int:
+        value = self.raw(name)
+        if type(value) is not int or not low <= value <= high:
+            raise self._wrong(name, f"an integer in [{low}, {high}]")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self.raw(name)
+        if type(value) is int and abs(value) <= 2**62:
+            return float(value)
+        if type(value) is not float:
+            raise self._wrong(name, "a number")
+        return value
+
+    def text(self, name: str, pattern: str | None = None) -> str:
+        value = self.raw(name)
+        if not isinstance(value, str) or (pattern is not None and re.fullmatch(pattern, value) is None):
+            raise self._wrong(name, "a string" + (f" like {pattern}" if pattern else ""))
+        return value
+
+    def digest(self, name: str) -> str:
+        return self.text(name, f"[0-9a-f]{{{HEX_WIDTH}}}")
+
+    def integers(self, name: str, low: int = 0, high: int = 2**62) -> list[int]:
+        value = self.raw(name)
+        if isinstance(value, list) and not {*map(type, value)} - {int}:
+            numbers: list[int] = value  # type: ignore[assignment]
+            if low <= min(numbers, default=low) and max(numbers, default=high) <= high:
+                return numbers
+        raise self._wrong(name, f"a list of integers in [{low}, {high}]")
+
+    def items(self, name: str) -> list[Json]:
+        value = self.raw(name)
+        if not isinstance(value, list):
+            raise self._wrong(name, "a list")
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        value = self.items(name)
+        if not all(isinstance(v, str) for v in value):
+            raise self._wrong(name, "a list of strings")
+        return value  # type: ignore[return-value]
+
+    def mapping(self, name: str) -> dict[str, Json]:
+        value = self.raw(name)
+        if not isinstance(value, dict):
+            raise self._wrong(name, "an object")
+        return value
+
+    def tree(self, name: str) -> dict[str, Json]:
+        """An object of anything, nested no deeper than what ckptlib writes."""
+        value = self.mapping(name)
+        level: list[Json] = [value]
+        for _ in range(MAX_NESTING):
+            level = [
+                inner
+                for outer in level
+                for inner in (outer.values() if isinstance(outer, dict) else outer)  # type: ignore[union-attr]
+                if type(inner) is dict or type(inner) is list
+            ]
+            if not level:
+                return value
+        raise self.fail(f"field {name!r} is nested deeper than {MAX_NESTING} levels")
+
+    def strings(self, name: str) -> dict[str, str]:
+        """An object of strings."""
+        value = self.mapping(name)
+        if not all(isinstance(item, str) for item in value.values()):
+            raise self._wrong(name, "an object of strings")
+        return value  # type: ignore[return-value]
+
+    def inner(self, name: str) -> Fields:
+        return Fields(self.raw(name), f"{self._where}: {name}")
+
+    def fail(self, message: str) -> FormatError:
+        """An error about this document, for the caller to raise."""
+        return FormatError(f"{self._where}: {message}")

@@ -1,0 +1,239 @@
+"""The small documents of a root: itself, generations, manifests and trash records. Types and JSON; no I/O.
+
+A manifest is derived from parts alone, so whoever commits a step writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ckptlib.format.digests import ALGORITHMS
+from ckptlib.format.documents import Fields, decode, encode
+from ckptlib.format.keys import (
+    MAX_GENERATION,
+    MAX_RANK,
+    STEPS,
+    GenerationId,
+    PartName,
+    SaveId,
+    parse_part_key,
+    parse_save,
+)
+from ckptlib.format.tagged_values import brief
+from ckptlib.format.values import Json
+
+MAX_DEADLINE_S = 1e9
+"""30 years: what is longer is no time that anybody meant, and sums of such times overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """`ckptlib.json`: what all writers of a root agree upon. Written once."""
+
+    id: str
+    """32 random hex digits."""
+    algorithm: str
+    """Of the digests of chunks."""
+    save_deadline_s: float
+    """A save that is not committed this many seconds after it began never will be."""
+
+    def encode(self) -> bytes:
+        return encode("root", {"id": self.id, "algorithm": self.algorithm, "save_deadline_s": self.save_deadline_s})
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Root:
+        fields = decode("root", data, where)
+        algorithm = fields.text("algorithm")
+        if algorithm not in ALGORITHMS:
+            raise fields.fail(f"digest algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}; update ckptlib")
+        deadline_s = fields.number("save_deadline_s")
+        if not 0 <= deadline_s <= MAX_DEADLINE_S:
+            raise fields.fail(f"a save deadline of {deadline_s:g} s; expected one from 0 to {MAX_DEADLINE_S:g} s")
+        return cls(fields.digest("id"), algorithm, deadline_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One incarnation of the job: where it came from and what ran it."""
+
+    id: GenerationId
+    world_size: int
+    resumed_from: SaveId | None
+    """The step it continues; None: it began anew."""
+    created: float
+    """Seconds since the epoch, by rank 0's clock."""
+    versions: Mapping[str, str]
+    """Of python, torch, ckptlib."""
+    host: str
+    """Where rank 0 ran."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    domains: tuple[str, ...] = ()
+    """With snapshots in memory, the failure domain of each rank; none without."""
+    copies: int = 0
+    """Replicas of each rank's snapshots, in other domains than its own."""
+    kinds: tuple[int, ...] = ()
+    """Of each rank: a number that it shares with those that hold the same of the state; none where no two do."""
+
+    def encode(self) -> bytes:
+        body: dict[str, Json] = {
+            "generation": self.id.number,
+            "nonce": self.id.nonce,
+            "world_size": self.world_size,
+            "resumed_from": None if self.resumed_from is None else str(self.resumed_from),
+            "created": self.created,
+            "host": self.host,
+            "versions": dict(self.versions),
+            "tags": dict(self.tags),
+        }
+        if self.domains:
+            peers: dict[str, Json] = {"copies": self.copies, "domains": list(self.domains)}
+            body["peers"] = {**peers, "kinds": list(self.kinds)} if self.kinds else peers
+        return encode("generation", body)
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Generation:
+        fields = decode("generation", data, where)
+        resumed = None if fields.raw("resumed_from") is None else parse_save(fields.text("resumed_from"))
+        domains, copies, kinds = _decode_peers(fields.inner("peers")) if "peers" in fields else ((), 0, ())
+        return cls(
+            GenerationId(fields.integer("generation", 0, MAX_GENERATION), fields.text("nonce", "[0-9a-f]{8}")),
+            fields.integer("world_size", 1, MAX_RANK + 1),
+            resumed,
+            fields.number("created"),
+            fields.strings("versions"),
+            fields.text("host"),
+            fields.strings("tags"),
+            domains,
+            copies,
+            kinds,
+        )
+
+
+def _decode_peers(fields: Fields) -> tuple[tuple[str, ...], int, tuple[int, ...]]:
+    domains = tuple(fields.texts("domains"))
+    kinds = tuple(fields.integers("kinds")) if "kinds" in fields else ()
+    if kinds and len(kinds) != len(domains):
+        raise fields.fail(f"kinds of {len(kinds)} ranks, and domains of {len(domains)}")
+    return domains, fields.integer("copies"), kinds
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The commit point: a step exists when, and only when, this does."""
+
+    save: SaveId
+    world_size: int
+    parts: tuple[PartName, ...]
+    """By rank."""
+    layouts: Mapping[str, tuple[int, ...]]
+    """Digest of each layout, and the ranks that have it; each rank once."""
+    nbytes: int
+    """Bytes of all packs."""
+    created: float
+    """When rank 0's snapshot was taken; seconds since the epoch."""
+    metrics: Mapping[str, Json]
+    """Rank 0's."""
+
+    def encode(self) -> bytes:
+        body: dict[str, Json] = {
+            "save": str(self.save),
+            "step": self.save.step,
+            "world_size": self.world_size,
+            "created": self.created,
+            "nbytes": self.nbytes,
+            "metrics": dict(self.metrics),
+            "layouts": {digest: _to_runs(ranks) for digest, ranks in self.layouts.items()},
+            "parts": [name.key for name in self.parts],
+        }
+        return encode("manifest", body)
+
+    @classmethod
+    def decode(cls, save: SaveId, data: bytes, where: str | None = None) -> Manifest:
+        where = where or save.manifest_key
+        fields = decode("manifest", data, where)
+        world_size = fields.integer("world_size", 1, MAX_RANK + 1)
+        if parse_save(fields.text("save")) != save:
+            raise fields.fail("content and name tell of different saves")
+        parts = tuple(_decode_part_key(key, save, fields) for key in fields.texts("parts"))
+        if [part.rank for part in parts] != list(range(world_size)):
+            raise fields.fail(f"does not name one part for each of {world_size} ranks")
+        layouts = _decode_layouts(fields, world_size)
+        return cls(
+            save,
+            world_size,
+            parts,
+            layouts,
+            fields.integer("nbytes"),
+            fields.number("created"),
+            fields.tree("metrics"),
+        )
+
+
+def ranks_by_layout(found: Iterable[tuple[str, int]]) -> dict[str, tuple[int, ...]]:
+    """By layout: the ranks that have it, in order. `found`: of each rank its layout."""
+    ranks: dict[str, list[int]] = {}
+    for layout, rank in found:
+        ranks.setdefault(layout, []).append(rank)
+    return {layout: tuple(of) for layout, of in ranks.items()}
+
+
+def _decode_part_key(key: str, save: SaveId, fields: Fields) -> PartName:
+    name = parse_part_key(key)
+    if name is None or name.save != save or not name.ok:
+        raise fields.fail(f"not a part of this save: {key[:120]!r}")
+    return name
+
+
+def _to_runs(ranks: tuple[int, ...]) -> Json:
+    """Ascending ranks as [first, last] pairs."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return runs  # type: ignore[return-value]
+
+
+def _decode_layouts(fields: Fields, world_size: int) -> dict[str, tuple[int, ...]]:
+    """Runs are counted before they are written out: a few bytes can tell of a million ranks."""
+    found = fields.mapping("layouts")
+    if not all(re.fullmatch("[0-9a-f]{32}", digest) for digest in found):
+        raise fields.fail("layouts are not named by their digests")
+    runs = {digest: _decode_runs(value, fields) for digest, value in found.items()}
+    wanted = 0
+    for first, last in sorted(itertools.chain.from_iterable(runs.values())):
+        if first != wanted:
+            break
+        wanted = last + 1
+    if wanted != world_size or sum(last - first + 1 for of in runs.values() for first, last in of) != world_size:
+        raise fields.fail(f"does not name one layout for each of {world_size} ranks")
+    return {
+        digest: tuple(itertools.chain.from_iterable(range(first, last + 1) for first, last in of))
+        for digest, of in runs.items()
+    }
+
+
+def _decode_runs(value: Json, fields: Fields) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for run in value if isinstance(value, list) else [value]:
+        match run:
+            case [int(first), int(last)] if (runs[-1][1] if runs else -1) < first <= last <= MAX_RANK:
+                runs.append((first, last))
+            case _:
+                raise fields.fail(f"not runs of ranks: {brief(value)}")
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class TrashRecord:
+    """A step that retention dropped; its objects go when this record is older than the grace period."""
+
+    save: SaveId
+    reason: str
+
+    def encode(self) -> bytes:
+        return encode("trash", {"save": str(self.save), "manifest": f"{STEPS}{self.save}.json", "reason": self.reason})

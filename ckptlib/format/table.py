@@ -1,0 +1,215 @@
+"""Tables: which shards of a rank lie where, chunk by chunk. Types and JSON; no I/O."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ckptlib.errors import FormatError
+from ckptlib.format import dtypes
+from ckptlib.format.box import Box
+from ckptlib.format.digests import XXH3, digester
+from ckptlib.format.documents import Fields, dump_body
+from ckptlib.format.layout import Layout, TensorEntry, check_spread, decode_shapes
+
+
+@dataclass(frozen=True)
+class Table:
+    """What lies where: shards, each cut into chunks that follow one another in its row-major order.
+
+    Small shards share a chunk: one with no chunk of its own lies in that of the shard before it, right behind it.
+
+    Without the digests of the data, so that it is the same at every save as long as the layout is. Offsets count from
+    the first byte of a pack; in a slot, from the first byte of its body.
+    """
+
+    layout: str
+    """Digest of the layout whose tensors are meant."""
+    tensors: tuple[int, ...]
+    """Per shard: position in the layout's tensors."""
+    boxes: tuple[Box, ...]
+    """Per shard: in the tensor's global coordinates."""
+    num_chunks: tuple[int, ...]
+    """Per shard; 0: it lies in the chunk of the shard before it, which is one chunk."""
+    packs: tuple[int, ...]
+    """Per chunk: position in the part's packs."""
+    offsets: tuple[int, ...]
+    """Per chunk, in bytes."""
+    nbytes: tuple[int, ...]
+    """Per chunk."""
+
+    @cached_property
+    def encoded(self) -> str:
+        """JSON text."""
+        return dump_body(
+            {
+                "layout": self.layout,
+                "shards": {
+                    "tensor": list(self.tensors),
+                    "offset": [box.offset for box in self.boxes],  # type: ignore[misc]
+                    "shape": [box.shape for box in self.boxes],  # type: ignore[misc]
+                    "chunks": list(self.num_chunks),
+                },
+                "chunks": {"pack": list(self.packs), "offset": list(self.offsets), "nbytes": list(self.nbytes)},
+            }
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        return digester(XXH3)(self.encoded.encode())
+
+    @cached_property
+    def first_chunks(self) -> tuple[int, ...]:
+        """Per shard: position of the chunk in which it begins."""
+        stops = itertools.accumulate(self.num_chunks)
+        return tuple(stop - (count or 1) for stop, count in zip(stops, self.num_chunks, strict=True))
+
+    def chunks(self, shard: int) -> range:
+        """Positions of the chunks in which a shard lies."""
+        first = self.first_chunks[shard]
+        return range(first, first + (self.num_chunks[shard] or 1))
+
+    def is_shared(self, shard: int) -> bool:
+        """Whether other shards lie in its chunk."""
+        return 0 in (self.num_chunks[shard], *self.num_chunks[shard + 1 : shard + 2])
+
+    def begins(self, sizes: Iterable[int]) -> tuple[int, ...]:
+        """Per shard: where its first byte lies, as `offsets` count. `sizes`: bytes of each shard."""
+        found, end = [], 0
+        for first, count, nbytes in zip(self.first_chunks, self.num_chunks, sizes, strict=True):
+            begin = self.offsets[first] if count else end
+            found.append(begin)
+            end = begin + nbytes
+        return tuple(found)
+
+    def sizes(self, layout: Layout) -> list[int]:
+        """Per shard: its bytes."""
+        kinds = self._kinds(layout)
+        nbytes = {
+            kind: shard_nbytes(layout.tensors[self.tensors[shard]], self.boxes[shard])
+            for kind, shard in {kind: shard for shard, kind in enumerate(kinds)}.items()
+        }
+        return [*map(nbytes.__getitem__, kinds)]
+
+    def _kinds(self, layout: Layout) -> list[tuple[int, int]]:
+        """Per shard: equal for those with the same box of tensors of the same shape and dtype.
+
+        Thousands of shards are of few kinds, and equal boxes are one object.
+        """
+        return [*zip(map(layout.alike.__getitem__, self.tensors), map(id, self.boxes), strict=True)]
+
+    def shards_in(self, chunk: int) -> list[int]:
+        """Positions of the shards that lie in a chunk, at least in part."""
+        first = bisect_left(self.first_chunks, chunk)
+        last = bisect_right(self.first_chunks, chunk)
+        return [*range(first, last)] or [first - 1]  # one that begins in an earlier chunk
+
+    def describe(self, chunk: int, layout: Layout) -> str:
+        """What lies in a chunk, for messages."""
+        names = [f"{layout.tensors[self.tensors[shard]].name}{self.boxes[shard]}" for shard in self.shards_in(chunk)]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
+
+    @property
+    def nbytes_data(self) -> int:
+        """Bytes of all chunks."""
+        return sum(self.nbytes)
+
+    @classmethod
+    def decode(cls, fields: Fields) -> Table:
+        shards, chunks = fields.inner("shards"), fields.inner("chunks")
+        table = cls(
+            fields.digest("layout"),
+            tuple(shards.integers("tensor")),
+            _decode_boxes(shards),
+            tuple(shards.integers("chunks")),
+            tuple(chunks.integers("pack", 0, 10**6)),
+            tuple(chunks.integers("offset")),
+            tuple(chunks.integers("nbytes", 1)),
+        )
+        if {len(table.boxes), len(table.num_chunks)} != {len(table.tensors)}:
+            raise fields.fail("columns of shards differ in length")
+        if {len(table.packs), len(table.offsets), len(table.nbytes)} != {sum(table.num_chunks)}:
+            raise fields.fail("columns of chunks differ in length")
+        for before, count in itertools.pairwise((0, *table.num_chunks)):
+            if count == 0 and before > 1:
+                raise fields.fail(f"a shard shares {before} chunks of the shard before it")
+        if table.num_chunks[:1] == (0,):
+            raise fields.fail("the first shard has no chunk")
+        return table
+
+    def check_packs(self, sizes: Sequence[int], where: str) -> None:
+        """Raises FormatError unless the chunks lie in packs of these sizes, and each pack holds all of its chunks."""
+        left = [*sizes]
+        for pack, offset, nbytes in zip(self.packs, self.offsets, self.nbytes, strict=True):
+            if pack >= len(sizes) or offset + nbytes > sizes[pack]:
+                raise FormatError(f"{where}: chunk [{offset}:+{nbytes}] of pack {pack} lies outside of the packs")
+            left[pack] -= nbytes
+        if min(left, default=0) < 0:  # a few rows could have the same gigabytes read thousands of times
+            pack = left.index(min(left))
+            raise FormatError(f"{where}: chunks of pack {pack} are larger together than it is")
+
+    def check(self, layout: Layout, where: str) -> None:
+        """Raises FormatError unless every shard lies in its tensor and its chunks hold exactly its bytes."""
+        if layout.digest != self.layout:
+            raise FormatError(f"{where}: table is for layout {self.layout}, not {layout.digest}")
+        if max(self.tensors, default=0) >= max(len(layout.tensors), 1):
+            raise FormatError(f"{where}: a shard names tensor {max(self.tensors)} of {len(layout.tensors)}")
+        for shard in {kind: shard for shard, kind in enumerate(self._kinds(layout))}.values():
+            _check_box(self.boxes[shard], layout.tensors[self.tensors[shard]], where)
+        for shard, count in enumerate(self.num_chunks):
+            if count > 1:
+                self._check_cuts(shard, layout.tensors[self.tensors[shard]], where)
+        self._check_sizes(layout, where)
+
+    def _check_sizes(self, layout: Layout, where: str) -> None:
+        """Shards and chunks follow one another, so they fit when they end together, wherever both do."""
+        ends, chunk_ends = [0, *itertools.accumulate(self.sizes(layout))], [0, *itertools.accumulate(self.nbytes)]
+        first = 0
+        for last, stop in enumerate(itertools.accumulate(self.num_chunks), 1):
+            if last < len(self.num_chunks) and self.num_chunks[last] == 0:
+                continue  # the next one shares the chunk
+            if ends[last] != chunk_ends[stop]:
+                raise FormatError(
+                    f"{where}: {layout.tensors[self.tensors[first]].name}{self.boxes[first]} and what shares its chunk "
+                    f"are {ends[last] - ends[first]} bytes, but the chunk holds {self.nbytes[stop - 1]}"
+                )
+            first = last
+
+    def _check_cuts(self, shard: int, entry: TensorEntry, where: str) -> None:
+        itemsize, box = dtypes.itemsize(entry.dtype), self.boxes[shard]
+        chunks = self.chunks(shard)
+        sizes = self.nbytes[chunks.start : chunks.stop]
+        if sum(sizes) != box.numel * itemsize or any(size % itemsize for size in sizes):
+            raise FormatError(
+                f"{where}: {entry.name}{box} is {box.numel} elements of {itemsize} bytes, "
+                f"but its chunks hold {sum(sizes)}"
+            )
+
+
+def _decode_boxes(shards: Fields) -> tuple[Box, ...]:
+    """One object for all boxes that are equal: thousands of small tensors are of few shapes."""
+    offsets, shapes = decode_shapes("offset", shards), decode_shapes("shape", shards)
+    if len(offsets) != len(shapes):
+        raise shards.fail("columns of shards differ in length")
+    places = check_spread([*zip(offsets, shapes, strict=True)], shards)
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], Box] = {}
+    return tuple(known.get(at) or known.setdefault(at, Box(*at)) for at in places)
+
+
+def _check_box(box: Box, entry: TensorEntry, where: str) -> None:
+    if len(box.offset) != len(box.shape) or len(box.shape) != len(entry.shape):
+        raise FormatError(
+            f"{where}: offset {box.offset} and shape {box.shape} are no box of {entry.name}, "
+            f"which has {len(entry.shape)} dims"
+        )
+    if not box.within(Box.whole(entry.shape)):
+        raise FormatError(f"{where}: {entry.name}{box} lies outside of its tensor of shape {entry.shape}")
+
+
+def shard_nbytes(entry: TensorEntry, box: Box) -> int:
+    """Bytes of a box of a tensor."""
+    return math.prod(box.shape) * dtypes.itemsize(entry.dtype)

@@ -1,0 +1,246 @@
+"""Plain Python values as JSON, and back: same types, same bits.
+
+Knows values, not where they are stored and not tensors. What JSON has is itself; everything else is an object with one
+key, a tag:
+
+    NaN, infinities          {"$float": "nan"}  "inf"  "-inf"
+    ints from 2**53 up       {"$int": "-0x20000000000001"}            JSON tools keep numbers as float64
+    str with surrogates      {"$str": base64}                         of UTF-8 with surrogates passed through
+    bytes                    {"$bytes": base64}
+    complex                  {"$complex": [real, imag]}
+    tuple                    {"$tuple": [...]}
+    set, frozenset           {"$set": [...]}, {"$frozenset": [...]}   sorted by their encoding
+    dict, other keys         {"$dict": [[key, value], ...]}           also when a str key starts with "$"
+    OrderedDict              {"$odict": [[key, value], ...]}
+    Counter                  {"$counter": [[key, value], ...]}        torch's MultiStepLR has one
+    numpy scalar             {"$numpy": {"dtype": "<f4", "value": 0.25}}
+    numpy array              {"$ndarray": {"dtype": "<f4", "shape": [2, 3], "data": base64}}   row-major
+    torch.Size               {"$torch.Size": [...]}
+    torch.dtype              {"$torch.dtype": "bfloat16"}
+    torch.device             {"$torch.device": "cuda:0"}
+
+The order of a dict is kept. Which objects were shared is not: a list given twice comes back as two lists.
+Types are matched exactly, so that no subclass quietly comes back as its base; all else is refused, never pickled.
+Neither numpy nor torch is imported before a value needs it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
+
+from ckptlib.errors import FormatError, UnsupportedState
+from ckptlib.format import tagged_values
+from ckptlib.format.tagged_values import BARE_INTS, DTYPES, MAX_DEPTH, Where, is_unicode, text_of
+
+if TYPE_CHECKING:
+    pass
+
+MAX_BYTES = 2**29
+"""Of bytes or an array. Documents have twice as much at most, and base64 makes four of three."""
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+
+def encode(value: object, path: str, depth: int = 0) -> Json:
+    """`value` as JSON. `path` is the value's name in messages; `depth`: levels of containers in which it lies.
+
+    Raises UnsupportedState, naming the path within the value, for what does not come back exactly.
+    """
+    return _encode(value, path, depth)
+
+
+def decode(data: Json, path: str = "", depth: int = 0) -> object:
+    """The value that `encode` was given, in as many levels of containers. Mutable values are new objects.
+
+    Raises FormatError for what `encode` does not write.
+    """
+    return tagged_values.decode(data, path, depth)
+
+
+def dumps(data: Json) -> bytes:
+    """Compact ASCII JSON."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def loads(data: bytes) -> Json:
+    """Reads JSON strictly. Raises FormatError, also for NaN, numbers out of range, and keys given twice."""
+    try:
+        text = data.decode("utf-8")
+        return cast(
+            Json,
+            json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_number, parse_float=_finite),
+        )
+    except RecursionError:
+        raise FormatError(f"JSON of {len(data)} bytes is nested too deeply") from None
+    except ValueError as error:  # also UnicodeDecodeError, and ints of more digits than Python converts
+        raise FormatError(f"not JSON ({error}): {len(data)} bytes that begin with {data[:40]!r}") from None
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise FormatError(f"JSON object has the key {twice[:80]!r} twice")
+    return found
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise FormatError(f"JSON has the number {text[:40]}; NaN and infinities are no JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):  # 1e999
+        _refuse_number(text)
+    return number
+
+
+def _encode(value: object, where: Where, depth: int) -> Json:
+    if depth > MAX_DEPTH:
+        raise UnsupportedState(f"{text_of(where)}: nested deeper than {MAX_DEPTH} levels; does it contain itself?")
+    encoder = _ENCODERS.get(type(value))
+    if encoder is not None:
+        return encoder(value, where, depth)
+    if type(value).__module__ == "numpy":
+        return _encode_numpy(value, where)
+    if type(value).__module__ == "torch":
+        return _encode_torch(value, where)
+    raise _refused(value, where)
+
+
+def _encode_as_is(value: bool | None, where: Where, depth: int) -> Json:
+    return value
+
+
+def _encode_int(value: int, where: Where, depth: int) -> Json:
+    # Hex, because Python limits decimal conversion to 4300 digits.
+    return value if abs(value) < BARE_INTS else {"$int": hex(value)}
+
+
+def _encode_float(value: float, where: Where, depth: int) -> Json:
+    return value if math.isfinite(value) else {"$float": str(value)}
+
+
+def _encode_str(value: str, where: Where, depth: int) -> Json:
+    # os.fsdecode makes surrogates. As \u escapes, two that are adjacent would come back as one character.
+    return value if is_unicode(value) else {"$str": _base64(value.encode("utf-8", "surrogatepass"), where)}
+
+
+def _encode_bytes(value: bytes, where: Where, depth: int) -> Json:
+    return {"$bytes": _base64(value, where)}
+
+
+def _encode_complex(value: complex, where: Where, depth: int) -> Json:
+    return {"$complex": [_encode_float(value.real, where, depth), _encode_float(value.imag, where, depth)]}
+
+
+def _encode_list(value: Iterable[object], where: Where, depth: int) -> list[Json]:
+    return [_encode(item, (where, i), depth + 1) for i, item in enumerate(value)]
+
+
+def _encode_tuple(value: tuple[object, ...], where: Where, depth: int) -> Json:
+    return {"$tuple": _encode_list(value, where, depth)}
+
+
+def _encode_set(value: set[object], where: Where, depth: int) -> Json:
+    return {"$set": sorted(_encode_list(value, where, depth), key=dumps)}
+
+
+def _encode_frozenset(value: frozenset[object], where: Where, depth: int) -> Json:
+    return {"$frozenset": sorted(_encode_list(value, where, depth), key=dumps)}
+
+
+def _encode_dict(value: dict[object, object], where: Where, depth: int) -> Json:
+    if all(type(key) is str and not key.startswith("$") and is_unicode(key) for key in value):
+        return {cast(str, key): _encode(item, (where, key), depth + 1) for key, item in value.items()}
+    return {"$dict": _encode_pairs(value, where, depth)}
+
+
+def _encode_odict(value: OrderedDict[object, object], where: Where, depth: int) -> Json:
+    return {"$odict": _encode_pairs(value, where, depth)}
+
+
+def _encode_counter(value: Counter[object], where: Where, depth: int) -> Json:
+    return {"$counter": _encode_pairs(value, where, depth)}
+
+
+def _encode_pairs(value: Mapping[object, object], where: Where, depth: int) -> list[Json]:
+    return [
+        [_encode(key, (where, key), depth + 1), _encode(item, (where, key), depth + 1)] for key, item in value.items()
+    ]
+
+
+_ENCODERS: dict[type, Callable[..., Json]] = {
+    type(None): _encode_as_is,
+    bool: _encode_as_is,
+    int: _encode_int,
+    float: _encode_float,
+    str: _encode_str,
+    bytes: _encode_bytes,
+    complex: _encode_complex,
+    list: _encode_list,
+    tuple: _encode_tuple,
+    set: _encode_set,
+    frozenset: _encode_frozenset,
+    dict: _encode_dict,
+    OrderedDict: _encode_odict,
+    Counter: _encode_counter,
+}
+
+
+def _encode_numpy(value: object, where: Where) -> Json:
+    import numpy as np
+
+    if type(value) is np.ndarray and value.dtype.str in DTYPES:
+        _require_small(value.nbytes, where)
+        return {
+            "$ndarray": {
+                "dtype": value.dtype.str,
+                "shape": [int(n) for n in value.shape],
+                "data": _base64(value.tobytes(), where),
+            }
+        }
+    if isinstance(value, np.generic) and value.dtype.str in DTYPES:
+        dtype = np.dtype(value.dtype.str)
+        if dtype.type is type(value):  # longlong, for one, is not int64 and shares its dtype string
+            return {"$numpy": {"dtype": dtype.str, "value": _encode(value.item(), where, 0)}}
+    raise _refused(value, where)
+
+
+def _encode_torch(value: object, where: Where) -> Json:
+    name = type(value).__name__
+    if name == "Size":
+        return {"$torch.Size": _encode_list(cast("Iterable[object]", value), where, 0)}
+    if name == "dtype":
+        return {"$torch.dtype": str(value).removeprefix("torch.")}
+    if name == "device":
+        return {"$torch.device": str(value)}
+    raise _refused(value, where)
+
+
+def _refused(value: object, where: Where) -> UnsupportedState:
+    kind = type(value)
+    bases = [base.__name__ for base in _ENCODERS if isinstance(value, base)]
+    remedy = f"a plain {bases[0]}" if bases else "plain values"
+    return UnsupportedState(
+        f"{text_of(where)}: cannot save a {kind.__module__}.{kind.__qualname__}, because it would not come back as it "
+        f"was; give its owner state_dict() and load_state_dict(), or turn it into {remedy}"
+    )
+
+
+def _require_small(nbytes: int, where: Where) -> None:
+    if nbytes > MAX_BYTES:
+        raise UnsupportedState(
+            f"{text_of(where)}: {nbytes:,} bytes are too many for a value, which has at most {MAX_BYTES:,}; keep them "
+            "as a tensor, torch.from_numpy(array) or torch.frombuffer(data, dtype=torch.uint8)"
+        )
+
+
+def _base64(data: bytes, where: Where) -> str:
+    _require_small(len(data), where)
+    return base64.b64encode(data).decode("ascii")

@@ -1,0 +1,298 @@
+"""What is to be filled with what of a checkpoint, name by name, and what of a state was not found or does not fit.
+
+Knows tensors, values and objects; modules and optimizers are made of these by `ckptlib.targets` and
+`ckptlib.optimizer_targets`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, TypeGuard, cast
+
+import torch
+
+from ckptlib.errors import FormatError, StateMismatch
+from ckptlib.format import tagged_values
+from ckptlib.format.layout import PerRank as HeldPerRank
+from ckptlib.format.layout import TensorEntry
+from ckptlib.format.values import Json
+from ckptlib.loading.reader import Want
+from ckptlib.loading.saved_names import Saved
+from ckptlib.loading.selection import Asked
+from ckptlib.state.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, is_elsewhere, join, leaf_of, torch_dtype
+from ckptlib.state.subclasses import apart, difference, is_subclass, kind_in, place_name
+
+Setter = Callable[[object], None] | None
+
+
+class Filling:
+    """Collects what a load will do; changes nothing yet."""
+
+    def __init__(self, saved: Saved, asked: Asked, cast: bool) -> None:
+        self.saved, self.asked = saved, asked
+        self.named, self.wanted = asked.named, asked.wanted
+        self.wants: list[Want] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.mismatched: list[str] = []
+        self.foreign: dict[str, str] = {}
+        self.values: dict[str, object] = {}
+        self.finish: list[Callable[[], None]] = []
+        self.used: set[str] = set()
+        """Names of the checkpoint that somebody took."""
+        self._cast = cast
+        self._filled: dict[int, tuple[object, str]] = {}
+        """By id: a tensor of the state, kept alive, and the saved one that fills it."""
+
+    def add_tensor(self, tensor: torch.Tensor | Sharded, name: str) -> None:
+        """Fills a tensor of the state in place."""
+        if not self.wanted(name):
+            return
+        saved_name = self.named(name)
+        if is_subclass(tensor):
+            if not is_elsewhere(tensor):
+                self._fill_subclass(tensor, name, saved_name, kind_in(self.saved.objects.get(saved_name)))
+            elif saved_name in self.saved.objects:
+                self.used.add(saved_name)
+        else:
+            self._fill(tensor, name, saved_name, self._cast)
+
+    def _fill_subclass(self, tensor: torch.Tensor, name: str, saved_name: str, kind: Mapping[str, Json] | None) -> None:
+        """Fills what an instance is made of, if it is of the kind that was saved.
+
+        Not even where dtypes may differ may these: a class reads them together.
+        """
+        if kind is None:
+            if saved_name in self.saved.tensors:
+                self.used.add(saved_name)
+                cls = apart(tensor, name).kind["class"]
+                self.mismatched.append(f"{name}: target is a {cls}, the checkpoint has a plain tensor")
+            else:
+                self.missing.append(name)
+            return
+        self.used.add(saved_name)
+        target = apart(tensor, name)
+        different = difference(target.kind, kind)
+        if different is not None:
+            self.mismatched.append(f"{name}: {different}")
+            return
+        if target.at is not None:
+            at = place_name(saved_name)
+            self.used.add(at)
+            if self.saved.values.get(at) != target.at:
+                self.mismatched.append(
+                    f"{name}: the checkpoint keeps another shard of it for this rank, and what it is made of cannot be "
+                    "resharded: load it with the ranks and the process group that it was saved with"
+                )
+                return
+        for below, inner in target.tensors:
+            self._fill(inner, f"{name}/{below}", f"{saved_name}/{below}", cast=False)
+        self._filled.setdefault(id(tensor), (tensor, saved_name))
+
+    def _fill(self, tensor: torch.Tensor | Sharded, name: str, saved_name: str, cast: bool) -> None:
+        entry = self.saved.tensors.get(saved_name)
+        if entry is None:
+            kind = kind_in(self.saved.objects.get(saved_name))
+            if kind is not None:
+                self.used.add(saved_name)
+                self.mismatched.append(f"{name}: target is a plain tensor, the checkpoint has a {kind.get('class')}")
+            elif not is_elsewhere(tensor):  # else it is for the ranks of its mesh to say
+                self.missing.append(name)
+            return
+        self.used.add(saved_name)
+        leaf = leaf_of(tensor, name, per_rank=False, owner=None)
+        if leaf is None:
+            return
+        if leaf.shape != entry.shape or (leaf.dtype != entry.dtype and not cast):
+            self.mismatched.append(
+                f"{name}: target is {leaf.dtype}{list(leaf.shape)}, checkpoint has {entry.dtype}{list(entry.shape)}"
+            )
+            return
+        if any(_is_expanded(piece) for _, piece in leaf.pieces):
+            self.mismatched.append(f"{name}: elements of the target share memory; give tensor.contiguous()")
+            return
+        first = self._filled.get(id(tensor))
+        if first is None:
+            self._filled[id(tensor)] = (tensor, entry.name)
+            self.wants.append(want(leaf, entry))
+        elif not self.saved.same(first[1], entry.name, [box for box, _ in leaf.pieces]):  # tied: filled once
+            self.mismatched.append(
+                f"{name}: is tied to what {first[1]} fills, but the checkpoint has different values for them; load "
+                "them into tensors of their own"
+            )
+
+    def fills(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the state is going to be filled."""
+        return id(tensor) in self._filled
+
+    def add_value(self, path: str, setter: Setter) -> None:
+        if not self.wanted(path):
+            return
+        name = self.named(path)
+        if name not in self.saved.values:
+            self.missing.append(path)
+            return
+        self.used.add(name)
+        value = self.values[path] = self.saved.value(name)
+        if setter is not None:
+            self.finish.append(lambda: setter(value))
+
+    def add_generator(self, generator: torch.Generator, path: str) -> None:
+        state = generator.get_state()
+        before = len(self.wants)
+        self.add_tensor(state, path)
+        if len(self.wants) > before:
+            self.finish.append(lambda: _call(generator.set_state, state))
+
+    def add_object(self, path: str, get: Callable[[], object], load: Callable[[Any], object]) -> None:
+        """An object is given back what its `state_dict()` once was, rebuilt."""
+        if not self.wanted(path, whole=True):
+            return
+        name = self.named(path)
+        tree = self.saved.objects.get(name)
+        if name in self.saved.values:  # first: the tree is another rank's then, whose object holds tensors
+            self.used.add(name)
+            value = self.saved.value(name)
+            self.finish.append(lambda: _call(load, value))
+        elif tree is not None:
+            self.used.add(name)
+            now = get()
+            build = self.rebuild(tree, name, now)
+            self.finish.append(lambda: _call_like(now, load, build()))
+        else:
+            self.missing.append(path)
+
+    def rebuild(
+        self, tree: Json, path: str, now: object, device: torch.device | None = None, depth: int = 0
+    ) -> Callable[[], object]:
+        """Wants what the tree needs; returns what makes the object once that is filled.
+
+        `device`: of tensors that the object has not yet.
+        """
+        if depth > tagged_values.MAX_DEPTH:
+            raise FormatError(
+                f"{path[:80]}: the layout's tree of this object is deeper than {tagged_values.MAX_DEPTH} levels"
+            )
+        if tree == "tensor":
+            tensor = self._tensor_for(path, now, device)
+            return lambda: tensor
+        if tree == "value":
+            self.used.add(path)
+            value = self.saved.value(path, depth)  # now, when it may still fail on all ranks together
+            return lambda: value
+        match tree:
+            case {"dict": list(pairs)}:
+                made = self._rebuild_pairs(pairs, path, now, device, depth)
+                return lambda: {key: build() for key, build in made.items()}
+            case {"odict": list(pairs)}:
+                made = self._rebuild_pairs(pairs, path, now, device, depth)
+                return lambda: OrderedDict((key, build()) for key, build in made.items())
+            case {"list": list(items)}:
+                builds = self._rebuild_items(items, path, now, device, depth)
+                return lambda: [build() for build in builds]
+            case {"tuple": list(items)}:
+                builds = self._rebuild_items(items, path, now, device, depth)
+                return lambda: tuple(build() for build in builds)
+            case {"subclass": dict(kind)}:
+                return self._rebuild_subclass(kind, path, now)
+            case _:
+                raise StateMismatch(
+                    f"{path}: the layout's tree of this object cannot be read: {tagged_values.brief(tree)}"
+                )
+
+    def _rebuild_subclass(self, kind: Mapping[str, Json], path: str, now: object) -> Callable[[], object]:
+        """The instance that is there: none is ever made of the name of a class."""
+        now = now.value if isinstance(now, PerRank) else now
+        if is_subclass(now):
+            self._fill_subclass(now, path, path, kind)
+        else:
+            self.used.add(path)
+            self.mismatched.append(
+                f"{path}: the checkpoint has a {kind.get('class')}, and there is none here that could be filled; make "
+                "it before it is loaded (an optimizer makes its state in its first step: take one, then load)"
+            )
+        return lambda: now
+
+    def _rebuild_pairs(
+        self, pairs: list[Json], path: str, now: object, device: torch.device | None, depth: int
+    ) -> dict[Any, Callable[[], object]]:
+        made: dict[Any, Callable[[], object]] = {}
+        for key, tree in tagged_values.decode_keys(pairs, path, depth):
+            inner = now.get(key) if isinstance(now, Mapping) else None
+            try:
+                name = join(path, key)
+            except ValueError as error:  # an int of more digits than Python converts
+                raise FormatError(f"{path[:80]}: the layout's tree of this object has a key that is no name") from error
+            made[key] = self.rebuild(cast(Json, tree), name, inner, device, depth + 1)
+        return made
+
+    def _rebuild_items(
+        self, trees: list[Json], path: str, now: object, device: torch.device | None, depth: int
+    ) -> list[Callable[[], object]]:
+        have = now if isinstance(now, (list, tuple)) and len(now) == len(trees) else [None] * len(trees)
+        return [self.rebuild(tree, join(path, i), have[i], device, depth + 1) for i, tree in enumerate(trees)]
+
+    def _tensor_for(self, path: str, now: object, device: torch.device | None = None) -> torch.Tensor:
+        """A tensor to fill: the one that the object has, where it fits, else a new one."""
+        entry = self.saved.tensors.get(path)
+        if entry is None:
+            raise StateMismatch(f"{path}: the checkpoint has this tensor for other ranks alone, or not at all")
+        if isinstance(now, PerRank):
+            now = now.value
+        if isinstance(now, Sharded):
+            self.add_tensor(now, path)
+            return now.tensor
+        self.used.add(path)
+        if fits(now, entry) and self._filled.setdefault(id(now), (now, entry.name))[1] == entry.name:
+            tensor = now
+        else:  # also where the object has one tensor in two places, and the checkpoint has two
+            tensor = _make(entry, device)
+        leaf = leaf_of(tensor, path, per_rank=False, owner=None)
+        if leaf is not None:
+            self.wants.append(want(leaf, entry))
+        return tensor
+
+
+def want(leaf: Leaf, entry: TensorEntry) -> Want:
+    plain = isinstance(leaf.held, Plain) and not isinstance(entry.holding, HeldPerRank)
+    return Want(entry.name, leaf.pieces, everywhere=plain and bool(leaf.pieces))
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    steps = tensor.stride()
+    return 0 in steps and any(step == 0 and size > 1 for step, size in zip(steps, tensor.shape, strict=True))
+
+
+def fits(now: object, entry: TensorEntry) -> TypeGuard[torch.Tensor]:
+    """Whether what is there can be filled as it is, and be updated then."""
+    if not isinstance(now, torch.Tensor) or now.is_meta or now.is_inference() or _is_expanded(now):
+        return False
+    return (tuple(now.shape), dtype_name(now)) == (entry.shape, entry.dtype)
+
+
+def _make(entry: TensorEntry, device: torch.device | None) -> torch.Tensor:
+    try:
+        return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
+    except RuntimeError as error:  # also OutOfMemoryError, and strides beyond 64 bits beside a 0
+        raise StateMismatch(f"{entry.name}: no room for {entry.dtype}{list(entry.shape)}: {error}") from error
+
+
+def _call(function: Callable[[Any], object], argument: object) -> None:
+    function(argument)
+
+
+def _call_like(now: object, load: Callable[[Any], object], state: object) -> None:
+    """What was made in inference mode, such as an average for an evaluation, can be written to in that mode alone."""
+    with torch.inference_mode() if _holds_inference(now) else nullcontext():
+        load(state)
+
+
+def _holds_inference(node: object, depth: int = 0) -> bool:
+    if isinstance(node, torch.Tensor) or depth > tagged_values.MAX_DEPTH:
+        return isinstance(node, torch.Tensor) and node.is_inference()
+    if isinstance(node, (PerRank, Sharded)):
+        return _holds_inference(node.value if isinstance(node, PerRank) else node.tensor, depth + 1)
+    inner = node.values() if isinstance(node, Mapping) else node if isinstance(node, (list, tuple)) else ()
+    return any(_holds_inference(item, depth + 1) for item in inner)

@@ -1,0 +1,170 @@
+"""What was loaded in this process, and into what: so that a save is known to go on from an older step.
+
+A state is known again by what it is made of: its modules, its optimizers, its other objects, the memory of its tensors.
+Nothing of it is kept alive. Plain values tell nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ckptlib.format.keys import SaveId
+from ckptlib.state.flatten import is_stateful
+from ckptlib.state.leaf import PerRank, Sharded, is_lazy
+
+
+class Parts:
+    """What a state is made of. Holds it: not to be kept."""
+
+    def __init__(self, state: object, *, ask: bool) -> None:
+        """`ask`: calls each `state_dict()`, so that objects made for one save or load are known by their tensors.
+
+        It may be collective, or begin something: not to be called on one rank alone, nor by a load.
+        """
+        found = list(_parts(state))
+        self.objects = [part for part in found if not isinstance(part, torch.Tensor)]
+        """Modules, optimizers, other objects with a state."""
+        self.tensors = [_tensors_of(part, ask) for part in self.objects]
+        """By which each of them is known, though it is another one now."""
+        self.loose = [part for part in found if isinstance(part, torch.Tensor)]
+        """Tensors that are in none of them."""
+
+
+def _tensors_of(part: object, ask: bool) -> list[torch.Tensor]:
+    if isinstance(part, nn.Module):  # wrapped, since then; and not by buffers, which some modules make anew
+        return [param for param in part.parameters() if not is_lazy(param)]
+    if isinstance(part, torch.optim.Optimizer) or not ask:  # parameters may have been filled without the optimizer
+        return []
+    return [inner for inner in _parts(part.state_dict()) if isinstance(inner, torch.Tensor)]  # type: ignore[attr-defined]
+
+
+class Filled:
+    """What a load has filled, known again as long as it is there."""
+
+    def __init__(self, parts: Parts, read_into: Iterable[torch.Tensor] = ()) -> None:
+        """`read_into`: the memory that modules and other objects have as their own since."""
+        self._storages: dict[int, StorageWeakRef] = {}
+        """By address of the storage itself, which no other one has as long as somebody refers to it, even weakly."""
+        for tensor in chain(read_into, parts.loose, *parts.tensors):
+            storage = _local(tensor).untyped_storage()
+            if storage._cdata not in self._storages:  # most stand twice, and a reference is made in Python
+                self._storages[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # as torch has it
+        self._objects = {id(part): weakref.ref(part) for part in parts.objects if type(part).__weakrefoffset__}
+
+    def all_of(self, parts: Parts) -> bool | None:
+        """Whether all that tells of a state was filled; None where nothing does, as of plain values.
+
+        Loose tensors tell only where there is nothing else, and the most of them counts: a loss and the state of a
+        random generator are made anew for each save.
+        """
+        has = map(self._has, parts.objects, parts.tensors)
+        told = [one for one in has if one is not None]
+        return all(told) if told else self._has_most(parts.loose)
+
+    def some_of(self, parts: Parts) -> bool:
+        """Whether anything of a state was filled."""
+        return any(map(self._is, parts.objects)) or any(map(self._has_storage, chain(parts.loose, *parts.tensors)))
+
+    def _has(self, part: object, tensors: list[torch.Tensor]) -> bool | None:
+        if self._is(part):
+            return True
+        if isinstance(part, torch.optim.Optimizer):
+            return False
+        if isinstance(part, nn.Module):
+            return all(map(self._has_storage, tensors)) if tensors else None
+        return self._has_most(tensors)
+
+    def _is(self, part: object) -> bool:
+        known = self._objects.get(id(part))
+        return known is not None and known() is part
+
+    def _has_most(self, tensors: Iterable[torch.Tensor]) -> bool | None:
+        local = [_local(tensor) for tensor in tensors]
+        total = sum(tensor.nbytes for tensor in local)
+        return 2 * sum(tensor.nbytes for tensor in local if self._has_storage(tensor)) > total if total else None
+
+    def _has_storage(self, tensor: torch.Tensor) -> bool:
+        return _local(tensor).untyped_storage()._cdata in self._storages
+
+    def within(self, other: Filled) -> bool:
+        """Whether the other has all of it."""
+        return self._storages.keys() <= other._storages.keys() and self._objects.keys() <= other._objects.keys()
+
+    @property
+    def alive(self) -> bool:
+        """Whether anything of it is still there."""
+        objects = any(reference() is not None for reference in self._objects.values())
+        return objects or not all(storage.expired() for storage in self._storages.values())  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One load."""
+
+    save: SaveId
+    filled: Filled
+    whole: bool
+    """Whether it filled all of the state that it was given."""
+
+
+class Loads:
+    """Those of one root, since the last save to it. Its ranks load together, but each knows its own state alone."""
+
+    def __init__(self) -> None:
+        self._saves: set[SaveId] = set()
+        self._loads: list[Load] = []
+        """Of those into one state, the last."""
+
+    def add(self, save: SaveId, state: object, read_into: Iterable[torch.Tensor], *, whole: bool) -> None:
+        filled = Filled(Parts(state, ask=False), read_into)
+        kept = [load for load in self._loads if load.filled.alive and not (whole and load.filled.within(filled))]
+        self._loads = [*kept, Load(save, filled, whole)]
+        self._saves.add(save)
+
+    def into(self, parts: Parts) -> SaveId | None:
+        """The step that was loaded into all of a state, the last of several."""
+        return next((load.save for load in reversed(self._loads) if load.whole and load.filled.all_of(parts)), None)
+
+    def into_some_of(self, parts: Parts) -> SaveId | None:
+        """The step that was loaded last into some of a state."""
+        return next((load.save for load in reversed(self._loads) if load.filled.some_of(parts)), None)
+
+    def before(self, step: int) -> SaveId | None:
+        """The newest one loaded of those before `step`, into whatever."""
+        return max((save for save in self._saves if save.step < step), default=None)
+
+
+def tells(parts: Parts) -> bool:
+    """Whether a state can be known again."""
+    return Filled(Parts((), ask=False)).all_of(parts) is not None
+
+
+def _parts(node: object) -> Iterator[object]:
+    """The walk mirrors `ckptlib.state.flatten`."""
+    if isinstance(node, PerRank):
+        yield from _parts(node.value)
+    elif isinstance(node, Sharded):
+        yield from _parts(node.tensor)
+    elif isinstance(node, torch.Tensor):
+        if node.layout == torch.strided and not is_lazy(node):  # no other can be saved
+            yield node
+    elif isinstance(node, Mapping):
+        for value in node.values():
+            yield from _parts(value)
+    elif isinstance(node, (list, tuple)):
+        for value in node:
+            yield from _parts(value)
+    elif isinstance(node, (nn.Module, torch.optim.Optimizer)) or is_stateful(node):
+        yield node
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,340 @@
+"""Where the state of optimizers goes: tensor by tensor, by parameter, never through `load_state_dict`.
+
+So it goes into an optimizer that has not stepped yet, and keeps the dtype it was saved with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ckptlib.errors import StateMismatch, UnsupportedState
+from ckptlib.format import values
+from ckptlib.format.values import Json
+from ckptlib.loading.load_plan import Filling, fits, want
+from ckptlib.loading.saved_names import SavedGroup
+from ckptlib.state.leaf import Sharded, dtype_name, join, leaf_of, torch_dtype
+from ckptlib.state.optimizer_kinds import Kind, kind_of
+from ckptlib.state.optimizers import group_path, hyper_parameters, names_of_params, warn_of_positions
+from ckptlib.state.subclasses import another, apart, is_subclass, kind_in, nature, plain_like
+
+OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "min_momentum", "swa_lr"}
+"""What torch's schedulers put into a group; a load may come before there is one, or without."""
+
+
+class Params:
+    """The parameters that a walk of the state has met."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        """By id: the first name."""
+        self.ties: dict[str, str] = {}
+        """By further name of a parameter: its first."""
+        self.by_hand: dict[int, Sharded] = {}
+        """By id of the tensor that each of them holds."""
+
+    def add(self, tensor: torch.Tensor, name: str) -> None:
+        first = self.names.setdefault(id(tensor), name)
+        if first != name:
+            self.ties[name] = first
+
+
+class OptimizerTargets:
+    """Adds optimizers to what is to be filled."""
+
+    def __init__(self, filling: Filling, params: Params) -> None:
+        self._filling = filling
+        self._saved = filling.saved
+        self._params = params
+        self._instances: dict[int, dict[str, torch.Tensor]] = {}
+        """By id of optimizer, and by nature: one of the tensor subclasses in its state."""
+
+    def add(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+        if not self._filling.wanted(path, whole=True):
+            return
+        saved_path = self._filling.named(path)
+        groups = self._saved.groups.get(saved_path)
+        if groups is None:
+            self._filling.missing.append(path)
+            return
+        self._filling.used.add(saved_path)
+        if any(param.is_meta for group in optimizer.param_groups for param in group["params"]):
+            raise UnsupportedState(
+                f"{path}: holds parameters on the meta device, which loading a module replaces; load the module first, "
+                "then make the optimizer of its parameters and load that"
+            )
+        names = names_of_params(optimizer, self._params.names)
+        warn_of_positions(optimizer, names, path, "loaded")
+        wanted = [groups[n] for name in chain.from_iterable(names) if (n := self._saved_name(name)) in groups]
+        entries = self._entries_by_param(saved_path, {group.layout for group in wanted})
+        taken: set[str] = set()
+        for i, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
+            alike, options = self._add_hyper_parameters(optimizer, group, group_names, saved_path, groups, i)
+            kinds = cache(partial(kind_of, optimizer, options))
+            for name, param in zip(group_names, group["params"], strict=True):
+                saved_name = self._saved_name(name)
+                if saved_name not in groups:
+                    self._filling.missing.append(f"{path}/{name}")
+                    continue
+                taken.add(saved_name)
+                self._filling.used.add(f"{saved_path}/{saved_name}")
+                keys = entries.get(saved_name, {})
+                ordered = {key: keys[key] for key in self._saved.in_order(saved_path, keys)}
+                kind = kinds(self._shape_of(param))
+                full = f"{path}/{name}"
+                known = ordered if kind is None else self._known(kind, optimizer, param, full, ordered, alike)
+                if known is not None and self._fit(kind, param, full, saved_name, known):
+                    self._add_param_state(optimizer, group, param, known)
+        for name, first in self._params.ties.items():
+            taken.add(self._saved_name(name))
+            self._check_tie(path, name, first, entries)
+        self._filling.unexpected += [f"{saved_path}/{name}" for name in sorted(groups.keys() - taken)]
+
+    def _saved_name(self, name: str) -> str:
+        """What the checkpoint keeps the state of a parameter under."""
+        return self._saved.first_name(self._filling.named(name))
+
+    def _check_tie(self, path: str, name: str, first: str, entries: Mapping[str, Mapping[str, str]]) -> None:
+        """One parameter here may have been two: a pipeline has the tied weight on its first stage and on its last."""
+        mine, taken = self._saved_name(name), self._saved_name(first)
+        if mine == taken:
+            return
+        other = entries.get(taken, {})
+        for key, saved_name in entries.get(mine, {}).items():
+            if saved_name in self._saved.tensors and not self._saved.same(other.get(key, ""), saved_name):
+                self._filling.mismatched.append(f"{path}/{name}: is tied to {first}, but their optimizer state differs")
+
+    def _entries_by_param(self, path: str, layouts: Collection[int]) -> dict[str, dict[str, str]]:
+        """By parameter: the keys of its saved state, each with its full name. `layouts`: of the parameters."""
+        found: dict[str, dict[str, str]] = {}
+        prefix = f"{path}/" if path else ""
+        nested = tuple(f"{p}/" for p in self._saved.objects if p.startswith(prefix) and p != path)
+        plain = chain.from_iterable(map(self._saved.values_with, sorted({0, *layouts})))
+        for name in (*self._saved.tensors, *plain, *self._saved.objects):
+            if name == path or not name.startswith(prefix) or name.startswith(nested):
+                continue
+            param, _, key = name[len(prefix) :].rpartition("/")
+            found.setdefault(param, {})[key.replace("%2F", "/").replace("%25", "%")] = name
+            self._filling.used.add(name)
+        return found
+
+    def _shape_of(self, param: torch.Tensor) -> tuple[int, ...]:
+        by_hand = self._params.by_hand.get(id(param))
+        return tuple(param.shape) if by_hand is None else tuple(by_hand.shape)
+
+    def _known(
+        self,
+        kind: Kind,
+        optimizer: torch.optim.Optimizer,
+        param: torch.Tensor,
+        name: str,
+        keys: Mapping[str, str],
+        alike: bool,
+    ) -> dict[str, str] | None:
+        """What an optimizer of torch's takes of a parameter's saved state; None where it could not step with that.
+
+        `keys`: each with its full name. `alike`: whether it is of the same kind; then what it does not know is the
+        user's, and is kept.
+        """
+        strange = [] if alike else kind.strange(keys)
+        for key in strange:
+            self._filling.foreign[f"{name}/{key}"] = f"{name}/{key}: means nothing to {type(optimizer).__name__}"
+        lacking = kind.lacks(keys.keys() - strange, stateful=bool(optimizer.state.get(param)))
+        self._filling.missing += [f"{name}/{key}" for key in lacking]
+        return None if lacking else {key: full for key, full in keys.items() if key not in strange}
+
+    def _fit(self, kind: Kind | None, param: torch.Tensor, name: str, saved_name: str, keys: Mapping[str, str]) -> bool:
+        """Whether state is of the shape that the parameter asks for; else tells what is not.
+
+        What has another shape than its parameter had it when it was saved, such as a factored moment; only of torch's
+        classes is it known what should. But a parameter that has another shape now has no use for any of it.
+        """
+        shape = self._shape_of(param)
+        expected = {} if kind is None else kind.shapes
+        then = self._saved.tensors.get(saved_name)
+        cut = then is not None and then.shape != shape
+        was = f"; it was saved for one of {list(then.shape)}" if cut and then is not None else ""
+        wrong = [
+            f"{name}/{key}: is {list(entry.shape)}, for a parameter of {list(shape)}{was}"
+            for key, full in keys.items()
+            if (entry := self._saved.tensors.get(full)) is not None
+            and entry.shape != expected.get(key, shape if cut and entry.shape else entry.shape)
+        ]
+        self._filling.mismatched += wrong
+        return not wrong
+
+    def _add_param_state(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: Mapping[str, Any],
+        param: torch.Tensor,
+        entries: Mapping[str, str],
+    ) -> None:
+        builds: dict[str, Callable[[], object]] = {}
+        now = optimizer.state.get(param, {})
+        for key, name in entries.items():
+            if name in self._saved.objects:
+                tree, there = self._saved.objects[name], now.get(key)
+                kind = kind_in(tree)
+                if kind is not None and there is None:
+                    there = self._another(optimizer, param, kind, name)
+                builds[key] = self._filling.rebuild(tree, name, there, _device_of(param))
+            elif name in self._saved.tensors:
+                builds[key] = _constant(self._state_tensor(name, key, now.get(key), param, group))
+            else:
+                builds[key] = _constant(self._saved.value(name))
+
+        def finish() -> None:
+            if builds or param in optimizer.state:
+                optimizer.state[param] = {key: build() for key, build in builds.items()}
+
+        self._filling.finish.append(finish)
+
+    def _another(
+        self, optimizer: torch.optim.Optimizer, param: torch.Tensor, kind: Mapping[str, Json], name: str
+    ) -> torch.Tensor | None:
+        """An instance of a subclass, as the optimizer has one already for another parameter."""
+        instances = self._instances.get(id(optimizer))
+        if instances is None:
+            instances = self._instances[id(optimizer)] = {}
+            for value in chain.from_iterable(state.values() for state in optimizer.state.values()):
+                if is_subclass(value):
+                    instances.setdefault(nature(apart(value, name).kind), value)
+        known = instances.get(nature(kind))
+
+        def make(key: str, inner: torch.Tensor) -> torch.Tensor | None:
+            entry = self._saved.tensors.get(join(name, key))
+            if entry is None:
+                return None
+            return torch.empty(entry.shape, dtype=inner.dtype, device=_device_of(param))
+
+        return None if known is None else another(known, param, make)
+
+    def _state_tensor(
+        self, name: str, key: str, now: object, param: torch.Tensor, group: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """The tensor that is there, or one such as the optimizer itself would make."""
+        entry = self._saved.tensors[name]
+        dtype = torch_dtype(entry.dtype)
+        by_hand = self._params.by_hand.get(id(param))
+        if by_hand is not None and key != "step" and entry.shape == by_hand.shape:
+            alike = isinstance(now, torch.Tensor) and (now.shape, dtype_name(now)) == (param.shape, entry.dtype)
+            tensor = now if alike and isinstance(now, torch.Tensor) else torch.empty_like(param, dtype=dtype)
+            leaf = leaf_of(Sharded(tensor, by_hand.offset, by_hand.shape), name, per_rank=False, owner=None)
+            assert leaf is not None
+            self._filling.wants.append(want(leaf, entry))
+            return tensor
+        if fits(now, entry):
+            tensor = now
+        elif key != "step" and entry.shape == tuple(param.shape):
+            tensor = plain_like(param, dtype)
+        else:
+            on_device = group.get("capturable") or group.get("fused") or (key != "step" and entry.shape)
+            tensor = torch.empty(entry.shape, dtype=dtype, device=_device_of(param) if on_device else "cpu")
+        leaf = leaf_of(tensor, name, per_rank=False, owner=None)
+        if leaf is not None:
+            self._filling.wants.append(want(leaf, entry))
+        return tensor
+
+    def _add_hyper_parameters(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dict[str, Any],
+        names: Sequence[str],
+        path: str,
+        groups: Mapping[str, SavedGroup],
+        index: int,
+    ) -> tuple[bool, dict[str, object]]:
+        """A group takes those of the saved group that its parameters were in.
+
+        They tell an optimizer of another kind: each has some that the other has not. One side alone may, unless its
+        class is known to be another: a later torch adds some, schedulers and users put theirs into a group. A class
+        may have been renamed, and takes from those it inherits from.
+
+        Whether it is of the same kind for all that is known, and what the group is going to have.
+        """
+        now = dict(hyper_parameters(group))
+        origins = {groups[n] for name in names if (n := self._saved_name(name)) in groups}
+        if not origins and not names:
+            origins = {SavedGroup(0, index)}
+        origin = min(origins, default=None)
+        if origin is None or group_path(path, origin.index) not in self._saved.values_with(origin.layout):
+            return True, now
+        saved = self._saved_hyper_parameters(path, origin)
+        options = self._saved_options(group_path(path, origin.index))
+        different = [
+            o
+            for o in origins
+            if self._saved_hyper_parameters(path, o) != saved
+            or self._saved_options(group_path(path, o.index)) != options
+        ]
+        if different:
+            self._filling.mismatched.append(
+                f"{path}: group {index} holds parameters that were saved in groups {sorted({o.index for o in origins})}"
+                " with different hyper-parameters; load them into groups that can be told apart"
+            )
+            return True, now
+        prefix = group_path(path, origin.index) + "/"
+        told = {*saved, *options}
+        lacking, unknown = optimizer.defaults.keys() - told, told - now.keys() - OF_SCHEDULERS
+        name = self._saved.classes.get(path)
+        alike = not (lacking and unknown) and (name == type(optimizer).__name__ or not (lacking or unknown))
+        if not alike and (name not in _names(optimizer) or (lacking and unknown)):
+            self._filling.missing += [prefix + key for key in sorted(lacking)]
+            self._filling.foreign |= {prefix + key: f"{prefix}{key}: not in the state" for key in sorted(unknown)}
+            options = {key: parts for key, parts in options.items() if key in now}
+            saved = {key: value for key, value in saved.items() if key in now and _is_one(value) == _is_one(now[key])}
+        builds = {
+            key: self._filling.rebuild(self._saved.objects.get(prefix + key, "tensor"), prefix + key, now.get(key))
+            for key in options
+        }
+
+        def finish() -> None:
+            for key, value in {**saved, **{key: build() for key, build in builds.items()}}.items():
+                if isinstance(group.get(key), torch.Tensor) and isinstance(value, float):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+
+        self._filling.finish.append(finish)
+        return alike, {**now, **saved}
+
+    def _saved_hyper_parameters(self, path: str, group: SavedGroup) -> dict[str, Any]:
+        """Those that hold no tensors. Raises StateMismatch for what are none."""
+        name = group_path(path, group.index)
+        found = values.decode(self._saved.values_with(group.layout).get(name, {}), name)
+        if not isinstance(found, dict):
+            raise StateMismatch(f"{name}: a {type(found).__name__}, expected the hyper-parameters of a group")
+        return found
+
+    def _saved_options(self, path: str) -> dict[str, object]:
+        """Of a saved group: the options that hold tensors, each with the saved tensors it is made of."""
+        found: dict[str, dict[str, str]] = {}
+        for name, entry in self._saved.tensors.items():
+            if name.startswith(f"{path}/"):
+                key, _, rest = name[len(path) + 1 :].partition("/")
+                found.setdefault(key, {})[rest] = entry.name
+        return dict(found)
+
+
+def _device_of(param: torch.Tensor) -> torch.device:
+    return param.to_local().device if isinstance(param, DTensor) else param.device
+
+
+def _names(optimizer: torch.optim.Optimizer) -> set[str | None]:
+    """Of its class and of those that it inherits from; None, where a checkpoint tells none."""
+    return {None, *(cls.__name__ for cls in type(optimizer).__mro__)}
+
+
+def _is_one(option: object) -> bool:
+    """Adam's eps is a number, Adafactor's are two."""
+    return not isinstance(option, (tuple, list))
+
+
+def _constant(value: object) -> Callable[[], object]:
+    return lambda: value

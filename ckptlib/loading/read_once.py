@@ -1,0 +1,131 @@
+"""Reading what every rank wants once per job: each rank reads its share, and collectives spread it.
+
+A plain tensor of a DDP job is wanted whole by all ranks; N ranks that read it N times make a store N times as slow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+
+from ckptlib.devices import accelerator
+from ckptlib.loading.reader import Want
+from ckptlib.ranks.group import Group
+from ckptlib.state.raw_bytes import bytes_of, copyable, is_bytes
+
+BUCKET_BYTES = 16 * 1024 * 1024
+"""Smaller tensors travel together in one broadcast of about this size."""
+
+
+Near = Callable[[Want], Collection[int] | None]
+
+
+def share_out(wants: Sequence[Want], group: Group, near: Near) -> tuple[list[Want], list[tuple[int, list[Want]]]]:
+    """(what this rank reads, what is spread afterwards: buckets, each with the rank that read it). Collective.
+
+    `near`: the ranks that are nearest to what is wanted, the same on all of them; None, or nobody: all alike.
+    Where ranks do not want the same plain tensors, everybody reads its own.
+    """
+    if group.size == 1:
+        return list(wants), []
+    shared = [want for want in wants if want.everywhere]
+    described = [
+        [want.name, str(tensor.dtype), list(box.shape), tensor.device.type]
+        for want in shared
+        for box, tensor in want.pieces[:1]
+    ]
+    if not group.same(json.dumps(described).encode()) or not shared:
+        return list(wants), []
+    by_readers: dict[tuple[int, ...], list[Want]] = {}
+    for want in shared:
+        by_readers.setdefault(tuple(near(want) or range(group.size)), []).append(want)
+    found = [(readers, bucket) for readers, some in by_readers.items() for bucket in _buckets(some)]
+    buckets = [bucket for _, bucket in found]
+    owners = _owners(found, group.size)
+    mine = {id(want) for bucket, owner in zip(buckets, owners, strict=True) if owner == group.rank for want in bucket}
+    reads = [want for want in wants if not want.everywhere or id(want) in mine]
+    return reads, list(zip(owners, buckets, strict=True))
+
+
+@torch.inference_mode()  # else a target that was made in it could not be written to
+def spread(buckets: Iterable[tuple[int, list[Want]]], group: Group) -> None:
+    """Gives every rank what one of them read. Collective; after all ranks have read their share."""
+    for owner, wants in buckets:
+        targets = [want.pieces[0][1] for want in wants]
+        device = accelerator.device_of(targets[0])
+        if device is not None:
+            _spread_there(owner, targets, group, device)
+            continue
+        if len(targets) == 1 and targets[0].device.type == "cpu" and is_bytes(targets[0]):
+            group.broadcast_from(owner, bytes_of(targets[0]))
+            continue
+        buffer = torch.empty(sum(target.nbytes for target in targets), dtype=torch.uint8, device="cpu")
+        if group.rank == owner:
+            _gather(targets, buffer)
+        group.broadcast_from(owner, buffer)
+        if group.rank != owner:
+            _scatter(buffer, targets)
+
+
+def _spread_there(owner: int, targets: list[torch.Tensor], group: Group, device: torch.device) -> None:
+    """Of tensors on a device: by its own links where the trainers have a group for them, else in one pinned piece."""
+    alone = len(targets) == 1 and is_bytes(targets[0])
+    packed = bytes_of(targets[0]) if alone else torch.empty(_nbytes(targets), dtype=torch.uint8, device=device)
+    if group.rank == owner and not alone:
+        _gather(targets, packed)
+    if not group.broadcast_there(owner, packed, device):
+        host = accelerator.pinned(packed.numel())
+        if group.rank == owner:
+            host.copy_(packed)
+        group.broadcast_from(owner, host)
+        if group.rank != owner:
+            packed.copy_(host)
+    if group.rank != owner and not alone:
+        _scatter(packed, targets)
+
+
+def _nbytes(targets: list[torch.Tensor]) -> int:
+    return sum(target.nbytes for target in targets)
+
+
+def _gather(targets: list[torch.Tensor], buffer: torch.Tensor) -> None:
+    for view, target in zip(torch.split(buffer, [t.nbytes for t in targets]), targets, strict=True):
+        view.copy_(bytes_of(copyable(target.detach().resolve_conj().resolve_neg()).contiguous()))
+
+
+def _scatter(buffer: torch.Tensor, targets: list[torch.Tensor]) -> None:
+    for view, target in zip(torch.split(buffer, [t.nbytes for t in targets]), targets, strict=True):
+        _bytes_into(target, view)
+
+
+def _buckets(wants: Sequence[Want]) -> list[list[Want]]:
+    buckets: list[list[Want]] = []
+    filled, device = BUCKET_BYTES, None
+    for want in wants:
+        nbytes, here = want.pieces[0][1].nbytes, want.pieces[0][1].device
+        if filled + nbytes > BUCKET_BYTES or here != device:
+            buckets.append([])
+            filled, device = 0, here
+        buckets[-1].append(want)
+        filled += nbytes
+    return buckets
+
+
+def _owners(buckets: Sequence[tuple[tuple[int, ...], list[Want]]], num_ranks: int) -> list[int]:
+    """Who reads each bucket, of those who can, so that all ranks read about as much."""
+    loads = [0] * num_ranks
+    owners = []
+    for readers, bucket in buckets:
+        rank = min(readers, key=lambda reader: loads[reader])
+        loads[rank] += sum(want.pieces[0][1].nbytes for want in bucket)
+        owners.append(rank)
+    return owners
+
+
+def _bytes_into(target: torch.Tensor, data: torch.Tensor) -> None:
+    if is_bytes(target):
+        bytes_of(target).copy_(data)
+    else:
+        copyable(target).copy_(copyable(data.clone().view(target.dtype).view(target.shape)))

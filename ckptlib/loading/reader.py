@@ -1,0 +1,298 @@
+"""From the parts and packs of a committed step into tensors, whatever layout either side has.
+
+A part's rows are the truth of what lies where; layouts only tell which parts to open. Every chunk is read whole and
+checked against its digest before a byte of it is believed; every element of every target is filled, or it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+
+from ckptlib.catalog.shards import Contents, Share, check_there
+from ckptlib.errors import CorruptData, FormatError, UnsupportedState
+from ckptlib.format import gc_pause
+from ckptlib.format.box import Box, Run, common_run, find_hole
+from ckptlib.format.digests import digester
+from ckptlib.format.keys import SaveId
+from ckptlib.format.layout import Layout, PerRank, TensorEntry, ranks_touching
+from ckptlib.format.overlaps import Meeting, meetings
+from ckptlib.format.part import Part
+from ckptlib.loading.landing import Landing
+from ckptlib.loading.requests import ChunkRead, Request, Target, copies_of, merge
+from ckptlib.state.leaf import torch_dtype
+from ckptlib.stores.io_limits import Pace
+
+Place = tuple[Share, int]
+"""A shard: of whose share, and which."""
+
+Reads = dict[tuple[int, int], ChunkRead]
+"""By saved rank and chunk."""
+
+
+class Source(Protocol):
+    """One step, wherever it lies: in a store, or in memory."""
+
+    save: SaveId
+    world_size: int
+    layouts: Mapping[str, tuple[int, ...]]
+    """By digest: the saved ranks that have it."""
+    where: str
+    """For people."""
+
+    @property
+    def pace(self) -> Pace:
+        """Asked when all that is to be read has been brought."""
+
+    def layout(self, digest: str) -> Layout:
+        """Raises CorruptData, FormatError, ObjectNotFound."""
+
+    def part(self, rank: int) -> Part:
+        """A saved rank's, checked against its layout. Raises as `layout` does, and NotBrought."""
+
+    def read_into(self, pack: str, offset: int, buffer: memoryview) -> None:
+        """Fills `buffer` with bytes of one of a part's packs. From any thread. Raises StoreError."""
+
+    def near(self, ranks: Collection[int]) -> Collection[int] | None:
+        """The ranks of this job to which the shares of all these saved ranks are near; None: to all alike."""
+
+    def bring(self, ranks: Collection[int]) -> None:
+        """Makes the shares of these saved ranks readable here, before they are asked for. Collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """One tensor to be filled."""
+
+    name: str
+    """That it is saved under."""
+    pieces: tuple[tuple[Box, torch.Tensor], ...]
+    """Boxes in global coordinates, each with a view of the same shape to be filled."""
+    everywhere: bool = False
+    """Whether it is a whole plain tensor, which every rank is likely to want."""
+
+
+def own_rank(rank: int, world_size: int) -> int:
+    """The saved rank whose values and per-rank tensors a rank takes: its own, or 0 where it is new."""
+    return rank if rank < world_size else 0
+
+
+class Reader:
+    """Reads one step for one rank."""
+
+    def __init__(self, source: Source, rank: int) -> None:
+        self._source = source
+        self._rank = rank
+        self._shares: dict[int, Share] = {}
+        self._contents = Contents(source.read_into)
+        self.layouts: Mapping[str, Layout] = {digest: source.layout(digest) for digest in source.layouts}
+        self._ranks = {digest: frozenset(ranks) for digest, ranks in source.layouts.items()}
+        self._own = frozenset({self.own_rank})
+        self._own_layout = next(digest for digest, ranks in self._ranks.items() if self._own <= ranks)
+        self.nbytes_read = 0
+
+    @property
+    def own_rank(self) -> int:
+        """See the function."""
+        return own_rank(self._rank, self._source.world_size)
+
+    @property
+    def step(self) -> int:
+        return self._source.save.step
+
+    def part(self, rank: int) -> Part:
+        """A rank's part, read once."""
+        return self._share(rank).part
+
+    def first_rank(self, layout: str) -> int:
+        """Of the saved ranks that have a layout."""
+        return min(self._ranks[layout])
+
+    def _share(self, rank: int) -> Share:
+        found = self._shares.get(rank)
+        if found is None:
+            part = self._source.part(rank)
+            found = self._shares[rank] = Share(part, self.layouts[part.table.layout])
+        return found
+
+    def entries(self, name: str) -> dict[str, TensorEntry]:
+        """By layout: the tensor that is saved under this name; that of this rank alone, where each has its own."""
+        own = self.layouts[self._own_layout].find(name)
+        if own is not None and isinstance(own.holding, PerRank):
+            return {self._own_layout: own}
+        found = ((digest, layout.find(name)) for digest, layout in self.layouts.items())
+        return {
+            digest: entry for digest, entry in found if entry is not None and not isinstance(entry.holding, PerRank)
+        }
+
+    def same_bytes(self, first: str, second: str, boxes: Sequence[Box] | None = None) -> bool:
+        """Whether two tensors were saved with the same content, at least in some boxes of them."""
+        kinds = [next(iter(self.entries(name).values())) for name in (first, second)]
+        if (kinds[0].dtype, kinds[0].shape) != (kinds[1].dtype, kinds[1].shape):
+            return False
+        return all(self._same_in(box, first, second) for box in (boxes or [Box.whole(kinds[0].shape)]))
+
+    def _same_in(self, box: Box, first: str, second: str) -> bool:
+        sides = []
+        for name in (first, second):
+            places = self._places(name, self.ranks_for(Want(name, ((box, torch.empty(0)),))))
+            sides.append({b: place for b, place in self._sources(name, places, [box]).items() if b.intersect(box)})
+        alike = sides[0].keys() == sides[1].keys()
+        if not alike and any(find_hole(box, [*side]) for side in sides):
+            return False
+        pairs = ((b, b) for b in sides[0]) if alike else ((a, b) for a in sides[0] for b in sides[1])
+        return all(
+            self._same(sides[0][a], sides[1][b], common)
+            for a, b in pairs
+            if (in_both := a.intersect(b)) is not None and (common := in_both.intersect(box)) is not None
+        )
+
+    def read(self, wants: Sequence[Want], progress: Callable[[int], None]) -> None:
+        """Fills every want. `progress` is told of bytes as they arrive.
+
+        Raises CorruptData that names the tensor, also for an element that no chunk covers or of which several ranks
+        saved different values; StoreError.
+        """
+        with ThreadPoolExecutor(self._source.pace.threads, "ckptlib-read") as executor:
+            ranks = [self.ranks_for(want) for want in wants]
+            list(executor.map(self._share, sorted(frozenset().union(*ranks) - self._shares.keys())))
+            with gc_pause.kept():
+                requests = self._plan(wants, ranks)
+            verify = digester(self.part(self.own_rank).algorithm)
+            landing = Landing(tensor for want in wants for _, tensor in want.pieces)
+            try:
+                for nbytes in executor.map(lambda request: self._run(request, verify, landing), requests):
+                    self.nbytes_read += nbytes
+                    progress(nbytes)
+            finally:
+                executor.shutdown(cancel_futures=True)
+                landing.close()
+
+    def ranks_for(self, want: Want) -> frozenset[int]:
+        """Whose parts may hold what is wanted."""
+        if self._source.world_size == 1:
+            return self._own
+        found: set[int] = set()
+        for digest, entry in self.entries(want.name).items():
+            ranks = self._ranks[digest]
+            if isinstance(entry.holding, PerRank):
+                found |= self._own & ranks
+                continue
+            for box, _ in want.pieces:
+                found.update(ranks_touching(entry, box, ranks))
+        return frozenset(found)
+
+    def _plan(self, wants: Sequence[Want], ranks: Sequence[frozenset[int]]) -> list[Request]:
+        """The requests that fill all wants. `ranks`: of each want, whose parts may hold it."""
+        reads: Reads = {}
+        for want, of in zip(wants, ranks, strict=True):
+            self._plan_want(want, of, reads)
+        return merge(reads.values(), self._source.pace)
+
+    def _plan_want(self, want: Want, ranks: Collection[int], reads: Reads) -> None:
+        """Adds what fills a want."""
+        places = self._places(want.name, ranks)
+        boxes = tuple([share.part.table.boxes[shard] for share, shard in places])
+        if len(boxes) > 1 and _meetings(want.name, boxes):
+            sources = self._sources(want.name, places, [box for box, _ in want.pieces])
+            boxes, places = tuple(sources), [*sources.values()]
+        for box, target in want.pieces:
+            to, numel = Target(target), box.numel
+            if numel and boxes == (box,):  # saved and wanted alike: most tensors by far
+                _plan_shard(*places[0], Run(0, 0, numel), box, to, reads)
+                continue
+            touching, hole = _cover(box, boxes)
+            self._check_cover(want.name, hole)
+            for i, run in touching:
+                _plan_shard(*places[i], run, box, to, reads)
+
+    def _places(self, name: str, ranks: Collection[int]) -> list[Place]:
+        """The shards of a tensor in the parts of these ranks."""
+        shares = map(self._share, sorted(ranks))
+        return [(share, shard) for share in shares for shard in share.shards(name)]
+
+    def _sources(self, name: str, places: Sequence[Place], wanted: Sequence[Box]) -> dict[Box, Place]:
+        """By box: the first shard that fills it. What is wanted of two shards that overlap must be equal in both."""
+        boxes = tuple([share.part.table.boxes[shard] for share, shard in places])
+        for i, j, region in _meetings(name, boxes):
+            for common in filter(None, map(region.intersect, wanted)):
+                if not self._same(places[i], places[j], common):
+                    ranks = f"ranks {places[i][0].part.rank} and {places[j][0].part.rank}"
+                    raise CorruptData(f"{name}{common}: {ranks} saved different bytes for it")
+        found: dict[Box, Place] = {}
+        for box, place in zip(boxes, places, strict=True):
+            found.setdefault(box, place)
+        return found
+
+    def _same(self, first: Place, second: Place, region: Box) -> bool:
+        return self._contents.same(first[0].shard(first[1]), second[0].shard(second[1]), region)
+
+    def _check_cover(self, name: str, hole: Box | None) -> None:
+        if hole is not None:
+            raise CorruptData(
+                f"{name}{hole}: no chunk of step {self._source.save.step} holds these elements; try an earlier step, "
+                "or: ckptlib verify"
+            )
+
+    def _run(self, request: Request, verify: Callable[[memoryview], str], landing: Landing) -> int:
+        """One request: its chunks are checked, then placed."""
+        check_there(self._source.read_into, request.pack, request.offset, request.nbytes)
+        buffer = request.buffer(landing)
+        self._source.read_into(request.pack, request.start, buffer)
+        request.place(buffer, verify, self._source.save.step, landing)
+        return len(buffer)
+
+
+def _plan_shard(share: Share, shard: int, run: Run | None, wanted: Box, to: Target, reads: Reads) -> None:
+    """Adds the chunks of a shard that hold something of `wanted`. `run`: what they have in common, if it is one."""
+    table, skipped = share.part.table, share.skipped[shard]
+    dtype = torch_dtype(share.layout.tensors[table.tensors[shard]].dtype)
+    itemsize, several = dtype.itemsize, table.num_chunks[shard] > 1
+    if run is not None and to.is_row_major and not several:
+        read = _read_of(reads, share, table.first_chunks[shard])
+        to.take(read, skipped + run.first * itemsize, run.at, run.numel, dtype)
+        return
+    element = 0
+    for chunk in table.chunks(shard):
+        stop = element + (table.nbytes[chunk] if several else share.sizes[shard]) // itemsize
+        if run is None or not to.is_row_major:
+            for copy in copies_of(table.boxes[shard], element, stop, wanted, to.tensor, skipped, dtype):
+                _read_of(reads, share, chunk).copies.append(copy)
+        else:
+            first, last = max(run.first, element), min(run.first + run.numel, stop)
+            if first < last:
+                read = _read_of(reads, share, chunk)
+                to.take(read, (first - element) * itemsize, run.at + first - run.first, last - first, dtype)
+        element = stop
+
+
+def _read_of(reads: Reads, share: Share, chunk: int) -> ChunkRead:
+    found = reads.get((share.part.rank, chunk))
+    if found is None:
+        found = reads[share.part.rank, chunk] = ChunkRead(share, chunk)
+    return found
+
+
+def _meetings(name: str, boxes: tuple[Box, ...]) -> tuple[Meeting, ...]:
+    try:
+        return _meetings_of(boxes)
+    except UnsupportedState as error:
+        raise FormatError(f"{name}: {error}") from error
+
+
+@lru_cache(maxsize=256)  # layers are alike
+def _meetings_of(boxes: tuple[Box, ...]) -> tuple[Meeting, ...]:
+    return tuple(meetings(boxes))
+
+
+@lru_cache(maxsize=256)
+def _cover(wanted: Box, boxes: tuple[Box, ...]) -> tuple[tuple[tuple[int, Run | None], ...], Box | None]:
+    """Positions of the boxes that hold something of what is wanted, each with what they have in common, where that is
+    one run; and what none of them holds."""
+    touching = ((i, common_run(b, wanted)) for i, b in enumerate(boxes) if b.intersect(wanted) is not None)
+    return tuple(touching), find_hole(wanted, boxes)

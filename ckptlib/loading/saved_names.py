@@ -1,0 +1,116 @@
+"""What a checkpoint holds, by name, as the rank that loads it sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptlib.errors import StateMismatch
+from ckptlib.format import values
+from ckptlib.format.box import Box
+from ckptlib.format.layout import PerRank as HeldPerRank
+from ckptlib.format.layout import TensorEntry
+from ckptlib.format.values import Json
+from ckptlib.loading.reader import Reader
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SavedGroup:
+    """A parameter group of an optimizer."""
+
+    layout: int
+    """Which of the step's layouts tells of it; 0 is that of this rank's own part."""
+    index: int
+    """Position in its optimizer."""
+
+
+class Saved:
+    """One step: its tensors, values, trees of objects and groups of optimizers.
+
+    A rank takes its own values. What it takes over from others, such as another stage of a pipeline, comes with the
+    values of the first rank that had it.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        own = reader.part(reader.own_rank)
+        self._digests = [own.table.layout, *(digest for digest in reader.layouts if digest != own.table.layout)]
+        self.values: Mapping[str, Json] = own.values
+        """This rank's own."""
+        self.tensors: dict[str, TensorEntry] = {}
+        """By name or alias. What this rank's own layout says of a name counts, else what the first that has it says."""
+        self.objects: dict[str, Json] = {}
+        self._aliases: dict[str, str] = {}
+        self.groups: dict[str, dict[str, SavedGroup]] = {}
+        """By path of an optimizer: parameter name to group."""
+        self.classes: dict[str, str] = {}
+        """By path of an optimizer: the name of its class, where the checkpoint tells it."""
+        self._orders: dict[str, dict[frozenset[str], list[str]]] = {}
+        """By path of an optimizer and keys of a parameter's state: the order they had."""
+        self._positions: dict[str, dict[str, int]] = {}
+        """By path of an optimizer: all keys, numbered as they came."""
+        for position, digest in enumerate(self._digests):
+            layout = reader.layouts[digest]
+            for entry in layout.tensors:
+                if not (position and isinstance(entry.holding, HeldPerRank)):
+                    self.tensors.setdefault(entry.name, entry)
+            for alias, name in layout.aliases.items():
+                entry = layout.tensors[layout.index[name]]
+                if alias not in self.tensors and not (position and isinstance(entry.holding, HeldPerRank)):
+                    self.tensors[alias] = entry
+                    self._aliases[alias] = name
+            for path, tree in layout.objects.items():
+                self.objects.setdefault(path, tree)
+                self._add_groups(path, tree, position)
+
+    def _add_groups(self, path: str, tree: Json, layout: int) -> None:
+        if not isinstance(tree, dict) or "optimizer" not in tree:
+            return
+        known = self.groups.setdefault(path, {})
+        match tree["optimizer"]:
+            case {"groups": list(groups)}:
+                for i, names in enumerate(groups):
+                    for name in names if isinstance(names, list) else []:
+                        known.setdefault(str(name), SavedGroup(layout, i))
+            case _:
+                raise StateMismatch(f"{path}: the layout's groups of this optimizer cannot be read")
+        match tree["optimizer"]:
+            case {"class": str(name), "keys": list(orders)}:
+                self.classes.setdefault(path, name)
+                self._add_orders(path, orders)
+
+    def _add_orders(self, path: str, orders: list[Json]) -> None:
+        known, positions = self._orders.setdefault(path, {}), self._positions.setdefault(path, {})
+        for order in orders:
+            keys = list(dict.fromkeys(map(str, order if isinstance(order, list) else [])))
+            known.setdefault(frozenset(keys), keys)
+            for key in keys:
+                positions.setdefault(key, len(positions))
+
+    def first_name(self, name: str) -> str:
+        """Of a tensor that had several names: the one that its optimizer state is kept under."""
+        return self._aliases.get(name, name)
+
+    def in_order(self, path: str, keys: Collection[str]) -> list[str]:
+        """The keys of a parameter's state, in the order that an optimizer once had them in."""
+        found = self._orders.get(path, {}).get(frozenset(keys))
+        if found is None:  # other ranks, or other versions, told of them
+            positions = self._positions.get(path, {})
+            return sorted(keys, key=lambda key: (positions.get(key, len(positions)), key))
+        return found
+
+    def same(self, first: str, second: str, boxes: Sequence[Box] | None = None) -> bool:
+        """Whether two saved tensors are one, or are equal; at least in these boxes, if any are given."""
+        return first == second or (first in self.tensors and self._reader.same_bytes(first, second, boxes))
+
+    def values_with(self, layout: int) -> Mapping[str, Json]:
+        """Those of this rank, where the layout is its own; else of the first rank that has it."""
+        return self._reader.part(self._reader.first_rank(self._digests[layout])).values if layout else self.values
+
+    def value(self, path: str, depth: int = 0) -> object:
+        """This rank's own, else the first that another has. Raises StateMismatch where none has any."""
+        for layout in range(len(self._digests)):
+            found = self.values_with(layout)
+            if path in found:
+                return values.decode(found[path], path, depth)
+        raise StateMismatch(f"{path}: the layout tells of a value that no part of step {self._reader.step} has")

@@ -1,1 +1,0 @@
-"""Snapshots in the memory of other hosts."""

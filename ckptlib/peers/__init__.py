@@ -1,0 +1,1 @@
+"""Replicas of snapshots in the memory of other hosts."""

@@ -1,0 +1,342 @@
+"""The replicator: sends this rank's snapshots to their holders, and keeps those of the ranks it holds.
+
+All ranks begin the same snapshots at the same step, so a holder knows what comes and waits for it with a time-out; no
+rank listens for what may never come. What a holder has in its own share of the state, as with data parallelism, it
+copies itself, and only the rest is sent. One thread for each direction of each pair of ranks; gloo moves the bytes
+without the GIL. What goes wrong is noted and told by the beat: training never waits for a replica.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+
+from ckptlib.errors import CkptError, CorruptData, FormatError, NoRoom, WaitTimeout
+from ckptlib.format.body_layout import body_nbytes, round_up
+from ckptlib.format.keys import SaveId
+from ckptlib.format.table import Table
+from ckptlib.peers.transfer import Ranges, everything, receive_slot, send_slot, withdraw
+from ckptlib.policy.peers import Peers
+from ckptlib.ranks.link import Link
+from ckptlib.slots.placement import Placement
+from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.snapshot import SnapshotReader
+from ckptlib.staging.arena import Arena
+from ckptlib.staging.copies import Source
+from ckptlib.staging.stager import Lot, Staging
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 5.0
+LAST_BACKOFF_S = 300.0
+"""How long the ranks wait before they connect anew; doubled each time."""
+
+Job = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One snapshot of the job: what all ranks know of it when they begin it."""
+
+    root_id: str
+    save: SaveId
+    number: int
+    """See `SlotHeader.number`."""
+    held_by_all: int
+    """Its replica stays, and those of later steps."""
+    settled: int
+    """Those of steps after `held_by_all` and up to this one failed on some rank, and may go."""
+
+
+FindAlike = Callable[[int, Table], tuple[Sequence[Source], tuple[int, ...]] | None]
+"""Rank and table of its last snapshot to the shards of it that this rank has as well, and their offsets in the body."""
+
+
+class Fate:
+    """What becomes of one snapshot at its holders."""
+
+    def __init__(self, num_holders: int) -> None:
+        self._left = num_holders
+        self._lock = threading.Lock()
+        self.sent = 0
+        """Bytes of its body."""
+        self.failed = False
+        """Whether a holder has no replica; not before it is settled can it be said that all have."""
+
+    def note(self, sealed: bool, sent: int = 0) -> None:
+        with self._lock:
+            self._left -= 1
+            self.sent += sent
+            self.failed = self.failed or not sealed
+
+    @property
+    def settled(self) -> bool:
+        return self._left == 0
+
+
+class Replicator:
+    """One per rank. Main thread, but for what its own threads do."""
+
+    def __init__(
+        self,
+        over: dist.ProcessGroup | None,
+        rank: int,
+        placement: Placement,
+        peers: Peers,
+        make_arena: Callable[[], Arena],
+    ) -> None:
+        """Collective over `over`, the ranks of the placement. `make_arena`: for the replicas of one rank."""
+        self._over = over
+        self._rank = rank
+        self._world_size = len(placement.domains)
+        self._peers = peers
+        self._arenas = {origin: make_arena() for origin in placement.origins(rank)}
+        self._readers = {origin: SnapshotReader() for origin in self._arenas}
+        self._senders = {to: _Stream(f"to-{to}") for to in placement.holders[rank]}
+        self._receivers = {origin: _Stream(f"from-{origin}") for origin in self._arenas}
+        self._unlike: set[int] = set()
+        """Ranks of which this one has turned out not to hold what it should."""
+        self._failing: set[str] = set()
+        """What was warned of and has not succeeded since."""
+        self._backoff_s = FIRST_BACKOFF_S
+        self._retry_at = 0.0
+        self._link: Link | None = None
+        self._broken: Link | None = None
+        self.connect()
+
+    # Snapshots
+
+    def twins(self, now: Round, find: FindAlike) -> list[Lot]:
+        """What of the snapshots that will come here this rank can copy itself, into their slots."""
+        found = []
+        for origin, receiver in self._receivers.items():
+            # while a receiver is busy, its arena and its reader are its own
+            if self._link is None or receiver.busy or self._peers.everything or origin in self._unlike:
+                continue
+            table = self._readers[origin].table(origin)
+            alike = None if table is None else find(origin, table)
+            if table is not None and alike is not None:
+                nbytes = body_nbytes(table)
+                try:
+                    slot = self._take(origin, now, nbytes)
+                except NoRoom:
+                    continue  # it will be told when the snapshot comes
+                size, sequence = self._world_size, 2 * now.number - 1
+                header = SlotHeader(now.root_id, now.save, origin, size, now.number, sequence, nbytes, {})
+                found.append(Lot(slot, header, *alike))
+        return found
+
+    def begin(self, now: Round, staging: Staging | None, twins: Sequence[Lot]) -> Fate:
+        """Replicates this rank's snapshot as soon as it is ready, and receives those that come here.
+
+        `staging`: None where this rank could not begin one. `twins` are filled when it is done.
+        """
+        filled = {} if staging is None else {twin.header.rank: self._filled(twin, staging) for twin in twins}
+        link, fate = self._link, Fate(len(self._senders))
+        for to, sender in self._senders.items():
+            if link is None:
+                fate.note(sealed=False)
+            else:
+                sender.put(partial(self._send, link, to, now, staging, fate))
+        for origin, receiver in self._receivers.items():
+            if link is not None:
+                receiver.put(partial(self._receive, link, origin, now, filled.get(origin)))
+        return fate
+
+    def _filled(self, twin: Lot, staging: Staging) -> _Filled:
+        table = self._readers[twin.header.rank].table(twin.header.rank)
+        assert table is not None
+        return _Filled(twin, staging, table.digest)
+
+    def _send(self, link: Link, to: int, now: Round, staging: Staging | None, fate: Fate) -> None:
+        step, sealed, sent = now.save.step, False, 0
+        try:
+            if staging is not None:
+                with suppress(WaitTimeout):  # then its holders are told, or they would take the next one for it
+                    staging.wait_done(self._peers.timeout.total_seconds())
+            if staging is None or not staging.done or staging.error is not None:
+                withdraw(link, to, self._rank, f"there is no snapshot of step {step}")
+            else:
+                sent = send_slot(link, to, staging.slot, staging.slot.read_header())
+                sealed = True
+                self._told(f"replicas on rank {to}", step, None)
+        except CkptError as error:
+            self._told(f"replicas on rank {to}", step, error)
+        finally:
+            fate.note(sealed, sent)
+
+    def _receive(self, link: Link, origin: int, now: Round, twin: _Filled | None) -> None:
+        arena, taken = self._arenas[origin], list[Slot]()
+
+        def take(offered: SlotHeader) -> Slot:
+            if (offered.root_id, offered.save, offered.number) != (now.root_id, now.save, now.number):
+                raise FormatError(
+                    f"rank {origin} offers snapshot {offered.number} ({offered.save}) of {offered.root_id}, expected "
+                    f"{now.number} ({now.save}) of {now.root_id}"
+                )
+            fits = twin is not None and twin.wait(self._peers.timeout) and twin.is_of(offered)
+            taken.append(twin.slot if twin is not None and fits else self._take(origin, now, offered.body_nbytes))
+            return taken[0]
+
+        def lacks(offered: SlotHeader) -> Ranges:
+            return twin.lacks(offered) if twin is not None and taken[0] is twin.slot else everything(offered)
+
+        try:
+            receive_slot(link, origin, origin, take, self._readers[origin], lacks)
+            arena.mark_ready(taken[0], now.save.step)
+            self._told(f"replicas of rank {origin}", now.save.step, None)
+        except CkptError as error:
+            if isinstance(error, CorruptData) and twin is not None and twin.slot in taken:
+                self._unlike.add(origin)
+                log.error("replicas of rank %d are sent whole from here on; what this rank has differs", origin)
+            self._told(f"replicas of rank {origin}", now.save.step, error)
+        finally:
+            if twin is not None:
+                twin.staging.wait_done(None)  # until then it is written to, and nobody else may have it
+            for slot in arena.slots:  # not the twin's: where that was too small it is gone
+                slot.unlock()
+
+    def _take(self, origin: int, now: Round, nbytes: int) -> Slot:
+        """A slot for a replica. Raises NoRoom."""
+        arena = self._arenas[origin]
+        arena.forget(now.held_by_all, now.settled)
+        slot = arena.take(nbytes, now.held_by_all, ())
+        if slot is None:
+            raise NoRoom("all slots for replicas hold what is still needed")
+        return slot
+
+    def _told(self, what: str, step: int, error: CkptError | None) -> None:
+        """Warns of the first failure and of the first success after it: there may be a snapshot at every step."""
+        if error is None and what in self._failing:
+            self._failing.discard(what)
+            log.warning("%s: there is one of step %d again", what, step)
+        elif error is not None and what not in self._failing:
+            self._failing.add(what)
+            log.warning("%s: there is none of step %d: %s", what, step, error)
+
+    # The link
+
+    @property
+    def link_failed(self) -> bool:
+        """Whether a peer could not be reached: gloo has closed that connection for good, so all must connect anew."""
+        return self._link is not None and self._link.broken
+
+    @property
+    def linked(self) -> bool:
+        """Whether snapshots are replicated, as far as all ranks have agreed."""
+        return self._link is not None or not (self._senders or self._receivers)
+
+    @property
+    def calm(self) -> bool:
+        """Whether this rank is ready to connect anew."""
+        return time.monotonic() >= self._retry_at and not any(stream.busy for stream in self._streams())
+
+    def drop_link(self) -> None:
+        """Some rank lost a peer: nothing is replicated until all connect anew. On all ranks at the same step."""
+        self._broken, self._link = self._link or self._broken, None
+        self._retry_at = time.monotonic() + self._backoff_s
+        log.warning(
+            "a link between peers failed: snapshots have no replicas until the ranks connect anew, in %.0f s or later",
+            self._backoff_s,
+        )
+        self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
+
+    def connect(self) -> None:
+        """Collective. Raises AgreementFailed."""
+        if self._broken is not None:
+            self._broken.close()
+            self._broken = None
+        if self._over is not None and self._peers.copies:
+            self._link = Link(self._over, self._peers.timeout)
+
+    def _streams(self) -> list[_Stream]:
+        return [*self._senders.values(), *self._receivers.values()]
+
+    def close(self, clean: bool) -> None:
+        """Lets go; `clean`: what is under way is waited for, and the replicas go.
+
+        Else nothing is waited for: replicas are let go of when what is under way has come to its end, so that a job
+        that follows in this very process finds them.
+        """
+        if not clean:
+            for origin, receiver in self._receivers.items():
+                receiver.put(partial(self._arenas[origin].close, unlink=False))
+            return
+        for stream in self._streams():
+            stream.finish()
+        if self._link is not None:
+            self._link.close()
+        for arena in self._arenas.values():
+            arena.close(unlink=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """A slot for a replica, with what this rank has of it copied into it when its own snapshot is done."""
+
+    lot: Lot
+    staging: Staging
+    table: str
+    """Digest of the table by which it is filled."""
+
+    @property
+    def slot(self) -> Slot:
+        return self.lot.slot
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Whether the copies are whole. Raises WaitTimeout."""
+        self.staging.wait_done(timeout.total_seconds())
+        return self.staging.error is None
+
+    def is_of(self, offered: SlotHeader) -> bool:
+        """Whether the snapshot that is offered lies in its slot as the one before did."""
+        return offered.documents.get("table", (0, 0, ""))[2] == self.table
+
+    def lacks(self, offered: SlotHeader) -> Ranges:
+        """What of the snapshot that is offered is neither here nor between chunks."""
+        there = [(o, round_up(o + s.tensor.nbytes)) for s, o in zip(self.lot.sources, self.lot.offsets, strict=True)]
+        edges = [0, *(edge for span in sorted(there) for edge in span), offered.body_nbytes]
+        return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
+
+
+class _Stream:
+    """A thread that does its jobs in order."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._num_open = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"ckptlib-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        return self._num_open > 0
+
+    def put(self, job: Job) -> None:
+        with self._lock:
+            self._num_open += 1
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:  # it is a bug, but not one to leave the other ranks waiting for this one
+                log.exception("a replica failed")
+            with self._lock:
+                self._num_open -= 1
+
+    def finish(self) -> None:
+        """Waits for all jobs; each of them has time-outs."""
+        self._jobs.put(None)
+        self._thread.join()

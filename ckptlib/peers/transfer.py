@@ -1,0 +1,235 @@
+"""One snapshot's way from a slot into a slot of another rank: byte by byte the same, and checked before it counts.
+
+    sender                            receiver
+    offer: the header's page     -->  takes a slot with room, and marks its content as being written
+                                 <--  verdict: go on, with the ranges of the body that it lacks, or why not
+    documents, those ranges      -->  straight into the slot; each chunk's digest is checked while later ones arrive
+    verdict: still the same      -->  all of it checked? then the header, which makes it ready
+                                 <--  verdict: sealed, or what is wrong
+
+A crash, a lost peer or damage at any point leaves the receiver's slot as it is while it is written: not ready. What a
+peer sends is hostile until checked. The same number of messages whatever a snapshot holds; none per tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError, NoRoom, PeerRefused, ReplicationFailed
+from ckptlib.ranks.link import Link
+from ckptlib.slots.slot import PAGE_BYTES, Slot, SlotHeader
+from ckptlib.slots.snapshot import SnapshotReader, check_body
+
+MAX_DOCUMENTS_BYTES = 2**30
+"""Of all documents of a snapshot; a peer that offers more is not believed."""
+
+_GOOD, _DAMAGED, _REFUSED, _FAILED = range(4)
+_ERRORS: dict[int, type[CkptError]] = {_DAMAGED: CorruptData, _REFUSED: PeerRefused, _FAILED: ReplicationFailed}
+_VERDICT = struct.Struct(f"<II{PAGE_BYTES - 8}s")
+"""One of the above, and why, or what is lacking: so many bytes of UTF-8. Never begins as a header does."""
+
+Ranges = Sequence[tuple[int, int]]
+"""Of a body, [start, end) each: ascending and apart."""
+
+MAX_RANGES = 100
+"""What is lacking is told on one page; ranges that are closest to one another are sent as one where there are more."""
+
+
+def send_slot(link: Link, to: int, slot: Slot, header: SlotHeader) -> int:
+    """Returns when the peer holds a sealed replica of the snapshot that has this `header`: how much of the body was
+    sent for it, in bytes.
+
+    The caller sees to it that nobody overwrites the slot meanwhile; were it done all the same, the replica would not
+    be sealed. One transfer at a time for each pair of ranks and `header.rank`.
+
+    Raises PeerRefused; CorruptData when what came did not match its digests; ReplicationFailed for the rest that leaves
+    both ranks whole; AgreementFailed when the peer is gone.
+    """
+    data, answer = _tags(header.rank)
+    try:
+        documents = b"".join(slot.read_document(header, name) for name in header.documents)
+    except CkptError as error:
+        _tell(link, to, data, _DAMAGED, str(error))
+        raise
+    link.send(to, memoryview(header.encode()), data)
+    lacking = _asked(_hear(link, to, answer), header.body_nbytes, f"rank {link.global_rank(to)}")
+    link.send(to, memoryview(documents), data)
+    for start, end in lacking:
+        link.send(to, slot.body[start:end], data)
+    if slot.read_header() != header:
+        why = f"{slot.path}: {header.save} was overwritten while it was sent"
+        _tell(link, to, data, _FAILED, why)
+        raise ReplicationFailed(why)
+    _tell(link, to, data, _GOOD)
+    _hear(link, to, answer)
+    return sum(end - start for start, end in lacking)
+
+
+def withdraw(link: Link, to: int, origin: int, why: str) -> None:
+    """Tells a peer that waits for a snapshot of rank `origin` that none will come. Raises AgreementFailed."""
+    _tell(link, to, _tags(origin)[0], _FAILED, why)
+
+
+def everything(header: SlotHeader) -> Ranges:
+    """Of a body of which nothing is there."""
+    return [(0, header.body_nbytes)] if header.body_nbytes else []
+
+
+def receive_slot(
+    link: Link,
+    frm: int,
+    origin: int,
+    take: Callable[[SlotHeader], Slot],
+    snapshots: SnapshotReader,
+    lacks: Callable[[SlotHeader], Ranges] = everything,
+) -> SlotHeader:
+    """The header of a snapshot of rank `origin` that `frm` has sent, and that is sealed in a slot here now.
+
+    `take` gives a slot for it, locked for writing and with room, which stays the caller's; or raises what it has
+    against this snapshot (its root, its generation, its size: nothing but its form was looked at before), or NoRoom.
+    `lacks` is asked after it which ranges of the body are to be sent: the rest is in the slot, or is between chunks.
+
+    Raises what `take` raised; CorruptData or FormatError for what does not match its digests; ReplicationFailed when
+    the sender gave up; AgreementFailed when it is gone. The slot is not ready then, if it was taken.
+    """
+    data, answer = _tags(origin)
+    page = _receive_page(link, frm, data)
+    if not page.startswith(b"{"):
+        _heed(page, link.global_rank(frm))
+    try:
+        header = _offered(page, f"offer of rank {link.global_rank(frm)}", origin)
+        slot = take(header)
+        if header.body_nbytes > slot.capacity:
+            raise NoRoom(f"{slot.path}: a body of {header.body_nbytes:,} bytes in a slot for {slot.capacity:,}")
+        lacking = _joined(lacks(header))
+    except CkptError as error:
+        _tell(link, frm, answer, _REFUSED, str(error))
+        raise
+    slot.write_header(replace(header, sequence=header.sequence - 1))
+    _tell(link, frm, answer, _GOOD, json.dumps(lacking))
+    damage = _receive_content(link, frm, data, slot, header, snapshots, lacking)
+    _hear(link, frm, data)
+    if damage is not None:
+        _tell(link, frm, answer, _REFUSED if isinstance(damage, NoRoom) else _DAMAGED, str(damage))
+        raise damage
+    slot.write_header(header)
+    _tell(link, frm, answer, _GOOD)
+    return header
+
+
+def _offered(page: bytes, where: str, origin: int) -> SlotHeader:
+    """The header in it: of a ready snapshot of `origin`, its documents in order behind its body."""
+    header = SlotHeader.decode(page, where)
+    if header.rank != origin or not header.ready or header.sequence == 0:
+        raise FormatError(f"{where}: rank {header.rank} ({header.sequence}), expected rank {origin} and ready")
+    end = behind = PAGE_BYTES + header.body_nbytes
+    for name, (offset, nbytes, _) in header.documents.items():
+        if offset != end:
+            raise FormatError(f"{where}: {name} is at {offset}, expected {end}")
+        end += nbytes
+    if end - behind > MAX_DOCUMENTS_BYTES:
+        raise FormatError(f"{where}: {end - behind:,} bytes of documents, expected at most {MAX_DOCUMENTS_BYTES:,}")
+    return header
+
+
+def _joined(ranges: Ranges) -> Ranges:
+    """At most MAX_RANGES that cover these."""
+    left = list(ranges)
+    while len(left) > MAX_RANGES:
+        gaps = sorted(later[0] - earlier[1] for earlier, later in pairwise(left))
+        widest = gaps[len(left) - MAX_RANGES - 1]
+        joined = left[:1]
+        for start, end in left[1:]:
+            if start - joined[-1][1] <= widest:
+                joined[-1] = (joined[-1][0], end)
+            else:
+                joined.append((start, end))
+        left = joined
+    return left
+
+
+def _asked(text: str, body_nbytes: int, who: str) -> Ranges:
+    """What a peer says that it lacks. Raises FormatError."""
+    try:
+        ranges = [(int(start), int(end)) for start, end in json.loads(text)]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise FormatError(f"{who} asks for no ranges of a snapshot, but: {text[:80]}") from error
+    at = 0
+    for start, end in ranges:
+        if not at <= start < end <= body_nbytes:
+            raise FormatError(f"{who} asks for [{start}, {end}) of a body of {body_nbytes:,} bytes")
+        at = end
+    return ranges
+
+
+def _arriving(link: Link, frm: int, tag: int, slot: Slot, lacking: Ranges) -> Iterator[int]:
+    """How many of the body's first bytes are there, each time that it has grown."""
+    for start, end in lacking:
+        yield start
+        for count in link.arriving(frm, slot.body[start:end], tag):
+            yield start + count
+
+
+def _receive_content(
+    link: Link, frm: int, tag: int, slot: Slot, header: SlotHeader, snapshots: SnapshotReader, lacking: Ranges
+) -> CkptError | None:
+    """What is wrong with it, if anything. All that was sent has been received then, good or not."""
+    documents = bytearray(sum(nbytes for _, nbytes, _ in header.documents.values()))
+    link.recv(frm, memoryview(documents), tag)
+    arriving = _arriving(link, frm, tag, slot, lacking)
+    damage = None
+    try:
+        _put_documents(slot, header, bytes(documents))
+        check_body(slot, snapshots.read(slot, header), arriving)
+    except AgreementFailed:
+        raise
+    except CkptError as error:
+        damage = error
+    for _ in arriving:
+        pass
+    return damage
+
+
+def _put_documents(slot: Slot, header: SlotHeader, data: bytes) -> None:
+    """Raises CorruptData unless they are what the header says; NoRoom."""
+    documents, at = {}, 0
+    for name, (_, nbytes, _) in header.documents.items():
+        documents[name] = data[at : at + nbytes]
+        at += nbytes
+    places = slot.write_documents(header.body_nbytes, documents)
+    damaged = [name for name, place in places.items() if place != header.documents[name]]
+    if damaged:
+        raise CorruptData(f"{slot.path}: {', '.join(damaged)} of {header.save} changed on the way from a peer")
+
+
+def _tags(origin: int) -> tuple[int, int]:
+    """Of what goes to the receiver of this rank's snapshots, and of its answers."""
+    return 2 * origin, 2 * origin + 1
+
+
+def _tell(link: Link, to: int, tag: int, verdict: int, why: str = "") -> None:
+    text = why.encode()[: PAGE_BYTES - 8]
+    link.send(to, memoryview(_VERDICT.pack(verdict, len(text), text)), tag)
+
+
+def _hear(link: Link, frm: int, tag: int) -> str:
+    return _heed(_receive_page(link, frm, tag), link.global_rank(frm))
+
+
+def _heed(page: bytes, peer: int) -> str:
+    """What a verdict says beside that all is good. Raises what it says otherwise."""
+    verdict, nbytes, data = _VERDICT.unpack(page)
+    text = str(data[:nbytes].decode(errors="replace"))
+    if verdict != _GOOD:
+        raise _ERRORS.get(verdict, FormatError)(f"rank {peer} says: {text}")
+    return text
+
+
+def _receive_page(link: Link, frm: int, tag: int) -> bytes:
+    page = bytearray(PAGE_BYTES)
+    link.recv(frm, memoryview(page), tag)
+    return bytes(page)

@@ -1,0 +1,1 @@
+"""Ranks that act together: collectives with deadlines, the beat, links between hosts."""

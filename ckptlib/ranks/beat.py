@@ -1,0 +1,95 @@
+"""The beat: a few integers agreed upon by all ranks, once per step, without waiting.
+
+Each rank gives its word in `after_step` i; the agreed words are acted upon by all ranks at `after_step` i + 1, never
+earlier. So nobody saves, skips, stops or raises on what it alone knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ckptlib.errors import AgreementFailed
+from ckptlib.ranks.group import Group
+from ckptlib.ranks.held import NONE
+
+
+class Word(NamedTuple):
+    """What one rank says; agreed upon by maximum."""
+
+    step: int
+    """The step that the word is for."""
+    minus_step: int
+    """-step: with `step`, it shows whether all ranks are at the same one."""
+    due: int = 0
+    """1: the state after `step` should be saved."""
+    snap: int = 0
+    """1: it should be kept in memory."""
+    inline: int = 0
+    """1: it should be copied without overlap, since the last snapshot was torn."""
+    agree: int = 0
+    """1: a rank's layout changed, so the next save must compare all of them."""
+    stop: int = 0
+    """1: the job was told to stop."""
+    needs_held: int = -1
+    """The step that all ranks must hold before this rank has a slot for another snapshot; -1: it has one."""
+    failures: int = 0
+    """Background saves that failed in a row."""
+    superseded: int = 0
+    """1: a newer generation owns the root."""
+    link_failed: int = 0
+    """1: this rank lost a peer."""
+    not_calm: int = 0
+    """1: this rank is not ready to connect to its peers anew."""
+    minus_held: int = -NONE
+    """-(newest step this rank holds; see `Held`): the maximum shows the oldest of these."""
+    held_since: int = 0
+    """From which step on all snapshots of this rank have been held."""
+    minus_settled: int = -NONE
+    """-(newest step whose snapshot has come to an end on this rank)."""
+
+
+class Beat:
+    """One per Checkpointer; main thread only."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._pending: Callable[[], list[int]] | None = None
+        self._pending_votes: Callable[[], list[int]] | None = None
+        self.votes: list[int] = []
+        """Of all ranks, added up, that came with the words last agreed upon; none where nothing was voted upon."""
+
+    def start(self, word: Word, votes: Sequence[int] = ()) -> None:
+        """Says this rank's word for the next step, and its votes: as many as the other ranks give, or none on any."""
+        self._pending = self._group.start_max(word)
+        self._pending_votes = self._group.start_sum(votes) if votes else None
+
+    def forget(self) -> None:
+        """No rank will ask what was said last; the group need not wait until it is let go of."""
+        self._pending = self._pending_votes = None
+
+    @property
+    def started(self) -> bool:
+        return self._pending is not None
+
+    def agreed(self, step: int) -> Word:
+        """What all ranks said for `step`.
+
+        Raises AgreementFailed when they were not at the same step, or one did not come.
+        """
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        votes, self._pending_votes = self._pending_votes, None
+        word = Word(*pending())
+        if word.step != -word.minus_step or word.step != step:
+            if word.step == -word.minus_step:  # this rank alone is elsewhere: the others are told by their next word
+                first, last = sorted((step, word.step))
+                self._group.start_max(Word(step=last, minus_step=-first))
+            first, last = -word.minus_step, word.step
+            due = f"step {last} was due" if first == last else f"ranks were between steps {first} and {last}"
+            raise AgreementFailed(
+                f"after_step({step}) on this rank, but {due}; every rank must call after_step with "
+                "the same steps, one after the other, none left out (loop() does so itself)"
+            )
+        self.votes = [] if votes is None else votes()
+        return word

@@ -1,0 +1,1 @@
+"""Going on after a fault: which step, and from where."""

@@ -1,0 +1,192 @@
+"""What snapshots are in the memory of a job's hosts, and who reads what out to whom to restore one of them.
+
+Every rank looks at its own host once; what they found is exchanged, and all conclude the same from it. Who a slot
+belonged to does not matter: it is found by its content.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptlib.errors import CorruptData, FormatError
+from ckptlib.format.check import Check, alike
+from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.policy.peers import BOOT_ID
+from ckptlib.slots.slot import Slot, SlotHeader
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SnapshotId:
+    """One snapshot of the job; its slots, one for each rank, belong together."""
+
+    save: SaveId
+    number: int
+    """See `SlotHeader.number`."""
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Found:
+    """A ready slot, as its header tells. Nothing else of it was looked at."""
+
+    snapshot: SnapshotId
+    rank: int
+    """Whose share of the snapshot it holds."""
+    memory: str
+    """Where it is; ranks that share this memory can open the path."""
+    path: str
+    layout: str
+    """Digest of its layout."""
+    layout_nbytes: int
+    body_nbytes: int
+    check: str = ""
+    """See `SlotHeader.check`; "" for none."""
+
+    def to_json(self) -> list[object]:
+        s = self.snapshot
+        return [
+            str(s.save),
+            s.number,
+            s.world_size,
+            self.rank,
+            self.memory,
+            self.path,
+            self.layout,
+            self.layout_nbytes,
+            self.body_nbytes,
+            self.check,
+        ]
+
+    @classmethod
+    def from_json(cls, row: list[object]) -> Found:
+        match row:
+            case [str(save), int(n), int(size), int(rank), str(memory), str(path), str(layout), int(a), int(b), str(c)]:
+                return cls(SnapshotId(parse_save(save), n, size), rank, memory, path, layout, a, b, c)
+            case _:
+                raise FormatError(f"not what a rank has found: {str(row)[:120]}")
+
+
+def memory_of(directory: Path) -> str:
+    """Names the memory that slots of a directory lie in: the same for all who see the same files."""
+    found = os.stat(directory)
+    return f"{BOOT_ID.read_text().strip()}:{found.st_dev}:{found.st_ino}"
+
+
+def snapshot_id(header: SlotHeader) -> SnapshotId:
+    """The snapshot that a slot holds a share of."""
+    return SnapshotId(header.save, header.number, header.world_size)
+
+
+def look(slots: Iterable[Slot], root_id: str) -> list[Found]:
+    """The ready ones of a root. One that is torn, or not ready, is as good as none."""
+    found = []
+    for slot in slots:
+        try:
+            header = slot.read_header()
+        except (CorruptData, FormatError):
+            continue
+        ours = header.root_id == root_id and header.rank < header.world_size
+        if header.ready and ours and "layout" in header.documents:
+            _, nbytes, digest = header.documents["layout"]
+            memory = memory_of(slot.path.parent)
+            check = "" if header.check is None else str(header.check)
+            found.append(
+                Found(
+                    snapshot_id(header), header.rank, memory, str(slot.path), digest, nbytes, header.body_nbytes, check
+                )
+            )
+    return found
+
+
+def describe(found: Iterable[Found], memories: Iterable[str]) -> bytes:
+    """What a rank tells the others: what it found, and the memories that it can open slots in, its own first."""
+    return json.dumps({"found": [f.to_json() for f in found], "memories": list(memories)}).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A slot from which a rank needs something, read out to it by one that can open it."""
+
+    found: Found
+    sender: int
+    receiver: int
+
+
+class Inventory:
+    """What all ranks found; the same on each of them."""
+
+    def __init__(self, told: Sequence[bytes]) -> None:
+        """`told`: by rank, what it described."""
+        self.memories: list[list[str]] = []
+        """By rank."""
+        found: set[Found] = set()
+        for data in told:
+            words = json.loads(data)
+            self.memories.append(words["memories"])
+            found.update(map(Found.from_json, words["found"]))
+        self._found = sorted(found)
+        self._readers: dict[str, list[int]] = {}
+        for rank, memories in enumerate(self.memories):
+            for memory in memories:
+                self._readers.setdefault(memory, []).append(rank)
+
+    def drop(self, damaged: Collection[tuple[str, str]]) -> None:
+        """These, by memory and path, are not what they say; on all ranks alike."""
+        self._found = [f for f in self._found if (f.memory, f.path) not in damaged]
+
+    def of(self, snapshot: SnapshotId) -> dict[int, list[Found]]:
+        """Its slots, by the rank whose share they hold."""
+        slots: dict[int, list[Found]] = {}
+        for found in self._found:
+            if found.snapshot == snapshot and found.memory in self._readers:
+                slots.setdefault(found.rank, []).append(found)
+        return slots
+
+    def whole(self) -> list[SnapshotId]:
+        """Snapshots of which every rank's share is there, newest first.
+
+        One that the job had no time to vote upon is voted upon here: what its ranks held alike is alike in it.
+        """
+        ids = {found.snapshot for found in self._found}
+        return sorted((s for s in ids if self._is_whole(s, self.of(s))), reverse=True)
+
+    def _is_whole(self, snapshot: SnapshotId, slots: Mapping[int, list[Found]]) -> bool:
+        return len(slots) == snapshot.world_size and alike(Check.parse(there[0].check) for there in slots.values())
+
+    def readers(self, snapshot: SnapshotId, saved: Collection[int]) -> tuple[int, ...]:
+        """The ranks that can open slots with the shares of all these saved ranks."""
+        slots = self.of(snapshot)
+        sets = [{r for f in slots.get(rank, []) for r in self._readers[f.memory]} for rank in saved]
+        return tuple(sorted(set.intersection(*sets))) if sets else ()
+
+    def moves(self, snapshot: SnapshotId, needs: Sequence[Collection[int]]) -> list[Move]:
+        """What must be read out to ranks that cannot open a copy of what they need. Pure.
+
+        `needs`: by rank, the saved ranks whose shares it needs. Raises CorruptData when a share is nowhere.
+        """
+        slots = self.of(snapshot)
+        moves: list[Move] = []
+        loads = [0] * len(needs)
+        for rank, needed in enumerate(needs):
+            for saved in needed:
+                there = slots.get(saved)
+                if not there:
+                    raise CorruptData(
+                        f"step {snapshot.save.step} in memory: no copy of the share of rank {saved} is left"
+                    )
+                if not any(found.memory in self.memories[rank] for found in there):
+                    senders = ((sender, source) for source in there for sender in self._readers[source.memory])
+                    sender, source = min(senders, key=lambda choice: loads[choice[0]])
+                    loads[sender] += 1
+                    moves.append(Move(source, sender, rank))
+        return moves
+
+
+def by_rank(found: Mapping[int, list[Found]], memories: Collection[str]) -> dict[int, Found]:
+    """Of each saved rank: a slot in these memories."""
+    near = ((rank, [f for f in there if f.memory in memories]) for rank, there in found.items())
+    return {rank: there[0] for rank, there in near if there}

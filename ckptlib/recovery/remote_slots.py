@@ -1,0 +1,243 @@
+"""A slot on another host, read by ranged requests over the Link: only what is asked for travels, straight to its place.
+
+    asker                                       server
+    number of an offer, first byte, bytes  -->  offered to this asker, and within the slot?
+    the reader's own buffer                <--  the bytes, out of the slot's memory; or as many zeros
+    verdict                                <--  good, or why they are zeros
+
+Both know the offers, from the plan on which all ranks agreed; they are numbered in its order. A few streams for each
+pair of ranks, so that a transfer goes on while a reader checks what came; one request under way in each. A server
+thread waits for its asker, with the link's time-out, until that says that it is done.
+
+What a peer asks or sends is hostile until checked: a server reads nothing but what was offered to that asker, and
+whoever reads compares digests.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError
+from ckptlib.peers.transfer import MAX_DOCUMENTS_BYTES
+from ckptlib.ranks.link import Link
+from ckptlib.recovery.inventory import Found, Move
+from ckptlib.slots.slot import PAGE_BYTES, ReadableSlot
+
+log = logging.getLogger(__name__)
+
+STREAMS = 4
+"""For each pair of an asker and a server."""
+
+PIECE_BYTES = 64 * 1024 * 1024
+"""The most that one request asks for; who asks for more is not answered."""
+
+_REQUEST = struct.Struct("<QQQ")
+"""Which offer, the first byte, how many."""
+
+_DONE = 2**64 - 1
+"""Instead of an offer: no more requests in this stream."""
+
+_VERDICT = struct.Struct("<?I507s")
+"""Whether the bytes are the slot's; where they are not, why: so many bytes of UTF-8."""
+
+
+class Exchange:
+    """What the ranks read out to one another: both ends of it on this one. Main thread, but for its own threads."""
+
+    def __init__(self, over: dist.ProcessGroup, timeout: timedelta, open_slot: Callable[[Found], ReadableSlot]) -> None:
+        """Collective over `over`. `open_slot`: of this host; from any thread. Raises AgreementFailed."""
+        self._link = Link(over, timeout)
+        self._timeout = timeout
+        self._open = open_slot
+        self._offers: dict[int, list[Found]] = {}
+        """By asker."""
+        self._threads: list[threading.Thread] = []
+        self._remotes: dict[int, Remote] = {}
+        """By server."""
+
+    @property
+    def nbytes_received(self) -> int:
+        return sum(remote.nbytes_received for remote in self._remotes.values())
+
+    def add(self, moves: Iterable[Move]) -> dict[str, RemoteSlot]:
+        """Offers what this rank is to read out from now on; by path, what is read out to it. All ranks add the same."""
+        slots = {}
+        for move in moves:
+            if move.sender == self._link.rank:
+                self._offer(move.receiver, move.found)
+            if move.receiver == self._link.rank:
+                if move.sender not in self._remotes:
+                    self._remotes[move.sender] = Remote(self._link, move.sender, self._timeout)
+                slots[move.found.path] = self._remotes[move.sender].slot(move.found)
+        return slots
+
+    def _offer(self, to: int, found: Found) -> None:
+        known = to in self._offers
+        self._offers.setdefault(to, []).append(found)
+        for stream in () if known else range(STREAMS):
+            thread = threading.Thread(target=self._serve, args=(to, stream), name=f"ckptlib-serve-{to}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, to: int, stream: int) -> None:
+        try:
+            serve(self._link, to, stream, lambda number: self._offered(to, number))
+        except (AgreementFailed, FormatError) as error:
+            log.error("a snapshot is read out no more: %s", error)
+
+    def _offered(self, to: int, number: int) -> ReadableSlot:
+        offers = self._offers[to]
+        if number >= len(offers):
+            raise FormatError(f"there are {len(offers)} offers to rank {self._link.global_rank(to)}, not {number}")
+        return self._open(offers[number])
+
+    def close(self) -> None:
+        """Returns when the ranks that read here are done, too, or are gone. When this one reads no more."""
+        for remote in self._remotes.values():
+            remote.close()
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        if any(thread.is_alive() for thread in self._threads):
+            log.warning("ranks that read snapshots here have neither said that they are done nor gone away")
+            return  # the link must not be closed under them
+        self._link.close()
+
+
+def serve(link: Link, to: int, stream: int, offered: Callable[[int], ReadableSlot]) -> None:
+    """Answers the requests of one stream until the asker is done.
+
+    `offered`: the slot of that number; raises CkptError when there is none that can be read. Raises AgreementFailed
+    when the asker is gone, FormatError for a request that cannot be answered.
+    """
+    request = memoryview(bytearray(_REQUEST.size))
+    while True:
+        link.recv_request(to, request, stream)
+        number, at, nbytes = _REQUEST.unpack(request)
+        if number == _DONE:
+            return
+        if not 0 < nbytes <= PIECE_BYTES:
+            raise FormatError(f"rank {link.global_rank(to)} asks for {nbytes:,} bytes, not for 1 to {PIECE_BYTES:,}")
+        data, why = _read_out(offered, number, at, nbytes)
+        if why:
+            log.error("rank %d asks for what it cannot have: %s", link.global_rank(to), why)
+        text = why.encode()[:507]
+        link.answer(to, [data, memoryview(_VERDICT.pack(not why, len(text), text))], stream)
+
+
+def _read_out(offered: Callable[[int], ReadableSlot], number: int, at: int, nbytes: int) -> tuple[memoryview, str]:
+    """What was asked for; or zeros, and why."""
+    try:
+        slot = offered(number)
+        data = slot.view(at, nbytes)
+        if len(data) == nbytes and at + nbytes <= slot.end:  # it may have grown, or been cut, since it was mapped
+            return data, ""
+        why = f"{slot.where}: [{at}:+{nbytes}] lies behind its end, {slot.end:,}"
+    except CkptError as error:
+        why = str(error)
+    return memoryview(bytes(nbytes)), why
+
+
+class Remote:
+    """What one other rank offers to this one. From any thread."""
+
+    def __init__(self, link: Link, frm: int, timeout: timedelta) -> None:
+        """`timeout`: for a stream to become free."""
+        self._link = link
+        self._frm = frm
+        self._timeout = timeout
+        self._free: queue.LifoQueue[int] = queue.LifoQueue()
+        self._num_offers = 0
+        self._lock = threading.Lock()
+        self._failure: AgreementFailed | None = None
+        """Why this rank is asked for nothing any more."""
+        self.nbytes_received = 0
+        for stream in range(STREAMS):
+            self._free.put(stream)
+
+    def slot(self, found: Found) -> RemoteSlot:
+        """The next one that it offers."""
+        self._num_offers += 1
+        return RemoteSlot(self, self._num_offers - 1, found, self._link.global_rank(self._frm))
+
+    def read(self, number: int, at: int, buffer: memoryview) -> None:
+        """Fills `buffer`, PIECE_BYTES at most.
+
+        Raises CorruptData with the server's reason why it cannot; AgreementFailed, from then on always.
+        """
+        try:
+            stream = self._free.get(timeout=self._timeout.total_seconds())
+        except queue.Empty:
+            raise AgreementFailed(
+                f"rank {self._link.global_rank(self._frm)} did not answer {STREAMS} requests within "
+                f"{self._timeout.total_seconds():.0f} s"
+            ) from None
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._read(stream, number, at, buffer)
+        except AgreementFailed as error:
+            self._failure = error
+            raise
+        finally:
+            self._free.put(stream)
+
+    def _read(self, stream: int, number: int, at: int, buffer: memoryview) -> None:
+        verdict = bytearray(_VERDICT.size)
+        request = memoryview(_REQUEST.pack(number, at, len(buffer)))
+        self._link.ask(self._frm, request, [buffer, memoryview(verdict)], stream)
+        good, length, text = _VERDICT.unpack(verdict)
+        if not good:
+            reason = text[:length].decode(errors="replace")
+            raise CorruptData(f"rank {self._link.global_rank(self._frm)} says: {reason}")
+        with self._lock:
+            self.nbytes_received += len(buffer)
+
+    def close(self) -> None:
+        """Tells the server that this rank is done; it may be gone."""
+        try:
+            for stream in range(STREAMS) if self._failure is None else ():
+                self._link.ask(self._frm, memoryview(_REQUEST.pack(_DONE, 0, 0)), [], stream)
+        except AgreementFailed as error:
+            log.warning("%s", error)
+
+
+class RemoteSlot(ReadableSlot):
+    """A slot that another rank offers. From any thread."""
+
+    def __init__(self, remote: Remote, number: int, found: Found, server: int) -> None:
+        self.where = f"{found.path} on rank {server}"
+        self._remote = remote
+        self._number = number
+        self._body_nbytes = found.body_nbytes
+
+    @property
+    @override
+    def capacity(self) -> int:
+        return self._body_nbytes
+
+    @property
+    @override
+    def end(self) -> int:
+        """Where it is nobody knows here; what lies far behind is not believed."""
+        return PAGE_BYTES + self._body_nbytes + MAX_DOCUMENTS_BYTES
+
+    @override
+    def read_at(self, at: int, buffer: memoryview) -> None:
+        for first in range(0, len(buffer), PIECE_BYTES):
+            self._remote.read(self._number, at + first, buffer[first : first + PIECE_BYTES])
+
+    @override
+    def view(self, at: int, nbytes: int) -> memoryview:
+        buffer = memoryview(bytearray(nbytes))
+        self.read_at(at, buffer)
+        return buffer

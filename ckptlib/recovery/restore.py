@@ -1,0 +1,240 @@
+"""Restoring: from the newest step that is whole, in memory or in the store, on all ranks the same one.
+
+Memory first, since it is the newest and the quickest; then the store; then the step before. What proves damaged is
+named and skipped, and so is what cannot be read for a reason of its own. A store that is away is no reason to go back
+to an older step: it is waited for by whoever starts the job again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from ckptlib.checkpoint import DAMAGE, LoadReport, load_save, resolve
+from ckptlib.errors import (
+    CheckpointNotFound,
+    CkptError,
+    CorruptData,
+    NewerFormat,
+    ObjectNotFound,
+    ObjectUnreadable,
+)
+from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.loading.progress import Laps
+from ckptlib.loading.reader import Source, own_rank
+from ckptlib.ranks.group import together
+from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look, memory_of
+from ckptlib.recovery.memory_source import InMemory
+from ckptlib.saving.session import Session
+from ckptlib.state.rng import LoadedRng
+
+log = logging.getLogger(__name__)
+
+ORPHANS_TIMEOUT_S = 60.0
+"""How long a restart waits for writers that its predecessor left behind on this host."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """One way back to one step."""
+
+    save: SaveId
+    snapshot: SnapshotId | None
+    """None: from the store."""
+    committed: bool
+
+
+def restore(
+    session: Session, state: Mapping[str, object], strict: bool, device: str | torch.device | None
+) -> tuple[LoadReport, LoadedRng | None]:
+    """Fills `state`; collective. What random generators are to be put back to comes with the report.
+
+    Raises CorruptData when there are steps and all of them are damaged, ObjectUnreadable when some cannot be read,
+    CheckpointNotFound when all of them lack objects and none is damaged, NewerFormat when some are newer. Where a newer
+    ckptlib wrote the root or the record of a generation, nothing is restored at all: which step is the right one is not
+    known then.
+    """
+    load = partial(_load, session, state, strict, device)
+    laps = Laps()
+    inventory = _look_around(session)
+    laps.end("look")
+    if all(candidate.snapshot is None for candidate in _candidates(session, inventory)):
+        _await_orphans(session)  # else what they have under way is older than what is in memory
+        laps.end("wait")
+    _finish(session)
+    skipped: list[str] = []
+    lost: type[CkptError] = CorruptData
+    newer, absent = False, True
+    candidates = list(_candidates(session, inventory))
+    laps.end("list")
+    for n, candidate in enumerate(candidates):
+        try:
+            report, generators = _restore_from(session, inventory, candidate, load)
+        except (CheckpointNotFound, *DAMAGE) as error:
+            if isinstance(error, ObjectUnreadable):
+                _check_store(session)
+                lost = ObjectUnreadable
+            where = "the store" if candidate.snapshot is None else "memory"
+            absent = absent and _why(error) == LACKS
+            skipped.append(f"step {candidate.save} in {where}: {error}")
+            newer = newer or isinstance(error, NewerFormat)
+            if session.group.rank == 0:
+                log.error(
+                    "step %s in %s %s and is skipped%s: %s",
+                    candidate.save,
+                    where,
+                    _why(error),
+                    ", the next is tried" if n + 1 < len(candidates) else "",
+                    error,
+                )
+            continue
+        session.lineage.resumed_from = candidate.save
+        phases = {**laps.seconds, **report.phases}
+        report = replace(report, skipped=tuple(skipped), committed=candidate.committed, phases=phases)
+        return replace(report, seconds=sum(phases.values())), generators
+    if newer:
+        raise NewerFormat(f"{session.store.url}: no step can be read by this ckptlib; update it: " + "; ".join(skipped))
+    if skipped and absent:
+        raise CheckpointNotFound(
+            f"{session.store.url}: nothing is damaged, but every step lacks objects; is all of the store here, and no "
+            "copy of it under way? " + "; ".join(skipped)
+        )
+    if skipped:
+        what = "every step is damaged" if lost is CorruptData else "no step can be read"
+        raise lost(f"{session.store.url}: {what}: " + "; ".join(skipped))
+    return LoadReport(0, session.store.url, None, 0, 0.0), None
+
+
+LACKS = "lacks an object"
+
+
+def _why(error: CkptError) -> str:
+    """What is the matter with a step that is skipped."""
+    if isinstance(error, NewerFormat):
+        return "is of a newer format"
+    if isinstance(error, (CheckpointNotFound, ObjectNotFound)):
+        return LACKS
+    return "cannot be read" if isinstance(error, ObjectUnreadable) else "is damaged"
+
+
+def _look_around(session: Session) -> Inventory:
+    """What is in the memory of all hosts; collective. Nothing where the job keeps no snapshots for itself."""
+    if session.settings.peers is None:
+        return Inventory([])
+
+    def own() -> bytes:
+        with session.holdings.arena.others() as slots:
+            found = look(slots, session.root.id)
+        return describe(found, map(memory_of, session.holdings.arena.directories))
+
+    return Inventory(session.group.gather(together(session.group, "looking for snapshots in memory", own)))
+
+
+def _candidates(session: Session, inventory: Inventory) -> Iterator[_Candidate]:
+    """Newest first; the same on all ranks. What history has left behind is none, wherever it is."""
+    in_memory = inventory.whole()
+
+    def names() -> bytes:
+        if session.group.rank != 0:
+            return b""
+        committed = session.catalog.saves()
+        visible = session.catalog.visible({snapshot.save for snapshot in in_memory})
+        return "\n".join(f"{save} {int(save in committed)}" for save in reversed(visible)).encode()
+
+    found = session.group.broadcast(together(session.group, "listing steps", names))
+    for line in found.decode().splitlines():
+        name, committed = line.split()
+        save = parse_save(name)
+        stored = committed == "1"
+        yield from (_Candidate(save, snapshot, stored) for snapshot in in_memory if snapshot.save == save)
+        if stored:
+            yield _Candidate(save, None, stored)
+
+
+def _restore_from(
+    session: Session,
+    inventory: Inventory,
+    candidate: _Candidate,
+    load: Callable[[Source], tuple[LoadReport, LoadedRng]],
+) -> tuple[LoadReport, LoadedRng]:
+    if candidate.snapshot is None:
+        try:
+            return load(_stored(session, candidate.save))
+        except ObjectUnreadable as error:  # also of a file system that had lost its server for a moment
+            if session.group.rank == 0:
+                log.warning("step %s is tried once more: %s", candidate.save, error)
+            _check_store(session)
+            return load(_stored(session, candidate.save))
+    if session.group.rank == 0:
+        log.info("restoring step %d from memory: %s", candidate.save.step, _describe(session, inventory, candidate))
+    source = InMemory(session.group, session.over, inventory, candidate.snapshot, session.settings.timeout)
+    try:
+        while True:
+            try:
+                return load(source)
+            except DAMAGE:
+                if not source.drop_damaged():
+                    raise
+    finally:
+        source.close()
+
+
+def _stored(session: Session, save: SaveId) -> Source:
+    return resolve(session.group, session.catalog, str(save))
+
+
+def _check_store(session: Session) -> None:
+    """Raises when the store as a whole cannot be read from by one of the ranks. Collective."""
+    together(session.group, "reading from the store", session.catalog.root)
+
+
+def _load(
+    session: Session, state: Mapping[str, object], strict: bool, device: str | torch.device | None, source: Source
+) -> tuple[LoadReport, LoadedRng]:
+    generators = LoadedRng(session.group.rank, source.world_size)
+    report = load_save(session.group, source, state, generators, strict=strict, device=device)
+    together(session.group, f"putting back the random generators of step {report.step}", generators.restore)
+    return report, generators
+
+
+def _describe(session: Session, inventory: Inventory, candidate: _Candidate) -> str:
+    """The plan, for people."""
+    assert candidate.snapshot is not None
+    size, saved_size = session.group.size, candidate.snapshot.world_size
+    needs = [{own_rank(rank, saved_size)} for rank in range(size)]
+    moves = inventory.moves(candidate.snapshot, needs)
+    text = f"{size - len(moves)} of {size} ranks have their snapshot on their host"
+    return text + "".join(f", rank {m.receiver} gets that of rank {m.found.rank} from rank {m.sender}" for m in moves)
+
+
+def _finish(session: Session) -> None:
+    """Commits what is whole in the store and was not committed before its job died. Collective."""
+
+    def finish() -> None:
+        for save in session.catalog.finish(session.generation) if session.group.rank == 0 else []:
+            log.warning("step %d was whole but not committed; it is now", save.step)
+
+    together(session.group, "finishing saves", finish)
+
+
+def _await_orphans(session: Session) -> None:
+    """Waits, on every host, for writers of this root that are not this job's. Collective."""
+    deadline = time.monotonic() + ORPHANS_TIMEOUT_S
+    told = False
+    while session.holdings.arena.being_read():
+        if time.monotonic() > deadline:
+            log.warning(
+                "writers of an earlier job still persist snapshots of %s; what they have not finished is given up",
+                session.store.url,
+            )
+            break
+        if not told:
+            log.info("waiting for the writers of the job before this one to finish")
+            told = True
+        time.sleep(0.05)
+    together(session.group, "waiting for the writers of the job before", lambda: None)

@@ -1,0 +1,1 @@
+"""A save, from the agreement of the ranks to what became of it."""

@@ -1,0 +1,318 @@
+"""Agreement on what every rank holds: which plain tensors are replicas, and which ranks really have a tensor.
+
+A DTensor says itself which ranks hold the same box. A plain tensor is a replica if its bytes are the same on all ranks
+that have the name. Either may turn out untrue later: each save proves it anew (see `replica_digests`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import operator
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from ckptlib.errors import ReplicasDiffer, UnsupportedState
+from ckptlib.format import sharding
+from ckptlib.format.box import Box
+from ckptlib.format.layout import ByHand, Holding, Mesh, PerRank, Placed, TensorEntry
+from ckptlib.format.overlaps import Overlap, overlaps, remainder
+from ckptlib.ranks.group import Group
+from ckptlib.staging.tensor_digests import digests_of
+from ckptlib.state.flatten import Leaf, Plain
+
+log = logging.getLogger(__name__)
+
+
+class Row(NamedTuple):
+    """What a rank says of one of its names."""
+
+    dtype: str
+    shape: Sequence[int]
+    """Global; empty for what is per rank."""
+    how: str
+    """It is held."""
+    is_owned: bool
+    """By an optimizer."""
+    digest: str
+    """Of a plain tensor."""
+    box: tuple[Sequence[int], Sequence[int]] | None
+    """Offset and shape of what is cut by hand, unless that is empty."""
+    tied: str | None
+    """See `Leaf.tied`."""
+
+
+OWN = "own"
+"""Instead of the digest: this plain tensor has differed between ranks before, and is every rank's own from then on."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks know of each other, for the names that this rank has."""
+
+    holdings: Mapping[str, Holding]
+    """How each tensor is held; writers are not chosen yet. Of all names but aliases."""
+    holders: Mapping[str, frozenset[int]]
+    """The ranks that really have it, for names that not every rank of their mesh has."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of tied tensors, each with the first one: those that all ranks with either of them tie so."""
+    written: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
+    """Of tensors cut by hand whose boxes overlap: what this rank writes of its box, where that is not all of it."""
+    overlaps: tuple[Overlap, ...] = ()
+    """What this rank holds of tensors cut by hand that other ranks hold as well; each of them has it in this order."""
+
+
+def rows_of(leaves: Sequence[Leaf], group: Group, own: Collection[str] = ()) -> dict[str, Row]:
+    """What this rank holds, by name; reads plain tensors whole, for their digests. Not collective.
+
+    `own`: plain tensors that have differed between ranks. Nothing in a group of one, which has nobody to tell it to.
+    """
+    if group.size == 1:
+        return {}
+    plain = [leaf for leaf in leaves if isinstance(leaf.held, Plain) and leaf.tied is None and leaf.pieces]
+    read = [leaf for leaf in plain if leaf.name not in own]
+    digests = dict(zip((leaf.name for leaf in read), digests_of([leaf.pieces[0][1] for leaf in read]), strict=True))
+    digests.update((leaf.name, OWN) for leaf in leaves if leaf.name in own)
+    return {leaf.name: _row(leaf, group, digests.get(leaf.name, digests.get(leaf.tied or "", ""))) for leaf in leaves}
+
+
+def agree(leaves: Sequence[Leaf], rows: Mapping[str, Row], group: Group) -> Agreement:
+    """Compares what ranks hold. Collective; one small reduction where all hold the same.
+
+    Raises UnsupportedState, on all ranks, for a name that stands for different tensors; ReplicasDiffer for one that an
+    optimizer owns and that is not the same everywhere.
+    """
+    if group.size == 1:  # nobody to differ from: a tenth of the time, for thousands of small tensors
+        tied = {leaf.name: leaf.tied for leaf in leaves if leaf.tied is not None}
+        return Agreement({leaf.name: _holding_alone(leaf, group) for leaf in leaves if leaf.tied is None}, {}, tied)
+    document = json.dumps(rows, sort_keys=True).encode()
+    found: dict[str, dict[int, Row]] = {}
+    if group.same(document):
+        found = {name: dict.fromkeys(range(group.size), row) for name, row in rows.items()}
+    else:
+        for rank, data in enumerate(group.gather(zlib.compress(document, 1))):
+            for name, row in json.loads(zlib.decompress(data)).items():
+                found.setdefault(name, {})[rank] = Row._make(row)
+    aliases = _take_aliases(found, {leaf.name for leaf in leaves})
+    leaves = [leaf for leaf in leaves if leaf.name not in aliases]
+    joined = _join_meshes(leaves, found, group)
+    for name, by_rank in sorted(found.items()):
+        if name not in joined:
+            _check(name, by_rank)
+    holdings = {leaf.name: joined.get(leaf.name) or _holding(leaf, found[leaf.name], group) for leaf in leaves}
+    holders = {}
+    for name, holding in holdings.items():
+        have = frozenset(found[name])
+        if isinstance(holding, Placed) and have != frozenset(holding.mesh.ranks):
+            holders[name] = have
+    shared = _compare_overlaps(leaves, found, group)
+    return Agreement(holdings, holders, aliases, _written(leaves, shared, group.rank), shared)
+
+
+_tied = operator.attrgetter("tied")
+
+
+def _take_aliases(found: dict[str, dict[int, Row]], own: Collection[str]) -> dict[str, str]:
+    """Takes the names out that stand for another one on all ranks that have either; gives those of this rank with that.
+
+    What some ranks tie and others do not is saved under each of its names: a layout with an alias would send those who
+    read a rank's share of one name to the share of another.
+    """
+    ties = {name: {*map(_tied, by_rank.values())} for name, by_rank in found.items()}
+    aliases = {
+        name: tied
+        for name, (tied, *others) in ties.items()
+        if tied is not None and not others and found[name].keys() == found[tied].keys()
+    }
+    for name in aliases:
+        del found[name]
+    return {name: tied for name, tied in aliases.items() if name in own}
+
+
+def _compare_overlaps(
+    leaves: Sequence[Leaf], found: Mapping[str, Mapping[int, Row]], group: Group
+) -> tuple[Overlap, ...]:
+    """Those of this rank. Collective if any rank has some. Raises UnsupportedState, on all, where one is not equal."""
+    boxes = {
+        name: {rank: Box(tuple(row.box[0]), tuple(row.box[1])) for rank, row in by_rank.items() if row.box is not None}
+        for name, by_rank in found.items()
+        if next(iter(by_rank.values())).how == "by-hand"  # on all: else it was refused
+    }
+    shared = overlaps(boxes)
+    if not shared:
+        return ()
+    pieces = {leaf.name: leaf.pieces[0] for leaf in leaves if leaf.name in boxes and leaf.pieces}
+    mine = tuple(overlap for overlap in shared if group.rank in overlap.ranks)
+    digests = digests_of([within(overlap.box, *pieces[overlap.name]) for overlap in mine])
+    told = [iter(json.loads(data)) for data in group.gather(json.dumps(digests).encode())]
+    for overlap in shared:
+        first, *others = [(next(told[rank]), rank) for rank in overlap.ranks]
+        for digest, rank in others:
+            if digest != first[0]:
+                raise UnsupportedState(
+                    f"{overlap.name}{overlap.box} is held by ranks {first[1]} and {rank}, and differs between them; "
+                    "boxes given by hand may overlap only where they are equal. Give each rank the box that is its own"
+                )
+    return mine
+
+
+def within(region: Box, box: Box, tensor: torch.Tensor) -> torch.Tensor:
+    """The view of a region of a tensor that fills a box; detached."""
+    return tensor.detach()[region.relative_to(box.offset).slices()]
+
+
+def _written(leaves: Sequence[Leaf], shared: Sequence[Overlap], rank: int) -> dict[str, tuple[Box, ...]]:
+    """See `Agreement.written`: the lowest rank that holds an element writes it."""
+    covered: dict[str, list[Box]] = {}
+    for overlap in shared:
+        if overlap.ranks[0] < rank:
+            covered.setdefault(overlap.name, []).append(overlap.box)
+    return {leaf.name: remainder(leaf.pieces[0][0], covered[leaf.name]) for leaf in leaves if leaf.name in covered}
+
+
+def entries_of(leaves: Sequence[Leaf], agreement: Agreement) -> list[TensorEntry]:
+    """The layout's rows of this rank's tensors, by name; writers are not chosen yet."""
+    holdings = agreement.holdings
+    rows = (
+        TensorEntry(leaf.name, leaf.dtype, leaf.shape, holdings[leaf.name]) for leaf in leaves if leaf.name in holdings
+    )
+    return sorted(rows, key=lambda entry: entry.name)
+
+
+def kind_of(leaves: Sequence[Leaf]) -> str:
+    """Names what this rank holds: alike on ranks with the same boxes of the same tensors, whatever is in them."""
+    rows = sorted((leaf.name, leaf.dtype, [[box.offset, box.shape] for box, _ in leaf.pieces]) for leaf in leaves)
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(rows).encode()))
+
+
+def _join_meshes(leaves: Sequence[Leaf], found: Mapping[str, Mapping[int, Row]], group: Group) -> dict[str, Placed]:
+    """By name: the one mesh that several make, for DTensors that are equal on all of them. Collective if there are any.
+
+    FSDP on one axis of a mesh and tensor parallelism on the other leave such: what the latter does not know is sharded
+    on the first axis alone, once for each rank of the other.
+    """
+    candidates = {name: placed for name, by_rank in sorted(found.items()) if (placed := _alike(by_rank)) is not None}
+    if not candidates:
+        return {}
+    digests = {leaf.name: digests_of([t for _, t in leaf.pieces]) for leaf in leaves if leaf.name in candidates}
+    by_rank = [json.loads(data) for data in group.gather(json.dumps(digests).encode())]
+    return {
+        name: placed
+        for name, placed in candidates.items()
+        if all(len({str(by_rank[rank][name]) for rank in replicas}) == 1 for replicas in _columns(placed.mesh))
+    }
+
+
+def _alike(by_rank: Mapping[int, Row]) -> Placed | None:
+    """The meshes of a DTensor, stacked along a new first axis, where they differ in their ranks only."""
+    kinds = sorted({(row.dtype, tuple(row.shape), row.how) for row in by_rank.values()})
+    if len(kinds) == 1 or any(how in ("plain", "per-rank", "by-hand") for _, _, how in kinds):
+        return None
+    found = [json.loads(how) for _, _, how in kinds]
+    shapes = {
+        (dtype, shape, str(mesh_shape), str(p))
+        for (dtype, shape, _), (mesh_shape, _, p) in zip(kinds, found, strict=True)
+    }
+    ranks = tuple(rank for _, ranks, _ in found for rank in ranks)
+    if len(shapes) > 1 or sorted(ranks) != sorted(by_rank):
+        return None
+    mesh = Mesh((len(found), *found[0][0]), ranks)
+    return Placed(mesh, (sharding.Replicate(), *(sharding.decode(p) for p in found[0][2])), None)
+
+
+def _columns(mesh: Mesh) -> list[tuple[int, ...]]:
+    """The ranks at the same place on all axes but the first."""
+    step = len(mesh.ranks) // mesh.shape[0]
+    return list(zip(*(mesh.ranks[i : i + step] for i in range(0, len(mesh.ranks), step)), strict=True))
+
+
+def _row(leaf: Leaf, group: Group, digest: str) -> Row:
+    how = "plain" if isinstance(leaf.held, Plain) else _describe(_in_group(leaf, group))
+    box = None
+    if isinstance(leaf.held, ByHand) and leaf.pieces:
+        box = leaf.pieces[0][0].offset, leaf.pieces[0][0].shape
+    shape = () if how == "per-rank" else leaf.shape
+    return Row(leaf.dtype, shape, how, leaf.owner is not None, digest, box, leaf.tied)
+
+
+def _describe(holding: Holding) -> str:
+    if isinstance(holding, PerRank):
+        return "per-rank"
+    if isinstance(holding, ByHand):
+        return "by-hand"
+    return json.dumps([holding.mesh.shape, holding.mesh.ranks, [sharding.encode(p) for p in holding.placements]])
+
+
+def _in_group(leaf: Leaf, group: Group) -> Holding:
+    """How a leaf is held, its mesh in the group's ranks instead of the world's."""
+    held = leaf.held
+    assert not isinstance(held, Plain)
+    if not isinstance(held, Placed):
+        return held
+    own = {group.global_rank(rank): rank for rank in range(group.size)}
+    outside = [rank for rank in held.mesh.ranks if rank not in own]
+    if outside:
+        raise UnsupportedState(
+            f"{leaf.name}: its mesh has rank(s) {outside[:8]}, which are not in the process group of the checkpoint; "
+            "give process_group= with all ranks that hold the state"
+        )
+    return replace(held, mesh=Mesh(held.mesh.shape, tuple(own[rank] for rank in held.mesh.ranks)))
+
+
+def _holding_alone(leaf: Leaf, group: Group) -> Holding:
+    return _replicated((0,)) if isinstance(leaf.held, Plain) else _in_group(leaf, group)
+
+
+@lru_cache(maxsize=64)
+def _replicated(ranks: tuple[int, ...]) -> Placed:
+    """One object for all tensors that the same ranks hold: agreements and layouts are compared at every save."""
+    return Placed(Mesh((len(ranks),), ranks), (sharding.Replicate(),), None)
+
+
+def _check(name: str, by_rank: Mapping[int, Row]) -> None:
+    """Raises UnsupportedState where a name stands for different tensors, ReplicasDiffer where for different data."""
+    kinds = {(row.dtype, tuple(row.shape), row.how) for row in by_rank.values()}
+    digests = {row.digest for row in by_rank.values()}
+    owned = any(row.is_owned for row in by_rank.values())
+    error: type[UnsupportedState] = UnsupportedState
+    if len(kinds) > 1 and (owned or any(how != "plain" for _, _, how in kinds)):
+        what = f"is not the same tensor on ranks {sorted(by_rank)[:8]}: " + "; ".join(map(str, sorted(kinds)[:3]))
+    elif len(digests) > 1 and owned:
+        what = f"is owned by an optimizer and differs between ranks {_differing(by_rank)}, though nothing shards it"
+        error = ReplicasDiffer
+    else:
+        return
+    raise error(
+        f"{name} {what}. If these are different tensors, give them different names (stage-global ones in a pipeline); "
+        "if they are pieces of one, use DTensor or Sharded(tensor, offset, shape); if each rank has its own, PerRank"
+    )
+
+
+def _differing(by_rank: Mapping[int, Row]) -> str:
+    first: dict[str, int] = {}
+    for rank, row in sorted(by_rank.items()):
+        first.setdefault(row.digest, rank)
+    return " and ".join(map(str, list(first.values())[:2]))
+
+
+def _holding(leaf: Leaf, by_rank: Mapping[int, Row], group: Group) -> Holding:
+    if not isinstance(leaf.held, Plain):
+        return _in_group(leaf, group)
+    kinds = {(row.dtype, tuple(row.shape), row.digest) for row in by_rank.values()}
+    known = any(row.digest == OWN for row in by_rank.values())
+    if len(kinds) == 1 and not known:
+        return _replicated(tuple(sorted(by_rank)))
+    if group.rank == min(by_rank) and not known:
+        log.warning(
+            "%s differs between ranks %s; every rank's own is saved. Say PerRank(...) if that is meant, else it should "
+            "have been the same",
+            leaf.name,
+            _differing(by_rank),
+        )
+    return PerRank()

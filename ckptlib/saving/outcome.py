@@ -1,0 +1,150 @@
+"""What becomes of saves: what this rank's writer tells of each of them, and the waiting for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from ckptlib.errors import ReplicasDiffer, SaveFailed, Superseded, WaitTimeout
+from ckptlib.format import keys
+from ckptlib.format.keys import SaveId
+from ckptlib.saving.forks import Owner
+from ckptlib.saving.planner import Planner
+from ckptlib.saving.snapshots import Holdings
+from ckptlib.staging.stager import Staging
+from ckptlib.writer.client import Writer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Outcome:
+    """Of one save."""
+
+    save: SaveId
+    committed: bool = False
+    """Whether the step is known to exist. On ranks other than 0 only after `wait_committed`."""
+    error: Exception | None = None
+    """Why it never will."""
+    watches: int = 0
+    """How often a rank that does not commit has asked what becomes of it, and was not answered yet."""
+
+
+class Outcomes:
+    """Of all saves of a session; main thread."""
+
+    def __init__(self, rank: int, writer: Writer, holdings: Holdings, planner: Planner, owner: Owner) -> None:
+        self._rank = rank
+        self._writer = writer
+        self._holdings = holdings
+        self._planner = planner
+        self._owner = owner
+        self._open: dict[str, Outcome] = {}
+        """By save: what is not known yet and may be heard of."""
+        self.failures = 0
+        """Saves that failed in a row, as far as this rank knows."""
+        self.superseded: Superseded | None = None
+
+    def expect(self, outcome: Outcome) -> None:
+        """From now on the writer may tell of it."""
+        self._open[str(outcome.save)] = outcome
+
+    def forget(self, save: SaveId, error: Exception) -> bool:
+        """A save that this rank found out about by itself. Returns whether it was still open."""
+        outcome = self._open.pop(str(save), None)
+        if outcome is not None:
+            outcome.error = error
+        return outcome is not None
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Takes note of what the staging thread and the writer have done."""
+        self._owner.check()
+        self._holdings.poll()
+        for event in self._writer.poll(timeout_s):
+            self.note(event)
+
+    def note(self, event: Mapping[str, object]) -> None:
+        """What the writer told."""
+        kind = event["event"]
+        if kind == "ready":
+            return
+        key = str(event["save"])
+        outcome = self._open.get(key)
+        if kind == "released":
+            self._holdings.released(key, durable=event["error"] is None)
+            if event["error"] is None and self._rank != 0:
+                self.failures = 0
+                if outcome is not None and not outcome.watches:
+                    del self._open[key]
+        elif kind == "committed":
+            self._open.pop(key, None)
+            self.failures = 0
+            if self._rank == 0:
+                step, nbytes = keys.parse_save(key).step, event["nbytes"]
+                log.info("step %d is committed: %s bytes in %.3f s", step, f"{nbytes:,}", event["seconds"])
+            if outcome is not None:
+                outcome.committed = True
+        elif kind == "undecided" and outcome is not None:  # who asked was told by a time-out, and may ask again
+            outcome.watches -= 1
+            if not outcome.watches and not self._holdings.is_persisting(key):
+                del self._open[key]
+        elif kind == "failed" and outcome is not None:  # else it is known already
+            self._holdings.released(key, durable=False)
+            self._open.pop(key, None)
+            self._failed(outcome, str(event["kind"]), str(event["error"]), key)
+
+    def _failed(self, outcome: Outcome, kind: str, text: str, key: str) -> None:
+        error: SaveFailed
+        if kind == ReplicasDiffer.__name__:  # the next save compares, and that one counts
+            self._planner.must_compare = True
+            outcome.error = ReplicasDiffer(text)
+            log.warning("%s", text)
+            return
+        self.failures += 1
+        if kind == "Superseded":
+            error = self.superseded = Superseded(text)
+        else:
+            error = SaveFailed(f"the save {key} failed and will never be listed; earlier steps are untouched: {text}")
+        log.error("%s", error)
+        outcome.error = error
+
+    # Waiting for one
+
+    def wait_staged(self, staging: Staging, timeout_s: float | None) -> None:
+        self._owner.check()
+        staging.wait_sealed(timeout_s)
+
+    def wait_released(self, outcome: Outcome, staging: Staging, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        self.wait_staged(staging, timeout_s)
+        while self._holdings.is_persisting(str(outcome.save)):
+            if time.monotonic() > deadline:
+                raise WaitTimeout(f"step {outcome.save.step} was not written within {timeout_s:.0f} s; it may still be")
+            self.poll(0.05)
+
+    def wait_committed(self, outcome: Outcome, staging: Staging, timeout_s: float) -> None:
+        step, deadline = outcome.save.step, time.monotonic() + timeout_s
+        try:
+            self.wait_staged(staging, timeout_s)
+        except WaitTimeout:
+            raise
+        except Exception as error:
+            raise SaveFailed(f"step {step} was not saved: {error}") from error
+        if self._rank != 0 and not outcome.committed and outcome.error is None:
+            outcome.watches += 1
+            self.expect(outcome)
+            self._writer.watch(outcome.save, timeout_s)
+        while not outcome.committed:
+            if outcome.error is not None:
+                raise outcome.error
+            if time.monotonic() > deadline:
+                raise WaitTimeout(f"step {step} was not committed within {timeout_s:.0f} s; it may still be")
+            self.poll(0.05)
+
+    def close(self, timeout: timedelta) -> None:
+        """The writer finishes what it has, and what it tells then is noted."""
+        for event in self._writer.close(timeout.total_seconds()):
+            self.note(event)

@@ -1,0 +1,58 @@
+"""What a job is opened with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from ckptlib.catalog.retention import Keep
+from ckptlib.format.digests import ALGORITHMS
+from ckptlib.policy.peers import Peers
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a session is opened with."""
+
+    url: str
+    options: Mapping[str, object]
+    """For fsspec's filesystem."""
+    timeout: timedelta
+    """How long ranks wait for one another."""
+    save_deadline: timedelta
+    """After which a save that is not committed never will be; the root's own counts where there is one."""
+    algorithm: str
+    arena: Path | None
+    keep: Keep | None
+    tags: Mapping[str, str]
+    peers: Peers | None
+    """None: snapshots serve storage only."""
+
+    def __post_init__(self) -> None:
+        """Before anything is made: a root keeps its algorithm for ever."""
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm={self.algorithm!r} is not one of {', '.join(ALGORITHMS)}")
+        for name, kind, example in (
+            ("timeout", timedelta, "timedelta(minutes=10)"),
+            ("save_deadline", timedelta, "timedelta(hours=1)"),
+            ("keep", Keep, "Keep(last=3)"),
+            ("peers", Peers, "Peers(copies=1)"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name}={value!r}: expected {kind.__name__}, such as {example}")
+
+    def for_writer(self, rank: int, world_size: int, save_deadline_s: float) -> dict[str, object]:
+        """The order that a rank's writer begins with."""
+        return {
+            "op": "setup",
+            "url": self.url,
+            "options": dict(self.options),
+            "rank": rank,
+            "world_size": world_size,
+            "deadline_s": save_deadline_s,
+            "keep": None if self.keep is None else self.keep.to_json(),
+            "keep_slots_s": 0.0 if self.peers is None else self.peers.keep_for.total_seconds(),
+        }

@@ -1,0 +1,276 @@
+"""This rank's snapshots in memory: what is under way, what it holds, and what all ranks are known to hold.
+
+Which slot may be overwritten, and whether peers are connected anew, follows from what all ranks said of themselves.
+Main thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ckptlib.errors import CkptError, TornSnapshot
+from ckptlib.format.keys import SaveId
+from ckptlib.peers.replicator import Fate, FindAlike, Replicator, Round
+from ckptlib.policy.peers import Coverage, Peers
+from ckptlib.ranks.group import Group, together
+from ckptlib.ranks.held import NONE, Held
+from ckptlib.slots.placement import Placement, place
+from ckptlib.slots.slot import Slot
+from ckptlib.staging.arena import NEVER, Arena
+from ckptlib.staging.stager import Lot, Staging
+
+log = logging.getLogger(__name__)
+
+RECLAIM_EVERY_S = 1.0
+"""How often a job looks whether the writers of the one before have let go of its slots."""
+
+
+def agree_placement(group: Group, peers: Peers, kind: Callable[[], str]) -> Placement:
+    """Who keeps whose replicas. Collective.
+
+    `kind`: names what this rank holds of the state; see `kind_of`. Raises what it raises, on all ranks, and ValueError
+    where there are too few domains.
+    """
+    own = together(group, "looking for peers", lambda: f"{kind()} {peers.domain_name}".encode())
+    told = [data.decode().partition(" ") for data in group.gather(own)]
+    numbers = {name: n for n, name in enumerate(dict.fromkeys(name for name, _, _ in told))}
+    kinds = [numbers[name] for name, _, _ in told] if 1 < len(numbers) < len(told) else []
+    return place([domain for _, _, domain in told], peers.copies, kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A snapshot whose end is not known yet."""
+
+    step: int
+    staging: Staging | None
+    """None: it failed on this rank before anything was copied."""
+    persists: bool
+    """Whether it goes to the store; else it is for memory only."""
+    fate: Fate | None
+    """Of its replicas; None: there are to be none."""
+
+    @property
+    def settled(self) -> bool:
+        return (self.staging is None or self.staging.done) and (self.fate is None or self.fate.settled)
+
+    @property
+    def ready(self) -> bool:
+        return self.staging is not None and self.staging.error is None
+
+    @property
+    def held(self) -> bool:
+        return self.ready and not (self.fate is not None and self.fate.failed)
+
+
+class Holdings:
+    """One per rank."""
+
+    def __init__(
+        self,
+        root_id: str,
+        arena: Arena,
+        placement: Placement | None,
+        replicator: Replicator | None,
+        on_held: Callable[[int], None],
+    ) -> None:
+        """`on_held` is told of each step that all ranks hold by now, where snapshots have replicas."""
+        self._root_id = root_id
+        self.arena = arena
+        self.placement = placement
+        self.replicator = replicator
+        self._on_held = on_held
+        self._unsettled: deque[Begun] = deque()
+        self._persisting: dict[str, Slot] = {}
+        """By save: slots that the writer reads."""
+        self.own = Held()
+        self.held_by_all = NONE
+        """The newest step that all ranks are known to hold."""
+        self._settled_by_all = NONE
+        self._voided: set[int] = set()
+        """Steps whose snapshots all ranks hold, and found to differ."""
+        self._sent = 0
+        """Bytes, for the replicas of the newest snapshot that has come to its end."""
+        self._reclaim_at: float | None = None
+        """When slots of the job before are looked for again; None: not yet, or no more."""
+        self._unkept = False
+        """Whether the last snapshot for memory only failed, and that was told."""
+        self.may_begin: Callable[[], bool] = lambda: True
+        """Whether there is all that a snapshot needs beside a slot."""
+        self.torn: Begun | None = None
+        """The last snapshot that was found torn, until somebody has taken note of it."""
+
+    # Snapshots
+
+    def take_slot(self, nbytes: int) -> Slot:
+        """For a snapshot; the caller knows that there is one. Raises NoRoom."""
+        slot = self.arena.take(nbytes, self.held_by_all, self._in_use())
+        if slot is None:
+            raise AssertionError("no slot is free, and nobody asked")
+        return slot
+
+    def twins(self, save: SaveId, number: int, find: FindAlike) -> list[Lot]:
+        """What this rank can copy itself of the replicas that it is to hold; see `begin`."""
+        return [] if self.replicator is None else self.replicator.twins(self._round(save, number), find)
+
+    def begin(
+        self, save: SaveId, number: int, staging: Staging | None, persists: bool, twins: Sequence[Lot] = ()
+    ) -> None:
+        """A snapshot was begun on all ranks, or failed at once on this one: `staging` is None then.
+
+        number: see `SlotHeader.number`. `twins`: copied with it.
+        """
+        fate = None
+        if self.replicator is not None:
+            fate = self.replicator.begin(self._round(save, number), staging, twins)
+        if persists and staging is not None:
+            self._persisting[str(save)] = staging.slot
+        self._unsettled.append(Begun(save.step, staging, persists, fate))
+
+    def _round(self, save: SaveId, number: int) -> Round:
+        return Round(self._root_id, save, number, self.held_by_all, self._settled_by_all)
+
+    def released(self, save: str, durable: bool) -> None:
+        """The writer reads the slot of this save no more, if it did. `durable`: what was in it is in the store.
+
+        Nobody restores from such a slot but a job with peers: else the next snapshot may have it at once, and one that
+        is saved and waited for needs no second slot, whose pages would cost more than the save.
+        """
+        slot = self._persisting.pop(save, None)
+        if slot is not None and durable and self.placement is None:
+            self.arena.mark_void(slot)
+
+    def poll(self) -> None:
+        """Takes note of the snapshots that have come to their end."""
+        while self._unsettled and self._unsettled[0].settled:
+            begun = self._unsettled.popleft()
+            self._sent = self._sent if begun.fate is None else begun.fate.sent
+            self.own.note(begun.step, begun.held)
+            if begun.staging is not None:
+                if begun.ready:
+                    self.arena.mark_ready(begun.staging.slot, begun.step)
+                    self._unkept = False
+                elif isinstance(begun.staging.error, TornSnapshot):
+                    self.torn = begun
+                elif not (begun.persists or self._unkept):  # of one that is persisted, the writer tells
+                    self._unkept = True
+                    log.error(
+                        "step %d is not kept in memory; said once, until one is again: %s",
+                        begun.step,
+                        begun.staging.error,
+                    )
+
+    def make_room(self) -> None:
+        """A snapshot was due, and some rank had no slot for it.
+
+        With peers three are enough for one at every step (held by all, under way, begun) until the writer keeps one:
+        whoever writes longer than from one snapshot to the next gets a fourth.
+        """
+        if self.replicator is not None and self._persisting:
+            self.arena.grow()
+
+    def _in_use(self) -> list[Slot]:
+        """Those that are written, sent to a peer or persisted."""
+        unsettled = [begun.staging.slot for begun in self._unsettled if begun.staging is not None]
+        return [*self._persisting.values(), *unsettled]
+
+    def is_persisting(self, save: str) -> bool:
+        """Whether the writer has yet to let go of the slot of this save."""
+        return save in self._persisting
+
+    @property
+    def persisting(self) -> bool:
+        """Whether the writer has yet to let go of a slot."""
+        return bool(self._persisting)
+
+    @property
+    def settling(self) -> bool:
+        """Whether a snapshot has not come to its end."""
+        return bool(self._unsettled)
+
+    # What all ranks hold
+
+    def void(self, step: int) -> None:
+        """The snapshot of `step` is worth nothing, though all ranks hold it; on all of them at the same time."""
+        self._voided = {other for other in self._voided if other > self.held_by_all} | {step}
+        self.own.void(step)
+        self.arena.forget(step - 1, step)
+
+    def needs_held(self) -> int:
+        """The step that all ranks must hold before a slot is free; see `Arena.needs_held`."""
+        return self.arena.needs_held(self._in_use()) if self.may_begin() else NEVER
+
+    def note_all(self, oldest_newest: int, latest_since: int, settled: int) -> None:
+        """Takes note of what all ranks said of their own: minimum, maximum and minimum over them.
+
+        Steps between the newest held by all and the newest settled on all failed on some rank. They must not keep their
+        slots, or no other snapshot could ever be taken.
+        """
+        before = self.held_by_all
+        newest = Held.by_all(oldest_newest, latest_since)
+        self.held_by_all = max(before, NONE if newest in self._voided else newest)
+        if self.held_by_all != before and self.replicator is not None:
+            self._on_held(self.held_by_all)
+            if before == NONE:
+                self._reclaim_at = time.monotonic()
+        self._reclaim()
+        self._settled_by_all = settled
+        if settled > self.held_by_all:
+            self.arena.forget(self.held_by_all, settled)
+
+    def _reclaim(self) -> None:
+        """What the job before left in memory is needed no more; its writers may have it open for a while yet."""
+        if self._reclaim_at is None or time.monotonic() < self._reclaim_at:
+            return
+        self.arena.reclaim()
+        self._reclaim_at = time.monotonic() + RECLAIM_EVERY_S if self.arena.has_others else None
+
+    @property
+    def coverage(self) -> Coverage | None:
+        """None without peers."""
+        if self.placement is None or self.replicator is None:
+            return None
+        held = None if self.held_by_all == NONE else self.held_by_all
+        newest = max((begun.step for begun in self._unsettled), default=self.own.settled)
+        losses = 0 if held is None else self.placement.num_losses_survived
+        return Coverage(held, max(newest - (held or 0), 0), losses, self.replicator.linked, self._sent)
+
+    # The link between peers
+
+    @property
+    def link_failed(self) -> bool:
+        """See `Replicator.link_failed`."""
+        return self.replicator is not None and self.replicator.link_failed
+
+    @property
+    def calm(self) -> bool:
+        """See `Replicator.calm`."""
+        return self.replicator is None or self.replicator.calm
+
+    def mend_link(self, group: Group, failed: bool, calm: bool) -> None:
+        """Does about the link between peers what all ranks agreed upon. Collective where `calm`.
+
+        failed: some rank lost a peer. calm: no rank has anything under way, and all have waited long enough.
+        """
+        if self.replicator is None:
+            return
+        if failed:
+            self.replicator.drop_link()
+        elif calm and not self.replicator.linked:
+            try:
+                together(group, "connecting peers anew", self.replicator.connect)
+            except CkptError as error:
+                log.warning("%s", error)
+                self.replicator.drop_link()
+            else:
+                log.warning("the ranks have connected anew: snapshots have replicas again")
+
+    def close(self, clean: bool) -> None:
+        """Lets go; `clean`: nothing stays in memory, else it is left to the next job."""
+        if self.replicator is not None:
+            self.replicator.close(clean)
+        self.arena.close(unlink=clean)

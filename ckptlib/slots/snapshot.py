@@ -1,0 +1,91 @@
+"""Snapshots: what a ready slot holds, decoded, and the check that its bytes are those that were sealed. No torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckptlib.errors import CorruptData
+from ckptlib.format.digests import HEX_WIDTH, digester
+from ckptlib.format.documents import Fields, decode
+from ckptlib.format.layout import Layout, decode_layout
+from ckptlib.format.table import Table
+from ckptlib.format.values import Json, loads
+from ckptlib.slots.slot import PAGE_BYTES, ReadableSlot, SlotHeader
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a ready slot says it holds."""
+
+    header: SlotHeader
+    table: Table
+    layout: Layout
+    algorithm: str
+    digests: tuple[str, ...]
+    """Per chunk of the table."""
+    values: dict[str, Json]
+    metrics: dict[str, Json]
+    created: float
+
+
+class SnapshotReader:
+    """Reads snapshots. Keeps what is the same from one save of a rank to its next. Owned by one thread."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, tuple[str, Table, Layout]] = {}
+        """By rank: the last table, its digest and its layout."""
+
+    def table(self, rank: int) -> Table | None:
+        """That of the last snapshot of a rank that was read."""
+        known = self._tables.get(rank)
+        return None if known is None else known[1]
+
+    def read(self, slot: ReadableSlot, header: SlotHeader) -> Snapshot:
+        """The snapshot of which `header` says where its documents lie. Raises CorruptData, FormatError."""
+        table, layout = self._table(slot, header)
+        fields = decode("snapshot", slot.read_document(header, "snapshot"), f"{slot.where}: snapshot")
+        digests = fields.text("digests")
+        if len(digests) != HEX_WIDTH * len(table.nbytes):
+            raise fields.fail(f"{len(digests)} hex digits of digests for {len(table.nbytes)} chunks")
+        return Snapshot(
+            header,
+            table,
+            layout,
+            fields.text("algorithm"),
+            tuple(digests[i : i + HEX_WIDTH] for i in range(0, len(digests), HEX_WIDTH)),
+            fields.tree("values"),
+            fields.tree("metrics"),
+            fields.number("created"),
+        )
+
+    def _table(self, slot: ReadableSlot, header: SlotHeader) -> tuple[Table, Layout]:
+        text = slot.read_document(header, "table")
+        digest = header.documents["table"][2]
+        known = self._tables.get(header.rank)
+        if known is None or known[0] != digest:
+            layout = decode_layout(slot.read_document(header, "layout"), f"{slot.where}: layout")
+            table = Table.decode(Fields(loads(text), f"{slot.where}: table"))
+            table.check(layout, slot.where)
+            table.check_packs([header.body_nbytes], slot.where)
+            known = self._tables[header.rank] = (digest, table, layout)
+        return known[1:]
+
+
+def check_body(slot: ReadableSlot, snapshot: Snapshot, arriving: Iterable[int] = ()) -> None:
+    """Raises CorruptData, naming the tensor, when a chunk in the slot does not match its digest.
+
+    `arriving`: where the body is still being received, gives again and again how many of its bytes are there by now.
+    """
+    digest, table = digester(snapshot.algorithm), snapshot.table
+    arrivals, there = iter(arriving), 0
+    for chunk, (offset, nbytes, expected) in enumerate(zip(table.offsets, table.nbytes, snapshot.digests, strict=True)):
+        while offset + nbytes > there:
+            there = next(arrivals, sys.maxsize)
+        if digest(slot.view(PAGE_BYTES + offset, nbytes)) != expected:
+            what = table.describe(chunk, snapshot.layout)
+            raise CorruptData(
+                f"{slot.where}: {what} at [{offset}:+{nbytes}] changed in memory after it was sealed. Look at the "
+                "host's memory when it happens again"
+            )

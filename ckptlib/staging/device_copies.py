@@ -1,0 +1,189 @@
+"""The copies of a snapshot from one device, on streams of their own beside the training's.
+
+What must be copied at once holds up the training's stream; the rest is behind an event that the fence makes whoever
+writes wait for. Where memory of the device is to spare, that event comes when the copy there is whole, and the host's
+follows from it on another stream, so that no fence ever waits for the link. The host waits for neither, as long as its
+memory is registered with the driver; else it goes by way of a ring, which the staging thread drives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ckptlib.devices import accelerator, cuda
+from ckptlib.staging.copies import Pairs
+from ckptlib.staging.pinned_ring import Ring
+from ckptlib.staging.prepared_copies import Across, DeviceWork, dense
+from ckptlib.staging.spare_memory import Body, Spare, Spares
+from ckptlib.state.raw_bytes import bytes_of
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The streams of one device, and the ways to host memory that is not registered."""
+
+    copy: torch.Stream
+    link: torch.Stream
+    """What is copied from memory of the device to the host."""
+    now: Ring
+    """Of the training's thread."""
+    later: Ring
+    """Of the staging thread."""
+
+
+class DeviceCopies:
+    """The copies of one snapshot from one device, begun when it is made. Keeps its sources until they are read."""
+
+    def __init__(self, lane: Lane, works: Sequence[DeviceWork], spare: Spare | None = None) -> None:
+        """On the training's thread. `spare`: the memory that `works` go by, given back at the end."""
+        self._lane, self._spare = lane, spare
+        self._free, self._ringed = list[DeviceWork](), list[DeviceWork]()
+        """Those for registered memory, and those by way of the ring."""
+        for work in works:
+            (self._free if cuda.is_pinned(work.home.data_ptr()) else self._ringed).append(work)
+        self.driven = any(work.across_later for work in self._ringed)
+        """Whether `drive` reads sources."""
+        compute = accelerator.current_stream(lane.copy.device)
+        lane.copy.wait_stream(compute)
+        with accelerator.on(lane.copy):
+            for work in works:
+                work.samples.look_before()
+                work.inside_now.enqueue()
+            for work in self._free:
+                _enqueue(work.across_now)
+            for work in self._ringed:
+                lane.now.copy(work.across_now.moves(), lane.copy)
+            compute.wait_event(lane.copy.record_event())
+            for work in works:
+                work.inside_later.enqueue()
+            for work in self._free:
+                _enqueue(work.across_later)
+            for work in works:
+                if work in self._free or not work.across_later:
+                    work.samples.look_after()
+            self._read = lane.copy.record_event()
+        lane.link.wait_event(self._read)
+        with accelerator.on(lane.link):
+            for work in self._free:
+                work.samples.take()
+                _enqueue(work.then)
+            self._linked = lane.link.record_event()
+
+    @property
+    def read(self) -> bool:
+        """Whether the sources are read, but for those that `drive` reads."""
+        return self._read.query()
+
+    def hold_compute(self) -> None:
+        """The current stream does not go on before the sources are read, but for those that `drive` reads.
+
+        The host does not wait.
+        """
+        accelerator.current_stream(self._lane.copy.device).wait_event(self._read)
+
+    def drive(self) -> None:
+        """Reads the sources that go by way of the ring. On the staging thread; returns when they are read."""
+        if not self.driven:
+            return
+        cuda.relax_capture()
+        lane = self._lane
+        with accelerator.on(lane.copy):
+            for work in self._ringed:
+                if work.across_later:
+                    lane.later.copy(work.across_later.moves(), lane.copy)
+                    work.samples.look_after()
+
+    def finish(self) -> list[str]:
+        """Waits until all is on the host; returns the names of what was written to meanwhile. On the staging thread."""
+        cuda.relax_capture()
+        lane = self._lane
+        try:
+            if self._ringed:
+                lane.link.wait_stream(lane.copy)
+                with accelerator.on(lane.link):
+                    for work in self._ringed:
+                        work.samples.take()
+                        lane.later.copy(work.then.moves(), lane.link)
+                    self._linked = lane.link.record_event()
+            accelerator.wait(self._linked)
+            return [name for work in (*self._free, *self._ringed) for name in work.samples.written()]
+        finally:
+            self._free.clear()
+            self._ringed.clear()
+            if self._spare is not None:
+                self._spare.busy = False
+
+
+def _enqueue(across: Across) -> None:
+    for target, source in across.moves():
+        target.copy_(source, non_blocking=True)
+
+
+class Devices:
+    """What a rank's snapshots need of its devices, from the first of them to the last; main thread."""
+
+    def __init__(self, wants_spare: bool) -> None:
+        """`wants_spare`: whether devices keep a copy in memory of their own, where it fits."""
+        self._wants_spare = wants_spare
+        self._lanes: dict[torch.device, Lane] = {}
+        self._spares: dict[torch.device, Spares] = {}
+
+    @property
+    def ready(self) -> bool:
+        """Whether another snapshot may begin: one for which no memory of a device is free would wait for the link."""
+        return all(spares.ready for spares in self._spares.values())
+
+    def begin(self, lots: Sequence[Copied], spare: bool) -> list[DeviceCopies]:
+        """Begins the copies of all devices; one that has no streams has ended its own when this returns.
+
+        `spare`: whether memory of the device may be taken for it.
+        """
+        begun = []
+        for device in dict.fromkeys(device for lot in lots for pairs in lot.pairs for device in pairs.devices):
+            here = [lot for lot in lots if any(device in pairs.devices for pairs in lot.pairs)]
+            if accelerator.has_streams(device):
+                begun.append(self._begin(device, here, spare and self._wants_spare))
+            else:
+                _copy_blocking(device, here)
+        return begun
+
+    def _begin(self, device: torch.device, lots: Sequence[Copied], spare: bool) -> DeviceCopies:
+        if device not in self._lanes:
+            streams = accelerator.new_stream(device), accelerator.new_stream(device)
+            self._lanes[device] = Lane(*streams, Ring(), Ring())
+        memory = None
+        if spare:
+            memory = self._spares.setdefault(device, Spares(device)).take({lot.rank: lot.body for lot in lots})
+        try:
+            works = [
+                pairs.work(device, None if memory is None else memory.memory[lot.rank])
+                for lot in lots
+                for pairs in lot.pairs
+                if device in pairs.devices
+            ]
+            return DeviceCopies(self._lanes[device], works, memory)
+        except BaseException:
+            if memory is not None:
+                memory.busy = False
+            raise
+
+    def clear(self) -> None:
+        """Gives all memory back."""
+        self._spares.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What of one slot comes from devices."""
+
+    rank: int
+    body: Body
+    pairs: list[Pairs]
+
+
+def _copy_blocking(device: torch.device, lots: Iterable[Copied]) -> None:
+    for pair in (pair for lot in lots for pairs in lot.pairs for pair in pairs.all if pair.device == device):
+        bytes_of(pair.target).copy_(bytes_of(dense(pair.source.tensor)))

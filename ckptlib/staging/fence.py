@@ -1,0 +1,139 @@
+"""The fence: an optimizer that is about to write waits for the copy that still reads.
+
+It is a step pre-hook on every optimizer of the state, so no training script has to remember it. The hook also tells
+which optimizers really run through it: a wrapper with a kernel of its own fires no hook, and what it owns is then
+copied before `after_step` returns. So it is for what a CUDA graph replays, since a replay calls no Python.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ckptlib.devices import accelerator
+
+log = logging.getLogger(__name__)
+
+
+class Fenced(Protocol):
+    """A copy under way."""
+
+    def wait_copied(self) -> None:
+        """Returns when the copy no longer reads its sources; on devices, the current stream is made to wait instead."""
+
+    @property
+    def copied(self) -> bool:
+        """Whether nobody has to wait for it any more, on whatever stream."""
+
+    def wait_done(self, timeout_s: float | None) -> None:
+        """Returns when all of it has come to its end, on devices too."""
+
+
+class Fence:
+    """The hooks of one Checkpointer. They are called in the thread that steps, which may be one of autograd's."""
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        """Seconds that threads have waited here, all in all."""
+        self._handles: dict[int, RemovableHandle] = {}
+        self._fired: set[int] = set()
+        self._captured: set[int] = set()
+        """Optimizers whose step a graph replays."""
+        self._pending: list[Fenced] = []
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        """Of `_pending` and `waited_s`; nobody waits with it."""
+
+    def install(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Hooks every optimizer that is not hooked yet, where it can be."""
+        for optimizer in optimizers:
+            if id(optimizer) not in self._handles:
+                try:
+                    self._handles[id(optimizer)] = optimizer.register_step_pre_hook(self._make_hook())
+                except AttributeError as error:  # a wrapper that never ran Optimizer.__init__
+                    log.warning(
+                        "%s takes no step hook (%s): what it owns is copied before after_step returns, without "
+                        "overlap; to have that, give the optimizer that it wraps",
+                        type(optimizer).__qualname__,
+                        error,
+                    )
+
+    def _make_hook(self) -> Any:
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if _is_captured(optimizer):  # the capture writes nothing, and its replays will not ask
+                self._captured.add(id(optimizer))
+                self.drain()
+                return
+            self._fired.add(id(optimizer))
+            self.wait()
+
+        # what torch.compiler.disable sets; calling it would import all of dynamo, which takes seconds
+        before_step._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return before_step
+
+    def guard(self, pending: Fenced) -> None:
+        """Closes the fence until the copy is done; one that it is closed for already counts as well."""
+        with self._lock:
+            self._pending.append(pending)
+
+    def wait(self) -> None:
+        """Returns when no copy reads its sources any more; on devices, the current stream is made to wait instead.
+
+        Each thread waits for itself, on its own stream: what one of them has waited for is not done for another. In a
+        forked process no copy reads anything: it has memory of its own.
+        """
+        pending = self._under_way()
+        if pending:
+            began = time.perf_counter()
+            for copy in pending:
+                copy.wait_copied()
+            self._under_way()
+            with self._lock:
+                self.waited_s += time.perf_counter() - began
+
+    def drain(self) -> None:
+        """Returns when no copy is under way, on devices too."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            pending, self._pending = self._pending, []
+        for copy in pending:
+            copy.wait_done(DRAIN_TIMEOUT_S)
+
+    def _under_way(self) -> list[Fenced]:
+        if self._pid != os.getpid():  # first: another thread may have had the lock when the process was forked
+            return []
+        with self._lock:
+            self._pending = [copy for copy in self._pending if not copy.copied]
+            return list(self._pending)
+
+    def fired(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer went through its hook since `forget`, and always will."""
+        return id(optimizer) in self._fired and id(optimizer) not in self._captured
+
+    def forget(self) -> None:
+        """Begins a new interval: what fired before it says nothing about the next."""
+        self._fired.clear()
+
+    def remove(self) -> None:
+        """Takes the hooks out."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+
+DRAIN_TIMEOUT_S = 600.0
+"""As a copy runs at memory speed, one that takes longer has lost its thread."""
+
+
+def _is_captured(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what the optimizer is about to do is recorded, not done."""
+    devices = (accelerator.device_of(p) for group in optimizer.param_groups for p in group["params"][:1])
+    return any(accelerator.capturing(device) for device in devices if device is not None)

@@ -1,0 +1,89 @@
+"""What is known of the shards that go to each slot, from one snapshot to the next.
+
+A snapshot in a slot that was used before looks nothing up again for what is still the same. But nothing is kept for
+the sake of that alone: not what was made for one snapshot (the copies that a `state_dict()` gives), nor the memory that
+a parameter had before it was given other. Each slot would keep a copy of it, in the device's memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ckptlib.slots.slot import Slot
+from ckptlib.staging.copies import Pair, Pairs, Source
+
+
+@dataclass(slots=True)
+class _Known:
+    """Of one slot."""
+
+    body: torch.Tensor
+    offsets: tuple[int, ...]
+    """Of all shards; compared by identity."""
+    places: tuple[int, ...]
+    """Of those that are kept."""
+    pairs: list[Pair | None]
+    """None: its source is nobody's any more."""
+    made: Pairs | None
+    """Of all of them."""
+
+
+class KnownPairs:
+    """One per rank; main thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], _Known] = {}
+        """By rank and slot."""
+        self._sources: dict[int, list[Source]] = {}
+        """By rank: what is kept of those of its last snapshot."""
+
+    def pairs_of(self, rank: int, slot: Slot, sources: Sequence[Source], offsets: tuple[int, ...]) -> list[Pairs]:
+        """The shards of a rank and their places in a slot. `offsets`: the very same ones as long as the layout is."""
+        lent = [(source, offset) for source, offset in zip(sources, offsets, strict=True) if source.lent]
+        if not lent:
+            return [self._kept(rank, slot, list(sources), offsets, offsets)]
+        kept = [(source, offset) for source, offset in zip(sources, offsets, strict=True) if not source.lent]
+        found = [self._kept(rank, slot, [s for s, _ in kept], tuple([o for _, o in kept]), offsets)] if kept else []
+        body = torch.frombuffer(slot.body, dtype=torch.uint8)
+        return [*found, Pairs([Pair(source, body, offset) for source, offset in lent])]
+
+    def _kept(
+        self, rank: int, slot: Slot, sources: list[Source], places: tuple[int, ...], offsets: tuple[int, ...]
+    ) -> Pairs:
+        self._forget(rank, sources)
+        key = rank, str(slot.path)
+        known = self._known.get(key)
+        if known is None or known.offsets is not offsets or known.places != places:
+            self._known = {k: v for k, v in self._known.items() if k[0] != rank or v.offsets is offsets}
+            body = torch.frombuffer(slot.body, dtype=torch.uint8)
+            known = self._known[key] = _Known(body, offsets, places, [None] * len(sources), None)
+        if known.made is not None and all(p.source is s for p, s in zip(known.made.all, sources, strict=True)):
+            return known.made
+        pairs = [
+            pair if pair is not None and pair.source is source else Pair(source, known.body, place)
+            for pair, source, place in zip(known.pairs, sources, places, strict=True)
+        ]
+        known.pairs, known.made = list(pairs), Pairs(pairs)
+        return known.made
+
+    def _forget(self, rank: int, sources: list[Source]) -> None:
+        """In all slots of a rank: what has another source now."""
+        before = self._sources.get(rank, [])
+        self._sources[rank] = sources
+        if len(before) != len(sources):
+            self._known = {key: known for key, known in self._known.items() if key[0] != rank}
+            return
+        changed = [i for i, same in enumerate(map(operator.is_, before, sources)) if not same]
+        if changed:
+            for known in (known for (of, _), known in self._known.items() if of == rank):
+                known.made = None
+                for i in changed:
+                    known.pairs[i] = None
+
+    def clear(self) -> None:
+        self._known.clear()
+        self._sources.clear()

@@ -1,0 +1,184 @@
+"""What is copied from one device for one slot, prepared once for as long as the same tensors go to the same places.
+
+A snapshot is to cost its thread no more than a call per copy: the views, and the windows that are compared, are made
+when they are first needed and kept. Small tensors go to one buffer on the device, and from there in one piece.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ckptlib.devices import accelerator
+from ckptlib.devices.cuda import stretches
+from ckptlib.staging.pinned_ring import Move
+from ckptlib.state.raw_bytes import bytes_of, copyable, is_bytes
+
+MOVE_BYTES = 64 << 20
+"""Of one copy over the link: whoever asks for a number in between waits no longer than for that (1 to 3 ms). Divides
+`PIN_BYTES`."""
+
+SAMPLE_BYTES = 64
+
+NUM_WINDOWS = 8
+"""Places at which a tensor is looked at, drawn at random; each snapshot looks at one of them."""
+
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where shards lie, on a device and where they go; in the same order."""
+
+    sources: list[torch.Tensor]
+    targets: list[torch.Tensor]
+    """Of the same dtype and shape; contiguous."""
+
+
+class Inside:
+    """Copies within the memory of a device."""
+
+    def __init__(self, places: Places) -> None:
+        """One kernel for hundreds of tensors, as long as it takes them for numbers of one width."""
+        self._groups: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._odd: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for source, target in zip(places.sources, places.targets, strict=True):
+            if is_bytes(source):
+                word = _word(source, target)
+                targets, sources = self._groups.setdefault(word, ([], []))
+                targets.append(bytes_of(target).view(word))
+                sources.append(bytes_of(source).view(word))
+            else:
+                self._odd.append((target, source))
+
+    def enqueue(self) -> None:
+        for targets, sources in self._groups.values():
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        for target, source in self._odd:
+            bytes_of(target).copy_(bytes_of(dense(source)), non_blocking=True)
+
+
+def _word(source: torch.Tensor, target: torch.Tensor) -> torch.dtype:
+    """The widest numbers that the bytes of both can be taken for."""
+    common = source.nbytes
+    for tensor in (source, target):  # torch minds where the storage begins, the device where the address is
+        common |= tensor.data_ptr() | int(tensor.storage_offset()) * tensor.itemsize
+    return next(word for word in _WORDS if common % word.itemsize == 0)
+
+
+def dense(source: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory is the value of this one, made on its device by the current stream; maybe of other dtype.
+
+    Left to `copy_`, a pending conjugation or negation is done to the target: on the host, before the bytes are there.
+    """
+    return source if is_bytes(source) else copyable(source.resolve_conj().resolve_neg()).contiguous()
+
+
+class Across:
+    """Copies from a device to the host."""
+
+    def __init__(self, places: Places) -> None:
+        self._moves: list[Move] = []
+        self._odd: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for source, target in zip(places.sources, places.targets, strict=True):
+            if is_bytes(source):
+                self._moves += _cut(bytes_of(target), bytes_of(source))
+            else:
+                self._odd.append((bytes_of(target), source))
+
+    def __bool__(self) -> bool:
+        return bool(self._moves or self._odd)
+
+    def moves(self) -> Iterable[Move]:
+        """None of them longer than `MOVE_BYTES`, nor to two registrations."""
+        yield from self._moves
+        for target, source in self._odd:
+            yield from _cut(target, bytes_of(dense(source)))
+
+
+def _cut(target: torch.Tensor, source: torch.Tensor) -> list[Move]:
+    cuts = stretches(target.data_ptr(), target.numel(), MOVE_BYTES)
+    return [(target[start:stop], source[start:stop]) for start, stop in cuts]
+
+
+class Samples:
+    """A few bytes of every tensor that is copied behind the fence, before and after the copy, and as it was copied."""
+
+    def __init__(self, names: list[str], places: Places, device: torch.device | None, on_device: bool) -> None:
+        """`on_device`: whether the targets are in the memory of `device`; else they are looked at on the host."""
+        self.names, self._on_device = names, on_device
+        self._sources = [bytes_of(source) for source in places.sources]
+        self._targets = [bytes_of(target) for target in places.targets]
+        self._windows: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self._at = 0
+        self._random = random.Random()
+        shape = 3, len(names), SAMPLE_BYTES
+        self._rows = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self._before, self._after, self._copied = (list(rows) for rows in self._rows)
+        self._found = accelerator.pinned(3 * len(names) * SAMPLE_BYTES).view(shape)
+
+    def look_before(self) -> None:
+        """On the current stream, as all of these; at places drawn anew."""
+        self._at = self._random.randrange(NUM_WINDOWS)
+        while len(self._windows) <= self._at:
+            self._windows.append(self._draw())
+        self._look(self._before, 0)
+
+    def look_after(self) -> None:
+        self._look(self._after, 0)
+        if self._on_device:
+            self._look(self._copied, 1)
+
+    def _look(self, rows: list[torch.Tensor], which: int) -> None:
+        if rows:
+            torch._foreach_copy_(rows, self._windows[self._at][which])
+
+    def _draw(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        starts = [self._random.randrange(source.numel() - SAMPLE_BYTES + 1) for source in self._sources]
+        first, second = (
+            [data[start : start + SAMPLE_BYTES] for data, start in zip(tensors, starts, strict=True)]
+            for tensors in (self._sources, self._targets)
+        )
+        return first, second
+
+    def take(self) -> None:
+        """To the host."""
+        if self.names:
+            self._found.copy_(self._rows, non_blocking=True)
+
+    def written(self) -> list[str]:
+        """What was written to meanwhile; once that has landed, and the copies."""
+        if not self.names:
+            return []
+        before, after, copied = self._found
+        if not self._on_device:
+            copied = torch.stack(self._windows[self._at][1])
+        same = (before == after).all(1) & (before == copied).all(1)
+        return [name for name, good in zip(self.names, same.tolist(), strict=True) if not good]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceWork:
+    """The copies of one device for one slot."""
+
+    inside_now: Inside
+    """To memory of the device, before training goes on."""
+    across_now: Across
+    """To the host, before training goes on."""
+    inside_later: Inside
+    """To memory of the device, behind the fence; where there is some for all."""
+    across_later: Across
+    """To the host, behind the fence; where there is none."""
+    then: Across
+    """From memory of the device to the host: nothing waits for it."""
+    samples: Samples
+    """Of what is copied behind the fence."""
+    home: torch.Tensor
+    """Bytes of the host that all of it ends up in."""
+
+    @property
+    def names(self) -> list[str]:
+        return self.samples.names

@@ -1,0 +1,308 @@
+"""Replica digests: what this rank holds of what other ranks hold, too, digested at a save.
+
+What no optimizer owns is digested whole, every time. Of what an optimizer owns, and of frozen parameters, a sample is:
+one window of each tensor, at a place that is the same on all ranks and new at each save. Where the save asks for it,
+everything is digested whole.
+
+What may change as soon as `after_step` returns is read before that: small tensors through one buffer that is used again
+and again, large ones where they lie, those of a device on the stream of the training, which nobody waits for. What is
+copied behind the fence is read there as well, by the staging thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+from ckptlib.devices import accelerator
+from ckptlib.format.check import Check, check_of
+from ckptlib.staging.copies import OVERLAP_FROM_BYTES, bytes_at, move_small
+from ckptlib.staging.tensor_digests import as_bytes, digest_there
+from ckptlib.state.raw_bytes import bytes_of, is_bytes
+
+SAMPLE_BYTES = 128
+"""Of each tensor that is sampled. Where two ranks' training has drifted apart, nearly all elements differ."""
+
+_BUFFER_BYTES = 1 << 20
+"""Small tensors pass through the cache, not through memory."""
+
+_DIGEST_THERE_FROM_BYTES = 4096
+"""On a device: below it, a tensor's bytes are gathered with all others; a digest of its own costs more launches."""
+
+Ranks = tuple[int, ...]
+
+
+class Way(enum.Enum):
+    """How much of a tensor is digested."""
+
+    WHOLE = enum.auto()
+    """All of it: anybody may write to it."""
+    SAMPLED = enum.auto()
+    """A window: an optimizer is its only writer."""
+    FROZEN = enum.auto()
+    """A window, and whether that of the save before is as it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One box of a tensor, as this rank and others hold it."""
+
+    ranks: Ranks
+    """All that hold it, ascending."""
+    name: str
+    tensor: torch.Tensor
+    late: bool
+    """Whether its only writer waits at the fence."""
+    way: Way
+
+    @property
+    def small(self) -> bool:
+        """Whether it goes through the buffer."""
+        return self.tensor.nbytes < OVERLAP_FROM_BYTES and accelerator.device_of(self.tensor) is None
+
+
+class Reading:
+    """What is read for one save."""
+
+    def __init__(self, number: int, readers: _Readers, small: dict[Ranks, bytes], before: Reading | None) -> None:
+        self.number = number
+        self.places = readers.places(number)
+        """Of the windows of large tensors."""
+        self.values: list[bytes] = [b""] * len(readers.large)
+        """Of large tensors: windows or digests."""
+        self.moved: frozenset[str] = frozenset()
+        """Frozen tensors that have changed since the reading before; known when it is finished."""
+        self._readers, self._small, self._before = readers, small, before
+        self._witnesses: dict[int, bytes] = {}
+        """Of the frozen among them: the windows of the reading before, as they are now."""
+        self._arrivals = self._gather()
+        for i in readers.now:
+            self._read(i)
+
+    def compares_to(self, readers: _Readers) -> bool:
+        """Whether it has windows of the same tensors."""
+        return bool(readers.frozen) and self._readers.kinds == readers.kinds
+
+    @property
+    def late(self) -> bool:
+        """Whether some of it is to be read behind the fence."""
+        return bool(self._readers.late)
+
+    def read_late(self) -> None:
+        """From the staging thread, while the fence is closed."""
+        for i in self._readers.late:
+            self._read(i)
+
+    def finish(self, rank: int) -> Check:
+        """This rank's check. Waits for devices; from the staging thread, after `read_late`."""
+        for arrive in self._arrivals:
+            arrive()
+        before, self._before = self._before, None
+        changed = {i for i, found in self._witnesses.items() if before is not None and found != before.values[i]}
+        self.moved = frozenset(self._readers.large[i].name for i in changed)
+        digests = {}
+        for ranks, (start, stop) in self._readers.groups.items():
+            found = xxhash.xxh3_128(self._small.get(ranks, b""))
+            for i in range(start, stop):
+                found.update(self.values[i])
+                found.update(b"moved" if i in changed else b"")
+            digests[ranks] = found.digest()
+        return check_of(self.number, rank, digests)
+
+    def _read(self, i: int) -> None:
+        data, width = self._readers.data(i), self._readers.widths[i]
+        if width is None:
+            self.values[i] = xxhash.xxh3_128_digest(data)
+            return
+        self.values[i] = bytes(data[self.places[i] : self.places[i] + width])
+        if self._before is not None and i in self._readers.frozen:
+            place = self._before.places[i]
+            self._witnesses[i] = bytes(data[place : place + width])
+
+    def _gather(self) -> list[Callable[[], None]]:
+        """Has devices gather theirs; what is returned waits for it, and takes it."""
+        arrivals: list[Callable[[], None]] = []
+        for device, indices in self._readers.on_devices.items():
+            pieces: list[torch.Tensor] = []
+            takers: list[tuple[dict[int, bytes] | list[bytes], int]] = []
+            for i in indices:
+                tensor, width = self._readers.large[i].tensor, self._readers.widths[i]
+                takers.append((self.values, i))
+                if width is None:
+                    pieces.append(digest_there(tensor).reshape(1).view(torch.uint8))
+                    continue
+                data = bytes_of(as_bytes(tensor))
+                pieces.append(data[self.places[i] : self.places[i] + width])
+                if self._before is not None and i in self._readers.frozen:
+                    takers.append((self._witnesses, i))
+                    pieces.append(data[self._before.places[i] : self._before.places[i] + width])
+            arrivals.append(_taking(accelerator.bring(torch.cat(pieces), device), [p.numel() for p in pieces], takers))
+        return arrivals
+
+
+def _taking(
+    arrived: Callable[[], torch.Tensor], sizes: list[int], takers: list[tuple[dict[int, bytes] | list[bytes], int]]
+) -> Callable[[], None]:
+    def take() -> None:
+        data = arrived().numpy().tobytes()
+        ends = [*itertools.accumulate(sizes)]
+        for (into, i), end, size in zip(takers, ends, sizes, strict=True):
+            into[i] = data[end - size : end]
+
+    return take
+
+
+class ReplicaDigests:
+    """Of one plan, as long as its tensors lie where they lie. Main thread."""
+
+    def __init__(self, replicas: Sequence[Replica], before: ReplicaDigests | None = None) -> None:
+        """`replicas`: in the same order on all that hold them, those of the same holders one behind the other.
+
+        `before`: where they lay until now.
+        """
+        self._replicas = replicas
+        self._readers: dict[bool, _Readers] = {}
+        self._last: Reading | None = None if before is None else before._last
+
+    @torch.no_grad()
+    def begin(self, number: int, whole: bool) -> Reading:
+        """Reads what must be read before the training goes on. `whole`: nothing is only sampled."""
+        if whole not in self._readers:
+            self._readers[whole] = _Readers(self._replicas, whole)
+        readers = self._readers[whole]
+        before = self._last if self._last is not None and self._last.compares_to(readers) else None
+        self._last = Reading(number, readers, readers.read_small(number), before)
+        return self._last
+
+    def nbytes_inline(self, whole: bool) -> int:
+        """Bytes that `begin` reads in host memory."""
+        return self._readers[whole].nbytes_inline
+
+
+class _Readers:
+    """How each replica is read, if everything is digested whole, or not."""
+
+    def __init__(self, replicas: Sequence[Replica], whole: bool) -> None:
+        self.large: list[Replica] = []
+        self.widths: list[int | None] = []
+        """Of each large one: bytes of its window; None: its digest is taken."""
+        self.groups: dict[Ranks, tuple[int, int]] = {}
+        """By holders: which large ones are theirs, from and to."""
+        self.on_devices: dict[torch.device, list[int]] = {}
+        self._small: list[_Small] = []
+        for ranks, group in itertools.groupby(replicas, lambda replica: replica.ranks):
+            start, small = len(self.large), list[tuple[Replica, int]]()
+            for replica in group:
+                entire = whole or replica.way is Way.WHOLE
+                nbytes = replica.tensor.nbytes
+                if replica.small:
+                    entire = entire or replica.way is Way.FROZEN
+                    small.append((replica, nbytes if entire else min(nbytes, SAMPLE_BYTES)))
+                    continue
+                self.large.append(replica)
+                there = accelerator.device_of(replica.tensor)
+                if there is not None:
+                    self.on_devices.setdefault(there, []).append(len(self.large) - 1)
+                if entire and there is not None and nbytes < _DIGEST_THERE_FROM_BYTES:
+                    self.widths.append(nbytes)
+                else:
+                    self.widths.append(None if entire else min(nbytes, SAMPLE_BYTES))
+            self.groups[ranks] = start, len(self.large)
+            if small:
+                self._small.append(_Small(ranks, small))
+        elsewhere = {i for indices in self.on_devices.values() for i in indices}
+        on_host = [i for i in range(len(self.large)) if i not in elsewhere]
+        self._views = {i: _view(self.large[i].tensor) for i in on_host if is_bytes(self.large[i].tensor)}
+        self.late = [i for i in on_host if self.large[i].late and i in self._views]
+        self.now = [i for i in on_host if i not in {*self.late}]
+        self.frozen = {i for i, replica in enumerate(self.large) if replica.way is Way.FROZEN and not whole}
+        self.kinds = [
+            (replica.name, replica.way, nbytes) for replica, nbytes in zip(self.large, self.widths, strict=True)
+        ]
+
+    @property
+    def nbytes_inline(self) -> int:
+        widths = ((self.widths[i], self.large[i].tensor.nbytes) for i in self.now)
+        large = sum(nbytes if width is None else width for width, nbytes in widths)
+        return large + sum(small.nbytes for small in self._small)
+
+    def data(self, i: int) -> memoryview:
+        """The bytes of a large tensor in host memory; those of a strided one are put together each time."""
+        found = self._views.get(i)
+        return bytes_of(as_bytes(self.large[i].tensor)).numpy().data if found is None else found
+
+    def places(self, number: int) -> list[int]:
+        """Of the window of each large tensor."""
+        drawn = [raw for ranks, (i, j) in self.groups.items() for raw in _draw(number, ranks, j - i, 0)]
+        return [
+            0 if width is None else int(raw) % (replica.tensor.nbytes - width + 1)
+            for raw, replica, width in zip(drawn, self.large, self.widths, strict=True)
+        ]
+
+    def read_small(self, number: int) -> dict[Ranks, bytes]:
+        """By holders: a digest of all their small tensors."""
+        return {small.ranks: small.read(number) for small in self._small}
+
+
+class _Small:
+    """The small tensors of the same holders, read through a buffer. Each costs one call of C, and nothing of Python."""
+
+    def __init__(self, ranks: Ranks, replicas: Sequence[tuple[Replica, int]]) -> None:
+        """Each with the bytes of its window."""
+        self.ranks = ranks
+        tensors, self._widths = [replica.tensor for replica, _ in replicas], [width for _, width in replicas]
+        self._rooms = np.array([t.nbytes - w + 1 for t, w in zip(tensors, self._widths, strict=True)], np.uint64)
+        self._addresses = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
+        self._strided = [(i, tensor) for i, tensor in enumerate(tensors) if not is_bytes(tensor)]
+        fixed = not self._strided and bool((self._rooms == 1).all())
+        self._fixed = self._addresses.tolist() if fixed else None
+        """Where each is read, if nothing is drawn."""
+        ends = [*itertools.accumulate(self._widths)]
+        self.nbytes = ends[-1]
+        self._buffer = (ctypes.c_char * min(_BUFFER_BYTES + OVERLAP_FROM_BYTES, max(ends[-1], 1)))()
+        self._targets: list[int] = []
+        self._batches: list[tuple[int, int, int]] = []
+        """Of the tensors from and to, and the bytes of their windows."""
+        first = start = 0
+        for i, end in enumerate(ends):
+            self._targets.append(ctypes.addressof(self._buffer) + end - self._widths[i] - start)
+            if end - start >= _BUFFER_BYTES or i + 1 == len(ends):
+                self._batches.append((first, i + 1, end - start))
+                first, start = i + 1, end
+
+    def read(self, number: int) -> bytes:
+        copies = [(i, as_bytes(tensor)) for i, tensor in self._strided]  # alive until they are read
+        sources = self._drawn(number, copies) if self._fixed is None else self._fixed
+        found, view = xxhash.xxh3_128(), memoryview(self._buffer).cast("B")
+        for i, j, nbytes in self._batches:
+            deque(map(move_small, self._targets[i:j], sources[i:j], self._widths[i:j]), maxlen=0)
+            found.update(view[:nbytes])
+        return found.digest()
+
+    def _drawn(self, number: int, copies: list[tuple[int, torch.Tensor]]) -> list[int]:
+        places = _draw(number, self.ranks, len(self._rooms), 1) % self._rooms
+        addresses = self._addresses
+        if copies:
+            addresses = addresses.copy()
+            addresses[[i for i, _ in copies]] = [copy.data_ptr() for _, copy in copies]
+        sources: list[int] = (addresses + places).tolist()
+        return sources
+
+
+def _draw(number: int, ranks: Ranks, count: int, what: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """Random numbers of 64 bits that all these ranks draw alike."""
+    key = xxhash.xxh3_64_intdigest(repr((what, ranks)).encode(), seed=number % 2**32)
+    return np.random.Philox(key=key).random_raw(count)
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    """Of memory that lives as long as its tensor, which a reader keeps."""
+    return bytes_at(tensor.data_ptr(), tensor.nbytes)

@@ -1,0 +1,173 @@
+"""Memory of a device for snapshots: how much of it the training leaves, and which of it is in use.
+
+The training's peak is what torch measured, without what was taken here: what is granted once is not there to be granted
+again, though the driver and the allocator show it as before until the training comes to its next peak.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckptlib.devices import cuda
+
+log = logging.getLogger(__name__)
+
+MARGIN_BYTES = 1 << 30
+"""Left free beside a copy in the device's own memory: what fragments, and other libraries, take."""
+
+NUM_SPARES = 2
+"""One is copied to the host while the next snapshot is copied into the other: no fence waits for the link."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Bytes of a device."""
+
+    free: int
+    """As the driver has it."""
+    reserved: int
+    """By torch's allocator, in use or not."""
+    peak: int
+    """The most that was ever allocated at one time."""
+    private: int
+    """Reserved for graphs alone, and not allocated now."""
+
+
+def figures(device: torch.device) -> Figures | None:
+    """None where torch cannot say."""
+    module: Any = torch.get_device_module(device)
+    try:
+        free, _ = module.mem_get_info(device)
+        reserved, peak = module.memory_reserved(device), module.max_memory_allocated(device)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
+    return Figures(int(free), int(reserved), int(peak), cuda.idle_in_private_pools(device))
+
+
+class Room:
+    """What a device has to spare beside its training."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._training = 0
+        """The most that the training alone was seen to need."""
+        self._peak = 0
+        """As it was measured when the last grant was made or given back."""
+        self.granted = 0
+
+    def nbytes(self) -> int:
+        """How much can be granted now."""
+        found = figures(self._device)
+        if found is None:
+            return 0
+        if found.peak != self._peak:  # reached with all in place that is granted now, or measured anew
+            self._training = max(self._training, found.peak - self.granted)
+            self._peak = found.peak
+        return max(found.free + found.reserved - found.private - self._training - self.granted - MARGIN_BYTES, 0)
+
+    def take(self, sizes: Collection[int]) -> list[torch.Tensor] | None:
+        """Zeroed bytes, of all sizes or of none."""
+        if sum(sizes) > self.nbytes():
+            return None
+        try:
+            memory = [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in sizes]
+        except torch.OutOfMemoryError:  # it is in pieces
+            return None
+        self._change(sum(sizes))
+        return memory
+
+    def give_back(self, nbytes: int) -> None:
+        """What was granted is free again."""
+        self._change(-nbytes)
+
+    def _change(self, nbytes: int) -> None:
+        self.granted += nbytes
+        found = figures(self._device)
+        self._peak = self._peak if found is None else found.peak
+
+
+class Spare:
+    """Memory of a device for the bodies of all slots that one snapshot fills."""
+
+    __slots__ = ("busy", "memory")
+
+    def __init__(self, memory: Mapping[int, torch.Tensor]) -> None:
+        self.memory = memory
+        """By the rank whose snapshot it is."""
+        self.busy = False
+        """Whether a snapshot in it is still on its way to the host. Set by the main thread, cleared by any."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memory.numel() for memory in self.memory.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Of one slot."""
+
+    layout: object
+    """What lies where in it; compared by identity."""
+    nbytes: int
+
+
+class Spares:
+    """Of one device; main thread, but for `Spare.busy`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._room = Room(device)
+        self._bodies: dict[int, Body] = {}
+        """By rank: for which there is memory, or was none."""
+        self._spares: list[Spare] = []
+        self._leaving: list[Spare] = []
+        """Of another layout, still on their way to the host."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next snapshot need not wait for an earlier one's way to the host."""
+        return not self._spares or not all(spare.busy for spare in self._spares)
+
+    def take(self, bodies: Mapping[int, Body]) -> Spare | None:
+        """Memory for these, by rank, busy from now on; None where there is none.
+
+        It is for all of them or for none: a fence that waits for the link of one waits as long as for that of all.
+        """
+        if any(rank not in self._bodies or self._bodies[rank].layout is not b.layout for rank, b in bodies.items()):
+            self._bodies |= bodies
+            self._replace()
+        spare = next((spare for spare in self._spares if not spare.busy), None)
+        if spare is not None:
+            spare.busy = True
+        return spare
+
+    def _replace(self) -> None:
+        """Memory is given back before there is another; that of a snapshot on its way when it has arrived."""
+        self._leaving = [spare for spare in (*self._leaving, *self._spares) if spare.busy]
+        self._spares = []
+        self._room.give_back(self._room.granted - sum(spare.nbytes for spare in self._leaving))
+        sizes = {rank: body.nbytes for rank, body in self._bodies.items()}
+        while len(self._spares) < NUM_SPARES:
+            memory = self._room.take(sizes.values())
+            if memory is None:
+                break
+            self._spares.append(Spare(dict(zip(sizes, memory, strict=True))))
+        if len(self._spares) < NUM_SPARES:
+            told = (
+                "the next one is not begun before that is on the host"
+                if self._spares
+                else "it is copied to the host at once, and the next optimizer.step() may wait for that"
+            )
+            log.warning(
+                "%s has no room for %s snapshot of %s bytes beside the peak of the training (%s to spare): %s",
+                self._device,
+                "a second" if self._spares else "a",
+                f"{sum(sizes.values()):,}",
+                f"{self._room.nbytes():,}",
+                told,
+            )

@@ -1,0 +1,288 @@
+"""Staging: the copy of this rank's shards into a slot, and the seal that makes it a snapshot.
+
+Whatever has not earned its overlap is copied before `begin` returns; the rest by a thread, behind the fence. A sample
+of the rest is taken first: when slot and source do not both still show it after the copy, somebody wrote past the
+fence, and the snapshot is torn and never becomes ready.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ckptlib.devices import cuda
+from ckptlib.errors import TornSnapshot, WaitTimeout
+from ckptlib.format.body_layout import body_nbytes
+from ckptlib.format.check import compared
+from ckptlib.format.digests import digester
+from ckptlib.format.documents import encode
+from ckptlib.format.table import Table
+from ckptlib.format.values import Json
+from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.staging.copies import Pair, Source
+from ckptlib.staging.device_copies import Copied, DeviceCopies, Devices
+from ckptlib.staging.known_copies import KnownPairs
+from ckptlib.staging.replica_digests import Reading
+from ckptlib.staging.spare_memory import Body
+
+log = logging.getLogger(__name__)
+
+COPY_TIMEOUT_S = 600.0
+"""A copy runs at memory speed; one that takes longer has lost its thread."""
+
+SAMPLE_BYTES = 128
+"""Of each tensor, at a place drawn anew; a write to a whole tensor that leaves it alone is not to be expected. One
+window and not several: the first look at a page that was not touched lately costs more than all the rest (0.5 us)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lot:
+    """What is copied into one slot."""
+
+    slot: Slot
+    header: SlotHeader
+    """What the slot says while it is filled."""
+    sources: Sequence[Source]
+    offsets: tuple[int, ...]
+    """Of each source, in the body."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """All of a snapshot but its bytes."""
+
+    header: SlotHeader
+    """Without documents."""
+    layout: bytes
+    table: Table
+    values: Mapping[str, Json]
+    metrics: Mapping[str, Json]
+    created: float
+    algorithm: str
+
+
+class Staging:
+    """One snapshot in the making. Sources are kept alive until they are copied."""
+
+    def __init__(self, slot: Slot, content: Content) -> None:
+        self.slot = slot
+        self.content = content
+        self.error: Exception | None = None
+        self.seconds = 0.0
+        """Of the copy behind the fence."""
+        self.device_copies: list[DeviceCopies] = []
+        """Under way on devices."""
+        self.check = compared(content.header.number)
+        """What this rank says of what others hold, too; known when it is sealed."""
+        self._copied = threading.Event()
+        self._sealed = threading.Event()
+        self._hand_over: Callable[[], None] | None = None
+
+    @property
+    def step(self) -> int:
+        return self.content.header.save.step
+
+    def go(self) -> None:
+        """Has the thread begin, unless it has. Main thread."""
+        hand_over, self._hand_over = self._hand_over, None
+        if hand_over is not None:
+            hand_over()
+
+    def wait_copied(self) -> None:
+        """Returns when the sources are no longer read; on devices, the current stream is made to wait instead.
+
+        Raises WaitTimeout.
+        """
+        for copies in self.device_copies:
+            copies.hold_compute()
+        if not self._copied.wait(COPY_TIMEOUT_S):
+            raise WaitTimeout(f"the copy of step {self.step} still read its sources after {COPY_TIMEOUT_S:.0f} s")
+
+    @property
+    def copied(self) -> bool:
+        """Whether nobody has to wait any more, on whatever stream, before the sources are written to."""
+        return self._copied.is_set() and (self.done or all(copies.read for copies in self.device_copies))
+
+    @property
+    def done(self) -> bool:
+        """Whether it is ready or has failed."""
+        return self._sealed.is_set()
+
+    def wait_done(self, timeout_s: float | None) -> None:
+        """Returns when it is ready or has failed. Raises WaitTimeout."""
+        if not self._sealed.wait(timeout_s):
+            raise WaitTimeout(f"the snapshot of step {self.step} was not ready within {timeout_s} s")
+
+    def wait_sealed(self, timeout_s: float | None) -> None:
+        """Returns when it is ready. Raises what made it fail, or WaitTimeout."""
+        self.wait_done(timeout_s)
+        if self.error is not None:
+            raise self.error
+
+
+class Stager:
+    """The thread that copies and seals; one per rank."""
+
+    def __init__(self, on_sealed: Callable[[Staging], None], spare: bool = False) -> None:
+        """`on_sealed` is called from the thread, with a staging that is ready or has failed.
+
+        `spare`: whether devices keep a copy in memory of their own, where it fits, so that the fence waits for no link.
+        """
+        self._on_sealed = on_sealed
+        self._devices = Devices(spare)
+        self._random = random.Random(0xC0FFEE)
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._known = KnownPairs()
+        self._own: tuple[str, tuple[int, ...]] = ("", ())
+        """Digest of the last table, and its offsets."""
+        self._thread = threading.Thread(target=self._run, name="ckptlib-stage", daemon=True)
+        self._thread.start()
+
+    @torch.no_grad()
+    def begin(
+        self,
+        slot: Slot,
+        content: Content,
+        sources: Sequence[Source],
+        twins: Sequence[Lot] = (),
+        go: bool = True,
+        spare: bool = True,
+        reading: Reading | None = None,
+    ) -> Staging:
+        """Copies what must be copied now; hands the rest to the thread. `sources` are in the table's order.
+
+        `go`: whether the thread may begin at once; else it waits for `Staging.go`. Where there is no core to spare, it
+        takes the caller's, which may have something to do before it goes on with the training.
+
+        `twins`: shards of this rank that are those of other ranks' snapshots as well, into replicas of these. They are
+        copied, too, when the snapshot is done.
+
+        `spare`: whether memory of the device may be taken for it, which is not before the training has shown its peak.
+
+        `reading`: of what other ranks hold, too, as far as it is not read yet; None where the ranks compared it before.
+        """
+        staging = Staging(slot, content)
+        header = replace(content.header, sequence=content.header.sequence - 1)
+        own = Lot(slot, header, sources, self._offsets(content.table, sources))
+        later: list[Pair] = []
+        lots: list[Copied] = []
+        for lot in (own, *twins):
+            lot.slot.write_header(lot.header)
+            found = self._known.pairs_of(lot.header.rank, lot.slot, lot.sources, lot.offsets)
+            for pairs in found:
+                pairs.move_now()
+                later += pairs.late
+            lots.append(Copied(lot.header.rank, Body(lot.offsets, lot.header.body_nbytes), found))
+        staging.device_copies = self._devices.begin(lots, spare)
+        samples = [self._sample(pair) for pair in later]
+        waits = later or any(copies.driven for copies in staging.device_copies)
+        if not (waits or (reading is not None and reading.late)):
+            staging._copied.set()
+        staging._hand_over = lambda: self._jobs.put(lambda: self._finish(staging, later, samples, reading))
+        if go:
+            staging.go()
+        return staging
+
+    def _offsets(self, table: Table, sources: Sequence[Source]) -> tuple[int, ...]:
+        """The very same ones as long as the table is."""
+        if self._own[0] != table.digest:
+            self._own = table.digest, table.begins(source.tensor.nbytes for source in sources)
+        return self._own[1]
+
+    @property
+    def ready(self) -> bool:
+        """Whether another snapshot may begin: no memory of a device that it would go by is still on its way."""
+        return self._devices.ready
+
+    def _sample(self, pair: Pair) -> tuple[int, bytes]:
+        """(offset, bytes) of a window of a source that is copied behind the fence."""
+        offset = int(self._random.random() * (pair.nbytes - SAMPLE_BYTES))
+        return offset, bytes(pair.now[offset : offset + SAMPLE_BYTES])
+
+    @torch.no_grad()
+    def _finish(
+        self,
+        staging: Staging,
+        later: list[Pair],
+        samples: list[tuple[int, bytes]],
+        reading: Reading | None,
+    ) -> None:
+        cuda.relax_capture()
+        try:
+            began = time.perf_counter()
+            try:
+                for copies in staging.device_copies:
+                    copies.drive()
+                for pair in later:
+                    pair.move()
+                if reading is not None:
+                    reading.read_late()
+                _check_samples(later, samples, staging.step)
+            finally:
+                staging.seconds = time.perf_counter() - began
+                later.clear()
+                staging._copied.set()
+                # of all devices, whatever went wrong: the slot may be another snapshot's as soon as this one has failed
+                written = [name for copies in staging.device_copies for name in copies.finish()]
+            if written:
+                raise _torn(staging.step, written[0])
+            if reading is not None:
+                staging.check = reading.finish(staging.content.header.rank)
+            _seal(staging)
+        except Exception as error:  # kept for whoever waits, and told to the other ranks; the thread must live on
+            staging.error = error
+        self._on_sealed(staging)
+        staging._sealed.set()  # last: whoever waited for it may be killed at once, and the writer has its order
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def close(self) -> None:
+        """Waits for what is under way."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._known.clear()
+        self._devices.clear()
+
+
+def _check_samples(later: list[Pair], samples: list[tuple[int, bytes]], step: int) -> None:
+    for pair, (offset, expected) in zip(later, samples, strict=True):
+        window = slice(offset, offset + SAMPLE_BYTES)
+        if not expected == pair.copied[window] == pair.now[window]:
+            raise _torn(step, pair.source.name)
+
+
+def _torn(step: int, name: str) -> TornSnapshot:
+    return TornSnapshot(
+        f"step {step}: {name} was written to while it was copied; a writer that is not an optimizer of the state must "
+        "run inside `with checkpointer.updating():`"
+    )
+
+
+def _seal(staging: Staging) -> None:
+    """Digests, documents, and last of all the header that says ready."""
+    content, slot = staging.content, staging.slot
+    digest, body, table = digester(content.algorithm), slot.body, content.table
+    digests = [digest(body[o : o + n]) for o, n in zip(table.offsets, table.nbytes, strict=True)]
+    snapshot = encode(
+        "snapshot",
+        {
+            "created": content.created,
+            "algorithm": content.algorithm,
+            "digests": "".join(digests),
+            "metrics": dict(content.metrics),
+            "values": dict(content.values),
+        },
+    )
+    places = slot.write_documents(
+        body_nbytes(table), {"layout": content.layout, "table": table.encoded.encode(), "snapshot": snapshot}
+    )
+    slot.write_header(replace(content.header, documents=places, check=staging.check))

@@ -1,0 +1,88 @@
+"""Digests of whole tensors, made where they are: in host memory by xxh3, on a device by operations of torch.
+
+Nothing is brought from a device but the digests, all of them in one transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+import xxhash
+
+from ckptlib.devices import accelerator
+from ckptlib.state.raw_bytes import bytes_of, copyable, is_bytes
+
+WORD_BYTES = 8
+"""Of a digest that was made on a device."""
+
+_ROW_WORDS = 1 << 20
+_ROWS_AT_ONCE = 4
+"""4 Mi words of 4 bytes at a time: the products take 32 MiB of the device's memory."""
+
+
+def digests_of(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """One digest for each tensor's elements in row-major order, in hex. Waits for devices, once for each."""
+    found = [""] * len(tensors)
+    on_devices: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        device = accelerator.device_of(tensor)
+        if device is None:
+            found[i] = str(xxhash.xxh3_128_hexdigest(bytes_of(as_bytes(tensor)).numpy().data))
+        else:
+            on_devices.setdefault(device, []).append(i)
+    for indices in on_devices.values():
+        words = torch.stack([digest_there(tensors[i]) for i in indices]).cpu()
+        for i, word in zip(indices, words.tolist(), strict=True):
+            found[i] = f"{word % 2**64:016x}"
+    return found
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements in row-major order, for their bytes; the very tensor where its memory is that already."""
+    plain = tensor.detach()
+    return plain if is_bytes(plain) else copyable(plain.resolve_conj().resolve_neg()).contiguous()
+
+
+@torch.no_grad()
+def digest_there(tensor: torch.Tensor) -> torch.Tensor:
+    """An int64 of no dims on the tensor's own device; enqueued on the current stream, and not waited for.
+
+    Words of 32 bits, each times a random number of 64, added up modulo 2**64 (multilinear hashing: Carter and Wegman).
+    Two words that differ in their highest bits only still differ in 33 bits of the sum.
+    """
+    data = bytes_of(as_bytes(tensor))
+    if data.storage_offset() % 4 or data.data_ptr() % 4:
+        data = data.clone()
+    spare = -data.numel() % 4
+    if spare:
+        data = torch.cat([data, data.new_zeros(spare)])
+    words, weights = data.view(torch.int32), _weights(data.device)
+    sums: list[torch.Tensor] = []
+    whole = words.numel() // _ROW_WORDS
+    for first in range(0, whole, _ROWS_AT_ONCE):
+        rows = words[first * _ROW_WORDS : min(first + _ROWS_AT_ONCE, whole) * _ROW_WORDS].view(-1, _ROW_WORDS)
+        sums += (rows.to(torch.int64) * weights).sum(1).unbind()
+    tail = words[whole * _ROW_WORDS :]
+    sums.append((tail.to(torch.int64) * weights[: tail.numel()]).sum())
+    # each sum in halves, or what differs in the highest bits of two of them could cancel
+    folded = torch.stack(sums)
+    halves = torch.cat([folded & 0xFFFFFFFF, folded >> 32])
+    return (halves * _more_weights(data.device, halves.numel())).sum()
+
+
+@lru_cache(maxsize=8)
+def _weights(device: torch.device) -> torch.Tensor:
+    return _random_words(1, _ROW_WORDS).to(device)
+
+
+@lru_cache(maxsize=64)
+def _more_weights(device: torch.device, count: int) -> torch.Tensor:
+    return _random_words(2, count).to(device)
+
+
+def _random_words(key: int, count: int) -> torch.Tensor:
+    """The same on every rank."""
+    return torch.from_numpy(np.random.Philox(key=key).random_raw(count).view(np.int64))

@@ -1,0 +1,263 @@
+"""Leaves: one tensor of the state, as this rank holds it, and how it may be held.
+
+With `ckptlib.subclasses`, `ckptlib.optimizer_targets` and `adapters/dcp` the only place that knows DTensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import placement_types as torch_placements
+
+from ckptlib.devices import accelerator
+from ckptlib.errors import StateMismatch, UnsupportedState
+from ckptlib.format import dtypes, sharding
+from ckptlib.format.box import Box
+from ckptlib.format.layout import ByHand, Mesh, Placed, TensorSpec
+from ckptlib.format.layout import PerRank as HeldPerRank
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """Marks state of which every rank has its own: `{"cache": PerRank(tensor_or_object_or_dict)}`."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """Marks a tensor as one box, cut by hand, of a larger one: `Sharded(local, offset=(512, 0), shape=(1024, 64))`.
+
+    The boxes of all ranks make up the whole. They may overlap where they are equal, as halos are.
+    """
+
+    tensor: torch.Tensor
+    """The box's elements."""
+    offset: tuple[int, ...]
+    """Where the box begins in global coordinates."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Held as an ordinary tensor: a replica, if its digest says so on every rank that has the name."""
+
+
+Held = Placed | HeldPerRank | ByHand | Plain
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf(TensorSpec):
+    """One tensor of the state, as this rank holds it."""
+
+    held: Held
+    pieces: tuple[tuple[Box, torch.Tensor], ...]
+    """What this rank has: boxes in global coordinates, each with a view of the same shape."""
+    owner: torch.optim.Optimizer | None
+    """The optimizer whose step is the only writer of this tensor; None where there is none known."""
+    tied: str | None = None
+    """The first name on this rank of this very tensor, where this is a further one; other ranks may not tie them."""
+    frozen: bool = False
+    """Whether it is a parameter that asks for no gradient."""
+    lent: bool = False
+    """Whether it may have been made for this pass alone, in a device's memory: nothing keeps it beyond the snapshot."""
+
+
+def join(path: str, key: object) -> str:
+    """The path of an entry. Slashes in keys are escaped, so two paths are never the same text."""
+    text = str(key).replace("%", "%25").replace("/", "%2F")
+    return f"{path}/{text}" if path else text
+
+
+def local_of(tensor: torch.Tensor | Sharded) -> torch.Tensor:
+    """The tensor that an optimizer would know."""
+    return tensor.tensor if isinstance(tensor, Sharded) else tensor
+
+
+def leaf_of(
+    tensor: torch.Tensor | Sharded, name: str, per_rank: bool, owner: torch.optim.Optimizer | None
+) -> Leaf | None:
+    """The tensor as this rank holds it, or None when it stands outside of the tensor's mesh."""
+    if isinstance(tensor, Sharded):
+        local = _checked(tensor.tensor, name)
+        box = Box(tuple(tensor.offset), tuple(local.shape))
+        if len(tensor.shape) != box.ndim or not box.within(Box.whole(tensor.shape)):
+            raise UnsupportedState(f"{name}: Sharded box {box} does not lie in a tensor of shape {tuple(tensor.shape)}")
+        pieces = ((box, local),) if box.numel else ()
+        return Leaf(
+            name, dtype_name(local), tuple(tensor.shape), ByHand(), pieces, owner, frozen=_is_frozen(tensor.tensor)
+        )
+    if isinstance(tensor, DTensor):
+        if per_rank:
+            raise UnsupportedState(f"{name}: a DTensor cannot be PerRank; give tensor.to_local()")
+        return _leaf_of_dtensor(tensor, name, owner)
+    tensor = _checked(tensor, name)
+    shape = tuple(tensor.shape)
+    pieces = ((_whole(shape), tensor),) if tensor.numel() else ()
+    held = HeldPerRank() if per_rank else Plain()
+    return Leaf(name, dtype_name(tensor), shape, held, pieces, owner, frozen=_is_frozen(tensor))
+
+
+@lru_cache(maxsize=1024)
+def _whole(shape: tuple[int, ...]) -> Box:
+    """One object for all tensors of a shape: there may be thousands of small ones."""
+    return Box.whole(shape)
+
+
+def _leaf_of_dtensor(tensor: DTensor, name: str, owner: torch.optim.Optimizer | None) -> Leaf | None:
+    local = _checked(tensor.to_local(), name)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    held = Placed(mesh_of(tensor), placements_of(tensor, name), None)
+    shape = tuple(tensor.shape)
+    found = sharding.pieces(shape, held.mesh.shape, held.placements, tuple(coordinate))
+    expected = sharding.shape_local(shape, held.mesh.shape, held.placements, tuple(coordinate))
+    if tuple(local.shape) != expected:
+        raise UnsupportedState(
+            f"{name}: local shape {tuple(local.shape)} is not the {expected} that {tensor.placements} of {shape} give; "
+            "cut it by hand: Sharded(local, offset, shape)"
+        )
+    whole = len(found) == 1 and found[0].local.shape == expected
+    pieces = tuple((p.box, local if whole else local[p.local.slices()]) for p in found)
+    return Leaf(name, dtype_name(tensor), shape, held, pieces, owner, frozen=_is_frozen(tensor))
+
+
+def _is_frozen(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+
+
+def is_elsewhere(tensor: torch.Tensor | Sharded) -> bool:
+    """Whether it is a DTensor, and this rank stands outside of its mesh."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
+
+
+def home_of(meta: torch.Tensor) -> torch.device:
+    """Where a tensor without memory belongs."""
+    if isinstance(meta, DTensor):
+        return torch.device(meta.device_mesh.device_type)
+    chosen = torch.get_default_device()  # the host, too, where nobody chose any
+    return chosen if chosen.type != "cpu" else accelerator.available() or chosen
+
+
+def mesh_of(tensor: DTensor) -> Mesh:
+    """The tensor's mesh, by global ranks."""
+    ranks = tensor.device_mesh.mesh
+    return Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()))
+
+
+def placements_of(tensor: DTensor, name: str) -> tuple[sharding.Placement, ...]:
+    """DTensor's placements in our words. Raises UnsupportedState for Partial and for what nobody taught us."""
+    return tuple(_placement(p, tensor.ndim, name) for p in tensor.placements)
+
+
+def _placement(placement: Any, ndim: int, name: str) -> sharding.Placement:
+    if isinstance(placement, torch_placements.Replicate):
+        return sharding.Replicate()
+    if isinstance(placement, torch_placements._StridedShard):
+        return sharding.StridedShard(placement.dim % ndim, int(placement.split_factor))
+    if isinstance(placement, torch_placements.Shard):
+        return sharding.Shard(placement.dim % ndim)
+    raise UnsupportedState(
+        f"{name}: placement {placement!r} has no value on disk; redistribute to Replicate() or Shard()"
+    )
+
+
+_TENSOR_TYPES = (torch.Tensor, nn.Parameter)
+
+
+def refuse_tensor(tensor: torch.Tensor | Sharded, name: str) -> None:
+    """Raises UnsupportedState for a kind of tensor of which not even the shape or address can be asked."""
+    if not isinstance(tensor, DTensor):
+        _checked(tensor.tensor if isinstance(tensor, Sharded) else tensor, name)
+
+
+def _checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    known = type(tensor) in _TENSOR_TYPES  # first: to ask for a parameter's kind costs a frame of Python
+    if not known and is_lazy(tensor):
+        raise UnsupportedState(f"{name}: is not initialised yet; run one forward pass before it is saved or loaded")
+    if not known and not _is_buffer(tensor):
+        raise UnsupportedState(
+            f"{name}: {type(tensor).__module__}.{type(tensor).__qualname__} is a tensor subclass that cannot be taken "
+            "apart: it has no __tensor_flatten__, or is torch's own; give the plain tensors it is made of"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+        raise UnsupportedState(f"{name}: only dense tensors can be saved, this one is {kind}; give its parts")
+    if tensor.device.type == "meta":
+        raise UnsupportedState(
+            f"{name}: is on the meta device and has no memory; only the tensors of a module are given some by load, "
+            "for others make them with torch.empty(..., device=...)"
+        )
+    if not dtypes.known(dtype_name(tensor)):
+        raise UnsupportedState(f"{name}: dtype {tensor.dtype} is unknown to ckptlib; give tensor.view(torch.uint8)")
+    return tensor
+
+
+def _is_buffer(tensor: torch.Tensor) -> bool:
+    """nn.Buffer is a factory: what it makes is a torch.Tensor with a mark; a functional wrapper is not."""
+    return type(tensor) is getattr(nn, "Buffer", None)
+
+
+def places(tensors: Sequence[torch.Tensor]) -> tuple[list[object], ...]:
+    """Compares equal until one of them gets other memory, becomes another view of it, or is cut otherwise."""
+    specs: list[object] = [t._spec for t in tensors if isinstance(t, DTensor)]
+    local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors] if specs else tensors
+    return specs, *(list(map(column, local)) for column in _COLUMNS)
+
+
+_COLUMNS: tuple[Callable[[torch.Tensor], object], ...] = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.size,
+    torch.Tensor.stride,
+    torch.Tensor.is_conj,
+    torch.Tensor.is_neg,
+    operator.attrgetter("dtype"),
+)
+"""All of them functions of C: thousands of tensors are asked without a frame of Python for each."""
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter or buffer of a lazy module that has not seen its first input."""
+    return isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
+
+
+@lru_cache(maxsize=64)
+def torch_dtype(name: str) -> torch.dtype:
+    """Raises StateMismatch for one that this torch does not have."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise StateMismatch(f"dtype {name} was saved, which torch {torch.__version__} does not have; use a newer torch")
+    return found
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """torch's name without the module: "bfloat16"."""
+    return _name_of(tensor.dtype)
+
+
+@lru_cache(maxsize=64)
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def identity(tensor: torch.Tensor | Sharded) -> object:
+    """What two names of one tensor have in common; None where nothing can be said.
+
+    A parameter is known by itself, since an empty shard has no memory to be known by.
+    """
+    if isinstance(tensor, Sharded):
+        return (id(tensor.tensor), tuple(tensor.offset), tuple(tensor.shape))
+    if isinstance(tensor, (nn.Parameter, DTensor)):
+        return id(tensor)
+    if tensor.numel() == 0:
+        return None
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())

@@ -1,0 +1,104 @@
+"""Optimizers, as a state names them: by parameter, and never by position in a flat list.
+
+Knows names and which optimizers cannot be saved; the walk over an optimizer is in `ckptlib.state`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ckptlib.errors import UnsupportedState
+from ckptlib.state.leaf import Sharded, join
+
+log = logging.getLogger(__name__)
+
+_REFUSED_OPTIMIZERS = {
+    ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"): "use FSDP2, or a plain optimizer",
+    ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"): "use FSDP2",
+    ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"): "use FSDP2",
+    ("deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"): "use FSDP2",
+    ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"): "use FSDP2",
+    ("megatron.core.optimizer.optimizer", "ChainedOptimizer"): "use FSDP2",
+}
+
+
+def refuse_optimizer(optimizer: object, path: str) -> None:
+    """Raises UnsupportedState for optimizers whose state cannot be named by parameter; not all are torch's."""
+    for cls in type(optimizer).__mro__:
+        remedy = _REFUSED_OPTIMIZERS.get((cls.__module__, cls.__name__))
+        if remedy is not None:
+            raise UnsupportedState(f"{path}: {cls.__name__} flattens its state across ranks: {remedy}")
+
+
+def refuse_strangers(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], path: str) -> None:
+    """Raises UnsupportedState for state that no parameter of the groups, `params`, has."""
+    known = set(map(id, params))
+    for key in optimizer.state:
+        if id(key) not in known:
+            raise UnsupportedState(
+                f"{path}: optimizer state is kept under {str(key)[:40]!r}, which is no parameter of its groups"
+            )
+
+
+def group_path(path: str, index: int) -> str:
+    """Where the hyper-parameters of a group are kept."""
+    return f"{path}/@group.{index}" if path else f"@group.{index}"
+
+
+def state_path(path: str, param_name: str, key: object) -> str:
+    """Where one entry of a parameter's optimizer state is kept. Raises UnsupportedState for a key that is no text."""
+    if not isinstance(key, str):
+        raise UnsupportedState(f"{path}/{param_name}: optimizer state has the key {key!r}; keys must be text")
+    return join(f"{path}/{param_name}" if path else param_name, key)
+
+
+def names_of_params(optimizer: torch.optim.Optimizer, param_names: Mapping[int, str]) -> list[list[str]]:
+    """By group: the names of its parameters.
+
+    Those of the modules in the same state; else those the optimizer was given (`named_parameters()`); else positions.
+    """
+    names = []
+    for i, group in enumerate(optimizer.param_groups):
+        given: Sequence[str] = group.get("param_names") or [f"@{i}.{j}" for j in range(len(group["params"]))]
+        names.append([param_names.get(id(p), given[j]) for j, p in enumerate(group["params"])])
+    return names
+
+
+_told: WeakKeyDictionary[torch.optim.Optimizer, set[str]] = WeakKeyDictionary()
+"""What each optimizer was looked at for."""
+
+
+def warn_of_positions(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], path: str, done: str) -> None:
+    """Says once of an optimizer that nothing but an order tells its parameters. `done`: "saved", "loaded"."""
+    told = _told.setdefault(optimizer, set())
+    if done in told or (dist.is_initialized() and dist.get_rank()):
+        return
+    told.add(done)
+    positions = sum(name == f"@{i}.{j}" for i, group in enumerate(names) for j, name in enumerate(group))
+    if positions > 1:
+        log.warning(
+            "%s: the state of %d parameters is %s by their position, since nothing in the state names them; parameters "
+            "that come in another order get the moments of others. Have their module in the same state, or make the "
+            "optimizer of model.named_parameters()",
+            path,
+            positions,
+            done,
+        )
+
+
+def hyper_parameters(group: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """What a parameter group holds beside its parameters."""
+    return ((key, value) for key, value in group.items() if key not in ("params", "param_names"))
+
+
+def cut_like(param: Sharded | None, value: torch.Tensor) -> torch.Tensor | Sharded:
+    """Optimizer state of a parameter that was cut by hand: what has its shape was cut like it."""
+    if param is None or value.shape != param.tensor.shape:
+        return value
+    return Sharded(value, param.offset, param.shape)

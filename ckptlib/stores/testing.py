@@ -1,0 +1,277 @@
+"""Stores that are slow or that fail, and ways to damage a file: for tests of ckptlib and of what is built on it.
+
+    latency+file:///tmp/run?latency=0.005        every request takes 5 ms more
+    fault+file:///tmp/run?plan=/tmp/plan.json    faults by the rules of a plan, which may change while the test runs
+
+A plan is a JSON list of rules, each an object with
+
+    op        put, write, commit (both of an upload), get, get_into, scan, delete
+    key       a regular expression that is searched for in the key, or in the prefix of a scan; absent: any
+    nth       which of the operations of this process that the rule is about, from 0; absent: each of them
+    action    error (StoreError), unreadable (ObjectUnreadable), full (StoreFull), stall,
+              flip (one bit of the data put), kill-before or kill-after (SIGKILL of this process before or after the
+              operation)
+    seconds   how long a stall lasts
+    once      true: at most one of all the processes that share the plan meets the fault, and only one time
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import threading
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import ClassVar, TypeAlias, TypedDict, TypeVar
+from urllib.parse import unquote
+
+from typing_extensions import Buffer, NotRequired, override
+
+from ckptlib.errors import ObjectUnreadable, StoreError, StoreFull
+from ckptlib.stores.base import Entry, Store, Upload, as_bytes
+
+__all__ = ["FaultStore", "LatencyStore", "flip_bit", "open_testing_store", "truncate"]
+
+T = TypeVar("T")
+
+OpenStore: TypeAlias = Callable[[str, "Mapping[str, object] | None"], Store]
+
+_OPS = {"put", "write", "commit", "get", "get_into", "scan", "delete"}
+_OPS_WITH_DATA = {"put", "write", "commit"}
+_ACTIONS = {"kill-before", "kill-after", "error", "unreadable", "full", "stall", "flip"}
+
+
+def open_testing_store(url: str, options: Mapping[str, object] | None, open_store: OpenStore) -> Store:
+    """The store of a `latency+...` or `fault+...` URL; what follows the plus, `open_store` opens."""
+    kind, _, rest = url.partition("+")
+    if kind == "latency":
+        inner, latency = _split_parameter(rest, "latency")
+        return LatencyStore(open_store(inner, options), float(latency))
+    if kind == "fault":
+        inner, plan = _split_parameter(rest, "plan")
+        return FaultStore(open_store(inner, options), unquote(plan))
+    raise ValueError(f"{url}: expected latency+... or fault+...")
+
+
+def _split_parameter(url: str, name: str) -> tuple[str, str]:
+    base, _, query = url.partition("?")
+    parameters = query.split("&") if query else []
+    values = [p.partition("=")[2] for p in parameters if p.partition("=")[0] == name]
+    if len(values) != 1:
+        raise ValueError(f"{url}: expected one parameter {name}=..., got {len(values)}")
+    rest = "&".join(p for p in parameters if p.partition("=")[0] != name)
+    return (f"{base}?{rest}" if rest else base), values[0]
+
+
+class _HookedStore(Store):
+    """A store around another one; every operation passes through `_run`."""
+
+    def __init__(self, inner: Store, prefix: str) -> None:
+        self._inner = inner
+        self.url = f"{prefix}+{inner.url}"
+        self.pack_nbytes = inner.pack_nbytes
+
+    @abstractmethod
+    def _run(self, op: str, key: str, act: Callable[[Buffer], T], data: Buffer = b"") -> T:
+        """Calls `act(data)`, the operation itself."""
+
+    @override
+    def put(self, key: str, data: Buffer) -> None:
+        self._run("put", key, lambda data: self._inner.put(key, data), data)
+
+    @override
+    def upload(self, key: str, head_nbytes: int) -> Upload:
+        return _HookedUpload(self, key, self._inner.upload(key, head_nbytes))
+
+    @override
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        return self._run("get", key, lambda _: self._inner.get(key, offset, nbytes))
+
+    @override
+    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self._run("get_into", key, lambda _: self._inner.get_into(key, offset, buffer))
+
+    @override
+    def scan(self, prefix: str) -> list[Entry]:
+        return self._run("scan", prefix, lambda _: self._inner.scan(prefix))
+
+    @override
+    def delete(self, key: str) -> None:
+        self._run("delete", key, lambda _: self._inner.delete(key))
+
+    @override
+    def clean(self, before: float) -> None:
+        self._inner.clean(before)
+
+    @override
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _HookedUpload(Upload):
+    def __init__(self, store: _HookedStore, key: str, inner: Upload) -> None:
+        self._store, self._key, self._inner = store, key, inner
+
+    @override
+    def write(self, data: Buffer) -> None:
+        self._store._run("write", self._key, self._inner.write, data)
+
+    @override
+    def commit(self, head: Buffer) -> None:
+        self._store._run("commit", self._key, self._inner.commit, head)
+
+    @override
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+class LatencyStore(_HookedStore):
+    """An object store's round trips on a laptop: every operation waits `latency_s` seconds first.
+
+    The writes of an upload do not: an object store sees none of them before the commit.
+    """
+
+    def __init__(self, inner: Store, latency_s: float) -> None:
+        super().__init__(inner, "latency")
+        self._latency_s = latency_s
+
+    @override
+    def _run(self, op: str, key: str, act: Callable[[Buffer], T], data: Buffer = b"") -> T:
+        if op != "write":
+            time.sleep(self._latency_s)
+        return act(data)
+
+
+class Rule(TypedDict):
+    """One rule of a plan."""
+
+    op: str
+    action: str
+    key: NotRequired[str]
+    nth: NotRequired[int]
+    seconds: NotRequired[float]
+    once: NotRequired[bool]
+
+
+class FaultStore(_HookedStore):
+    """Fails by the plan in the file `plan_path`, which is read again at each operation; no file, no faults.
+
+    `<plan_path>.log` gets one JSON line for each operation before it is done: n (its number in this process), pid, op,
+    key, fault (the action that a rule has called for, or null).
+    """
+
+    _counts: ClassVar[Counter[tuple[str, str]]] = Counter()
+    """Operations that a rule was about, by plan and rule: of the process, however often the store is opened."""
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, inner: Store, plan_path: str) -> None:
+        super().__init__(inner, "fault")
+        self._plan_path = os.path.abspath(plan_path)
+        self._read_plan()
+
+    @override
+    def _run(self, op: str, key: str, act: Callable[[Buffer], T], data: Buffer = b"") -> T:
+        rule = self._next_rule(op, key)
+        action = rule["action"] if rule else None
+        where = f"{self.url}/{key}: {op}"
+        if rule and action == "stall":
+            time.sleep(rule["seconds"])
+        elif action == "error":
+            raise StoreError(f"{where}: an error, as planned")
+        elif action == "unreadable":
+            raise ObjectUnreadable(f"{where}: cannot be read, as planned")
+        elif action == "full":
+            raise StoreFull(f"{where}: no space, as planned")
+        elif action == "flip":
+            data = _flipped(data)
+        elif action == "kill-before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = act(data)
+        if action == "kill-after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    def _next_rule(self, op: str, key: str) -> Rule | None:
+        """Counts and logs the operation; returns the first rule that is due, if any."""
+        with FaultStore._lock:
+            due = [rule for rule in self._read_plan() if self._is_due(rule, op, key)]
+            rule = next((rule for rule in due if not rule.get("once") or self._is_first(rule)), None)
+            number = self._count("every operation") - 1
+        line = {"n": number, "pid": os.getpid(), "op": op, "key": key, "fault": rule["action"] if rule else None}
+        _append_line(self._plan_path + ".log", json.dumps(line))
+        return rule
+
+    def _is_due(self, rule: Rule, op: str, key: str) -> bool:
+        if rule["op"] != op or re.search(rule.get("key", ""), key) is None:
+            return False
+        count = self._count(json.dumps(rule, sort_keys=True))
+        return rule.get("nth", count - 1) == count - 1
+
+    def _count(self, what: str) -> int:
+        FaultStore._counts[self._plan_path, what] += 1
+        return FaultStore._counts[self._plan_path, what]
+
+    def _is_first(self, rule: Rule) -> bool:
+        """Whether no process has met this fault yet; a file says so, since the one that did may be dead."""
+        name = hashlib.sha256(json.dumps(rule, sort_keys=True).encode()).hexdigest()[:16]
+        try:
+            os.close(os.open(f"{self._plan_path}.fired-{name}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def _read_plan(self) -> list[Rule]:
+        try:
+            with open(self._plan_path) as file:
+                rules: list[Rule] = json.load(file)
+        except FileNotFoundError:
+            return []
+        for rule in rules:
+            _check_rule(rule)
+        return rules
+
+
+def _check_rule(rule: Rule) -> None:
+    op, action = rule.get("op"), rule.get("action")
+    if op not in _OPS or action not in _ACTIONS or rule.keys() - Rule.__annotations__.keys():
+        raise ValueError(f"{rule}: not a rule; expected an op of {sorted(_OPS)} and an action of {sorted(_ACTIONS)}")
+    if action == "flip" and op not in _OPS_WITH_DATA:
+        raise ValueError(f"{rule}: {op} puts no data in which a bit could be flipped")
+    if action == "stall" and "seconds" not in rule:
+        raise ValueError(f"{rule}: a stall needs seconds")
+
+
+def _append_line(path: str, line: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(fd, (line + "\n").encode())  # one call: lines of several processes do not mix
+    finally:
+        os.close(fd)
+
+
+def _flipped(data: Buffer) -> bytes:
+    flipped = bytearray(as_bytes(data))
+    if flipped:
+        flipped[len(flipped) // 2] ^= 1
+    return bytes(flipped)
+
+
+def flip_bit(path: str | os.PathLike[str], offset: int) -> None:
+    """Flips the lowest bit of the byte at `offset` of a file, in place; from the end when negative."""
+    with open(path, "r+b") as file:
+        file.seek(offset, os.SEEK_SET if offset >= 0 else os.SEEK_END)
+        position = file.tell()
+        (byte,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte ^ 1]))
+
+
+def truncate(path: str | os.PathLike[str], nbytes: int) -> None:
+    """Cuts a file to its first `nbytes` bytes."""
+    os.truncate(path, nbytes)

@@ -1,0 +1,244 @@
+"""Reads all packs of a step, and tells what is not as their parts say: headers, and chunks by digests. No torch."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.errors import FormatError, StoreError
+from ckptlib.format import keys
+from ckptlib.format.box import Box
+from ckptlib.format.digests import digester
+from ckptlib.format.keys import SaveId
+from ckptlib.format.layout import Layout
+from ckptlib.format.part import Part
+from ckptlib.verify.findings import Damage, Finding, attempt, damage_of
+from ckptlib.verify.pack_headers import MAX_HEAD_BYTES, check_head, expected_head
+
+READ_THREADS = 8
+"""Requests under way at once: a local disk is busy with 4, an object store wants more."""
+
+RUN_BYTES = 16 * 1024 * 1024
+"""The most that one request asks for, where no chunk is larger; times READ_THREADS, the memory for data."""
+
+AHEAD = 2 * READ_THREADS
+"""Requests handed out before the result of the first is looked at."""
+
+Advance = Callable[[int], None]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class _PackRead:
+    """One pack that is to be read: what its part says of it."""
+
+    part: Part
+    number: int
+    """Position in the part's packs."""
+    chunks: tuple[int, ...]
+    """Positions in the part's table, by offset in the pack."""
+    shards_in: Sequence[Sequence[int]]
+    """Per chunk of the part: the shards that lie in it."""
+    layout: Layout
+
+    @property
+    def key(self) -> str:
+        return self.part.packs[self.number].key
+
+    @property
+    def nbytes(self) -> int:
+        """Of the object, by the part."""
+        return self.part.packs[self.number].nbytes
+
+    def shards(self, chunks: Iterable[int]) -> tuple[tuple[str, Box], ...]:
+        """Those that lie in the chunks; each once."""
+        found = dict.fromkeys(shard for chunk in chunks for shard in self.shards_in[chunk])
+        table = self.part.table
+        return tuple((self.layout.tensors[table.tensors[shard]].name, table.boxes[shard]) for shard in found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One request: chunks that follow one another in a pack, or (with none) its header."""
+
+    pack: _PackRead
+    chunks: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Bad:
+    """What became of a run that is not as it should be."""
+
+    damage: Damage
+    chunk: int | None
+    """None: the header."""
+    message: str
+
+
+def verify_packs(
+    catalog: Catalog,
+    save: SaveId,
+    parts: Sequence[Part],
+    layouts: Mapping[str, Layout],
+    executor: ThreadPoolExecutor,
+    advance: Advance,
+) -> Iterator[Finding]:
+    owners = {keys.pack_save(pack.key) for part in parts for pack in part.packs} - {None}
+    sizes = {e.key: e.nbytes for owner in owners if owner for e in catalog.store.scan(owner.packs_prefix)}
+    lost: list[Finding] = []
+    runs = _runs(_packs(parts, layouts), sizes, lost)
+    last: _PackRead | None = None
+    bad: list[_Bad] = []
+    for run, found in in_order(executor, lambda run: (run, _read_run(catalog, run)), runs):
+        if last is not None and run.pack is not last:
+            yield from _pack_findings(save, last, bad)
+            bad = []
+        last = run.pack
+        bad += found
+        advance(run.stop - run.start)
+        while lost:
+            yield lost.pop(0)
+    if last is not None:
+        yield from _pack_findings(save, last, bad)
+    yield from lost
+
+
+def _packs(parts: Iterable[Part], layouts: Mapping[str, Layout]) -> Iterator[_PackRead]:
+    for part in parts:
+        table = part.table
+        shards_in: list[list[int]] = [[] for _ in table.nbytes]
+        for shard in range(len(table.tensors)):
+            for chunk in table.chunks(shard):
+                shards_in[chunk].append(shard)
+        chunks: list[list[int]] = [[] for _ in part.packs]
+        for chunk, pack in enumerate(table.packs):
+            chunks[pack].append(chunk)
+        for number, pack_chunks in enumerate(chunks):
+            ordered = tuple(sorted(pack_chunks, key=table.offsets.__getitem__))
+            yield _PackRead(part, number, ordered, shards_in, layouts[table.layout])
+
+
+def _runs(packs: Iterable[_PackRead], sizes: Mapping[str, int], lost: list[Finding]) -> Iterator[_Run]:
+    """What is to be read of the packs that are there; `lost` takes what is known without reading."""
+    for pack in packs:
+        size, table = sizes.get(pack.key), pack.part.table
+        readable = [c for c in pack.chunks if table.offsets[c] + table.nbytes[c] <= (size or 0)]
+        if size != pack.nbytes:
+            lost.append(_wrong_size(pack, size, set(readable)))
+        if size is None:
+            continue
+        head = min((table.offsets[c] for c in readable), default=size)
+        if size == pack.nbytes:
+            yield _Run(pack, (), 0, head)
+        yield from _data_runs(pack, readable, head, size)
+
+
+def _data_runs(pack: _PackRead, chunks: Sequence[int], start: int, size: int) -> Iterator[_Run]:
+    """Cut so that a run is longer than RUN_BYTES only where one chunk is; they follow one another without gaps."""
+    table = pack.part.table
+    run: list[int] = []
+    for chunk in chunks:
+        if run and table.offsets[chunk] + table.nbytes[chunk] - start > RUN_BYTES:
+            yield _Run(pack, tuple(run), start, table.offsets[chunk])
+            start, run = table.offsets[chunk], []
+        run.append(chunk)
+    if run:
+        yield _Run(pack, tuple(run), start, size)
+
+
+def _wrong_size(pack: _PackRead, size: int | None, readable: set[int]) -> Finding:
+    shards = pack.shards(c for c in pack.chunks if c not in readable)
+    if size is None:
+        message = f"{pack.key}: there is no such object; {_count(len(shards), 'tensor')} of rank {pack.part.rank} lost"
+        return Finding("missing", pack.key, message, pack.part.save, pack.part.rank, shards)
+    hurt = f"; {_count(len(shards), 'tensor')} cut" if shards else ""
+    message = f"{pack.key}: has {size:,} bytes, expected {pack.nbytes:,}{hurt}"
+    return Finding("malformed", pack.key, message, pack.part.save, pack.part.rank, shards)
+
+
+def _read_run(catalog: Catalog, run: _Run) -> list[_Bad]:
+    """What is wrong with it. Where the store gives the whole of it not, each chunk is asked for alone."""
+    if not run.chunks:
+        problem = attempt(lambda: _read_head(catalog, run))
+        return [] if problem is None else [_Bad(damage_of(problem), None, str(problem))]
+    table = run.pack.part.table
+    stop = max(table.offsets[c] + table.nbytes[c] for c in run.chunks)  # what follows is slack
+    buffer = _buffer(stop - run.start)
+    try:
+        catalog.store.get_into(run.pack.key, run.start, buffer)
+    except (StoreError, FormatError) as error:
+        if len(run.chunks) == 1:
+            return [_Bad(damage_of(error), run.chunks[0], str(error))]
+        alone = (_Run(run.pack, (c,), table.offsets[c], table.offsets[c] + table.nbytes[c]) for c in run.chunks)
+        return [bad for one in alone for bad in _read_run(catalog, one)]
+    digest = digester(run.pack.part.algorithm)
+    found = []
+    for c in run.chunks:
+        at = table.offsets[c] - run.start
+        if digest(buffer[at : at + table.nbytes[c]]) != run.pack.part.digests[c]:
+            found.append(_Bad("altered", c, "does not match its digest"))
+    return found
+
+
+def _read_head(catalog: Catalog, run: _Run) -> None:
+    pack = run.pack
+    nbytes = min(run.stop, 8 + MAX_HEAD_BYTES)
+    head = catalog.store.get(pack.key, 0, nbytes)
+    check_head(head, pack.nbytes, *expected_head(pack.part, pack.layout, pack.number), pack.key)
+
+
+def _pack_findings(save: SaveId, pack: _PackRead, bad: Iterable[_Bad]) -> Iterator[Finding]:
+    """Damaged chunks of one shard are one finding, and so are the shards that share one."""
+    by_shards: defaultdict[tuple[tuple[tuple[str, Box], ...], Damage], list[_Bad]] = defaultdict(list)
+    for one in bad:
+        if one.chunk is None:
+            yield Finding(one.damage, pack.key, one.message, save, pack.part.rank)
+        else:
+            by_shards[pack.shards([one.chunk]), one.damage].append(one)
+    table = pack.part.table
+    for (shards, damage), ones in by_shards.items():
+        chunks = [one.chunk for one in ones if one.chunk is not None]
+        start = min(table.offsets[c] for c in chunks)
+        stop = max(table.offsets[c] + table.nbytes[c] for c in chunks)
+        num_chunks = len(table.chunks(pack.shards_in[chunks[0]][0]))
+        of = f", {len(chunks)} of {num_chunks} chunks" if num_chunks > 1 else ""
+        names = table.describe(chunks[0], pack.layout)
+        message = f"{names} of rank {pack.part.rank}: {pack.key} [{start}:+{stop - start}]{of}: {ones[0].message}"
+        yield Finding(damage, pack.key, message, save, pack.part.rank, shards, start, stop - start)
+
+
+def in_order(executor: ThreadPoolExecutor, call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Results in the order of the items, of which only AHEAD are taken before they are asked for."""
+    waiting: deque[Future[R]] = deque()
+    for item in items:
+        waiting.append(executor.submit(call, item))
+        if len(waiting) >= AHEAD:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+_local = threading.local()
+
+
+def _buffer(nbytes: int) -> memoryview:
+    """This thread's buffer: made once and reused, since fresh memory costs more than the read."""
+    held: np.ndarray | None = getattr(_local, "buffer", None)
+    if held is None or held.nbytes < nbytes:
+        held = _local.buffer = np.empty(nbytes, dtype=np.uint8)
+    return held.data[:nbytes]
+
+
+def _count(number: int, noun: str, plural: str | None = None) -> str:
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -1,0 +1,194 @@
+"""Reads a root the way a load would, but all of it, and tells what is damaged. Repairs nothing. No torch.
+
+Every chunk is read and compared with its digest; every document with its own, and with the others: the manifest with
+the parts it was derived from, each pack's safetensors header with the rows of its part, although no load reads it.
+What fills the gaps between chunks is nobody's data and is not compared with anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.completeness import Proof
+from ckptlib.catalog.shards import Contents, Share
+from ckptlib.errors import (
+    CheckpointNotFound,
+    CkptError,
+    CorruptData,
+    FormatError,
+    ObjectUnreadable,
+    UnsupportedState,
+)
+from ckptlib.format import keys, values
+from ckptlib.format.check import alike
+from ckptlib.format.documents import BEGINS
+from ckptlib.format.keys import PartName, SaveId
+from ckptlib.format.layout import Layout
+from ckptlib.format.manifest import Manifest, ranks_by_layout
+from ckptlib.format.part import Part
+from ckptlib.verify.findings import Finding, attempt, finding_of
+from ckptlib.verify.packs import READ_THREADS, Advance, in_order, verify_packs
+
+MAX_REGIONS = 100
+"""Of a tensor, in which the same two ranks differ, that are told."""
+
+
+def verify_root(catalog: Catalog) -> Iterator[Finding]:
+    """What is wrong with the documents that all steps share: the root itself and the generations.
+
+    Raises StoreError when the store cannot be listed.
+    """
+    root = attempt(catalog.root)
+    if isinstance(root, CheckpointNotFound):
+        yield Finding("missing", keys.ROOT, f"{keys.ROOT}: there is no such object; jobs would take it for a new root")
+    elif isinstance(root, CkptError):
+        yield finding_of(root, keys.ROOT, None)
+    else:
+        yield from _altered_versions(catalog, [keys.ROOT], None)
+    wanted = {save.generation for save in catalog.saves()}  # first: who commits has put its record
+    ids = catalog.generation_ids()
+    for generation in ids:
+        record = attempt(partial(catalog.generation, generation))
+        if isinstance(record, CkptError):
+            yield finding_of(record, generation.key, None)
+            continue
+        yield from _altered_versions(catalog, [generation.key], None)
+        if record.resumed_from is not None:
+            wanted.add(record.resumed_from.generation)
+    for generation in sorted(wanted - {*ids}):
+        message = f"{generation.key}: there is no such object, but steps of this generation are, or one that went on "
+        yield Finding("missing", generation.key, message + "from it; history ends with it")
+
+
+def verify_save(catalog: Catalog, save: SaveId, advance: Advance = lambda nbytes: None) -> Iterator[Finding]:
+    """What is wrong with a committed step. `advance` is told of bytes of packs as they are done, their sum is `nbytes`
+    of the manifest when nothing is missing.
+
+    The memory it takes is that of the step's tables, and RUN_BYTES for each of READ_THREADS requests. Raises
+    CheckpointNotFound where there is no such step (any more), StoreError when the store cannot be listed.
+    """
+    try:
+        manifest = catalog.manifest(save)
+    except (CorruptData, FormatError, ObjectUnreadable) as error:
+        yield finding_of(error, save.manifest_key, save)
+        return
+    with ThreadPoolExecutor(READ_THREADS, "ckptlib-verify") as executor:
+        layouts = {digest: attempt(partial(catalog.layout, digest)) for digest in manifest.layouts}
+        readable = {digest: layout for digest, layout in layouts.items() if isinstance(layout, Layout)}
+        for digest, layout in layouts.items():
+            if isinstance(layout, CkptError):
+                yield finding_of(layout, keys.layout_key(digest), save)
+        yield from _altered_versions(catalog, [save.manifest_key, *map(keys.layout_key, readable)], save)
+        sound = []
+        for name, part, altered in in_order(executor, partial(_read_part, catalog, manifest, readable), manifest.parts):
+            if isinstance(part, Part):
+                sound.append(part)
+                yield from altered
+            elif part is not None:
+                yield finding_of(part, name.key, save, name.rank)
+        if len(sound) == manifest.world_size:
+            yield from _check_manifest(manifest, sound)
+            yield from _check_cover(manifest, sound, readable, Contents(catalog.store.get_into))
+        yield from verify_packs(catalog, save, sound, readable, executor, advance)
+
+
+def _altered_versions(catalog: Catalog, documents: Iterable[str], save: SaveId | None) -> Iterator[Finding]:
+    """Of documents that can be read: those that can, although their version was altered."""
+    for key in documents:
+        begins = attempt(partial(catalog.store.get, key, 0, len(BEGINS)))
+        if isinstance(begins, bytes):
+            yield from _altered_version(begins, key, save)
+
+
+def _altered_version(data: bytes, key: str, save: SaveId | None, rank: int | None = None) -> list[Finding]:
+    if data.startswith(BEGINS):
+        return []
+    message = f"{key}: the version in it was altered; all else is as it was written, so loads read it and warn"
+    return [Finding("altered", key, message, save, rank)]
+
+
+def _read_part(
+    catalog: Catalog, manifest: Manifest, layouts: Mapping[str, Layout], name: PartName
+) -> tuple[PartName, Part | CkptError | None, list[Finding]]:
+    """A part that is sound; what is wrong with it; or None where its layout is damaged, which is another's finding.
+
+    And what is wrong with one that is sound.
+    """
+    data = attempt(partial(catalog.store.get, name.key))
+    part = attempt(lambda: Part.decode(name, data)) if isinstance(data, bytes) else data
+    if not isinstance(data, bytes) or not isinstance(part, Part):
+        return name, part, []
+    digest = part.table.layout
+    if digest not in manifest.layouts:
+        return name, FormatError(f"{name.key}: its layout {digest} is none of the manifest's"), []
+    if digest not in layouts:
+        return name, None, []
+    problem = attempt(lambda: part.table.check(layouts[digest], name.key)) or attempt(lambda: _check_values(part, name))
+    return name, part if problem is None else problem, _altered_version(data, name.key, manifest.save, name.rank)
+
+
+def _check_values(part: Part, name: PartName) -> None:
+    """Raises FormatError for one that a load would refuse."""
+    for path, value in (*part.values.items(), *part.metrics.items()):
+        try:
+            values.decode(value, path)
+        except FormatError as error:
+            raise FormatError(f"{name.key}: {error}") from None
+        except ImportError:
+            continue  # a value of torch's, which is not here
+
+
+def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Finding]:
+    """A manifest is derived from its parts, so it can be derived again."""
+    layouts = ranks_by_layout((part.table.layout, part.rank) for part in parts)
+    derived = {
+        "agreement of replicas": alike(name.check for name in manifest.parts),
+        "world size": {part.world_size for part in parts} == {manifest.world_size},
+        "layouts": layouts == manifest.layouts,
+        "size": sum(pack.nbytes for part in parts for pack in part.packs) == manifest.nbytes,
+        "time": parts[0].created == manifest.created,
+        "metrics": parts[0].metrics == manifest.metrics,
+    }
+    for what, agrees in derived.items():
+        if not agrees:
+            key = manifest.save.manifest_key
+            yield Finding("malformed", key, f"{key}: its {what} is not that of its parts", manifest.save)
+
+
+def _check_cover(
+    manifest: Manifest, parts: Sequence[Part], layouts: Mapping[str, Layout], contents: Contents
+) -> Iterator[Finding]:
+    """Whether the parts hold every element once, or more than once but alike: what the commit proved."""
+    save, key = manifest.save, manifest.save.manifest_key
+    proof = Proof()
+    for part in parts:
+        proof.add(part, layouts[part.table.layout])
+    clash = proof.clash()
+    if clash is not None:
+        yield Finding("incomplete", key, f"{clash}: it is not the same tensor for all ranks", save)
+        return
+    missing = attempt(proof.missing)
+    if isinstance(missing, CkptError):
+        yield finding_of(missing, key, save)
+    elif missing is not None:
+        yield Finding("incomplete", key, f"{missing}: no part of step {save.step} holds these elements", save)
+    try:
+        doubts = proof.doubts()
+    except UnsupportedState as error:
+        yield Finding("incomplete", key, str(error), save)
+        return
+    shares = {part.rank: Share(part, layouts[part.table.layout]) for part in parts if doubts}
+    told: Counter[tuple[str, tuple[int, int]]] = Counter()
+    for doubt in doubts:
+        name, region, (first, second) = doubt.name, doubt.region, doubt.ranks
+        if told[name, doubt.ranks] == MAX_REGIONS:
+            continue
+        # what is unreadable is another's finding
+        if attempt(partial(contents.settles, doubt, shares.__getitem__)) is False:
+            told[name, doubt.ranks] += 1
+            message = f"{name}{region}: ranks {first} and {second} saved different bytes for it"
+            yield Finding("incomplete", key, message, save, second, ((name, region),))
