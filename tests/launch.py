@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-WORKERS = Path(__file__).parent / "workers"
+from places import WORKERS
 
 
 def torchrun(script: str, num_ranks: int, *args: object, timeout_s: float) -> str:

@@ -21,7 +21,7 @@ from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.documents import seal
 from ckptlib.format.keys import GenerationId, PartName, SaveId
 from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
-from ckptlib.format.manifest import Generation, Root
+from ckptlib.format.manifest import Generation, Manifest, Root
 from ckptlib.format.part import Pack, Part
 from ckptlib.format.sharding import Replicate, Shard
 from ckptlib.stores import Store
@@ -216,3 +216,14 @@ def keys_of(store: Store, save: SaveId) -> set[str]:
 
 SAVES_APART = SaveId(1, GenerationId(1, "0" * 8)), SaveId(keys.MAX_STEP, GenerationId(keys.MAX_GENERATION, "f" * 8))
 """Whose numbers are as small and as large as they can be."""
+
+
+def commit_unproved(store: MemoryStore, save: SaveId, names: list[PartName]) -> None:
+    """What a committer with a bug would put."""
+    parts = [Part.decode(name, store.get(name.key)) for name in names]
+    layouts: dict[str, tuple[int, ...]] = {}
+    for part in parts:
+        layouts[part.table.layout] = (*layouts.get(part.table.layout, ()), part.rank)
+    nbytes = sum(pack.nbytes for part in parts for pack in part.packs)
+    manifest = Manifest(save, len(parts), tuple(names), layouts, nbytes, 0.0, {})
+    store.put(save.manifest_key, manifest.encode())

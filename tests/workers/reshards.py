@@ -139,7 +139,7 @@ def draw_held(draw: random.Random, shape: Shape, world: Shape, saved: bool) -> H
 
 
 def draw_placements(draw: random.Random, shape: Shape, mesh: Shape) -> tuple[Placement, ...]:
-    """Those of which torch itself has one reading; tests/test_sharding.py shows that ckptlib refuses no other."""
+    """Those of which torch itself has one reading: tests/format/test_sharding.py shows it."""
     while True:
         found: list[Placement] = []
         words = []

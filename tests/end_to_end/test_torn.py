@@ -1,0 +1,258 @@
+"""No torn snapshot is ever taken for a whole one: behind the fence it is exact, without the fence it is found out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from places import TESTS
+from workers.torn import (
+    IN_PLACE,
+    OPTIMIZERS,
+    WAIT_S,
+    Mutation,
+    OpensGate,
+    Rig,
+    clip_weights,
+    fenced_case,
+    held,
+    make_params,
+    params_of,
+    prepared,
+    raw,
+    state_of,
+    step_with_gradients,
+    unfenced_case,
+)
+
+import ckptlib
+from ckptlib.errors import SaveFailed, TornSnapshot
+from ckptlib.staging.copies import OVERLAP_FROM_BYTES
+
+CASES = 12
+"""Per optimizer and mutation, of each kind: more than a thousand in all."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # handing small tensors to a pool costs more than all the rest
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    rig.close()
+
+
+def through_the_fence(rig: Rig, mutate: Mutation) -> Mutation:
+    def mutation(optimizer: torch.optim.Optimizer) -> None:
+        rig.fence.wait()  # as Checkpointer.updating() does
+        mutate(optimizer)
+
+    return mutation
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_step_of_an_optimizer(rig: Rig, optimizer: str) -> None:
+    found: Counter[str] = Counter()
+    for seed in range(3 * CASES):
+        made = prepared(optimizer, seed)
+        found["fenced " + fenced_case(rig, state_of(made), made, step_with_gradients)] += 1
+        found["unfenced " + unfenced_case(rig, state_of(made), made, step_with_gradients)] += 1
+    assert found == {"fenced exact": 3 * CASES, "unfenced TornSnapshot": 3 * CASES}
+
+
+@pytest.mark.parametrize("mutation", IN_PLACE)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_writes_that_are_no_step(rig: Rig, optimizer: str, mutation: str) -> None:
+    mutate = IN_PLACE[mutation]
+    found: Counter[str] = Counter()
+    for seed in range(CASES):
+        made = prepared(optimizer, seed)
+        found["fenced " + fenced_case(rig, state_of(made), made, through_the_fence(rig, mutate))] += 1
+        found["unfenced " + unfenced_case(rig, state_of(made), made, mutate)] += 1
+    assert found == {"fenced exact": CASES, "unfenced TornSnapshot": CASES}
+
+
+def assign_data(optimizer: torch.optim.Optimizer) -> None:
+    for p in params_of(optimizer):
+        p.data = torch.randn(2 * p.numel(), dtype=torch.float64)
+
+
+def test_assignment_to_data_leaves_the_old_memory_alone(rig: Rig) -> None:
+    """What is copied is the memory that the parameter had, of the size that it had."""
+    for seed in range(CASES):
+        made = prepared("adamw-foreach", seed)
+        assert unfenced_case(rig, state_of(made), made, assign_data) == "exact"
+
+
+class OwnKernel(torch.optim.SGD):
+    """A wrapper that never calls the inner step; so no hook fires, and torch cannot know."""
+
+    step: Callable[..., None]
+
+
+def with_its_own_kernel(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = OwnKernel(params, lr=0.1)
+
+    @torch.no_grad()
+    def kernel() -> None:
+        for p in params:
+            p.sub_(torch.randn_like(p))
+
+    optimizer.step = kernel
+    return optimizer
+
+
+def test_nothing_of_an_optimizer_without_hooks_is_overlapped(rig: Rig) -> None:
+    for seed in range(CASES):
+        optimizer = with_its_own_kernel(make_params(seed))
+        for case in (fenced_case, unfenced_case):
+            assert case(rig, state_of(optimizer), optimizer, step_with_gradients) == "inline exact"
+
+
+def test_a_tensor_that_no_optimizer_owns_is_not_overlapped(rig: Rig) -> None:
+    """It is exact without a fence, though moments of the same snapshot are copied later."""
+    average = torch.randn(OVERLAP_FROM_BYTES)
+    made = prepared("sgd-loop", 0)
+    assert unfenced_case(rig, {"average": average, "optim": made}, made, lambda o: average.mul_(2)) == "exact"
+
+
+def test_all_rows_but_a_few(rig: Rig) -> None:
+    """What a sample promises: a write to a share x of a tensor is missed with (1 - x) ** 2 at most, roughly.
+
+    A few rows of an embedding are likely to be missed; such writers must be optimizers, or use updating(). A write to
+    the whole of a tensor is always found, one to nearly all of it nearly always; tensors are sampled on their own, so
+    what writes to many is found out by any of them.
+    """
+    rows, found = 1000, Counter[str]()
+    for seed in range(CASES):
+        table = torch.nn.Parameter(torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed)))
+        made = torch.optim.SGD([table], lr=0.1)
+
+        def write(o: torch.optim.Optimizer, table: torch.Tensor = table) -> None:
+            table.detach()[5:] += 1.0
+
+        found[unfenced_case(rig, state_of(made), made, write)] += 1
+    assert found == {"TornSnapshot": CASES}
+
+
+# With a store
+
+
+def saved(root: Path) -> dict[int, dict[str, object]]:
+    return {info.step: dict(info.metrics) for info in ckptlib.checkpoints(root)}
+
+
+@pytest.mark.parametrize("mutation", ["step", *IN_PLACE])
+def test_checkpointer(tmp_path: Path, mutation: str) -> None:
+    """Torn: never listed, and taken again two steps later, inline. Through the fence: listed, and exact."""
+    optimizer = prepared("adamw-foreach", 1)
+    state = state_of(optimizer)
+    mutate = {"step": step_with_gradients, **IN_PLACE}[mutation]
+    oracle: dict[int, list[bytes]] = {}
+
+    def body() -> None:
+        step_with_gradients(optimizer)
+
+    def after(step: int) -> None:
+        oracle[step] = [raw(p) for p in params_of(optimizer)]
+        ckpt.after_step(step, {"step": step})
+
+    with ckptlib.Checkpointer(tmp_path, state, every=4, arena=tmp_path) as ckpt:
+        for step in (1, 2, 3):
+            body()
+            after(step)
+        body()
+        with held(ckpt._session._stager) as gate:
+            after(4)
+            torn = ckpt.pending
+            ckpt._fence._pending, guarded = [], ckpt._fence._pending
+            mutate(optimizer)  # past the fence
+        assert guarded
+        with pytest.raises(TornSnapshot):
+            torn.wait_staged(60)
+        with pytest.raises(SaveFailed):
+            torn.wait_committed(60)
+        after(5)
+        body()
+        with held(ckpt._session._stager) as gate:
+            after(6)
+            again = ckpt.pending
+            assert again.staging._copied.is_set(), "nothing of it was left to the thread"
+        again.wait_committed(60)
+        body()
+        after(7)
+        body()
+        with held(ckpt._session._stager) as gate:
+            after(8)
+            whole = ckpt.pending
+            assert not whole.staging._copied.is_set()
+            ckpt._fence._pending = [OpensGate(gate, fenced) for fenced in ckpt._fence._pending]
+            if mutation == "step":
+                mutate(optimizer)
+            else:
+                with ckpt.updating():
+                    mutate(optimizer)
+        whole.wait_committed(60)
+    assert saved(tmp_path) == {6: {"step": 6}, 8: {"step": 8}}
+    for step in (6, 8):
+        ckptlib.load(tmp_path, state, step=step)
+        assert [raw(p) for p in params_of(optimizer)] == oracle[step]
+
+
+def test_who_always_writes_past_the_fence_still_gets_checkpoints(tmp_path: Path) -> None:
+    """However often they are due: every other one at least is taken without overlap."""
+    optimizer = prepared("adamw-foreach", 1)
+    state, oracle = state_of(optimizer), {}
+    with ckptlib.Checkpointer(tmp_path, state, every=1, arena=tmp_path) as ckpt:
+        for step in range(1, 31):
+            step_with_gradients(optimizer)
+            oracle[step] = [raw(p) for p in params_of(optimizer)]
+            with held(ckpt._session._stager):
+                ckpt.after_step(step)
+                clip_weights(optimizer)
+            if ckpt.pending is not None:
+                with contextlib.suppress(SaveFailed):
+                    ckpt.pending.wait_committed(WAIT_S)
+            ckpt._session.await_room()
+        ckpt._last = None  # the last one may have been torn, too
+    steps = [info.step for info in ckptlib.checkpoints(tmp_path)]
+    assert len(steps) >= 5
+    for step in steps:
+        ckptlib.load(tmp_path, state, step=step)
+        assert [raw(p) for p in params_of(optimizer)] == oracle[step]
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """FSDP2's DTensors under every optimizer, and an all-reduce that writes to parameters."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("workers/torn.py", str(tmp_path), "2"),
+        ],
+        cwd=TESTS,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    outcomes = json.loads(done.stdout)
+    kinds = {*IN_PLACE, "all_reduce", "step"}
+    for found in outcomes:
+        assert found.keys() == {f"{fence} {kind}" for fence in ("fenced", "unfenced") for kind in kinds}
+        for kind, counts in found.items():
+            assert counts.keys() == {"exact" if kind.startswith("fenced") else "TornSnapshot"}, (kind, counts)

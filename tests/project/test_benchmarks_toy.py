@@ -1,0 +1,119 @@
+"""Every benchmark runs at toy size, so that none rots; their figures mean nothing here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import ROOT
+
+from benchmarks import recover
+from benchmarks.common import launch
+
+SUBJECTS = {
+    "limits": {"direct write", "direct read", "copy", "digest"},
+    "save": {"ckptlib", "DCP", "torch.save+fsync", "safetensors+fsync", "bare direct write"},
+    "load": {"ckptlib", "DCP", "torch.load", "safetensors", "bare direct read"},
+    "reshard": {"ckptlib"},
+    "small_tensors": {"ckptlib", "DCP", "torch.load", "safetensors"},
+    "memory": {"ckptlib", "DCP"},
+    "beat": {"ckptlib"},
+    "replicas": {"ckptlib", "DCP async thread"},
+    "slowdown": {"ckptlib"},
+    "scale": {"ckptlib"},
+    "gpu": {
+        "ckptlib",
+        "ckptlib, every iteration, memory='host'",
+        "ckptlib, every iteration, memory='device'",
+        "no checkpoints",
+        "DCP async thread",
+    },
+    "recover": {"ckptlib", "bare copy", "bare read of /dev/shm", "bare gloo", "bare gloo beside a read"},
+}
+"""Who must show up in the figures of each."""
+
+
+def _run(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_runs(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    _run(name, "--toy", "--out", str(out), "--directory", str(tmp_path))
+    first, *lines = _lines(out)
+    assert first["kind"] == "machine"
+    assert first["versions"]["torch"]
+    assert [line["why"] for line in lines if line["kind"] == "failure"] == []
+    assert {line["subject"] for line in lines} == SUBJECTS[name]
+    assert all(line["low"] <= line["median"] <= line["high"] for line in lines)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"], "it left files behind"
+
+
+def test_every_benchmark_that_compares_is_run_here() -> None:
+    compares = {
+        path.stem for path in (ROOT / "benchmarks").glob("*.py") if "from benchmarks.figures import" in path.read_text()
+    }
+    assert compares == {*SUBJECTS, "stall"}, "stall has a test of its own"
+
+
+def test_report_says_what_was_met_and_what_was_not(tmp_path: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("matplotlib is not installed; it is in the extra called bench")
+    figure = {"kind": "figure", "case": "c", "what": "load", "unit": "s", "low": 1.0, "high": 3.0, "n": 3}
+    lines = [
+        {**figure, "subject": "bare direct read", "median": 1.0},
+        {**figure, "subject": "ckptlib", "median": 1.25},
+        {**figure, "subject": "DCP", "median": 5.0},
+        {"kind": "failure", "case": "c", "subject": "other", "why": "it hung"},
+    ]
+    (tmp_path / "load.jsonl").write_text("".join(json.dumps({"benchmark": "load", **line}) + "\n" for line in lines))
+    _run("report", "--write-only", "--out", str(tmp_path))
+    page = (tmp_path / "RESULTS.md").read_text()
+    assert "| load from a cold disk, of the bare direct read | >= 0.9 | 0.8 | **missed** |" in page
+    assert "| load, times DCP | >= 2 | 4 | met |" in page
+    assert "| construction | <= 0.1 s |  | not measured |" in page
+    assert "- c, other: it hung" in page
+    assert (tmp_path / "load.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("module", ["torch_checkpointing", "torchsnapshot", "lightning"])
+def test_peer_saves(module: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed; it is in the extra called bench")
+    script = (
+        "import sys; from pathlib import Path; from benchmarks import peers\n"
+        "for name, peer in peers.PEERS.items():\n"
+        f"    if peer.needs == {module!r}:\n"
+        "        one = peer(); one.begin(peers.make_state(65536, 3), Path(sys.argv[1]), 1)(); one.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) >= 3 * 5 * 4096
+
+
+def test_nvrx_restores_what_it_kept(tmp_path: Path) -> None:
+    if importlib.util.find_spec("nvidia_resiliency_ext") is None:
+        pytest.skip("nvidia-resiliency-ext is not installed; it is in the extra called bench")
+    given = {"subject": recover.NVRX, "nbytes": 100_000, "url": "", "memory": str(tmp_path), "options": {}}
+    saved = launch("benchmarks.recover", 2, {**given, "doing": "train"}, 120)
+    for lost in ("host0", "host1", None):
+        restored = launch("benchmarks.recover", 2, {**given, "doing": "restore"}, 120)
+        assert [line["digest"] for line in restored] == [line["digest"] for line in saved]
+        if lost is not None:
+            shutil.rmtree(tmp_path / lost)

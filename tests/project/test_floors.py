@@ -1,0 +1,247 @@
+"""The rules on imports in CONTRIBUTING.md, held by reading the source. The table there is the one that counts."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+from places import ROOT
+
+import ckptlib.catalog
+import ckptlib.stores
+import ckptlib.testing
+import ckptlib.verify
+
+PACKAGE = ROOT / "ckptlib"
+
+TORCH_FREE = {"policy", "format", "stores", "catalog", "slots", "verify", "writer", "cli", "errors", "_version"}
+"""Rooms; and the package itself."""
+TORCH_INSIDE_FUNCTIONS = {"ckptlib.format.tagged_values"}
+RUNS_CODE = {"pickle", "_pickle", "shelve", "marshal", "dill", "cloudpickle"}
+PICKLES_INSIDE = {
+    "torch.load",
+    *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+}
+
+
+def floors() -> dict[str, int]:
+    """By room: a package, or a module that lies beside the packages."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    found = re.search(r"```floors\n(.*?)```", text, re.DOTALL)
+    assert found, "CONTRIBUTING.md has no ```floors block"
+    table = {}
+    for line in found[1].splitlines():
+        number, *rooms = re.split(r" {2,}", re.sub(r" {3,}.*", "", line.strip()))
+        table.update(dict.fromkeys(rooms, int(number)))
+    return table
+
+
+FLOORS = floors()
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def room(name: str) -> str:
+    """`stores` for ckptlib.stores.local.LocalStore; a name that is no module belongs to `ckptlib` itself."""
+    top = [*name.split("."), ""][1]
+    return top if top in FLOORS or f"ckptlib.{top}" in MODULES else "ckptlib"
+
+
+def is_torch_free(module: str) -> bool:
+    return room(module) in {*TORCH_FREE, "ckptlib"}
+
+
+def file_of(name: str) -> str:
+    """The module that a name is imported from."""
+    while name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def nodes(tree: ast.AST, inside_function: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Every node that may run, and whether it does so only when a function is called."""
+    for node in ast.iter_child_nodes(tree):
+        inside = inside_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield node, inside
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for other in node.orelse:
+                yield other, inside
+                yield from nodes(other, inside)
+        else:
+            yield from nodes(node, inside)
+
+
+def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[str, bool]]:
+    """(absolute name, whether inside a function). `from a import b` gives a.b, whether b is a module or not."""
+    for node, inside in nodes(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [node.module] if node.module else []
+            if node.level:
+                above = module.split(".")
+                base = above[: len(above) - node.level + is_package] + base
+            yield from ((".".join([*base, alias.name]), inside) for alias in node.names)
+
+
+def imports_of(module: str) -> list[tuple[str, bool]]:
+    path = MODULES[module]
+    return list(imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py"))
+
+
+def own_imports_of(module: str) -> set[str]:
+    """All but the version, which the package has set before any of its modules is loaded."""
+    names = {name for name, _ in imports_of(module) if name.partition(".")[0] == "ckptlib"}
+    return names - {"ckptlib.__version__"}
+
+
+every_module = pytest.mark.parametrize("module", MODULES)
+
+
+@every_module
+def test_has_a_floor(module: str) -> None:
+    assert room(module) in FLOORS, f"{module} is in no room; add it to the table of CONTRIBUTING.md"
+
+
+@every_module
+def test_imports_downward_only(module: str) -> None:
+    if room(module) not in FLOORS:
+        pytest.skip("in no room; another test says so")
+    own, floor = room(module), FLOORS[room(module)]
+    others = {name for name in own_imports_of(module) if room(name) != own}
+    if module == "ckptlib":
+        others = {name for name in others if not is_public_home(name)}
+    wrong = {name for name in others if FLOORS.get(room(name), floor) >= floor}
+    assert not wrong, f"{module} (floor {floor}) imports from its own floor or from above: {sorted(wrong)}"
+
+
+def is_public_home(name: str) -> bool:
+    """Whether the package says of a name where it lives, and imports it only when somebody asks for it."""
+    return name.rpartition(".")[2] in ckptlib.__all__
+
+
+def test_no_circle_between_files() -> None:
+    graph = {
+        module: {file_of(name) for name in own_imports_of(module)} - {module, "ckptlib"}
+        for module in MODULES
+        if module != "ckptlib"
+    }
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"these files import one another: {' -> '.join(error.args[1])}")
+
+
+def test_public_names_survive_importing_everything() -> None:
+    """A package that is called like a public function would take its place."""
+    names = [module for module in MODULES if not module.endswith("__main__")]
+    code = (
+        "import importlib, sys, ckptlib\n"
+        "before = {name: getattr(ckptlib, name) for name in ckptlib.__all__}\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "for name, value in before.items():\n"
+        "    assert getattr(ckptlib, name) is value and not isinstance(value, type(sys)), name\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_documented_places() -> None:
+    assert ckptlib.catalog.Catalog
+    assert ckptlib.verify.verify_root
+    assert ckptlib.stores.open_store
+    assert ckptlib.testing.LatencyStore is ckptlib.stores.testing.LatencyStore
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if is_torch_free(m)])
+def test_torch_free(module: str) -> None:
+    torch = {
+        name
+        for name, inside in imports_of(module)
+        if name.partition(".")[0] == "torch" and not (inside and module in TORCH_INSIDE_FUNCTIONS)
+    }
+    assert not torch, f"{module} must run without torch and imports {sorted(torch)}"
+    loaded = {other for other in own_imports_of(module) if not is_torch_free(other)}
+    assert not loaded, f"{module} must run without torch and imports modules that may need it: {sorted(loaded)}"
+
+
+def test_torch_free_when_run() -> None:
+    names = [module for module in MODULES if is_torch_free(module) and not module.endswith("__main__")]
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@every_module
+def test_fsspec_stays_in_stores(module: str) -> None:
+    found = {name for name, _ in imports_of(module) if name.partition(".")[0] in ("fsspec", "s3fs")}
+    assert not found or room(module) == "stores", f"{module} imports {sorted(found)}; only stores/ may"
+
+
+@every_module
+def test_nothing_unpickles(module: str) -> None:
+    names = {name for name, _ in imports_of(module)}
+    names |= {
+        ast.unparse(node)
+        for node, _ in nodes(ast.parse(MODULES[module].read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+    }
+    found = {n for n in names if n.partition(".")[0] in RUNS_CODE or {n, n.rpartition(".")[2]} & PICKLES_INSIDE}
+    assert not found, f"{module} uses {sorted(found)}; opening a checkpoint must never run code"
+
+
+# -- the reading itself --
+
+
+def test_what_counts_as_an_import() -> None:
+    source = """
+import os.path
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import hidden
+else:
+    import seen
+class C:
+    import in_class
+    def f(self):
+        if True:
+            from ckptlib.stores import base as b
+from . import sibling
+from .deep import x
+"""
+    assert list(imports(source, "ckptlib.writer.persist", is_package=False)) == [
+        ("os.path", False),
+        ("typing.TYPE_CHECKING", False),
+        ("seen", False),
+        ("in_class", False),
+        ("ckptlib.stores.base", True),
+        ("ckptlib.writer.sibling", False),
+        ("ckptlib.writer.deep.x", False),
+    ]
+    assert [name for name, _ in imports("from . import a", "ckptlib.writer", is_package=True)] == ["ckptlib.writer.a"]
+
+
+def test_the_table_is_read() -> None:
+    assert FLOORS["errors"] == 0
+    assert FLOORS["stores"] == 1
+    assert set(FLOORS.values()) == set(range(9))
+    assert not [name for name in FLOORS if " " in name]
+    assert {name for name in TORCH_FREE if name not in FLOORS} == set()
+    assert [
+        room(m)
+        for m in ("ckptlib", "ckptlib.errors", "ckptlib.stores", "ckptlib.stores.local.LocalStore", "ckptlib.Keep")
+    ] == ["ckptlib", "errors", "stores", "stores", "ckptlib"]

@@ -1,0 +1,37 @@
+"""What the documents show is run: README's snippets as they stand, and the names that ckptlib promises."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+import ckptlib
+
+HERE = ROOT
+SNIPPETS = [
+    pytest.param(code, id=f"{path.name}-{i}")
+    for path in [HERE / "README.md", *sorted((HERE / "docs").glob("*.md"))]
+    for i, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.S))
+]
+
+
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_snippets_run(code: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_promised_name_is_there() -> None:
+    for name in ckptlib.__all__:
+        assert getattr(ckptlib, name).__name__ == name
+    assert sorted(ckptlib.__all__) == ckptlib.__all__ or sorted(ckptlib.__all__, key=str.lower) == ckptlib.__all__
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        ckptlib.nothing  # noqa: B018

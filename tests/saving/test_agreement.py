@@ -1,0 +1,29 @@
+"""Ranks act on what they agreed upon: what one of them alone knows, meets or does wrong leaves none of them hanging."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import agreement
+import pytest
+from launch import torchrun
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All cases in one launch of three ranks; a case that hangs is killed, and those before it have their verdicts."""
+    directory = tmp_path_factory.mktemp("agreement")
+    try:
+        torchrun("agreement.py", 3, directory, 200, timeout_s=200)
+    except AssertionError as error:
+        (directory / "output").write_text(str(error))
+    return directory
+
+
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize("case", [case.__name__ for case in agreement.CASES])
+def test_case(verdicts: Path, case: str) -> None:
+    for rank in range(3):
+        path = verdicts / f"{case}.rank{rank}"
+        verdict = path.read_text() if path.exists() else "hung:\n" + (verdicts / "output").read_text()
+        assert verdict == "ok", f"rank {rank}: {verdict}"

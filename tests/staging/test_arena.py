@@ -1,0 +1,305 @@
+"""Arenas: what is reused and what never is, where slots go when there is no room, and who cleans up after whom."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from places import TESTS
+from support import ROOT_ID
+
+from ckptlib.errors import NoRoom
+from ckptlib.format.keys import GenerationId
+from ckptlib.slots.slot import PAGE_BYTES, SUFFIX, Slot
+from ckptlib.staging import arena as arena_module
+from ckptlib.staging.arena import Arena
+
+GENERATION = GenerationId(7, "0123abcd")
+SIZE = 1 << 16
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Iterator[Arena]:
+    arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
+    yield arena
+    arena.close(unlink=True)
+
+
+@contextmanager
+def process(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A slot_holder, and the line it printed when it was ready."""
+    command = [sys.executable, "workers/slot_holder.py", *map(str, arguments)]
+    running = subprocess.Popen(command, cwd=TESTS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert running.stdout is not None
+        yield running, running.stdout.readline()
+    finally:
+        running.communicate(timeout=60)
+
+
+def taken(arena: Arena, held_by_all: int, in_use: list[Slot], nbytes: int = SIZE) -> Slot:
+    slot = arena.take(nbytes, held_by_all, in_use)
+    assert slot is not None
+    return slot
+
+
+def saved(arena: Arena, step: int, held_by_all: int, in_use: list[Slot]) -> Slot:
+    """As a save does: taken, written, ready."""
+    slot = taken(arena, held_by_all, in_use)
+    arena.mark_void(slot)
+    slot.unlock()
+    arena.mark_ready(slot, step)
+    return slot
+
+
+# -- the rule
+
+
+def test_two_slots_take_turns(arena: Arena) -> None:
+    first = saved(arena, 1, -1, [])
+    second = saved(arena, 2, 1, [])
+    assert first is not second
+    for step in range(3, 9):
+        assert saved(arena, step, step - 1, []) is (first if step % 2 else second)
+    assert len(arena.slots) == 2
+
+
+def test_the_newest_that_all_have_is_never_overwritten(arena: Arena) -> None:
+    """However often it is asked: step 2 is ready here, but only 1 is everywhere."""
+    first, second = saved(arena, 1, -1, []), saved(arena, 2, 1, [])
+    assert arena.take(SIZE, 1, []) is None
+    assert arena.needs_held([]) == 2
+    assert taken(arena, 2, []) is first
+    assert second.path.exists()
+
+
+def test_what_a_writer_still_has_to_read_is_not_overwritten(arena: Arena) -> None:
+    first = saved(arena, 1, -1, [])
+    saved(arena, 2, 1, [first])
+    assert arena.needs_held([first]) == 3
+    assert arena.take(SIZE, 2, [first]) is None
+    assert taken(arena, 2, []) is first
+
+
+def test_a_void_slot_is_free_at_once(arena: Arena) -> None:
+    first, second = saved(arena, 1, -1, []), saved(arena, 2, 1, [])
+    arena.mark_void(second)
+    assert taken(arena, 1, []) is second
+    assert first.path.exists()
+
+
+def test_a_reader_in_another_process_is_never_overwritten(arena: Arena) -> None:
+    """Whatever the trainer believes: the lock decides."""
+    first = saved(arena, 1, -1, [])
+    saved(arena, 2, 1, [])
+    with process("read", first.path) as (reader, line):
+        assert line == "reading\n"
+        assert arena.take(SIZE, 2, []) is None
+        reader.send_signal(signal.SIGKILL)
+        reader.wait(60)
+        assert taken(arena, 2, []) is first
+
+
+# -- making slots
+
+
+def test_a_slot_is_private_and_its_name_cannot_be_guessed(arena: Arena) -> None:
+    first = taken(arena, -1, [])
+    paths = [first.path, taken(arena, -1, [first]).path]
+    names = {path.name.removeprefix(f"ckptlib-{ROOT_ID[:16]}-{GENERATION}-").removesuffix(SUFFIX) for path in paths}
+    assert len(names) == 2
+    for path, name in zip(paths, sorted(names), strict=True):
+        assert len(bytes.fromhex(name)) == 8
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_memory_is_there_before_it_is_needed(arena: Arena) -> None:
+    arena.warm(1 << 20)
+    arena._join()
+    assert [slot.capacity for slot in arena.slots] == [1 << 20] * 2
+    for slot in arena.slots:
+        assert slot.path.stat().st_blocks * 512 >= 1 << 20, "allocated"
+    assert taken(arena, -1, [], 1 << 20) in arena.slots
+    arena.warm(1 << 20)
+    arena._join()
+    assert len(arena.slots) == 2
+
+
+def test_a_slot_that_is_too_small_is_made_anew(arena: Arena) -> None:
+    arena.warm(SIZE)
+    arena._join()
+    before = arena.slots
+    grown = taken(arena, -1, [], 3 * SIZE)
+    assert grown.capacity >= 3 * SIZE
+    assert grown.path != before[0].path
+    assert not before[0].path.exists()
+    assert before[1].path.exists()
+    assert len(arena.slots) == 2
+
+
+def test_no_room_where_a_directory_was_chosen(small: Path) -> None:
+    arena = Arena(ROOT_ID, GENERATION, small, 2)
+    arena.warm(1 << 30)
+    arena._join()
+    assert arena.slots == [], "an estimate that does not fit is no error"
+    with pytest.raises(NoRoom, match=r"no room for a slot of 1,073,745,920 bytes .*arena="):
+        arena.take(1 << 30, -1, [])
+    assert list(small.iterdir()) == []
+    assert taken(arena, -1, []).path.parent == small
+    arena.close(unlink=True)
+
+
+def test_a_slot_that_is_too_small_gives_its_memory_to_the_next(small: Path) -> None:
+    """Though another process, or a copy that was made into it, has it mapped still."""
+    arena = Arena(ROOT_ID, GENERATION, small, 1)
+    first = taken(arena, -1, [], 1 << 20)
+    mapped = first.body
+    assert taken(arena, -1, [], 3 << 19) in arena.slots
+    del mapped
+    arena.close(unlink=True)
+
+
+def test_a_file_where_memory_has_no_room(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some slots in memory, one in a file: the same code, said loudly."""
+    monkeypatch.setattr(arena_module, "MEMORY", small)
+    monkeypatch.setattr(arena_module.tempfile, "tempdir", str(tmp_path))
+    arena = Arena(ROOT_ID, GENERATION, None, 2)
+    first = taken(arena, -1, [], 1 << 20)
+    second = taken(arena, -1, [], 2 << 20)
+    assert (first.path.parent, second.path.parent) == (small, tmp_path)
+    assert "slower" in caplog.text
+    second.body[-1] = 7
+    arena.close(unlink=True)
+    assert not second.path.exists()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 2 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a small tmpfs")
+    path = tmp_path / "small"
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+# -- those who come after
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_slots_of_a_live_process_are_left_alone_and_those_of_a_dead_one_go(tmp_path: Path) -> None:
+    with process("make", ROOT_ID, 6, "00000006", tmp_path) as (other, line):
+        paths = {Path(text) for text in line.split()}
+        assert len(paths) == 2
+        arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
+        assert arena.reclaim() == []
+        assert all(path.exists() for path in paths)
+        other.send_signal(signal.SIGKILL)
+        other.wait(60)
+        assert all(path.exists() for path in paths), "only reclaimed when asked"
+        assert {*arena.reclaim()} == paths
+    assert names(tmp_path) == set()
+    arena.close(unlink=True)
+
+
+def test_a_slot_that_a_writer_still_reads_is_waited_for(tmp_path: Path) -> None:
+    left = Slot.create(tmp_path, f"ckptlib-{ROOT_ID[:16]}-{GenerationId(6, '00000006')}", SIZE)
+    left.close()
+    with process("read", left.path) as (other, line):
+        assert line == "reading\n"
+        arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
+        assert arena.being_read() == [left.path]
+        assert arena.reclaim() == []
+        other.send_signal(signal.SIGKILL)
+        other.wait(60)
+        assert arena.being_read() == []
+    arena.close(unlink=True)
+
+
+def test_other_roots_and_this_generation_are_nobodys_orphans(tmp_path: Path) -> None:
+    """Ranks of one job on one host have the same generation, and see each other's slots."""
+    for root, generation in (("f" * 32, GenerationId(6, "00000006")), (ROOT_ID, GENERATION)):
+        Slot.create(tmp_path, f"ckptlib-{root[:16]}-{generation}", SIZE).close()
+    before = names(tmp_path)
+    arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
+    assert (arena.reclaim(), arena.being_read()) == ([], [])
+    assert names(tmp_path) == before
+
+
+def test_what_a_later_generation_left_for_its_successor_is_not_taken_by_an_earlier_one(tmp_path: Path) -> None:
+    """A superseded job that comes to its end while the one after it is dead."""
+    left = {}
+    for number in (GENERATION.number - 1, GENERATION.number, GENERATION.number + 1):
+        slot = Slot.create(tmp_path, f"ckptlib-{ROOT_ID[:16]}-{GenerationId(number, 'abcdef01')}", SIZE)
+        slot.close()
+        left[number] = slot.path
+    arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
+    assert {*arena.reclaim()} == {left[GENERATION.number - 1], left[GENERATION.number]}
+    assert left[GENERATION.number + 1].exists()
+    assert not arena.has_others
+
+
+def test_two_arenas_of_one_root_in_one_process_leave_each_other_alone(tmp_path: Path) -> None:
+    """`save(url)` and a Checkpointer of the same root: their locks cannot tell them apart."""
+    first = Arena(ROOT_ID, GenerationId(6, "00000006"), tmp_path, 2)
+    slot = taken(first, -1, [])
+    second = Arena(ROOT_ID, GENERATION, tmp_path, 2)
+    assert second.reclaim() == []
+    assert slot.path.exists()
+    with process("read", slot.path) as (_, line):
+        assert line == "", "the lock of the first arena still holds"
+    first.close(unlink=False)
+    assert slot.path.exists(), "left to a writer"
+    assert second.reclaim() == [slot.path]
+    assert not slot.path.exists(), "nobody's now"
+
+
+def test_what_was_planted_is_neither_followed_nor_deleted(tmp_path: Path) -> None:
+    prefix = f"ckptlib-{ROOT_ID[:16]}-000001-00000001-"
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious" * PAGE_BYTES)
+    (tmp_path / f"{prefix}{'0' * 16}{SUFFIX}").symlink_to(victim)
+    (tmp_path / f"{prefix}{'1' * 16}{SUFFIX}").symlink_to(tmp_path / "nowhere")
+    (tmp_path / f"{prefix}{'2' * 16}{SUFFIX}").write_bytes(b"short")
+    (tmp_path / f"{prefix}{'3' * 16}{SUFFIX}").mkdir()
+    os.mkfifo(tmp_path / f"{prefix}{'4' * 16}{SUFFIX}")
+    os.link(victim, tmp_path / f"{prefix}{'5' * 16}{SUFFIX}")
+    writable = tmp_path / f"{prefix}{'6' * 16}{SUFFIX}"
+    writable.write_bytes(b"precious" * PAGE_BYTES)
+    writable.chmod(0o666)
+    before = names(tmp_path)
+    arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
+    assert (arena.being_read(), arena.reclaim(), arena.has_others) == ([], [], False)
+    arena.close(unlink=True)
+    assert names(tmp_path) == before
+    assert victim.read_bytes() == writable.read_bytes() == b"precious" * PAGE_BYTES
+
+
+def test_a_link_planted_under_a_new_name_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even when the name was guessed."""
+    monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 2 * n)
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    (tmp_path / f"ckptlib-{ROOT_ID[:16]}-{GENERATION}-{'0' * 16}{SUFFIX}").symlink_to(victim)
+    arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
+    with pytest.raises(NoRoom, match="File exists"):
+        arena.take(SIZE, -1, [])
+    assert victim.read_bytes() == b"precious"
