@@ -56,6 +56,19 @@ def test_digests_are_not_waited_for(simulated: tuple[Simulation, HostWaits], way
         assert reading.finish(0).number == number
 
 
+def test_digests_of_many_sizes_are_not_waited_for(
+    simulated: tuple[Simulation, HostWaits], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they are multiplied by stays on the device, however many tensors differ in size."""
+    monkeypatch.setattr(tensor_digests, "_ROW_WORDS", 64)
+    simulation, waits = simulated
+    tensors = [simulation.to_device(torch.randn(64 * n)) for n in range(20, 120)]
+    digests = ReplicaDigests([Replica((0, 1), f"{n:03}", t, False, Way.WHOLE) for n, t in enumerate(tensors)])
+    tensor_digests.digests_of(tensors)
+    with waits.refused():
+        digests.begin(1, whole=False)
+
+
 # What would wait, put in, is found
 
 
