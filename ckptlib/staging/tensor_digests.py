@@ -70,7 +70,9 @@ def digest_there(tensor: torch.Tensor) -> torch.Tensor:
     # each sum in halves, or what differs in the highest bits of two of them could cancel
     folded = torch.stack(sums)
     halves = torch.cat([folded & 0xFFFFFFFF, folded >> 32])
-    return (halves * _more_weights(data.device, halves.numel())).sum()
+    # by powers of two: one kept for every size would be thrown out by others, and brought anew, which waits
+    weights = _more_weights(data.device, 1 << halves.numel().bit_length())
+    return (halves * weights[: halves.numel()]).sum()
 
 
 @lru_cache(maxsize=8)

@@ -65,13 +65,19 @@ class Runtime:
         self.callers.add(threading.current_thread().name)
         self.contexts.add(self.current())
 
+    def give(self, address: int, nbytes: int) -> None:
+        """Memory that torch's allocator has pinned; what was there before is gone."""
+        for start, _ in self._touched(address, nbytes):
+            del self.registered[start]
+        self.registered[address] = nbytes
+
+    def _touched(self, address: int, nbytes: int) -> list[tuple[int, int]]:
+        found = list(self.registered.items())  # a thread may be registering more
+        return [(start, size) for start, size in found if address < start + size and start < address + nbytes]
+
     def check(self, address: int, nbytes: int) -> bool:
         """Whether a copy to this memory runs beside the host. Raises what the driver says of one over a boundary."""
-        touched = [
-            (start, size)
-            for start, size in self.registered.items()
-            if address < start + size and start < address + nbytes
-        ]
+        touched = self._touched(address, nbytes)
         if not touched or not nbytes:
             return False
         (start, size), *more = touched

@@ -37,7 +37,7 @@ class Event:
         return self.stream.done >= self.at
 
     def synchronize(self) -> None:
-        self.stream.simulation.finish(self)
+        self.stream.simulation._wait(self)
 
 
 @dataclass(eq=False)
@@ -65,6 +65,9 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
 
     @property
     def runnable(self) -> bool:
@@ -94,6 +97,8 @@ class Simulation(TorchDispatchMode):
         self.violations: list[str] = []
         self.blocked: list[str] = []
         """Operations that held up the host."""
+        self.on_wait: Callable[[str], None] = lambda what: None
+        """Told in any thread what it is about to wait for the device with."""
         self._current = [self.compute]
         self._owner: dict[StorageWeakRef, Stream] = {}
         """By memory of the device: the stream that it was made on."""
@@ -104,6 +109,8 @@ class Simulation(TorchDispatchMode):
             monkeypatch.setattr(accelerator, name, getattr(self, f"_{name}"))
         monkeypatch.setattr(accelerator, "has_streams", lambda device: True)
         monkeypatch.setattr(accelerator, "capturing", lambda device: False)
+        for module in (torch.cuda, torch.accelerator):
+            monkeypatch.setattr(module, "synchronize", self._synchronize)
 
     # What ckptlib asks of an accelerator
 
@@ -128,12 +135,17 @@ class Simulation(TorchDispatchMode):
     on = _on
 
     def _wait(self, event: Event) -> None:
+        self.on_wait("a wait for an event")
         self.finish(event)
+
+    def _synchronize(self, device: object = None) -> None:
+        self.on_wait("a wait for the whole device")
+        self.settle()
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
         with self.host():
             made = torch.zeros(nbytes, dtype=torch.uint8)
-        self.runtime.registered[made.data_ptr()] = nbytes
+        self.runtime.give(made.data_ptr(), nbytes)
         return made
 
     # The schedule
@@ -207,6 +219,8 @@ class Simulation(TorchDispatchMode):
             return func(*args, **kwargs)
         if kwargs.get("device") == DEVICE and not _tensors((args, kwargs)):
             return self._make(func, args, {**kwargs, "device": torch.device("cpu")})
+        if func is aten._to_copy.default and self._crosses(args[0], kwargs.get("device")):
+            return self._carry(args[0], kwargs)
         if not any(self.holds(tensor) for tensor in _tensors((args, kwargs))):
             return func(*args, **kwargs)
         if func is aten.copy_.default:
@@ -216,9 +230,8 @@ class Simulation(TorchDispatchMode):
             for target, source in zip(*args[:2], strict=True):
                 self._copy(target, source, bool(kwargs.get("non_blocking")))
             return None
-        if func in (aten._local_scalar_dense.default, aten.equal.default):
+        if _tells_the_host(func, args):
             self._block(str(func))
-            return func(*args, **kwargs)
         if func._schema.is_mutable:
             self._enqueue(lambda a, k: func(*a, **k), (args, kwargs))
             return args[0] if func._schema.returns else None
@@ -238,10 +251,22 @@ class Simulation(TorchDispatchMode):
         """Holds garbage until it is its turn."""
         made = func(*args, **kwargs)
         content = made.clone()
-        made.view(torch.uint8).fill_(0xAB) if made.numel() else made
+        made.reshape(-1).view(torch.uint8).fill_(0xAB)
         self.to_device(made)
         self._enqueue(lambda target: target.copy_(content), (made,))
         return made
+
+    def _crosses(self, source: torch.Tensor, device: torch.device | None) -> bool:
+        """Whether a tensor asked for on `device` is somewhere else now."""
+        return device is not None and self.holds(source) is not (device == DEVICE)
+
+    def _carry(self, source: torch.Tensor, kwargs: Any) -> torch.Tensor:
+        """A new tensor, in memory that is not pinned, if it is the host's."""
+        with self.host():
+            target = aten._to_copy.default(source, **{**kwargs, "device": torch.device("cpu")})
+        if not self.holds(source):
+            self.to_device(target)
+        return self._copy(target, source, bool(kwargs.get("non_blocking")))
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         if self.holds(target) and self.holds(source):
@@ -261,6 +286,7 @@ class Simulation(TorchDispatchMode):
 
     def _block(self, what: str) -> None:
         self.blocked.append(what)
+        self.on_wait(what)
         self.finish(self._current[-1].record_event())
 
     def _enqueue(self, run: Callable[..., object], arguments: Any, link: bool = False) -> None:
@@ -306,6 +332,14 @@ class Simulation(TorchDispatchMode):
 
 class _Freed(Exception):
     pass
+
+
+def _tells_the_host(func: Any, args: Any) -> bool:
+    """Whether its result, or the shape of it, depends on what is in the device's memory: the host has to have that."""
+    if func in (aten.index.Tensor, aten.index_put_.default):
+        return any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
+    named = (aten.equal.default, aten.allclose.default, aten.is_nonzero.default)
+    return func in named or bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*func.tags})
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
