@@ -90,7 +90,7 @@ class SnapshotTaker(Taker):
         self.drain()
         training.finish()
         began = time.perf_counter()
-        while not self._session.holdings.settling:  # what is due is agreed upon one step before
+        while not self._session.snapshots.settling:  # what is due is agreed upon one step before
             began = time.perf_counter()
             self.after_iteration(0)
         training.finish()
@@ -98,7 +98,7 @@ class SnapshotTaker(Taker):
 
     @override
     def drain(self) -> None:
-        while self._session.holdings.settling:
+        while self._session.snapshots.settling:
             self._session.outcomes.poll(0.001)
 
     @override

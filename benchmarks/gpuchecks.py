@@ -136,7 +136,7 @@ def _copy_whole(offset: int) -> str:
     code = """
 import torch
 from benchmarks.gpuchecks import GIB, _Shared
-from ckptlib import cuda
+from ckptlib.devices import cuda
 memory = _Shared(2 * GIB + 4096)
 cuda.pin(memory.address, memory.nbytes, 0)
 at = (-memory.address % cuda.PIN_BYTES or cuda.PIN_BYTES) - (1 << 20)
@@ -310,7 +310,7 @@ def _edge() -> dict[str, Any]:
                 break
             training.step()
             ckpt.after_step(step)
-        spares = [len(spare._spares) for spare in ckpt._session._stager._devices._spares.values()]
+        spares = [len(spare._spares) for spare in ckpt._session.stager._devices._spares.values()]
     return {"spares": spares, "wrong": wrong}
 
 

@@ -141,7 +141,7 @@ def _with_ckptlib(training: _Training, given: dict[str, str]) -> tuple[list[floa
         def under_way() -> bool:
             """Whether this rank's writer still reads a slot, or the copy is not over."""
             saver._session.outcomes.poll()
-            return saver._session.holdings.persisting
+            return saver._session.snapshots.persisting
 
         _block(training, saver.after_step, under_way)  # slots are made, plans are drawn up
         return _block(training, saver.after_step, under_way, start=STEPS_PER_BLOCK)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from ckptlib._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from ckptlib.api import checkpoints, load, save, save_async
     from ckptlib.catalog.catalog import CheckpointInfo
     from ckptlib.catalog.retention import Keep
-    from ckptlib.checkpoint import LoadReport, checkpoints, load, save, save_async
     from ckptlib.checkpointer import Checkpointer
     from ckptlib.errors import (
         AgreementFailed,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         UnsupportedState,
         WaitTimeout,
     )
+    from ckptlib.loading.report import LoadReport
     from ckptlib.policy.peers import Coverage, Peers
     from ckptlib.policy.when import Steps
     from ckptlib.saving.pending import Pending
@@ -48,12 +49,12 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CheckpointInfo": "catalog.catalog",
-    "LoadReport": "checkpoint",
+    "LoadReport": "loading.report",
     "Pending": "saving.pending",
-    "checkpoints": "checkpoint",
-    "load": "checkpoint",
-    "save": "checkpoint",
-    "save_async": "checkpoint",
+    "checkpoints": "api",
+    "load": "api",
+    "save": "api",
+    "save_async": "api",
     "Checkpointer": "checkpointer",
     "Coverage": "policy.peers",
     "Peers": "policy.peers",

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import ckptlib
-from ckptlib import checkpoint
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.checkpoint import LoadReport
 from ckptlib.format.layout import Layout
 from ckptlib.format.part import Part
+from ckptlib.loading.report import LoadReport
+from ckptlib.saving.registry import registry
 from ckptlib.stores import absolute, open_store
 
 
@@ -57,7 +57,7 @@ class Root:
         return sum(nbytes for tensor, nbytes in sizes if layout.tensors[tensor].name == name)
 
     def close(self) -> None:
-        session = checkpoint._sessions.pop(checkpoint._key(absolute(self.url), None), None)
+        session = registry.sessions.pop(registry.key(absolute(self.url), None), None)
         if session is not None:
             session.close(timedelta(seconds=60), clean=True)
 

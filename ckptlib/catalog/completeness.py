@@ -1,7 +1,7 @@
 """What it takes for a save to be whole: its parts hold every element of every tensor, and one value for each.
 
 A load needs no more than that, so what is proved at the commit loads. Pure: no torch, no I/O. What two parts hold both
-is told here, by their tables; `ckptlib.contents` looks at the bytes.
+is told here, by their tables; `ckptlib.catalog.shards` looks at the bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Accelerators, whichever torch was built for: streams, events and pinned memory by the names that all of them share.
 
-What CUDA alone has is in `ckptlib.cuda`. Any thread may call these; a thread that has chosen no device is never given
-one for good, since on some devices that alone takes memory of the first.
+What CUDA alone has is in `ckptlib.devices.cuda`. Any thread may call these; a thread that has chosen no device is never
+given one for good, since on some devices that alone takes memory of the first.
 """
 
 from __future__ import annotations

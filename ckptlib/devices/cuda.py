@@ -1,6 +1,7 @@
 """What CUDA alone has, and ROCm under its name: registration of host memory, capture modes, where a device is plugged.
 
-All else that a device does for a snapshot is in `ckptlib.copies`, by what torch offers for every accelerator.
+All else that a device does for a snapshot is in `ckptlib.staging.device_copies`, by what torch offers for every
+accelerator.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Layout:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names of tied tensors, each with the name under which the data is saved."""
     objects: Mapping[str, Json] = field(default_factory=dict)
-    """By path: how to rebuild the state of objects that hold tensors (see `ckptlib.state`)."""
+    """By path: how to rebuild the state of objects that hold tensors (see `ckptlib.state.flatten`)."""
 
     @cached_property
     def encoded(self) -> bytes:

@@ -41,7 +41,7 @@ class Part:
     digests: tuple[str, ...]
     """Per chunk of the table."""
     values: Mapping[str, Json]
-    """Non-tensor state by path, as `ckptlib.values` encodes it."""
+    """Non-tensor state by path, as `ckptlib.format.values` encodes it."""
     metrics: Mapping[str, Json]
     created: float
     """When the snapshot was taken; seconds since the epoch, by the rank's clock."""

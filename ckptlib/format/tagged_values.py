@@ -1,6 +1,7 @@
-"""Values back from their JSON, tag by tag. What `ckptlib.values`, which lists the tags, would not write is refused.
+"""Values back from their JSON, tag by tag.
 
-Neither numpy nor torch is imported before a value needs it.
+It refuses what `ckptlib.format.values`, which lists the tags, would not write. Neither numpy nor torch is imported before
+a value needs it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Where: TypeAlias = "str | tuple[Where, object]"
 
 
 def decode(data: object, where: Where, depth: int) -> object:
-    """The value. Raises FormatError for what `ckptlib.values` does not write."""
+    """The value. Raises FormatError for what `ckptlib.format.values` does not write."""
     if depth > MAX_DEPTH:
         raise FormatError(f"{text_of(where)}: nested deeper than {MAX_DEPTH} levels")
     if isinstance(data, dict):

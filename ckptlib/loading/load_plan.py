@@ -1,7 +1,7 @@
 """What is to be filled with what of a checkpoint, name by name, and what of a state was not found or does not fit.
 
-Knows tensors, values and objects; modules and optimizers are made of these by `ckptlib.targets` and
-`ckptlib.optimizer_targets`.
+Knows tensors, values and objects; modules and optimizers are made of these by `ckptlib.loading.match` and
+`ckptlib.loading.match_optimizers`.
 """
 
 from __future__ import annotations

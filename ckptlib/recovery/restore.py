@@ -15,18 +15,21 @@ from functools import partial
 
 import torch
 
-from ckptlib.checkpoint import DAMAGE, LoadReport, load_save, resolve
+from ckptlib.checkpoint import LoadOrder, load_step
 from ckptlib.errors import (
     CheckpointNotFound,
     CkptError,
     CorruptData,
+    FormatError,
     NewerFormat,
     ObjectNotFound,
     ObjectUnreadable,
 )
 from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.loading.committed import resolve
 from ckptlib.loading.progress import Laps
 from ckptlib.loading.reader import Source, own_rank
+from ckptlib.loading.report import LoadReport
 from ckptlib.ranks.group import together
 from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look, memory_of
 from ckptlib.recovery.memory_source import InMemory
@@ -34,6 +37,9 @@ from ckptlib.saving.session import Session
 from ckptlib.state.rng import LoadedRng
 
 log = logging.getLogger(__name__)
+
+DAMAGE = (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
+"""What makes a committed step unusable, where the store can be reached."""
 
 ORPHANS_TIMEOUT_S = 60.0
 """How long a restart waits for writers that its predecessor left behind on this host."""
@@ -128,9 +134,9 @@ def _look_around(session: Session) -> Inventory:
         return Inventory([])
 
     def own() -> bytes:
-        with session.holdings.arena.others() as slots:
+        with session.snapshots.arena.others() as slots:
             found = look(slots, session.root.id)
-        return describe(found, map(memory_of, session.holdings.arena.directories))
+        return describe(found, map(memory_of, session.snapshots.arena.directories))
 
     return Inventory(session.group.gather(together(session.group, "looking for snapshots in memory", own)))
 
@@ -197,7 +203,8 @@ def _load(
     session: Session, state: Mapping[str, object], strict: bool, device: str | torch.device | None, source: Source
 ) -> tuple[LoadReport, LoadedRng]:
     generators = LoadedRng(session.group.rank, source.world_size)
-    report = load_save(session.group, source, state, generators, strict=strict, device=device)
+    order = LoadOrder(state, strict=strict, device=device)
+    report = load_step(session.group, source, order, generators).report
     together(session.group, f"putting back the random generators of step {report.step}", generators.restore)
     return report, generators
 
@@ -226,7 +233,7 @@ def _await_orphans(session: Session) -> None:
     """Waits, on every host, for writers of this root that are not this job's. Collective."""
     deadline = time.monotonic() + ORPHANS_TIMEOUT_S
     told = False
-    while session.holdings.arena.being_read():
+    while session.snapshots.arena.being_read():
         if time.monotonic() > deadline:
             log.warning(
                 "writers of an earlier job still persist snapshots of %s; what they have not finished is given up",

@@ -13,7 +13,7 @@ from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
 from ckptlib.saving.forks import Owner
 from ckptlib.saving.planner import Planner
-from ckptlib.saving.snapshots import Holdings
+from ckptlib.saving.snapshots import Snapshots
 from ckptlib.staging.stager import Staging
 from ckptlib.writer.client import Writer
 
@@ -36,10 +36,10 @@ class Outcome:
 class Outcomes:
     """Of all saves of a session; main thread."""
 
-    def __init__(self, rank: int, writer: Writer, holdings: Holdings, planner: Planner, owner: Owner) -> None:
+    def __init__(self, rank: int, writer: Writer, snapshots: Snapshots, planner: Planner, owner: Owner) -> None:
         self._rank = rank
         self._writer = writer
-        self._holdings = holdings
+        self._snapshots = snapshots
         self._planner = planner
         self._owner = owner
         self._open: dict[str, Outcome] = {}
@@ -62,7 +62,7 @@ class Outcomes:
     def poll(self, timeout_s: float = 0.0) -> None:
         """Takes note of what the staging thread and the writer have done."""
         self._owner.check()
-        self._holdings.poll()
+        self._snapshots.poll()
         for event in self._writer.poll(timeout_s):
             self.note(event)
 
@@ -74,7 +74,7 @@ class Outcomes:
         key = str(event["save"])
         outcome = self._open.get(key)
         if kind == "released":
-            self._holdings.released(key, durable=event["error"] is None)
+            self._snapshots.released(key, durable=event["error"] is None)
             if event["error"] is None and self._rank != 0:
                 self.failures = 0
                 if outcome is not None and not outcome.watches:
@@ -89,10 +89,10 @@ class Outcomes:
                 outcome.committed = True
         elif kind == "undecided" and outcome is not None:  # who asked was told by a time-out, and may ask again
             outcome.watches -= 1
-            if not outcome.watches and not self._holdings.is_persisting(key):
+            if not outcome.watches and not self._snapshots.is_persisting(key):
                 del self._open[key]
         elif kind == "failed" and outcome is not None:  # else it is known already
-            self._holdings.released(key, durable=False)
+            self._snapshots.released(key, durable=False)
             self._open.pop(key, None)
             self._failed(outcome, str(event["kind"]), str(event["error"]), key)
 
@@ -120,7 +120,7 @@ class Outcomes:
     def wait_released(self, outcome: Outcome, staging: Staging, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         self.wait_staged(staging, timeout_s)
-        while self._holdings.is_persisting(str(outcome.save)):
+        while self._snapshots.is_persisting(str(outcome.save)):
             if time.monotonic() > deadline:
                 raise WaitTimeout(f"step {outcome.save.step} was not written within {timeout_s:.0f} s; it may still be")
             self.poll(0.05)

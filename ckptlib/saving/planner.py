@@ -156,8 +156,10 @@ class Planner:
         self._leaves = flat.leaves
         return self._plan
 
-    def let_go(self) -> None:
-        """Keeps nothing of what was made for the last snapshot alone."""
+    def let_go(self, leaves: list[Leaf]) -> None:
+        """Keeps nothing of what was made for the last snapshot alone. `leaves`: of that snapshot."""
+        if not any(map(operator.attrgetter("lent"), leaves)):
+            return
         self._leaves = _kept(self._leaves)
         self._sources = {
             rank: replace(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 from ckptlib.catalog.retention import Keep
-from ckptlib.format.digests import ALGORITHMS
+from ckptlib.format.digests import ALGORITHMS, XXH3
 from ckptlib.policy.peers import Peers
+
+TIMEOUT = timedelta(minutes=10)
+"""How long ranks wait for one another inside a collective; torch's own default for gloo is 30 minutes."""
+
+SAVE_DEADLINE = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
@@ -17,17 +22,17 @@ class Settings:
     """What a session is opened with."""
 
     url: str
-    options: Mapping[str, object]
+    options: Mapping[str, object] = field(default_factory=dict)
     """For fsspec's filesystem."""
-    timeout: timedelta
+    timeout: timedelta = TIMEOUT
     """How long ranks wait for one another."""
-    save_deadline: timedelta
+    save_deadline: timedelta = SAVE_DEADLINE
     """After which a save that is not committed never will be; the root's own counts where there is one."""
-    algorithm: str
-    arena: Path | None
-    keep: Keep | None
-    tags: Mapping[str, str]
-    peers: Peers | None
+    algorithm: str = XXH3
+    arena: Path | None = None
+    keep: Keep | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    peers: Peers | None = None
     """None: snapshots serve storage only."""
 
     def __post_init__(self) -> None:

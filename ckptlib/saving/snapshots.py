@@ -12,13 +12,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ckptlib.errors import CkptError, TornSnapshot
+from ckptlib.errors import TornSnapshot
 from ckptlib.format.keys import SaveId
 from ckptlib.peers.replicator import Fate, FindAlike, Replicator, Round
-from ckptlib.policy.peers import Coverage, Peers
-from ckptlib.ranks.group import Group, together
+from ckptlib.policy.peers import Coverage
 from ckptlib.ranks.held import NONE, Held
-from ckptlib.slots.placement import Placement, place
+from ckptlib.slots.placement import Placement
 from ckptlib.slots.slot import Slot
 from ckptlib.staging.arena import NEVER, Arena
 from ckptlib.staging.stager import Lot, Staging
@@ -27,19 +26,6 @@ log = logging.getLogger(__name__)
 
 RECLAIM_EVERY_S = 1.0
 """How often a job looks whether the writers of the one before have let go of its slots."""
-
-
-def agree_placement(group: Group, peers: Peers, kind: Callable[[], str]) -> Placement:
-    """Who keeps whose replicas. Collective.
-
-    `kind`: names what this rank holds of the state; see `kind_of`. Raises what it raises, on all ranks, and ValueError
-    where there are too few domains.
-    """
-    own = together(group, "looking for peers", lambda: f"{kind()} {peers.domain_name}".encode())
-    told = [data.decode().partition(" ") for data in group.gather(own)]
-    numbers = {name: n for n, name in enumerate(dict.fromkeys(name for name, _, _ in told))}
-    kinds = [numbers[name] for name, _, _ in told] if 1 < len(numbers) < len(told) else []
-    return place([domain for _, _, domain in told], peers.copies, kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +53,7 @@ class Begun:
         return self.ready and not (self.fate is not None and self.fate.failed)
 
 
-class Holdings:
+class Snapshots:
     """One per rank."""
 
     def __init__(
@@ -101,8 +87,7 @@ class Holdings:
         """Whether the last snapshot for memory only failed, and that was told."""
         self.may_begin: Callable[[], bool] = lambda: True
         """Whether there is all that a snapshot needs beside a slot."""
-        self.torn: Begun | None = None
-        """The last snapshot that was found torn, until somebody has taken note of it."""
+        self._torn: Begun | None = None
 
     # Snapshots
 
@@ -155,14 +140,20 @@ class Holdings:
                     self.arena.mark_ready(begun.staging.slot, begun.step)
                     self._unkept = False
                 elif isinstance(begun.staging.error, TornSnapshot):
-                    self.torn = begun
-                elif not (begun.persists or self._unkept):  # of one that is persisted, the writer tells
-                    self._unkept = True
-                    log.error(
-                        "step %d is not kept in memory; said once, until one is again: %s",
-                        begun.step,
-                        begun.staging.error,
-                    )
+                    self._torn = begun
+                elif not begun.persists:  # else the writer tells of it
+                    self.tell_unkept(begun.step, begun.staging.error)
+
+    def tell_unkept(self, step: int, error: Exception | None) -> None:
+        """A snapshot for memory only failed on this rank; that alone ends no job."""
+        if not self._unkept:
+            self._unkept = True
+            log.error("step %d is not kept in memory; said once, until one is again: %s", step, error)
+
+    def take_torn(self) -> Begun | None:
+        """The last snapshot that was found torn since this was last asked."""
+        torn, self._torn = self._torn, None
+        return torn
 
     def make_room(self) -> None:
         """A snapshot was due, and some rank had no slot for it.
@@ -170,7 +161,7 @@ class Holdings:
         With peers three are enough for one at every step (held by all, under way, begun) until the writer keeps one:
         whoever writes longer than from one snapshot to the next gets a fourth.
         """
-        if self.replicator is not None and self._persisting:
+        if self.replicator is not None and self.persisting:
             self.arena.grow()
 
     def _in_use(self) -> list[Slot]:
@@ -238,36 +229,6 @@ class Holdings:
         newest = max((begun.step for begun in self._unsettled), default=self.own.settled)
         losses = 0 if held is None else self.placement.num_losses_survived
         return Coverage(held, max(newest - (held or 0), 0), losses, self.replicator.linked, self._sent)
-
-    # The link between peers
-
-    @property
-    def link_failed(self) -> bool:
-        """See `Replicator.link_failed`."""
-        return self.replicator is not None and self.replicator.link_failed
-
-    @property
-    def calm(self) -> bool:
-        """See `Replicator.calm`."""
-        return self.replicator is None or self.replicator.calm
-
-    def mend_link(self, group: Group, failed: bool, calm: bool) -> None:
-        """Does about the link between peers what all ranks agreed upon. Collective where `calm`.
-
-        failed: some rank lost a peer. calm: no rank has anything under way, and all have waited long enough.
-        """
-        if self.replicator is None:
-            return
-        if failed:
-            self.replicator.drop_link()
-        elif calm and not self.replicator.linked:
-            try:
-                together(group, "connecting peers anew", self.replicator.connect)
-            except CkptError as error:
-                log.warning("%s", error)
-                self.replicator.drop_link()
-            else:
-                log.warning("the ranks have connected anew: snapshots have replicas again")
 
     def close(self, clean: bool) -> None:
         """Lets go; `clean`: nothing stays in memory, else it is left to the next job."""

@@ -152,14 +152,12 @@ class Stager:
         content: Content,
         sources: Sequence[Source],
         twins: Sequence[Lot] = (),
-        go: bool = True,
         spare: bool = True,
         reading: Reading | None = None,
     ) -> Staging:
-        """Copies what must be copied now; hands the rest to the thread. `sources` are in the table's order.
+        """Copies what must be copied now; the thread does the rest after `Staging.go`.
 
-        `go`: whether the thread may begin at once; else it waits for `Staging.go`. Where there is no core to spare, it
-        takes the caller's, which may have something to do before it goes on with the training.
+        `sources` are in the table's order.
 
         `twins`: shards of this rank that are those of other ranks' snapshots as well, into replicas of these. They are
         copied, too, when the snapshot is done.
@@ -186,8 +184,6 @@ class Stager:
         if not (waits or (reading is not None and reading.late)):
             staging._copied.set()
         staging._hand_over = lambda: self._jobs.put(lambda: self._finish(staging, later, samples, reading))
-        if go:
-            staging.go()
         return staging
 
     def _offsets(self, table: Table, sources: Sequence[Source]) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Leaves: one tensor of the state, as this rank holds it, and how it may be held.
 
-With `ckptlib.subclasses`, `ckptlib.optimizer_targets` and `adapters/dcp` the only place that knows DTensor.
+Only this file, `ckptlib.state.subclasses` and `ckptlib.loading.match_optimizers` know DTensor.
 """
 
 from __future__ import annotations

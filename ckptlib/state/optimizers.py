@@ -1,6 +1,6 @@
 """Optimizers, as a state names them: by parameter, and never by position in a flat list.
 
-Knows names and which optimizers cannot be saved; the walk over an optimizer is in `ckptlib.state`.
+Knows names and which optimizers cannot be saved; the walk over an optimizer is in `ckptlib.state.flatten`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What may be wrong with a root, as `ckptlib.verify` tells it."""
+"""What may be wrong with a root, as `ckptlib.verify.root` tells it."""
 
 from __future__ import annotations
 

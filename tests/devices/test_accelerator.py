@@ -38,7 +38,7 @@ def test_every_snapshot_is_of_its_own_step(
             training.body()
             expected[step + 1] = training.tensors()
         assert ckpt.coverage is not None
-        spare = [s for s in ckpt._session._stager._devices._spares.values() if s._spares]
+        spare = [s for s in ckpt._session.stager._devices._spares.values() if s._spares]
         assert bool(spare) is (memory == "device")
     steps = [info.step for info in ckptlib.checkpoints(tmp_path / "root")]
     assert steps == [4, 8, 12]

@@ -212,7 +212,7 @@ def test_memory_of_the_device_is_not_taken_before_the_training_has_shown_its_pea
     begin = Stager.begin
 
     def watched(*args: Any) -> Any:
-        asked.append(args[6])
+        asked.append(args[5])
         return begin(*args)
 
     monkeypatch.setattr(Stager, "begin", watched)
@@ -244,14 +244,14 @@ def test_no_snapshot_is_begun_while_all_memory_for_it_is_on_its_way(
     state, peers = {"w": torch.ones(10)}, Peers(copies=0, every=1, memory="device")
     with ckptlib.Checkpointer(tmp_path / "root", state, every=10**6, peers=peers, arena=tmp_path) as ckpt:
         taken: list[int] = []
-        begin = ckpt._session._stager.begin
+        begin = ckpt._session.stager.begin
         monkeypatch.setattr(
-            ckpt._session._stager, "begin", lambda *args: taken.append(args[1].header.save.step) or begin(*args)
+            ckpt._session.stager, "begin", lambda *args: taken.append(args[1].header.save.step) or begin(*args)
         )
         for step in range(1, 9):
             ready[0] = not 3 <= step <= 5
             ckpt.after_step(step)
-            while ckpt._session.holdings.settling:
+            while ckpt._session.snapshots.settling:
                 ckpt._session.outcomes.poll(0.01)
         ready[0] = True
     # what a rank says in one step counts in the next

@@ -127,7 +127,7 @@ def test_the_last_save_is_what_the_loop_ended_with(job: Job) -> None:
     with job.checkpointer(every=1000) as ckpt:
         for _ in ckpt.loop(0, 3):
             job.body()
-            ckpt._session._stager._jobs.put(lambda: time.sleep(0.2))  # a slow copy
+            ckpt._session.stager._jobs.put(lambda: time.sleep(0.2))  # a slow copy
         expected = job.bits()
         with torch.no_grad():
             for p in job.model.parameters():
@@ -377,7 +377,7 @@ def test_a_save_that_finds_no_slot_is_taken_later(job: Job) -> None:
 def test_snapshots_in_memory_go_on_at_every_step_while_one_is_written(job: Job) -> None:
     """A writer that takes longer than a step gets a slot of its own: no more than two steps are ever at stake."""
     with job.checkpointer(every=At(2), peers=ckptlib.Peers(copies=0)) as ckpt:
-        holdings, begun = ckpt._session.holdings, []
+        holdings, begun = ckpt._session.snapshots, []
         with stopped(ckpt._session.writer.pid):
             for step in range(1, 20):
                 job.body()
@@ -515,7 +515,7 @@ def test_what_failed_here_is_told_with_its_reason(job: Job, caplog: pytest.LogCa
     def no_room(nbytes: int) -> None:
         raise NoRoom("no room, as planned")
 
-    ckpt._session.holdings.take_slot = no_room  # type: ignore[method-assign, assignment]
+    ckpt._session.snapshots.take_slot = no_room  # type: ignore[method-assign, assignment]
 
     def train() -> None:
         for step in range(1, 10):

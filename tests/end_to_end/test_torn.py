@@ -176,7 +176,7 @@ def test_checkpointer(tmp_path: Path, mutation: str) -> None:
             body()
             after(step)
         body()
-        with held(ckpt._session._stager) as gate:
+        with held(ckpt._session.stager) as gate:
             after(4)
             torn = ckpt.pending
             ckpt._fence._pending, guarded = [], ckpt._fence._pending
@@ -188,7 +188,7 @@ def test_checkpointer(tmp_path: Path, mutation: str) -> None:
             torn.wait_committed(60)
         after(5)
         body()
-        with held(ckpt._session._stager) as gate:
+        with held(ckpt._session.stager) as gate:
             after(6)
             again = ckpt.pending
             assert again.staging._copied.is_set(), "nothing of it was left to the thread"
@@ -196,7 +196,7 @@ def test_checkpointer(tmp_path: Path, mutation: str) -> None:
         body()
         after(7)
         body()
-        with held(ckpt._session._stager) as gate:
+        with held(ckpt._session.stager) as gate:
             after(8)
             whole = ckpt.pending
             assert not whole.staging._copied.is_set()
@@ -221,7 +221,7 @@ def test_who_always_writes_past_the_fence_still_gets_checkpoints(tmp_path: Path)
         for step in range(1, 31):
             step_with_gradients(optimizer)
             oracle[step] = [raw(p) for p in params_of(optimizer)]
-            with held(ckpt._session._stager):
+            with held(ckpt._session.stager):
                 ckpt.after_step(step)
                 clip_weights(optimizer)
             if ckpt.pending is not None:

@@ -233,6 +233,7 @@ class Schedule:
         sources = {**self.sources, "lent": Source("lent", lent, False, lent=True)}
         content, blocked = self.world.content(), len(self.simulation.blocked)
         staging = self.stager.begin(slot, content, [sources[name] for name in self.world.names])
+        staging.go()
         del lent, sources
         if self.given.pinned and len(self.simulation.blocked) > blocked:
             self.wrong.append(f"after_step holds up the host: {self.simulation.blocked[blocked]}")

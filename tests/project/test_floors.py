@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
+from import_graph import graph
 from places import ROOT
 
 import ckptlib.catalog
@@ -57,13 +58,6 @@ def room(name: str) -> str:
 
 def is_torch_free(module: str) -> bool:
     return room(module) in {*TORCH_FREE, "ckptlib"}
-
-
-def file_of(name: str) -> str:
-    """The module that a name is imported from."""
-    while name not in MODULES:
-        name = name.rpartition(".")[0]
-    return name
 
 
 def nodes(tree: ast.AST, inside_function: bool = False) -> Iterator[tuple[ast.AST, bool]]:
@@ -129,13 +123,8 @@ def is_public_home(name: str) -> bool:
 
 
 def test_no_circle_between_files() -> None:
-    graph = {
-        module: {file_of(name) for name in own_imports_of(module)} - {module, "ckptlib"}
-        for module in MODULES
-        if module != "ckptlib"
-    }
     try:
-        tuple(TopologicalSorter(graph).static_order())
+        tuple(TopologicalSorter(graph(PACKAGE)).static_order())
     except CycleError as error:
         pytest.fail(f"these files import one another: {' -> '.join(error.args[1])}")
 

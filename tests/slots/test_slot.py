@@ -319,7 +319,7 @@ def test_no_room_on_a_full_tmpfs_is_an_error_and_leaves_nothing(small_tmpfs: Pat
 HOLDER = """
 import sys
 from pathlib import Path
-from ckptlib.slot import Slot
+from ckptlib.slots.slot import Slot
 slot = Slot.open(Path(sys.argv[1]))
 for line in sys.stdin:
     print(getattr(slot, line.strip())(), flush=True)

@@ -206,7 +206,7 @@ def test_a_wait_ends_with_an_error_that_says_what_for(tmp_path: Path, monkeypatc
         step_with_gradients(optimizer)
         ckpt.after_step(1)
         step_with_gradients(optimizer)
-        with held(ckpt._session._stager):
+        with held(ckpt._session.stager):
             ckpt.after_step(2)
             monkeypatch.setattr(stager, "COPY_TIMEOUT_S", 0.01)
             with pytest.raises(WaitTimeout, match="copy of step 2"):
@@ -254,7 +254,7 @@ def test_overlap_is_earned_anew_by_each_step(tmp_path: Path) -> None:
 @contextmanager
 def recorded_overlaps(ckpt: ckptlib.Checkpointer) -> Iterator[dict[str, bool]]:
     """Which sources `begin` was given as those that wait at the fence."""
-    staged, found = ckpt._session._stager, {}
+    staged, found = ckpt._session.stager, {}
 
     class Recording(stager.Stager):
         @override

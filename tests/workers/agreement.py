@@ -29,9 +29,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckptlib
-from ckptlib import checkpoint
 from ckptlib.checkpointer import MAX_FAILURES
 from ckptlib.errors import AgreementFailed, SaveFailed, StateError, UnsupportedState
+from ckptlib.saving.registry import registry
 from ckptlib.saving.session import WHOLE_EVERY
 from ckptlib.stores import absolute
 
@@ -472,8 +472,8 @@ def one_slot(url: Path) -> None:
     """Saves that are waited for take memory for one snapshot, on every rank."""
     for step in range(1, 4):
         ckptlib.save(url, {"own": ckptlib.PerRank({"t": torch.full((1 << 20,), float(step + rank()))})}, step)
-    (session,) = (session for key, session in checkpoint._sessions.items() if key[0] == absolute(url))
-    assert len(session.holdings.arena.slots) == 1
+    (session,) = (session for key, session in registry.sessions.items() if key[0] == absolute(url))
+    assert len(session.snapshots.arena.slots) == 1
     for step in range(1, 4):
         found = torch.zeros(1 << 20)
         ckptlib.load(url, {"own": ckptlib.PerRank({"t": found})}, step)
@@ -590,7 +590,7 @@ def another_default_device(url: Path) -> None:
             raise KeyError("the trainer's own trouble")
         with checkpointer(url, found, 10**6, peers=peers) as ckpt:
             report = ckpt.restore()
-            arena, deadline = ckpt._session.holdings.arena, time.monotonic() + PATIENCE_S
+            arena, deadline = ckpt._session.snapshots.arena, time.monotonic() + PATIENCE_S
             while arena.has_others:  # the job before was in these very processes, and lets go of replicas, too
                 arena.reclaim()
                 assert time.monotonic() < deadline
@@ -614,10 +614,10 @@ def replicas_of_a_state_that_changes(url: Path) -> None:
                 state["new"] = torch.ones(300_000)
             ckpt.after_step(step)
             deadline = time.monotonic() + PATIENCE_S
-            while ckpt._session.holdings.settling and time.monotonic() < deadline:
+            while ckpt._session.snapshots.settling and time.monotonic() < deadline:
                 ckpt._session.outcomes.poll(0.005)
             dist.barrier()
-        assert ckpt._session.holdings.own.newest == 8
+        assert ckpt._session.snapshots.own.newest == 8
     assert not any("sent whole" in text for text in warned), warned
 
 

@@ -33,8 +33,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckptlib
-from ckptlib import checkpoint
+from ckptlib.checkpoint import SaveOrder, save_step
 from ckptlib.errors import CkptError, SaveFailed, UnsupportedState
+from ckptlib.saving.registry import registry
 
 WORLD = 4
 NAMES = list("abcdefgh")
@@ -297,11 +298,13 @@ class Job:
         """As a Checkpointer saves between comparisons, which the ranks do when one of them said that it changed."""
         self.step += 1
         state = build(states[self.rank], self.size, self.rank, blank=False)
-        session = checkpoint._session(f"file://{self.root}", None, self.group, state, self.step)
+        session = registry.session(f"file://{self.root}", None, self.group, state, self.step)
         session.await_room()
         compare = session.group.any(session.planner.must_compare)
         try:
-            session.save(state, self.step, compare=compare).wait_committed(60)
+            pending = save_step(session, SaveOrder(state, self.step, compare=compare))
+            pending.staging.go()
+            pending.wait_committed(60)
         except (SaveFailed, UnsupportedState) as error:
             return str(error)
         return None
@@ -452,7 +455,7 @@ def main() -> None:
         case += 1
     (directory / f"rank{rank}.json").write_text(json.dumps({"wrong": wrong, "cases": case, **counts}))
     dist.barrier()
-    checkpoint._close_all()
+    registry.close()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may abort an interpreter that ends in the ordinary way (torch 2.13)
 

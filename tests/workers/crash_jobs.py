@@ -27,8 +27,9 @@ import torch.distributed as dist
 from workers import crash_oracle
 
 import ckptlib
-from ckptlib import checkpoint
 from ckptlib import checkpointer as checkpointer_module
+from ckptlib.checkpoint import SaveOrder, save_step
+from ckptlib.saving.registry import registry
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -242,7 +243,9 @@ def checkpointer(
 def take(ckpt: ckptlib.Checkpointer, state: State, step: int) -> ckptlib.Pending:
     """A save of this very step; when the loop would take it is not the matter here."""
     ckpt._session.await_room()
-    return ckpt._session.save(state.mapping, step)
+    pending = save_step(ckpt._session, SaveOrder(state.mapping, step))
+    pending.staging.go()
+    return pending
 
 
 def settle(tell: Teller, pending: ckptlib.Pending, timeout_s: float = WAIT_S) -> None:
@@ -355,7 +358,7 @@ def try_roots(tell: Teller, rank: int, *, roots: list[str], step: int) -> None:
         else:
             state.check(state_step)
             tell("load", root=name, kind="", step=state_step)
-        checkpoint._close_all()  # else each root keeps a writer until the process ends
+        registry.close()  # else each root keeps a writer until the process ends
         try_restore(tell, rank, url=url)
 
 

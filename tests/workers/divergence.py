@@ -75,7 +75,7 @@ def train(
 
 def rest(ckpt: ckptlib.Checkpointer) -> None:
     """Until what was begun is done, so that there is a slot for the next step on every rank."""
-    holdings, deadline = ckpt._session.holdings, time.monotonic() + PATIENCE_S
+    holdings, deadline = ckpt._session.snapshots, time.monotonic() + PATIENCE_S
     while (holdings.settling or holdings.persisting) and time.monotonic() < deadline:
         ckpt._session.outcomes.poll(0.005)
     dist.barrier()

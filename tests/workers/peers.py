@@ -232,7 +232,7 @@ def train(
         for step in ckpt.loop(start, total):
             if settle:
                 _await_settled(ckpt)
-            held = ckpt._session.holdings
+            held = ckpt._session.snapshots
             assert held.coverage is not None
             tell("step", step=step, held=held.own.newest, held_by_all=held.held_by_all, sent=held.coverage.sent)
             again = pause_when_held is not None and held.held_by_all >= pause_when_held
@@ -264,7 +264,7 @@ def _await_settled(ckpt: ckptlib.Checkpointer) -> None:
     So that there is a slot at every step, whatever the writer is busy with.
     """
     deadline = time.monotonic() + WAIT_S
-    while ckpt._session.holdings.settling or ckpt._session.holdings.persisting:
+    while ckpt._session.snapshots.settling or ckpt._session.snapshots.persisting:
         ckpt._session.outcomes.poll(0.002)
         assert time.monotonic() < deadline, "a snapshot does not come to its end"
 
@@ -274,7 +274,7 @@ def _await_settled(ckpt: ckptlib.Checkpointer) -> None:
 
 def _pause(tell: Teller, ckpt: ckptlib.Checkpointer, rank: int, step: int, gates: str) -> str | None:
     """Waits for the file of this step: words by rank, for those who are to do something before they go on."""
-    held = ckpt._session.holdings
+    held = ckpt._session.snapshots
     tell("paused", step=step, held=held.own.newest, held_by_all=held.held_by_all)
     path = Path(gates) / str(step)
     deadline = time.monotonic() + WAIT_S

@@ -244,7 +244,9 @@ def share(slot: Slot, step: int, of: int, num_ranks: int, tensors: dict[str, np.
     stager = Stager(lambda staging: None)
     content = Content(header, layout.encoded, table, {"step": step}, {}, 0.0, XXH3)
     sources = [Source(n, piece, False) for n, piece in zip(names, pieces, strict=True)]
-    stager.begin(slot, content, sources).wait_sealed(60)
+    staging = stager.begin(slot, content, sources)
+    staging.go()
+    staging.wait_sealed(60)
     stager.close()
 
 

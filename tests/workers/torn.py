@@ -95,7 +95,9 @@ class Rig:
         ordered = [leaves[layout_names[t]] for t in content.table.tensors]
         sources = [Source(leaf.name, leaf.pieces[0][1].detach(), self.earned(leaf)) for leaf in ordered]
         self._oracle = [raw(leaf.pieces[0][1]) for leaf in ordered]
-        staging = self.stager.begin(self.slot, content, sources, go=go)
+        staging = self.stager.begin(self.slot, content, sources)
+        if go:
+            staging.go()
         self.fence.forget()
         return staging
 

@@ -105,7 +105,7 @@ def train(directory: Path, memory: str) -> list[int]:
                     ckpt.after_step(step)
                     with ckpt.updating():  # what was begun is under way still, here and before the next step
                         training.body()
-            spare = [s for s in ckpt._session._stager._devices._spares.values() if s._spares]
+            spare = [s for s in ckpt._session.stager._devices._spares.values() if s._spares]
             assert bool(spare) is (memory == "device")
         assert simulation.violations == []
         assert [info.step for info in ckptlib.checkpoints(directory / "root")] == saved

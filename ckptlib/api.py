@@ -1,0 +1,171 @@
+"""save, save_async, load, checkpoints: the functions for scripts that hold no Checkpointer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ckptlib.catalog.catalog import Catalog, CheckpointInfo
+from ckptlib.checkpoint import LoadOrder, SaveOrder, load_step, save_step
+from ckptlib.errors import WaitTimeout
+from ckptlib.format import values
+from ckptlib.format.keys import SaveId, checked_step
+from ckptlib.loading.committed import resolve
+from ckptlib.loading.report import LoadReport
+from ckptlib.loading.selection import Only, Rename
+from ckptlib.ranks.group import meet, together
+from ckptlib.saving.pending import Pending
+from ckptlib.saving.registry import registry
+from ckptlib.saving.settings import TIMEOUT
+from ckptlib.state.rng import LoadedRng
+from ckptlib.stores import absolute, open_store
+
+CALL_TIMEOUT = timedelta(seconds=20)
+"""How long `save` waits for all ranks to call it."""
+
+
+def save(
+    url: str | Path,
+    state: Mapping[str, object],
+    step: int,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    metrics: Mapping[str, object] | None = None,
+    timeout: timedelta = CALL_TIMEOUT,
+) -> None:
+    """Saves `state` as `step`. When it returns, the step is committed and durable, on every rank.
+
+    Collective over `process_group` (default: the world). A rank that calls it alone gets AgreementFailed after
+    `timeout`. `state` is a dict of tensors, plain values, modules, optimizers, generators and objects with
+    state_dict() and load_state_dict(), nested in dicts, lists and tuples.
+
+    Raises UnsupportedState for what cannot be saved, and SaveFailed if the step will never exist; on all ranks.
+    """
+    pending = save_async(
+        url,
+        state,
+        step,
+        storage_options=storage_options,
+        process_group=process_group,
+        metrics=metrics,
+        timeout=timeout,
+    )
+    group = pending.group
+    while not group.any(together(group, f"saving step {step}", lambda: _is_committed(pending))):
+        pass  # a large state and a slow store may take longer than ranks wait for one another in a collective
+
+
+def _is_committed(pending: Pending) -> bool:
+    """Waits for a while; only rank 0 can tell."""
+    patience_s = pending.group.patience_s
+    try:
+        if pending.group.rank == 0:
+            pending.wait_committed(patience_s)
+        else:
+            pending.wait_released(patience_s)  # so that its slot is there for the next one
+    except WaitTimeout:
+        return False
+    return pending.committed
+
+
+def save_async(
+    url: str | Path,
+    state: Mapping[str, object],
+    step: int,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    metrics: Mapping[str, object] | None = None,
+    timeout: timedelta = CALL_TIMEOUT,
+) -> Pending:
+    """Copies `state` and returns; another process writes it.
+
+    Like `save`, but the step does not exist until it is committed: call `pending.wait_committed()`. Blocks while both
+    slots are in use by earlier saves.
+    """
+    step = checked_step(step)
+    meet(process_group, str(url), f"save of step {step}", timeout)
+    session = registry.session(absolute(url), storage_options, process_group, state, step)
+    session.await_room()
+    pending = save_step(session, SaveOrder(state, step, metrics))
+    pending.staging.go()
+    return pending
+
+
+def load(
+    url: str | Path,
+    state: Mapping[str, object],
+    step: int | str = "latest",
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    strict: bool = True,
+    map: Rename = None,
+    only: Only = None,
+    cast: bool = False,
+    random: bool = False,
+    device: str | torch.device | None = None,
+    timeout: timedelta = TIMEOUT,
+) -> LoadReport:
+    """Fills `state` in place from a committed step, whatever layout and world size it was saved with.
+
+    Collective over `process_group` (default: the world). The contents of `state` are undefined until it returns, and if
+    it raises.
+
+    If you load a whole step into the state that you save next, the run goes back to that step: later steps stay in the
+    store but are no longer listed. Loading into other objects, or only a part, does not change the history.
+
+    step:   a number, or "latest".
+    strict: if True, a name that only one side has is an error; if False, the report lists it.
+    map:    from a name in `state` to the checkpoint's name: a function, or a dict of names and path prefixes, such as
+            {"model": "ema"}.
+    only:   load only these names, path prefixes or patterns (fnmatch), such as "model" or "model/layers.*"; the rest of
+            `state` is left alone.
+    cast:   allow a target's dtype to differ from the saved one. It is never converted silently.
+    random: restore the RNG state, too.
+    device: where to allocate parameters and buffers that are on the meta device. Default: the device of the DTensor's
+            mesh, else that of torch.set_default_device, else the accelerator, else the host. Use "cpu" for FSDP2 with
+            CPU offloading.
+
+    Raises CheckpointNotFound; StateMismatch, which names everything that does not fit; and CorruptData, which names the
+    damaged tensor. If one rank raises, all ranks do.
+    """
+    step = step if isinstance(step, str) else checked_step(step)
+    meet(process_group, str(url), f"load of step {step}", timeout)
+    group = registry.group(process_group)
+    with open_store(str(url), storage_options) as store:
+        catalog = Catalog(store)
+        source = resolve(group, catalog, step)
+        generators = LoadedRng(group.rank, source.world_size) if random else None
+        together(group, f"loading step {source.save.step}", lambda: _refuse_going_back(url, source.save, state, only))
+        order = LoadOrder(state, strict=strict, rename=map, only=only, cast=cast, device=device)
+        report, filled = load_step(group, source, order, generators)
+    if generators is not None:
+        together(group, f"putting back the random generators of step {source.save.step}", generators.restore)
+    loads = registry.note_load(absolute(url), process_group)
+    loads.add(source.save, state, filled, whole=only is None and not report.missing)
+    for keeper in registry.keepers:
+        keeper.note_load(absolute(url), loads)
+    return report
+
+
+def _refuse_going_back(url: str | Path, save: SaveId, state: Mapping[str, object], only: Only) -> None:
+    """Before anything is filled."""
+    for keeper in registry.keepers if only is None else ():
+        keeper.refuse_going_back(absolute(url), save, state)
+
+
+def checkpoints(url: str | Path, *, storage_options: Mapping[str, object] | None = None) -> Iterator[CheckpointInfo]:
+    """Yields the committed steps of a root's history in ascending order. Any process may call it alone."""
+    with open_store(str(url), storage_options) as store:
+        catalog = Catalog(store)
+        for save_id in catalog.visible():
+            info = catalog.info(save_id, visible=True)
+            metrics = {name: values.decode(value, name) for name, value in info.metrics.items()}
+            yield replace(info, metrics=metrics)

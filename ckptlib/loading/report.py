@@ -1,0 +1,47 @@
+"""What a load did, for whoever asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from typing_extensions import override
+
+from ckptlib.format.keys import SaveId
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did."""
+
+    step: int
+    """0 where nothing was there to be restored."""
+    source: str
+    """Where it came from, for people."""
+    save: SaveId | None
+    nbytes: int
+    """Bytes that this rank read from the store."""
+    seconds: float
+    missing: tuple[str, ...] = ()
+    """Names that the state has and the checkpoint has not; left as they were."""
+    unexpected: tuple[str, ...] = ()
+    """Names that the checkpoint has and the state has not."""
+    values: Mapping[str, object] = field(default_factory=dict)
+    """Plain values by path."""
+    skipped: tuple[str, ...] = ()
+    """Newer steps, or nearer copies, that were found damaged, and why."""
+    in_memory: bool = False
+    """Whether it came from the memory of the job's hosts."""
+    committed: bool = True
+    """Whether the store has it."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase: look (for snapshots in memory), wait (for writers of the job before), list (the steps), bring
+    (from peers), plan, read, spread (over ranks)."""
+
+    @override
+    def __str__(self) -> str:
+        if self.save is None:
+            return f"nothing to restore in {self.source}: a fresh run"
+        rate = self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
+        text = f"step {self.step} from {self.source}: {self.nbytes:,} bytes in {self.seconds:.2f} s ({rate:.2f} GB/s)"
+        return text + "".join(f"; skipped {reason}" for reason in self.skipped)

@@ -1,0 +1,60 @@
+"""What a session opens in the memory of its host: slots, the writer that reads them, and the link to peers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from ckptlib.format.keys import SaveId
+from ckptlib.peers.replicator import Replicator
+from ckptlib.ranks.group import Group, together
+from ckptlib.saving.lineage import Lineage
+from ckptlib.saving.peer_link import PeerLink
+from ckptlib.saving.settings import Settings
+from ckptlib.saving.snapshots import Snapshots
+from ckptlib.staging.arena import Arena
+from ckptlib.writer.client import Writer
+
+NUM_SLOTS = 2
+"""One to be written to the store while the next snapshot is taken."""
+
+NUM_SLOTS_WITH_PEERS = 3
+"""At every step: one that all ranks hold, one on its way to them, one that is begun. See `Snapshots.make_room`."""
+
+
+class Memory(NamedTuple):
+    snapshots: Snapshots
+    writer: Writer
+    link: PeerLink
+
+
+def open_memory(settings: Settings, group: Group, over: dist.ProcessGroup | None, lineage: Lineage) -> Memory:
+    """Collective. Raises, on all ranks, what any of them finds in the way."""
+    peers, placement, root = settings.peers, lineage.placement, lineage.root
+
+    def make_arena(writer: Writer, pin: bool = True) -> Arena:
+        num_slots = NUM_SLOTS if peers is None else NUM_SLOTS_WITH_PEERS
+        arena = Arena(root.id, lineage.generation, settings.arena, num_slots, pin)
+        arena.on_made, arena.on_gone = writer.add_slot, writer.forget_slot
+        return arena
+
+    def make_room() -> tuple[Arena, Writer]:
+        if settings.keep is not None:
+            settings.keep.check(root.save_deadline_s)
+        writer = Writer(settings.for_writer(group.rank, group.size, root.save_deadline_s))
+        arena = make_arena(writer)
+        if peers is None:
+            arena.reclaim()
+        return arena, writer
+
+    arena, writer = together(group, "making room for snapshots", make_room)
+    replicator = None
+    if peers is not None and placement is not None:
+        replicator = Replicator(over, group.rank, placement, peers, lambda: make_arena(writer, pin=False))
+
+    def on_held(step: int) -> None:
+        writer.held(SaveId(step, lineage.generation))
+
+    snapshots = Snapshots(root.id, arena, placement, replicator, on_held)
+    return Memory(snapshots, writer, PeerLink(group, replicator))

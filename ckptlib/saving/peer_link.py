@@ -1,0 +1,47 @@
+"""The link between peers, as all ranks mend it together; where there are no peers, nothing is ever wrong with it."""
+
+from __future__ import annotations
+
+import logging
+
+from ckptlib.errors import CkptError
+from ckptlib.peers.replicator import Replicator
+from ckptlib.ranks.group import Group, together
+
+log = logging.getLogger(__name__)
+
+
+class PeerLink:
+    """One per rank; main thread."""
+
+    def __init__(self, group: Group, replicator: Replicator | None) -> None:
+        self._group = group
+        self._replicator = replicator
+
+    @property
+    def failed(self) -> bool:
+        """See `Replicator.link_failed`."""
+        return self._replicator is not None and self._replicator.link_failed
+
+    @property
+    def calm(self) -> bool:
+        """See `Replicator.calm`."""
+        return self._replicator is None or self._replicator.calm
+
+    def mend(self, failed: bool, calm: bool) -> None:
+        """Does what all ranks agreed upon. Collective where `calm`.
+
+        failed: some rank lost a peer. calm: no rank has anything under way, and all have waited long enough.
+        """
+        if self._replicator is None:
+            return
+        if failed:
+            self._replicator.drop_link()
+        elif calm and not self._replicator.linked:
+            try:
+                together(self._group, "connecting peers anew", self._replicator.connect)
+            except CkptError as error:
+                log.warning("%s", error)
+                self._replicator.drop_link()
+            else:
+                log.warning("the ranks have connected anew: snapshots have replicas again")

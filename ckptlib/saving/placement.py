@@ -1,0 +1,22 @@
+"""Who keeps whose replicas: all ranks agree on it before the first snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ckptlib.policy.peers import Peers
+from ckptlib.ranks.group import Group, together
+from ckptlib.slots.placement import Placement, place
+
+
+def agree_placement(group: Group, peers: Peers, kind: Callable[[], str]) -> Placement:
+    """Who keeps whose replicas. Collective.
+
+    `kind`: names what this rank holds of the state; see `kind_of`. Raises what it raises, on all ranks, and ValueError
+    where there are too few domains.
+    """
+    own = together(group, "looking for peers", lambda: f"{kind()} {peers.domain_name}".encode())
+    told = [data.decode().partition(" ") for data in group.gather(own)]
+    numbers = {name: n for n, name in enumerate(dict.fromkeys(name for name, _, _ in told))}
+    kinds = [numbers[name] for name, _, _ in told] if 1 < len(numbers) < len(told) else []
+    return place([domain for _, _, domain in told], peers.copies, kinds)

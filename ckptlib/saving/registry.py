@@ -1,0 +1,154 @@
+"""What a process keeps from call to call: a group for each process group, a session for each root that it saves to."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch.distributed as dist
+
+from ckptlib.errors import CkptError
+from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.loading.loaded import Loads, Parts, tells
+from ckptlib.ranks.group import Group, group_of, group_or_world, together
+from ckptlib.saving.session import Session
+from ckptlib.saving.settings import SAVE_DEADLINE, TIMEOUT, Settings
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, dist.ProcessGroup | None]
+
+
+class Keeper(Protocol):
+    """Of a state that it saves itself: a Checkpointer."""
+
+    def refuse_going_back(self, url: str, save: SaveId, state: Mapping[str, object]) -> None:
+        """Before a whole step is loaded into `state`. Raises StateError where that is the keeper's own, which has
+        saved later steps: their history cannot be left by it."""
+
+    def note_load(self, url: str, loads: Loads) -> None:
+        """After a load: the keeper may go on from there."""
+
+
+class Registry:
+    """One per process."""
+
+    def __init__(self) -> None:
+        self.groups: dict[dist.ProcessGroup | None, Group] = {}
+        self.sessions: dict[Key, Session] = {}
+        self.loads: dict[Key, Loads] = {}
+        """Since the last save."""
+        self.keepers: weakref.WeakSet[Keeper] = weakref.WeakSet()
+        """The open ones."""
+        self._left_alone: list[object] = []
+        """What is the parent's. Kept: to destroy it would close the parent's connections."""
+
+    @staticmethod
+    def key(url: str, over: dist.ProcessGroup | None) -> Key:
+        return url, group_or_world(over)  # another world, another session
+
+    def group(self, over: dist.ProcessGroup | None) -> Group:
+        """For loads, which write nothing and need no session. Collective."""
+        world = group_or_world(over)
+        if world not in self.groups:
+            self._close_at_exit()
+            self.groups[world] = group_of(over, TIMEOUT)
+        return self.groups[world]
+
+    def session(
+        self,
+        url: str,
+        options: Mapping[str, object] | None,
+        over: dist.ProcessGroup | None,
+        state: Mapping[str, object],
+        step: int,
+    ) -> Session:
+        """To save `step` with. Where an older step was loaded to go on from, that is a new generation's. Collective."""
+        key = self.key(url, over)
+        session, loads, origin = self.sessions.get(key), self.loads.get(key), None
+        if session is not None and session.closed:
+            session = None
+        if loads is not None:
+            origin = gone_back_to(self.group(over), loads, session, state, step)
+            if session is not None and origin is not None:
+                session.close(SAVE_DEADLINE, clean=True)
+                session = None
+        if session is None:
+            self._close_at_exit()
+            session = self.sessions[key] = Session(Settings(url=url, options=options or {}), over)
+            session.lineage.resumed_from = origin
+        self.loads.pop(key, None)
+        return session
+
+    def note_load(self, url: str, over: dist.ProcessGroup | None) -> Loads:
+        """What was loaded from a root since the last save to it, to be added to."""
+        return self.loads.setdefault(self.key(url, over), Loads())
+
+    def take_loads(self, url: str, over: dist.ProcessGroup | None) -> Loads:
+        """What was loaded from a root since the last save to it; forgotten here."""
+        return self.loads.pop(self.key(url, over), Loads())
+
+    def close(self) -> None:
+        """Waits until all that is under way is committed, and lets go."""
+        for session in self.sessions.values():
+            try:
+                session.close(SAVE_DEADLINE, clean=True)
+            except CkptError as error:
+                log.error("%s", error)
+        self.sessions.clear()
+        for group in self.groups.values():
+            group.close()
+        self.groups.clear()
+
+    def begin_in_child(self) -> None:
+        """A forked process begins without any: its parent's are neither its own to use nor to close."""
+        self._left_alone.append((*self.groups.values(), *self.sessions.values(), *self.keepers))
+        for kept in (self.groups, self.sessions, self.loads, self.keepers):
+            kept.clear()
+
+    def _close_at_exit(self) -> None:
+        if not self.groups and not self.sessions:
+            atexit.register(self.close)
+
+
+registry = Registry()
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=registry.begin_in_child)
+
+
+def gone_back_to(
+    group: Group, loads: Loads, session: Session | None, state: Mapping[str, object], step: int
+) -> SaveId | None:
+    """The earlier save from which this one goes on; None where it follows the last one. Collective.
+
+    That is the step that was loaded into what is saved now. Where nothing was, what a process loaded before its first
+    save, or before it saves an older step, is what it goes on from: it may have been copied since.
+    """
+
+    def found() -> tuple[str, SaveId | None]:
+        parts = Parts(state, ask=True)
+        into = loads.into(parts)
+        some = None if into is not None else loads.into_some_of(parts)
+        return str(into or "") if tells(parts) else "any", some
+
+    own, some = together(group, f"saving step {step}", found)
+    told = {data.decode() for data in group.gather(own.encode())} - {"any"}
+    newest = None if session is None else SaveId(session.newest_step, session.generation)
+    if told and told != {""} and len(told) == 1:
+        origin = parse_save(told.pop())
+        return origin if origin.step < step and origin != newest else None
+    if newest is None or step <= newest.step:
+        return loads.before(step)
+    if some is not None and some != newest and group.rank == 0:
+        log.warning(
+            "step %d was loaded into a part of what is saved as step %d: the steps in between stay on the history; to "
+            "leave them, load the whole state",
+            some.step,
+            step,
+        )
+    return None

@@ -1,0 +1,96 @@
+"""What is due stays due until it is taken, and is due again when it came to nothing; told without ranks."""
+
+from __future__ import annotations
+
+from ckptlib.policy.when import Steps
+from ckptlib.saving.due import DueSaves
+
+
+def due(every: int = 5, in_memory: int | None = None) -> DueSaves:
+    return DueSaves(Steps(every), in_memory)
+
+
+def test_what_is_due_stays_due_until_it_is_taken() -> None:
+    saves = due()
+    for step in range(1, 5):
+        saves.look_ahead(step)
+        assert not saves.to_store
+    saves.look_ahead(5)
+    saves.look_ahead(6)  # no slot was free
+    assert saves.to_store
+    saves.begin(to_store=True)
+    assert not saves.to_store
+    saves.look_ahead(7)
+    assert not saves.to_store
+
+
+def test_a_snapshot_for_memory_serves_no_save() -> None:
+    saves = due(5, in_memory=2)
+    for step in range(1, 6):
+        saves.look_ahead(step)
+    assert (saves.to_store, saves.in_memory) == (True, True)
+    saves.begin(to_store=False)
+    assert (saves.to_store, saves.in_memory) == (True, False)
+    saves.begin(to_store=True)
+    assert (saves.to_store, saves.in_memory) == (False, False)
+
+
+def test_without_peers_nothing_is_due_in_memory() -> None:
+    saves = due(1000)
+    for step in range(1, 20):
+        saves.look_ahead(step)
+    assert not saves.in_memory
+
+
+def test_the_last_step_of_a_loop_is_due() -> None:
+    saves = due(1000)
+    saves.final = 7
+    saves.look_ahead(6)
+    assert not saves.to_store
+    saves.look_ahead(7)
+    assert saves.to_store
+
+
+def test_what_was_torn_is_owed_without_overlap_once() -> None:
+    saves = due(1000)
+    saves.owe(to_store=False, inline=True)
+    assert (saves.to_store, saves.in_memory, saves.inline) == (False, True, True)
+    saves.owe(to_store=True)
+    assert (saves.to_store, saves.inline) == (True, True), "the second debt does not forgive the first"
+    saves.begin(to_store=True)
+    assert (saves.to_store, saves.in_memory, saves.inline) == (False, False, False)
+
+
+def test_a_step_that_is_saved_already_is_not_saved_again_and_keeps_what_is_owed() -> None:
+    saves = due(1000)
+    saves.owe(to_store=True, inline=True)
+    saves.skip(to_store=True)
+    assert (saves.to_store, saves.in_memory, saves.inline) == (False, False, True)
+
+
+def test_failures_are_counted_in_a_row() -> None:
+    saves = due()
+    first, second = RuntimeError("first"), RuntimeError("second")
+    saves.fail(first)
+    saves.fail(second)
+    assert (saves.failures, saves.error) == (2, second)
+    saves.succeed()
+    assert (saves.failures, saves.error) == (0, None)
+    saves.fail(first)
+    assert (saves.failures, saves.error) == (1, first)
+
+
+def test_a_policy_is_not_asked_for_what_is_due_already() -> None:
+    asked = []
+
+    class Policy:
+        def due(self, step: int) -> bool:
+            asked.append(step)
+            return step == 1
+
+    saves = DueSaves(Policy(), None)
+    for step in (1, 2, 3):
+        saves.look_ahead(step)
+    saves.begin(to_store=True)
+    saves.look_ahead(4)
+    assert asked == [1, 4]
