@@ -1,7 +1,7 @@
 """Values back from their JSON, tag by tag.
 
-It refuses what `ckptlib.format.values`, which lists the tags, would not write. Neither numpy nor torch is imported before
-a value needs it.
+What `ckptlib.format.values`, which lists the tags, would not write is refused. Neither numpy nor torch is imported
+before a value needs it.
 """
 
 from __future__ import annotations
