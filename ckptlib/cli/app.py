@@ -13,9 +13,9 @@ from ckptlib.cli import doctor, gc, ls, show, slots, verify
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="ckptlib")
 def cli() -> None:
-    """Looks at checkpoints of ckptlib, checks them and clears them away.
+    """Lists, checks and cleans up checkpoints.
 
-    URL is a path or any URL that fsspec knows, the one given to ckptlib.save. Exit status: 0 good, 1 damage or failure,
+    URL is a path or any URL that fsspec knows, as given to ckptlib.save. Exit status: 0 success, 1 damage or failure,
     2 wrong usage.
     """
 

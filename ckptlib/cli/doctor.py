@@ -39,12 +39,12 @@ STYLES = {"ok": "green", "warning": "yellow", "bad": "red"}
     default=64,
     show_default=True,
     metavar="MIB",
-    help="Of the object that is written to URL and read back.",
+    help="Size of the object to write to URL and read back.",
 )
 @with_storage_options
 @with_output
 def command(url: str | None, output: Output, option: tuple[str, ...], mebibytes: int) -> bool:
-    """Checks this host, and with URL that store: rights, speed and direct I/O. What it puts there it deletes again."""
+    """Checks this host. With URL, also that store: permissions, speed, direct I/O; it deletes what it writes there."""
     checks = []
     for check in _all(url, option, mebibytes):
         checks.append(check)

@@ -20,17 +20,17 @@ from ckptlib.stores import Store
 
 @click.command("gc", short_help="Drop old steps and delete what was dropped long ago.")
 @click.option("--keep-last", type=click.IntRange(min=1), required=True, metavar="N", help="Keep the N newest steps.")
-@click.option("--keep-every", type=click.IntRange(min=1), metavar="M", help="And those that are multiples of M.")
+@click.option("--keep-every", type=click.IntRange(min=1), metavar="M", help="Also keep steps that are multiples of M.")
 @click.option(
     "--grace",
     type=click.FloatRange(min=0),
     default=GRACE.total_seconds() / 3600,
     show_default=True,
     metavar="HOURS",
-    help="How long the bytes of a dropped step stay.",
+    help="How long to keep the data of a dropped step.",
 )
-@click.option("--abandoned", is_flag=True, help="Drop the steps that rewinds left behind, too.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@click.option("--abandoned", is_flag=True, help="Also drop steps that a rewind abandoned.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be done.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @with_store
 @with_output
@@ -44,9 +44,10 @@ def command(
     dry_run: bool,
     yes: bool,
 ) -> bool:
-    """Drops old steps, and deletes the bytes of steps that were dropped longer than the grace period ago.
+    """Drops old steps, and deletes the data of steps that were dropped longer ago than the grace period.
 
-    On a terminal it asks first. While the record of a generation is lost it refuses: the history would lack its steps.
+    Asks first on a terminal. Refuses while the record of a generation is missing, since the history would lack its
+    steps.
     """
     catalog = Catalog(store)
     keep = Keep(keep_last, keep_every, timedelta(hours=grace))

@@ -39,7 +39,7 @@ class Row:
 
 @click.command("ls", short_help="List the steps.")
 @click.option(
-    "--all", "everything", is_flag=True, help="Also what rewinds left behind, trash, and what never committed."
+    "--all", "everything", is_flag=True, help="Also list abandoned steps, trash, and saves that never committed."
 )
 @with_store
 @with_output

@@ -72,14 +72,14 @@ def with_storage_options(command: Command) -> Command:
         "--option",
         metavar="KEY=VALUE",
         multiple=True,
-        help=f"Option of the storage, may be repeated; {OPTIONS_VARIABLE} holds a JSON object of them.",
+        help=f"Option passed to the storage; may be repeated. {OPTIONS_VARIABLE} holds a JSON object of options.",
     )(command)
 
 
 def with_output(command: Command) -> Command:
     """Gives a command --json, and an `output`; ends it by its result (false: exit status 1) or its error."""
 
-    @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, and nothing else.")
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
     @functools.wraps(command)
     def shown(as_json: bool, **arguments: Any) -> None:
         output = Output(as_json)

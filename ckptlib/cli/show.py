@@ -49,8 +49,8 @@ class Objects:
 
 
 @click.command("show", short_help="Show what a step holds.")
-@click.option("--tensors", "pattern", metavar="PATTERN", help="List the tensors whose name matches, like 'model/*'.")
-@click.option("--values", "with_values", is_flag=True, help="Print what of the state is no tensor, of rank 0.")
+@click.option("--tensors", "pattern", metavar="PATTERN", help="List the tensors whose names match, such as 'model/*'.")
+@click.option("--values", "with_values", is_flag=True, help="Print the plain values of rank 0.")
 @with_store
 @click.argument("step", default="latest")
 @with_output

@@ -19,12 +19,12 @@ from ckptlib.slots.placement import Placement, place
 
 @click.command("slots", short_help="Show the snapshots in this host's memory.")
 @click.argument("url", required=False)
-@click.option("--arena", multiple=True, help="A further directory of slots; may be repeated.")
-@click.option("--clean", is_flag=True, help="Remove those that their jobs left behind.")
+@click.option("--arena", multiple=True, help="Another directory to search; may be repeated.")
+@click.option("--clean", is_flag=True, help="Remove slots that their jobs left behind.")
 @with_storage_options
 @with_output
 def command(url: str | None, output: Output, option: tuple[str, ...], arena: tuple[str, ...], clean: bool) -> bool:
-    """Lists the slots of this user on this host; with URL, those of that job alone, and which losses it survives."""
+    """Lists this user's snapshots in this host's memory; with URL, only that job's, and which losses it survives."""
     generation, root_id = None, None
     if url is not None:
         with open_url(url, storage_options(option)) as store:

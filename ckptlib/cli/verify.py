@@ -25,12 +25,12 @@ MAX_SHARDS = 3
 
 
 @click.command("verify", short_help="Read a step whole and name what is damaged.")
-@click.option("--all", "everything", is_flag=True, help="Every committed step, also those left behind by rewinds.")
+@click.option("--all", "everything", is_flag=True, help="Verify every committed step, also abandoned ones.")
 @with_store
 @click.argument("step", default="latest")
 @with_output
 def command(store: Store, output: Output, step: str, everything: bool) -> bool:
-    """Reads every byte of a step and checks it.
+    """Reads every byte of a step and checks it against its digest.
 
     STEP: a number, a name as `ls --json` prints it, or (default) the latest. Nothing is changed or repaired.
     """
