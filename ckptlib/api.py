@@ -18,7 +18,8 @@ from ckptlib.format.keys import SaveId, checked_step
 from ckptlib.loading.committed import resolve
 from ckptlib.loading.report import LoadReport
 from ckptlib.loading.selection import Only, Rename
-from ckptlib.ranks.group import meet, together
+from ckptlib.ranks.meeting import meet
+from ckptlib.ranks.together import together
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.registry import registry
 from ckptlib.saving.settings import TIMEOUT

@@ -24,7 +24,8 @@ from ckptlib.loading.reader import Reader, Source, own_rank
 from ckptlib.loading.report import LoadReport
 from ckptlib.loading.saved_names import Saved
 from ckptlib.loading.selection import Only, Rename
-from ckptlib.ranks.group import Group, together, together_at_length
+from ckptlib.ranks.group import Group
+from ckptlib.ranks.together import together, together_at_length
 from ckptlib.saving.agreement import Row
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.planner import Overlap, Plan

@@ -36,7 +36,7 @@ from ckptlib.policy.peers import Coverage, Peers
 from ckptlib.policy.stop_signal import StopSignal
 from ckptlib.policy.when import Policy, Steps
 from ckptlib.ranks.beat import Beat, Word
-from ckptlib.ranks.group import together
+from ckptlib.ranks.together import together
 from ckptlib.recovery.restore import restore
 from ckptlib.saving.agreement import kind_of
 from ckptlib.saving.ballots import Poll

@@ -5,7 +5,8 @@ from __future__ import annotations
 from ckptlib.catalog.catalog import Catalog, Committed
 from ckptlib.format.keys import parse_save
 from ckptlib.format.manifest import Manifest
-from ckptlib.ranks.group import Group, together
+from ckptlib.ranks.group import Group
+from ckptlib.ranks.together import together
 
 
 def resolve(group: Group, catalog: Catalog, step: int | str) -> Committed:

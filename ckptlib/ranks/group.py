@@ -6,24 +6,19 @@ pickled. A group of its own (gloo, CPU) keeps them apart from the trainer's.
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 import xxhash
-from torch._C._distributed_c10d import PrefixStore, Store
 from typing_extensions import override
 
-from ckptlib import errors
-from ckptlib.errors import AgreementFailed
-from ckptlib.ranks import incarnation
+from ckptlib.ranks.connections import connect, disconnect, failure
 
 Result = TypeVar("Result")
 
@@ -230,220 +225,8 @@ class TorchGroup(Group):
         try:
             return call()
         except RuntimeError as error:  # what gloo raises for a time-out and for a lost peer alike
-            raise _failed(what, self.size, self._timeout, error) from error
+            raise failure(what, self.size, self._timeout, error) from error
 
 
 LET_GO_S = 1.0
 """More than a thread takes to get the GIL; a collective that never ended would keep its tensors for ever."""
-
-_num_groups: Counter[str] = Counter()
-"""By name of a process group: the groups made over it. All its ranks make them in the same order."""
-
-
-def connect(over: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """gloo connections of our own among the ranks of `over`; collective over it. Raises AgreementFailed.
-
-    Not `new_group`: that is collective over the world, and with local synchronisation it hangs when its members are in
-    different numbers of groups, since the name it makes of that number differs then.
-    """
-    _num_groups[over.group_name] += 1
-    try:
-        store = PrefixStore(f"groups/{_num_groups[over.group_name]}", _store(over, timeout))
-    except AgreementFailed as error:
-        raise AgreementFailed(f"connecting on rank {dist.get_rank()}: {error}") from error
-    try:
-        gloo = dist.ProcessGroupGloo(store, over.rank(), over.size(), timeout)
-    except RuntimeError as error:
-        raise _failed("connecting", over.size(), timeout, error) from error
-    return cast(dist.ProcessGroup, gloo)  # it has the same methods; torch's stub leaves them out
-
-
-def disconnect(gloo: dist.ProcessGroup) -> None:
-    """Closes what `connect` made. torch 2.6 does so only when nobody refers to it any more."""
-    if hasattr(gloo, "shutdown"):
-        gloo.shutdown()
-
-
-def _failed(what: str, size: int, timeout: timedelta, error: RuntimeError) -> AgreementFailed:
-    return AgreementFailed(
-        f"{what} among {size} ranks failed on rank {dist.get_rank()}: a rank is gone, or did not come within "
-        f"{timeout.total_seconds():.0f} s: {error}"
-    )
-
-
-_stores: dict[str, tuple[Store, Store]] = {}
-"""By name of a process group: the store by which torch.distributed was initialised, and what of it is the group's."""
-
-
-def _store(over: dist.ProcessGroup, timeout: timedelta) -> Store:
-    """Keys and values that the ranks of a process group share, and that no rank has written before this incarnation.
-
-    Raises AgreementFailed.
-    """
-    whole = dist.distributed_c10d._get_default_store()
-    known = _stores.get(over.group_name)
-    if known is None or known[0] is not whole:
-        place = PrefixStore(f"ckptlib/{over.group_name}", whole)
-        name = incarnation.agree(place, dist.get_process_group_ranks(over), over.rank(), timeout)
-        known = _stores[over.group_name] = (whole, PrefixStore(name, place))
-    return known[1]
-
-
-def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
-    """What `call` returns, if it succeeds on every rank; collective.
-
-    All ranks raise an error of the same class, since callers act on it: that of the first rank that failed, or what it
-    derives from, where that is ckptlib's. A rank that failed so itself raises its own. No rank goes on alone, and none
-    waits for one that gave up.
-    """
-    own: Exception | None = None
-    try:
-        result = call()
-    except Exception as error:
-        own = error
-    told = group.gather(b"" if own is None else f"{_known(own)}: {own}".encode(errors="backslashreplace"))
-    failures = {rank: text.decode() for rank, text in enumerate(told) if text}
-    if not failures:
-        return result
-    rank, text = min(failures.items())
-    name, _, message = text.partition(": ")
-    if own is not None and _known(own) == name:
-        raise own
-    cls = getattr(errors, name, AgreementFailed)
-    raise cls(f"{what} failed on {len(failures)} of {group.size} ranks; on rank {rank}: {message}") from own
-
-
-def _known(error: Exception) -> str:
-    """The name of the class by which every rank knows an error: a store of the user's may raise a class of its own."""
-    own = type(error)
-    known = (cls.__name__ for cls in own.__mro__ if cls.__module__ == errors.__name__)
-    return next(known, f"{own.__module__}.{own.__qualname__}")
-
-
-def together_at_length(group: Group, what: str, call: Callable[[], Result]) -> Result:
-    """As `together`, for what may take one rank longer than the others wait for it in a collective.
-
-    It runs in a thread; the ranks meet now and then, so that one that takes long is waited for, and one that is gone is
-    not. Returns, and raises, when nothing runs here any more.
-    """
-    if group.size == 1:
-        return together(group, what, call)
-    with ThreadPoolExecutor(1, "ckptlib-at-length") as executor:
-        work = executor.submit(call)
-        while group.any(not wait([work], group.patience_s).done):
-            pass
-        return together(group, what, work.result)
-
-
-def group_or_world(over: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The one given, else the world; None where torch.distributed is not initialised.
-
-    Raises AgreementFailed in a process that was forked from a rank: to use the rank's connections would break them.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    if dist.group.WORLD is _inherited_world:
-        raise AgreementFailed(
-            f"process {os.getpid()} was forked from rank {dist.get_rank()} of the job, and is no rank itself; save and "
-            "load in the ranks, or in a process that is started anew (multiprocessing's spawn or forkserver)"
-        )
-    return over if over is not None else dist.group.WORLD
-
-
-_inherited_world: dist.ProcessGroup | None = None
-"""Of the rank that this process was forked from."""
-
-
-def _in_child() -> None:
-    global _inherited_world
-    if dist.is_available() and dist.is_initialized():
-        _inherited_world = dist.group.WORLD
-
-
-if hasattr(os, "register_at_fork"):  # Windows does not fork
-    os.register_at_fork(after_in_child=_in_child)
-
-
-def group_of(over: dist.ProcessGroup | None, timeout: timedelta) -> Group:
-    """The group over a process group; a job of one where torch.distributed is not initialised."""
-    found = group_or_world(over)
-    return SoloGroup() if found is None else TorchGroup(found, timeout)
-
-
-# Meetings: before what one rank may call alone by mistake
-
-
-_meetings: Counter[str] = Counter()
-"""By process group and place: the meetings that this process has seen the end of."""
-
-
-def meet(over: dist.ProcessGroup | None, place: str, what: str, timeout: timedelta) -> None:
-    """Returns when every rank of `over` has come to `place`, for the same `what`.
-
-    No collective, which would be left half done: a rank that waits in vain gives the meeting up for all, and who comes
-    later goes to the next one, so that ranks find each other again. Raises AgreementFailed that names the ranks that
-    did not come within `timeout`, or came for something else.
-    """
-    group = group_or_world(over)
-    if group is None or group.size() == 1:
-        return
-    name, attended = f"{group.group_name}/{place}", False
-    try:
-        store = PrefixStore(f"meetings/{place}", _store(group, timeout))
-    except AgreementFailed as error:
-        raise _nobody_came(what, str(error)) from error
-    while not attended:
-        number = _meetings[name]
-        _meetings[name] += 1
-        attended = _attend(store, number, group, what, timeout)
-
-
-def _attend(store: Store, number: int, group: dist.ProcessGroup, what: str, timeout: timedelta) -> bool:
-    """Whether the meeting takes place; False when it was over before this rank came."""
-    verdict, count = f"{number}/verdict", f"{number}/count"
-    if store.check([verdict]):
-        return False
-    store.set(f"rank{group.rank()}", f"{number} {what}")
-    if store.add(count, 1) == group.size():
-        store.compare_set(verdict, "", _differing(_came(store, number, group)) or _MET)
-        for key in ("verdict", "count"):  # all have left the one before
-            store.delete_key(f"{number - 1}/{key}")
-    else:
-        try:
-            store.wait([verdict], timeout)
-        except dist.DistNetworkError:
-            raise
-        except RuntimeError:  # a time-out; only TCPStore has a class for it
-            missing = sorted(set(dist.get_process_group_ranks(group)) - _came(store, number, group).keys())
-            reason = f"rank(s) {missing} did not come within {timeout.total_seconds():.0f} s"
-            store.compare_set(verdict, "", reason)
-    found = store.get(verdict).decode()
-    if found != _MET:
-        raise _nobody_came(what, found)
-    return True
-
-
-def _nobody_came(what: str, why: str) -> AgreementFailed:
-    return AgreementFailed(
-        f"{what} on rank {dist.get_rank()}: {why}. Call it on every rank of the process group, alike"
-    )
-
-
-_MET = "met"
-
-
-def _came(store: Store, number: int, group: dist.ProcessGroup) -> dict[int, str]:
-    """By rank of the world: what it came to this meeting for."""
-    found = {}
-    for rank, rank_of_world in enumerate(dist.get_process_group_ranks(group)):
-        if store.check([f"rank{rank}"]):
-            last, _, what = store.get(f"rank{rank}").decode().partition(" ")
-            if int(last) == number:
-                found[rank_of_world] = what
-    return found
-
-
-def _differing(came: dict[int, str]) -> str:
-    """Who came for what; nothing when all came for the same."""
-    first = {what: rank for rank, what in sorted(came.items(), reverse=True)}
-    return "; ".join(f"rank {rank} called {what}" for what, rank in first.items()) if len(first) > 1 else ""

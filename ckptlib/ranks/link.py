@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ckptlib.errors import AgreementFailed
-from ckptlib.ranks.group import connect, disconnect
+from ckptlib.ranks.connections import connect, disconnect
 
 CHUNK_BYTES = 64 * 1024 * 1024
 """Per message. Each costs a few wake-ups of both ranks: over loopback, on two cores, messages of 16, 32 and 64 MiB ran

@@ -22,7 +22,8 @@ from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.layout import Layout, decode_layout
 from ckptlib.format.manifest import ranks_by_layout
 from ckptlib.format.part import Pack, Part
-from ckptlib.ranks.group import Group, together, together_at_length
+from ckptlib.ranks.group import Group
+from ckptlib.ranks.together import together, together_at_length
 from ckptlib.recovery.inventory import Found, Inventory, Move, SnapshotId, by_rank, snapshot_id
 from ckptlib.recovery.remote_slots import Exchange
 from ckptlib.slots.slot import ReadableSlot, Slot

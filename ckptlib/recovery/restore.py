@@ -30,7 +30,7 @@ from ckptlib.loading.committed import resolve
 from ckptlib.loading.progress import Laps
 from ckptlib.loading.reader import Source, own_rank
 from ckptlib.loading.report import LoadReport
-from ckptlib.ranks.group import together
+from ckptlib.ranks.together import together
 from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look, memory_of
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.saving.session import Session

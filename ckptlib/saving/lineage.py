@@ -20,7 +20,8 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation, Root
-from ckptlib.ranks.group import Group, together
+from ckptlib.ranks.group import Group
+from ckptlib.ranks.together import together
 from ckptlib.slots.placement import Placement
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from ckptlib.format.keys import SaveId
 from ckptlib.peers.replicator import Replicator
-from ckptlib.ranks.group import Group, together
+from ckptlib.ranks.group import Group
+from ckptlib.ranks.together import together
 from ckptlib.saving.lineage import Lineage
 from ckptlib.saving.peer_link import PeerLink
 from ckptlib.saving.settings import Settings

@@ -6,7 +6,8 @@ import logging
 
 from ckptlib.errors import CkptError
 from ckptlib.peers.replicator import Replicator
-from ckptlib.ranks.group import Group, together
+from ckptlib.ranks.group import Group
+from ckptlib.ranks.together import together
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckptlib.policy.peers import Peers
-from ckptlib.ranks.group import Group, together
+from ckptlib.ranks.group import Group
+from ckptlib.ranks.together import together
 from ckptlib.slots.placement import Placement, place
 
 

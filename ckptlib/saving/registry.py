@@ -14,7 +14,9 @@ import torch.distributed as dist
 from ckptlib.errors import CkptError
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.loading.loaded import Loads, Parts, tells
-from ckptlib.ranks.group import Group, group_of, group_or_world, together
+from ckptlib.ranks.group import Group
+from ckptlib.ranks.meeting import group_of, group_or_world
+from ckptlib.ranks.together import together
 from ckptlib.saving.session import Session
 from ckptlib.saving.settings import SAVE_DEADLINE, TIMEOUT, Settings
 

@@ -19,7 +19,9 @@ from ckptlib.format.keys import SaveId
 from ckptlib.format.table import Table
 from ckptlib.policy.peers import DEVICE
 from ckptlib.ranks.beat import Word
-from ckptlib.ranks.group import Group, group_of, group_or_world, together
+from ckptlib.ranks.group import Group
+from ckptlib.ranks.meeting import group_of, group_or_world
+from ckptlib.ranks.together import together
 from ckptlib.saving.ballots import Poll
 from ckptlib.saving.forks import Owner, check_root
 from ckptlib.saving.lineage import Lineage

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ckptlib.errors import AgreementFailed, StoreFull, UnsupportedState
-from ckptlib.ranks.group import Group, group_of, meet, together, together_at_length
+from ckptlib.ranks.group import Group
+from ckptlib.ranks.meeting import group_of, meet
+from ckptlib.ranks.together import together, together_at_length
 
 
 def collectives(group: Group) -> None:

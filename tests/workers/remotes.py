@@ -38,8 +38,8 @@ from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.loading.reader import Reader, Want, own_rank
-from ckptlib.ranks.group import group_of
 from ckptlib.ranks.link import Link
+from ckptlib.ranks.meeting import group_of
 from ckptlib.recovery import remote_slots as remote_module
 from ckptlib.recovery.inventory import Found, Inventory, Move, describe, look, memory_of
 from ckptlib.recovery.memory_source import InMemory

@@ -1,0 +1,69 @@
+"""gloo connections of our own among the ranks of a process group, and the store by which those ranks found each other.
+
+Knows how connections are made and closed; what goes over them is the business of `group` and `link`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from typing import cast
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ckptlib.errors import AgreementFailed
+from ckptlib.ranks import incarnation
+
+_num_groups: Counter[str] = Counter()
+"""By name of a process group: the groups made over it. All its ranks make them in the same order."""
+
+
+def connect(over: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """gloo connections of our own among the ranks of `over`; collective over it. Raises AgreementFailed.
+
+    Not `new_group`: that is collective over the world, and with local synchronisation it hangs when its members are in
+    different numbers of groups, since the name it makes of that number differs then.
+    """
+    _num_groups[over.group_name] += 1
+    try:
+        store = PrefixStore(f"groups/{_num_groups[over.group_name]}", store_of(over, timeout))
+    except AgreementFailed as error:
+        raise AgreementFailed(f"connecting on rank {dist.get_rank()}: {error}") from error
+    try:
+        gloo = dist.ProcessGroupGloo(store, over.rank(), over.size(), timeout)
+    except RuntimeError as error:
+        raise failure("connecting", over.size(), timeout, error) from error
+    return cast(dist.ProcessGroup, gloo)  # it has the same methods; torch's stub leaves them out
+
+
+def disconnect(gloo: dist.ProcessGroup) -> None:
+    """Closes what `connect` made. torch 2.6 does so only when nobody refers to it any more."""
+    if hasattr(gloo, "shutdown"):
+        gloo.shutdown()
+
+
+def failure(what: str, size: int, timeout: timedelta, error: RuntimeError) -> AgreementFailed:
+    """What a collective raises when gloo gave it up."""
+    return AgreementFailed(
+        f"{what} among {size} ranks failed on rank {dist.get_rank()}: a rank is gone, or did not come within "
+        f"{timeout.total_seconds():.0f} s: {error}"
+    )
+
+
+_stores: dict[str, tuple[Store, Store]] = {}
+"""By name of a process group: the store by which torch.distributed was initialised, and what of it is the group's."""
+
+
+def store_of(over: dist.ProcessGroup, timeout: timedelta) -> Store:
+    """Keys and values that the ranks of a process group share, and that no rank has written before this incarnation.
+
+    Raises AgreementFailed.
+    """
+    whole = dist.distributed_c10d._get_default_store()
+    known = _stores.get(over.group_name)
+    if known is None or known[0] is not whole:
+        place = PrefixStore(f"ckptlib/{over.group_name}", whole)
+        name = incarnation.agree(place, dist.get_process_group_ranks(over), over.rank(), timeout)
+        known = _stores[over.group_name] = (whole, PrefixStore(name, place))
+    return known[1]

@@ -1,0 +1,129 @@
+"""How the ranks of a process group find each other: the group made over it, and meetings.
+
+A meeting comes before what one rank may call alone by mistake. It goes by keys in the store that the ranks share, not
+by a collective, so a rank that waits in vain leaves nothing half done.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ckptlib.errors import AgreementFailed
+from ckptlib.ranks.connections import store_of
+from ckptlib.ranks.group import Group, SoloGroup, TorchGroup
+
+
+def group_or_world(over: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The one given, else the world; None where torch.distributed is not initialised.
+
+    Raises AgreementFailed in a process that was forked from a rank: to use the rank's connections would break them.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if dist.group.WORLD is _inherited_world:
+        raise AgreementFailed(
+            f"process {os.getpid()} was forked from rank {dist.get_rank()} of the job, and is no rank itself; save and "
+            "load in the ranks, or in a process that is started anew (multiprocessing's spawn or forkserver)"
+        )
+    return over if over is not None else dist.group.WORLD
+
+
+_inherited_world: dist.ProcessGroup | None = None
+"""Of the rank that this process was forked from."""
+
+
+def _in_child() -> None:
+    global _inherited_world
+    if dist.is_available() and dist.is_initialized():
+        _inherited_world = dist.group.WORLD
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def group_of(over: dist.ProcessGroup | None, timeout: timedelta) -> Group:
+    """The group over a process group; a job of one where torch.distributed is not initialised."""
+    found = group_or_world(over)
+    return SoloGroup() if found is None else TorchGroup(found, timeout)
+
+
+_meetings: Counter[str] = Counter()
+"""By process group and place: the meetings that this process has seen the end of."""
+
+
+def meet(over: dist.ProcessGroup | None, place: str, what: str, timeout: timedelta) -> None:
+    """Returns when every rank of `over` has come to `place`, for the same `what`.
+
+    No collective, which would be left half done: a rank that waits in vain gives the meeting up for all, and who comes
+    later goes to the next one, so that ranks find each other again. Raises AgreementFailed that names the ranks that
+    did not come within `timeout`, or came for something else.
+    """
+    group = group_or_world(over)
+    if group is None or group.size() == 1:
+        return
+    name, attended = f"{group.group_name}/{place}", False
+    try:
+        store = PrefixStore(f"meetings/{place}", store_of(group, timeout))
+    except AgreementFailed as error:
+        raise _nobody_came(what, str(error)) from error
+    while not attended:
+        number = _meetings[name]
+        _meetings[name] += 1
+        attended = _attend(store, number, group, what, timeout)
+
+
+def _attend(store: Store, number: int, group: dist.ProcessGroup, what: str, timeout: timedelta) -> bool:
+    """Whether the meeting takes place; False when it was over before this rank came."""
+    verdict, count = f"{number}/verdict", f"{number}/count"
+    if store.check([verdict]):
+        return False
+    store.set(f"rank{group.rank()}", f"{number} {what}")
+    if store.add(count, 1) == group.size():
+        store.compare_set(verdict, "", _differing(_came(store, number, group)) or _MET)
+        for key in ("verdict", "count"):  # all have left the one before
+            store.delete_key(f"{number - 1}/{key}")
+    else:
+        try:
+            store.wait([verdict], timeout)
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:  # a time-out; only TCPStore has a class for it
+            missing = sorted(set(dist.get_process_group_ranks(group)) - _came(store, number, group).keys())
+            reason = f"rank(s) {missing} did not come within {timeout.total_seconds():.0f} s"
+            store.compare_set(verdict, "", reason)
+    found = store.get(verdict).decode()
+    if found != _MET:
+        raise _nobody_came(what, found)
+    return True
+
+
+def _nobody_came(what: str, why: str) -> AgreementFailed:
+    return AgreementFailed(
+        f"{what} on rank {dist.get_rank()}: {why}. Call it on every rank of the process group, alike"
+    )
+
+
+_MET = "met"
+
+
+def _came(store: Store, number: int, group: dist.ProcessGroup) -> dict[int, str]:
+    """By rank of the world: what it came to this meeting for."""
+    found = {}
+    for rank, rank_of_world in enumerate(dist.get_process_group_ranks(group)):
+        if store.check([f"rank{rank}"]):
+            last, _, what = store.get(f"rank{rank}").decode().partition(" ")
+            if int(last) == number:
+                found[rank_of_world] = what
+    return found
+
+
+def _differing(came: dict[int, str]) -> str:
+    """Who came for what; nothing when all came for the same."""
+    first = {what: rank for rank, what in sorted(came.items(), reverse=True)}
+    return "; ".join(f"rank {rank} called {what}" for what, rank in first.items()) if len(first) > 1 else ""

@@ -1,0 +1,62 @@
+"""One rank's error becomes an error on every rank, so that all of them go on, or none.
+
+Knows which classes of errors travel between ranks: those of ckptlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from ckptlib import errors
+from ckptlib.errors import AgreementFailed
+from ckptlib.ranks.group import Group
+
+Result = TypeVar("Result")
+
+
+def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
+    """What `call` returns, if it succeeds on every rank; collective.
+
+    All ranks raise an error of the same class, since callers act on it: that of the first rank that failed, or what it
+    derives from, where that is ckptlib's. A rank that failed so itself raises its own. No rank goes on alone, and none
+    waits for one that gave up.
+    """
+    own: Exception | None = None
+    try:
+        result = call()
+    except Exception as error:
+        own = error
+    told = group.gather(b"" if own is None else f"{_known(own)}: {own}".encode(errors="backslashreplace"))
+    failures = {rank: text.decode() for rank, text in enumerate(told) if text}
+    if not failures:
+        return result
+    rank, text = min(failures.items())
+    name, _, message = text.partition(": ")
+    if own is not None and _known(own) == name:
+        raise own
+    cls = getattr(errors, name, AgreementFailed)
+    raise cls(f"{what} failed on {len(failures)} of {group.size} ranks; on rank {rank}: {message}") from own
+
+
+def _known(error: Exception) -> str:
+    """The name of the class by which every rank knows an error: a store of the user's may raise a class of its own."""
+    own = type(error)
+    known = (cls.__name__ for cls in own.__mro__ if cls.__module__ == errors.__name__)
+    return next(known, f"{own.__module__}.{own.__qualname__}")
+
+
+def together_at_length(group: Group, what: str, call: Callable[[], Result]) -> Result:
+    """As `together`, for what may take one rank longer than the others wait for it in a collective.
+
+    It runs in a thread; the ranks meet now and then, so that one that takes long is waited for, and one that is gone is
+    not. Returns, and raises, when nothing runs here any more.
+    """
+    if group.size == 1:
+        return together(group, what, call)
+    with ThreadPoolExecutor(1, "ckptlib-at-length") as executor:
+        work = executor.submit(call)
+        while group.any(not wait([work], group.patience_s).done):
+            pass
+        return together(group, what, work.result)
