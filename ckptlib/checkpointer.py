@@ -302,7 +302,6 @@ class Checkpointer:
         due.look_ahead(step)
         word = Word(
             step=step,
-            minus_step=-step,
             due=int(due.to_store),
             snap=int(due.in_memory),
             inline=int(due.inline),

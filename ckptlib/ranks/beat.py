@@ -10,17 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ckptlib.errors import AgreementFailed
-from ckptlib.ranks.group import Group
+from ckptlib.ranks.group import Extremes, Group
 from ckptlib.ranks.held import NONE
 
 
 class Word(NamedTuple):
-    """What one rank says; agreed upon by maximum."""
+    """What one rank says; and, when it is agreed upon, what all of them say together.
+
+    The largest of what the ranks say counts, but from `calm` on the smallest.
+    """
 
     step: int
     """The step that the word is for."""
-    minus_step: int
-    """-step: with `step`, it shows whether all ranks are at the same one."""
     due: int = 0
     """1: the state after `step` should be saved."""
     snap: int = 0
@@ -39,14 +40,18 @@ class Word(NamedTuple):
     """1: a newer generation owns the root."""
     link_failed: int = 0
     """1: this rank lost a peer."""
-    not_calm: int = 0
-    """1: this rank is not ready to connect to its peers anew."""
-    minus_held: int = -NONE
-    """-(newest step this rank holds; see `Held`): the maximum shows the oldest of these."""
     held_since: int = 0
     """From which step on all snapshots of this rank have been held."""
-    minus_settled: int = -NONE
-    """-(newest step whose snapshot has come to an end on this rank)."""
+    calm: int = 1
+    """1: this rank is ready to connect to its peers anew; when agreed upon, all are."""
+    oldest_held: int = NONE
+    """The newest step this rank holds (see `Held`); when agreed upon, the oldest of these."""
+    oldest_settled: int = NONE
+    """The newest step whose snapshot has come to an end on this rank; when agreed upon, the oldest of these."""
+
+
+NUM_HIGHS = Word._fields.index("calm")
+"""Fields of which the largest counts."""
 
 
 class Beat:
@@ -54,15 +59,19 @@ class Beat:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._pending: Callable[[], list[int]] | None = None
+        self._pending: Callable[[], Extremes] | None = None
         self._pending_votes: Callable[[], list[int]] | None = None
         self.votes: list[int] = []
         """Of all ranks, added up, that came with the words last agreed upon; none where nothing was voted upon."""
 
     def start(self, word: Word, votes: Sequence[int] = ()) -> None:
         """Says this rank's word for the next step, and its votes: as many as the other ranks give, or none on any."""
-        self._pending = self._group.start_max(word)
+        self._pending = self._start(word, word.step)
         self._pending_votes = self._group.start_sum(votes) if votes else None
+
+    def _start(self, word: Word, first: int) -> Callable[[], Extremes]:
+        """`first`: the smallest of `word.step`, which shows whether all ranks are at the same one."""
+        return self._group.start_extremes(word[:NUM_HIGHS], [first, *word[NUM_HIGHS:]])
 
     def forget(self) -> None:
         """No rank will ask what was said last; the group need not wait until it is let go of."""
@@ -80,13 +89,15 @@ class Beat:
         assert self._pending is not None
         pending, self._pending = self._pending, None
         votes, self._pending_votes = self._pending_votes, None
-        word = Word(*pending())
-        if word.step != -word.minus_step or word.step != step:
-            if word.step == -word.minus_step:  # this rank alone is elsewhere: the others are told by their next word
-                first, last = sorted((step, word.step))
-                self._group.start_max(Word(step=last, minus_step=-first))
-            first, last = -word.minus_step, word.step
-            due = f"step {last} was due" if first == last else f"ranks were between steps {first} and {last}"
+        highs, (first, *lows) = pending()
+        word = Word(*highs, *lows)
+        last = word.step
+        if not first == last == step:
+            if first == last:  # this rank alone is elsewhere: the others are told by their next word
+                self._start(Word(max(step, last)), min(step, last))
+                due = f"step {last} was due"
+            else:
+                due = f"ranks were between steps {first} and {last}"
             raise AgreementFailed(
                 f"after_step({step}) on this rank, but {due}; every rank must call after_step with "
                 "the same steps, one after the other, none left out (loop() does so itself)"

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,13 @@ from typing_extensions import override
 from ckptlib.ranks.connections import connect, disconnect, failure
 
 Result = TypeVar("Result")
+
+
+class Extremes(NamedTuple):
+    """What the ranks gave, from all of them the largest or the smallest of each."""
+
+    highs: list[int]
+    lows: list[int]
 
 
 class Group(ABC):
@@ -54,8 +61,8 @@ class Group(ABC):
         """Whether every rank gave the same bytes; they are compared by digest."""
         high, low = divmod(xxhash.xxh3_128_intdigest(data), 2**64)
         words = [high >> 32, high & 0xFFFFFFFF, low >> 32, low & 0xFFFFFFFF]
-        found = self.max([*words, *(-word for word in words)])
-        return found[:4] == [-word for word in found[4:]]
+        largest, smallest = self.extremes(words, words)
+        return largest == smallest
 
     @abstractmethod
     def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
@@ -68,6 +75,23 @@ class Group(ABC):
     def max(self, values: Sequence[int]) -> list[int]:
         """The element-wise maximum over all ranks."""
         return self.start_max(values)()
+
+    def start_extremes(self, highs: Sequence[int], lows: Sequence[int]) -> Callable[[], Extremes]:
+        """Begins one collective for the maximum of `highs` and the minimum of `lows`; call the result as `start_max`'s.
+
+        Both element-wise, over all ranks.
+        """
+        wait = self.start_max([*highs, *(-low for low in lows)])
+
+        def extremes() -> Extremes:
+            found = wait()
+            return Extremes(found[: len(highs)], [-negated for negated in found[len(highs) :]])
+
+        return extremes
+
+    def extremes(self, highs: Sequence[int], lows: Sequence[int]) -> Extremes:
+        """The element-wise maximum of `highs` and minimum of `lows` over all ranks, by one collective."""
+        return self.start_extremes(highs, lows)()
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so."""

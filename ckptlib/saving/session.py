@@ -178,17 +178,17 @@ class Session:
             failures=max(outcomes.failures, word.failures),
             superseded=int(outcomes.superseded is not None),
             link_failed=int(self.link.failed),
-            not_calm=int(not self.link.calm),
-            minus_held=-snapshots.own.newest,
+            calm=int(self.link.calm),
+            oldest_held=snapshots.own.newest,
             held_since=snapshots.own.since,
-            minus_settled=-snapshots.own.settled,
+            oldest_settled=snapshots.own.settled,
         )
         return word, self.verdicts.poll()  # after `own` was asked: what is held has been voted upon
 
     def follow(self, word: Word) -> None:
         """Acts upon what all ranks said of their snapshots and their links. Collective where links are mended."""
-        self.snapshots.note_all(-word.minus_held, word.held_since, -word.minus_settled)
-        self.link.mend(bool(word.link_failed), not word.not_calm)
+        self.snapshots.note_all(word.oldest_held, word.held_since, word.oldest_settled)
+        self.link.mend(bool(word.link_failed), bool(word.calm))
 
     def await_room(self) -> None:
         """Returns when every rank has a slot for another snapshot. Collective.
@@ -200,12 +200,14 @@ class Session:
         while lacking:
             lacks = together(self.group, "waiting for a slot", lambda: self._lacks_room(deadline))
             own = self.snapshots.own
-            found = self.group.max([int(lacks), -own.newest, own.since, -own.settled])
-            lacking = bool(found[0])
+            (any_lacks, since), (newest, settled) = self.group.extremes(
+                [int(lacks), own.since], [own.newest, own.settled]
+            )
+            lacking = bool(any_lacks)
             poll = self.verdicts.poll()
             if poll.votes:
                 self.verdicts.conclude(poll, self.group.start_sum(poll.votes)())
-            self.snapshots.note_all(-found[1], found[2], -found[3])
+            self.snapshots.note_all(newest, since, settled)
 
     def _lacks_room(self, deadline: float) -> bool:
         """Whether there is no slot after a while."""

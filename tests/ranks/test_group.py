@@ -42,6 +42,7 @@ def check_alone(group: Group) -> None:
     group.broadcast_from(0, buffer)
     assert buffer.tolist() == [0, 1, 2, 3]
     assert group.max([3, -4]) == [3, -4]
+    assert group.extremes([3], [-4, 5]) == ([3], [-4, 5])
     assert group.any(True)
     assert not group.any(False)
     assert group.same(b"z")
@@ -75,3 +76,8 @@ def test_same_compares_all_ranks() -> None:
         answers = run_ranks(3, lambda group, odd=different: group.same(b"a" if group.rank == odd else b"b"))  # type: ignore[misc]
         assert answers == [False] * 3
     assert run_ranks(3, lambda group: group.same(b"a")) == [True] * 3
+
+
+def test_extremes_of_all_ranks() -> None:
+    found = run_ranks(3, lambda group: group.extremes([group.rank, -group.rank], [group.rank + 7]))
+    assert found == [([2, 0], [7])] * 3
