@@ -9,7 +9,6 @@ without the GIL. What goes wrong is noted and told by the beat: training never w
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,11 +18,13 @@ from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from ckptlib.errors import CkptError, CorruptData, FormatError, NoRoom, WaitTimeout
 from ckptlib.format.body_layout import body_nbytes, round_up
 from ckptlib.format.keys import SaveId
 from ckptlib.format.table import Table
+from ckptlib.jobs import Job, JobThread
 from ckptlib.peers.transfer import Ranges, everything, receive_slot, send_slot, withdraw
 from ckptlib.policy.peers import Peers
 from ckptlib.ranks.link import Link
@@ -39,8 +40,6 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 5.0
 LAST_BACKOFF_S = 300.0
 """How long the ranks wait before they connect anew; doubled each time."""
-
-Job = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +271,7 @@ class Replicator:
                 receiver.put(partial(self._arenas[origin].close, unlink=False))
             return
         for stream in self._streams():
-            stream.finish()
+            stream.finish()  # each job has time-outs
         if self._link is not None:
             self._link.close()
         for arena in self._arenas.values():
@@ -308,35 +307,16 @@ class _Filled:
         return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
 
 
-class _Stream:
-    """A thread that does its jobs in order."""
+class _Stream(JobThread):
+    """One direction of a pair of ranks."""
 
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._num_open = 0
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name=f"ckptlib-{name}", daemon=True)
-        self._thread.start()
-
-    @property
-    def busy(self) -> bool:
-        return self._num_open > 0
-
+    @override
     def put(self, job: Job) -> None:
-        with self._lock:
-            self._num_open += 1
-        self._jobs.put(job)
+        super().put(partial(_guarded, job))
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception:  # it is a bug, but not one to leave the other ranks waiting for this one
-                log.exception("a replica failed")
-            with self._lock:
-                self._num_open -= 1
 
-    def finish(self) -> None:
-        """Waits for all jobs; each of them has time-outs."""
-        self._jobs.put(None)
-        self._thread.join()
+def _guarded(job: Job) -> None:
+    try:
+        job()
+    except Exception:  # it is a bug, but not one to leave the other ranks waiting for this one
+        log.exception("a replica failed")

@@ -8,7 +8,6 @@ fence, and the snapshot is torn and never becomes ready.
 from __future__ import annotations
 
 import logging
-import queue
 import random
 import threading
 import time
@@ -25,6 +24,7 @@ from ckptlib.format.digests import digester
 from ckptlib.format.documents import encode
 from ckptlib.format.table import Table
 from ckptlib.format.values import Json
+from ckptlib.jobs import JobThread
 from ckptlib.slots.slot import Slot, SlotHeader
 from ckptlib.staging.copies import Pair, Source
 from ckptlib.staging.device_copies import Copied, DeviceCopies, Devices
@@ -138,12 +138,10 @@ class Stager:
         self._on_sealed = on_sealed
         self._devices = Devices(spare)
         self._random = random.Random(0xC0FFEE)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._known = KnownPairs()
         self._own: tuple[str, tuple[int, ...]] = ("", ())
         """Digest of the last table, and its offsets."""
-        self._thread = threading.Thread(target=self._run, name="ckptlib-stage", daemon=True)
-        self._thread.start()
+        self._jobs = JobThread("stage")
 
     @torch.no_grad()
     def begin(
@@ -237,14 +235,9 @@ class Stager:
         self._on_sealed(staging)
         staging._sealed.set()  # last: whoever waited for it may be killed at once, and the writer has its order
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-
     def close(self) -> None:
         """Waits for what is under way."""
-        self._jobs.put(None)
-        self._thread.join()
+        self._jobs.finish()
         self._known.clear()
         self._devices.clear()
 

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -24,6 +22,7 @@ from ckptlib.catalog.retention import Keep, sweep
 from ckptlib.errors import CkptError, FormatError, SaveFailed, describe
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.format.part import Part
+from ckptlib.jobs import JobThread
 from ckptlib.slots.slot import Slot
 from ckptlib.stores import open_store
 from ckptlib.writer.channel import Channel, Message, readable
@@ -43,8 +42,6 @@ RESCUE_AFTER_S = 15.0
 
 SUCCESSOR_POLL_S = 0.2
 
-Job = Callable[[], None]
-
 
 class WriterProcess:
     """Everything one writer knows. Slots are opened once, when they are first named."""
@@ -58,8 +55,8 @@ class WriterProcess:
         self._keep_slots_s = 0.0
         self._held: SaveId | None = None
         """The newest snapshot that all ranks hold in memory."""
-        self._persists = _Worker("persist")
-        self._commits = _Worker("commit")
+        self._persists = JobThread("persist")
+        self._commits = JobThread("commit")
 
     def run(self) -> None:
         """Returns when the trainer has closed the channel, or is gone, and all jobs are done."""
@@ -258,27 +255,6 @@ class WriterProcess:
             self._report_failure(save, error)
             return
         self._channel.send({"event": "committed", "save": str(save), "seconds": 0.0, "nbytes": 0})
-
-
-class _Worker:
-    """A thread that does its jobs in order."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"ckptlib-{name}", daemon=True)
-        self._thread.start()
-
-    def put(self, job: Job) -> None:
-        self._jobs.put(job)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-
-    def finish(self) -> None:
-        """Waits for all jobs."""
-        self._jobs.put(None)
-        self._thread.join()
 
 
 def _die(failure: threading.ExceptHookArgs) -> None:

@@ -6,6 +6,7 @@ tell which step they are of, so that a snapshot needs no other oracle.
 
 from __future__ import annotations
 
+import queue
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
 from ckptlib.format.sharding import Replicate
+from ckptlib.jobs import Job
 from ckptlib.slots.slot import Slot, SlotHeader
 from ckptlib.staging import copies, pinned_ring, prepared_copies, spare_memory, stager
 from ckptlib.staging.copies import Source
@@ -129,10 +131,9 @@ class Schedule:
         self.num_sealed = self.num_torn = 0
         self.fence = Fence()
         self.stager = Stager(self.sealed, spare=given.memory == "device")
-        self.stager._jobs.put(None)  # no thread: its jobs are done here, when chance has it
-        self.stager._thread.join()
-        while not self.stager._jobs.empty():
-            self.stager._jobs.get()
+        self.stager._jobs.finish()  # no thread: its jobs are done here, when chance has it
+        self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self.stager._jobs = self.jobs  # type: ignore[assignment]
         self.tensors: dict[str, torch.Tensor] = {}
         self.ramps: dict[str, torch.Tensor] = {}
         for n, (size, dtype) in enumerate(world.specs):
@@ -214,9 +215,8 @@ class Schedule:
                 self._run_job()
 
     def _run_job(self) -> None:
-        if not self.stager._jobs.empty():
-            job = self.stager._jobs.get()
-            assert job is not None
+        if not self.jobs.empty():
+            job = self.jobs.get()
             with torch.no_grad():
                 job()
 
@@ -269,7 +269,7 @@ class Schedule:
         return wrong
 
     def end(self) -> None:
-        while not self.stager._jobs.empty():
+        while not self.jobs.empty():
             self._run_job()
         self.simulation.settle()
         if self.under_way:
