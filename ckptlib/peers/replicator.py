@@ -25,7 +25,7 @@ from ckptlib.format.body_layout import body_nbytes, round_up
 from ckptlib.format.keys import SaveId
 from ckptlib.format.table import Table
 from ckptlib.jobs import Job, JobThread
-from ckptlib.peers.transfer import Ranges, everything, receive_slot, send_slot, withdraw
+from ckptlib.peers.transfer import ByteRange, Ranges, everything, receive_slot, send_slot, withdraw
 from ckptlib.policy.peers import Peers
 from ckptlib.ranks.link import Link
 from ckptlib.slots.placement import Placement
@@ -304,7 +304,7 @@ class _Filled:
         """What of the snapshot that is offered is neither here nor between chunks."""
         there = [(o, round_up(o + s.tensor.nbytes)) for s, o in zip(self.lot.sources, self.lot.offsets, strict=True)]
         edges = [0, *(edge for span in sorted(there) for edge in span), offered.body_nbytes]
-        return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
+        return [ByteRange(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
 
 
 class _Stream(JobThread):

@@ -18,6 +18,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError, NoRoom, PeerRefused, ReplicationFailed
 from ckptlib.ranks.link import Link
@@ -32,8 +33,16 @@ _ERRORS: dict[int, type[CkptError]] = {_DAMAGED: CorruptData, _REFUSED: PeerRefu
 _VERDICT = struct.Struct(f"<II{PAGE_BYTES - 8}s")
 """One of the above, and why, or what is lacking: so many bytes of UTF-8. Never begins as a header does."""
 
-Ranges = Sequence[tuple[int, int]]
-"""Of a body, [start, end) each: ascending and apart."""
+
+class ByteRange(NamedTuple):
+    """[start, end) of a body."""
+
+    start: int
+    end: int
+
+
+Ranges = Sequence[ByteRange]
+"""Ascending and apart."""
 
 MAX_RANGES = 100
 """What is lacking is told on one page; ranges that are closest to one another are sent as one where there are more."""
@@ -71,12 +80,12 @@ def send_slot(link: Link, to: int, slot: Slot, header: SlotHeader) -> int:
 
 def withdraw(link: Link, to: int, origin: int, why: str) -> None:
     """Tells a peer that waits for a snapshot of rank `origin` that none will come. Raises AgreementFailed."""
-    _tell(link, to, _tags(origin)[0], _FAILED, why)
+    _tell(link, to, _tags(origin).data, _FAILED, why)
 
 
 def everything(header: SlotHeader) -> Ranges:
     """Of a body of which nothing is there."""
-    return [(0, header.body_nbytes)] if header.body_nbytes else []
+    return [ByteRange(0, header.body_nbytes)] if header.body_nbytes else []
 
 
 def receive_slot(
@@ -140,14 +149,14 @@ def _joined(ranges: Ranges) -> Ranges:
     """At most MAX_RANGES that cover these."""
     left = list(ranges)
     while len(left) > MAX_RANGES:
-        gaps = sorted(later[0] - earlier[1] for earlier, later in pairwise(left))
+        gaps = sorted(later.start - earlier.end for earlier, later in pairwise(left))
         widest = gaps[len(left) - MAX_RANGES - 1]
         joined = left[:1]
-        for start, end in left[1:]:
-            if start - joined[-1][1] <= widest:
-                joined[-1] = (joined[-1][0], end)
+        for later in left[1:]:
+            if later.start - joined[-1].end <= widest:
+                joined[-1] = ByteRange(joined[-1].start, later.end)
             else:
-                joined.append((start, end))
+                joined.append(later)
         left = joined
     return left
 
@@ -155,7 +164,7 @@ def _joined(ranges: Ranges) -> Ranges:
 def _asked(text: str, body_nbytes: int, who: str) -> Ranges:
     """What a peer says that it lacks. Raises FormatError."""
     try:
-        ranges = [(int(start), int(end)) for start, end in json.loads(text)]
+        ranges = [ByteRange(int(start), int(end)) for start, end in json.loads(text)]
     except (ValueError, TypeError, RecursionError) as error:
         raise FormatError(f"{who} asks for no ranges of a snapshot, but: {text[:80]}") from error
     at = 0
@@ -206,9 +215,17 @@ def _put_documents(slot: Slot, header: SlotHeader, data: bytes) -> None:
         raise CorruptData(f"{slot.path}: {', '.join(damaged)} of {header.save} changed on the way from a peer")
 
 
-def _tags(origin: int) -> tuple[int, int]:
-    """Of what goes to the receiver of this rank's snapshots, and of its answers."""
-    return 2 * origin, 2 * origin + 1
+class _Tags(NamedTuple):
+    """Of messages about one rank's snapshots."""
+
+    data: int
+    """To their receiver."""
+    answer: int
+    """From it."""
+
+
+def _tags(origin: int) -> _Tags:
+    return _Tags(2 * origin, 2 * origin + 1)
 
 
 def _tell(link: Link, to: int, tag: int, verdict: int, why: str = "") -> None:

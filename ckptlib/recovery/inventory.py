@@ -11,6 +11,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format.check import Check, alike
@@ -29,6 +30,13 @@ class SnapshotId:
     world_size: int
 
 
+class SlotPlace(NamedTuple):
+    """Of a slot: no other has both."""
+
+    memory: str
+    path: str
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Found:
     """A ready slot, as its header tells. Nothing else of it was looked at."""
@@ -45,6 +53,10 @@ class Found:
     body_nbytes: int
     check: str = ""
     """See `SlotHeader.check`; "" for none."""
+
+    @property
+    def place(self) -> SlotPlace:
+        return SlotPlace(self.memory, self.path)
 
     def to_json(self) -> list[object]:
         s = self.snapshot
@@ -134,9 +146,9 @@ class Inventory:
             for memory in memories:
                 self._readers.setdefault(memory, []).append(rank)
 
-    def drop(self, damaged: Collection[tuple[str, str]]) -> None:
-        """These, by memory and path, are not what they say; on all ranks alike."""
-        self._found = [f for f in self._found if (f.memory, f.path) not in damaged]
+    def drop(self, damaged: Collection[SlotPlace]) -> None:
+        """These are not what they say; on all ranks alike."""
+        self._found = [f for f in self._found if f.place not in damaged]
 
     def of(self, snapshot: SnapshotId) -> dict[int, list[Found]]:
         """Its slots, by the rank whose share they hold."""

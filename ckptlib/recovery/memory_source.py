@@ -13,6 +13,7 @@ import threading
 from collections.abc import Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from ckptlib.format.manifest import ranks_by_layout
 from ckptlib.format.part import Pack, Part
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together, together_at_length
-from ckptlib.recovery.inventory import Found, Inventory, Move, SnapshotId, by_rank, snapshot_id
+from ckptlib.recovery.inventory import Found, Inventory, Move, SlotPlace, SnapshotId, by_rank, snapshot_id
 from ckptlib.recovery.remote_slots import Exchange
 from ckptlib.slots.slot import ReadableSlot, Slot
 from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
@@ -42,6 +43,14 @@ is work for cores, and more threads than these only wait for one another: 0.33 s
 GATHERED = Pace(direct_from=RUN_BYTES)
 """Of slots on other hosts: tensors of a few megabytes come several at a time, since each message costs gloo as much CPU
 as a copy of some megabytes."""
+
+
+class _Share(NamedTuple):
+    """What one rank needs of a snapshot."""
+
+    reader: int
+    saved: int
+    """The rank whose share it is."""
 
 
 class InMemory:
@@ -72,8 +81,8 @@ class InMemory:
         self._read: dict[str, Snapshot] = {}
         self._at: dict[int, Found] = {}
         """By saved rank: where this rank reads its share."""
-        self._moves: dict[tuple[int, int], Move] = {}
-        """By reading and saved rank: what is on other hosts only; the same on all ranks."""
+        self._moves: dict[_Share, Move] = {}
+        """What is on other hosts only; the same on all ranks."""
         self._exchange: Exchange | None = None
         self.save = snapshot.save
         self.world_size = snapshot.world_size
@@ -84,7 +93,7 @@ class InMemory:
     @property
     def num_received(self) -> int:
         """Slots of other hosts that this rank reads from."""
-        return sum(reader == self._group.rank for reader, _ in self._moves)
+        return sum(share.reader == self._group.rank for share in self._moves)
 
     @property
     def nbytes_received(self) -> int:
@@ -134,12 +143,13 @@ class InMemory:
         Raises CorruptData when no whole copy of one is left, on all ranks.
         """
         needs = [json.loads(data) for data in self._group.gather(json.dumps(sorted(ranks)).encode())]
-        moves = {(move.receiver, move.found.rank): move for move in self._inventory.moves(self._snapshot, needs)}
+        moves = {_Share(move.receiver, move.found.rank): move for move in self._inventory.moves(self._snapshot, needs)}
         new = [move for key, move in moves.items() if self._moves.setdefault(key, move) is move]
         if new:
             self._offer(new)
         memories = self._inventory.memories[self._group.rank]
-        self._at = {saved: move.found for (reader, saved), move in self._moves.items() if reader == self._group.rank}
+        mine = ((share, move) for share, move in self._moves.items() if share.reader == self._group.rank)
+        self._at = {share.saved: move.found for share, move in mine}
         self._at |= by_rank(self._inventory.of(self._snapshot), memories)
 
     def _offer(self, moves: list[Move]) -> None:
@@ -215,7 +225,7 @@ class InMemory:
 
         Collective; after a load failed.
         """
-        damaged: list[tuple[str, str]] = []
+        damaged: list[SlotPlace] = []
 
         def check() -> None:
             for rank, found in self._at.items():
@@ -226,14 +236,14 @@ class InMemory:
                     raise
                 except (CkptError, OSError) as error:
                     log.error("the share of rank %d in %s is skipped: %s", rank, found.path, error)
-                    damaged.append((found.memory, found.path))
+                    damaged.append(found.place)
 
         together_at_length(self._group, "looking for damage in memory", check)
         told = [json.loads(data) for data in self._group.gather(json.dumps(damaged).encode())]
-        dropped = {(memory, path) for words in told for memory, path in words}
+        dropped = {SlotPlace(*place) for places in told for place in places}
         self._inventory.drop(dropped)
-        self._moves = {k: m for k, m in self._moves.items() if (m.found.memory, m.found.path) not in dropped}
-        self._at = {rank: f for rank, f in self._at.items() if (f.memory, f.path) not in dropped}
+        self._moves = {k: m for k, m in self._moves.items() if m.found.place not in dropped}
+        self._at = {rank: f for rank, f in self._at.items() if f.place not in dropped}
         return bool(dropped)
 
     def close(self) -> None:

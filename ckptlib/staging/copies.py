@@ -12,10 +12,12 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ckptlib.devices import accelerator
+from ckptlib.staging.pinned_ring import Move
 from ckptlib.staging.prepared_copies import Across, DeviceWork, Inside, Places, Samples
 from ckptlib.state.raw_bytes import copyable, is_bytes
 
@@ -139,7 +141,7 @@ def work_of(pairs: Iterable[Pair], device: torch.device | None, spare: torch.Ten
     """See `Pairs.work`."""
     pairs = [pair for pair in pairs if pair.nbytes]
     mine = [pair for pair in pairs if pair.device == device]
-    inside, across, runs = mine, list[Pair](), list[tuple[torch.Tensor, torch.Tensor]]()
+    inside, across, runs = mine, list[Pair](), list[Move]()
     if spare is None:
         inside, across = _parted(mine)
     stretches = _runs_of(inside, pairs)
@@ -154,7 +156,7 @@ def work_of(pairs: Iterable[Pair], device: torch.device | None, spare: torch.Ten
     begins, end = {}, 0
     for start, stop in stretches:
         begins[start] = start if spare is not None else end
-        runs.append((mine[0].body[start:stop], memory[begins[start] : begins[start] + stop - start]))
+        runs.append(Move(mine[0].body[start:stop], memory[begins[start] : begins[start] + stop - start]))
         end += stop - start
     shifts = {id(pair): _shift(pair, stretches, begins) for pair in inside}
 
@@ -171,7 +173,7 @@ def work_of(pairs: Iterable[Pair], device: torch.device | None, spare: torch.Ten
         across_now=Across(to_host([pair for pair in across if not pair.late])),
         inside_later=Inside(late_places if spare is not None else Places([], [])),
         across_later=Across(late_places if spare is None else Places([], [])),
-        then=Across(Places([source for _, source in runs], [target for target, _ in runs])),
+        then=Across(Places([run.source for run in runs], [run.target for run in runs])),
         samples=Samples([pair.source.name for pair in late], late_places, device, on_device=spare is not None),
         home=mine[0].body if mine else torch.empty(0, dtype=torch.uint8, device="cpu"),
     )
@@ -189,25 +191,32 @@ def _parted(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
     return small, large
 
 
-def _runs_of(some: list[Pair], pairs: list[Pair]) -> list[tuple[int, int]]:
+def _runs_of(some: list[Pair], pairs: list[Pair]) -> list[Stretch]:
     ours = set(map(id, some))
     return _runs((pair.offset, pair.offset + pair.nbytes, id(pair) in ours) for pair in pairs)
 
 
-def _shift(pair: Pair, stretches: list[tuple[int, int]], begins: dict[int, int]) -> int:
+def _shift(pair: Pair, stretches: list[Stretch], begins: dict[int, int]) -> int:
     """How much farther back a shard lies in gathered memory than in the body."""
-    start = stretches[bisect_right(stretches, (pair.offset, 1 << 62)) - 1][0]
+    start = stretches[bisect_right(stretches, (pair.offset, 1 << 62)) - 1].start
     return start - begins[start]
 
 
-def _runs(places: Iterable[tuple[int, int, bool]]) -> list[tuple[int, int]]:
+class Stretch(NamedTuple):
+    """[start, stop) of a body."""
+
+    start: int
+    stop: int
+
+
+def _runs(places: Iterable[tuple[int, int, bool]]) -> list[Stretch]:
     """The fewest stretches with all places that are ours, and none of another's; (start, stop, whether it is ours)."""
-    runs: list[tuple[int, int]] = []
+    runs: list[Stretch] = []
     before = False
     for start, stop, ours in sorted(places):
         if ours and before:
-            runs[-1] = (runs[-1][0], stop)
+            runs[-1] = Stretch(runs[-1].start, stop)
         elif ours:
-            runs.append((start, stop))
+            runs.append(Stretch(start, stop))
         before = ours
     return runs

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -32,12 +33,20 @@ class _Known:
     """Of all of them."""
 
 
+class _Destination(NamedTuple):
+    """Where a snapshot goes."""
+
+    rank: int
+    """Whose it is."""
+    slot: str
+    """Its path."""
+
+
 class KnownPairs:
     """One per rank; main thread."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, str], _Known] = {}
-        """By rank and slot."""
+        self._known: dict[_Destination, _Known] = {}
         self._sources: dict[int, list[Source]] = {}
         """By rank: what is kept of those of its last snapshot."""
 
@@ -55,10 +64,10 @@ class KnownPairs:
         self, rank: int, slot: Slot, sources: list[Source], places: tuple[int, ...], offsets: tuple[int, ...]
     ) -> Pairs:
         self._forget(rank, sources)
-        key = rank, str(slot.path)
+        key = _Destination(rank, str(slot.path))
         known = self._known.get(key)
         if known is None or known.offsets is not offsets or known.places != places:
-            self._known = {k: v for k, v in self._known.items() if k[0] != rank or v.offsets is offsets}
+            self._known = {k: v for k, v in self._known.items() if k.rank != rank or v.offsets is offsets}
             body = torch.frombuffer(slot.body, dtype=torch.uint8)
             known = self._known[key] = _Known(body, offsets, places, [None] * len(sources), None)
         if known.made is not None and all(p.source is s for p, s in zip(known.made.all, sources, strict=True)):
@@ -75,11 +84,11 @@ class KnownPairs:
         before = self._sources.get(rank, [])
         self._sources[rank] = sources
         if len(before) != len(sources):
-            self._known = {key: known for key, known in self._known.items() if key[0] != rank}
+            self._known = {key: known for key, known in self._known.items() if key.rank != rank}
             return
         changed = [i for i, same in enumerate(map(operator.is_, before, sources)) if not same]
         if changed:
-            for known in (known for (of, _), known in self._known.items() if of == rank):
+            for known in (known for key, known in self._known.items() if key.rank == rank):
                 known.made = None
                 for i in changed:
                     known.pairs[i] = None

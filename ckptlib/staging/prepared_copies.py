@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -101,7 +102,14 @@ class Across:
 
 def _cut(target: torch.Tensor, source: torch.Tensor) -> list[Move]:
     cuts = stretches(target.data_ptr(), target.numel(), MOVE_BYTES)
-    return [(target[start:stop], source[start:stop]) for start, stop in cuts]
+    return [Move(target[start:stop], source[start:stop]) for start, stop in cuts]
+
+
+class _Windows(NamedTuple):
+    """Of every tensor, at one place of it."""
+
+    of_sources: list[torch.Tensor]
+    of_targets: list[torch.Tensor]
 
 
 class Samples:
@@ -112,7 +120,7 @@ class Samples:
         self.names, self._on_device = names, on_device
         self._sources = [bytes_of(source) for source in places.sources]
         self._targets = [bytes_of(target) for target in places.targets]
-        self._windows: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self._windows: list[_Windows] = []
         self._at = 0
         self._random = random.Random()
         shape = 3, len(names), SAMPLE_BYTES
@@ -125,24 +133,21 @@ class Samples:
         self._at = self._random.randrange(NUM_WINDOWS)
         while len(self._windows) <= self._at:
             self._windows.append(self._draw())
-        self._look(self._before, 0)
+        _look(self._before, self._windows[self._at].of_sources)
 
     def look_after(self) -> None:
-        self._look(self._after, 0)
+        _look(self._after, self._windows[self._at].of_sources)
         if self._on_device:
-            self._look(self._copied, 1)
+            _look(self._copied, self._windows[self._at].of_targets)
 
-    def _look(self, rows: list[torch.Tensor], which: int) -> None:
-        if rows:
-            torch._foreach_copy_(rows, self._windows[self._at][which])
-
-    def _draw(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _draw(self) -> _Windows:
         starts = [self._random.randrange(source.numel() - SAMPLE_BYTES + 1) for source in self._sources]
-        first, second = (
-            [data[start : start + SAMPLE_BYTES] for data, start in zip(tensors, starts, strict=True)]
-            for tensors in (self._sources, self._targets)
+        return _Windows(
+            *(
+                [data[start : start + SAMPLE_BYTES] for data, start in zip(tensors, starts, strict=True)]
+                for tensors in (self._sources, self._targets)
+            )
         )
-        return first, second
 
     def take(self) -> None:
         """To the host."""
@@ -155,9 +160,14 @@ class Samples:
             return []
         before, after, copied = self._found
         if not self._on_device:
-            copied = torch.stack(self._windows[self._at][1])
+            copied = torch.stack(self._windows[self._at].of_targets)
         same = (before == after).all(1) & (before == copied).all(1)
         return [name for name, good in zip(self.names, same.tolist(), strict=True) if not good]
+
+
+def _look(rows: list[torch.Tensor], windows: list[torch.Tensor]) -> None:
+    if rows:
+        torch._foreach_copy_(rows, windows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptlib.errors import WaitTimeout
 from ckptlib.format.keys import SaveId
@@ -22,6 +23,14 @@ MAX_DEATHS = 3
 """In a row, without a save in between; then something is wrong that another start will not mend."""
 
 
+class _OrderKey(NamedTuple):
+    """There is one open order for each."""
+
+    save: str
+    elsewhere: bool
+    """Whether another rank commits the save."""
+
+
 class Writer:
     """One writer process; main thread, but for `add_slot`, `persist` and `void`, which any thread may call."""
 
@@ -29,8 +38,8 @@ class Writer:
         """`setup`: the first order; it may hold secrets, so it goes over the socket."""
         self._setup = setup
         self._slots: list[str] = []
-        self._open: dict[tuple[str, bool], Message] = {}
-        """By save, and whether somebody else commits it: what another writer must do, should this one die."""
+        self._open: dict[_OrderKey, Message] = {}
+        """What another writer must do, should this one die."""
         self._held: SaveId | None = None
         self._deaths = 0
         self.log_path = logfile.new_path(int(setup["rank"]))
@@ -92,7 +101,7 @@ class Writer:
 
     def _order(self, message: Message) -> None:
         with self._lock:
-            self._open[message["save"], message["op"] == "await"] = message
+            self._open[_OrderKey(message["save"], message["op"] == "await")] = message
             self._channel.send(message)
 
     def poll(self, timeout_s: float = 0.0) -> list[Message]:
@@ -117,14 +126,15 @@ class Writer:
             return
         save, self._deaths = event["save"], 0
         if kind == "undecided":
-            self._open.pop((save, True), None)
+            self._open.pop(_OrderKey(save, elsewhere=True), None)
             return
         if kind == "released" and event["error"] is None and self._setup["rank"] == 0:
-            self._open[save, False] = {"op": "commit", "save": save}  # its slot may be overwritten now
+            key = _OrderKey(save, elsewhere=False)
+            self._open[key] = {"op": "commit", "save": save}  # its slot may be overwritten now
         else:
-            self._open.pop((save, False), None)
+            self._open.pop(_OrderKey(save, elsewhere=False), None)
         if kind != "released":
-            self._open.pop((save, True), None)
+            self._open.pop(_OrderKey(save, elsewhere=True), None)
 
     def _revive(self) -> list[Message]:
         code = self._process.wait()

@@ -13,6 +13,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ckptlib.format import dtypes
 from ckptlib.format.body_layout import PAGE_BYTES, body_nbytes, round_up
@@ -83,18 +84,29 @@ def pack(table: Table, layout: Layout, pack_nbytes: int) -> Packing:
     return Packing(tuple(packs), replace(table, packs=tuple(numbers), offsets=tuple(offsets)))
 
 
-def _cuts(table: Table, pack_nbytes: int, head_sizes: list[int]) -> list[tuple[int, int, int, int]]:
-    """(start, stop, first chunk, last chunk + 1) of each pack; cuts fall on pages only."""
-    cuts: list[tuple[int, int, int, int]] = []
+class _Cut(NamedTuple):
+    """What of a body goes into one pack."""
+
+    start: int
+    stop: int
+    """Bytes: from and to, on pages."""
+    first: int
+    last: int
+    """Chunks: from and up to, without."""
+
+
+def _cuts(table: Table, pack_nbytes: int, head_sizes: list[int]) -> list[_Cut]:
+    """One for each pack."""
+    cuts: list[_Cut] = []
     start = first = head = 0
     for c, (offset, nbytes) in enumerate(zip(table.offsets, table.nbytes, strict=True)):
         too_large = offset + nbytes - start > pack_nbytes or head + head_sizes[c] > HEAD_BUDGET_BYTES
         if too_large and offset % PAGE_BYTES == 0 and offset > start:
-            cuts.append((start, offset, first, c))
+            cuts.append(_Cut(start, offset, first, c))
             start, first, head = offset, c, 0
         head += head_sizes[c]
     if table.nbytes:
-        cuts.append((start, body_nbytes(table), first, len(table.nbytes)))
+        cuts.append(_Cut(start, body_nbytes(table), first, len(table.nbytes)))
     return cuts
 
 

@@ -15,7 +15,7 @@ import transfers
 from places import WORKERS
 
 from ckptlib.errors import FormatError
-from ckptlib.peers.transfer import MAX_RANGES, _asked, _joined
+from ckptlib.peers.transfer import MAX_RANGES, ByteRange, _asked, _joined
 
 LIMIT_S = 150
 
@@ -67,14 +67,14 @@ def test_ranges_are_told_on_one_page() -> None:
     random = Random(0)
     for num in (0, 1, MAX_RANGES, MAX_RANGES + 1, 1000, 5000):
         edges = sorted(random.sample(range(2**40), 2 * num))
-        lacking = list(zip(edges[::2], edges[1::2], strict=True))
+        lacking = list(map(ByteRange, edges[::2], edges[1::2]))
         joined = _joined(lacking)
         assert len(joined) == min(num, MAX_RANGES)
         assert _asked(json.dumps(joined), 2**40, "") == joined
         assert len(json.dumps(joined)) <= 4096 - 8
         assert all(any(a <= start and end <= b for a, b in joined) for start, end in lacking)
         assert {a for a, _ in joined} <= {a for a, _ in lacking}
-    assert _joined([(10 * i, 10 * i + 1) for i in range(500)]) == [(0, 4991)], "gaps that are equal"
+    assert _joined([ByteRange(10 * i, 10 * i + 1) for i in range(500)]) == [(0, 4991)], "gaps that are equal"
 
 
 def outputs(directory: Path) -> str:

@@ -10,7 +10,7 @@ import pytest
 from ckptlib.errors import CorruptData
 from ckptlib.format.check import check_of
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.recovery.inventory import Found, Inventory, SnapshotId, describe
+from ckptlib.recovery.inventory import Found, Inventory, SlotPlace, SnapshotId, describe
 
 SNAPSHOT = SnapshotId(SaveId(7, GenerationId(1, "00000001")), 3, 4)
 
@@ -63,7 +63,7 @@ def test_shares_that_differ_are_no_snapshot(odd: int) -> None:
 
 def test_a_share_that_is_nowhere() -> None:
     lost = inventory("AB", {0: "A", 1: "A", 2: "A", 3: "A"})
-    lost.drop([("A", "/dev/shm/A-2.slot")])
+    lost.drop([SlotPlace("A", "/dev/shm/A-2.slot")])
     assert lost.whole() == []
     with pytest.raises(CorruptData, match="step 7 in memory: no copy of the share of rank 2 is left"):
         lost.moves(SNAPSHOT, [[0], [2]])
