@@ -3,52 +3,28 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 
 import pytest
 import transfers
-from places import WORKERS
+from helpers.verdicts import LIMIT_S, assert_passed, run_ranks
 
 from ckptlib.errors import FormatError
 from ckptlib.peers.transfer import MAX_RANGES, ByteRange, _asked, _joined
 
-LIMIT_S = 150
-
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All cases in one launch; the exit status of each rank is in `exits`."""
     directory = tmp_path_factory.mktemp("transfers")
-    ranks = []
-    for rank in range(transfers.NUM_RANKS):
-        with (directory / f"output{rank}").open("w") as output:
-            command = [sys.executable, str(WORKERS / "transfers.py"), str(rank), str(directory), str(LIMIT_S)]
-            env = {**os.environ, "OMP_NUM_THREADS": "1"}
-            ranks.append(subprocess.Popen(command, env=env, stdout=output, stderr=output))
-    try:
-        exits = [process.wait(LIMIT_S + 30) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    (directory / "exits").write_text(" ".join(map(str, exits)))
+    run_ranks("transfers.py", directory)
     return directory
 
 
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("case", [case.__name__ for case in transfers.CASES])
 def test_case(verdicts: Path, case: str) -> None:
-    for rank in range(transfers.NUM_RANKS):
-        if case == "killed" and rank > 0:
-            assert (verdicts / "exits").read_text().split()[rank] == str(-signal.SIGKILL)
-            continue
-        path = verdicts / f"{case}.rank{rank}"
-        verdict = path.read_text() if path.exists() else "did not come to it:\n" + outputs(verdicts)
-        assert verdict == "ok", f"rank {rank}: {verdict}"
+    assert_passed(verdicts, case)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +51,3 @@ def test_ranges_are_told_on_one_page() -> None:
         assert all(any(a <= start and end <= b for a, b in joined) for start, end in lacking)
         assert {a for a, _ in joined} <= {a for a, _ in lacking}
     assert _joined([ByteRange(10 * i, 10 * i + 1) for i in range(500)]) == [(0, 4991)], "gaps that are equal"
-
-
-def outputs(directory: Path) -> str:
-    return "\n".join(path.read_text()[-5000:] for path in sorted(directory.glob("output*")))

@@ -1,19 +1,15 @@
-"""Slots that are read from another rank, whole, damaged and by liars: remotes.py <rank> <directory> <seconds>, three.
+"""Slots that are read from another rank, whole, damaged and by liars; `three_ranks` runs the cases.
 
-As in transfers.py: each rank writes to <directory>/<case>.rank<n> "ok", or what was wrong. Rank 1 reads what rank 0 has
-where a case does not say otherwise.
+Rank 1 reads what rank 0 has where a case does not say otherwise.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import signal
 import struct
 import sys
-import traceback
-import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,7 +26,8 @@ from typing_extensions import override
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from support import ROOT_ID, layout_of, shards_of
-from workers.transfers import CAPACITY, NUM_RANKS, PATIENCE, STATE, content_of, flip, rank, seal, slot_of
+from workers.rank_slots import CAPACITY, STATE, content_of, flip, seal, slot_of
+from workers.three_ranks import PATIENCE, rank, run_cases, world
 
 from ckptlib.errors import AgreementFailed, CorruptData, FormatError
 from ckptlib.format.body_layout import body_nbytes, lay_out
@@ -76,11 +73,6 @@ def exchanging(slot: Slot, *moves: tuple[int, int]) -> Iterator[tuple[Exchange, 
 
 def open_here(found: Found) -> Slot:
     return Slot.open(Path(found.path))
-
-
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def as_it_is(directory: Path) -> None:
@@ -319,29 +311,6 @@ CASES = [
 ]
 
 
-def main() -> None:
-    directory = Path(sys.argv[2])
-    faulthandler.dump_traceback_later(float(sys.argv[3]), exit=True)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=int(sys.argv[1]), world_size=NUM_RANKS, timeout=PATIENCE
-    )
-    warnings.simplefilter("error")
-    remote_module.PIECE_BYTES = PIECE_BYTES
-    for case in CASES:
-        here = directory / case.__name__
-        here.mkdir(exist_ok=True)
-        verdict = directory / f"{case.__name__}.rank{rank()}"
-        try:
-            case(here)
-            verdict.write_text("ok")
-        except (Exception, pytest.fail.Exception) as error:
-            verdict.write_text("".join(traceback.format_exception(error)))
-            os._exit(1)
-        if case is not killed:
-            dist.barrier()
-    os._exit(0)  # gloo's threads may abort an interpreter that ends in the ordinary way (torch 2.13)
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
+    remote_module.PIECE_BYTES = PIECE_BYTES
+    run_cases(CASES)
