@@ -1,6 +1,6 @@
 """What a restart makes of its own host's memory, and what it says of steps that it cannot take.
 
-Hosts that are lost are in test_peers.
+Hosts that are lost are in tests/peers.
 """
 
 from __future__ import annotations

@@ -16,12 +16,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from workers import crash_jobs, crash_oracle, peers
+from workers import crash_jobs, crash_oracle, peer_trainings, peers
 from workers.crash_jobs import Job, run, start
 
 TOTAL = 12
 
 PAGE_BYTES = 4096
+
+MEMORY, STORE = True, False
+"""Where a step is restored from."""
 
 _gold: dict[tuple[str, int, bool], list[list[str]]] = {}
 
@@ -31,7 +34,7 @@ def gold(directory: Path, kind: str, size: int, own_data: bool, step: int) -> li
     alike = not own_data and size in (1, 2, 4)
     key = (kind, 1 if alike else size, own_data)
     if key not in _gold or len(_gold[key][0]) <= step:
-        told = run(peers.practise, directory, key[1], kind=kind, own_data=own_data, total=max(step, 40))
+        told = run(peer_trainings.practise, directory, key[1], kind=kind, own_data=own_data, total=max(step, 40))
         _gold[key] = [["", *(line["digest"] for line in lines)] for lines in told]
     return [by_step[step] for by_step in _gold[key]] * (size if alike else 1)
 
@@ -304,6 +307,15 @@ def _namespace_of(pid: int) -> str:
         return os.readlink(f"/proc/{pid}/ns/mnt")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return ""
+
+
+def flip(path: Path, at: int) -> None:
+    """One bit of a byte."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
 
 
 def num_open(pid: int) -> int:

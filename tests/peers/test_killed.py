@@ -1,0 +1,132 @@
+"""SIGKILL in the midst of a snapshot, of a restore, and at random: no step is lost that was known to be safe."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+from workers.peers_bench import MEMORY
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(
+            [
+                # stage, rank, lost host, whether the snapshot is restored
+                ("staging", 1, "", False),
+                ("sealing", 1, "", False),
+                ("sealed", 1, "", True),
+                ("sealed", 1, "B", False),  # its replica was not there yet
+                ("sending", 1, "B", False),
+                ("receiving", 0, "B", False),
+                ("received", 0, "B", False),
+                ("replicated", 0, "B", True),
+            ],
+            id="some",
+        ),
+        pytest.param(
+            [
+                ("staging", 0, "B", False),
+                ("sealing", 0, "A", False),
+                ("sealed", 0, "A", False),
+                ("sending", 0, "", True),
+                ("receiving", 1, "", True),
+                ("received", 1, "", True),
+                ("received", 1, "A", False),
+                ("replicated", 1, "A", True),
+                ("replicated", 1, "", True),
+            ],
+            id="more",
+            marks=slow,
+        ),
+    ],
+)
+def test_killed_while_a_snapshot_is_made(make: Any, cases: list[tuple[str, int, str, bool]]) -> None:
+    cluster = make()
+    total, expected = 3 * len(cases) + 3, {(0, False)}
+    received = 0
+    for stage, rank, lost, whole in cases:
+        step = max(expected)[0] + 3
+        cluster.start("AB", total=total, traps=[{"stage": stage, "rank": rank, "step": step}])
+        assert (cluster.restored(), cluster.received()) == (expected, received), cluster.story()
+        statuses = [job.join() for job in cluster.jobs]
+        assert statuses == [-9 if r == rank else 1 for r in range(2)], cluster.story()
+        cluster.lose(*lost)
+        expected, received = {(step if whole else step - 1, MEMORY)}, len(lost)
+    cluster.start("AB", total=total)
+    assert (cluster.restored(), cluster.received()) == (expected, received), cluster.story()
+    cluster.finish()
+
+
+def test_killed_while_it_is_restored(make: Any) -> None:
+    """Again and again: nothing is lost by it."""
+    cluster = make()
+    cluster.start("AB", pauses=[6])
+    cluster.until_paused(6)
+    cluster.lose("B")
+    for stage, rank in (("reading", 1), ("serving", 0), ("loading", 0), ("loaded", 1), ("loaded", 0)):
+        cluster.start("AB", traps=[{"stage": stage, "rank": rank}])
+        statuses = [job.join() for job in cluster.jobs]
+        assert statuses == [-9 if r == rank else 1 for r in range(2)], (stage, cluster.story())
+        cluster.lose("B")
+    cluster.start("AB")
+    assert (cluster.restored(), cluster.received()) == ({(6, MEMORY)}, 1)
+    cluster.finish()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "count"),
+    [
+        ("AB", 6),
+        pytest.param("AB", 60, marks=[slow, pytest.mark.timeout(1800)]),
+        pytest.param("AABB", 40, marks=[slow, pytest.mark.timeout(1800)]),
+        pytest.param("ABCD", 40, marks=[slow, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_faults_at_random(make: Any, hosts: str, count: int) -> None:
+    """Whoever is killed, wherever that finds it: no step is lost that the ranks knew to be safe from such a fault.
+
+    A step is safe from the loss of a host when all ranks were known to hold it since the last one.
+    """
+    chance = random.Random(f"{hosts} {count}")
+    cluster = make(every=7)
+    newest, lost_since = 0, set[str]()
+    for _ in range(count):
+        drags = [chance.choice((0, 0.01, 0.03)) for _ in hosts]  # a transfer takes as long as some steps
+        cluster.start(hosts, total=10**6, settle=False, drags=drags, patient=chance.random() < 0.5)
+        begun = chance.random() < 0.9
+        if begun:
+            assert newest <= min(cluster.restored())[0], cluster.story()
+            cluster.wait_for("step", chance.randint(1, 9))
+        time.sleep(chance.uniform(0, 0.1))  # no assertion depends on where this ends
+        if chance.random() < 0.2:
+            cluster.kill_writers(chance.sample(sorted({*hosts}), 1))
+            time.sleep(chance.uniform(0, 0.1))
+        lost = chance.choice(hosts) if chance.random() < 0.4 else None
+        if lost is not None:
+            cluster.lose(lost)
+            cluster.kill_writers()  # one may wait a minute for the part of a lost one
+        elif not begun or chance.random() < 0.5:
+            cluster.kill()  # who is still about to join the others would wait for half a minute
+        else:
+            cluster.kill([chance.choice(cluster.jobs)])
+            assert {job.join() for job in cluster.jobs} == {-signal.SIGKILL, 1}, cluster.story()
+        told = [line for job in cluster.jobs for line in job.told()]
+        held = max((line["held_by_all"] for line in told if line["what"] == "step"), default=-1)
+        restored = max((line["step"] for line in told if line["what"] == "restored"), default=-1)
+        if held >= 0:
+            newest, lost_since = max(held, restored), set()
+        elif lost is not None and lost_since - {lost}:
+            newest = 0
+        if lost is not None:
+            lost_since.add(lost)
+        newest = max(newest, cluster.newest_committed())
+    cluster.start(hosts, total=newest + 30)
+    assert newest <= min(cluster.restored())[0], cluster.story()
+    cluster.finish()
