@@ -1,8 +1,7 @@
 """Staging: the copy of this rank's shards into a slot, and the seal that makes it a snapshot.
 
-Whatever has not earned its overlap is copied before `begin` returns; the rest by a thread, behind the fence. A sample
-of the rest is taken first: when slot and source do not both still show it after the copy, somebody wrote past the
-fence, and the snapshot is torn and never becomes ready.
+Whatever has not earned its overlap is copied before `begin` returns; the rest by a thread, behind the fence. When
+somebody wrote past the fence meanwhile, the snapshot is torn and never becomes ready.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from ckptlib.jobs import JobThread
 from ckptlib.slots.slot import Slot, SlotHeader
 from ckptlib.staging.copies import Pair, Source
 from ckptlib.staging.device_copies import Copied, DeviceCopies, Devices
+from ckptlib.staging.host_copies import HostCopies
 from ckptlib.staging.known_copies import KnownPairs
 from ckptlib.staging.replica_digests import Reading
 from ckptlib.staging.spare_memory import Body
@@ -36,10 +36,6 @@ log = logging.getLogger(__name__)
 
 COPY_TIMEOUT_S = 600.0
 """A copy runs at memory speed; one that takes longer has lost its thread."""
-
-SAMPLE_BYTES = 128
-"""Of each tensor, at a place drawn anew; a write to a whole tensor that leaves it alone is not to be expected. One
-window and not several: the first look at a page that was not touched lately costs more than all the rest (0.5 us)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +173,11 @@ class Stager:
                 later += pairs.late
             lots.append(Copied(lot.header.rank, Body(lot.offsets, lot.header.body_nbytes), found))
         staging.device_copies = self._devices.begin(lots, spare)
-        samples = [self._sample(pair) for pair in later]
-        waits = later or any(copies.driven for copies in staging.device_copies)
+        host_copies = HostCopies(later, self._random)
+        waits = host_copies or any(copies.driven for copies in staging.device_copies)
         if not (waits or (reading is not None and reading.late)):
             staging._copied.set()
-        staging._hand_over = lambda: self._jobs.put(lambda: self._finish(staging, later, samples, reading))
+        staging._hand_over = lambda: self._jobs.put(lambda: self._finish(staging, host_copies, reading))
         return staging
 
     def _offsets(self, table: Table, sources: Sequence[Source]) -> tuple[int, ...]:
@@ -195,38 +191,25 @@ class Stager:
         """Whether another snapshot may begin: no memory of a device that it would go by is still on its way."""
         return self._devices.ready
 
-    def _sample(self, pair: Pair) -> tuple[int, bytes]:
-        """(offset, bytes) of a window of a source that is copied behind the fence."""
-        offset = int(self._random.random() * (pair.nbytes - SAMPLE_BYTES))
-        return offset, bytes(pair.now[offset : offset + SAMPLE_BYTES])
-
     @torch.no_grad()
-    def _finish(
-        self,
-        staging: Staging,
-        later: list[Pair],
-        samples: list[tuple[int, bytes]],
-        reading: Reading | None,
-    ) -> None:
+    def _finish(self, staging: Staging, host_copies: HostCopies, reading: Reading | None) -> None:
         cuda.relax_capture()
         try:
             began = time.perf_counter()
             try:
                 for copies in staging.device_copies:
                     copies.drive()
-                for pair in later:
-                    pair.move()
+                host_copies.move()
                 if reading is not None:
                     reading.read_late()
-                _check_samples(later, samples, staging.step)
+                _raise_torn(staging.step, host_copies.written())
             finally:
                 staging.seconds = time.perf_counter() - began
-                later.clear()
+                host_copies.clear()
                 staging._copied.set()
                 # of all devices, whatever went wrong: the slot may be another snapshot's as soon as this one has failed
                 written = [name for copies in staging.device_copies for name in copies.finish()]
-            if written:
-                raise _torn(staging.step, written[0])
+            _raise_torn(staging.step, written)
             if reading is not None:
                 staging.check = reading.finish(staging.content.header.rank)
             _seal(staging)
@@ -242,18 +225,12 @@ class Stager:
         self._devices.clear()
 
 
-def _check_samples(later: list[Pair], samples: list[tuple[int, bytes]], step: int) -> None:
-    for pair, (offset, expected) in zip(later, samples, strict=True):
-        window = slice(offset, offset + SAMPLE_BYTES)
-        if not expected == pair.copied[window] == pair.now[window]:
-            raise _torn(step, pair.source.name)
-
-
-def _torn(step: int, name: str) -> TornSnapshot:
-    return TornSnapshot(
-        f"step {step}: {name} was written to while it was copied; a writer that is not an optimizer of the state must "
-        "run inside `with checkpointer.updating():`"
-    )
+def _raise_torn(step: int, written: Sequence[str]) -> None:
+    if written:
+        raise TornSnapshot(
+            f"step {step}: {written[0]} was written to while it was copied; a writer that is not an optimizer of the "
+            "state must run inside `with checkpointer.updating():`"
+        )
 
 
 def _seal(staging: Staging) -> None:

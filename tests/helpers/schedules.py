@@ -27,7 +27,7 @@ from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
 from ckptlib.format.sharding import Replicate
 from ckptlib.jobs import Job
 from ckptlib.slots.slot import Slot, SlotHeader
-from ckptlib.staging import copies, pinned_ring, prepared_copies, spare_memory, stager
+from ckptlib.staging import copies, host_copies, pinned_ring, prepared_copies, spare_memory
 from ckptlib.staging.copies import Source
 from ckptlib.staging.fence import Fence
 from ckptlib.staging.spare_memory import Figures
@@ -45,7 +45,7 @@ def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned_ring, "RING_BYTES", 1024)
     monkeypatch.setattr(copies, "OVERLAP_FROM_BYTES", 256)
     monkeypatch.setattr(copies, "PACK_BELOW_BYTES", 1024)
-    monkeypatch.setattr(stager, "SAMPLE_BYTES", 64)
+    monkeypatch.setattr(host_copies, "SAMPLE_BYTES", 64)
 
 
 @dataclass(frozen=True)
