@@ -162,7 +162,7 @@ class Checkpointer:
         if self._group.rank == 0:
             log.info("restore: %s", report)
         if self._session.settings.peers is not None:
-            self._session.snapshots.arena.reclaim(but=report.save)
+            self._session.snapshots.arena.others.reclaim(but=report.save)
             self._warm()
             if report.save is not None:
                 self._keep(report)

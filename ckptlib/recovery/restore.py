@@ -134,9 +134,9 @@ def _look_around(session: Session) -> Inventory:
         return Inventory([])
 
     def own() -> bytes:
-        with session.snapshots.arena.others() as slots:
+        with session.snapshots.arena.others.opened() as slots:
             found = look(slots, session.root.id)
-        return describe(found, map(memory_of, session.snapshots.arena.directories))
+        return describe(found, map(memory_of, session.snapshots.arena.others.directories))
 
     return Inventory(session.group.gather(together(session.group, "looking for snapshots in memory", own)))
 
@@ -233,7 +233,7 @@ def _await_orphans(session: Session) -> None:
     """Waits, on every host, for writers of this root that are not this job's. Collective."""
     deadline = time.monotonic() + ORPHANS_TIMEOUT_S
     told = False
-    while session.snapshots.arena.being_read():
+    while session.snapshots.arena.others.being_read():
         if time.monotonic() > deadline:
             log.warning(
                 "writers of an earlier job still persist snapshots of %s; what they have not finished is given up",

@@ -46,7 +46,7 @@ def open_memory(settings: Settings, group: Group, over: dist.ProcessGroup | None
         writer = Writer(settings.for_writer(group.rank, group.size, root.save_deadline_s))
         arena = make_arena(writer)
         if peers is None:
-            arena.reclaim()
+            arena.others.reclaim()
         return arena, writer
 
     arena, writer = together(group, "making room for snapshots", make_room)

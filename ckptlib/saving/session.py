@@ -237,7 +237,7 @@ class Session:
         try:
             if clean:
                 self.outcomes.close(timeout)
-                self.snapshots.arena.reclaim()  # a job that came to its end needs nothing of the one before
+                self.snapshots.arena.others.reclaim()  # a job that came to its end needs nothing of the one before
             else:
                 self.writer.leave()
         finally:

@@ -217,8 +217,8 @@ class Snapshots:
         """What the job before left in memory is needed no more; its writers may have it open for a while yet."""
         if self._reclaim_at is None or time.monotonic() < self._reclaim_at:
             return
-        self.arena.reclaim()
-        self._reclaim_at = time.monotonic() + RECLAIM_EVERY_S if self.arena.has_others else None
+        self.arena.others.reclaim()
+        self._reclaim_at = time.monotonic() + RECLAIM_EVERY_S if self.arena.others.any_earlier else None
 
     @property
     def coverage(self) -> Coverage | None:

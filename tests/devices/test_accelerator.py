@@ -29,7 +29,7 @@ def test_every_snapshot_is_of_its_own_step(
     device = device_of_rank(0)
     give_figures(device)
     if not pinned:
-        monkeypatch.setattr(ckptlib.staging.arena.cuda, "is_pinned", lambda address: False)
+        monkeypatch.setattr(ckptlib.devices.cuda, "is_pinned", lambda address: False)
     training = Training(device)
     peers = ckptlib.Peers(copies=0, every=1, memory=memory)
     expected = {}

@@ -22,7 +22,7 @@ from ckptlib.devices import accelerator, cuda
 from ckptlib.errors import TornSnapshot
 from ckptlib.format.keys import GenerationId
 from ckptlib.policy.peers import Peers
-from ckptlib.staging import arena
+from ckptlib.staging import pinning
 from ckptlib.staging.arena import Arena
 from ckptlib.staging.device_copies import Devices
 from ckptlib.staging.stager import Stager
@@ -96,8 +96,8 @@ def test_no_thread_makes_a_context_on_the_first_device(
     runtime.initialized = True
     slot = made.take(10_000, -1, ())
     assert slot is not None
-    if made._pinning is not None:
-        made._pinning.join()
+    if made._pinning._thread is not None:
+        made._pinning._thread.join()
     assert cuda.is_pinned(slot.address()), "for the next snapshot, if not for this one"
     assert runtime.contexts == {3}
     made.close(unlink=True)
@@ -120,7 +120,7 @@ def test_a_slot_is_made_by_processors_beside_the_device(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(cuda, "pci_address", lambda device: f"0000:0{device}:00.0")
-    monkeypatch.setattr(arena, "processors_near", lambda pci: asked.append(pci) or frozenset({0}))
+    monkeypatch.setattr(pinning, "processors_near", lambda pci: asked.append(pci) or frozenset({0}))
     made = make_arena(tmp_path)
     made.warm(10_000)
     made.close(unlink=True)

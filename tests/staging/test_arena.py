@@ -208,12 +208,12 @@ def test_slots_of_a_live_process_are_left_alone_and_those_of_a_dead_one_go(tmp_p
         paths = {Path(text) for text in line.split()}
         assert len(paths) == 2
         arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
-        assert arena.reclaim() == []
+        assert arena.others.reclaim() == []
         assert all(path.exists() for path in paths)
         other.send_signal(signal.SIGKILL)
         other.wait(60)
         assert all(path.exists() for path in paths), "only reclaimed when asked"
-        assert {*arena.reclaim()} == paths
+        assert {*arena.others.reclaim()} == paths
     assert names(tmp_path) == set()
     arena.close(unlink=True)
 
@@ -224,11 +224,11 @@ def test_a_slot_that_a_writer_still_reads_is_waited_for(tmp_path: Path) -> None:
     with process("read", left.path) as (other, line):
         assert line == "reading\n"
         arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
-        assert arena.being_read() == [left.path]
-        assert arena.reclaim() == []
+        assert arena.others.being_read() == [left.path]
+        assert arena.others.reclaim() == []
         other.send_signal(signal.SIGKILL)
         other.wait(60)
-        assert arena.being_read() == []
+        assert arena.others.being_read() == []
     arena.close(unlink=True)
 
 
@@ -238,7 +238,7 @@ def test_other_roots_and_this_generation_are_nobodys_orphans(tmp_path: Path) -> 
         Slot.create(tmp_path, f"ckptlib-{root[:16]}-{generation}", SIZE).close()
     before = names(tmp_path)
     arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
-    assert (arena.reclaim(), arena.being_read()) == ([], [])
+    assert (arena.others.reclaim(), arena.others.being_read()) == ([], [])
     assert names(tmp_path) == before
 
 
@@ -250,9 +250,9 @@ def test_what_a_later_generation_left_for_its_successor_is_not_taken_by_an_earli
         slot.close()
         left[number] = slot.path
     arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
-    assert {*arena.reclaim()} == {left[GENERATION.number - 1], left[GENERATION.number]}
+    assert {*arena.others.reclaim()} == {left[GENERATION.number - 1], left[GENERATION.number]}
     assert left[GENERATION.number + 1].exists()
-    assert not arena.has_others
+    assert not arena.others.any_earlier
 
 
 def test_two_arenas_of_one_root_in_one_process_leave_each_other_alone(tmp_path: Path) -> None:
@@ -260,13 +260,13 @@ def test_two_arenas_of_one_root_in_one_process_leave_each_other_alone(tmp_path: 
     first = Arena(ROOT_ID, GenerationId(6, "00000006"), tmp_path, 2)
     slot = taken(first, -1, [])
     second = Arena(ROOT_ID, GENERATION, tmp_path, 2)
-    assert second.reclaim() == []
+    assert second.others.reclaim() == []
     assert slot.path.exists()
     with process("read", slot.path) as (_, line):
         assert line == "", "the lock of the first arena still holds"
     first.close(unlink=False)
     assert slot.path.exists(), "left to a writer"
-    assert second.reclaim() == [slot.path]
+    assert second.others.reclaim() == [slot.path]
     assert not slot.path.exists(), "nobody's now"
 
 
@@ -285,7 +285,7 @@ def test_what_was_planted_is_neither_followed_nor_deleted(tmp_path: Path) -> Non
     writable.chmod(0o666)
     before = names(tmp_path)
     arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
-    assert (arena.being_read(), arena.reclaim(), arena.has_others) == ([], [], False)
+    assert (arena.others.being_read(), arena.others.reclaim(), arena.others.any_earlier) == ([], [], False)
     arena.close(unlink=True)
     assert names(tmp_path) == before
     assert victim.read_bytes() == writable.read_bytes() == b"precious" * PAGE_BYTES

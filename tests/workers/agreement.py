@@ -591,8 +591,8 @@ def another_default_device(url: Path) -> None:
         with checkpointer(url, found, 10**6, peers=peers) as ckpt:
             report = ckpt.restore()
             arena, deadline = ckpt._session.snapshots.arena, time.monotonic() + PATIENCE_S
-            while arena.has_others:  # the job before was in these very processes, and lets go of replicas, too
-                arena.reclaim()
+            while arena.others.any_earlier:  # the job before was in these very processes, and lets go of replicas, too
+                arena.others.reclaim()
                 assert time.monotonic() < deadline
             dist.barrier()
         assert report.in_memory

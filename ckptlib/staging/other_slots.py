@@ -1,0 +1,105 @@
+"""Slots of the same root that other generations have left on this host: looked into, waited for, and unlinked.
+
+Those that no live process has open are unlinked when the next incarnation of the root asks for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckptlib.errors import CorruptData, FormatError
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.slots.slot import SUFFIX, Slot
+
+log = logging.getLogger(__name__)
+
+OPEN: set[Path] = set()
+"""Slots that any arena of this process has open: its locks do not keep itself out, so only this tells them apart."""
+
+
+def root_prefix(root_id: str) -> str:
+    """What the names of all slots of a root begin with."""
+    return f"ckptlib-{root_id[:16]}-"
+
+
+class OtherSlots:
+    """As one generation of a root sees them; owned by one thread."""
+
+    def __init__(self, root_id: str, generation: GenerationId, directories: Sequence[Path]) -> None:
+        """`directories`: where slots may be, the usual one first."""
+        self.directories = directories
+        self._generation = generation
+        self._root_prefix = root_prefix(root_id)
+        self._own_prefix = f"{self._root_prefix}{generation}"
+        self._left_alone: set[Path] = set()
+        """What was told of already."""
+
+    def being_read(self) -> list[Path]:
+        """Those that a writer on this host has yet to finish with."""
+        with self.opened() as slots:
+            return [slot.path for slot in slots if slot.being_read()]
+
+    def reclaim(self, but: SaveId | None = None) -> list[Path]:
+        """Unlinks those of earlier generations that no live process on this host has open.
+
+        `but`: those that hold this snapshot stay. What a later generation keeps for its successor is not ours to take.
+        """
+        with self.opened() as slots:
+            left_behind = [
+                slot
+                for slot in slots
+                if not self._is_later(slot) and (but is None or not _holds(slot, but)) and slot.abandoned()
+            ]
+            for slot in left_behind:
+                log.info("reclaimed %s, a slot that its processes left behind", slot.path)
+                slot.unlink()
+                slot.empty()  # its old writer may have it open until the last of them is gone
+            return [slot.path for slot in left_behind]
+
+    def _is_later(self, slot: Slot) -> bool:
+        """By its name, whose numbers have fixed width. Generations that began at one time may have one number."""
+        own = f"{self._generation.number:06d}"
+        return slot.path.name.removeprefix(self._root_prefix)[: len(own)] > own
+
+    @property
+    def any_earlier(self) -> bool:
+        """Whether some of earlier generations are there."""
+        with self.opened() as slots:
+            return any(not self._is_later(slot) for slot in slots)
+
+    @contextmanager
+    def opened(self) -> Iterator[list[Slot]]:
+        """All of them, open for a moment. What is not this user's is left alone.
+
+        Who only looks does not count as having them open: ranks of one host that look at the same time would each take
+        the other for an owner, and none would reclaim anything.
+        """
+        slots = []
+        for directory in self.directories:
+            for entry in os.scandir(directory):
+                path = Path(entry.path)
+                other = entry.name.startswith(self._root_prefix) and not entry.name.startswith(self._own_prefix)
+                if other and entry.name.endswith(SUFFIX) and path not in OPEN:
+                    try:
+                        slots.append(Slot.open(path))
+                        slots[-1].abandon()
+                    except FormatError as error:
+                        if path.exists() and path not in self._left_alone:
+                            self._left_alone.add(path)
+                            log.warning("left alone: %s", error)
+        try:
+            yield slots
+        finally:
+            for slot in slots:
+                slot.close()
+
+
+def _holds(slot: Slot, save: SaveId) -> bool:
+    try:
+        return slot.read_header().save == save
+    except (CorruptData, FormatError):
+        return False

@@ -1,0 +1,68 @@
+"""Slots that the driver of the trainer's device knows, so that it copies to them at the full speed of its link."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from ckptlib.devices import cuda
+from ckptlib.devices.numa import processors_near
+from ckptlib.slots.slot import Slot
+
+log = logging.getLogger(__name__)
+
+
+class Pinning:
+    """Of one arena, whose slots are all that it is asked of."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+        self._device: int | None = None
+        """Of the trainer, as its own thread has chosen it: for all others it is the first, on which each rank of a host
+        would have a context then. None until this process uses CUDA."""
+        self._pinned: dict[Path, int | None] = {}
+        """By slot: for which device; None: it was refused."""
+        self._thread: threading.Thread | None = None
+
+    def choose_device(self) -> None:
+        """On the trainer's thread."""
+        if self._wanted and self._device is None:
+            self._device = cuda.current_device()
+
+    def processors(self) -> frozenset[int]:
+        """Those that the device is plugged in beside; none in particular where there is no device."""
+        address = None if self._device is None else cuda.pci_address(self._device)
+        return frozenset() if address is None else processors_near(address)
+
+    def pin(self, slot: Slot) -> None:
+        if self._device is None or slot.path in self._pinned:
+            return
+        self._pinned[slot.path] = None
+        try:
+            cuda.pin(slot.address(), slot.capacity, self._device)
+            self._pinned[slot.path] = self._device
+        except RuntimeError as error:
+            log.warning("copies from the device go by way of a buffer, which takes a thread's time: %s", error)
+
+    def pin_later(self, slots: Iterable[Slot]) -> None:
+        """In the background: slots that were made before this process used CUDA. Until then they go by the buffer."""
+        late = [] if self._device is None else [slot for slot in slots if slot.path not in self._pinned]
+
+        def pin() -> None:
+            for slot in late:
+                self.pin(slot)
+
+        if late and self._thread is None:
+            self._thread = threading.Thread(target=pin, name="ckptlib-arena")
+            self._thread.start()
+
+    def unpin(self, slot: Slot) -> None:
+        """Before its memory goes."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        device = self._pinned.pop(slot.path, None)
+        if device is not None:
+            cuda.unpin(slot.address(), slot.capacity, device)
