@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from safetensors.numpy import load
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import Committer
 from ckptlib.errors import CorruptData
 from ckptlib.format import body_layout, keys, sharding
 from ckptlib.format.box import Box
@@ -51,6 +52,12 @@ def make_generation(
     generation = GenerationId(number, f"{number:08x}")
     catalog.put_generation(Generation(generation, world_size, resumed_from, 0.0, {}, "here"))
     return generation
+
+
+def replace_object(store: Store, key: str, data: bytes) -> None:
+    """As damage does, and no put."""
+    store.delete(key)
+    store.put(key, data)
 
 
 def layout_of(tensors: Mapping[str, np.ndarray], world_size: int = 1) -> Layout:
@@ -125,7 +132,7 @@ def make_save(
 ) -> SaveId:
     """A committed step."""
     save, names = put_parts(catalog, generation, step, tensors, world_size)
-    catalog.commit(save, names)
+    Committer(catalog).commit(save, names)
     return save
 
 

@@ -8,14 +8,11 @@ is no part of history. No torch.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
-from ckptlib.catalog.completeness import Doubt, Proof
-from ckptlib.catalog.shards import Contents, Share
 from ckptlib.errors import (
     CheckpointNotFound,
     CkptError,
@@ -25,30 +22,19 @@ from ckptlib.errors import (
     ObjectExists,
     ObjectNotFound,
     ObjectUnreadable,
-    ReplicasDiffer,
-    SaveFailed,
     Superseded,
-    UnsupportedState,
 )
 from ckptlib.format import gc_pause, keys
-from ckptlib.format.check import alike
 from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.documents import as_written
 from ckptlib.format.keys import GenerationId, PartName, SaveId
 from ckptlib.format.layout import Layout, decode_layout
-from ckptlib.format.manifest import Generation, Manifest, Root, ranks_by_layout
-from ckptlib.format.part import FailedPart, Part, PartHead
+from ckptlib.format.manifest import Generation, Manifest, Root
+from ckptlib.format.part import Part
 from ckptlib.stores import Store
 from ckptlib.stores.io_limits import Pace
 
 log = logging.getLogger(__name__)
-
-POLL_FIRST_S = 0.005
-POLL_LAST_S = 0.5
-"""How often a committer looks for parts: at once on a local disk, seldom when ranks are slow."""
-
-SHARES_KEPT = 4
-"""Parts that are kept while what several ranks wrote is compared, rank by rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +82,6 @@ class Catalog:
         self.store = store
         self._generations: dict[GenerationId, Generation] = {}
         self._layouts: dict[str, Layout] = {}
-        self._verified: dict[tuple[str | None, ...], tuple[Mapping[str, tuple[int, ...]], int]] = {}
 
     # Reading
 
@@ -112,14 +97,8 @@ class Catalog:
         try:
             return self.root()
         except CheckpointNotFound:
-            self._put_new(keys.ROOT, make.encode())
+            put_new(self.store, keys.ROOT, make.encode())
             return self.root()
-
-    def _put_new(self, key: str, data: bytes) -> None:
-        try:
-            self.store.put(key, data)
-        except ObjectExists:
-            return  # somebody else was first; theirs stands
 
     def saves(self) -> list[SaveId]:
         """Every committed save, by step."""
@@ -281,7 +260,7 @@ class Catalog:
 
     def put_generation(self, generation: Generation) -> None:
         """From here on, older generations are superseded."""
-        self._put_new(generation.id.key, generation.encode())
+        put_new(self.store, generation.id.key, generation.encode())
 
     def put_layout(self, digest: str, document: bytes) -> None:
         """Once for all steps that share it; a damaged one is replaced, since every step that has it is lost with it."""
@@ -296,7 +275,7 @@ class Catalog:
         except ObjectUnreadable as error:
             log.error("%s; it is put again", error)
             self.store.delete(key)
-        self._put_new(key, document)
+        put_new(self.store, key, document)
 
     def check_head(self, generation: GenerationId) -> None:
         """Raises Superseded when a newer generation has put its record."""
@@ -320,159 +299,13 @@ class Catalog:
         key = save.manifest_key
         return any(entry.key == key for entry in self.store.scan(key))
 
-    def commit(self, save: SaveId, names: Sequence[PartName]) -> Manifest:
-        """Makes the step exist. `names`: one part per rank.
 
-        The first time that ranks lie as they do, all parts are read and it is proved that together they hold every
-        element of every tensor, and one value of it; as long as the tables stay the same, and no two of them hold the
-        same element, that proof stands. That ranks hold alike what one of them wrote for several is told by the checks
-        in the parts' names, every time. Raises SaveFailed when they do not, ReplicasDiffer, Superseded, or what a
-        damaged part raises; the step does not exist then.
-        """
-        assert [(n.save, n.rank) for n in names] == [(save, rank) for rank in range(len(names))], "one part per rank"
-        if not alike(name.check for name in names):
-            raise ReplicasDiffer(
-                f"step {save.step}: what several ranks hold, and one of them wrote for all, is not the same on all of "
-                "them; the step is not committed"
-            )
-        layouts, nbytes = self._prove(save, names)
-        self.check_head(save.generation)
-        first = PartHead.decode(names[0], self.store.get(names[0].key))
-        manifest = Manifest(save, len(names), tuple(names), layouts, nbytes, first.created, first.metrics)
-        self._put_new(save.manifest_key, manifest.encode())
-        present = {entry.key for entry in self.store.scan(keys.LAYOUTS)}
-        for digest in layouts:  # retention may have deleted one that no step named until now
-            if keys.layout_key(digest) not in present:
-                self.put_layout(digest, self.layout(digest).encoded)
-        return manifest
-
-    def _prove(self, save: SaveId, names: Sequence[PartName]) -> tuple[Mapping[str, tuple[int, ...]], int]:
-        key = tuple(name.table for name in names)
-        if key in self._verified:
-            return self._verified[key]
-        found: list[tuple[str, int]] = []
-        nbytes, proof = 0, Proof()
-        for name in names:
-            part = self.part(name)
-            if part.world_size != len(names):
-                what = f"the part of rank {part.rank} is for {part.world_size} ranks, expected {len(names)}"
-                raise SaveFailed(f"step {save.step}: {what}")
-            found.append((part.table.layout, part.rank))
-            nbytes += sum(pack.nbytes for pack in part.packs)
-            proof.add(part, self.layout(part.table.layout))
-        if (clash := proof.clash()) is not None:
-            raise SaveFailed(f"step {save.step}: {clash}; the step is not committed")
-        try:
-            missing = proof.missing()
-            doubts = proof.doubts() if missing is None else []
-        except (FormatError, UnsupportedState) as error:
-            raise SaveFailed(f"step {save.step}: {error}; the step is not committed") from error
-        if missing is not None:
-            raise SaveFailed(f"step {save.step}: no rank wrote {missing}; the step is not committed")
-        self._settle(save, names, doubts)
-        layouts = ranks_by_layout(found)
-        if not doubts:  # what lies as it did may have other bytes the next time
-            self._verified = {key: (layouts, nbytes)}
-        return layouts, nbytes
-
-    def _settle(self, save: SaveId, names: Sequence[PartName], doubts: Sequence[Doubt]) -> None:
-        """Raises SaveFailed where what two ranks wrote of a tensor is not equal."""
-        contents = Contents(self.store.get_into)
-
-        @lru_cache(maxsize=SHARES_KEPT)
-        def share(rank: int) -> Share:
-            part = self.part(names[rank])
-            return Share(part, self.layout(part.table.layout))
-
-        for doubt in doubts:
-            if not contents.settles(doubt, share):
-                where, (first, second) = f"{doubt.name}{doubt.region}", doubt.ranks
-                raise SaveFailed(
-                    f"step {save.step}: {where}: ranks {first} and {second} saved different bytes for it; the step is "
-                    "not committed. If each rank has its own, say PerRank; if these are pieces of one tensor, DTensor "
-                    "or Sharded(tensor, offset, shape), with boxes that are equal where they overlap"
-                )
-
-    def commit_when_whole(self, save: SaveId, world_size: int, seconds_left: Callable[[], float]) -> Manifest:
-        """Waits for a part of every rank, then commits.
-
-        Raises SaveFailed with the ranks that failed, or that did not come while there were seconds left.
-        """
-        if self.is_committed(save):  # by one that died before it could say so
-            return self.manifest(save)
-        pause = POLL_FIRST_S
-        while True:
-            names, missing = self._complete(save, world_size)
-            if not missing:
-                return self.commit(save, names)
-            if seconds_left() <= 0:
-                some = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-                raise SaveFailed(f"step {save.step}: no part came from {len(missing)} of {world_size} ranks: {some}")
-            self.check_head(save.generation)
-            time.sleep(pause)
-            pause = min(pause * 1.5, POLL_LAST_S)
-
-    def _complete(self, save: SaveId, world_size: int) -> tuple[list[PartName], list[int]]:
-        """One good part per rank, and the ranks that have none. Raises SaveFailed for a rank that failed.
-
-        All of one snapshot: there may be parts of two that were taken at the same step.
-        """
-        found = self.parts(save)
-        self._raise_failure(save, found)
-        by_number: dict[int, dict[int, PartName]] = {}
-        for rank, names in found.items():
-            for name in names:
-                if name.ok and rank < world_size:
-                    by_number.setdefault(-1 if name.check is None else name.check.number, {}).setdefault(rank, name)
-        good = max(by_number.items(), key=lambda item: (len(item[1]), item[0]), default=(0, {}))[1]
-        missing = [rank for rank in range(world_size) if rank not in good]
-        return [good[rank] for rank in sorted(good)], missing
-
-    def _raise_failure(self, save: SaveId, found: Mapping[int, list[PartName]]) -> None:
-        for rank, names in found.items():
-            if names and not any(name.ok for name in names):
-                failure = FailedPart.decode(names[0], self.store.get(names[0].key))
-                raise SaveFailed(f"step {save.step}: rank {rank} failed: {failure.error}")
-
-    def raise_if_failed(self, save: SaveId) -> None:
-        """Raises SaveFailed when a rank has published that its part will not come, or rank 0 that it gave up."""
-        found = self.parts(save)
-        self._raise_failure(save, found)
-        self._raise_failure(save, {0: [name for name in found.get(0, []) if not name.ok]})
-
-    def finish(self, generation: GenerationId) -> list[SaveId]:
-        """Commits the saves of dead generations, older than `generation`, whose parts are all there.
-
-        What was persisted whole before a crash is not lost with the committer.
-        """
-        committed = set(self.saves())
-        waiting = {
-            name.save
-            for entry in self.store.scan(keys.PARTS)
-            if (name := keys.parse_part_key(entry.key)) is not None and name.save not in committed
-        }
-        trashed = {keys.parse_trash_key(entry.key) for entry in self.store.scan(keys.TRASH)}
-        done = []
-        for save in sorted(waiting - trashed):
-            if save.generation < generation and self._finish_one(save):
-                done.append(save)
-        return done
-
-    def _finish_one(self, save: SaveId) -> bool:
-        names = self.parts(save)
-        if 0 not in names or not all(n.ok for found in names.values() for n in found):
-            return False  # a rank, or the committer, said that it gave up
-        self._verified.clear()  # nobody is left who knows whether these parts are whole: read them all
-        try:
-            world_size = self.part(next(n for n in names[0] if n.ok)).world_size
-            complete, missing = self._complete(save, world_size)
-            if missing:
-                return False
-            self.commit(save, complete)
-        except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable, SaveFailed) as error:
-            log.warning("step %d is not committed, though all its parts are there: %s", save.step, error)
-            return False  # damaged or incomplete: it never existed, and retention will sweep it
-        return True
+def put_new(store: Store, key: str, data: bytes) -> None:
+    """Puts an object, unless somebody else was first: theirs stands."""
+    try:
+        store.put(key, data)
+    except ObjectExists:
+        return
 
 
 class Committed:

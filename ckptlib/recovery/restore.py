@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from ckptlib.catalog.commit import finish_saves
 from ckptlib.checkpoint import LoadOrder, load_step
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -223,7 +224,7 @@ def _finish(session: Session) -> None:
     """Commits what is whole in the store and was not committed before its job died. Collective."""
 
     def finish() -> None:
-        for save in session.catalog.finish(session.generation) if session.group.rank == 0 else []:
+        for save in finish_saves(session.catalog, session.generation) if session.group.rank == 0 else []:
             log.warning("step %d was whole but not committed; it is now", save.step)
 
     together(session.group, "finishing saves", finish)

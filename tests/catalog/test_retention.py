@@ -16,6 +16,7 @@ from support import age, all_keys, keys_of, make_generation, make_root, make_sav
 from typing_extensions import Buffer, override
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import Committer, finish_saves
 from ckptlib.catalog.retention import GRACE, Keep, Sweep, referenced, sweep
 from ckptlib.errors import CorruptData, StoreError, StoreFull, Superseded
 from ckptlib.format import keys
@@ -32,16 +33,6 @@ T = TypeVar("T")
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
 LATER_S = GRACE.total_seconds() + HOUR_S
-
-
-@pytest.fixture(params=["local", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return LocalStore(str(tmp_path / "root")) if request.param == "local" else MemoryStore()
-
-
-@pytest.fixture
-def catalog(store: Store) -> Catalog:
-    return make_root(store)
 
 
 def steps(saves: object) -> list[int]:
@@ -213,7 +204,7 @@ def test_what_a_new_generation_finishes_is_not_deleted(store: Store, catalog: Ca
     save, names = put_parts(catalog, dead, 1, state(1))
     age(store, LATER_S)
     assert sweep(catalog, None, None).condemned == (save,)
-    catalog.commit(save, names)
+    Committer(catalog).commit(save, names)
     age(store, LATER_S)
     assert sweep(catalog, None, None).deleted == ()
     assert save.trash_key not in all_keys(store)
@@ -226,7 +217,7 @@ def test_trash_is_not_committed_again(store: Store, catalog: Catalog) -> None:
         make_save(catalog, dead, step, state(step))
     sweep(catalog, Keep(last=1), None)
     alive = make_generation(catalog, 2)
-    assert catalog.finish(alive) == []
+    assert finish_saves(catalog, alive) == []
     assert steps(catalog.saves()) == [1]
 
 
@@ -291,7 +282,7 @@ def test_a_layout_that_is_deleted_too_early_comes_back_with_the_commit(store: St
     _, names = put_parts(catalog, generation, 2, state(2))
     for entry in store.scan(keys.LAYOUTS):
         store.delete(entry.key)
-    catalog.commit(names[0].save, names)
+    Committer(catalog).commit(names[0].save, names)
     assert listed_steps_are_whole(store) == [1, 2]
 
 
@@ -438,7 +429,7 @@ def test_a_crash_anywhere_hurts_no_listed_step_and_is_made_good(store: Store, tm
         kept = listed_steps_are_whole(inner)
         assert kept[-2:] == [5, 6]
         assert set(kept) <= {2, 4, 5, 6}
-        assert Catalog(inner).finish(GenerationId(99, "0" * 8)) in ([], [SaveId(3, generation)])
+        assert finish_saves(Catalog(inner), GenerationId(99, "0" * 8)) in ([], [SaveId(3, generation)])
         for _ in range(4):
             sweep(Catalog(inner), Keep(last=2), generation)
             assert listed_steps_are_whole(inner)[-2:] == [5, 6]

@@ -12,6 +12,7 @@ import pytest
 from support import ROOT_ID, layout_of, make_generation, make_root, read_save, shards_of
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import Committer
 from ckptlib.errors import ReplicasDiffer, SaveFailed, Superseded
 from ckptlib.format import body_layout
 from ckptlib.format.check import Check, check_of, compared
@@ -91,7 +92,7 @@ class Job:
             store = LocalStore(str(self.directory / "root"))
             try:
                 with ThreadPoolExecutor(1) as executor:
-                    rescue(self.hosts[rank], known[rank], rank, Persister(store, executor), Catalog(store))
+                    rescue(self.hosts[rank], known[rank], rank, Persister(store, executor), Committer(Catalog(store)))
             except Exception as error:
                 return error
             return None
