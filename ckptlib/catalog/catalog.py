@@ -1,18 +1,18 @@
-"""What a root holds: its steps, their history, and the one way by which a step comes to exist.
+"""What a root holds: its steps, the generations that saved them, and the documents of both.
 
-History is linear with rewinds. The head is the newest generation that has committed. Visible are its own steps and
-those of the generation it resumed from, up to the step it resumed from, and so on. A generation that never committed
-is no part of history. No torch.
+It lists and reads, and puts what is put once. Which steps are on the history of the job is for `history` to say; how a
+step comes to exist, for `commit`. No torch.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ckptlib.catalog.history import check_head, history, named, numbered, read_records, successor
 from ckptlib.errors import (
     CheckpointNotFound,
     CkptError,
@@ -22,7 +22,6 @@ from ckptlib.errors import (
     ObjectExists,
     ObjectNotFound,
     ObjectUnreadable,
-    Superseded,
 )
 from ckptlib.format import gc_pause, keys
 from ckptlib.format.digests import XXH3, digester
@@ -53,26 +52,6 @@ class CheckpointInfo:
     """Whether it lies on the job's history; a step left behind by a rewind does not."""
     name: str
     """<step>-<generation>-<nonce>."""
-
-
-def history(saves: Iterable[SaveId], generations: Mapping[GenerationId, Generation]) -> list[SaveId]:
-    """The visible ones of committed saves, ascending by step. Pure."""
-    by_generation: dict[GenerationId, list[SaveId]] = {}
-    for save in saves:
-        by_generation.setdefault(save.generation, []).append(save)
-    found: list[SaveId] = []
-    head = max(by_generation, default=None)
-    limit = keys.MAX_STEP
-    seen: set[GenerationId] = set()
-    while head is not None and head not in seen:
-        seen.add(head)
-        found += [save for save in by_generation.get(head, []) if save.step <= limit]
-        record = generations.get(head)
-        origin = None if record is None else record.resumed_from
-        if origin is not None:
-            limit = min(limit, origin.step)
-        head = None if origin is None else origin.generation
-    return sorted(found)
 
 
 class Catalog:
@@ -120,26 +99,7 @@ class Catalog:
         Raises NewerFormat.
         """
         saves = self.saves()  # first: who commits has put its record
-        return self._records(self.generation_ids(), saves)
-
-    def _records(
-        self, ids: Iterable[GenerationId], saves: Iterable[SaveId], newer: bool = False
-    ) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
-        found: dict[GenerationId, Generation] = {}
-        lost: dict[GenerationId, CkptError] = {}
-        for generation in ids:
-            try:
-                found[generation] = self.generation(generation)
-            except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable) as error:
-                if isinstance(error, NewerFormat) and not newer:
-                    raise
-                lost[generation] = error
-        origins = (record.resumed_from for record in found.values())
-        for save in (*saves, *(origin for origin in origins if origin is not None)):
-            if save.generation not in found:
-                where = f"{self.store.url}/{save.generation.key}"
-                lost.setdefault(save.generation, ObjectNotFound(f"{where}: no such object"))
-        return found, lost
+        return read_records(self.generation_ids(), saves, self.generation, self.store.url)
 
     def generation(self, generation: GenerationId) -> Generation:
         """Its record. Raises ObjectNotFound, CorruptData or FormatError."""
@@ -177,7 +137,7 @@ class Catalog:
         """
         saves = self.saves()
         generations = self.generation_ids()
-        records, lost = self._records(generations, saves, newer)
+        records, lost = read_records(generations, saves, self.generation, self.store.url, newer)
         for generation, error in lost.items():
             log.error("what generation %s resumed from is not known: %s", generation, error)
         return history({*saves, *(save for save in further if save.generation in generations)}, records)
@@ -189,25 +149,9 @@ class Catalog:
         """
         self.check_versions()
         visible = self.visible()
-        if step == "latest":
-            if not visible:
-                raise CheckpointNotFound(f"{self.store.url} holds no committed step")
-            return visible[-1]
-        if isinstance(step, str) and not step.isdigit():
-            try:
-                save = keys.parse_save(step)
-            except FormatError as error:
-                raise CheckpointNotFound(
-                    f"{self.store.url}: {step[:80]!r} is neither a step's number, nor its full name, nor 'latest'"
-                ) from error
-            if save in self.saves():
-                return save
-            raise CheckpointNotFound(f"{self.store.url} holds no save {step}")
-        matching = [save for save in visible if save.step == int(step)]
-        if not matching:
-            steps = ", ".join(str(save.step) for save in visible[-8:])
-            raise CheckpointNotFound(f"{self.store.url} holds no step {step}; the last ones are: {steps or 'none'}")
-        return matching[-1]
+        if step != "latest" and isinstance(step, str) and not step.isdigit():
+            return named(step, self.saves, self.store.url)
+        return numbered(step, visible, self.store.url)
 
     def manifest(self, save: SaveId) -> Manifest:
         """Raises CheckpointNotFound, CorruptData, FormatError."""
@@ -250,13 +194,24 @@ class Catalog:
             name=str(save),
         )
 
+    def parts(self, save: SaveId) -> dict[int, list[PartName]]:
+        """By rank: the parts of a save that are there, failed ones included, sorted."""
+        found: dict[int, list[PartName]] = {}
+        for entry in self.store.scan(save.parts_prefix):
+            name = keys.parse_part_key(entry.key)
+            if name is not None and name.save == save:
+                found.setdefault(name.rank, []).append(name)
+        return {rank: sorted(names, key=lambda n: n.attempt) for rank, names in found.items()}
+
+    def is_committed(self, save: SaveId) -> bool:
+        key = save.manifest_key
+        return any(entry.key == key for entry in self.store.scan(key))
+
     # Writing
 
     def next_generation(self) -> GenerationId:
         """A number above all others. Nothing is put yet."""
-        ids = self.generation_ids()
-        last = max([*ids, *(save.generation for save in self.saves())], default=None)
-        return GenerationId(1 if last is None else last.number + 1, keys.new_nonce())
+        return successor(self.generation_ids(), self.saves())
 
     def put_generation(self, generation: Generation) -> None:
         """From here on, older generations are superseded."""
@@ -279,25 +234,7 @@ class Catalog:
 
     def check_head(self, generation: GenerationId) -> None:
         """Raises Superseded when a newer generation has put its record."""
-        newest = max(self.generation_ids(), default=generation)
-        if newest > generation:
-            raise Superseded(
-                f"{self.store.url}: generation {generation} may no longer save: {newest} has begun. Two jobs use one "
-                "root; stop one of them, or give each a root of its own"
-            )
-
-    def parts(self, save: SaveId) -> dict[int, list[PartName]]:
-        """By rank: the parts of a save that are there, failed ones included, sorted."""
-        found: dict[int, list[PartName]] = {}
-        for entry in self.store.scan(save.parts_prefix):
-            name = keys.parse_part_key(entry.key)
-            if name is not None and name.save == save:
-                found.setdefault(name.rank, []).append(name)
-        return {rank: sorted(names, key=lambda n: n.attempt) for rank, names in found.items()}
-
-    def is_committed(self, save: SaveId) -> bool:
-        key = save.manifest_key
-        return any(entry.key == key for entry in self.store.scan(key))
+        check_head(generation, self.generation_ids(), self.store.url)
 
 
 def put_new(store: Store, key: str, data: bytes) -> None:

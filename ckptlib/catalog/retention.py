@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from ckptlib.catalog.catalog import Catalog, history
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.history import history
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,
