@@ -13,9 +13,7 @@ from ckptlib.format import dtypes, sharding
 from ckptlib.format.box import Box
 from ckptlib.format.layout import Layout, Placed, TensorEntry
 from ckptlib.format.table import Table, shard_nbytes
-
-PAGE_BYTES = 4096
-"""Direct I/O moves whole pages only; chunks of large shards begin on one."""
+from ckptlib.pages import round_up
 
 ALIGN_FROM_BYTES = 256 * 1024
 """Shards from this size on begin on a page of their own, and so do blocks of smaller ones; the gap costs them less than
@@ -164,11 +162,6 @@ def _chunk_nbytes(nbytes: int, at_most: int) -> int:
     while nbytes > num * at_most or (num < PARTS and nbytes >= 2 * num * SMALLEST_CHUNK_BYTES):
         num *= 2
     return nbytes if num == 1 else min(round_up(-(-nbytes // num)), at_most)
-
-
-def round_up(nbytes: int, unit: int = PAGE_BYTES) -> int:
-    """The next multiple of `unit`."""
-    return -(-nbytes // unit) * unit
 
 
 def body_nbytes(table: Table) -> int:

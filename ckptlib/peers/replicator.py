@@ -21,9 +21,10 @@ from functools import partial
 import torch.distributed as dist
 
 from ckptlib.errors import CkptError, CorruptData, FormatError, NoRoom, WaitTimeout
-from ckptlib.format.body_layout import body_nbytes, round_up
+from ckptlib.format.body_layout import body_nbytes
 from ckptlib.format.keys import SaveId
 from ckptlib.format.table import Table
+from ckptlib.pages import round_up
 from ckptlib.peers.transfer import Ranges, everything, receive_slot, send_slot, withdraw
 from ckptlib.policy.peers import Peers
 from ckptlib.ranks.link import Link

@@ -34,11 +34,11 @@ from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.documents import decode, encode
 from ckptlib.format.keys import MAX_RANK, SaveId, parse_save
 from ckptlib.format.values import Json
+from ckptlib.pages import PAGE_BYTES
 
 with suppress(ImportError):  # on Windows, where this module is only imported
     import fcntl
 
-PAGE_BYTES = 4096
 SUFFIX = ".slot"
 
 _CONTENT, _ALIVE = 0, 1

@@ -21,6 +21,7 @@ import numpy as np
 from typing_extensions import Buffer, override
 
 from ckptlib.errors import CkptError, FormatError, ObjectExists, ObjectNotFound, ObjectUnreadable, StoreError, StoreFull
+from ckptlib.pages import PAGE_BYTES
 from ckptlib.stores import tree
 from ckptlib.stores.base import (
     Entry,
@@ -33,9 +34,6 @@ from ckptlib.stores.base import (
     ends_early,
     is_key,
 )
-
-PAGE_NBYTES = 4096
-"""Alignment of address, offset and length that direct I/O takes on every disk; some would do with 512."""
 
 SLICE_NBYTES = 16 << 20
 """Bytes in one write call."""
@@ -224,15 +222,15 @@ class _LocalUpload(Upload):
 
     def _write_direct(self, view: memoryview) -> int:
         """Writes the whole pages at the start of `view` past the page cache; returns how many bytes it wrote."""
-        if self._end % PAGE_NBYTES or view.nbytes < PAGE_NBYTES or _address(view) % PAGE_NBYTES:
+        if self._end % PAGE_BYTES or view.nbytes < PAGE_BYTES or _address(view) % PAGE_BYTES:
             return 0
-        done, stop = 0, view.nbytes - view.nbytes % PAGE_NBYTES
+        done, stop = 0, view.nbytes - view.nbytes % PAGE_BYTES
         try:
             if self._direct_fd is None:
                 with tree.directory(self._root, [TEMP_DIRECTORY]) as fd:
                     flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | _O_DIRECT
                     self._direct_fd = os.open(self._temp, flags, dir_fd=fd)
-            while done < stop and done % PAGE_NBYTES == 0:  # a short write may end inside a page
+            while done < stop and done % PAGE_BYTES == 0:  # a short write may end inside a page
                 piece = view[done : min(done + SLICE_NBYTES, stop)]
                 done += _checked(os.pwrite(self._direct_fd, piece, self._end + done))
         except OSError as error:

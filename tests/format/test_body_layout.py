@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from support import layout_of
 
 from ckptlib.format import body_layout, dtypes, sharding
-from ckptlib.format.body_layout import ALIGN_FROM_BYTES, PAGE_BYTES, SHARED_CHUNK_BYTES
+from ckptlib.format.body_layout import ALIGN_FROM_BYTES, SHARED_CHUNK_BYTES
 from ckptlib.format.box import Box
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.layout import ByHand, Layout, Mesh, PerRank, Placed, TensorEntry
 from ckptlib.format.sharding import Placement, Replicate, Shard
 from ckptlib.format.table import Table
+from ckptlib.pages import PAGE_BYTES, round_up
 
 SAVE = SaveId(1, GenerationId(1, "0" * 8))
 
@@ -240,8 +241,8 @@ def test_nothing_takes_no_room() -> None:
     layout = Layout(1, ())
     table = body_layout.lay_out(layout, [])
     assert (body_layout.body_nbytes(table), table.nbytes) == (0, ())
-    assert body_layout.round_up(0) == 0
-    assert [body_layout.round_up(n) for n in (1, PAGE_BYTES, PAGE_BYTES + 1)] == [
+    assert round_up(0) == 0
+    assert [round_up(n) for n in (1, PAGE_BYTES, PAGE_BYTES + 1)] == [
         PAGE_BYTES,
         PAGE_BYTES,
         2 * PAGE_BYTES,

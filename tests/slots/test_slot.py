@@ -26,7 +26,8 @@ from ckptlib.format.keys import MAX_RANK, GenerationId, SaveId
 from ckptlib.format.layout import ByHand, Layout, TensorEntry
 from ckptlib.format.table import Table
 from ckptlib.format.values import Json
-from ckptlib.slots.slot import PAGE_BYTES, SUFFIX, Slot, SlotHeader
+from ckptlib.pages import PAGE_BYTES
+from ckptlib.slots.slot import SUFFIX, Slot, SlotHeader
 from ckptlib.slots.snapshot import SnapshotReader
 
 SAVE = SaveId(500, GenerationId(7, "0123abcd"))

@@ -33,10 +33,11 @@ from ckptlib.errors import AgreementFailed, CorruptData, FormatError, NoRoom, Pe
 from ckptlib.format.body_layout import body_nbytes, lay_out
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.pages import PAGE_BYTES
 from ckptlib.peers.transfer import MAX_DOCUMENTS_BYTES, receive_slot, send_slot, withdraw
 from ckptlib.ranks import link as link_module
 from ckptlib.ranks.link import Link
-from ckptlib.slots.slot import PAGE_BYTES, Slot, SlotHeader
+from ckptlib.slots.slot import Slot, SlotHeader
 from ckptlib.slots.snapshot import SnapshotReader, check_body
 from ckptlib.staging.copies import Source
 from ckptlib.staging.stager import Content, Stager
