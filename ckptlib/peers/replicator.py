@@ -28,8 +28,9 @@ from ckptlib.pages import round_up
 from ckptlib.peers.transfer import Ranges, everything, receive_slot, send_slot, withdraw
 from ckptlib.policy.peers import Peers
 from ckptlib.ranks.link import Link
+from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.placement import Placement
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader
 from ckptlib.staging.arena import Arena
 from ckptlib.staging.copies import Source

@@ -22,7 +22,8 @@ from itertools import pairwise
 from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError, NoRoom, PeerRefused, ReplicationFailed
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.ranks.link import Link
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader, check_body
 
 MAX_DOCUMENTS_BYTES = 2**30

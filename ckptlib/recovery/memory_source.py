@@ -25,7 +25,8 @@ from ckptlib.format.part import Pack, Part
 from ckptlib.ranks.group import Group, together, together_at_length
 from ckptlib.recovery.inventory import Found, Inventory, Move, SnapshotId, by_rank, snapshot_id
 from ckptlib.recovery.remote_slots import Exchange
-from ckptlib.slots.slot import ReadableSlot, Slot
+from ckptlib.slots.readable import ReadableSlot
+from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
 from ckptlib.stores.io_limits import RUN_BYTES, THREADS, Pace
 

@@ -31,7 +31,7 @@ from ckptlib.pages import PAGE_BYTES
 from ckptlib.peers.transfer import MAX_DOCUMENTS_BYTES
 from ckptlib.ranks.link import Link
 from ckptlib.recovery.inventory import Found, Move
-from ckptlib.slots.slot import ReadableSlot
+from ckptlib.slots.readable import ReadableSlot
 
 log = logging.getLogger(__name__)
 

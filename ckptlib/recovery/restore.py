@@ -32,9 +32,10 @@ from ckptlib.loading.progress import Laps
 from ckptlib.loading.reader import Source, own_rank
 from ckptlib.loading.report import LoadReport
 from ckptlib.ranks.group import together
-from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look, memory_of
+from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.saving.session import Session
+from ckptlib.slots.host import memory_of
 from ckptlib.state.rng import LoadedRng
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ from ckptlib.format.layout import Layout, decode_layout
 from ckptlib.format.table import Table
 from ckptlib.format.values import Json, loads
 from ckptlib.pages import PAGE_BYTES
-from ckptlib.slots.slot import ReadableSlot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.readable import ReadableSlot
 
 
 @dataclass(frozen=True)

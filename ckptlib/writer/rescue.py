@@ -14,7 +14,8 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
 from ckptlib.errors import CkptError, SaveFailed
 from ckptlib.format.keys import SaveId
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.writer.persist import Persister
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,8 @@ from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
 from ckptlib.format.sharding import Replicate
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.staging import copies, pinned_ring, prepared_copies, spare_memory, stager
 from ckptlib.staging.copies import Source
 from ckptlib.staging.fence import Fence

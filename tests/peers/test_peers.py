@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from workers.peers_bench import PAGE_BYTES, Cluster, Node, gold, num_open, wait_until
 
-from ckptlib.slots.slot import SlotHeader
+from ckptlib.slots.header import SlotHeader
 
 MEMORY, STORE = True, False
 

@@ -35,7 +35,7 @@ from ckptlib.format import keys, values
 from ckptlib.format.documents import seal
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import TrashRecord
-from ckptlib.slots.slot import SlotHeader
+from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.snapshot import SnapshotReader
 from ckptlib.stores.local import LocalStore
 

@@ -39,7 +39,8 @@ from ckptlib.peers import replicator
 from ckptlib.ranks import link
 from ckptlib.recovery import memory_source
 from ckptlib.saving import snapshots
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.staging import stager
 
 WIDTHS = {"fsdp": 64, "ddp": 288, "hsdp": 384}

@@ -42,10 +42,12 @@ from ckptlib.pages import PAGE_BYTES
 from ckptlib.ranks.group import group_of
 from ckptlib.ranks.link import Link
 from ckptlib.recovery import remote_slots as remote_module
-from ckptlib.recovery.inventory import Found, Inventory, Move, describe, look, memory_of
+from ckptlib.recovery.inventory import Found, Inventory, Move, describe, look
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.recovery.remote_slots import STREAMS, Exchange, RemoteSlot
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.host import memory_of
+from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader, check_body
 from ckptlib.staging.copies import Source
 from ckptlib.staging.stager import Content, Stager

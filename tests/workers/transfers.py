@@ -37,7 +37,8 @@ from ckptlib.pages import PAGE_BYTES
 from ckptlib.peers.transfer import MAX_DOCUMENTS_BYTES, receive_slot, send_slot, withdraw
 from ckptlib.ranks import link as link_module
 from ckptlib.ranks.link import Link
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader, check_body
 from ckptlib.staging.copies import Source
 from ckptlib.staging.stager import Content, Stager

@@ -19,7 +19,8 @@ from ckptlib.format.check import Check, check_of, compared
 from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.documents import encode
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.stores.local import LocalStore
 from ckptlib.writer import rescue as module
 from ckptlib.writer.persist import Persister
