@@ -234,3 +234,14 @@ def commit_unproved(store: MemoryStore, save: SaveId, names: list[PartName]) -> 
     nbytes = sum(pack.nbytes for part in parts for pack in part.packs)
     manifest = Manifest(save, len(parts), tuple(names), layouts, nbytes, 0.0, {})
     store.put(save.manifest_key, manifest.encode())
+
+
+def listed_steps_are_whole(store: Store) -> list[int]:
+    """Reads every step that is listed, all of it; returns their numbers."""
+    found = Catalog(store).saves()
+    for save in found:
+        content = read_save(store, save)
+        assert content.keys() == state(0).keys()
+        for name, expected in state(save.step).items():
+            assert np.array_equal(content[name], expected), (save, name)
+    return [save.step for save in found]

@@ -21,10 +21,11 @@ from pathlib import Path
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, raise_if_failed
-from ckptlib.catalog.retention import Keep, sweep
+from ckptlib.catalog.retention import sweep
 from ckptlib.errors import CkptError, FormatError, SaveFailed, describe
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.format.part import Part
+from ckptlib.policy.keep import Keep
 from ckptlib.slots.slot import Slot
 from ckptlib.stores import open_store
 from ckptlib.writer.channel import Channel, Message, readable
