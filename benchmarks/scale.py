@@ -26,6 +26,7 @@ from ckptlib.format.manifest import Generation, Manifest, Root
 from ckptlib.format.part import Pack, Part
 from ckptlib.format.sharding import Shard
 from ckptlib.loading.reader import Reader, Want
+from ckptlib.saving.assign import assign
 from ckptlib.stores.memory import MemoryStore
 
 GENERATION = GenerationId(1, "0" * 8)
@@ -97,9 +98,7 @@ def _layout(num_ranks: int, num_tensors: int) -> Layout:
     held = Placed(Mesh((num_ranks,), tuple(range(num_ranks))), (Shard(0),), None)
     names = sorted(f"{kind}/layers.{i}.weight" for i in range(num_tensors // 3 + 1) for kind in ("model", "m", "v"))
     shape = (ROWS * num_ranks, 1024)
-    layout = Layout(
-        num_ranks, tuple(body_layout.assign(TensorEntry(name, "float32", shape, held) for name in names[:num_tensors]))
-    )
+    layout = Layout(num_ranks, tuple(assign(TensorEntry(name, "float32", shape, held) for name in names[:num_tensors])))
     assert layout.digest
     return layout
 

@@ -25,6 +25,7 @@ from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
 from ckptlib.format.manifest import Generation, Manifest, Root
 from ckptlib.format.part import Pack, Part
 from ckptlib.format.sharding import Replicate, Shard
+from ckptlib.saving.assign import assign, writes
 from ckptlib.stores import Store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
@@ -67,7 +68,7 @@ def layout_of(tensors: Mapping[str, np.ndarray], world_size: int = 1) -> Layout:
         TensorEntry(name, str(a.dtype), a.shape, Placed(mesh, (Shard(0) if a.ndim else Replicate(),), None))
         for name, a in sorted(tensors.items())
     ]
-    return Layout(world_size, tuple(body_layout.assign(entries)))
+    return Layout(world_size, tuple(assign(entries)))
 
 
 def shards_of(layout: Layout, rank: int) -> list[tuple[str, Box]]:
@@ -75,7 +76,7 @@ def shards_of(layout: Layout, rank: int) -> list[tuple[str, Box]]:
     found = []
     for entry in layout.tensors:
         assert isinstance(entry.holding, Placed)
-        if body_layout.writes(entry, rank):
+        if writes(entry, rank):
             mesh = entry.holding.mesh
             at = mesh.coordinate(rank)
             assert at is not None
