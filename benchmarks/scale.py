@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from benchmarks.figures import Figures, Options, run
-from ckptlib.catalog.catalog import Catalog, Committed
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
 from ckptlib.format import body_layout, gc_pause, sharding
 from ckptlib.format.box import Box
@@ -25,6 +25,7 @@ from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
 from ckptlib.format.manifest import Generation, Manifest, Root
 from ckptlib.format.part import Pack, Part
 from ckptlib.format.sharding import Shard
+from ckptlib.loading.committed import Committed
 from ckptlib.loading.reader import Reader, Want
 from ckptlib.saving.assign import assign
 from ckptlib.stores.memory import MemoryStore

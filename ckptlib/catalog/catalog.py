@@ -31,7 +31,6 @@ from ckptlib.format.layout import Layout, decode_layout
 from ckptlib.format.manifest import Generation, Manifest, Root
 from ckptlib.format.part import Part
 from ckptlib.stores import Store
-from ckptlib.stores.io_limits import Pace
 
 log = logging.getLogger(__name__)
 
@@ -243,30 +242,3 @@ def put_new(store: Store, key: str, data: bytes) -> None:
         store.put(key, data)
     except ObjectExists:
         return
-
-
-class Committed:
-    """A committed step, as a source for a Reader."""
-
-    def __init__(self, catalog: Catalog, manifest: Manifest) -> None:
-        self._catalog = catalog
-        self._parts = manifest.parts
-        self.save = manifest.save
-        self.world_size, self.layouts = manifest.world_size, manifest.layouts
-        self.where = catalog.store.url
-        self.pace = Pace()
-
-    def layout(self, digest: str) -> Layout:
-        return self._catalog.layout(digest)
-
-    def part(self, rank: int) -> Part:
-        return self._catalog.part(self._parts[rank])
-
-    def read_into(self, pack: str, offset: int, buffer: memoryview) -> None:
-        self._catalog.store.get_into(pack, offset, buffer)
-
-    def near(self, ranks: Collection[int]) -> None:
-        """A store is as far from one rank as from another."""
-
-    def bring(self, ranks: Collection[int]) -> None:
-        """All of it is readable everywhere."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import commit_unproved, make_generation, make_root, put_part
 
-from ckptlib.catalog.catalog import Catalog, Committed
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
 from ckptlib.errors import CkptError, CorruptData, FormatError, SaveFailed
 from ckptlib.format.box import Box
@@ -19,6 +19,7 @@ from ckptlib.format.keys import PartName, SaveId
 from ckptlib.format.layout import ByHand, Holding, Layout, Mesh, PerRank, Placed, TensorEntry
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.sharding import Replicate
+from ckptlib.loading.committed import Committed
 from ckptlib.loading.match import targets
 from ckptlib.loading.reader import Reader, Want
 from ckptlib.loading.saved_names import Saved
