@@ -15,7 +15,8 @@ from typing import TypeVar
 import torch
 
 from benchmarks.figures import Figures, Options, run
-from ckptlib.catalog.catalog import Catalog, Committed
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import Committer
 from ckptlib.format import body_layout, gc_pause, sharding
 from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
@@ -24,7 +25,9 @@ from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
 from ckptlib.format.manifest import Generation, Manifest, Root
 from ckptlib.format.part import Pack, Part
 from ckptlib.format.sharding import Shard
+from ckptlib.loading.committed import Committed
 from ckptlib.loading.reader import Reader, Want
+from ckptlib.saving.assign import assign
 from ckptlib.stores.memory import MemoryStore
 
 GENERATION = GenerationId(1, "0" * 8)
@@ -46,6 +49,7 @@ def measure(options: Options, directory: Path, figures: Figures) -> None:
 
     store = MemoryStore("scale")
     catalog = Catalog(store)
+    committer = Committer(catalog)
     catalog.open_root(Root("0" * 32, XXH3, 3600.0))
     catalog.put_generation(Generation(GENERATION, num_ranks, None, 0.0, {}, "here"))
     layout, seconds = _timed(lambda: _layout(num_ranks, num_tensors))
@@ -61,7 +65,7 @@ def measure(options: Options, directory: Path, figures: Figures) -> None:
         if rank < 3:
             note("plan and part of a rank, first save", "cpu s", seconds)
     note("part", "KB", len(store.get(names[0].key)) / 1e3)
-    _, seconds = _timed(lambda: catalog.commit_when_whole(first, num_ranks, lambda: 60.0))
+    _, seconds = _timed(lambda: committer.commit_when_whole(first, num_ranks, lambda: 60.0))
     note("first commit, rank 0", "cpu s", seconds)
 
     for step in range(2, 2 + options.rounds):
@@ -70,7 +74,7 @@ def measure(options: Options, directory: Path, figures: Figures) -> None:
         _put(store, replace(parts[0], save=save))
         for name in names[1:]:  # only their names are looked at
             store.put(replace(name, save=save).key, b"")
-        manifest, seconds = _timed(lambda save=save: catalog.commit_when_whole(save, num_ranks, lambda: 60.0))
+        manifest, seconds = _timed(lambda save=save: committer.commit_when_whole(save, num_ranks, lambda: 60.0))
         note("steady commit, rank 0", "cpu s", seconds)
     note("manifest", "KB", len(store.get(manifest.save.manifest_key)) / 1e3)
 
@@ -95,9 +99,7 @@ def _layout(num_ranks: int, num_tensors: int) -> Layout:
     held = Placed(Mesh((num_ranks,), tuple(range(num_ranks))), (Shard(0),), None)
     names = sorted(f"{kind}/layers.{i}.weight" for i in range(num_tensors // 3 + 1) for kind in ("model", "m", "v"))
     shape = (ROWS * num_ranks, 1024)
-    layout = Layout(
-        num_ranks, tuple(body_layout.assign(TensorEntry(name, "float32", shape, held) for name in names[:num_tensors]))
-    )
+    layout = Layout(num_ranks, tuple(assign(TensorEntry(name, "float32", shape, held) for name in names[:num_tensors])))
     assert layout.digest
     return layout
 

@@ -19,7 +19,6 @@ from ckptlib._version import __version__ as __version__
 if TYPE_CHECKING:
     from ckptlib.api import checkpoints, load, save, save_async
     from ckptlib.catalog.catalog import CheckpointInfo
-    from ckptlib.catalog.retention import Keep
     from ckptlib.checkpointer import Checkpointer
     from ckptlib.errors import (
         AgreementFailed,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from ckptlib.loading.report import LoadReport
+    from ckptlib.policy.keep import Keep
     from ckptlib.policy.peers import Coverage, Peers
     from ckptlib.policy.when import Steps
     from ckptlib.saving.pending import Pending
@@ -59,7 +59,7 @@ _HOMES = {
     "Coverage": "policy.peers",
     "Peers": "policy.peers",
     "Steps": "policy.when",
-    "Keep": "catalog.retention",
+    "Keep": "policy.keep",
     "PerRank": "state.leaf",
     "Sharded": "state.leaf",
     **dict.fromkeys(

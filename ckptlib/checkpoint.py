@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from ckptlib.catalog.catalog import Committed
 from ckptlib.errors import CkptError, NotBrought, SaveFailed, StateChanged, StateMismatch, describe
 from ckptlib.format import gc_pause, values
 from ckptlib.format.keys import SaveId
+from ckptlib.loading.committed import Committed
 from ckptlib.loading.match import Targets, targets
 from ckptlib.loading.progress import Laps, progress
 from ckptlib.loading.read_once import share_out, spread

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
-from ckptlib.catalog.retention import Keep
 from ckptlib.checkpoint import SaveOrder, save_step, without_overlap
 from ckptlib.errors import (
     AgreementFailed,
@@ -32,6 +31,7 @@ from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import SaveId, checked_step
 from ckptlib.loading.loaded import Filled, Loads, Parts
 from ckptlib.loading.report import LoadReport
+from ckptlib.policy.keep import Keep
 from ckptlib.policy.peers import Coverage, Peers
 from ckptlib.policy.stop_signal import StopSignal
 from ckptlib.policy.when import Policy, Steps
@@ -47,7 +47,8 @@ from ckptlib.saving.registry import registry
 from ckptlib.saving.session import Session
 from ckptlib.saving.settings import SAVE_DEADLINE, TIMEOUT, Settings
 from ckptlib.staging.fence import Fence
-from ckptlib.state.flatten import Leaf, flatten
+from ckptlib.state.flatten import flatten
+from ckptlib.state.leaf import Leaf
 from ckptlib.state.rng import LoadedRng
 from ckptlib.stores import absolute
 

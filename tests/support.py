@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from safetensors.numpy import load
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import Committer
 from ckptlib.errors import CorruptData
 from ckptlib.format import body_layout, keys, sharding
 from ckptlib.format.box import Box
@@ -24,6 +25,7 @@ from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
 from ckptlib.format.manifest import Generation, Manifest, Root
 from ckptlib.format.part import Pack, Part
 from ckptlib.format.sharding import Replicate, Shard
+from ckptlib.saving.assign import assign, writes
 from ckptlib.stores import Store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
@@ -53,6 +55,12 @@ def make_generation(
     return generation
 
 
+def replace_object(store: Store, key: str, data: bytes) -> None:
+    """As damage does, and no put."""
+    store.delete(key)
+    store.put(key, data)
+
+
 def layout_of(tensors: Mapping[str, np.ndarray], world_size: int = 1) -> Layout:
     """Cut along dim 0 over all ranks; 0-d tensors are replicated."""
     mesh = Mesh((world_size,), tuple(range(world_size)))
@@ -60,7 +68,7 @@ def layout_of(tensors: Mapping[str, np.ndarray], world_size: int = 1) -> Layout:
         TensorEntry(name, str(a.dtype), a.shape, Placed(mesh, (Shard(0) if a.ndim else Replicate(),), None))
         for name, a in sorted(tensors.items())
     ]
-    return Layout(world_size, tuple(body_layout.assign(entries)))
+    return Layout(world_size, tuple(assign(entries)))
 
 
 def shards_of(layout: Layout, rank: int) -> list[tuple[str, Box]]:
@@ -68,7 +76,7 @@ def shards_of(layout: Layout, rank: int) -> list[tuple[str, Box]]:
     found = []
     for entry in layout.tensors:
         assert isinstance(entry.holding, Placed)
-        if body_layout.writes(entry, rank):
+        if writes(entry, rank):
             mesh = entry.holding.mesh
             at = mesh.coordinate(rank)
             assert at is not None
@@ -125,7 +133,7 @@ def make_save(
 ) -> SaveId:
     """A committed step."""
     save, names = put_parts(catalog, generation, step, tensors, world_size)
-    catalog.commit(save, names)
+    Committer(catalog).commit(save, names)
     return save
 
 
@@ -227,3 +235,14 @@ def commit_unproved(store: MemoryStore, save: SaveId, names: list[PartName]) -> 
     nbytes = sum(pack.nbytes for part in parts for pack in part.packs)
     manifest = Manifest(save, len(parts), tuple(names), layouts, nbytes, 0.0, {})
     store.put(save.manifest_key, manifest.encode())
+
+
+def listed_steps_are_whole(store: Store) -> list[int]:
+    """Reads every step that is listed, all of it; returns their numbers."""
+    found = Catalog(store).saves()
+    for save in found:
+        content = read_save(store, save)
+        assert content.keys() == state(0).keys()
+        for name, expected in state(save.step).items():
+            assert np.array_equal(content[name], expected), (save, name)
+    return [save.step for save in found]

@@ -20,12 +20,11 @@ from ckptlib.cli.options import open_url, storage_options, with_output, with_sto
 from ckptlib.cli.output import Output, duration, plain, size
 from ckptlib.errors import CkptError
 from ckptlib.stores import Store
+from ckptlib.stores.io_limits import WRITE_BYTES
 from ckptlib.stores.probe import PREFIX, probe
 
 SLOW_REQUEST_S = 1.0
 """A store whose small requests take longer makes every commit wait."""
-
-WRITE_BYTES = 16 * 1024 * 1024
 
 STYLES = {"ok": "green", "warning": "yellow", "bad": "red"}
 

@@ -10,11 +10,12 @@ import click
 from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.retention import GRACE, Keep, Sweep, sweep
+from ckptlib.catalog.retention import Sweep, sweep
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, count, duration, size
 from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
+from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.stores import Store
 
 

@@ -16,9 +16,7 @@ from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, NewerFo
 from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
 from ckptlib.stores import Store
-
-READ_THREADS = 16
-"""Manifests are small: what counts is the time of a request."""
+from ckptlib.stores.io_limits import DOCUMENT_THREADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ def committed(catalog: Catalog, everything: bool) -> list[Row]:
             return Row(save, "newer" if isinstance(error, NewerFormat) else "damaged", None, None, None, str(error))
         return Row(save, "committed" if info.visible else "left behind", info, info.nbytes, info.created)
 
-    with ThreadPoolExecutor(READ_THREADS) as executor:
+    with ThreadPoolExecutor(DOCUMENT_THREADS) as executor:
         return [found for found in executor.map(row, saves) if found is not None]
 
 

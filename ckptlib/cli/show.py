@@ -20,8 +20,7 @@ from ckptlib.format.keys import SaveId
 from ckptlib.format.layout import ByHand, Layout, PerRank, TensorEntry
 from ckptlib.format.manifest import Generation, Manifest
 from ckptlib.stores import Store
-
-READ_THREADS = 16
+from ckptlib.stores.io_limits import DOCUMENT_THREADS
 
 MAX_VALUE_WIDTH = 100
 """Longer values are cut for people; JSON has them whole."""
@@ -59,7 +58,7 @@ def command(store: Store, output: Output, step: str, pattern: str | None, with_v
     catalog = Catalog(store)
     save = catalog.resolve(step)
     manifest = catalog.manifest(save)
-    with ThreadPoolExecutor(READ_THREADS) as executor:
+    with ThreadPoolExecutor(DOCUMENT_THREADS) as executor:
         layouts = dict(zip(manifest.layouts, executor.map(catalog.layout, manifest.layouts), strict=True))
     chain = generation_chain(catalog, save)
     tensors = merged(manifest, layouts)

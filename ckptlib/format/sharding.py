@@ -15,13 +15,23 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
 from ckptlib.errors import FormatError, UnsupportedState
 from ckptlib.format.box import Box
+from ckptlib.format.segments import (
+    Segments,
+    chunk_at,
+    chunks_touching,
+    joined,
+    length_of,
+    num_chunks,
+    take,
+    with_local_start,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +120,14 @@ def pieces(
     Raises ValueError for what is no layout, UnsupportedState for strided shards whose meaning torch leaves open.
     """
     held = _held(shape_global, mesh_shape, placements, coordinate)
-    return tuple(_piece(parts) for parts in itertools.product(*map(_with_local_start, held)))
+    return tuple(_piece(parts) for parts in itertools.product(*map(with_local_start, held)))
 
 
 def shape_local(
     shape_global: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
     """Shape of the local tensor of `coordinate`, without padding. Raises as `pieces` does."""
-    return tuple(map(_length, _held(shape_global, mesh_shape, placements, coordinate)))
+    return tuple(map(length_of, _held(shape_global, mesh_shape, placements, coordinate)))
 
 
 def coordinates_touching(
@@ -163,21 +173,11 @@ def _least_segments(size: int, steps: Sequence[tuple[Shard | StridedShard, int]]
     if len(steps) == 1 and isinstance(placement := steps[0][0], StridedShard):
         each = -(-size // placement.split_factor)
         # one element is held whole by the first rank, and all that it holds are neighbours then
-        return size // each * _num_chunks(each, steps[0][1]) if each > 1 else min(size, 1)
+        return size // each * num_chunks(each, steps[0][1]) if each > 1 else min(size, 1)
     largest = size
     for _, num in steps:
         largest = -(-largest // num)
     return -(-size // largest) if size else 0
-
-
-def _num_chunks(length: int, num: int) -> int:
-    """Those of `num` that are not empty."""
-    each = -(-length // num)
-    return -(-length // each)
-
-
-Segments: TypeAlias = tuple[tuple[int, int], ...]
-"""Half-open (start, stop) of the indices of a dim that a coordinate holds, none empty, in the local tensor's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +227,6 @@ def _held(
     ]
 
 
-def _with_local_start(segments: Segments) -> list[tuple[int, int, int]]:
-    """(start, stop, start in the local tensor) of each segment."""
-    ends = itertools.accumulate((stop - start for start, stop in segments), initial=0)
-    return [(start, stop, local) for (start, stop), local in zip(segments, ends, strict=False)]
-
-
 def _piece(parts: tuple[tuple[int, int, int], ...]) -> Piece:
     shape = tuple(stop - start for start, stop, _ in parts)
     return Piece(Box(tuple(start for start, _, _ in parts), shape), Box(tuple(local for _, _, local in parts), shape))
@@ -249,18 +243,9 @@ def _touched(size: int, cut: _Cut, start: int, stop: int) -> list[tuple[int, ...
         found = [
             (first + low, first + high, {**held, step: i})
             for first, last, held in found
-            for i, low, high in _chunks(last - first, cut.steps[step][1], start - first, stop - first)
+            for i, low, high in chunks_touching(last - first, cut.steps[step][1], start - first, stop - first)
         ]
     return [tuple(held[step] for step in range(len(order))) for _, _, held in found]
-
-
-def _chunks(length: int, num: int, start: int, stop: int) -> Iterable[tuple[int, int, int]]:
-    """(index, first, last + 1) of each of `num` chunks that has an element of [start, stop)."""
-    start, stop = max(start, 0), min(stop, length)
-    if start < stop:
-        each = -(-length // num)
-        for i in range(start // each, (stop - 1) // each + 1):
-            yield i, *_chunk(length, num, i)
 
 
 def _touched_strided(size: int, factor: int, num: int, start: int, stop: int) -> list[int]:
@@ -269,8 +254,8 @@ def _touched_strided(size: int, factor: int, num: int, start: int, stop: int) ->
     each = -(-size // factor)
     head, tail = start // each, (stop - 1) // each
     for chunk in {head, min(head + 1, tail), max(tail - 1, head), tail}:
-        first, last = _chunk(size, factor, chunk)
-        found.update(i for i, _, _ in _chunks(last - first, num, start - first, stop - first))
+        first, last = chunk_at(size, factor, chunk)
+        found.update(i for i, _, _ in chunks_touching(last - first, num, start - first, stop - first))
     return sorted(found)
 
 
@@ -294,43 +279,13 @@ def _left_to_right(size: int, steps: _Steps, index: tuple[int, ...]) -> Segments
 def _select(segments: Segments, placement: Shard | StridedShard, num: int, index: int) -> Segments:
     """The part of `segments` that goes to rank `index` of `num`."""
     factor = placement.split_factor if isinstance(placement, StridedShard) else 1
-    length = _length(segments)
+    length = length_of(segments)
     taken: list[tuple[int, int]] = []
     for chunk in range(min(factor, length)):
-        first, last = _chunk(length, factor, chunk)
-        low, high = _chunk(last - first, num, index)
-        taken.extend(_take(segments, first + low, first + high))
-    return _joined(taken)
-
-
-def _chunk(length: int, num: int, index: int) -> tuple[int, int]:
-    """First and last + 1 element of chunk `index` of `num`, as torch.chunk cuts, with empty ones at the end."""
-    each = -(-length // num)
-    return min(index * each, length), min((index + 1) * each, length)
-
-
-def _take(segments: Segments, first: int, last: int) -> Iterable[tuple[int, int]]:
-    """Elements [first, last) of the list that `segments` stand for."""
-    position = 0
-    for start, stop in segments:
-        low, high = max(first - position, 0) + start, min(last - position + start, stop)
-        if low < high:
-            yield low, high
-        position += stop - start
-
-
-def _joined(segments: Iterable[tuple[int, int]]) -> Segments:
-    """The same elements in the fewest segments."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in segments:
-        if joined and joined[-1][1] == start:
-            start = joined.pop()[0]
-        joined.append((start, stop))
-    return tuple(joined)
-
-
-def _length(segments: Segments) -> int:
-    return sum(stop - start for start, stop in segments)
+        first, last = chunk_at(length, factor, chunk)
+        low, high = chunk_at(last - first, num, index)
+        taken.extend(take(segments, first + low, first + high))
+    return joined(taken)
 
 
 @lru_cache(maxsize=4096)
@@ -378,7 +333,7 @@ def _two_agree(size: int, num: int, num_first: int) -> bool:
         n // -(-n // num) for n in (each, rest) if n
     }  # where holders change from whole pieces to short and empty ones
     for i in {0, *(end + d for end in ends for d in (-1, 0, 1) if 0 <= end + d < num)}:
-        whole, short = (last - first for first, last in (_chunk(each, num, i), _chunk(rest, num, i)))
+        whole, short = (last - first for first, last in (chunk_at(each, num, i), chunk_at(rest, num, i)))
         total = num_whole * whole + short
         if total and not (whole == min(-(-total // num_first), total) and short <= whole):
             return False
@@ -389,7 +344,7 @@ def _in_order(size: int, steps: _Steps, order: list[int], index: tuple[int, ...]
     """What the holder at `index` holds when the axes cut plain chunks, one after the other in `order`."""
     first, last = 0, size
     for step in order:
-        low, high = _chunk(last - first, steps[step][1], index[step])
+        low, high = chunk_at(last - first, steps[step][1], index[step])
         first, last = first + low, first + high
     return ((first, last),) if first < last else ()
 

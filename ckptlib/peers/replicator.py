@@ -21,15 +21,17 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ckptlib.errors import CkptError, CorruptData, FormatError, NoRoom, WaitTimeout
-from ckptlib.format.body_layout import body_nbytes, round_up
+from ckptlib.format.body_layout import body_nbytes
 from ckptlib.format.keys import SaveId
 from ckptlib.format.table import Table
 from ckptlib.jobs import Job, JobThread
+from ckptlib.pages import round_up
 from ckptlib.peers.transfer import ByteRange, Ranges, everything, receive_slot, send_slot, withdraw
 from ckptlib.policy.peers import Peers
 from ckptlib.ranks.link import Link
+from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.placement import Placement
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader
 from ckptlib.staging.arena import Arena
 from ckptlib.staging.copies import Source

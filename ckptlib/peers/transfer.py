@@ -21,8 +21,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError, NoRoom, PeerRefused, ReplicationFailed
+from ckptlib.pages import PAGE_BYTES
 from ckptlib.ranks.link import Link
-from ckptlib.slots.slot import PAGE_BYTES, Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader, check_body
 
 MAX_DOCUMENTS_BYTES = 2**30

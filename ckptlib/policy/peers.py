@@ -1,12 +1,9 @@
-"""What a user asks of the memory of a job's hosts, and what this host is called among them."""
+"""What a user asks of the memory of a job's hosts, and what it protects."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 HOST, DEVICE = "host", "device"
 
@@ -45,11 +42,6 @@ class Peers:
             raise ValueError(
                 f"memory is {HOST!r} or {DEVICE!r}, got {self.memory!r}; for a directory of slots there is arena="
             )
-
-    @property
-    def domain_name(self) -> str:
-        """Of this rank's failure domain. Containers have host names of their own; one machine has one boot id."""
-        return BOOT_ID.read_text().strip() if self.domain == HOST else self.domain
 
 
 @dataclass(frozen=True, slots=True)

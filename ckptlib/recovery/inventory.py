@@ -7,17 +7,16 @@ belonged to does not matter: it is found by its content.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format.check import Check, alike
 from ckptlib.format.keys import SaveId, parse_save
-from ckptlib.policy.peers import BOOT_ID
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.host import memory_of
+from ckptlib.slots.slot import Slot
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -80,12 +79,6 @@ class Found:
                 return cls(SnapshotId(parse_save(save), n, size), rank, memory, path, layout, a, b, c)
             case _:
                 raise FormatError(f"not what a rank has found: {str(row)[:120]}")
-
-
-def memory_of(directory: Path) -> str:
-    """Names the memory that slots of a directory lie in: the same for all who see the same files."""
-    found = os.stat(directory)
-    return f"{BOOT_ID.read_text().strip()}:{found.st_dev}:{found.st_ino}"
 
 
 def snapshot_id(header: SlotHeader) -> SnapshotId:

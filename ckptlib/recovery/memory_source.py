@@ -27,7 +27,8 @@ from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together, together_at_length
 from ckptlib.recovery.inventory import Found, Inventory, Move, SlotPlace, SnapshotId, by_rank, snapshot_id
 from ckptlib.recovery.remote_slots import Exchange
-from ckptlib.slots.slot import ReadableSlot, Slot
+from ckptlib.slots.readable import ReadableSlot
+from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
 from ckptlib.stores.io_limits import RUN_BYTES, THREADS, Pace
 

@@ -27,10 +27,11 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError
+from ckptlib.pages import PAGE_BYTES
 from ckptlib.peers.transfer import MAX_DOCUMENTS_BYTES
 from ckptlib.ranks.link import Link
 from ckptlib.recovery.inventory import Found, Move
-from ckptlib.slots.slot import PAGE_BYTES, ReadableSlot
+from ckptlib.slots.readable import ReadableSlot
 
 log = logging.getLogger(__name__)
 

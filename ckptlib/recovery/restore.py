@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from ckptlib.catalog.commit import finish_saves
 from ckptlib.checkpoint import LoadOrder, load_step
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -31,9 +32,10 @@ from ckptlib.loading.progress import Laps
 from ckptlib.loading.reader import Source, own_rank
 from ckptlib.loading.report import LoadReport
 from ckptlib.ranks.together import together
-from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look, memory_of
+from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.saving.session import Session
+from ckptlib.slots.host import memory_of
 from ckptlib.state.rng import LoadedRng
 
 log = logging.getLogger(__name__)
@@ -223,7 +225,7 @@ def _finish(session: Session) -> None:
     """Commits what is whole in the store and was not committed before its job died. Collective."""
 
     def finish() -> None:
-        for save in session.catalog.finish(session.generation) if session.group.rank == 0 else []:
+        for save in finish_saves(session.catalog, session.generation) if session.group.rank == 0 else []:
             log.warning("step %d was whole but not committed; it is now", save.step)
 
     together(session.group, "finishing saves", finish)

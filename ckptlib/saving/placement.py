@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptlib.policy.peers import Peers
+from ckptlib.policy.peers import HOST, Peers
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
+from ckptlib.slots.host import boot_id
 from ckptlib.slots.placement import Placement, place
 
 
@@ -16,7 +17,11 @@ def agree_placement(group: Group, peers: Peers, kind: Callable[[], str]) -> Plac
     `kind`: names what this rank holds of the state; see `kind_of`. Raises what it raises, on all ranks, and ValueError
     where there are too few domains.
     """
-    own = together(group, "looking for peers", lambda: f"{kind()} {peers.domain_name}".encode())
+
+    def own_domain() -> str:
+        return boot_id() if peers.domain == HOST else peers.domain
+
+    own = together(group, "looking for peers", lambda: f"{kind()} {own_domain()}".encode())
     told = [data.decode().partition(" ") for data in group.gather(own)]
     numbers = {name: n for n, name in enumerate(dict.fromkeys(name for name, _, _ in told))}
     kinds = [numbers[name] for name, _, _ in told] if 1 < len(numbers) < len(told) else []

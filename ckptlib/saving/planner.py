@@ -13,16 +13,18 @@ from typing import TypeAlias
 import torch
 
 from ckptlib.errors import StateChanged
-from ckptlib.format.body_layout import ALIGN_FROM_BYTES, assign, body_nbytes, lay_out, writes
+from ckptlib.format.body_layout import ALIGN_FROM_BYTES, body_nbytes, lay_out
 from ckptlib.format.box import Box
 from ckptlib.format.layout import ByHand, Layout, PerRank, Placed
 from ckptlib.format.table import Table
 from ckptlib.ranks.group import Group
 from ckptlib.saving.agreement import Agreement, Row, agree, entries_of, rows_of, within
+from ckptlib.saving.assign import assign, writes
 from ckptlib.saving.shared import Shared, prove, shared_of
 from ckptlib.staging.copies import Source
 from ckptlib.staging.replica_digests import Replica, ReplicaDigests, Way
-from ckptlib.state.flatten import Flat, Leaf, Plain
+from ckptlib.state.flatten import Flat
+from ckptlib.state.leaf import Leaf, Plain
 from ckptlib.state.memo import same
 
 Overlap = Callable[[Leaf], bool]

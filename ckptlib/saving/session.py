@@ -31,7 +31,8 @@ from ckptlib.saving.placement import agree_placement
 from ckptlib.saving.planner import Overlap, Plan, Planner
 from ckptlib.saving.settings import Settings
 from ckptlib.saving.verdicts import Verdicts
-from ckptlib.slots.slot import SlotHeader, check_platform
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.host import check_platform
 from ckptlib.staging.copies import Source
 from ckptlib.staging.replica_digests import Reading
 from ckptlib.staging.stager import Lot, Stager, Staging

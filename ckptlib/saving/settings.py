@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from ckptlib.catalog.retention import Keep
 from ckptlib.format.digests import ALGORITHMS, XXH3
+from ckptlib.policy.keep import Keep
 from ckptlib.policy.peers import Peers
 
 TIMEOUT = timedelta(minutes=10)

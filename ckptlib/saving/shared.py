@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from ckptlib.errors import ReplicasDiffer
-from ckptlib.format.body_layout import holders_of
 from ckptlib.format.box import Box
 from ckptlib.format.check import add_up, check_of
 from ckptlib.format.layout import Placed
 from ckptlib.ranks.group import Group
 from ckptlib.saving.agreement import Agreement, within
+from ckptlib.saving.assign import holders_of
 from ckptlib.staging.tensor_digests import digests_of
-from ckptlib.state.flatten import Leaf
+from ckptlib.state.leaf import Leaf
 
 
 @dataclass(frozen=True, slots=True)

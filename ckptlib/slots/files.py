@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptlib.errors import CkptError
-from ckptlib.slots.slot import SUFFIX, Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import SUFFIX, Slot
 
 MEMORY = Path("/dev/shm")
 

@@ -16,161 +16,30 @@ import ctypes
 import errno
 import mmap
 import os
-import platform
 import secrets
 import stat
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from typing_extensions import Self, override
 
-from ckptlib.errors import CorruptData, FormatError, NoRoom, SaveFailed
-from ckptlib.format.check import Check, decode_check
+from ckptlib.errors import CorruptData, FormatError, NoRoom
 from ckptlib.format.digests import XXH3, digester
-from ckptlib.format.documents import decode, encode
-from ckptlib.format.keys import MAX_RANK, SaveId, parse_save
-from ckptlib.format.values import Json
+from ckptlib.pages import PAGE_BYTES
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.readable import ReadableSlot
 
 with suppress(ImportError):  # on Windows, where this module is only imported
     import fcntl
 
-PAGE_BYTES = 4096
 SUFFIX = ".slot"
 
 _CONTENT, _ALIVE = 0, 1
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14: map and touch pages at memory speed; a fault per page runs at a tenth of it."""
-
-
-def check_platform() -> None:
-    """Raises SaveFailed where there can be no slots, or none that outlive their process safely."""
-    lacking = [name for name in ("posix_fallocate", "pidfd_open", "preadv") if not hasattr(os, name)]
-    if lacking:
-        raise SaveFailed(
-            f"saving needs Linux: a snapshot outlives its process in shared memory, for which {platform.system()} "
-            f"has no {' and no '.join(lacking)}; to load, and ckptlib ls, show and verify, work here"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class SlotHeader:
-    """What a slot says of itself."""
-
-    root_id: str
-    save: SaveId
-    """The snapshot it holds, or is about to hold."""
-    rank: int
-    world_size: int
-    number: int
-    """Counts the snapshots of a generation, alike on all ranks: two of one step are not to be mixed."""
-    sequence: int
-    """Odd while the content is written, even when it is whole; never goes back."""
-    body_nbytes: int
-    documents: Mapping[str, tuple[int, int, str]]
-    """By name: offset in the file, bytes, digest."""
-    check: Check | None = None
-    """What its rank says of what others hold, too. None while it is written, and in older slots."""
-
-    @property
-    def ready(self) -> bool:
-        return self.sequence % 2 == 0
-
-    def encode(self) -> bytes:
-        documents: dict[str, Json] = {name: list(place) for name, place in self.documents.items()}
-        body: dict[str, Json] = {
-            "root": self.root_id,
-            "save": str(self.save),
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "number": self.number,
-            "sequence": self.sequence,
-            "body_nbytes": self.body_nbytes,
-            "documents": documents,
-        }
-        data = encode("slot", body if self.check is None else {**body, "check": str(self.check)})
-        assert len(data) <= PAGE_BYTES
-        return data.ljust(PAGE_BYTES, b"\0")
-
-    @classmethod
-    def decode(cls, data: bytes, where: str) -> SlotHeader:
-        fields = decode("slot", data.rstrip(b"\0"), where)
-        documents = {}
-        for name, place in fields.mapping("documents").items():
-            match place:
-                case [int(offset), int(nbytes), str(digest)] if offset >= PAGE_BYTES and 0 <= nbytes < 2**40:
-                    documents[name] = (offset, nbytes, digest)
-                case _:
-                    raise fields.fail(f"not the place of a document: {str(place)[:80]}")
-        return cls(
-            fields.digest("root"),
-            parse_save(fields.text("save")),
-            fields.integer("rank", 0, MAX_RANK),
-            fields.integer("world_size", 1, MAX_RANK + 1),
-            fields.integer("number"),
-            fields.integer("sequence"),
-            fields.integer("body_nbytes"),
-            documents,
-            decode_check(fields),
-        )
-
-
-class ReadableSlot(ABC):
-    """A slot to be read, wherever it lies. From any thread."""
-
-    where: str
-    """For people."""
-
-    @property
-    @abstractmethod
-    def capacity(self) -> int:
-        """Bytes of the largest body that fits."""
-
-    @property
-    @abstractmethod
-    def end(self) -> int:
-        """No document reaches behind this byte; looked up before memory is taken for one."""
-
-    @abstractmethod
-    def read_at(self, at: int, buffer: memoryview) -> None:
-        """Fills `buffer`, from this byte of the slot on. Raises FormatError behind the end."""
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fills `buffer` from the body. Raises as `read_at` does."""
-        self.read_at(PAGE_BYTES + offset, buffer)
-
-    @abstractmethod
-    def view(self, at: int, nbytes: int) -> memoryview:
-        """So many bytes from this one of the slot on; fewer where it ends. Raises as `read_at` does."""
-
-    def read_header(self) -> SlotHeader:
-        """Raises CorruptData or FormatError for a header that is torn or foreign."""
-        page = bytearray(PAGE_BYTES)
-        self.read_at(0, memoryview(page))
-        header = SlotHeader.decode(bytes(page), self.where)
-        if header.body_nbytes > self.capacity:
-            raise FormatError(f"{self.where}: a body of {header.body_nbytes} bytes in a slot for {self.capacity}")
-        end = max((offset + nbytes for offset, nbytes, _ in header.documents.values()), default=0)
-        if header.ready and end > self.end:  # before anybody makes room for them
-            raise FormatError(f"{self.where}: documents up to {end} lie behind the end of the slot")
-        return header
-
-    def read_document(self, header: SlotHeader, name: str) -> bytes:
-        """Raises CorruptData when it does not match the header."""
-        if name not in header.documents:
-            raise FormatError(f"{self.where}: the slot holds no {name}")
-        offset, nbytes, expected = header.documents[name]
-        if offset + nbytes > self.end:
-            raise CorruptData(f"{self.where}: {name} at [{offset}:+{nbytes}] lies behind the end of the slot")
-        data = bytearray(nbytes)
-        self.read_at(offset, memoryview(data))
-        if digester(XXH3)(data) != expected:
-            raise CorruptData(f"{self.where}: {name} at [{offset}:+{nbytes}] does not match its digest {expected}")
-        return bytes(data)
 
 
 class Slot(ReadableSlot):

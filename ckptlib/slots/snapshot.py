@@ -12,7 +12,9 @@ from ckptlib.format.documents import Fields, decode
 from ckptlib.format.layout import Layout, decode_layout
 from ckptlib.format.table import Table
 from ckptlib.format.values import Json, loads
-from ckptlib.slots.slot import PAGE_BYTES, ReadableSlot, SlotHeader
+from ckptlib.pages import PAGE_BYTES
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.readable import ReadableSlot
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from ckptlib.format.documents import encode
 from ckptlib.format.table import Table
 from ckptlib.format.values import Json
 from ckptlib.jobs import JobThread
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.staging.copies import Pair, Source
 from ckptlib.staging.device_copies import Copied, DeviceCopies, Devices
 from ckptlib.staging.host_copies import HostCopies

@@ -1,4 +1,4 @@
-"""How a source is read best: a store, a slot on this host, a slot on another one."""
+"""How a store, a slot on this host, or one on another is read and written best: sizes, and how many at once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ THREADS = 8
 """Requests under way at once: a local disk is busy with 4, an object store wants more."""
 
 RUN_BYTES = 16 * 1024 * 1024
-"""The most that one request asks for; times THREADS, it bounds the memory of a load."""
+"""The most that one request asks for; times THREADS, it bounds the memory of a load, and of verify."""
 
 DIRECT_FROM_BYTES = 1024 * 1024
 """From this size on, a chunk that fits its target as it is gets read straight into it."""
+
+
+DOCUMENT_THREADS = 16
+"""Requests for documents under way at once: they are small, and what counts is the time of a request."""
+
+WRITE_BYTES = 16 * 1024 * 1024
+"""Per write: from 4 MiB on, one thread saturates a local NVMe with direct I/O."""
 
 
 @dataclass(frozen=True, slots=True)

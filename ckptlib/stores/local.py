@@ -1,26 +1,15 @@
-"""Objects as files in a directory.
-
-An object is written under a temporary name, flushed, and then linked under its key; a link never replaces a file.
-A crash leaves at most a file in `.tmp`, which no listing shows: <pid>-<random>.
-
-Large uploads of whole pages go around the page cache (O_DIRECT), so that a checkpoint does not push the data set out
-of memory; file systems that refuse that are written through the cache.
-"""
+"""Objects as files in a directory: how they are read, listed and deleted. How one is written is for `local_upload`."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import re
-import secrets
 import stat
 from collections.abc import Iterator
 
-import numpy as np
 from typing_extensions import Buffer, override
 
-from ckptlib.errors import CkptError, FormatError, ObjectExists, ObjectNotFound, ObjectUnreadable, StoreError, StoreFull
+from ckptlib.errors import ObjectNotFound
 from ckptlib.stores import tree
 from ckptlib.stores.base import (
     Entry,
@@ -33,30 +22,8 @@ from ckptlib.stores.base import (
     ends_early,
     is_key,
 )
-
-PAGE_NBYTES = 4096
-"""Alignment of address, offset and length that direct I/O takes on every disk; some would do with 512."""
-
-SLICE_NBYTES = 16 << 20
-"""Bytes in one write call."""
-
-TEMP_DIRECTORY = ".tmp"
-_TEMP_NAME = re.compile(r"[0-9]+-[0-9a-f]{16}")
-
-_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-_NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
-_NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
-_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_OWN = {
-    *(errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE),
-    *(getattr(errno, name, errno.EIO) for name in ("EBADMSG", "EUCLEAN", "ENODATA", "EILSEQ", "EREMOTEIO")),
-}
-"""What may be the matter with one file alone: bad sectors, checksums of the file system, permissions."""
-
-_PUBLISH_TRIES = 100
-"""How often `delete` may remove the directory that a put has just made before the put gives up."""
+from ckptlib.stores.local_errors import ABSENT, failure
+from ckptlib.stores.local_upload import TEMP_DIRECTORY, TEMP_NAME, LocalUpload
 
 
 class LocalStore(Store):
@@ -84,7 +51,7 @@ class LocalStore(Store):
 
     @override
     def upload(self, key: str, head_nbytes: int) -> Upload:
-        return _LocalUpload(self._root, check_key(key), head_nbytes)
+        return LocalUpload(self._root, check_key(key), head_nbytes)
 
     @override
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
@@ -126,7 +93,7 @@ class LocalStore(Store):
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise _failure(error, "list", os.path.join(self._root, directory)) from error
+            raise failure(error, "list", os.path.join(self._root, directory)) from error
 
     def _walk(self, fd: int | None, directory: str, prefix: str) -> Iterator[Entry]:
         """`fd`: of the directory; None where there are only paths."""
@@ -156,7 +123,7 @@ class LocalStore(Store):
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
-            raise _failure(error, "list", os.path.join(self._root, directory)) from error
+            raise failure(error, "list", os.path.join(self._root, directory)) from error
 
     @override
     def clean(self, before: float) -> None:
@@ -164,7 +131,7 @@ class LocalStore(Store):
         path = os.path.join(self._root, TEMP_DIRECTORY)
         try:
             with tree.directory(self._root, [TEMP_DIRECTORY], to_list=True) as fd:
-                for name in filter(_TEMP_NAME.fullmatch, os.listdir(fd)):
+                for name in filter(TEMP_NAME.fullmatch, os.listdir(fd)):
                     with contextlib.suppress(FileNotFoundError):  # another sweep was faster
                         status = os.stat(name, dir_fd=fd, follow_symlinks=False)
                         if stat.S_ISREG(status.st_mode) and status.st_mtime < before:
@@ -172,7 +139,7 @@ class LocalStore(Store):
         except FileNotFoundError:
             return  # nothing was ever written here
         except OSError as error:
-            raise _failure(error, "clean", path) from error
+            raise failure(error, "clean", path) from error
 
     @override
     def delete(self, key: str) -> None:
@@ -182,8 +149,8 @@ class LocalStore(Store):
             with tree.directory(self._root, names) as fd:
                 os.unlink(name, dir_fd=fd)
         except OSError as error:
-            if error.errno not in _ABSENT:
-                raise _failure(error, "delete", path) from error
+            if error.errno not in ABSENT:
+                raise failure(error, "delete", path) from error
         self._remove_empty_directories(names)
 
     def _remove_empty_directories(self, names: list[str]) -> None:
@@ -195,197 +162,6 @@ class LocalStore(Store):
 
     def _path(self, key: str) -> str:
         return os.path.join(self._root, check_key(key))
-
-
-class _LocalUpload(Upload):
-    def __init__(self, root: str, key: str, head_nbytes: int) -> None:
-        self._root, self._key, self._head_nbytes = root, key, head_nbytes
-        self._path = os.path.join(root, key)
-        self._end = head_nbytes
-        self._direct_fd: int | None = None
-        self._may_direct = _O_DIRECT != 0
-        try:
-            self._temp, self._fd = _open_temp(root)
-        except OSError as error:
-            raise _failure(error, "begin to write", self._path, head_nbytes) from error
-        self._open = True
-
-    @override
-    def write(self, data: Buffer) -> None:
-        self._check_open()
-        view = as_bytes(data)
-        try:
-            done = self._write_direct(view) if self._may_direct else 0
-            _write_all(self._fd, view[done:], self._end + done)
-        except OSError as error:
-            self.abort()
-            raise _failure(error, "write", self._path, view.nbytes) from error
-        self._end += view.nbytes
-
-    def _write_direct(self, view: memoryview) -> int:
-        """Writes the whole pages at the start of `view` past the page cache; returns how many bytes it wrote."""
-        if self._end % PAGE_NBYTES or view.nbytes < PAGE_NBYTES or _address(view) % PAGE_NBYTES:
-            return 0
-        done, stop = 0, view.nbytes - view.nbytes % PAGE_NBYTES
-        try:
-            if self._direct_fd is None:
-                with tree.directory(self._root, [TEMP_DIRECTORY]) as fd:
-                    flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | _O_DIRECT
-                    self._direct_fd = os.open(self._temp, flags, dir_fd=fd)
-            while done < stop and done % PAGE_NBYTES == 0:  # a short write may end inside a page
-                piece = view[done : min(done + SLICE_NBYTES, stop)]
-                done += _checked(os.pwrite(self._direct_fd, piece, self._end + done))
-        except OSError as error:
-            if error.errno not in _NO_DIRECT:
-                raise
-            self._may_direct = False
-        return done
-
-    @override
-    def commit(self, head: Buffer) -> None:
-        self._check_open()
-        view = as_bytes(head)
-        if view.nbytes != self._head_nbytes:
-            raise ValueError(f"{self._path}: a head of {self._head_nbytes} bytes was announced, got {view.nbytes}")
-        try:
-            _write_all(self._fd, view, 0)
-            os.fsync(self._fd)
-            _publish(self._root, self._temp, self._key)
-            _sync_up(self._root, self._key.split("/")[:-1])
-        except OSError as error:
-            raise _failure(error, "publish", self._path, self._end) from error
-        finally:
-            self.abort()
-
-    @override
-    def abort(self) -> None:
-        if not self._open:
-            return
-        self._open = False
-        for fd in (self._fd, self._direct_fd):
-            if fd is not None:
-                with contextlib.suppress(OSError):  # what was to be kept has been flushed
-                    os.close(fd)
-        _unlink_temp(self._root, self._temp)
-
-    def _check_open(self) -> None:
-        if not self._open:
-            raise ValueError(f"{self._path}: this upload is over; begin another")
-
-
-def _open_temp(root: str) -> tuple[str, int]:
-    """The name of a new file in the directory for temporary ones, and a descriptor to write to it."""
-    name = f"{os.getpid()}-{secrets.token_hex(8)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        with tree.directory(root, [TEMP_DIRECTORY]) as fd:
-            return name, os.open(name, flags, 0o666, dir_fd=fd)
-    except FileNotFoundError:
-        _make_root(root)
-    with tree.directory(root, [TEMP_DIRECTORY]) as fd:
-        return name, os.open(name, flags, 0o666, dir_fd=fd)
-
-
-def _unlink_temp(root: str, name: str) -> None:
-    """Where it cannot be removed, what stays is a file that nothing names; one that was renamed is not there."""
-    with contextlib.suppress(OSError, StoreError), tree.directory(root, [TEMP_DIRECTORY]) as fd:
-        os.unlink(name, dir_fd=fd)
-
-
-def _make_root(root: str) -> None:
-    missing = []
-    directory = root
-    while not os.path.isdir(directory):
-        missing.append(directory)
-        directory = os.path.dirname(directory)
-    os.makedirs(root, exist_ok=True)
-    tree.make(root, [TEMP_DIRECTORY])
-    for directory in missing:
-        _sync_directory(os.path.dirname(directory), [])
-
-
-def _publish(root: str, temp: str, key: str) -> None:
-    """Gives the finished file its name. Raises ObjectExists; nothing is ever replaced."""
-    *names, name = key.split("/")
-    for tries_left in reversed(range(_PUBLISH_TRIES)):
-        try:
-            with tree.directory(root, [TEMP_DIRECTORY]) as source, tree.directory(root, names) as target:
-                _link(source, temp, target, name, f"{root}/{key}")
-            break
-        except FileNotFoundError:  # a new directory; or `delete` found one empty and removed it under us
-            if not tries_left:
-                raise
-            with contextlib.suppress(FileNotFoundError):
-                tree.make(root, names)
-    _unlink_temp(root, temp)  # before the directories are flushed: no crash leaves a second name
-
-
-def _link(source: int, temp: str, target: int, name: str, path: str) -> None:
-    """`source` and `target`: descriptors of directories. `path`: for messages."""
-    try:
-        os.link(temp, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
-    except FileExistsError:
-        there = _status(target, name)
-        # NFS sends a request again when the answer is lost; the second one finds the link of the first.
-        if there is not None and os.path.samestat(os.stat(temp, dir_fd=source, follow_symlinks=False), there):
-            return
-        raise _taken(target, name, path) from None
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        # A put of the same key in the same moment would be replaced; keys are random enough that there is none.
-        if _status(target, name) is not None:
-            raise _taken(target, name, path) from None
-        os.rename(temp, name, src_dir_fd=source, dst_dir_fd=target)
-
-
-def _status(fd: int, name: str) -> os.stat_result | None:
-    try:
-        return os.stat(name, dir_fd=fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-
-
-def _taken(fd: int, name: str, path: str) -> CkptError:
-    """Only an object counts as put before: who finds one there takes it for his own."""
-    kind = tree.kind_of(fd, name)
-    if kind is not None:
-        return FormatError(f"{path}: cannot publish: {kind} is in the place of the object; remove it")
-    return ObjectExists(f"{path}: exists already, and objects are never overwritten; put it under another key")
-
-
-def _sync_up(root: str, names: list[str]) -> None:
-    """Flushes the directory of these names and those above it up to `root`.
-
-    All of them every time: another process may have made one of them a moment ago and not have flushed it yet.
-    """
-    for depth in range(len(names), -1, -1):
-        _sync_directory(root, names[:depth])
-
-
-def _sync_directory(root: str, names: list[str]) -> None:
-    with tree.directory(root, names, to_list=True) as fd:
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            if error.errno not in _NO_DIRECTORY_FSYNC:
-                raise
-
-
-def _write_all(fd: int, view: memoryview, offset: int) -> None:
-    while view:
-        count = _checked(os.pwrite(fd, view[:SLICE_NBYTES], offset))
-        view, offset = view[count:], offset + count
-
-
-def _checked(count: int) -> int:
-    if count == 0:  # would be tried for ever
-        raise OSError(errno.EIO, "the file system wrote nothing and gave no reason")
-    return count
-
-
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
 
 
 def _read(fd: int, nbytes: int, offset: int) -> bytes:
@@ -421,9 +197,9 @@ def _opened(root: str, key: str) -> Iterator[tuple[int, int]]:
     except tree.NotAFile as error:
         raise ObjectNotFound(f"{path}: no such object; {error} is in its place") from None
     except OSError as error:
-        if error.errno in _ABSENT:
+        if error.errno in ABSENT:
             raise ObjectNotFound(f"{path}: no such object") from None
-        raise _failure(error, "read", path) from error
+        raise failure(error, "read", path) from error
 
 
 def _check_inside(size: int, path: str, offset: int, nbytes: int | None) -> int:
@@ -431,23 +207,3 @@ def _check_inside(size: int, path: str, offset: int, nbytes: int | None) -> int:
     if offset + (nbytes or 0) > size:
         raise ends_early(path, offset, nbytes, size)
     return size - offset if nbytes is None else nbytes
-
-
-def _failure(error: OSError, doing: str, path: str, nbytes: int = 0) -> StoreError:
-    cause = f"{os.strerror(error.errno)} (errno {error.errno})" if error.errno else str(error)
-    if error.errno == errno.EXDEV:
-        cause += "; all of a root has to be on one file system"
-    if error.errno in _FULL:
-        return StoreFull(f"{path}: cannot {doing} {nbytes} bytes: {cause}; {_free(path)}; make room and try again")
-    kind = ObjectUnreadable if doing == "read" and error.errno in _OWN else StoreError
-    return kind(f"{path}: cannot {doing}: {cause}")
-
-
-def _free(path: str) -> str:
-    while not os.path.isdir(path):
-        path = os.path.dirname(path)
-    try:
-        status = os.statvfs(path)
-    except OSError:
-        return "how much is free cannot be told"
-    return f"{status.f_bavail * status.f_frsize} bytes are free on its file system"

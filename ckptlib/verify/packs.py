@@ -19,16 +19,11 @@ from ckptlib.format.digests import digester
 from ckptlib.format.keys import SaveId
 from ckptlib.format.layout import Layout
 from ckptlib.format.part import Part
+from ckptlib.stores.io_limits import RUN_BYTES, THREADS
 from ckptlib.verify.findings import Damage, Finding, attempt, damage_of
 from ckptlib.verify.pack_headers import MAX_HEAD_BYTES, check_head, expected_head
 
-READ_THREADS = 8
-"""Requests under way at once: a local disk is busy with 4, an object store wants more."""
-
-RUN_BYTES = 16 * 1024 * 1024
-"""The most that one request asks for, where no chunk is larger; times READ_THREADS, the memory for data."""
-
-AHEAD = 2 * READ_THREADS
+AHEAD = 2 * THREADS
 """Requests handed out before the result of the first is looked at."""
 
 Advance = Callable[[int], None]

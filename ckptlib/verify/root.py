@@ -30,8 +30,9 @@ from ckptlib.format.keys import PartName, SaveId
 from ckptlib.format.layout import Layout
 from ckptlib.format.manifest import Manifest, ranks_by_layout
 from ckptlib.format.part import Part
+from ckptlib.stores.io_limits import THREADS
 from ckptlib.verify.findings import Finding, attempt, finding_of
-from ckptlib.verify.packs import READ_THREADS, Advance, in_order, verify_packs
+from ckptlib.verify.packs import Advance, in_order, verify_packs
 
 MAX_REGIONS = 100
 """Of a tensor, in which the same two ranks differ, that are told."""
@@ -68,7 +69,7 @@ def verify_save(catalog: Catalog, save: SaveId, advance: Advance = lambda nbytes
     """What is wrong with a committed step. `advance` is told of bytes of packs as they are done, their sum is `nbytes`
     of the manifest when nothing is missing.
 
-    The memory it takes is that of the step's tables, and RUN_BYTES for each of READ_THREADS requests. Raises
+    The memory it takes is that of the step's tables, and RUN_BYTES for each of THREADS requests. Raises
     CheckpointNotFound where there is no such step (any more), StoreError when the store cannot be listed.
     """
     try:
@@ -76,7 +77,7 @@ def verify_save(catalog: Catalog, save: SaveId, advance: Advance = lambda nbytes
     except (CorruptData, FormatError, ObjectUnreadable) as error:
         yield finding_of(error, save.manifest_key, save)
         return
-    with ThreadPoolExecutor(READ_THREADS, "ckptlib-verify") as executor:
+    with ThreadPoolExecutor(THREADS, "ckptlib-verify") as executor:
         layouts = {digest: attempt(partial(catalog.layout, digest)) for digest in manifest.layouts}
         readable = {digest: layout for digest, layout in layouts.items() if isinstance(layout, Layout)}
         for digest, layout in layouts.items():

@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckptlib.format import dtypes
-from ckptlib.format.body_layout import PAGE_BYTES, body_nbytes, round_up
+from ckptlib.format.body_layout import body_nbytes
 from ckptlib.format.box import Box
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.layout import Layout, TensorSpec
 from ckptlib.format.table import Table
+from ckptlib.pages import PAGE_BYTES, round_up
 
 MAX_HEAD_BYTES = 100_000_000
 """What safetensors' own reader takes."""

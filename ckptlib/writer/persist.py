@@ -12,10 +12,8 @@ from ckptlib.format.table import Table
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
 from ckptlib.stores import Store
+from ckptlib.stores.io_limits import WRITE_BYTES
 from ckptlib.writer.packs import Packing, pack
-
-WRITE_BYTES = 16 * 1024 * 1024
-"""Per write: from 4 MiB on, one thread saturates a local NVMe with direct I/O."""
 
 
 class Persister:

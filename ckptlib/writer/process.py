@@ -18,11 +18,13 @@ from functools import partial
 from pathlib import Path
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.retention import Keep, sweep
+from ckptlib.catalog.commit import Committer, raise_if_failed
+from ckptlib.catalog.retention import sweep
 from ckptlib.errors import CkptError, FormatError, SaveFailed, describe
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.format.part import Part
 from ckptlib.jobs import JobThread
+from ckptlib.policy.keep import Keep
 from ckptlib.slots.slot import Slot
 from ckptlib.stores import open_store
 from ckptlib.writer.channel import Channel, Message, readable
@@ -92,7 +94,7 @@ class WriterProcess:
     def _rescue(self, slots: list[Slot]) -> None:
         assert self._held is not None
         try:
-            rescue(slots, self._held, self._rank, self._persister, self._catalog)
+            rescue(slots, self._held, self._rank, self._persister, self._committer)
         except (CkptError, OSError, ValueError) as error:
             log.warning("step %d stays in memory only: %s", self._held.step, describe(error))
 
@@ -166,6 +168,7 @@ class WriterProcess:
         self._keep = None if message["keep"] is None else Keep.from_json(message["keep"])
         self._store = open_store(message["url"], message["options"])
         self._catalog = Catalog(self._store)
+        self._committer = Committer(self._catalog)
         self._persister = Persister(self._store, ThreadPoolExecutor(1, "ckptlib-digest"))
         self._channel.send({"event": "ready"})
 
@@ -216,7 +219,7 @@ class WriterProcess:
 
     def _commit(self, save: SaveId, began: float) -> None:
         try:
-            manifest = self._catalog.commit_when_whole(save, self._world_size, lambda: self._seconds_left(began))
+            manifest = self._committer.commit_when_whole(save, self._world_size, lambda: self._seconds_left(began))
         except (CkptError, OSError) as error:
             self._fail(save, error)  # its own part is there, but the others wait for the step
             return
@@ -245,7 +248,7 @@ class WriterProcess:
         deadline, pause = time.monotonic() + timeout_s, 0.01
         try:
             while not self._catalog.is_committed(save):
-                self._catalog.raise_if_failed(save)
+                raise_if_failed(self._catalog, save)
                 if time.monotonic() > deadline:  # for whoever asked; the save goes on
                     self._channel.send({"event": "undecided", "save": str(save)})
                     return

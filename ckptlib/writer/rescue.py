@@ -11,9 +11,11 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import Committer
 from ckptlib.errors import CkptError, SaveFailed
 from ckptlib.format.keys import SaveId
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.writer.persist import Persister
 
 log = logging.getLogger(__name__)
@@ -26,13 +28,14 @@ COMMIT_TIMEOUT_S = 300.0
 POLL_S = 0.5
 
 
-def rescue(slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persister, catalog: Catalog) -> None:
+def rescue(slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persister, committer: Committer) -> None:
     """Persists what is in these slots of a snapshot that all ranks held, and commits it if that falls to this writer.
 
     `save`: the newest that this rank's trainer knew to be held by all; others may have known of a newer one, and what
     they put then is gone along with. Raises Superseded when a newer generation has begun, SaveFailed when shares are
     missing, and what the store and damaged slots raise.
     """
+    catalog = committer.catalog
     catalog.check_head(save.generation)
     save = _settle(slots, save, own_rank, persister, catalog)
     shares = _shares(slots, save)
@@ -44,7 +47,7 @@ def rescue(slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persis
     if 0 in stand_ins or (own_rank == 0 and 0 in shares):
         world_size = shares[0].read_header().world_size
         deadline = time.monotonic() + COMMIT_TIMEOUT_S
-        manifest = catalog.commit_when_whole(save, world_size, lambda: deadline - time.monotonic())
+        manifest = committer.commit_when_whole(save, world_size, lambda: deadline - time.monotonic())
         log.warning("step %d was in memory only, and is committed now: %d bytes", save.step, manifest.nbytes)
 
 

@@ -32,7 +32,8 @@ from ckptlib.cli.output import Output, duration, plain, size
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation, Root
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.stores import open_store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import flip_bit

@@ -28,8 +28,8 @@ from ckptlib import (
     UnsupportedState,
     checkpoint,
 )
-from ckptlib.catalog.catalog import Committed
 from ckptlib.format import documents, dtypes
+from ckptlib.loading.committed import Committed
 from ckptlib.stores.testing import flip_bit
 
 DTYPES = [

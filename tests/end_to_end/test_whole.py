@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import commit_unproved, make_generation, make_root, put_part
 
-from ckptlib.catalog.catalog import Catalog, Committed
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import Committer
 from ckptlib.errors import CkptError, CorruptData, FormatError, SaveFailed
 from ckptlib.format.box import Box
 from ckptlib.format.keys import PartName, SaveId
 from ckptlib.format.layout import ByHand, Holding, Layout, Mesh, PerRank, Placed, TensorEntry
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.sharding import Replicate
+from ckptlib.loading.committed import Committed
 from ckptlib.loading.match import targets
 from ckptlib.loading.reader import Reader, Want
 from ckptlib.loading.saved_names import Saved
@@ -112,10 +114,10 @@ def test_what_commits_verifies_and_loads_and_nothing_else_does(shares: list[Shar
     expected = value(shares)
     if expected is None:
         with pytest.raises(SaveFailed, match=r"x.*(no rank wrote|saved different bytes)|no rank wrote x"):
-            Catalog(store).commit(save, names)
+            Committer(Catalog(store)).commit(save, names)
         commit_unproved(store, save, names)
     else:
-        Catalog(store).commit(save, names)
+        Committer(Catalog(store)).commit(save, names)
     findings = list(verify_save(Catalog(store), save))
     assert bool(findings) == (expected is None), findings
     for rank, share in enumerate(shares):
@@ -137,7 +139,7 @@ def test_a_tensor_of_two_kinds_is_refused() -> None:
     """Two ranks make a tensor of one name at a save for which they do not compare."""
     store, save, names = put([replica(0, np.ones(3, np.float32)), replica(1, np.ones(4, np.float32))], 1 << 20)
     with pytest.raises(SaveFailed, match=r"x is float32\[3\] on rank 0 and float32\[4\] on rank 1"):
-        Catalog(store).commit(save, names)
+        Committer(Catalog(store)).commit(save, names)
     commit_unproved(store, save, names)
     (found,) = verify_save(Catalog(store), save)
     assert "x is float32[3] on rank 0 and float32[4] on rank 1" in found.message
@@ -147,7 +149,8 @@ def test_bytes_are_compared_at_every_commit_that_has_something_twice() -> None:
     """The tables are the same; what was equal at one save need not be at the next."""
     store, save, names = put([replica(0, np.zeros(4, np.float32)), replica(1, np.zeros(4, np.float32))], 1 << 20)
     catalog = Catalog(store)
-    catalog.commit(save, names)
+    committer = Committer(catalog)
+    committer.commit(save, names)
     layouts = [catalog.layout(catalog.part(name).table.layout) for name in names]
     save = replace(save, step=2)
     names = [
@@ -162,7 +165,7 @@ def test_bytes_are_compared_at_every_commit_that_has_something_twice() -> None:
         for rank, layout in enumerate(layouts)
     ]
     with pytest.raises(SaveFailed, match=r"step 2: x\[0:4\]: ranks 0 and 1 saved different bytes"):
-        catalog.commit(save, names)
+        committer.commit(save, names)
 
 
 def test_only_what_is_wanted_must_agree() -> None:
@@ -193,10 +196,10 @@ def test_a_region_is_compared_across_many_chunks(monkeypatch: pytest.MonkeyPatch
             other[at] += 1
         store, save, names = put([replica(0, values, left, edge), replica(1, other, right)], 8192)
         if at is None:
-            Catalog(store).commit(save, names)
+            Committer(Catalog(store)).commit(save, names)
         else:
             with pytest.raises(SaveFailed, match=r"x\[10:300, 20:50\]: ranks 0 and 1"):
-                Catalog(store).commit(save, names)
+                Committer(Catalog(store)).commit(save, names)
 
 
 def test_manifests_are_those_of_unproved_commits() -> None:
@@ -206,7 +209,7 @@ def test_manifests_are_those_of_unproved_commits() -> None:
     found = Catalog(store).manifest(save)
     store.delete(save.manifest_key)
     assert isinstance(found, Manifest)
-    assert Catalog(store).commit(save, names) == found
+    assert Committer(Catalog(store)).commit(save, names) == found
 
 
 def test_more_overlaps_of_many_tensors_than_can_be_compared_are_refused_by_name() -> None:
@@ -223,7 +226,7 @@ def test_more_overlaps_of_many_tensors_than_can_be_compared_are_refused_by_name(
         tensors = {f"x{i}": values for i in range(count)}
         names.append(put_part(catalog, save, rank, layout, tensors, shards=shards))
     with pytest.raises(SaveFailed, match=r"x2: ranks wrote more than 16,384 regions twice"):
-        Catalog(store).commit(save, names)
+        Committer(Catalog(store)).commit(save, names)
     commit_unproved(store, save, names)
     assert [found.message[:8] for found in verify_save(Catalog(store), save)] == ["x2: rank"]
     for name in ("x0", "x2"):
@@ -238,7 +241,7 @@ def test_a_hundred_regions_are_told_for_two_ranks_that_differ_in_many() -> None:
     boxes = [Box((i,), (1,)) for i in range(120)]
     store, save, names = put([replica(0, ones, *boxes), replica(1, twos, Box.whole((120,)))], 1 << 20)
     with pytest.raises(SaveFailed, match=r"x\[0:1\]: ranks 0 and 1 saved different bytes"):
-        Catalog(store).commit(save, names)
+        Committer(Catalog(store)).commit(save, names)
     commit_unproved(store, save, names)
     assert [found.message for found in verify_save(Catalog(store), save)] == [
         f"x[{i}:{i + 1}]: ranks 0 and 1 saved different bytes for it" for i in range(100)
@@ -253,7 +256,7 @@ def test_more_overlaps_than_can_be_compared_are_refused_by_name() -> None:
     columns = [Box((0, i), (num, 1)) for i in range(num)]
     store, save, names = put([replica(0, values, *rows), replica(1, values, *columns)], 1 << 20)
     with pytest.raises(SaveFailed, match=r"x: its 800 boxes overlap in more ways than can be compared"):
-        Catalog(store).commit(save, names)
+        Committer(Catalog(store)).commit(save, names)
     commit_unproved(store, save, names)
     assert ["x: its 800 boxes" in found.message for found in verify_save(Catalog(store), save)] == [True]
     with pytest.raises(FormatError, match=r"x: its 800 boxes overlap"):
@@ -273,7 +276,7 @@ def test_an_alias_is_what_its_own_layout_says(with_own: bool) -> None:
     shards = [("a", whole), ("b", whole)] if with_own else [("a", whole)]
     names = [put_part(catalog, save, 0, layouts[0], tensors, shards=[])]
     names += [put_part(catalog, save, 1, layouts[1], tensors, shards=shards)]
-    catalog.commit(save, names)
+    Committer(catalog).commit(save, names)
     assert [*verify_save(catalog, save)] == []
     for rank, expected in enumerate((1, 9 if with_own else 1)):
         reader = Reader(Committed(catalog, catalog.manifest(save)), rank)

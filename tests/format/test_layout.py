@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from support import flips, of_version, resealed
 
 from ckptlib.errors import CorruptData, FormatError, NewerFormat
-from ckptlib.format import body_layout, sharding
+from ckptlib.format import sharding
 from ckptlib.format.box import Box
 from ckptlib.format.layout import ByHand, Layout, Mesh, PerRank, Placed, TensorEntry, decode_layout, ranks_touching
 from ckptlib.format.sharding import Placement, Replicate, Shard, StridedShard
+from ckptlib.saving.assign import assign, writes
 
 MESH = Mesh((2, 2), (0, 1, 2, 3))
 LAYOUT = Layout(
@@ -116,7 +117,7 @@ def placed_and_box(draw: st.DrawFn) -> tuple[TensorEntry, Box]:
 @given(placed_and_box(), st.randoms())
 def test_ranks_touching_are_the_writers_of_the_box(case: tuple[TensorEntry, Box], random: object) -> None:
     entry, box = case
-    [entry] = body_layout.assign([entry])
+    [entry] = assign([entry])
     holding = entry.holding
     assert isinstance(holding, Placed)
     some = frozenset(rank for rank in holding.mesh.ranks if random.random() < 0.8)  # type: ignore[attr-defined]
@@ -125,7 +126,7 @@ def test_ranks_touching_are_the_writers_of_the_box(case: tuple[TensorEntry, Box]
         at = holding.mesh.coordinate(rank)
         assert at is not None
         pieces = sharding.pieces(entry.shape, holding.mesh.shape, holding.placements, at)
-        if body_layout.writes(entry, rank) and any(piece.box.intersect(box) for piece in pieces):
+        if writes(entry, rank) and any(piece.box.intersect(box) for piece in pieces):
             expected.add(rank)
     found = list(ranks_touching(entry, box, some))
     assert set(found) == expected

@@ -19,14 +19,16 @@ from workers.torn import raw
 
 from ckptlib.devices import cuda
 from ckptlib.errors import TornSnapshot
-from ckptlib.format.body_layout import assign, body_nbytes, lay_out
+from ckptlib.format.body_layout import body_nbytes, lay_out
 from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
 from ckptlib.format.sharding import Replicate
 from ckptlib.jobs import Job
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.saving.assign import assign
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.staging import copies, host_copies, pinned_ring, prepared_copies, spare_memory
 from ckptlib.staging.copies import Source
 from ckptlib.staging.fence import Fence

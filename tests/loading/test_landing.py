@@ -14,9 +14,8 @@ from helpers.streams import Event, Simulation
 from onerank import Root, bits, opened
 
 import ckptlib
-from ckptlib.catalog import catalog
 from ckptlib.format.box import Box
-from ckptlib.loading import landing, read_once, reader
+from ckptlib.loading import committed, landing, read_once, reader
 from ckptlib.loading.landing import Landing
 from ckptlib.loading.reader import Want
 from ckptlib.stores.io_limits import Pace
@@ -149,7 +148,7 @@ def test_a_buffer_is_filled_again_too_early(root: Root, monkeypatch: pytest.Monk
         return found
 
     monkeypatch.setattr(Landing, "buffer", hasty)
-    monkeypatch.setattr(catalog, "Pace", lambda: Pace(most=1 << 18))
+    monkeypatch.setattr(committed, "Pace", lambda: Pace(most=1 << 18))
     assert any(load(root, monkeypatch, seed) for seed in range(10))
 
 

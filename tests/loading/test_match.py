@@ -16,10 +16,11 @@ from torch.distributed.tensor import distribute_tensor
 
 import ckptlib
 from ckptlib import CheckpointNotFound, PerRank, Sharded, StateMismatch, UnsupportedState
-from ckptlib.catalog.catalog import Catalog, Committed
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.devices import accelerator
 from ckptlib.errors import FormatError
 from ckptlib.format import values
+from ckptlib.loading.committed import Committed
 from ckptlib.loading.load_plan import Filling
 from ckptlib.loading.reader import Reader
 from ckptlib.loading.saved_names import Saved

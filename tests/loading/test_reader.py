@@ -17,7 +17,7 @@ from onerank import opened
 from support import make_generation, make_root, make_save, put_part, put_parts
 from typing_extensions import override
 
-from ckptlib.catalog.catalog import Catalog, Committed
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CorruptData, ObjectNotFound
 from ckptlib.format import gc_pause
 from ckptlib.format.box import Box
@@ -25,6 +25,7 @@ from ckptlib.format.keys import PartName, SaveId
 from ckptlib.format.layout import ByHand, Layout, TensorEntry
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
+from ckptlib.loading.committed import Committed
 from ckptlib.loading.reader import Reader, Want
 from ckptlib.loading.requests import GAP_BYTES
 from ckptlib.stores.io_limits import RUN_BYTES, THREADS, Pace

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from workers.peers_bench import MEMORY, PAGE_BYTES, STORE, Cluster, flip
 
-from ckptlib.slots.slot import SlotHeader
+from ckptlib.slots.header import SlotHeader
 
 slow = pytest.mark.slow
 

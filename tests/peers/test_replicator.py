@@ -17,8 +17,8 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.peers.replicator import Replicator, Round
 from ckptlib.peers.transfer import _heed
 from ckptlib.policy.peers import Peers
+from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.placement import place
-from ckptlib.slots.slot import SlotHeader
 from ckptlib.staging.arena import Arena
 from ckptlib.staging.stager import Content, Lot, Staging
 

@@ -20,7 +20,10 @@ import ckptlib.verify
 
 PACKAGE = ROOT / "ckptlib"
 
-TORCH_FREE = {"policy", "format", "stores", "catalog", "slots", "verify", "writer", "cli", "errors", "jobs", "_version"}
+TORCH_FREE = {
+    *("policy", "jobs", "pages", "errors", "_version"),
+    *("format", "stores", "catalog", "slots", "verify", "writer", "cli"),
+}
 """Rooms; and the package itself."""
 TORCH_INSIDE_FUNCTIONS = {"ckptlib.format.tagged_values"}
 RUNS_CODE = {"pickle", "_pickle", "shelve", "marshal", "dill", "cloudpickle"}

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from rankthreads import run_ranks
 
 from ckptlib import UnsupportedState
-from ckptlib.format import body_layout
 from ckptlib.format.box import Box
 from ckptlib.format.layout import ByHand, Layout, Mesh, PerRank, Placed, ranks_touching
 from ckptlib.format.overlaps import Overlap
 from ckptlib.format.sharding import Replicate, Shard
 from ckptlib.ranks.group import Group, SoloGroup
 from ckptlib.saving.agreement import Agreement, agree, entries_of, rows_of
-from ckptlib.state.flatten import Leaf, Plain
+from ckptlib.saving.assign import assign, writes
+from ckptlib.state.leaf import Leaf, Plain
 
 OWNER = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
 
@@ -140,8 +140,8 @@ def test_a_mesh_of_which_some_do_not_hold_it_yet() -> None:
     none, one = agreed(2, leaves)
     assert none == Agreement({}, {})
     assert one.holders == {"o/w/exp_avg": frozenset({1})}
-    entries = body_layout.assign(entries_of(leaves(1), one), partial=one.holders)
-    assert body_layout.writes(entries[0], 1, one.holders["o/w/exp_avg"])
+    entries = assign(entries_of(leaves(1), one), partial=one.holders)
+    assert writes(entries[0], 1, one.holders["o/w/exp_avg"])
     assert [*ranks_touching(entries[0], Box.whole((2,)), frozenset({1}))] == [1]  # where a load looks for it
 
 
@@ -247,9 +247,9 @@ def test_every_replica_is_written_once(size: int, names: list[tuple[str, int]]) 
 
     writers: dict[str, list[int]] = {}
     for rank, agreement in enumerate(agreed(size, leaves)):
-        layout = Layout(size, tuple(body_layout.assign(entries_of(leaves(rank), agreement))))
+        layout = Layout(size, tuple(assign(entries_of(leaves(rank), agreement))))
         for entry in layout.tensors:
-            if body_layout.writes(entry, rank, agreement.holders.get(entry.name)):
+            if writes(entry, rank, agreement.holders.get(entry.name)):
                 writers.setdefault(entry.name, []).append(rank)
     assert writers.keys() == {name for name, ranks in who.items() if ranks}
     assert all(len(ranks) == 1 and ranks[0] in who[name] for name, ranks in writers.items())

@@ -11,7 +11,7 @@ from support import ROOT_ID
 from ckptlib.errors import NoRoom, SaveFailed
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.saving.snapshots import Snapshots
-from ckptlib.slots.slot import SlotHeader
+from ckptlib.slots.header import SlotHeader
 from ckptlib.staging.arena import Arena
 from ckptlib.staging.stager import Content, Staging
 

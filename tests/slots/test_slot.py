@@ -15,18 +15,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from support import ROOT_ID, SAVES_APART, flips, resealed
+from support import ROOT_ID
 
 from ckptlib.errors import CkptError, CorruptData, FormatError, NoRoom
 from ckptlib.format.box import Box
 from ckptlib.format.documents import encode
-from ckptlib.format.keys import MAX_RANK, GenerationId, SaveId
+from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.layout import ByHand, Layout, TensorEntry
 from ckptlib.format.table import Table
 from ckptlib.format.values import Json
-from ckptlib.slots.slot import PAGE_BYTES, SUFFIX, Slot, SlotHeader
+from ckptlib.pages import PAGE_BYTES
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import SUFFIX, Slot
 from ckptlib.slots.snapshot import SnapshotReader
 
 SAVE = SaveId(500, GenerationId(7, "0123abcd"))
@@ -71,85 +71,6 @@ def test_chunks_lie_in_the_body_and_are_not_larger_than_it(slot: Slot) -> None:
         slot.write_header(replace(HEADER, body_nbytes=CAPACITY, documents=slot.write_documents(CAPACITY, documents)))
         with contextlib.nullcontext() if problem is None else pytest.raises(FormatError, match=problem):
             assert SnapshotReader().read(slot, slot.read_header()).table == told
-
-
-# -- headers
-
-NUMBERS = st.integers(0, 2**40)
-
-
-@given(
-    st.builds(
-        SlotHeader,
-        st.just(ROOT_ID),
-        st.sampled_from([SAVE, *SAVES_APART]),
-        st.integers(0, MAX_RANK),
-        st.integers(1, MAX_RANK + 1),
-        NUMBERS,
-        NUMBERS,
-        NUMBERS,
-        st.dictionaries(
-            st.sampled_from(["layout", "table", "snapshot"]),
-            st.tuples(st.integers(PAGE_BYTES, 2**50), st.integers(0, 2**40 - 1), st.just("f" * 32)),
-        ),
-    )
-)
-def test_a_header_is_a_page_and_comes_back(header: SlotHeader) -> None:
-    data = header.encode()
-    assert len(data) == PAGE_BYTES
-    assert SlotHeader.decode(data, "here") == header
-    assert header.ready == (header.sequence % 2 == 0)
-
-
-def test_every_flipped_bit_of_a_header_is_found() -> None:
-    data = HEADER.encode()
-    written = len(data.rstrip(b"\0"))
-    read = 0
-    for _, flipped in flips(data[: written + 8]):  # a few bytes of padding with it
-        try:
-            found = SlotHeader.decode(flipped.ljust(PAGE_BYTES, b"\0"), "here")
-        except (CorruptData, FormatError):
-            continue
-        assert found == HEADER
-        read += 1
-    assert 0 < read <= 8, "the version alone is outside of the digest, and what fits the digest is of version 1"
-
-
-def test_every_torn_header_is_found() -> None:
-    """The first bytes of the new one before the last bytes of the old one, or before nothing."""
-    old, new = HEADER.encode(), replace(HEADER, save=SAVES_APART[1], rank=12345, sequence=5, documents={}).encode()
-    for length in range(PAGE_BYTES):
-        for torn in (new[:length], new[:length].ljust(PAGE_BYTES, b"\0"), new[:length] + old[length:]):
-            if torn.rstrip(b"\0") not in (new.rstrip(b"\0"), old.rstrip(b"\0")):
-                with pytest.raises((CorruptData, FormatError), match="here"):
-                    SlotHeader.decode(torn, "here")
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"root": "../x"},
-        {"save": "../x"},
-        {"rank": -1},
-        {"rank": 10**6},
-        {"world_size": 0},
-        {"sequence": 2.0},
-        {"sequence": -2},
-        {"body_nbytes": 2**63},
-        {"documents": []},
-        {"documents": {"table": 3}},
-        {"documents": {"table": [PAGE_BYTES, 5]}},
-        {"documents": {"table": [0, 5, "0" * 32]}},
-        {"documents": {"table": [PAGE_BYTES, -5, "0" * 32]}},
-        {"documents": {"table": [PAGE_BYTES, 2**40, "0" * 32]}},
-        {"documents": {"table": [PAGE_BYTES, 5.0, "0" * 32]}},
-        {"documents": {"table": ["a", 5, "0" * 32]}},
-    ],
-)
-def test_a_hostile_header_is_refused(fields: dict[str, object]) -> None:
-    data = resealed(HEADER.encode().rstrip(b"\0"), **fields)
-    with pytest.raises(FormatError):
-        SlotHeader.decode(data.ljust(PAGE_BYTES, b"\0"), "here")
 
 
 # -- content

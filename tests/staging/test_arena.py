@@ -17,7 +17,8 @@ from support import ROOT_ID
 
 from ckptlib.errors import NoRoom
 from ckptlib.format.keys import GenerationId
-from ckptlib.slots.slot import PAGE_BYTES, SUFFIX, Slot
+from ckptlib.pages import PAGE_BYTES
+from ckptlib.slots.slot import SUFFIX, Slot
 from ckptlib.staging import arena as arena_module
 from ckptlib.staging.arena import Arena
 

@@ -21,7 +21,8 @@ from ckptlib import PerRank, Sharded, UnsupportedState
 from ckptlib.format.box import Box
 from ckptlib.format.layout import ByHand, Placed
 from ckptlib.format.layout import PerRank as HeldPerRank
-from ckptlib.state.flatten import Flat, Memo, Plain, flatten, join
+from ckptlib.state.flatten import Flat, Memo, flatten
+from ckptlib.state.leaf import Plain, join
 
 
 def names(flat: Flat) -> list[str]:

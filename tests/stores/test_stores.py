@@ -21,7 +21,7 @@ import pytest
 from store_conformance import PAGE_NBYTES, StoreConformance, keys, pages
 
 from ckptlib.errors import ObjectExists, ObjectNotFound, ObjectUnreadable, StoreError, StoreFull
-from ckptlib.stores import Store, absolute, local, open_store, remote
+from ckptlib.stores import Store, absolute, local_upload, open_store, remote
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.stores.remote import FsspecStore
@@ -42,7 +42,7 @@ class TestLocalStore(StoreConformance):
 class TestLocalStoreWithoutDirectIO(StoreConformance):
     @pytest.fixture
     def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-        monkeypatch.setattr(local, "_O_DIRECT", 0)
+        monkeypatch.setattr(local_upload, "_O_DIRECT", 0)
         return LocalStore(str(tmp_path))
 
 
@@ -78,7 +78,7 @@ def test_objects_are_plain_files_and_temporary_ones_are_gone(files: Path) -> Non
 def test_whole_pages_go_past_the_page_cache(files: Path) -> None:
     memory = pages(2)
     with LocalStore(str(files)).upload("p", PAGE_NBYTES) as upload:
-        assert isinstance(upload, local._LocalUpload)
+        assert isinstance(upload, local_upload.LocalUpload)
         upload.write(memory)
         direct = upload._direct_fd is not None
         upload.commit(bytes(PAGE_NBYTES))
@@ -88,7 +88,7 @@ def test_whole_pages_go_past_the_page_cache(files: Path) -> None:
 
 
 def test_slices_of_a_large_buffer(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "SLICE_NBYTES", PAGE_NBYTES)
+    monkeypatch.setattr(local_upload, "SLICE_NBYTES", PAGE_NBYTES)
     memory = pages(5)
     store = LocalStore(str(files))
     for key, body in [("direct", memoryview(memory)), ("buffered", memoryview(memory)[1:])]:

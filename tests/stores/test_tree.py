@@ -15,9 +15,10 @@ from store_conformance import keys
 from support import age, make_generation, make_root, make_save, read_save, state
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.retention import GRACE, Keep, sweep
+from ckptlib.catalog.retention import sweep
 from ckptlib.errors import FormatError, ObjectNotFound, ObjectUnreadable, StoreError
 from ckptlib.format.keys import SaveId
+from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.stores.local import LocalStore
 
 OLD_S = 2 * GRACE.total_seconds()

@@ -38,6 +38,7 @@ from ckptlib.format.tagged_values import MAX_DEPTH
 from ckptlib.format.values import Json
 from ckptlib.format.values import decode as decode_value
 from ckptlib.stores import Store
+from ckptlib.stores.io_limits import THREADS
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.stores.testing import FaultStore, _HookedStore
@@ -478,7 +479,7 @@ def test_memory_is_bounded(store: MemoryStore, save: SaveId, monkeypatch: pytest
     meter = Meter(store)
     assert findings(meter, save) == []
     assert 0 < meter.largest <= 1 << 20
-    assert meter.most_busy <= packs.READ_THREADS
+    assert meter.most_busy <= THREADS
 
 
 def test_giving_up_half_way_leaves_no_thread(store: MemoryStore, save: SaveId) -> None:

@@ -15,7 +15,8 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
 from ckptlib.format.manifest import Generation, Root
 from ckptlib.format.sharding import Replicate
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.stores.local import LocalStore
 
 ROOT_ID = "feedbeef" * 4

@@ -28,13 +28,14 @@ from support import make_generation, make_root, make_save
 
 import ckptlib
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import finish_saves, raise_if_failed
 from ckptlib.cli.app import run
 from ckptlib.errors import CkptError, UnsupportedState
 from ckptlib.format import keys, values
 from ckptlib.format.documents import seal
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import TrashRecord
-from ckptlib.slots.slot import SlotHeader
+from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.snapshot import SnapshotReader
 from ckptlib.stores.local import LocalStore
 
@@ -577,7 +578,7 @@ def consumers(root: Root) -> dict[str, Callable[[], object]]:
         "load all": lambda: ckptlib.load(url, {}, strict=False),
         "load object": lambda: from_deep(300, lambda: ckptlib.load(url, {"a": Thing()}, strict=False)),
         "values": lambda: read_values(root, url),
-        "failed": lambda: catalog.raise_if_failed(root.other),
+        "failed": lambda: raise_if_failed(catalog, root.other),
         "restore": lambda: restore(root, target()),
         "finish": lambda: finish(root, url),
     }
@@ -619,7 +620,7 @@ def restore(root: Root, state: Body) -> None:
 def finish(root: Root, url: str) -> None:
     """The next job commits what is whole."""
     (root.path / root.save.manifest_key).unlink(missing_ok=True)
-    Catalog(LocalStore(url)).finish(GenerationId(9, "0" * 8))
+    finish_saves(Catalog(LocalStore(url)), GenerationId(9, "0" * 8))
 
 
 def read_values(root: Root, url: str) -> None:

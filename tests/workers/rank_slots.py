@@ -14,7 +14,8 @@ from workers.three_ranks import NUM_RANKS, rank
 from ckptlib.format.body_layout import body_nbytes, lay_out
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader, check_body
 from ckptlib.staging.copies import Source
 from ckptlib.staging.stager import Content, Stager

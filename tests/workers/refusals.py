@@ -15,10 +15,12 @@ from workers.rank_slots import CAPACITY, STATE, assert_not_ready, flip, seal, sl
 from workers.three_ranks import linked, rank
 
 from ckptlib.errors import CorruptData, FormatError, NoRoom, PeerRefused, ReplicationFailed
+from ckptlib.pages import PAGE_BYTES
 from ckptlib.peers.transfer import MAX_DOCUMENTS_BYTES, receive_slot, send_slot, withdraw
 from ckptlib.ranks import link as link_module
 from ckptlib.ranks.link import Link
-from ckptlib.slots.slot import PAGE_BYTES, Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader
 
 

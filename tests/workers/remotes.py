@@ -35,13 +35,16 @@ from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.loading.reader import Reader, Want, own_rank
+from ckptlib.pages import PAGE_BYTES
 from ckptlib.ranks.link import Link
 from ckptlib.ranks.meeting import group_of
 from ckptlib.recovery import remote_slots as remote_module
-from ckptlib.recovery.inventory import Found, Inventory, Move, describe, look, memory_of
+from ckptlib.recovery.inventory import Found, Inventory, Move, describe, look
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.recovery.remote_slots import STREAMS, Exchange, RemoteSlot
-from ckptlib.slots.slot import PAGE_BYTES, Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.host import memory_of
+from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader, check_body
 from ckptlib.staging.copies import Source
 from ckptlib.staging.stager import Content, Stager

@@ -17,17 +17,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ckptlib.format.body_layout import assign, body_nbytes, lay_out
+from ckptlib.format.body_layout import body_nbytes, lay_out
 from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
 from ckptlib.format.sharding import Replicate
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.saving.assign import assign
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.staging.copies import OVERLAP_FROM_BYTES, Source
 from ckptlib.staging.fence import Fence, Fenced
 from ckptlib.staging.stager import Content, Stager, Staging
-from ckptlib.state.flatten import Leaf, flatten
+from ckptlib.state.flatten import flatten
+from ckptlib.state.leaf import Leaf
 
 WAIT_S = 60.0
 SLOT_BYTES = 16 << 20

@@ -25,10 +25,11 @@ from workers.rank_slots import CAPACITY, assert_held, assert_not_ready, content_
 from workers.three_ranks import PATIENCE, linked, rank, run_cases, world
 
 from ckptlib.errors import AgreementFailed, CorruptData
+from ckptlib.pages import PAGE_BYTES
 from ckptlib.peers.transfer import ByteRange, receive_slot, send_slot
 from ckptlib.ranks import link as link_module
 from ckptlib.ranks.link import Link
-from ckptlib.slots.slot import PAGE_BYTES, Slot
+from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader
 
 CHUNK_BYTES = 1 << 20

@@ -15,7 +15,8 @@ import torch
 from ckptlib.loading.reader import Reader
 from ckptlib.peers import replicator
 from ckptlib.ranks import link
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.staging import stager
 
 CHUNK_BYTES = 1 << 14

@@ -16,12 +16,13 @@ from safetensors.torch import load
 from support import SAVES_APART
 
 from ckptlib.format import body_layout, dtypes
-from ckptlib.format.body_layout import ALIGN_FROM_BYTES, PAGE_BYTES
+from ckptlib.format.body_layout import ALIGN_FROM_BYTES
 from ckptlib.format.box import Box
 from ckptlib.format.dtypes import _DTYPES
 from ckptlib.format.keys import MAX_RANK, SaveId
 from ckptlib.format.layout import ByHand, Layout, TensorEntry
 from ckptlib.format.table import Table
+from ckptlib.pages import PAGE_BYTES
 from ckptlib.writer.packs import Packing, pack
 
 SAVE, OTHER_SAVE = SAVES_APART

@@ -12,13 +12,15 @@ import pytest
 from support import ROOT_ID, layout_of, make_generation, make_root, read_save, shards_of
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import Committer
 from ckptlib.errors import ReplicasDiffer, SaveFailed, Superseded
 from ckptlib.format import body_layout
 from ckptlib.format.check import Check, check_of, compared
 from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.documents import encode
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.slots.slot import Slot, SlotHeader
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
 from ckptlib.stores.local import LocalStore
 from ckptlib.writer import rescue as module
 from ckptlib.writer.persist import Persister
@@ -91,7 +93,7 @@ class Job:
             store = LocalStore(str(self.directory / "root"))
             try:
                 with ThreadPoolExecutor(1) as executor:
-                    rescue(self.hosts[rank], known[rank], rank, Persister(store, executor), Catalog(store))
+                    rescue(self.hosts[rank], known[rank], rank, Persister(store, executor), Committer(Catalog(store)))
             except Exception as error:
                 return error
             return None

@@ -1,0 +1,229 @@
+"""The one way by which a step comes to exist: its parts are chosen, proved to be whole, and named by a manifest.
+
+Nothing is listed as a step before its manifest is put, and a manifest is put last and once. What the catalog lists and
+reads is in `catalog`; what makes a set of parts whole, in `completeness`. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ckptlib.catalog.catalog import Catalog, put_new
+from ckptlib.catalog.completeness import Doubt, Proof
+from ckptlib.catalog.shards import Contents, Share
+from ckptlib.errors import (
+    CorruptData,
+    FormatError,
+    ObjectNotFound,
+    ObjectUnreadable,
+    ReplicasDiffer,
+    SaveFailed,
+    UnsupportedState,
+)
+from ckptlib.format import keys
+from ckptlib.format.check import alike
+from ckptlib.format.keys import GenerationId, PartName, SaveId
+from ckptlib.format.manifest import Manifest, ranks_by_layout
+from ckptlib.format.part import FailedPart, PartHead
+
+log = logging.getLogger(__name__)
+
+POLL_FIRST_S = 0.005
+POLL_LAST_S = 0.5
+"""How often a committer looks for parts: at once on a local disk, seldom when ranks are slow."""
+
+SHARES_KEPT = 4
+"""Parts that are kept while what several ranks wrote is compared, rank by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Proved:
+    """What the tables of a whole step say of it."""
+
+    layouts: Mapping[str, tuple[int, ...]]
+    """The ranks of each layout."""
+    nbytes: int
+    """Of all packs."""
+
+
+class Committer:
+    """Commits the steps of one root, and remembers for which tables it has proved that they are whole."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self._proved: dict[tuple[str | None, ...], _Proved] = {}
+
+    def commit(self, save: SaveId, names: Sequence[PartName]) -> Manifest:
+        """Makes the step exist. `names`: one part per rank.
+
+        The first time that ranks lie as they do, all parts are read and it is proved that together they hold every
+        element of every tensor, and one value of it; as long as the tables stay the same, and no two of them hold the
+        same element, that proof stands. That ranks hold alike what one of them wrote for several is told by the checks
+        in the parts' names, every time. Raises SaveFailed when they do not, ReplicasDiffer, Superseded, or what a
+        damaged part raises; the step does not exist then.
+        """
+        assert [(n.save, n.rank) for n in names] == [(save, rank) for rank in range(len(names))], "one part per rank"
+        if not alike(name.check for name in names):
+            raise ReplicasDiffer(
+                f"step {save.step}: what several ranks hold, and one of them wrote for all, is not the same on all of "
+                "them; the step is not committed"
+            )
+        proved = self._prove(save, names)
+        catalog = self.catalog
+        catalog.check_head(save.generation)
+        first = PartHead.decode(names[0], catalog.store.get(names[0].key))
+        manifest = Manifest(save, len(names), tuple(names), proved.layouts, proved.nbytes, first.created, first.metrics)
+        put_new(catalog.store, save.manifest_key, manifest.encode())
+        present = {entry.key for entry in catalog.store.scan(keys.LAYOUTS)}
+        for digest in proved.layouts:  # retention may have deleted one that no step named until now
+            if keys.layout_key(digest) not in present:
+                catalog.put_layout(digest, catalog.layout(digest).encoded)
+        return manifest
+
+    def commit_when_whole(self, save: SaveId, world_size: int, seconds_left: Callable[[], float]) -> Manifest:
+        """Waits for a part of every rank, then commits.
+
+        Raises SaveFailed with the ranks that failed, or that did not come while there were seconds left.
+        """
+        if self.catalog.is_committed(save):  # by one that died before it could say so
+            return self.catalog.manifest(save)
+        pause = POLL_FIRST_S
+        while True:
+            names, missing = _find_parts(self.catalog, save, world_size)
+            if not missing:
+                return self.commit(save, names)
+            if seconds_left() <= 0:
+                some = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+                raise SaveFailed(f"step {save.step}: no part came from {len(missing)} of {world_size} ranks: {some}")
+            self.catalog.check_head(save.generation)
+            time.sleep(pause)
+            pause = min(pause * 1.5, POLL_LAST_S)
+
+    def _prove(self, save: SaveId, names: Sequence[PartName]) -> _Proved:
+        key = tuple(name.table for name in names)
+        if key in self._proved:
+            return self._proved[key]
+        proved, doubts = _prove(self.catalog, save, names)
+        if not doubts:  # what lies as it did may have other bytes the next time
+            self._proved = {key: proved}
+        return proved
+
+
+def _prove(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> tuple[_Proved, Sequence[Doubt]]:
+    """Reads every part; also what only a look at the bytes could settle. Raises SaveFailed for what is not whole."""
+    found: list[tuple[str, int]] = []
+    nbytes, proof = 0, Proof()
+    for name in names:
+        part = catalog.part(name)
+        if part.world_size != len(names):
+            what = f"the part of rank {part.rank} is for {part.world_size} ranks, expected {len(names)}"
+            raise SaveFailed(f"step {save.step}: {what}")
+        found.append((part.table.layout, part.rank))
+        nbytes += sum(pack.nbytes for pack in part.packs)
+        proof.add(part, catalog.layout(part.table.layout))
+    if (clash := proof.clash()) is not None:
+        raise SaveFailed(f"step {save.step}: {clash}; the step is not committed")
+    try:
+        missing = proof.missing()
+        doubts = proof.doubts() if missing is None else []
+    except (FormatError, UnsupportedState) as error:
+        raise SaveFailed(f"step {save.step}: {error}; the step is not committed") from error
+    if missing is not None:
+        raise SaveFailed(f"step {save.step}: no rank wrote {missing}; the step is not committed")
+    _settle(catalog, save, names, doubts)
+    return _Proved(ranks_by_layout(found), nbytes), doubts
+
+
+def _settle(catalog: Catalog, save: SaveId, names: Sequence[PartName], doubts: Sequence[Doubt]) -> None:
+    """Raises SaveFailed where what two ranks wrote of a tensor is not equal."""
+    contents = Contents(catalog.store.get_into)
+
+    @lru_cache(maxsize=SHARES_KEPT)
+    def share(rank: int) -> Share:
+        part = catalog.part(names[rank])
+        return Share(part, catalog.layout(part.table.layout))
+
+    for doubt in doubts:
+        if not contents.settles(doubt, share):
+            where, (first, second) = f"{doubt.name}{doubt.region}", doubt.ranks
+            raise SaveFailed(
+                f"step {save.step}: {where}: ranks {first} and {second} saved different bytes for it; the step is "
+                "not committed. If each rank has its own, say PerRank; if these are pieces of one tensor, DTensor "
+                "or Sharded(tensor, offset, shape), with boxes that are equal where they overlap"
+            )
+
+
+def _find_parts(catalog: Catalog, save: SaveId, world_size: int) -> tuple[list[PartName], list[int]]:
+    """One good part per rank, and the ranks that have none. Raises SaveFailed for a rank that failed."""
+    found = catalog.parts(save)
+    _raise_failure(catalog, save, found)
+    return _choose(found, world_size)
+
+
+def _choose(found: Mapping[int, Sequence[PartName]], world_size: int) -> tuple[list[PartName], list[int]]:
+    """Of the parts that are there, one good one per rank, and the ranks that have none. Pure.
+
+    All of one snapshot: there may be parts of two that were taken at the same step.
+    """
+    by_number: dict[int, dict[int, PartName]] = {}
+    for rank, names in found.items():
+        for name in names:
+            if name.ok and rank < world_size:
+                by_number.setdefault(-1 if name.check is None else name.check.number, {}).setdefault(rank, name)
+    good = max(by_number.items(), key=lambda item: (len(item[1]), item[0]), default=(0, {}))[1]
+    missing = [rank for rank in range(world_size) if rank not in good]
+    return [good[rank] for rank in sorted(good)], missing
+
+
+def raise_if_failed(catalog: Catalog, save: SaveId) -> None:
+    """Raises SaveFailed when a rank has published that its part will not come, or rank 0 that it gave up."""
+    found = catalog.parts(save)
+    _raise_failure(catalog, save, found)
+    _raise_failure(catalog, save, {0: [name for name in found.get(0, []) if not name.ok]})
+
+
+def _raise_failure(catalog: Catalog, save: SaveId, found: Mapping[int, Sequence[PartName]]) -> None:
+    for rank, names in found.items():
+        if names and not any(name.ok for name in names):
+            failure = FailedPart.decode(names[0], catalog.store.get(names[0].key))
+            raise SaveFailed(f"step {save.step}: rank {rank} failed: {failure.error}")
+
+
+def finish_saves(catalog: Catalog, generation: GenerationId) -> list[SaveId]:
+    """Commits the saves of dead generations, older than `generation`, whose parts are all there.
+
+    What was persisted whole before a crash is not lost with the committer.
+    """
+    committed = set(catalog.saves())
+    waiting = {
+        name.save
+        for entry in catalog.store.scan(keys.PARTS)
+        if (name := keys.parse_part_key(entry.key)) is not None and name.save not in committed
+    }
+    trashed = {keys.parse_trash_key(entry.key) for entry in catalog.store.scan(keys.TRASH)}
+    done = []
+    for save in sorted(waiting - trashed):
+        if save.generation < generation and _finish_one(catalog, save):
+            done.append(save)
+    return done
+
+
+def _finish_one(catalog: Catalog, save: SaveId) -> bool:
+    names = catalog.parts(save)
+    if 0 not in names or not all(n.ok for found in names.values() for n in found):
+        return False  # a rank, or the committer, said that it gave up
+    try:
+        world_size = catalog.part(next(n for n in names[0] if n.ok)).world_size
+        complete, missing = _find_parts(catalog, save, world_size)
+        if missing:
+            return False
+        # By a new one, which reads all of them: nobody is left who knows whether these parts are whole.
+        Committer(catalog).commit(save, complete)
+    except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable, SaveFailed) as error:
+        log.warning("step %d is not committed, though all its parts are there: %s", save.step, error)
+        return False  # damaged or incomplete: it never existed, and retention will sweep it
+    return True

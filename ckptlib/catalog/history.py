@@ -1,0 +1,115 @@
+"""Which steps are on the job's way, and which generation is its head: from what a root lists, without asking it.
+
+History is linear with rewinds. The head is the newest generation that has committed. Visible are its own steps and
+those of the generation it resumed from, up to the step it resumed from, and so on. A generation that never committed
+is no part of history. No torch, no I/O but the read that `read_records` is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from ckptlib.errors import (
+    CheckpointNotFound,
+    CkptError,
+    CorruptData,
+    FormatError,
+    NewerFormat,
+    ObjectNotFound,
+    ObjectUnreadable,
+    Superseded,
+)
+from ckptlib.format import keys
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import Generation
+
+
+def history(saves: Iterable[SaveId], generations: Mapping[GenerationId, Generation]) -> list[SaveId]:
+    """The visible ones of committed saves, ascending by step. Pure."""
+    by_generation: dict[GenerationId, list[SaveId]] = {}
+    for save in saves:
+        by_generation.setdefault(save.generation, []).append(save)
+    found: list[SaveId] = []
+    head = max(by_generation, default=None)
+    limit = keys.MAX_STEP
+    seen: set[GenerationId] = set()
+    while head is not None and head not in seen:
+        seen.add(head)
+        found += [save for save in by_generation.get(head, []) if save.step <= limit]
+        record = generations.get(head)
+        origin = None if record is None else record.resumed_from
+        if origin is not None:
+            limit = min(limit, origin.step)
+        head = None if origin is None else origin.generation
+    return sorted(found)
+
+
+def read_records(
+    ids: Iterable[GenerationId],
+    saves: Iterable[SaveId],
+    read: Callable[[GenerationId], Generation],
+    url: str,
+    newer: bool = False,
+) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
+    """Of each generation its record, or why it is not known what it resumed from.
+
+    `ids`: those that have put their record; others are known by the committed `saves` that they made, or by what a
+    later one resumed from. With `newer`, a record of a newer ckptlib is like a damaged one; else it raises NewerFormat.
+    """
+    found: dict[GenerationId, Generation] = {}
+    lost: dict[GenerationId, CkptError] = {}
+    for generation in ids:
+        try:
+            found[generation] = read(generation)
+        except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable) as error:
+            if isinstance(error, NewerFormat) and not newer:
+                raise
+            lost[generation] = error
+    origins = (record.resumed_from for record in found.values())
+    for save in (*saves, *(origin for origin in origins if origin is not None)):
+        if save.generation not in found:
+            where = f"{url}/{save.generation.key}"
+            lost.setdefault(save.generation, ObjectNotFound(f"{where}: no such object"))
+    return found, lost
+
+
+def numbered(step: int | str, visible: Sequence[SaveId], url: str) -> SaveId:
+    """Of the visible saves, ascending, that of a step; "latest": the last one. Raises CheckpointNotFound."""
+    if step == "latest":
+        if not visible:
+            raise CheckpointNotFound(f"{url} holds no committed step")
+        return visible[-1]
+    matching = [save for save in visible if save.step == int(step)]
+    if not matching:
+        steps = ", ".join(str(save.step) for save in visible[-8:])
+        raise CheckpointNotFound(f"{url} holds no step {step}; the last ones are: {steps or 'none'}")
+    return matching[-1]
+
+
+def named(name: str, saves: Callable[[], Sequence[SaveId]], url: str) -> SaveId:
+    """The committed save of this full name. `saves`: asked once the name is one. Raises CheckpointNotFound."""
+    try:
+        save = keys.parse_save(name)
+    except FormatError as error:
+        raise CheckpointNotFound(
+            f"{url}: {name[:80]!r} is neither a step's number, nor its full name, nor 'latest'"
+        ) from error
+    if save in saves():
+        return save
+    raise CheckpointNotFound(f"{url} holds no save {name}")
+
+
+def successor(ids: Iterable[GenerationId], saves: Iterable[SaveId]) -> GenerationId:
+    """A new generation with a number above all others, also where only the steps of one are left."""
+    last = max([*ids, *(save.generation for save in saves)], default=None)
+    return GenerationId(1 if last is None else last.number + 1, keys.new_nonce())
+
+
+def check_head(generation: GenerationId, ids: Iterable[GenerationId], url: str) -> None:
+    """Raises Superseded where one of `ids` is newer."""
+    newest = max(ids, default=generation)
+    if newest > generation:
+        raise Superseded(
+            f"{url}: generation {generation} may no longer save: {newest} has begun. Two jobs use one "
+            "root; stop one of them, or give each a root of its own"
+        )

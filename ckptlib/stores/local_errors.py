@@ -1,0 +1,39 @@
+"""What an error of the file system means to whoever uses a store."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from ckptlib.errors import ObjectUnreadable, StoreError, StoreFull
+
+ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+"""There is no such object."""
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_OWN = {
+    *(errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE),
+    *(getattr(errno, name, errno.EIO) for name in ("EBADMSG", "EUCLEAN", "ENODATA", "EILSEQ", "EREMOTEIO")),
+}
+"""What may be the matter with one file alone: bad sectors, checksums of the file system, permissions."""
+
+
+def failure(error: OSError, doing: str, path: str, nbytes: int = 0) -> StoreError:
+    """`doing`: a verb, such as "read"; `nbytes`: how many were to be written."""
+    cause = f"{os.strerror(error.errno)} (errno {error.errno})" if error.errno else str(error)
+    if error.errno == errno.EXDEV:
+        cause += "; all of a root has to be on one file system"
+    if error.errno in _FULL:
+        return StoreFull(f"{path}: cannot {doing} {nbytes} bytes: {cause}; {_free(path)}; make room and try again")
+    kind = ObjectUnreadable if doing == "read" and error.errno in _OWN else StoreError
+    return kind(f"{path}: cannot {doing}: {cause}")
+
+
+def _free(path: str) -> str:
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return "how much is free cannot be told"
+    return f"{status.f_bavail * status.f_frsize} bytes are free on its file system"

@@ -1,0 +1,156 @@
+"""Retention on a store that is full, and one that dies under it: no step that is listed is ever hurt."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from support import (
+    age,
+    all_keys,
+    listed_steps_are_whole,
+    make_generation,
+    make_root,
+    make_save,
+    put_parts,
+    state,
+)
+from typing_extensions import Buffer, override
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import finish_saves
+from ckptlib.catalog.retention import sweep
+from ckptlib.errors import StoreError, StoreFull
+from ckptlib.format import keys
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import TrashRecord
+from ckptlib.policy.keep import GRACE, Keep
+from ckptlib.stores import Store
+from ckptlib.stores.local import LocalStore
+from ckptlib.stores.memory import MemoryStore
+from ckptlib.stores.testing import _HookedStore
+
+T = TypeVar("T")
+
+LATER_S = GRACE.total_seconds() + 3600
+
+
+# -- a full store
+
+
+class FullStore(_HookedStore):
+    """Takes no byte before one is deleted."""
+
+    def __init__(self, inner: Store, takes_empty: bool) -> None:
+        super().__init__(inner, "full")
+        self._takes_empty = takes_empty
+        self._full = True
+
+    @override
+    def _run(self, op: str, key: str, act: Callable[[Buffer], T], data: Buffer = b"") -> T:
+        if op == "put" and self._full and (len(memoryview(data)) or not self._takes_empty):
+            raise StoreFull(f"{key}: no space")
+        if op == "delete" and key.startswith("packs/"):
+            self._full = False
+        return act(data)
+
+
+@pytest.mark.parametrize("takes_empty", [True, False])
+def test_what_is_due_goes_from_a_full_store(store: Store, catalog: Catalog, takes_empty: bool) -> None:
+    """That is when it is needed most. Where there is no room to ask the clock, the newest object tells the time."""
+    generation = make_generation(catalog)
+    make_save(catalog, generation, 1, state(1))
+    make_save(catalog, generation, 2, state(2))
+    sweep(catalog, Keep(last=1), None)
+    age(store, LATER_S)
+    make_save(catalog, generation, 3, state(3))
+    found = sweep(Catalog(FullStore(store, takes_empty)), Keep(last=1), None)
+    assert {entry.key.partition("/")[0] for entry in found.deleted} == {"parts", "packs", "trash"}
+    assert [save.step for save in found.dropped] == [2]
+    assert listed_steps_are_whole(store) == [3]
+    make_save(catalog, generation, 4, state(4))
+    with pytest.raises(StoreFull):  # nothing is due yet
+        sweep(Catalog(FullStore(store, takes_empty)), Keep(last=1), None)
+    assert listed_steps_are_whole(store) == [3, 4]
+
+
+# -- crashes
+
+
+class Crash(StoreError):
+    pass
+
+
+class CrashingStore(_HookedStore):
+    """Does `left` operations, and from then on nothing at all."""
+
+    def __init__(self, inner: Store, left: int) -> None:
+        super().__init__(inner, "crash")
+        self._left = left
+
+    @override
+    def _run(self, op: str, key: str, act: Callable[[Buffer], T], data: Buffer = b"") -> T:
+        self._left -= 1
+        if self._left < 0:
+            raise Crash(f"{op} {key}")
+        return act(data)
+
+
+def make_busy_root(store: Store) -> GenerationId:
+    """Steps to drop, trash whose time has come, a crashed save, an interrupted drop, and an old layout."""
+    catalog = make_root(store)
+    generation = make_generation(catalog)
+    make_save(catalog, generation, 1, state(1), world_size=2)
+    make_save(catalog, generation, 2, state(2))
+    sweep(catalog, Keep(last=1), generation)
+    put_parts(catalog, generation, 3, state(3))
+    age(store, LATER_S)
+    saves = [make_save(catalog, generation, step, state(step)) for step in (4, 5, 6)]
+    store.put(saves[0].trash_key, TrashRecord(saves[0], "interrupted").encode())
+    return generation
+
+
+def copy_of(store: Store, directory: Path) -> Store:
+    if isinstance(store, MemoryStore):
+        copied = MemoryStore()
+        copied._objects = dict(store._objects)
+        return copied
+    shutil.copytree(store.url.removeprefix("file://"), directory)  # ages are kept
+    return LocalStore(str(directory))
+
+
+def test_a_crash_anywhere_hurts_no_listed_step_and_is_made_good(store: Store, tmp_path: Path) -> None:
+    generation = make_busy_root(store)
+    nth = 0
+    while True:
+        inner = copy_of(store, tmp_path / str(nth))
+        try:
+            sweep(Catalog(CrashingStore(inner, nth)), Keep(last=2), generation)
+            crashed = False
+        except Crash:
+            crashed = True
+        kept = listed_steps_are_whole(inner)
+        assert kept[-2:] == [5, 6]
+        assert set(kept) <= {2, 4, 5, 6}
+        assert finish_saves(Catalog(inner), GenerationId(99, "0" * 8)) in ([], [SaveId(3, generation)])
+        for _ in range(4):
+            sweep(Catalog(inner), Keep(last=2), generation)
+            assert listed_steps_are_whole(inner)[-2:] == [5, 6]
+            age(inner, LATER_S)
+        assert {key.partition("/")[0] for key in all_keys(inner)} == {
+            "ckptlib.json",
+            "generations",
+            "layouts",
+            "packs",
+            "parts",
+            "steps",
+        }
+        assert listed_steps_are_whole(inner) == [5, 6]
+        assert [len(inner.scan(prefix)) for prefix in (keys.PACKS, keys.PARTS, keys.LAYOUTS)] == [2, 2, 1]
+        if not crashed:
+            break
+        nth += 1
+    assert nth > 20
