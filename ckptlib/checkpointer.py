@@ -47,7 +47,8 @@ from ckptlib.saving.registry import registry
 from ckptlib.saving.session import Session
 from ckptlib.saving.settings import SAVE_DEADLINE, TIMEOUT, Settings
 from ckptlib.staging.fence import Fence
-from ckptlib.state.flatten import Leaf, flatten
+from ckptlib.state.flatten import flatten
+from ckptlib.state.leaf import Leaf
 from ckptlib.state.rng import LoadedRng
 from ckptlib.stores import absolute
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptlib.format.keys import SaveId
-from ckptlib.state.flatten import is_stateful
 from ckptlib.state.leaf import PerRank, Sharded, is_lazy
+from ckptlib.state.visitor import is_stateful
 
 
 class Parts:
@@ -148,7 +148,7 @@ def tells(parts: Parts) -> bool:
 
 
 def _parts(node: object) -> Iterator[object]:
-    """The walk mirrors `ckptlib.state.flatten`."""
+    """Those that `ckptlib.state.visitor` meets."""
     if isinstance(node, PerRank):
         yield from _parts(node.value)
     elif isinstance(node, Sharded):

@@ -25,7 +25,7 @@ from ckptlib.format.layout import ByHand, Holding, Mesh, PerRank, Placed, Tensor
 from ckptlib.format.overlaps import Overlap, overlaps, remainder
 from ckptlib.ranks.group import Group
 from ckptlib.staging.tensor_digests import digests_of
-from ckptlib.state.flatten import Leaf, Plain
+from ckptlib.state.leaf import Leaf, Plain
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ from ckptlib.saving.agreement import Agreement, Row, agree, entries_of, rows_of,
 from ckptlib.saving.shared import Shared, prove, shared_of
 from ckptlib.staging.copies import Source
 from ckptlib.staging.replica_digests import Replica, ReplicaDigests, Way
-from ckptlib.state.flatten import Flat, Leaf, Plain
+from ckptlib.state.flatten import Flat
+from ckptlib.state.leaf import Leaf, Plain
 from ckptlib.state.memo import same
 
 Overlap = Callable[[Leaf], bool]

@@ -20,7 +20,7 @@ from ckptlib.format.layout import Placed
 from ckptlib.ranks.group import Group
 from ckptlib.saving.agreement import Agreement, within
 from ckptlib.staging.tensor_digests import digests_of
-from ckptlib.state.flatten import Leaf
+from ckptlib.state.leaf import Leaf
 
 
 @dataclass(frozen=True, slots=True)

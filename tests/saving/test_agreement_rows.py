@@ -20,7 +20,7 @@ from ckptlib.format.overlaps import Overlap
 from ckptlib.format.sharding import Replicate, Shard
 from ckptlib.ranks.group import Group, SoloGroup
 from ckptlib.saving.agreement import Agreement, agree, entries_of, rows_of
-from ckptlib.state.flatten import Leaf, Plain
+from ckptlib.state.leaf import Leaf, Plain
 
 OWNER = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
 

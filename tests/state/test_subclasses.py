@@ -23,7 +23,8 @@ from ckptlib import PerRank, Sharded, StateMismatch, UnsupportedState
 from ckptlib.errors import ReplicasDiffer
 from ckptlib.format.layout import PerRank as HeldPerRank
 from ckptlib.saving.agreement import agree, rows_of
-from ckptlib.state.flatten import Flat, Memo, flatten
+from ckptlib.state.flatten import Flat, flatten
+from ckptlib.state.memo import Memo
 
 Inner = dict[str, torch.Tensor]
 

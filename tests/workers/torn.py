@@ -27,7 +27,8 @@ from ckptlib.slots.slot import Slot, SlotHeader
 from ckptlib.staging.copies import OVERLAP_FROM_BYTES, Source
 from ckptlib.staging.fence import Fence, Fenced
 from ckptlib.staging.stager import Content, Stager, Staging
-from ckptlib.state.flatten import Leaf, flatten
+from ckptlib.state.flatten import flatten
+from ckptlib.state.leaf import Leaf
 
 WAIT_S = 60.0
 SLOT_BYTES = 16 << 20
