@@ -6,10 +6,7 @@ by tensor, so it goes into an optimizer that has not stepped yet and keeps the d
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from operator import setitem
 from typing import Any
@@ -20,40 +17,14 @@ from typing_extensions import override
 
 from ckptlib.loading.load_plan import Filling, Setter
 from ckptlib.loading.match_optimizers import OptimizerTargets, Params
-from ckptlib.loading.reader import Want
 from ckptlib.loading.saved_names import Saved
 from ckptlib.loading.selection import Asked, Only, Rename
+from ckptlib.loading.targets import Targets, outside_inference
 from ckptlib.state.frameworks import loader_of
 from ckptlib.state.leaf import PerRank, Sharded, home_of, local_of
 from ckptlib.state.modules import canonical, is_extra_state, named_state, owners_of
 from ckptlib.state.subclasses import is_subclass, like
 from ckptlib.state.visitor import Visitor
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """What a load will do to a state."""
-
-    wants: list[Want]
-    missing: list[str]
-    """Names that the state has and the checkpoint has not."""
-    unexpected: list[str]
-    """Names that the checkpoint has and the state has not, or that were asked for and the state has not."""
-    mismatched: list[str]
-    """Names whose shape or dtype differ, with both."""
-    foreign: dict[str, str]
-    """Names of the checkpoint that an optimizer of this rank would not understand: unexpected, whatever other ranks
-    say. Each with what is to be told of it."""
-    values: dict[str, object]
-    """Plain values by path, as saved."""
-    finish: list[Callable[[], None]]
-    """To be called in order, when every want is filled."""
-
-    def complete(self) -> None:
-        """To be called when every want is filled."""
-        with _outside_inference():
-            for action in self.finish:
-                action()
 
 
 def targets(
@@ -69,30 +40,11 @@ def targets(
 
     `device`: where what has no memory is given some.
     """
-    asked = Asked(only, rename)
-    filling = Filling(saved, asked, cast)
+    filling = Filling(saved, Asked(only, rename), cast)
     walk = _Walk(filling, None if device is None else torch.device(device))
-    with _outside_inference(), torch.no_grad():
+    with outside_inference(), torch.no_grad():
         walk.visit(state, None)
-    return Targets(
-        filling.wants,
-        filling.missing,
-        [*asked.idle(), *filling.unexpected, *_never_used(filling)],
-        filling.mismatched,
-        filling.foreign,
-        filling.values,
-        filling.finish,
-    )
-
-
-@contextmanager
-def _outside_inference() -> Iterator[None]:
-    """Whatever the caller's mode: what is made in inference mode can never be updated outside of it, by no step."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            yield
-    else:
-        yield
+    return filling.targets()
 
 
 class _Walk(Visitor[Setter]):
@@ -172,7 +124,7 @@ class _Walk(Visitor[Setter]):
         if not self._filling.fills(new):
             return  # it stays without memory rather than get some that nothing was read into
         for module, attribute in owners:
-            self._filling.finish.append(_assigner(module, attribute, new))
+            self._filling.then(_assigner(module, attribute, new))
 
     def _add_extra_states(self, module: nn.Module, path: str) -> None:
         for name, submodule in module.named_modules(remove_duplicate=False):
@@ -180,21 +132,6 @@ class _Walk(Visitor[Setter]):
                 prefix = f"{name}." if name else ""
                 key = join_module(path, _canonical_prefix(module, prefix) + "_extra_state")
                 self._filling.add_object(key, submodule.get_extra_state, submodule.set_extra_state)
-
-
-def _never_used(filling: Filling) -> Iterator[str]:
-    """Everything saved that nobody took."""
-    saved = filling.saved
-    trees: list[str] = []
-    for tree in sorted(f"{path}/" for path in saved.objects):
-        if not trees or not tree.startswith(trees[-1]):
-            trees.append(tree)  # none begins with another, so the one before a name tells
-    for name in (*saved.tensors, *saved.values, *saved.objects):
-        # what belongs to an object that is loaded as a whole is taken, or not, with it
-        if name not in filling.used and filling.asked.expects(name):
-            before = bisect_left(trees, name)
-            if not before or not name.startswith(trees[before - 1]):
-                yield name
 
 
 def join_module(path: str, name: str) -> str:

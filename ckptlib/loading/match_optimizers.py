@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ckptlib.errors import StateMismatch, UnsupportedState
 from ckptlib.format import values
 from ckptlib.format.values import Json
-from ckptlib.loading.load_plan import Filling, fits, want
+from ckptlib.loading.load_plan import Filling, fits
 from ckptlib.loading.saved_names import SavedGroup
 from ckptlib.state.leaf import Sharded, dtype_name, join, leaf_of, torch_dtype
 from ckptlib.state.optimizer_kinds import Kind, kind_of
@@ -60,9 +60,9 @@ class OptimizerTargets:
         saved_path = self._filling.named(path)
         groups = self._saved.groups.get(saved_path)
         if groups is None:
-            self._filling.missing.append(path)
+            self._filling.miss(path)
             return
-        self._filling.used.add(saved_path)
+        self._filling.use(saved_path)
         if any(param.is_meta for group in optimizer.param_groups for param in group["params"]):
             raise UnsupportedState(
                 f"{path}: holds parameters on the meta device, which loading a module replaces; load the module first, "
@@ -79,10 +79,10 @@ class OptimizerTargets:
             for name, param in zip(group_names, group["params"], strict=True):
                 saved_name = self._saved_name(name)
                 if saved_name not in groups:
-                    self._filling.missing.append(f"{path}/{name}")
+                    self._filling.miss(f"{path}/{name}")
                     continue
                 taken.add(saved_name)
-                self._filling.used.add(f"{saved_path}/{saved_name}")
+                self._filling.use(f"{saved_path}/{saved_name}")
                 keys = entries.get(saved_name, {})
                 ordered = {key: keys[key] for key in self._saved.in_order(saved_path, keys)}
                 kind = kinds(self._shape_of(param))
@@ -93,7 +93,8 @@ class OptimizerTargets:
         for name, first in self._params.ties.items():
             taken.add(self._saved_name(name))
             self._check_tie(path, name, first, entries)
-        self._filling.unexpected += [f"{saved_path}/{name}" for name in sorted(groups.keys() - taken)]
+        for name in sorted(groups.keys() - taken):
+            self._filling.leave(f"{saved_path}/{name}")
 
     def _saved_name(self, name: str) -> str:
         """What the checkpoint keeps the state of a parameter under."""
@@ -107,7 +108,7 @@ class OptimizerTargets:
         other = entries.get(taken, {})
         for key, saved_name in entries.get(mine, {}).items():
             if saved_name in self._saved.tensors and not self._saved.same(other.get(key, ""), saved_name):
-                self._filling.mismatched.append(f"{path}/{name}: is tied to {first}, but their optimizer state differs")
+                self._filling.mismatch(f"{path}/{name}: is tied to {first}, but their optimizer state differs")
 
     def _entries_by_param(self, path: str, layouts: Collection[int]) -> dict[str, dict[str, str]]:
         """By parameter: the keys of its saved state, each with its full name. `layouts`: of the parameters."""
@@ -120,7 +121,7 @@ class OptimizerTargets:
                 continue
             param, _, key = name[len(prefix) :].rpartition("/")
             found.setdefault(param, {})[key.replace("%2F", "/").replace("%25", "%")] = name
-            self._filling.used.add(name)
+            self._filling.use(name)
         return found
 
     def _shape_of(self, param: torch.Tensor) -> tuple[int, ...]:
@@ -143,9 +144,10 @@ class OptimizerTargets:
         """
         strange = [] if alike else kind.strange(keys)
         for key in strange:
-            self._filling.foreign[f"{name}/{key}"] = f"{name}/{key}: means nothing to {type(optimizer).__name__}"
+            self._filling.leave_foreign(f"{name}/{key}", f"{name}/{key}: means nothing to {type(optimizer).__name__}")
         lacking = kind.lacks(keys.keys() - strange, stateful=bool(optimizer.state.get(param)))
-        self._filling.missing += [f"{name}/{key}" for key in lacking]
+        for key in lacking:
+            self._filling.miss(f"{name}/{key}")
         return None if lacking else {key: full for key, full in keys.items() if key not in strange}
 
     def _fit(self, kind: Kind | None, param: torch.Tensor, name: str, saved_name: str, keys: Mapping[str, str]) -> bool:
@@ -165,7 +167,8 @@ class OptimizerTargets:
             if (entry := self._saved.tensors.get(full)) is not None
             and entry.shape != expected.get(key, shape if cut and entry.shape else entry.shape)
         ]
-        self._filling.mismatched += wrong
+        for text in wrong:
+            self._filling.mismatch(text)
         return not wrong
 
     def _add_param_state(
@@ -193,7 +196,7 @@ class OptimizerTargets:
             if builds or param in optimizer.state:
                 optimizer.state[param] = {key: build() for key, build in builds.items()}
 
-        self._filling.finish.append(finish)
+        self._filling.then(finish)
 
     def _another(
         self, optimizer: torch.optim.Optimizer, param: torch.Tensor, kind: Mapping[str, Json], name: str
@@ -225,9 +228,8 @@ class OptimizerTargets:
         if by_hand is not None and key != "step" and entry.shape == by_hand.shape:
             alike = isinstance(now, torch.Tensor) and (now.shape, dtype_name(now)) == (param.shape, entry.dtype)
             tensor = now if alike and isinstance(now, torch.Tensor) else torch.empty_like(param, dtype=dtype)
-            leaf = leaf_of(Sharded(tensor, by_hand.offset, by_hand.shape), name, per_rank=False, owner=None)
-            assert leaf is not None
-            self._filling.wants.append(want(leaf, entry))
+            cut = Sharded(tensor, by_hand.offset, by_hand.shape)
+            self._filling.fill(leaf_of(cut, name, per_rank=False, owner=None), entry)
             return tensor
         if fits(now, entry):
             tensor = now
@@ -236,9 +238,7 @@ class OptimizerTargets:
         else:
             on_device = group.get("capturable") or group.get("fused") or (key != "step" and entry.shape)
             tensor = torch.empty(entry.shape, dtype=dtype, device=_device_of(param) if on_device else "cpu")
-        leaf = leaf_of(tensor, name, per_rank=False, owner=None)
-        if leaf is not None:
-            self._filling.wants.append(want(leaf, entry))
+        self._filling.fill(leaf_of(tensor, name, per_rank=False, owner=None), entry)
         return tensor
 
     def _add_hyper_parameters(
@@ -274,7 +274,7 @@ class OptimizerTargets:
             or self._saved_options(group_path(path, o.index)) != options
         ]
         if different:
-            self._filling.mismatched.append(
+            self._filling.mismatch(
                 f"{path}: group {index} holds parameters that were saved in groups {sorted({o.index for o in origins})}"
                 " with different hyper-parameters; load them into groups that can be told apart"
             )
@@ -285,8 +285,10 @@ class OptimizerTargets:
         name = self._saved.classes.get(path)
         alike = not (lacking and unknown) and (name == type(optimizer).__name__ or not (lacking or unknown))
         if not alike and (name not in _names(optimizer) or (lacking and unknown)):
-            self._filling.missing += [prefix + key for key in sorted(lacking)]
-            self._filling.foreign |= {prefix + key: f"{prefix}{key}: not in the state" for key in sorted(unknown)}
+            for key in sorted(lacking):
+                self._filling.miss(prefix + key)
+            for key in sorted(unknown):
+                self._filling.leave_foreign(prefix + key, f"{prefix}{key}: not in the state")
             options = {key: parts for key, parts in options.items() if key in now}
             saved = {key: value for key, value in saved.items() if key in now and _is_one(value) == _is_one(now[key])}
         builds = {
@@ -301,7 +303,7 @@ class OptimizerTargets:
                 else:
                     group[key] = value
 
-        self._filling.finish.append(finish)
+        self._filling.then(finish)
         return alike, {**now, **saved}
 
     def _saved_hyper_parameters(self, path: str, group: SavedGroup) -> dict[str, Any]:
