@@ -20,10 +20,11 @@ from ckptlib.format.keys import SaveId
 from ckptlib.loading.match import targets
 from ckptlib.loading.progress import Laps, progress
 from ckptlib.loading.read_once import share_out, spread
-from ckptlib.loading.reader import Reader, Source, own_rank
+from ckptlib.loading.reader import Reader
 from ckptlib.loading.report import LoadReport
 from ckptlib.loading.saved_names import Saved
 from ckptlib.loading.selection import Only, Rename
+from ckptlib.loading.source import Source, own_rank
 from ckptlib.loading.targets import Targets
 from ckptlib.ranks.group import Group, together, together_at_length
 from ckptlib.saving.agreement import Row

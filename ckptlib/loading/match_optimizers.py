@@ -5,7 +5,7 @@ So it goes into an optimizer that has not stepped yet, and keeps the dtype it wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
 from itertools import chain
 from typing import Any
@@ -13,18 +13,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptlib.errors import StateMismatch, UnsupportedState
-from ckptlib.format import values
+from ckptlib.errors import UnsupportedState
 from ckptlib.format.values import Json
 from ckptlib.loading.load_plan import Filling, fits
-from ckptlib.loading.saved_names import SavedGroup
+from ckptlib.loading.match_groups import GroupTargets
 from ckptlib.state.leaf import Sharded, dtype_name, join, leaf_of, torch_dtype
 from ckptlib.state.optimizer_kinds import Kind, kind_of
-from ckptlib.state.optimizers import group_path, hyper_parameters, names_of_params, warn_of_positions
+from ckptlib.state.optimizers import names_of_params, warn_of_positions
 from ckptlib.state.subclasses import another, apart, is_subclass, kind_in, nature, plain_like
-
-OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "min_momentum", "swa_lr"}
-"""What torch's schedulers put into a group; a load may come before there is one, or without."""
 
 
 class Params:
@@ -51,6 +47,7 @@ class OptimizerTargets:
         self._filling = filling
         self._saved = filling.saved
         self._params = params
+        self._groups = GroupTargets(filling)
         self._instances: dict[int, dict[str, torch.Tensor]] = {}
         """By id of optimizer, and by nature: one of the tensor subclasses in its state."""
 
@@ -74,7 +71,8 @@ class OptimizerTargets:
         entries = self._entries_by_param(saved_path, {group.layout for group in wanted})
         taken: set[str] = set()
         for i, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
-            alike, options = self._add_hyper_parameters(optimizer, group, group_names, saved_path, groups, i)
+            origins = {groups[n] for name in group_names if (n := self._saved_name(name)) in groups}
+            alike, options = self._groups.add(optimizer, group, i, saved_path, origins)
             kinds = cache(partial(kind_of, optimizer, options))
             for name, param in zip(group_names, group["params"], strict=True):
                 saved_name = self._saved_name(name)
@@ -241,101 +239,9 @@ class OptimizerTargets:
         self._filling.fill(leaf_of(tensor, name, per_rank=False, owner=None), entry)
         return tensor
 
-    def _add_hyper_parameters(
-        self,
-        optimizer: torch.optim.Optimizer,
-        group: dict[str, Any],
-        names: Sequence[str],
-        path: str,
-        groups: Mapping[str, SavedGroup],
-        index: int,
-    ) -> tuple[bool, dict[str, object]]:
-        """A group takes those of the saved group that its parameters were in.
-
-        They tell an optimizer of another kind: each has some that the other has not. One side alone may, unless its
-        class is known to be another: a later torch adds some, schedulers and users put theirs into a group. A class
-        may have been renamed, and takes from those it inherits from.
-
-        Whether it is of the same kind for all that is known, and what the group is going to have.
-        """
-        now = dict(hyper_parameters(group))
-        origins = {groups[n] for name in names if (n := self._saved_name(name)) in groups}
-        if not origins and not names:
-            origins = {SavedGroup(0, index)}
-        origin = min(origins, default=None)
-        if origin is None or group_path(path, origin.index) not in self._saved.values_with(origin.layout):
-            return True, now
-        saved = self._saved_hyper_parameters(path, origin)
-        options = self._saved_options(group_path(path, origin.index))
-        different = [
-            o
-            for o in origins
-            if self._saved_hyper_parameters(path, o) != saved
-            or self._saved_options(group_path(path, o.index)) != options
-        ]
-        if different:
-            self._filling.mismatch(
-                f"{path}: group {index} holds parameters that were saved in groups {sorted({o.index for o in origins})}"
-                " with different hyper-parameters; load them into groups that can be told apart"
-            )
-            return True, now
-        prefix = group_path(path, origin.index) + "/"
-        told = {*saved, *options}
-        lacking, unknown = optimizer.defaults.keys() - told, told - now.keys() - OF_SCHEDULERS
-        name = self._saved.classes.get(path)
-        alike = not (lacking and unknown) and (name == type(optimizer).__name__ or not (lacking or unknown))
-        if not alike and (name not in _names(optimizer) or (lacking and unknown)):
-            for key in sorted(lacking):
-                self._filling.miss(prefix + key)
-            for key in sorted(unknown):
-                self._filling.leave_foreign(prefix + key, f"{prefix}{key}: not in the state")
-            options = {key: parts for key, parts in options.items() if key in now}
-            saved = {key: value for key, value in saved.items() if key in now and _is_one(value) == _is_one(now[key])}
-        builds = {
-            key: self._filling.rebuild(self._saved.objects.get(prefix + key, "tensor"), prefix + key, now.get(key))
-            for key in options
-        }
-
-        def finish() -> None:
-            for key, value in {**saved, **{key: build() for key, build in builds.items()}}.items():
-                if isinstance(group.get(key), torch.Tensor) and isinstance(value, float):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
-
-        self._filling.then(finish)
-        return alike, {**now, **saved}
-
-    def _saved_hyper_parameters(self, path: str, group: SavedGroup) -> dict[str, Any]:
-        """Those that hold no tensors. Raises StateMismatch for what are none."""
-        name = group_path(path, group.index)
-        found = values.decode(self._saved.values_with(group.layout).get(name, {}), name)
-        if not isinstance(found, dict):
-            raise StateMismatch(f"{name}: a {type(found).__name__}, expected the hyper-parameters of a group")
-        return found
-
-    def _saved_options(self, path: str) -> dict[str, object]:
-        """Of a saved group: the options that hold tensors, each with the saved tensors it is made of."""
-        found: dict[str, dict[str, str]] = {}
-        for name, entry in self._saved.tensors.items():
-            if name.startswith(f"{path}/"):
-                key, _, rest = name[len(path) + 1 :].partition("/")
-                found.setdefault(key, {})[rest] = entry.name
-        return dict(found)
-
 
 def _device_of(param: torch.Tensor) -> torch.device:
     return param.to_local().device if isinstance(param, DTensor) else param.device
-
-
-def _names(optimizer: torch.optim.Optimizer) -> set[str | None]:
-    """Of its class and of those that it inherits from; None, where a checkpoint tells none."""
-    return {None, *(cls.__name__ for cls in type(optimizer).__mro__)}
-
-
-def _is_one(option: object) -> bool:
-    """Adam's eps is a number, Adafactor's are two."""
-    return not isinstance(option, (tuple, list))
 
 
 def _constant(value: object) -> Callable[[], object]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 
@@ -19,50 +18,19 @@ from ckptlib.errors import CorruptData, FormatError, UnsupportedState
 from ckptlib.format import gc_pause
 from ckptlib.format.box import Box, Run, common_run, find_hole
 from ckptlib.format.digests import digester
-from ckptlib.format.keys import SaveId
 from ckptlib.format.layout import Layout, PerRank, TensorEntry, ranks_touching
 from ckptlib.format.overlaps import Meeting, meetings
 from ckptlib.format.part import Part
 from ckptlib.loading.landing import Landing
 from ckptlib.loading.requests import ChunkRead, Request, Target, copies_of, merge
+from ckptlib.loading.source import Source, own_rank
 from ckptlib.state.leaf import torch_dtype
-from ckptlib.stores.io_limits import Pace
 
 Place = tuple[Share, int]
 """A shard: of whose share, and which."""
 
 Reads = dict[tuple[int, int], ChunkRead]
 """By saved rank and chunk."""
-
-
-class Source(Protocol):
-    """One step, wherever it lies: in a store, or in memory."""
-
-    save: SaveId
-    world_size: int
-    layouts: Mapping[str, tuple[int, ...]]
-    """By digest: the saved ranks that have it."""
-    where: str
-    """For people."""
-
-    @property
-    def pace(self) -> Pace:
-        """Asked when all that is to be read has been brought."""
-
-    def layout(self, digest: str) -> Layout:
-        """Raises CorruptData, FormatError, ObjectNotFound."""
-
-    def part(self, rank: int) -> Part:
-        """A saved rank's, checked against its layout. Raises as `layout` does, and NotBrought."""
-
-    def read_into(self, pack: str, offset: int, buffer: memoryview) -> None:
-        """Fills `buffer` with bytes of one of a part's packs. From any thread. Raises StoreError."""
-
-    def near(self, ranks: Collection[int]) -> Collection[int] | None:
-        """The ranks of this job to which the shares of all these saved ranks are near; None: to all alike."""
-
-    def bring(self, ranks: Collection[int]) -> None:
-        """Makes the shares of these saved ranks readable here, before they are asked for. Collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +43,6 @@ class Want:
     """Boxes in global coordinates, each with a view of the same shape to be filled."""
     everywhere: bool = False
     """Whether it is a whole plain tensor, which every rank is likely to want."""
-
-
-def own_rank(rank: int, world_size: int) -> int:
-    """The saved rank whose values and per-rank tensors a rank takes: its own, or 0 where it is new."""
-    return rank if rank < world_size else 0
 
 
 class Reader:
