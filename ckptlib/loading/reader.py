@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
-from ckptlib.catalog.shards import Contents, Share, check_there
+from ckptlib.catalog.shards import Contents, SavedShard, Share, check_there
 from ckptlib.errors import CorruptData, FormatError, UnsupportedState
 from ckptlib.format import gc_pause
 from ckptlib.format.box import Box, Run, common_run, find_hole
@@ -26,8 +27,40 @@ from ckptlib.loading.requests import ChunkRead, Request, Target, copies_of, merg
 from ckptlib.loading.source import Source, own_rank
 from ckptlib.state.leaf import torch_dtype
 
-Place = tuple[Share, int]
-"""A shard: of whose share, and which."""
+
+class Place(NamedTuple):
+    """A saved shard: of whose share, and which."""
+
+    share: Share
+    shard: int
+    """Position in the table of the share's part."""
+
+    @property
+    def box(self) -> Box:
+        """What it fills of its tensor."""
+        return self.share.part.table.boxes[self.shard]
+
+    def whole(self) -> SavedShard:
+        """All that is to be known of it, to compare it."""
+        return self.share.shard(self.shard)
+
+
+class Touching(NamedTuple):
+    """A saved box that holds something of what is wanted."""
+
+    position: int
+    """Among the saved boxes."""
+    run: Run | None
+    """What they have in common, where that is one run."""
+
+
+class Cover(NamedTuple):
+    """How saved boxes make up a wanted one."""
+
+    touching: tuple[Touching, ...]
+    hole: Box | None
+    """What none of them holds."""
+
 
 Reads = dict[tuple[int, int], ChunkRead]
 """By saved rank and chunk."""
@@ -167,25 +200,25 @@ class Reader:
         for box, target in want.pieces:
             to, numel = Target(target), box.numel
             if numel and boxes == (box,):  # saved and wanted alike: most tensors by far
-                _plan_shard(*places[0], Run(0, 0, numel), box, to, reads)
+                _plan_shard(places[0], Run(0, 0, numel), box, to, reads)
                 continue
-            touching, hole = _cover(box, boxes)
-            self._check_cover(want.name, hole)
-            for i, run in touching:
-                _plan_shard(*places[i], run, box, to, reads)
+            cover = _cover(box, boxes)
+            self._check_cover(want.name, cover.hole)
+            for i, run in cover.touching:
+                _plan_shard(places[i], run, box, to, reads)
 
     def _places(self, name: str, ranks: Collection[int]) -> list[Place]:
         """The shards of a tensor in the parts of these ranks."""
         shares = map(self._share, sorted(ranks))
-        return [(share, shard) for share in shares for shard in share.shards(name)]
+        return [Place(share, shard) for share in shares for shard in share.shards(name)]
 
     def _sources(self, name: str, places: Sequence[Place], wanted: Sequence[Box]) -> dict[Box, Place]:
         """By box: the first shard that fills it. What is wanted of two shards that overlap must be equal in both."""
-        boxes = tuple([share.part.table.boxes[shard] for share, shard in places])
+        boxes = tuple([place.box for place in places])
         for i, j, region in _meetings(name, boxes):
             for common in filter(None, map(region.intersect, wanted)):
                 if not self._same(places[i], places[j], common):
-                    ranks = f"ranks {places[i][0].part.rank} and {places[j][0].part.rank}"
+                    ranks = f"ranks {places[i].share.part.rank} and {places[j].share.part.rank}"
                     raise CorruptData(f"{name}{common}: {ranks} saved different bytes for it")
         found: dict[Box, Place] = {}
         for box, place in zip(boxes, places, strict=True):
@@ -193,7 +226,7 @@ class Reader:
         return found
 
     def _same(self, first: Place, second: Place, region: Box) -> bool:
-        return self._contents.same(first[0].shard(first[1]), second[0].shard(second[1]), region)
+        return self._contents.same(first.whole(), second.whole(), region)
 
     def _check_cover(self, name: str, hole: Box | None) -> None:
         if hole is not None:
@@ -211,8 +244,9 @@ class Reader:
         return len(buffer)
 
 
-def _plan_shard(share: Share, shard: int, run: Run | None, wanted: Box, to: Target, reads: Reads) -> None:
+def _plan_shard(place: Place, run: Run | None, wanted: Box, to: Target, reads: Reads) -> None:
     """Adds the chunks of a shard that hold something of `wanted`. `run`: what they have in common, if it is one."""
+    share, shard = place
     table, skipped = share.part.table, share.skipped[shard]
     dtype = torch_dtype(share.layout.tensors[table.tensors[shard]].dtype)
     itemsize, several = dtype.itemsize, table.num_chunks[shard] > 1
@@ -254,8 +288,6 @@ def _meetings_of(boxes: tuple[Box, ...]) -> tuple[Meeting, ...]:
 
 
 @lru_cache(maxsize=256)
-def _cover(wanted: Box, boxes: tuple[Box, ...]) -> tuple[tuple[tuple[int, Run | None], ...], Box | None]:
-    """Positions of the boxes that hold something of what is wanted, each with what they have in common, where that is
-    one run; and what none of them holds."""
-    touching = ((i, common_run(b, wanted)) for i, b in enumerate(boxes) if b.intersect(wanted) is not None)
-    return tuple(touching), find_hole(wanted, boxes)
+def _cover(wanted: Box, boxes: tuple[Box, ...]) -> Cover:
+    touching = (Touching(i, common_run(b, wanted)) for i, b in enumerate(boxes) if b.intersect(wanted) is not None)
+    return Cover(tuple(touching), find_hole(wanted, boxes))

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -88,6 +88,14 @@ def flatten(state: object, memo: Memo | None = None) -> Flat:
     return walk.flat
 
 
+class _Part(NamedTuple):
+    """What `add_tensor` takes: an ordinary tensor, or one of those that a tensor of a subclass is made of."""
+
+    tensor: torch.Tensor
+    name: str
+    per_rank: bool
+
+
 class _Walk(Visitor[bool]):
     """One pass over a state, or over a section of it. Hands down whether every rank has its own."""
 
@@ -148,7 +156,7 @@ class _Walk(Visitor[bool]):
         own = [per_rank] * len(names)
         if any_subclass(tensors):
             parts = list(chain.from_iterable(self._parts(t, n, per_rank) for t, n in zip(tensors, names, strict=True)))
-            tensors, names, own = [t for t, _, _ in parts], [n for _, n, _ in parts], [o for _, _, o in parts]
+            tensors, names, own = [p.tensor for p in parts], [p.name for p in parts], [p.per_rank for p in parts]
 
         def add(walk: _Walk) -> None:
             for part in zip(tensors, names, own, strict=True):
@@ -198,10 +206,10 @@ class _Walk(Visitor[bool]):
             self.add_tensor(*part)
         return self.flat.objects.get(name, "tensor")
 
-    def _parts(self, tensor: torch.Tensor, name: str, per_rank: bool) -> list[tuple[torch.Tensor, str, bool]]:
-        return self._apart(tensor, name, per_rank) if is_subclass(tensor) else [(tensor, name, per_rank)]
+    def _parts(self, tensor: torch.Tensor, name: str, per_rank: bool) -> list[_Part]:
+        return self._apart(tensor, name, per_rank) if is_subclass(tensor) else [_Part(tensor, name, per_rank)]
 
-    def _apart(self, tensor: torch.Tensor, name: str, per_rank: bool) -> list[tuple[torch.Tensor, str, bool]]:
+    def _apart(self, tensor: torch.Tensor, name: str, per_rank: bool) -> list[_Part]:
         """What it is made of, for `add_tensor`. Its kind is asked at each pass: a class may change it at any time."""
         self._claim(name)
         self.found.param_names.setdefault(id(tensor), name)
@@ -215,7 +223,7 @@ class _Walk(Visitor[bool]):
         self._inner += [inner for _, inner in found.tensors]
         if found.at is not None:
             self.add_value(found.at, place_name(name))
-        return [(inner, f"{name}/{below}", per_rank or found.at is not None) for below, inner in found.tensors]
+        return [_Part(inner, f"{name}/{below}", per_rank or found.at is not None) for below, inner in found.tensors]
 
     def _leaf(self, tensor: torch.Tensor | Sharded, name: str, per_rank: bool, tied: str | None) -> Leaf | None:
         owner = self.owners.get(id(local_of(tensor)))
@@ -250,14 +258,14 @@ class _Walk(Visitor[bool]):
                 for key, value in optimizer.state.get(param, {}).items():
                     yield state_path(path, name, key), param, value
 
-        taken: dict[str, list[tuple[torch.Tensor, str, bool]]] = {}
+        taken: dict[str, list[_Part]] = {}
         """By name: what the tensors are made of that are made of others."""
 
         def add(walk: _Walk) -> None:
             for name, param, value in content():
                 if name in taken:
                     for part in taken[name]:
-                        walk.owners[id(part[0])] = optimizer
+                        walk.owners[id(part.tensor)] = optimizer
                         walk.add_tensor(*part)
                 elif isinstance(value, torch.Tensor):
                     walk.owners[id(value)] = optimizer
@@ -276,8 +284,8 @@ class _Walk(Visitor[bool]):
                 if is_subclass(value) and is_subclass(cut_like(self.by_hand.get(id(param)), value)):
                     taken[name] = self._apart(value, name, per_rank)
             inner = list(chain.from_iterable(taken.values()))
-            tensors = [*(t for t in tensors if not is_subclass(t)), *(t for t, _, _ in inner)]
-            keys.append([part[1:] for part in inner])
+            tensors = [*(t for t in tensors if not is_subclass(t)), *(part.tensor for part in inner)]
+            keys.append([(part.name, part.per_rank) for part in inner])
         if self.by_hand:
             add(self)
         else:
