@@ -176,7 +176,7 @@ class Filling:
                 f"{name}: target is {leaf.dtype}{list(leaf.shape)}, checkpoint has {entry.dtype}{list(entry.shape)}"
             )
             return
-        if any(_is_expanded(piece) for _, piece in leaf.pieces):
+        if any(map(_is_expanded, [piece for _, piece in leaf.pieces])):
             self.mismatch(f"{name}: elements of the target share memory; give tensor.contiguous()")
             return
         first = self._filled.get(id(tensor))

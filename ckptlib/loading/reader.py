@@ -6,7 +6,7 @@ checked against its digest before a byte of it is believed; every element of eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -136,7 +136,7 @@ class Reader:
     def _same_in(self, box: Box, first: str, second: str) -> bool:
         sides = []
         for name in (first, second):
-            places = self._places(name, self.ranks_for(Want(name, ((box, torch.empty(0)),))))
+            places = _places(name, self._shares_of(self.ranks_for(Want(name, ((box, torch.empty(0)),)))))
             sides.append({b: place for b, place in self._sources(name, places, [box]).items() if b.intersect(box)})
         alike = sides[0].keys() == sides[1].keys()
         if not alike and any(find_hole(box, [*side]) for side in sides):
@@ -186,31 +186,33 @@ class Reader:
     def _plan(self, wants: Sequence[Want], ranks: Sequence[frozenset[int]]) -> list[Request]:
         """The requests that fill all wants. `ranks`: of each want, whose parts may hold it."""
         reads: Reads = {}
+        before: frozenset[int] | None = None
         for want, of in zip(wants, ranks, strict=True):
-            self._plan_want(want, of, reads)
+            if of is not before:  # alone, a rank has one set for all that it wants
+                before, shares = of, self._shares_of(of)
+            self._plan_want(want, shares, reads)
         return merge(reads.values(), self._source.pace)
 
-    def _plan_want(self, want: Want, ranks: Collection[int], reads: Reads) -> None:
-        """Adds what fills a want."""
-        places = self._places(want.name, ranks)
+    def _plan_want(self, want: Want, shares: Sequence[Share], reads: Reads) -> None:
+        """Adds what fills a want. `shares`: those that may hold it."""
+        places = _places(want.name, shares)
         boxes = tuple([share.part.table.boxes[shard] for share, shard in places])
         if len(boxes) > 1 and _meetings(want.name, boxes):
             sources = self._sources(want.name, places, [box for box, _ in want.pieces])
             boxes, places = tuple(sources), [*sources.values()]
         for box, target in want.pieces:
-            to, numel = Target(target), box.numel
-            if numel and boxes == (box,):  # saved and wanted alike: most tensors by far
-                _plan_shard(places[0], Run(0, 0, numel), box, to, reads)
+            to = Target(target)
+            if boxes == (box,) and target.numel():  # saved and wanted alike: most tensors by far
+                _plan_alike(places[0], box, to, reads)
                 continue
             cover = _cover(box, boxes)
             self._check_cover(want.name, cover.hole)
             for i, run in cover.touching:
                 _plan_shard(places[i], run, box, to, reads)
 
-    def _places(self, name: str, ranks: Collection[int]) -> list[Place]:
-        """The shards of a tensor in the parts of these ranks."""
-        shares = map(self._share, sorted(ranks))
-        return [Place(share, shard) for share in shares for shard in share.shards(name)]
+    def _shares_of(self, ranks: Collection[int]) -> list[Share]:
+        """In the order of these ranks."""
+        return [*map(self._share, sorted(ranks))]
 
     def _sources(self, name: str, places: Sequence[Place], wanted: Sequence[Box]) -> dict[Box, Place]:
         """By box: the first shard that fills it. What is wanted of two shards that overlap must be equal in both."""
@@ -242,6 +244,22 @@ class Reader:
         self._source.read_into(request.pack, request.start, buffer)
         request.place(buffer, verify, self._source.save.step, landing)
         return len(buffer)
+
+
+def _places(name: str, shares: Iterable[Share]) -> list[Place]:
+    """The shards of a tensor."""
+    return [Place(share, shard) for share in shares for shard in share.shards(name)]
+
+
+def _plan_alike(place: Place, box: Box, to: Target, reads: Reads) -> None:
+    """As `_plan_shard`, of a shard that fills just what is wanted. Not empty."""
+    share, shard = place
+    table, numel = share.part.table, to.tensor.numel()
+    if to.is_row_major and table.num_chunks[shard] <= 1:
+        dtype = torch_dtype(share.layout.tensors[table.tensors[shard]].dtype)
+        to.take(_read_of(reads, share, table.first_chunks[shard]), share.skipped[shard], 0, numel, dtype)
+    else:
+        _plan_shard(place, Run(0, 0, numel), box, to, reads)
 
 
 def _plan_shard(place: Place, run: Run | None, wanted: Box, to: Target, reads: Reads) -> None:

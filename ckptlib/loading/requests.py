@@ -107,7 +107,7 @@ class Target:
         self.tensor = tensor
         self._flat: torch.Tensor | None = None
         self.is_row_major = tensor.is_contiguous()
-        on_host = accelerator.device_of(tensor) is None
+        on_host = self.is_row_major and accelerator.device_of(tensor) is None
         self.address = tensor.data_ptr() if on_host and is_bytes(tensor) else None
         """Of its memory, when that is its value, and the host's."""
 
