@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,13 +17,15 @@ from ckptlib.errors import CkptError, NotBrought, SaveFailed, StateChanged, Stat
 from ckptlib.format import gc_pause, values
 from ckptlib.format.keys import SaveId
 from ckptlib.loading.committed import Committed
-from ckptlib.loading.match import Targets, targets
+from ckptlib.loading.match import targets
 from ckptlib.loading.progress import Laps, progress
 from ckptlib.loading.read_once import share_out, spread
-from ckptlib.loading.reader import Reader, Source, own_rank
+from ckptlib.loading.reader import Reader
 from ckptlib.loading.report import LoadReport
 from ckptlib.loading.saved_names import Saved
 from ckptlib.loading.selection import Only, Rename
+from ckptlib.loading.source import Source, own_rank
+from ckptlib.loading.targets import Targets
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together, together_at_length
 from ckptlib.saving.agreement import Row
@@ -199,7 +201,7 @@ def _load_step(
         save=source.save,
         nbytes=reader.nbytes_read,
         seconds=laps.total,
-        missing=tuple(wanted.missing),
+        missing=wanted.missing,
         unexpected=(*unexpected, *wanted.foreign),
         values=wanted.values,
         in_memory=not isinstance(source, Committed),
@@ -235,7 +237,7 @@ def _bring_and_match(
     return matched[0]
 
 
-def _unexpected_everywhere(group: Group, unexpected: list[str]) -> list[str]:
+def _unexpected_everywhere(group: Group, unexpected: Iterable[str]) -> list[str]:
     """Names that no rank took: what one rank of a pipeline does not know, another does."""
     mine = {name for name in unexpected if not name.startswith(RNG)}
     if not group.any(bool(mine)):

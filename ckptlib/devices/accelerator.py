@@ -19,7 +19,7 @@ POLL_S = 0.0002
 
 def device_of(tensor: torch.Tensor) -> torch.device | None:
     """Where a tensor is; None in memory of the host."""
-    return None if tensor.device.type == "cpu" else tensor.device
+    return None if tensor.is_cpu else tensor.device
 
 
 def available() -> torch.device | None:

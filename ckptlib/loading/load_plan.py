@@ -6,10 +6,11 @@ Knows tensors, values and objects; modules and optimizers are made of these by `
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 
@@ -21,30 +22,95 @@ from ckptlib.format.values import Json
 from ckptlib.loading.reader import Want
 from ckptlib.loading.saved_names import Saved
 from ckptlib.loading.selection import Asked
+from ckptlib.loading.targets import Targets
 from ckptlib.state.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, is_elsewhere, join, leaf_of, torch_dtype
 from ckptlib.state.subclasses import apart, difference, is_subclass, kind_in, place_name
 
 Setter = Callable[[object], None] | None
 
 
+class Filler(NamedTuple):
+    """What fills a tensor of the state."""
+
+    tensor: object
+    """Kept alive, so that no other has its id."""
+    saved_name: str
+    """Of the saved tensor."""
+
+
 class Filling:
-    """Collects what a load will do; changes nothing yet."""
+    """Collects what a load will do, for `targets` to give; changes nothing yet."""
 
     def __init__(self, saved: Saved, asked: Asked, cast: bool) -> None:
-        self.saved, self.asked = saved, asked
+        self.saved, self._asked = saved, asked
         self.named, self.wanted = asked.named, asked.wanted
-        self.wants: list[Want] = []
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-        self.mismatched: list[str] = []
-        self.foreign: dict[str, str] = {}
-        self.values: dict[str, object] = {}
-        self.finish: list[Callable[[], None]] = []
-        self.used: set[str] = set()
-        """Names of the checkpoint that somebody took."""
         self._cast = cast
-        self._filled: dict[int, tuple[object, str]] = {}
-        """By id: a tensor of the state, kept alive, and the saved one that fills it."""
+        self._wants: list[Want] = []
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+        self._mismatched: list[str] = []
+        self._foreign: dict[str, str] = {}
+        self._values: dict[str, object] = {}
+        self._finish: list[Callable[[], None]] = []
+        self._used: set[str] = set()
+        """Names of the checkpoint that somebody took."""
+        self._filled: dict[int, Filler] = {}
+        """By id of a tensor of the state."""
+
+    def targets(self) -> Targets:
+        """All that was collected."""
+        return Targets(
+            tuple(self._wants),
+            tuple(self._missing),
+            (*self._asked.idle(), *self._unexpected, *self._never_used()),
+            tuple(self._mismatched),
+            self._foreign,
+            self._values,
+            tuple(self._finish),
+        )
+
+    def _never_used(self) -> Iterator[str]:
+        """Everything saved that nobody took."""
+        saved = self.saved
+        trees: list[str] = []
+        for tree in sorted(f"{path}/" for path in saved.objects):
+            if not trees or not tree.startswith(trees[-1]):
+                trees.append(tree)  # none begins with another, so the one before a name tells
+        for name in (*saved.tensors, *saved.values, *saved.objects):
+            # what belongs to an object that is loaded as a whole is taken, or not, with it
+            if name not in self._used and self._asked.expects(name):
+                before = bisect_left(trees, name)
+                if not before or not name.startswith(trees[before - 1]):
+                    yield name
+
+    def use(self, saved_name: str) -> None:
+        """Somebody takes this name of the checkpoint."""
+        self._used.add(saved_name)
+
+    def miss(self, name: str) -> None:
+        """The state has this name, and the checkpoint has not."""
+        self._missing.append(name)
+
+    def leave(self, saved_name: str) -> None:
+        """The checkpoint has this name, and the state has not; what nobody uses is found by itself."""
+        self._unexpected.append(saved_name)
+
+    def leave_foreign(self, saved_name: str, why: str) -> None:
+        """As `leave`, of what an optimizer of this rank would not understand, whatever other ranks say."""
+        self._foreign[saved_name] = why
+
+    def mismatch(self, text: str) -> None:
+        """Something does not fit; `text` begins with its name."""
+        self._mismatched.append(text)
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Is done when everything is filled, after what was given before."""
+        self._finish.append(action)
+
+    def fill(self, leaf: Leaf | None, entry: TensorEntry) -> None:
+        """Wants this rank's pieces of a tensor, where it has any, filled with a saved one that fits."""
+        if leaf is not None:
+            self._wants.append(want(leaf, entry))
 
     def add_tensor(self, tensor: torch.Tensor | Sharded, name: str) -> None:
         """Fills a tensor of the state in place."""
@@ -55,7 +121,7 @@ class Filling:
             if not is_elsewhere(tensor):
                 self._fill_subclass(tensor, name, saved_name, kind_in(self.saved.objects.get(saved_name)))
             elif saved_name in self.saved.objects:
-                self.used.add(saved_name)
+                self.use(saved_name)
         else:
             self._fill(tensor, name, saved_name, self._cast)
 
@@ -66,61 +132,61 @@ class Filling:
         """
         if kind is None:
             if saved_name in self.saved.tensors:
-                self.used.add(saved_name)
+                self.use(saved_name)
                 cls = apart(tensor, name).kind["class"]
-                self.mismatched.append(f"{name}: target is a {cls}, the checkpoint has a plain tensor")
+                self.mismatch(f"{name}: target is a {cls}, the checkpoint has a plain tensor")
             else:
-                self.missing.append(name)
+                self.miss(name)
             return
-        self.used.add(saved_name)
+        self.use(saved_name)
         target = apart(tensor, name)
         different = difference(target.kind, kind)
         if different is not None:
-            self.mismatched.append(f"{name}: {different}")
+            self.mismatch(f"{name}: {different}")
             return
         if target.at is not None:
             at = place_name(saved_name)
-            self.used.add(at)
+            self.use(at)
             if self.saved.values.get(at) != target.at:
-                self.mismatched.append(
+                self.mismatch(
                     f"{name}: the checkpoint keeps another shard of it for this rank, and what it is made of cannot be "
                     "resharded: load it with the ranks and the process group that it was saved with"
                 )
                 return
         for below, inner in target.tensors:
             self._fill(inner, f"{name}/{below}", f"{saved_name}/{below}", cast=False)
-        self._filled.setdefault(id(tensor), (tensor, saved_name))
+        self._filled.setdefault(id(tensor), Filler(tensor, saved_name))
 
     def _fill(self, tensor: torch.Tensor | Sharded, name: str, saved_name: str, cast: bool) -> None:
         entry = self.saved.tensors.get(saved_name)
         if entry is None:
             kind = kind_in(self.saved.objects.get(saved_name))
             if kind is not None:
-                self.used.add(saved_name)
-                self.mismatched.append(f"{name}: target is a plain tensor, the checkpoint has a {kind.get('class')}")
+                self.use(saved_name)
+                self.mismatch(f"{name}: target is a plain tensor, the checkpoint has a {kind.get('class')}")
             elif not is_elsewhere(tensor):  # else it is for the ranks of its mesh to say
-                self.missing.append(name)
+                self.miss(name)
             return
-        self.used.add(saved_name)
+        self.use(saved_name)
         leaf = leaf_of(tensor, name, per_rank=False, owner=None)
         if leaf is None:
             return
         if leaf.shape != entry.shape or (leaf.dtype != entry.dtype and not cast):
-            self.mismatched.append(
+            self.mismatch(
                 f"{name}: target is {leaf.dtype}{list(leaf.shape)}, checkpoint has {entry.dtype}{list(entry.shape)}"
             )
             return
-        if any(_is_expanded(piece) for _, piece in leaf.pieces):
-            self.mismatched.append(f"{name}: elements of the target share memory; give tensor.contiguous()")
+        if any(map(_is_expanded, [piece for _, piece in leaf.pieces])):
+            self.mismatch(f"{name}: elements of the target share memory; give tensor.contiguous()")
             return
         first = self._filled.get(id(tensor))
         if first is None:
-            self._filled[id(tensor)] = (tensor, entry.name)
-            self.wants.append(want(leaf, entry))
-        elif not self.saved.same(first[1], entry.name, [box for box, _ in leaf.pieces]):  # tied: filled once
-            self.mismatched.append(
-                f"{name}: is tied to what {first[1]} fills, but the checkpoint has different values for them; load "
-                "them into tensors of their own"
+            self._filled[id(tensor)] = Filler(tensor, entry.name)
+            self.fill(leaf, entry)
+        elif not self.saved.same(first.saved_name, entry.name, [box for box, _ in leaf.pieces]):  # tied: filled once
+            self.mismatch(
+                f"{name}: is tied to what {first.saved_name} fills, but the checkpoint has different values for them; "
+                "load them into tensors of their own"
             )
 
     def fills(self, tensor: torch.Tensor) -> bool:
@@ -132,19 +198,18 @@ class Filling:
             return
         name = self.named(path)
         if name not in self.saved.values:
-            self.missing.append(path)
+            self.miss(path)
             return
-        self.used.add(name)
-        value = self.values[path] = self.saved.value(name)
+        self.use(name)
+        value = self._values[path] = self.saved.value(name)
         if setter is not None:
-            self.finish.append(lambda: setter(value))
+            self.then(lambda: setter(value))
 
     def add_generator(self, generator: torch.Generator, path: str) -> None:
         state = generator.get_state()
-        before = len(self.wants)
         self.add_tensor(state, path)
-        if len(self.wants) > before:
-            self.finish.append(lambda: _call(generator.set_state, state))
+        if self.fills(state):
+            self.then(lambda: _call(generator.set_state, state))
 
     def add_object(self, path: str, get: Callable[[], object], load: Callable[[Any], object]) -> None:
         """An object is given back what its `state_dict()` once was, rebuilt."""
@@ -153,16 +218,16 @@ class Filling:
         name = self.named(path)
         tree = self.saved.objects.get(name)
         if name in self.saved.values:  # first: the tree is another rank's then, whose object holds tensors
-            self.used.add(name)
+            self.use(name)
             value = self.saved.value(name)
-            self.finish.append(lambda: _call(load, value))
+            self.then(lambda: _call(load, value))
         elif tree is not None:
-            self.used.add(name)
+            self.use(name)
             now = get()
             build = self.rebuild(tree, name, now)
-            self.finish.append(lambda: _call_like(now, load, build()))
+            self.then(lambda: _call_like(now, load, build()))
         else:
-            self.missing.append(path)
+            self.miss(path)
 
     def rebuild(
         self, tree: Json, path: str, now: object, device: torch.device | None = None, depth: int = 0
@@ -179,7 +244,7 @@ class Filling:
             tensor = self._tensor_for(path, now, device)
             return lambda: tensor
         if tree == "value":
-            self.used.add(path)
+            self.use(path)
             value = self.saved.value(path, depth)  # now, when it may still fail on all ranks together
             return lambda: value
         match tree:
@@ -208,8 +273,8 @@ class Filling:
         if is_subclass(now):
             self._fill_subclass(now, path, path, kind)
         else:
-            self.used.add(path)
-            self.mismatched.append(
+            self.use(path)
+            self.mismatch(
                 f"{path}: the checkpoint has a {kind.get('class')}, and there is none here that could be filled; make "
                 "it before it is loaded (an optimizer makes its state in its first step: take one, then load)"
             )
@@ -244,14 +309,12 @@ class Filling:
         if isinstance(now, Sharded):
             self.add_tensor(now, path)
             return now.tensor
-        self.used.add(path)
-        if fits(now, entry) and self._filled.setdefault(id(now), (now, entry.name))[1] == entry.name:
+        self.use(path)
+        if fits(now, entry) and self._filled.setdefault(id(now), Filler(now, entry.name)).saved_name == entry.name:
             tensor = now
         else:  # also where the object has one tensor in two places, and the checkpoint has two
             tensor = _make(entry, device)
-        leaf = leaf_of(tensor, path, per_rank=False, owner=None)
-        if leaf is not None:
-            self.wants.append(want(leaf, entry))
+        self.fill(leaf_of(tensor, path, per_rank=False, owner=None), entry)
         return tensor
 
 

@@ -7,7 +7,7 @@ Nothing of it is kept alive. Plain values tell nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptlib.format.keys import SaveId
-from ckptlib.state.flatten import is_stateful
 from ckptlib.state.leaf import PerRank, Sharded, is_lazy
+from ckptlib.state.visitor import is_stateful
 
 
 class Parts:
@@ -29,7 +29,8 @@ class Parts:
 
         It may be collective, or begin something: not to be called on one rank alone, nor by a load.
         """
-        found = list(_parts(state))
+        found: list[object] = []
+        _collect(state, found)
         self.objects = [part for part in found if not isinstance(part, torch.Tensor)]
         """Modules, optimizers, other objects with a state."""
         self.tensors = [_tensors_of(part, ask) for part in self.objects]
@@ -43,7 +44,9 @@ def _tensors_of(part: object, ask: bool) -> list[torch.Tensor]:
         return [param for param in part.parameters() if not is_lazy(param)]
     if isinstance(part, torch.optim.Optimizer) or not ask:  # parameters may have been filled without the optimizer
         return []
-    return [inner for inner in _parts(part.state_dict()) if isinstance(inner, torch.Tensor)]  # type: ignore[attr-defined]
+    found: list[object] = []
+    _collect(part.state_dict(), found)  # type: ignore[attr-defined]
+    return [inner for inner in found if isinstance(inner, torch.Tensor)]
 
 
 class Filled:
@@ -53,9 +56,10 @@ class Filled:
         """`read_into`: the memory that modules and other objects have as their own since."""
         self._storages: dict[int, StorageWeakRef] = {}
         """By address of the storage itself, which no other one has as long as somebody refers to it, even weakly."""
-        for tensor in chain(read_into, parts.loose, *parts.tensors):
+        tensors = {id(tensor): tensor for tensor in chain(read_into, parts.loose, *parts.tensors)}
+        for tensor in tensors.values():  # most stand twice
             storage = _local(tensor).untyped_storage()
-            if storage._cdata not in self._storages:  # most stand twice, and a reference is made in Python
+            if storage._cdata not in self._storages:  # a reference is made in Python
                 self._storages[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # as torch has it
         self._objects = {id(part): weakref.ref(part) for part in parts.objects if type(part).__weakrefoffset__}
 
@@ -147,23 +151,21 @@ def tells(parts: Parts) -> bool:
     return Filled(Parts((), ask=False)).all_of(parts) is not None
 
 
-def _parts(node: object) -> Iterator[object]:
-    """The walk mirrors `ckptlib.state.flatten`."""
-    if isinstance(node, PerRank):
-        yield from _parts(node.value)
-    elif isinstance(node, Sharded):
-        yield from _parts(node.tensor)
-    elif isinstance(node, torch.Tensor):
+def _collect(node: object, found: list[object]) -> None:
+    """Those that `ckptlib.state.visitor` meets."""
+    if isinstance(node, torch.Tensor):  # first: there may be thousands
         if node.layout == torch.strided and not is_lazy(node):  # no other can be saved
-            yield node
+            found.append(node)
+    elif isinstance(node, (PerRank, Sharded)):
+        _collect(node.value if isinstance(node, PerRank) else node.tensor, found)
     elif isinstance(node, Mapping):
         for value in node.values():
-            yield from _parts(value)
+            _collect(value, found)
     elif isinstance(node, (list, tuple)):
         for value in node:
-            yield from _parts(value)
+            _collect(value, found)
     elif isinstance(node, (nn.Module, torch.optim.Optimizer)) or is_stateful(node):
-        yield node
+        found.append(node)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

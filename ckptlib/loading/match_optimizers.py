@@ -5,7 +5,7 @@ So it goes into an optimizer that has not stepped yet, and keeps the dtype it wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
 from itertools import chain
 from typing import Any
@@ -13,18 +13,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptlib.errors import StateMismatch, UnsupportedState
-from ckptlib.format import values
+from ckptlib.errors import UnsupportedState
 from ckptlib.format.values import Json
-from ckptlib.loading.load_plan import Filling, fits, want
-from ckptlib.loading.saved_names import SavedGroup
+from ckptlib.loading.load_plan import Filling, fits
+from ckptlib.loading.match_groups import GroupTargets
 from ckptlib.state.leaf import Sharded, dtype_name, join, leaf_of, torch_dtype
 from ckptlib.state.optimizer_kinds import Kind, kind_of
-from ckptlib.state.optimizers import group_path, hyper_parameters, names_of_params, warn_of_positions
+from ckptlib.state.optimizers import names_of_params, warn_of_positions
 from ckptlib.state.subclasses import another, apart, is_subclass, kind_in, nature, plain_like
-
-OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "min_momentum", "swa_lr"}
-"""What torch's schedulers put into a group; a load may come before there is one, or without."""
 
 
 class Params:
@@ -51,6 +47,7 @@ class OptimizerTargets:
         self._filling = filling
         self._saved = filling.saved
         self._params = params
+        self._groups = GroupTargets(filling)
         self._instances: dict[int, dict[str, torch.Tensor]] = {}
         """By id of optimizer, and by nature: one of the tensor subclasses in its state."""
 
@@ -60,9 +57,9 @@ class OptimizerTargets:
         saved_path = self._filling.named(path)
         groups = self._saved.groups.get(saved_path)
         if groups is None:
-            self._filling.missing.append(path)
+            self._filling.miss(path)
             return
-        self._filling.used.add(saved_path)
+        self._filling.use(saved_path)
         if any(param.is_meta for group in optimizer.param_groups for param in group["params"]):
             raise UnsupportedState(
                 f"{path}: holds parameters on the meta device, which loading a module replaces; load the module first, "
@@ -74,15 +71,16 @@ class OptimizerTargets:
         entries = self._entries_by_param(saved_path, {group.layout for group in wanted})
         taken: set[str] = set()
         for i, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True)):
-            alike, options = self._add_hyper_parameters(optimizer, group, group_names, saved_path, groups, i)
+            origins = {groups[n] for name in group_names if (n := self._saved_name(name)) in groups}
+            alike, options = self._groups.add(optimizer, group, i, saved_path, origins)
             kinds = cache(partial(kind_of, optimizer, options))
             for name, param in zip(group_names, group["params"], strict=True):
                 saved_name = self._saved_name(name)
                 if saved_name not in groups:
-                    self._filling.missing.append(f"{path}/{name}")
+                    self._filling.miss(f"{path}/{name}")
                     continue
                 taken.add(saved_name)
-                self._filling.used.add(f"{saved_path}/{saved_name}")
+                self._filling.use(f"{saved_path}/{saved_name}")
                 keys = entries.get(saved_name, {})
                 ordered = {key: keys[key] for key in self._saved.in_order(saved_path, keys)}
                 kind = kinds(self._shape_of(param))
@@ -93,7 +91,8 @@ class OptimizerTargets:
         for name, first in self._params.ties.items():
             taken.add(self._saved_name(name))
             self._check_tie(path, name, first, entries)
-        self._filling.unexpected += [f"{saved_path}/{name}" for name in sorted(groups.keys() - taken)]
+        for name in sorted(groups.keys() - taken):
+            self._filling.leave(f"{saved_path}/{name}")
 
     def _saved_name(self, name: str) -> str:
         """What the checkpoint keeps the state of a parameter under."""
@@ -107,7 +106,7 @@ class OptimizerTargets:
         other = entries.get(taken, {})
         for key, saved_name in entries.get(mine, {}).items():
             if saved_name in self._saved.tensors and not self._saved.same(other.get(key, ""), saved_name):
-                self._filling.mismatched.append(f"{path}/{name}: is tied to {first}, but their optimizer state differs")
+                self._filling.mismatch(f"{path}/{name}: is tied to {first}, but their optimizer state differs")
 
     def _entries_by_param(self, path: str, layouts: Collection[int]) -> dict[str, dict[str, str]]:
         """By parameter: the keys of its saved state, each with its full name. `layouts`: of the parameters."""
@@ -120,7 +119,7 @@ class OptimizerTargets:
                 continue
             param, _, key = name[len(prefix) :].rpartition("/")
             found.setdefault(param, {})[key.replace("%2F", "/").replace("%25", "%")] = name
-            self._filling.used.add(name)
+            self._filling.use(name)
         return found
 
     def _shape_of(self, param: torch.Tensor) -> tuple[int, ...]:
@@ -143,9 +142,10 @@ class OptimizerTargets:
         """
         strange = [] if alike else kind.strange(keys)
         for key in strange:
-            self._filling.foreign[f"{name}/{key}"] = f"{name}/{key}: means nothing to {type(optimizer).__name__}"
+            self._filling.leave_foreign(f"{name}/{key}", f"{name}/{key}: means nothing to {type(optimizer).__name__}")
         lacking = kind.lacks(keys.keys() - strange, stateful=bool(optimizer.state.get(param)))
-        self._filling.missing += [f"{name}/{key}" for key in lacking]
+        for key in lacking:
+            self._filling.miss(f"{name}/{key}")
         return None if lacking else {key: full for key, full in keys.items() if key not in strange}
 
     def _fit(self, kind: Kind | None, param: torch.Tensor, name: str, saved_name: str, keys: Mapping[str, str]) -> bool:
@@ -165,7 +165,8 @@ class OptimizerTargets:
             if (entry := self._saved.tensors.get(full)) is not None
             and entry.shape != expected.get(key, shape if cut and entry.shape else entry.shape)
         ]
-        self._filling.mismatched += wrong
+        for text in wrong:
+            self._filling.mismatch(text)
         return not wrong
 
     def _add_param_state(
@@ -193,7 +194,7 @@ class OptimizerTargets:
             if builds or param in optimizer.state:
                 optimizer.state[param] = {key: build() for key, build in builds.items()}
 
-        self._filling.finish.append(finish)
+        self._filling.then(finish)
 
     def _another(
         self, optimizer: torch.optim.Optimizer, param: torch.Tensor, kind: Mapping[str, Json], name: str
@@ -225,9 +226,8 @@ class OptimizerTargets:
         if by_hand is not None and key != "step" and entry.shape == by_hand.shape:
             alike = isinstance(now, torch.Tensor) and (now.shape, dtype_name(now)) == (param.shape, entry.dtype)
             tensor = now if alike and isinstance(now, torch.Tensor) else torch.empty_like(param, dtype=dtype)
-            leaf = leaf_of(Sharded(tensor, by_hand.offset, by_hand.shape), name, per_rank=False, owner=None)
-            assert leaf is not None
-            self._filling.wants.append(want(leaf, entry))
+            cut = Sharded(tensor, by_hand.offset, by_hand.shape)
+            self._filling.fill(leaf_of(cut, name, per_rank=False, owner=None), entry)
             return tensor
         if fits(now, entry):
             tensor = now
@@ -236,104 +236,12 @@ class OptimizerTargets:
         else:
             on_device = group.get("capturable") or group.get("fused") or (key != "step" and entry.shape)
             tensor = torch.empty(entry.shape, dtype=dtype, device=_device_of(param) if on_device else "cpu")
-        leaf = leaf_of(tensor, name, per_rank=False, owner=None)
-        if leaf is not None:
-            self._filling.wants.append(want(leaf, entry))
+        self._filling.fill(leaf_of(tensor, name, per_rank=False, owner=None), entry)
         return tensor
-
-    def _add_hyper_parameters(
-        self,
-        optimizer: torch.optim.Optimizer,
-        group: dict[str, Any],
-        names: Sequence[str],
-        path: str,
-        groups: Mapping[str, SavedGroup],
-        index: int,
-    ) -> tuple[bool, dict[str, object]]:
-        """A group takes those of the saved group that its parameters were in.
-
-        They tell an optimizer of another kind: each has some that the other has not. One side alone may, unless its
-        class is known to be another: a later torch adds some, schedulers and users put theirs into a group. A class
-        may have been renamed, and takes from those it inherits from.
-
-        Whether it is of the same kind for all that is known, and what the group is going to have.
-        """
-        now = dict(hyper_parameters(group))
-        origins = {groups[n] for name in names if (n := self._saved_name(name)) in groups}
-        if not origins and not names:
-            origins = {SavedGroup(0, index)}
-        origin = min(origins, default=None)
-        if origin is None or group_path(path, origin.index) not in self._saved.values_with(origin.layout):
-            return True, now
-        saved = self._saved_hyper_parameters(path, origin)
-        options = self._saved_options(group_path(path, origin.index))
-        different = [
-            o
-            for o in origins
-            if self._saved_hyper_parameters(path, o) != saved
-            or self._saved_options(group_path(path, o.index)) != options
-        ]
-        if different:
-            self._filling.mismatched.append(
-                f"{path}: group {index} holds parameters that were saved in groups {sorted({o.index for o in origins})}"
-                " with different hyper-parameters; load them into groups that can be told apart"
-            )
-            return True, now
-        prefix = group_path(path, origin.index) + "/"
-        told = {*saved, *options}
-        lacking, unknown = optimizer.defaults.keys() - told, told - now.keys() - OF_SCHEDULERS
-        name = self._saved.classes.get(path)
-        alike = not (lacking and unknown) and (name == type(optimizer).__name__ or not (lacking or unknown))
-        if not alike and (name not in _names(optimizer) or (lacking and unknown)):
-            self._filling.missing += [prefix + key for key in sorted(lacking)]
-            self._filling.foreign |= {prefix + key: f"{prefix}{key}: not in the state" for key in sorted(unknown)}
-            options = {key: parts for key, parts in options.items() if key in now}
-            saved = {key: value for key, value in saved.items() if key in now and _is_one(value) == _is_one(now[key])}
-        builds = {
-            key: self._filling.rebuild(self._saved.objects.get(prefix + key, "tensor"), prefix + key, now.get(key))
-            for key in options
-        }
-
-        def finish() -> None:
-            for key, value in {**saved, **{key: build() for key, build in builds.items()}}.items():
-                if isinstance(group.get(key), torch.Tensor) and isinstance(value, float):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
-
-        self._filling.finish.append(finish)
-        return alike, {**now, **saved}
-
-    def _saved_hyper_parameters(self, path: str, group: SavedGroup) -> dict[str, Any]:
-        """Those that hold no tensors. Raises StateMismatch for what are none."""
-        name = group_path(path, group.index)
-        found = values.decode(self._saved.values_with(group.layout).get(name, {}), name)
-        if not isinstance(found, dict):
-            raise StateMismatch(f"{name}: a {type(found).__name__}, expected the hyper-parameters of a group")
-        return found
-
-    def _saved_options(self, path: str) -> dict[str, object]:
-        """Of a saved group: the options that hold tensors, each with the saved tensors it is made of."""
-        found: dict[str, dict[str, str]] = {}
-        for name, entry in self._saved.tensors.items():
-            if name.startswith(f"{path}/"):
-                key, _, rest = name[len(path) + 1 :].partition("/")
-                found.setdefault(key, {})[rest] = entry.name
-        return dict(found)
 
 
 def _device_of(param: torch.Tensor) -> torch.device:
     return param.to_local().device if isinstance(param, DTensor) else param.device
-
-
-def _names(optimizer: torch.optim.Optimizer) -> set[str | None]:
-    """Of its class and of those that it inherits from; None, where a checkpoint tells none."""
-    return {None, *(cls.__name__ for cls in type(optimizer).__mro__)}
-
-
-def _is_one(option: object) -> bool:
-    """Adam's eps is a number, Adafactor's are two."""
-    return not isinstance(option, (tuple, list))
 
 
 def _constant(value: object) -> Callable[[], object]:

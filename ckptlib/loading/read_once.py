@@ -6,7 +6,8 @@ A plain tensor of a DDP job is wanted whole by all ranks; N ranks that read it N
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -22,14 +23,31 @@ BUCKET_BYTES = 16 * 1024 * 1024
 Near = Callable[[Want], Collection[int] | None]
 
 
-def share_out(wants: Sequence[Want], group: Group, near: Near) -> tuple[list[Want], list[tuple[int, list[Want]]]]:
-    """(what this rank reads, what is spread afterwards: buckets, each with the rank that read it). Collective.
+class Bucket(NamedTuple):
+    """What one rank reads for all, and gives the others in one broadcast."""
+
+    owner: int
+    """The rank that reads it."""
+    wants: list[Want]
+
+
+class Shares(NamedTuple):
+    """Who reads what."""
+
+    reads: list[Want]
+    """By this rank."""
+    buckets: list[Bucket]
+    """To be spread when all have read: the same on every rank."""
+
+
+def share_out(wants: Sequence[Want], group: Group, near: Near) -> Shares:
+    """What this rank reads, and what is spread afterwards. Collective.
 
     `near`: the ranks that are nearest to what is wanted, the same on all of them; None, or nobody: all alike.
     Where ranks do not want the same plain tensors, everybody reads its own.
     """
     if group.size == 1:
-        return list(wants), []
+        return Shares(list(wants), [])
     shared = [want for want in wants if want.everywhere]
     described = [
         [want.name, str(tensor.dtype), list(box.shape), tensor.device.type]
@@ -37,20 +55,18 @@ def share_out(wants: Sequence[Want], group: Group, near: Near) -> tuple[list[Wan
         for box, tensor in want.pieces[:1]
     ]
     if not group.same(json.dumps(described).encode()) or not shared:
-        return list(wants), []
+        return Shares(list(wants), [])
     by_readers: dict[tuple[int, ...], list[Want]] = {}
     for want in shared:
         by_readers.setdefault(tuple(near(want) or range(group.size)), []).append(want)
-    found = [(readers, bucket) for readers, some in by_readers.items() for bucket in _buckets(some)]
-    buckets = [bucket for _, bucket in found]
-    owners = _owners(found, group.size)
-    mine = {id(want) for bucket, owner in zip(buckets, owners, strict=True) if owner == group.rank for want in bucket}
+    buckets = _buckets(by_readers, group.size)
+    mine = {id(want) for bucket in buckets if bucket.owner == group.rank for want in bucket.wants}
     reads = [want for want in wants if not want.everywhere or id(want) in mine]
-    return reads, list(zip(owners, buckets, strict=True))
+    return Shares(reads, buckets)
 
 
 @torch.inference_mode()  # else a target that was made in it could not be written to
-def spread(buckets: Iterable[tuple[int, list[Want]]], group: Group) -> None:
+def spread(buckets: Iterable[Bucket], group: Group) -> None:
     """Gives every rank what one of them read. Collective; after all ranks have read their share."""
     for owner, wants in buckets:
         targets = [want.pieces[0][1] for want in wants]
@@ -100,28 +116,30 @@ def _scatter(buffer: torch.Tensor, targets: list[torch.Tensor]) -> None:
         _bytes_into(target, view)
 
 
-def _buckets(wants: Sequence[Want]) -> list[list[Want]]:
-    buckets: list[list[Want]] = []
+def _buckets(by_readers: Mapping[tuple[int, ...], Sequence[Want]], num_ranks: int) -> list[Bucket]:
+    """Each with one of the ranks that can read it, so that all ranks read about as much."""
+    loads = [0] * num_ranks
+    buckets = []
+    for readers, wants in by_readers.items():
+        for cut in _cut(wants):
+            owner = min(readers, key=lambda reader: loads[reader])
+            loads[owner] += sum(want.pieces[0][1].nbytes for want in cut)
+            buckets.append(Bucket(owner, cut))
+    return buckets
+
+
+def _cut(wants: Sequence[Want]) -> list[list[Want]]:
+    """In order, about as much as one broadcast takes together; each on one device."""
+    cuts: list[list[Want]] = []
     filled, device = BUCKET_BYTES, None
     for want in wants:
         nbytes, here = want.pieces[0][1].nbytes, want.pieces[0][1].device
         if filled + nbytes > BUCKET_BYTES or here != device:
-            buckets.append([])
+            cuts.append([])
             filled, device = 0, here
-        buckets[-1].append(want)
+        cuts[-1].append(want)
         filled += nbytes
-    return buckets
-
-
-def _owners(buckets: Sequence[tuple[tuple[int, ...], list[Want]]], num_ranks: int) -> list[int]:
-    """Who reads each bucket, of those who can, so that all ranks read about as much."""
-    loads = [0] * num_ranks
-    owners = []
-    for readers, bucket in buckets:
-        rank = min(readers, key=lambda reader: loads[reader])
-        loads[rank] += sum(want.pieces[0][1].nbytes for want in bucket)
-        owners.append(rank)
-    return owners
+    return cuts
 
 
 def _bytes_into(target: torch.Tensor, data: torch.Tensor) -> None:

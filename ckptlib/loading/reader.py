@@ -6,63 +6,64 @@ checked against its digest before a byte of it is believed; every element of eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
-from ckptlib.catalog.shards import Contents, Share, check_there
+from ckptlib.catalog.shards import Contents, SavedShard, Share, check_there
 from ckptlib.errors import CorruptData, FormatError, UnsupportedState
 from ckptlib.format import gc_pause
 from ckptlib.format.box import Box, Run, common_run, find_hole
 from ckptlib.format.digests import digester
-from ckptlib.format.keys import SaveId
 from ckptlib.format.layout import Layout, PerRank, TensorEntry, ranks_touching
 from ckptlib.format.overlaps import Meeting, meetings
 from ckptlib.format.part import Part
 from ckptlib.loading.landing import Landing
 from ckptlib.loading.requests import ChunkRead, Request, Target, copies_of, merge
+from ckptlib.loading.source import Source, own_rank
 from ckptlib.state.leaf import torch_dtype
-from ckptlib.stores.io_limits import Pace
 
-Place = tuple[Share, int]
-"""A shard: of whose share, and which."""
+
+class Place(NamedTuple):
+    """A saved shard: of whose share, and which."""
+
+    share: Share
+    shard: int
+    """Position in the table of the share's part."""
+
+    @property
+    def box(self) -> Box:
+        """What it fills of its tensor."""
+        return self.share.part.table.boxes[self.shard]
+
+    def whole(self) -> SavedShard:
+        """All that is to be known of it, to compare it."""
+        return self.share.shard(self.shard)
+
+
+class Touching(NamedTuple):
+    """A saved box that holds something of what is wanted."""
+
+    position: int
+    """Among the saved boxes."""
+    run: Run | None
+    """What they have in common, where that is one run."""
+
+
+class Cover(NamedTuple):
+    """How saved boxes make up a wanted one."""
+
+    touching: tuple[Touching, ...]
+    hole: Box | None
+    """What none of them holds."""
+
 
 Reads = dict[tuple[int, int], ChunkRead]
 """By saved rank and chunk."""
-
-
-class Source(Protocol):
-    """One step, wherever it lies: in a store, or in memory."""
-
-    save: SaveId
-    world_size: int
-    layouts: Mapping[str, tuple[int, ...]]
-    """By digest: the saved ranks that have it."""
-    where: str
-    """For people."""
-
-    @property
-    def pace(self) -> Pace:
-        """Asked when all that is to be read has been brought."""
-
-    def layout(self, digest: str) -> Layout:
-        """Raises CorruptData, FormatError, ObjectNotFound."""
-
-    def part(self, rank: int) -> Part:
-        """A saved rank's, checked against its layout. Raises as `layout` does, and NotBrought."""
-
-    def read_into(self, pack: str, offset: int, buffer: memoryview) -> None:
-        """Fills `buffer` with bytes of one of a part's packs. From any thread. Raises StoreError."""
-
-    def near(self, ranks: Collection[int]) -> Collection[int] | None:
-        """The ranks of this job to which the shares of all these saved ranks are near; None: to all alike."""
-
-    def bring(self, ranks: Collection[int]) -> None:
-        """Makes the shares of these saved ranks readable here, before they are asked for. Collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,6 @@ class Want:
     """Boxes in global coordinates, each with a view of the same shape to be filled."""
     everywhere: bool = False
     """Whether it is a whole plain tensor, which every rank is likely to want."""
-
-
-def own_rank(rank: int, world_size: int) -> int:
-    """The saved rank whose values and per-rank tensors a rank takes: its own, or 0 where it is new."""
-    return rank if rank < world_size else 0
 
 
 class Reader:
@@ -140,7 +136,7 @@ class Reader:
     def _same_in(self, box: Box, first: str, second: str) -> bool:
         sides = []
         for name in (first, second):
-            places = self._places(name, self.ranks_for(Want(name, ((box, torch.empty(0)),))))
+            places = _places(name, self._shares_of(self.ranks_for(Want(name, ((box, torch.empty(0)),)))))
             sides.append({b: place for b, place in self._sources(name, places, [box]).items() if b.intersect(box)})
         alike = sides[0].keys() == sides[1].keys()
         if not alike and any(find_hole(box, [*side]) for side in sides):
@@ -190,39 +186,41 @@ class Reader:
     def _plan(self, wants: Sequence[Want], ranks: Sequence[frozenset[int]]) -> list[Request]:
         """The requests that fill all wants. `ranks`: of each want, whose parts may hold it."""
         reads: Reads = {}
+        before: frozenset[int] | None = None
         for want, of in zip(wants, ranks, strict=True):
-            self._plan_want(want, of, reads)
+            if of is not before:  # alone, a rank has one set for all that it wants
+                before, shares = of, self._shares_of(of)
+            self._plan_want(want, shares, reads)
         return merge(reads.values(), self._source.pace)
 
-    def _plan_want(self, want: Want, ranks: Collection[int], reads: Reads) -> None:
-        """Adds what fills a want."""
-        places = self._places(want.name, ranks)
+    def _plan_want(self, want: Want, shares: Sequence[Share], reads: Reads) -> None:
+        """Adds what fills a want. `shares`: those that may hold it."""
+        places = _places(want.name, shares)
         boxes = tuple([share.part.table.boxes[shard] for share, shard in places])
         if len(boxes) > 1 and _meetings(want.name, boxes):
             sources = self._sources(want.name, places, [box for box, _ in want.pieces])
             boxes, places = tuple(sources), [*sources.values()]
         for box, target in want.pieces:
-            to, numel = Target(target), box.numel
-            if numel and boxes == (box,):  # saved and wanted alike: most tensors by far
-                _plan_shard(*places[0], Run(0, 0, numel), box, to, reads)
+            to = Target(target)
+            if boxes == (box,) and target.numel():  # saved and wanted alike: most tensors by far
+                _plan_alike(places[0], box, to, reads)
                 continue
-            touching, hole = _cover(box, boxes)
-            self._check_cover(want.name, hole)
-            for i, run in touching:
-                _plan_shard(*places[i], run, box, to, reads)
+            cover = _cover(box, boxes)
+            self._check_cover(want.name, cover.hole)
+            for i, run in cover.touching:
+                _plan_shard(places[i], run, box, to, reads)
 
-    def _places(self, name: str, ranks: Collection[int]) -> list[Place]:
-        """The shards of a tensor in the parts of these ranks."""
-        shares = map(self._share, sorted(ranks))
-        return [(share, shard) for share in shares for shard in share.shards(name)]
+    def _shares_of(self, ranks: Collection[int]) -> list[Share]:
+        """In the order of these ranks."""
+        return [*map(self._share, sorted(ranks))]
 
     def _sources(self, name: str, places: Sequence[Place], wanted: Sequence[Box]) -> dict[Box, Place]:
         """By box: the first shard that fills it. What is wanted of two shards that overlap must be equal in both."""
-        boxes = tuple([share.part.table.boxes[shard] for share, shard in places])
+        boxes = tuple([place.box for place in places])
         for i, j, region in _meetings(name, boxes):
             for common in filter(None, map(region.intersect, wanted)):
                 if not self._same(places[i], places[j], common):
-                    ranks = f"ranks {places[i][0].part.rank} and {places[j][0].part.rank}"
+                    ranks = f"ranks {places[i].share.part.rank} and {places[j].share.part.rank}"
                     raise CorruptData(f"{name}{common}: {ranks} saved different bytes for it")
         found: dict[Box, Place] = {}
         for box, place in zip(boxes, places, strict=True):
@@ -230,7 +228,7 @@ class Reader:
         return found
 
     def _same(self, first: Place, second: Place, region: Box) -> bool:
-        return self._contents.same(first[0].shard(first[1]), second[0].shard(second[1]), region)
+        return self._contents.same(first.whole(), second.whole(), region)
 
     def _check_cover(self, name: str, hole: Box | None) -> None:
         if hole is not None:
@@ -248,8 +246,25 @@ class Reader:
         return len(buffer)
 
 
-def _plan_shard(share: Share, shard: int, run: Run | None, wanted: Box, to: Target, reads: Reads) -> None:
+def _places(name: str, shares: Iterable[Share]) -> list[Place]:
+    """The shards of a tensor."""
+    return [Place(share, shard) for share in shares for shard in share.shards(name)]
+
+
+def _plan_alike(place: Place, box: Box, to: Target, reads: Reads) -> None:
+    """As `_plan_shard`, of a shard that fills just what is wanted. Not empty."""
+    share, shard = place
+    table, numel = share.part.table, to.tensor.numel()
+    if to.is_row_major and table.num_chunks[shard] <= 1:
+        dtype = torch_dtype(share.layout.tensors[table.tensors[shard]].dtype)
+        to.take(_read_of(reads, share, table.first_chunks[shard]), share.skipped[shard], 0, numel, dtype)
+    else:
+        _plan_shard(place, Run(0, 0, numel), box, to, reads)
+
+
+def _plan_shard(place: Place, run: Run | None, wanted: Box, to: Target, reads: Reads) -> None:
     """Adds the chunks of a shard that hold something of `wanted`. `run`: what they have in common, if it is one."""
+    share, shard = place
     table, skipped = share.part.table, share.skipped[shard]
     dtype = torch_dtype(share.layout.tensors[table.tensors[shard]].dtype)
     itemsize, several = dtype.itemsize, table.num_chunks[shard] > 1
@@ -291,8 +306,6 @@ def _meetings_of(boxes: tuple[Box, ...]) -> tuple[Meeting, ...]:
 
 
 @lru_cache(maxsize=256)
-def _cover(wanted: Box, boxes: tuple[Box, ...]) -> tuple[tuple[tuple[int, Run | None], ...], Box | None]:
-    """Positions of the boxes that hold something of what is wanted, each with what they have in common, where that is
-    one run; and what none of them holds."""
-    touching = ((i, common_run(b, wanted)) for i, b in enumerate(boxes) if b.intersect(wanted) is not None)
-    return tuple(touching), find_hole(wanted, boxes)
+def _cover(wanted: Box, boxes: tuple[Box, ...]) -> Cover:
+    touching = (Touching(i, common_run(b, wanted)) for i, b in enumerate(boxes) if b.intersect(wanted) is not None)
+    return Cover(tuple(touching), find_hole(wanted, boxes))

@@ -25,8 +25,14 @@ from ckptlib.stores.io_limits import DIRECT_FROM_BYTES, Pace
 GAP_BYTES = 64 * 1024
 """A hole between two wanted ranges that is cheaper to read than another request."""
 
-Move = tuple[int, int, int]
-"""(first byte in the chunk, bytes, address): what goes into memory of the host as it is."""
+
+class Move(NamedTuple):
+    """A stretch of a chunk that goes into memory of the host as it is."""
+
+    first: int
+    """Byte of the chunk."""
+    nbytes: int
+    address: int
 
 
 Index = tuple[slice | EllipsisType, ...]
@@ -54,6 +60,14 @@ class Copy(NamedTuple):  # there may be hundreds of thousands
         return self.dtype.itemsize * math.prod(self.shape)
 
 
+class Landed(NamedTuple):
+    """A stretch that was read into a buffer, and goes to a device."""
+
+    at: int
+    """Its first byte in the buffer."""
+    copy: Copy
+
+
 class ChunkRead:
     """One chunk to be read, checked and placed."""
 
@@ -74,9 +88,9 @@ class ChunkRead:
     @property
     def address(self) -> int | None:
         """Of the target's memory, when the chunk's bytes are exactly that."""
-        if self.copies or len(self.moves) != 1 or self.moves[0][1] != self.nbytes:
+        if self.copies or len(self.moves) != 1 or self.moves[0].nbytes != self.nbytes:
             return None
-        return self.moves[0][2]
+        return self.moves[0].address
 
     @override
     def __str__(self) -> str:
@@ -93,14 +107,14 @@ class Target:
         self.tensor = tensor
         self._flat: torch.Tensor | None = None
         self.is_row_major = tensor.is_contiguous()
-        on_host = accelerator.device_of(tensor) is None
+        on_host = self.is_row_major and accelerator.device_of(tensor) is None
         self.address = tensor.data_ptr() if on_host and is_bytes(tensor) else None
         """Of its memory, when that is its value, and the host's."""
 
     def take(self, read: ChunkRead, skipped: int, at: int, numel: int, dtype: torch.dtype) -> None:
         """Its elements from `at` on, row-major, are what lies behind `skipped` bytes of a chunk."""
         if self.address is not None and self.tensor.dtype == dtype:
-            read.moves.append((skipped, numel * dtype.itemsize, self.address + at * dtype.itemsize))
+            read.moves.append(Move(skipped, numel * dtype.itemsize, self.address + at * dtype.itemsize))
             return
         if self._flat is None:
             self._flat = self.tensor.view(-1)
@@ -167,7 +181,7 @@ class Request:
         `verify` gives the digest of a chunk; `step` is for messages. What goes to a device has arrived when `landing`
         is closed.
         """
-        landed: dict[torch.device, list[tuple[int, Copy]]] = {}
+        landed: dict[torch.device, list[Landed]] = {}
         for read in self.reads:
             data = buffer[read.offset - self.start : read.offset - self.start + read.nbytes]
             found = verify(data)
@@ -178,7 +192,7 @@ class Request:
                 )
             if not self.direct:
                 for copy, device in _place(read, data, landing):
-                    landed.setdefault(device, []).append((read.offset - self.start + copy.first, copy))
+                    landed.setdefault(device, []).append(Landed(read.offset - self.start + copy.first, copy))
         for device, copies in landed.items():
             with landing.on(device):
                 _land(torch.frombuffer(buffer, dtype=torch.uint8), copies, device)
@@ -256,8 +270,8 @@ def _place(read: ChunkRead, data: memoryview, landing: Landing) -> list[tuple[Co
 
 
 @torch.inference_mode()
-def _land(buffer: torch.Tensor, copies: list[tuple[int, Copy]], device: torch.device) -> None:
-    """From a pinned buffer to a device; on the current stream. `copies`: with the first byte of each in the buffer.
+def _land(buffer: torch.Tensor, copies: list[Landed], device: torch.device) -> None:
+    """From a pinned buffer to a device; on the current stream.
 
     In one piece, unless it is for one tensor that takes it as it is. The device does the rest: a dtype that differs
     would be cast by the host first.

@@ -34,7 +34,7 @@ class Asked:
         """What the checkpoint calls it. In a dict the longest entry counts that is the name, or a path above it."""
         if self._function is not None:
             return self._function(name)
-        head = name
+        head = name if self._rename else ""
         while head:
             if head in self._rename:
                 self._idle_keys.discard(head)

@@ -29,8 +29,8 @@ from ckptlib.errors import (
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.loading.committed import resolve
 from ckptlib.loading.progress import Laps
-from ckptlib.loading.reader import Source, own_rank
 from ckptlib.loading.report import LoadReport
+from ckptlib.loading.source import Source, own_rank
 from ckptlib.ranks.together import together
 from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look
 from ckptlib.recovery.memory_source import InMemory

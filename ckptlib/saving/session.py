@@ -36,8 +36,9 @@ from ckptlib.slots.host import check_platform
 from ckptlib.staging.copies import Source
 from ckptlib.staging.replica_digests import Reading
 from ckptlib.staging.stager import Lot, Stager, Staging
-from ckptlib.state.flatten import Flat, Memo, flatten
+from ckptlib.state.flatten import Flat, flatten
 from ckptlib.state.leaf import Leaf, PerRank
+from ckptlib.state.memo import Memo
 from ckptlib.state.rng import RngState
 from ckptlib.stores import open_store
 from ckptlib.stores.probe import probe

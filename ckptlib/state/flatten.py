@@ -10,21 +10,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ckptlib.devices import accelerator
 from ckptlib.errors import UnsupportedState
 from ckptlib.format import values
 from ckptlib.format.layout import PerRank as HeldPerRank
-from ckptlib.format.tagged_values import MAX_DEPTH, Where, is_unicode, text_of
+from ckptlib.format.tagged_values import MAX_DEPTH, is_unicode
 from ckptlib.format.values import Json
-from ckptlib.state.frameworks import refuse_loader, torch_optimizer, unwrapped
 from ckptlib.state.leaf import (
     Leaf,
     PerRank,
-    Plain,
     Sharded,
     identity,
     is_elsewhere,
@@ -34,21 +34,20 @@ from ckptlib.state.leaf import (
     places,
     refuse_tensor,
 )
-from ckptlib.state.memo import Section, Sight
+from ckptlib.state.memo import Found, KnownLeaf, Memo, Section, Sight
 from ckptlib.state.modules import is_extra_state, named_state
 from ckptlib.state.optimizers import (
     cut_like,
     group_path,
     hyper_parameters,
     names_of_params,
-    refuse_optimizer,
     refuse_strangers,
     state_path,
     warn_of_positions,
 )
+from ckptlib.state.owners import owners_in
 from ckptlib.state.subclasses import any_subclass, apart, is_subclass, place_name
-
-__all__ = ["Flat", "Leaf", "Memo", "PerRank", "Plain", "Sharded", "flatten", "has_tensor", "is_stateful", "join"]
+from ckptlib.state.visitor import Visitor, check_depth, too_deep
 
 
 @dataclass
@@ -67,18 +66,6 @@ class Flat:
         return {leaf.name: leaf.tied for leaf in self.leaves if leaf.tied is not None}
 
 
-class Memo:
-    """What an earlier pass found, for the next one to take again where it is still so."""
-
-    def __init__(self) -> None:
-        self.leaves: dict[str, tuple[object, object, Leaf]] = {}
-        """By name: the tensor, where and what its local data is, and the leaf made of it."""
-        self.owners: dict[int, torch.optim.Optimizer] = {}
-        """By id of parameter."""
-        self.sections: dict[tuple[str, bool], Section[_Walk]] = {}
-        """By path, and whether it is per rank: a module or an optimizer."""
-
-
 @torch.no_grad()
 def flatten(state: object, memo: Memo | None = None) -> Flat:
     """All tensors and values of `state`, on this rank. Reads no tensor's data.
@@ -89,28 +76,34 @@ def flatten(state: object, memo: Memo | None = None) -> Flat:
     Raises UnsupportedState, naming the path, for what cannot be saved.
     """
     memo = Memo() if memo is None else memo
-    walk = _Walk(memo, _owners_in(state))
+    walk = _Walk(memo, owners_in(state))
     if walk.owners != memo.owners:
         memo.sections.clear()
     memo.owners = dict(walk.owners)
-    walk.visit(state)
-    for name in memo.leaves.keys() - walk.names.keys():  # what the state no longer has
+    walk.visit(state, False)
+    for name in memo.leaves.keys() - walk.found.names.keys():  # what the state no longer has
         del memo.leaves[name]
     for key in memo.sections.keys() - walk.sections:
         del memo.sections[key]
     return walk.flat
 
 
-class _Walk:
-    """One pass over a state, or over a section of it."""
+class _Part(NamedTuple):
+    """What `add_tensor` takes: an ordinary tensor, or one of those that a tensor of a subclass is made of."""
+
+    tensor: torch.Tensor
+    name: str
+    per_rank: bool
+
+
+class _Walk(Visitor[bool]):
+    """One pass over a state, or over a section of it. Hands down whether every rank has its own."""
 
     def __init__(self, memo: Memo, owners: dict[int, torch.optim.Optimizer]) -> None:
         """`owners`: by id of tensor."""
-        self.flat = Flat()
-        self.names: dict[str, None] = {}
-        self.param_names: dict[int, str] = {}
-        self.seen: dict[object, str] = {}
-        """By what two names of one tensor have in common: the first of them."""
+        super().__init__()
+        self.found = Found()
+        self.flat = Flat(self.found.leaves)
         self.owners = owners
         self.by_hand: dict[int, Sharded] = {}
         """By id of the tensor that each of them holds."""
@@ -120,49 +113,36 @@ class _Walk:
         self._lent = False
         """Whether what comes next was given by a `state_dict()`, which may have made it for us."""
         self._memo = memo
-        self._modules: list[tuple[str, nn.Module, bool]] = []
-        self._optimizers: list[tuple[str, torch.optim.Optimizer, bool]] = []
 
-    def visit(self, state: object) -> None:
-        self._collect(state, "", per_rank=False)
-        for path, module, per_rank in self._modules:
-            self._visit_module(module, path, per_rank)
-        for path, optimizer, per_rank in self._optimizers:
-            self._visit_optimizer(optimizer, path, per_rank)
+    @override
+    def below_per_rank(self, per_rank: bool) -> bool:
+        return True
 
-    def _collect(self, node: object, path: str, per_rank: bool) -> None:
-        check_depth(node, path)
-        if isinstance(node, PerRank):
-            self._collect(node.value, path, per_rank=True)
-        elif is_subclass(node):
-            self._add_subclass(node, path, per_rank)
-        elif isinstance(node, (torch.Tensor, Sharded)):
-            self.add_tensor(node, path, per_rank)
-        elif isinstance(node, nn.Module):
-            self._modules.append((path, node, per_rank))
-        elif isinstance(node, torch.optim.Optimizer):
-            self._collect_optimizer(node, path, per_rank)
-        elif isinstance(node, torch.Generator):
-            self.add_tensor(node.get_state(), path, per_rank=True)
-        elif isinstance(node, Mapping):
-            for key, value in node.items():
-                self._collect(value, join(path, key), per_rank)
-        elif isinstance(node, (list, tuple)) and type(node) in (list, tuple):
-            for i, value in enumerate(node):
-                self._collect(value, join(path, i), per_rank)
-        elif is_stateful(node):
-            refuse_optimizer(node, path)
-            refuse_loader(node, path)
-            self.add_object(node.state_dict(), path, per_rank)  # type: ignore[attr-defined]
+    @override
+    def below(self, container: object, per_rank: bool) -> Callable[[object], bool]:
+        return lambda key: per_rank
+
+    @override
+    def add_any_tensor(self, tensor: torch.Tensor | Sharded, path: str, per_rank: bool) -> None:
+        if is_subclass(tensor):
+            self._add_subclass(tensor, path, per_rank)
         else:
-            self.add_value(node, path)
+            self.add_tensor(tensor, path, per_rank)
 
-    def _collect_optimizer(self, node: torch.optim.Optimizer, path: str, per_rank: bool) -> None:
-        refuse_optimizer(unwrapped(node), path)
-        optimizer = self.flat.optimizers[path] = torch_optimizer(node, path)
-        self._optimizers.append((path, optimizer, per_rank))
+    @override
+    def add_generator(self, generator: torch.Generator, path: str) -> None:
+        self.add_tensor(generator.get_state(), path, per_rank=True)
 
-    def _visit_module(self, module: nn.Module, path: str, per_rank: bool) -> None:
+    @override
+    def add_stateful(self, node: Any, path: str, per_rank: bool) -> None:
+        self.add_object(node.state_dict(), path, per_rank)
+
+    @override
+    def add_plain(self, value: object, path: str, per_rank: bool) -> None:
+        self.add_value(value, path)
+
+    @override
+    def add_module(self, module: nn.Module, path: str, per_rank: bool) -> None:
         names: list[str] = []
         tensors: list[torch.Tensor] = []
         others: list[tuple[str, object]] = []
@@ -176,7 +156,7 @@ class _Walk:
         own = [per_rank] * len(names)
         if any_subclass(tensors):
             parts = list(chain.from_iterable(self._parts(t, n, per_rank) for t, n in zip(tensors, names, strict=True)))
-            tensors, names, own = [t for t, _, _ in parts], [n for _, n, _ in parts], [o for _, _, o in parts]
+            tensors, names, own = [p.tensor for p in parts], [p.name for p in parts], [p.per_rank for p in parts]
 
         def add(walk: _Walk) -> None:
             for part in zip(tensors, names, own, strict=True):
@@ -195,36 +175,29 @@ class _Walk:
         self.sections.add(key)
         known = self._memo.sections.get(key)
         if known is None or not known.shows(sight):
-            made = _Walk(self._memo, self.owners)
-            add(made)
-            known = self._memo.sections[key] = Section(sight, made)
-        made = known.made
-        if self.names.keys().isdisjoint(made.names) and self.seen.keys().isdisjoint(made.seen):
-            self._take(made)
+            alone = _Walk(self._memo, self.owners)
+            add(alone)
+            known = self._memo.sections[key] = Section(sight, alone.found)
+        if self.found.is_apart_from(known.made):
+            self.found.take(known.made)
         else:  # ties, or names that stand twice
             add(self)
-
-    def _take(self, made: _Walk) -> None:
-        self.flat.leaves += made.flat.leaves
-        self.names |= made.names
-        self.seen |= made.seen
-        self.param_names = made.param_names | self.param_names
 
     def add_tensor(self, tensor: torch.Tensor | Sharded, name: str, per_rank: bool) -> None:
         self._claim(name)
         known = self._memo.leaves.get(name)
-        if known is None or known[0] is not tensor:
+        if known is None or known.tensor is not tensor:
             refuse_tensor(tensor, name)
-        self.param_names.setdefault(id(local_of(tensor)), name)
+        self.found.param_names.setdefault(id(local_of(tensor)), name)
         if isinstance(tensor, Sharded):
             self.by_hand[id(tensor.tensor)] = tensor
         key = None if per_rank else identity(tensor)
-        leaf = self._leaf(tensor, name, per_rank, self.seen.get(key))
+        leaf = self._leaf(tensor, name, per_rank, self.found.seen.get(key))
         if leaf is None:
             return  # outside of its mesh: no name of it is one here, and it may be gone before another gets its id
         if key is not None:
-            self.seen.setdefault(key, name)
-        self.flat.leaves.append(leaf)
+            self.found.seen.setdefault(key, name)
+        self.found.leaves.append(leaf)
 
     def _add_subclass(self, tensor: torch.Tensor, name: str, per_rank: bool) -> Json:
         """A tensor that is made of others, where it stands by itself. Gives what a tree has in its place."""
@@ -233,13 +206,13 @@ class _Walk:
             self.add_tensor(*part)
         return self.flat.objects.get(name, "tensor")
 
-    def _parts(self, tensor: torch.Tensor, name: str, per_rank: bool) -> list[tuple[torch.Tensor, str, bool]]:
-        return self._apart(tensor, name, per_rank) if is_subclass(tensor) else [(tensor, name, per_rank)]
+    def _parts(self, tensor: torch.Tensor, name: str, per_rank: bool) -> list[_Part]:
+        return self._apart(tensor, name, per_rank) if is_subclass(tensor) else [_Part(tensor, name, per_rank)]
 
-    def _apart(self, tensor: torch.Tensor, name: str, per_rank: bool) -> list[tuple[torch.Tensor, str, bool]]:
+    def _apart(self, tensor: torch.Tensor, name: str, per_rank: bool) -> list[_Part]:
         """What it is made of, for `add_tensor`. Its kind is asked at each pass: a class may change it at any time."""
         self._claim(name)
-        self.param_names.setdefault(id(tensor), name)
+        self.found.param_names.setdefault(id(tensor), name)
         if is_elsewhere(tensor):
             return []
         found = apart(tensor, name)
@@ -250,14 +223,14 @@ class _Walk:
         self._inner += [inner for _, inner in found.tensors]
         if found.at is not None:
             self.add_value(found.at, place_name(name))
-        return [(inner, f"{name}/{below}", per_rank or found.at is not None) for below, inner in found.tensors]
+        return [_Part(inner, f"{name}/{below}", per_rank or found.at is not None) for below, inner in found.tensors]
 
     def _leaf(self, tensor: torch.Tensor | Sharded, name: str, per_rank: bool, tied: str | None) -> Leaf | None:
         owner = self.owners.get(id(local_of(tensor)))
         at = places([local_of(tensor)])
         known = self._memo.leaves.get(name)
-        if known is not None and known[0] is tensor and known[1] == at:
-            leaf = known[2]
+        if known is not None and known.tensor is tensor and known.at == at:
+            leaf = known.leaf
             if leaf.owner is owner and leaf.tied == tied and isinstance(leaf.held, HeldPerRank) == per_rank:
                 return leaf
         made = leaf_of(tensor, name, per_rank, owner)
@@ -266,11 +239,13 @@ class _Walk:
         made = made if tied is None else replace(made, tied=tied)
         if self._lent and owner is None and accelerator.device_of(local_of(tensor)) is not None:
             return replace(made, lent=True)
-        self._memo.leaves[name] = (tensor, at, made)
+        self._memo.leaves[name] = KnownLeaf(tensor, at, made)
         return made
 
-    def _visit_optimizer(self, optimizer: torch.optim.Optimizer, path: str, per_rank: bool) -> None:
-        names = names_of_params(optimizer, self.param_names)
+    @override
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, path: str, per_rank: bool) -> None:
+        self.flat.optimizers[path] = optimizer
+        names = names_of_params(optimizer, self.found.param_names)
         warn_of_positions(optimizer, names, path, "saved")
         params = [param for group in optimizer.param_groups for param in group["params"]]
         refuse_strangers(optimizer, params, path)
@@ -283,14 +258,14 @@ class _Walk:
                 for key, value in optimizer.state.get(param, {}).items():
                     yield state_path(path, name, key), param, value
 
-        taken: dict[str, list[tuple[torch.Tensor, str, bool]]] = {}
+        taken: dict[str, list[_Part]] = {}
         """By name: what the tensors are made of that are made of others."""
 
         def add(walk: _Walk) -> None:
             for name, param, value in content():
                 if name in taken:
                     for part in taken[name]:
-                        walk.owners[id(part[0])] = optimizer
+                        walk.owners[id(part.tensor)] = optimizer
                         walk.add_tensor(*part)
                 elif isinstance(value, torch.Tensor):
                     walk.owners[id(value)] = optimizer
@@ -309,8 +284,8 @@ class _Walk:
                 if is_subclass(value) and is_subclass(cut_like(self.by_hand.get(id(param)), value)):
                     taken[name] = self._apart(value, name, per_rank)
             inner = list(chain.from_iterable(taken.values()))
-            tensors = [*(t for t in tensors if not is_subclass(t)), *(t for t, _, _ in inner)]
-            keys.append([part[1:] for part in inner])
+            tensors = [*(t for t in tensors if not is_subclass(t)), *(part.tensor for part in inner)]
+            keys.append([(part.name, part.per_rank) for part in inner])
         if self.by_hand:
             add(self)
         else:
@@ -348,7 +323,7 @@ class _Walk:
     def _tree(self, node: object, path: str, per_rank: bool, depth: int) -> Json:
         check_depth(node, path)
         if depth > MAX_DEPTH:
-            raise _too_deep(path)
+            raise too_deep(path)
         if isinstance(node, PerRank):
             return self._tree(node.value, path, True, depth)
         if is_subclass(node):
@@ -377,11 +352,11 @@ class _Walk:
         return {kind: items}
 
     def _claim(self, name: str) -> None:
-        if name in self.names:
+        if name in self.found.names:
             raise UnsupportedState(f"two entries of the state are both called {name!r}; rename one of them")
         if not is_unicode(name):
             raise UnsupportedState(f"{name!r} is no Unicode, and no name of a safetensors file; rename that entry")
-        self.names[name] = None
+        self.found.names[name] = None
 
 
 def _describe(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> Json:
@@ -393,35 +368,6 @@ def _describe(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> Json:
 _TREES: dict[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tuple: "tuple"}
 
 
-def _owners_in(state: object) -> dict[int, torch.optim.Optimizer]:
-    """By id of parameter. Before any tensor is looked at, since a tensor may stand before its owner."""
-    return {
-        id(p): optimizer for optimizer in _optimizers_in(state) for g in optimizer.param_groups for p in g["params"]
-    }
-
-
-def _optimizers_in(node: object, where: Where = "", depth: int = 0) -> Iterator[torch.optim.Optimizer]:
-    if depth > MAX_DEPTH:
-        raise _too_deep(text_of(where))
-    if isinstance(node, PerRank):
-        yield from _optimizers_in(node.value, where, depth + 1)
-    elif isinstance(node, torch.optim.Optimizer):
-        inner = unwrapped(node)
-        if isinstance(inner, torch.optim.Optimizer):  # what is not is refused where it is met
-            yield inner
-    elif isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _optimizers_in(value, (where, key), depth + 1)
-    elif isinstance(node, (list, tuple)):
-        for i, value in enumerate(node):
-            yield from _optimizers_in(value, (where, i), depth + 1)
-
-
-def is_stateful(node: object) -> bool:
-    """Whether an object gives and takes its state."""
-    return callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))
-
-
 def has_tensor(node: object, depth: int = 0) -> bool:
     """Whether a tensor lies anywhere in a nesting of containers; also said of one that has no end."""
     if isinstance(node, (torch.Tensor, Sharded, PerRank)) or depth > MAX_DEPTH:
@@ -429,13 +375,3 @@ def has_tensor(node: object, depth: int = 0) -> bool:
     if isinstance(node, Mapping):
         return any(has_tensor(v, depth + 1) for v in node.values())
     return isinstance(node, (list, tuple)) and any(has_tensor(v, depth + 1) for v in node)
-
-
-def check_depth(node: object, path: str) -> None:
-    """Raises UnsupportedState for what is nested without an end."""
-    if isinstance(node, (Mapping, list, tuple)) and path.count("/") > MAX_DEPTH:
-        raise _too_deep(path)
-
-
-def _too_deep(path: str) -> UnsupportedState:
-    return UnsupportedState(f"{path[:80]}...: nested deeper than {MAX_DEPTH} levels; does it contain itself?")

@@ -53,6 +53,8 @@ class Plain:
 
 Held = Placed | HeldPerRank | ByHand | Plain
 
+_OWN, _REPLICA = HeldPerRank(), Plain()
+
 
 @dataclass(frozen=True, slots=True)
 class Leaf(TensorSpec):
@@ -102,7 +104,7 @@ def leaf_of(
     tensor = _checked(tensor, name)
     shape = tuple(tensor.shape)
     pieces = ((_whole(shape), tensor),) if tensor.numel() else ()
-    held = HeldPerRank() if per_rank else Plain()
+    held = _OWN if per_rank else _REPLICA
     return Leaf(name, dtype_name(tensor), shape, held, pieces, owner, frozen=_is_frozen(tensor))
 
 
@@ -132,7 +134,8 @@ def _leaf_of_dtensor(tensor: DTensor, name: str, owner: torch.optim.Optimizer | 
 
 
 def _is_frozen(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    # by type first: to ask whether something is a parameter costs a frame of Python
+    return type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def is_elsewhere(tensor: torch.Tensor | Sharded) -> bool:
@@ -171,7 +174,8 @@ def _placement(placement: Any, ndim: int, name: str) -> sharding.Placement:
     )
 
 
-_TENSOR_TYPES = (torch.Tensor, nn.Parameter)
+PLAIN = (torch.Tensor, nn.Parameter)
+"""The types of nearly all tensors: what these are not, need not be asked."""
 
 
 def refuse_tensor(tensor: torch.Tensor | Sharded, name: str) -> None:
@@ -181,7 +185,7 @@ def refuse_tensor(tensor: torch.Tensor | Sharded, name: str) -> None:
 
 
 def _checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    known = type(tensor) in _TENSOR_TYPES  # first: to ask for a parameter's kind costs a frame of Python
+    known = type(tensor) in PLAIN  # first: to ask for a parameter's kind costs a frame of Python
     if not known and is_lazy(tensor):
         raise UnsupportedState(f"{name}: is not initialised yet; run one forward pass before it is saved or loaded")
     if not known and not _is_buffer(tensor):
@@ -192,14 +196,19 @@ def _checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
         raise UnsupportedState(f"{name}: only dense tensors can be saved, this one is {kind}; give its parts")
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise UnsupportedState(
             f"{name}: is on the meta device and has no memory; only the tensors of a module are given some by load, "
             "for others make them with torch.empty(..., device=...)"
         )
-    if not dtypes.known(dtype_name(tensor)):
+    if not _is_known(tensor.dtype):
         raise UnsupportedState(f"{name}: dtype {tensor.dtype} is unknown to ckptlib; give tensor.view(torch.uint8)")
     return tensor
+
+
+@lru_cache(maxsize=64)
+def _is_known(dtype: torch.dtype) -> bool:
+    return dtypes.known(_name_of(dtype))
 
 
 def _is_buffer(tensor: torch.Tensor) -> bool:
@@ -227,7 +236,7 @@ _COLUMNS: tuple[Callable[[torch.Tensor], object], ...] = (
 
 def is_lazy(tensor: torch.Tensor) -> bool:
     """Whether it is a parameter or buffer of a lazy module that has not seen its first input."""
-    return isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
+    return type(tensor) not in PLAIN and isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
 
 
 @lru_cache(maxsize=64)

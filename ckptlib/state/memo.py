@@ -1,20 +1,22 @@
-"""Sections: a module or an optimizer of the state as a pass over it found it.
+"""What a pass over a state found, for the next one to take again where it is still so.
 
-The next pass takes what the walk made of a section as it is, where the walk would make the same of it again: the same
-tensors under the same names, each in the memory, the view and the placement that it had. That is asked column by
-column, 0.5 us per tensor where the walk takes 6. Who owns the tensors is for the caller to ask.
+A section is a module or an optimizer. What the walk made of it is taken as it is, where the walk would make the same of
+it again: the same tensors under the same names, each in the memory, the view and the placement that it had. That is
+asked column by column, 0.5 us per tensor where the walk takes 6. Who owns the tensors is for the caller to ask.
+
+A tensor beside them is asked about by itself. A `Memo` holds both, from one pass to the next.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from ckptlib.state.leaf import places
+from ckptlib.state.leaf import Leaf, places
 
 Made = TypeVar("Made")
 
@@ -50,6 +52,51 @@ class Section(Generic[Made]):
             and before.names == sight.names
             and self._places == places(sight.tensors)
         )
+
+
+@dataclass(slots=True)
+class Found:
+    """What a pass found, of a state or of a section of it."""
+
+    leaves: list[Leaf] = field(default_factory=list)
+    names: dict[str, None] = field(default_factory=dict)
+    """All that were given out."""
+    param_names: dict[int, str] = field(default_factory=dict)
+    """By id of tensor: the first."""
+    seen: dict[object, str] = field(default_factory=dict)
+    """By what two names of one tensor have in common: the first of them."""
+
+    def is_apart_from(self, other: Found) -> bool:
+        """Whether they have no name and no tensor in common."""
+        return self.names.keys().isdisjoint(other.names) and self.seen.keys().isdisjoint(other.seen)
+
+    def take(self, other: Found) -> None:
+        """Adds what is apart from this, as found later."""
+        self.leaves += other.leaves
+        self.names |= other.names
+        self.seen |= other.seen
+        self.param_names = other.param_names | self.param_names
+
+
+class KnownLeaf(NamedTuple):
+    """A tensor, and the leaf that was made of it."""
+
+    tensor: object
+    at: object
+    """Where and what its local data was: see `places`."""
+    leaf: Leaf
+
+
+class Memo:
+    """What an earlier pass found. One for each state: what the state no longer has is forgotten."""
+
+    def __init__(self) -> None:
+        self.leaves: dict[str, KnownLeaf] = {}
+        """By name."""
+        self.owners: dict[int, torch.optim.Optimizer] = {}
+        """By id of parameter."""
+        self.sections: dict[tuple[str, bool], Section[Found]] = {}
+        """By path, and whether it is per rank."""
 
 
 def same(before: Sequence[object], now: Sequence[object]) -> bool:

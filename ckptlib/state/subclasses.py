@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ckptlib.errors import UnsupportedState
 from ckptlib.format import sharding, values
 from ckptlib.format.values import Json
-from ckptlib.state.leaf import dtype_name, join, mesh_of, placements_of, places
+from ckptlib.state.leaf import PLAIN, dtype_name, join, mesh_of, placements_of, places
 
 MAX_NESTED = 8
 """Subclasses within subclasses."""
@@ -49,6 +49,8 @@ class Apart:
 
 def is_subclass(tensor: object) -> TypeGuard[torch.Tensor]:
     """Whether it can be taken apart: an instance of such a class, or a DTensor around one."""
+    if type(tensor) in PLAIN:  # asked of each of thousands
+        return False
     return isinstance(tensor, torch.Tensor) and _tells(type(_local(tensor)))
 
 

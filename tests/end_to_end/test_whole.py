@@ -282,6 +282,6 @@ def test_an_alias_is_what_its_own_layout_says(with_own: bool) -> None:
         reader = Reader(Committed(catalog, catalog.manifest(save)), rank)
         target = {"b": torch.zeros(3)}
         found = targets(target, Saved(reader))
-        assert (found.missing, found.unexpected, found.mismatched) == ([], ["a"], [])
+        assert (found.missing, found.unexpected, found.mismatched) == ((), ("a",), ())
         reader.read(found.wants, lambda nbytes: None)
         assert target["b"].tolist() == [expected] * 3

@@ -215,7 +215,7 @@ def test_what_one_rank_read_is_spread_to_devices(monkeypatch: pytest.MonkeyPatch
                     group.sent = sent[n]
                 if bucket[0].name == "host":
                     group.by_links = False
-                read_once.spread([(0, bucket)], group)
+                read_once.spread([read_once.Bucket(0, bucket)], group)
                 if rank == 0:
                     simulation.settle()
                     sent.append(group.sent)

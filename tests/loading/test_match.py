@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import ckptlib
-from ckptlib import CheckpointNotFound, PerRank, Sharded, StateMismatch, UnsupportedState
-from ckptlib.catalog.catalog import Catalog
+from ckptlib import CheckpointNotFound, StateMismatch, UnsupportedState
 from ckptlib.devices import accelerator
-from ckptlib.errors import FormatError
-from ckptlib.format import values
-from ckptlib.loading.committed import Committed
-from ckptlib.loading.load_plan import Filling
-from ckptlib.loading.reader import Reader
-from ckptlib.loading.saved_names import Saved
-from ckptlib.loading.selection import Asked
 from ckptlib.state.leaf import home_of
-from ckptlib.stores import open_store
 
 
 @pytest.fixture(scope="module")
@@ -324,74 +315,12 @@ def test_cast_only_when_asked(root: Root, saved: torch.dtype, wanted: torch.dtyp
     assert same(target["b"], source.to(wanted))
 
 
-# -- objects
-
-
-def test_objects_are_filled_in_place_where_they_can_be(root: Root) -> None:
-    kept = torch.zeros(3)
-    content: Mapping[str, object] = {
-        "same": kept,
-        "other": torch.zeros(5),
-        "shared": torch.zeros(1).expand(4),
-        "list": [],
-    }
-    holder = Holder(content)
-    source = {"same": torch.ones(3), "other": torch.ones(4), "shared": torch.ones(4), "list": [torch.ones(1)]}
-    root.move({"h": Holder(source)}, {"h": holder})
-    assert same(holder.content, source)
-    assert holder.content["same"] is kept  # type: ignore[index]
-
-
-def test_one_tensor_of_an_object_in_two_places_takes_two_values(root: Root) -> None:
-    shared = torch.zeros(2)
-    holder = Holder([shared, shared])
-    root.move({"h": Holder([torch.ones(2), torch.full((2,), 2.0)])}, {"h": holder})
-    assert same(holder.content, [torch.ones(2), torch.full((2,), 2.0)])
-    holder = Holder()
-    root.move({"h": Holder([shared, shared, PerRank(torch.ones(1))])}, {"h": holder})
-    assert same(holder.content, [shared, shared, torch.ones(1)])
-
-
-def test_pieces_cut_by_hand_in_an_object(root: Root) -> None:
-    whole = torch.randn(5, 2)
-    mine = torch.zeros(2, 2)
-    root.save({"h": Holder({"w": Sharded(whole, (0, 0), (5, 2))})})
-    holder = Holder({"w": Sharded(mine, (3, 0), (5, 2))})
-    root.load({"h": holder})
-    assert torch.equal(mine, whole[3:])
-    assert holder.content["w"] is mine  # type: ignore[index]
-
-
-def test_a_value_that_became_an_object_and_the_like_are_told(root: Root) -> None:
-    root.save({"a": 1, "b": torch.ones(1), "c": Holder({"t": torch.ones(1)}), "d": {"x": 1}})
-    for name, node in {"a": torch.ones(1), "b": 1, "c": 1, "d": 1}.items():
-        with pytest.raises(StateMismatch, match=f"{name}: not in the checkpoint"):
-            root.load({name: node}, only=name)
-
-
 def test_an_absent_step_names_those_there_are(root: Root) -> None:
     root.save({"a": 1})
     with pytest.raises(CheckpointNotFound, match=rf"no step 999; the last ones are: .*{root.step}$"):
         ckptlib.load(root.url, {"a": 0}, 999)
     with pytest.raises(CheckpointNotFound, match="'best' is neither a step's number, nor its full name, nor 'latest'"):
         ckptlib.load(root.url, {"a": 0}, "best")
-
-
-# -- what a layout may say
-
-
-TREES = ["tensor", "value", 5, {"set": []}, {"dict": ["ab"]}, {"dict": [[[0], {"list": []}]]}, {"odict": [[1]]}]
-
-
-@pytest.mark.parametrize("tree", [*TREES, {"dict": [[{"$tuple": [[1]]}, {"list": []}]]}])
-def test_trees_that_nothing_can_be_built_of_are_refused(root: Root, tree: values.Json) -> None:
-    root.save({"a": torch.ones(2), "b": 1})
-    with open_store(root.url) as store:
-        catalog = Catalog(store)
-        saved = Saved(Reader(Committed(catalog, catalog.manifest(catalog.resolve(root.step))), 0))
-        filling = Filling(saved, Asked(None, None), cast=False)
-        with pytest.raises((StateMismatch, FormatError), match=r"^c"):
-            filling.rebuild(tree, "c", None)
 
 
 def test_the_home_of_a_dtensor_is_its_mesh(tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from ckptlib import PerRank, Sharded, UnsupportedState
 from ckptlib.format.box import Box
 from ckptlib.format.layout import ByHand, Placed
 from ckptlib.format.layout import PerRank as HeldPerRank
-from ckptlib.state.flatten import Flat, Memo, flatten
+from ckptlib.state.flatten import Flat, flatten
 from ckptlib.state.leaf import Plain, join
+from ckptlib.state.memo import Memo
 
 
 def names(flat: Flat) -> list[str]:
@@ -277,8 +278,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "function": (lambda: lambda: 0, "x: cannot save a builtins.function"),
     "object": (lambda: object(), "x: cannot save a builtins.object.*state_dict"),
     "deep": (lambda: [{"a": (object(),)}], "x/0/a/0: cannot save"),
-    "namedtuple": (lambda: Pair(1, 2), "x: cannot save a test_state.Pair.*plain tuple"),
-    "namedtuple in an object": (lambda: Holder(Pair(torch.ones(1), 2)), "x: a test_state.Pair that holds tensors"),
+    "namedtuple": (lambda: Pair(1, 2), "x: cannot save a test_flatten.Pair.*plain tuple"),
+    "namedtuple in an object": (lambda: Holder(Pair(torch.ones(1), 2)), "x: a test_flatten.Pair that holds tensors"),
     "defaultdict in an object": (
         lambda: Holder({"d": defaultdict(int, t=torch.ones(1))}),
         "x/d: a collections.defaultdict that holds tensors.*OrderedDict",

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from ckptlib import PerRank, Sharded, UnsupportedState
-from ckptlib.state.flatten import Flat, Memo, flatten
+from ckptlib.state.flatten import Flat, flatten
 from ckptlib.state.leaf import Leaf
-from ckptlib.state.memo import Section, Sight
+from ckptlib.state.memo import Memo, Section, Sight
 
 State = dict[str, Any]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.runs import model_of, options_of, params, state_of, train
 from onerank import Root, opened, same
 from torch import nn, optim
 
@@ -19,39 +20,6 @@ Make = Callable[[Any], optim.Optimizer]
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
     with opened(tmp_path_factory.mktemp("root")) as root:
         yield root
-
-
-def model_of(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).to(dtype)
-
-
-def train(model: nn.Module, optimizer: optim.Optimizer, first: int, last: int) -> None:
-    """Steps [first, last) of one and the same run."""
-    dtype = next(model.parameters()).dtype
-    for step in range(first, last):
-        batch = torch.randn(8, 5, generator=torch.Generator().manual_seed(step)).to(dtype)
-
-        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss: torch.Tensor = model(batch).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)  # type: ignore[arg-type]
-
-
-def params(model: nn.Module) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def state_of(optimizer: optim.Optimizer) -> list[object]:
-    """By parameter, in the order of groups."""
-    return [dict(optimizer.state.get(p, {})) for group in optimizer.param_groups for p in group["params"]]
-
-
-def options_of(optimizer: optim.Optimizer) -> list[dict[str, object]]:
-    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 def matrices(p: Any) -> list[nn.Parameter]:
@@ -202,93 +170,6 @@ def test_foreign_state_is_kept(root: Root) -> None:
     assert same(state_of(resumed), state_of(optimizer))
 
 
-# -- groups
-
-
-def grouped(p: list[nn.Parameter], *groups: list[int], **options: Any) -> optim.AdamW:
-    return optim.AdamW([{"params": [p[i] for i in group]} for group in groups], **options)
-
-
-@pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[3, 2, 1, 0]], [[1], [3, 0], [2]]], ids=str)
-@pytest.mark.parametrize("saved_groups", [[[0, 1, 2, 3]], [[2, 0], [3, 1]]], ids=str)
-def test_groups_may_be_cut_and_joined(root: Root, groups: list[list[int]], saved_groups: list[list[int]]) -> None:
-    model, other = model_of(), model_of(seed=1)
-    optimizer = grouped(list(model.parameters()), *saved_groups, lr=0.05)
-    train(model, optimizer, 0, 3)
-    resumed = grouped(list(other.parameters()), *groups, lr=0.7)
-    root.move({"m": model, "o": optimizer}, {"m": other, "o": resumed})
-    assert {group["lr"] for group in resumed.param_groups} == {0.05}
-    train(model, optimizer, 3, 6)
-    train(other, resumed, 3, 6)
-    assert same(params(other), params(model))
-
-
-def test_groups_that_differ_cannot_be_joined(root: Root) -> None:
-    model = model_of()
-    p = list(model.parameters())
-    optimizer = optim.AdamW([{"params": p[:2], "lr": 0.1}, {"params": p[2:], "lr": 0.2}])
-    root.save({"m": model, "o": optimizer})
-    with pytest.raises(StateMismatch, match="o: group 0 holds parameters that were saved in groups \\[0, 1\\]"):
-        root.load({"m": model, "o": optim.AdamW(p)})
-    swapped = optim.AdamW([{"params": p[2:]}, {"params": p[:1]}, {"params": p[1:2]}])
-    root.load({"m": model, "o": swapped})
-    assert [group["lr"] for group in swapped.param_groups] == [0.2, 0.1, 0.1]
-
-
-def test_tensor_options_of_groups_are_told_apart(root: Root) -> None:
-    model = model_of()
-    p = list(model.parameters())
-
-    def make(*rates: float) -> optim.Optimizer:
-        return optim.Adam([{"params": p[i : i + 2], "lr": torch.tensor(r)} for i, r in zip((0, 2), rates, strict=True)])
-
-    shared = torch.tensor(0.5)
-    root.save({"m": model, "o": make(0.1, 0.2)})
-    with pytest.raises(StateMismatch, match="saved in groups"):
-        root.load({"m": model, "o": optim.Adam(p, lr=shared)})
-    both = optim.Adam([{"params": p[:2]}, {"params": p[2:]}], lr=shared)
-    assert both.param_groups[0]["lr"] is both.param_groups[1]["lr"]
-    root.load({"m": model, "o": both})
-    assert [same(g["lr"], torch.tensor(r)) for g, r in zip(both.param_groups, (0.1, 0.2), strict=True)] == [True, True]
-    shared.fill_(0.75)
-    root.save({"m": model, "o": optim.Adam([{"params": p[:2]}, {"params": p[2:]}], lr=shared)})
-    joined = optim.Adam(p)
-    root.load({"m": model, "o": joined})
-    assert same(joined.param_groups[0]["lr"], torch.tensor(0.75))
-
-
-def test_a_tensor_lr_and_a_float_take_each_others_value(root: Root) -> None:
-    model = model_of()
-    rate = torch.tensor(0.5)
-    resumed = optim.SGD(model.parameters(), lr=rate)
-    root.move({"m": model, "o": optim.SGD(model.parameters(), lr=0.25)}, {"m": model, "o": resumed})
-    assert resumed.param_groups[0]["lr"] is rate
-    assert rate == 0.25
-    resumed = optim.SGD(model.parameters(), lr=0.5)
-    root.move({"m": model, "o": optim.SGD(model.parameters(), lr=torch.tensor(0.125))}, {"m": model, "o": resumed})
-    assert same(resumed.param_groups[0]["lr"], torch.tensor(0.125))
-
-
-def test_frozen_parameters_and_empty_groups(root: Root) -> None:
-    def make(seed: int) -> tuple[nn.Module, optim.Optimizer]:
-        model = model_of(seed=seed)
-        p = list(model.parameters())
-        p[0].requires_grad_(False)
-        optimizer = optim.AdamW([{"params": p[:1]}, {"params": p[1:]}], lr=0.1)
-        optimizer.add_param_group({"params": [], "lr": 9.0 - seed})
-        return model, optimizer
-
-    model, optimizer = make(0)
-    train(model, optimizer, 0, 3)
-    other, resumed = make(1)
-    root.move({"m": model, "o": optimizer}, {"m": other, "o": resumed})
-    assert list(resumed.state) == list(other.parameters())[1:]
-    assert resumed.param_groups[2]["lr"] == 9.0
-    train(model, optimizer, 3, 5)
-    train(other, resumed, 3, 5)
-    assert same(params(other), params(model))
-
-
 def test_state_that_the_checkpoint_lacks_is_emptied(root: Root) -> None:
     """Else a run that goes back to before its first step would keep the moments of its future."""
     model, fresh = model_of(), model_of()
@@ -347,22 +228,6 @@ def test_an_optimizer_of_another_kind_is_told(root: Root) -> None:
     report = root.load({"o": sgd}, strict=False)
     assert "o/@group.0/momentum" in report.missing
     assert "o/@group.0/betas" in report.unexpected
-
-
-def test_hyper_parameters_that_one_side_alone_has_are_no_other_kind(root: Root) -> None:
-    """An older torch's, without one that came later; and those of a scheduler that is made after the load."""
-    model = model_of()
-    adam = optim.AdamW(model.parameters(), lr=0.5)
-    optim.lr_scheduler.OneCycleLR(adam, max_lr=1.0, total_steps=9)
-    del adam.param_groups[0]["decoupled_weight_decay"]
-    root.save({"o": adam})
-    root.load({"o": optim.AdamW(model.parameters())})
-    adam.param_groups[0]["tag"] = "of the user"
-    root.save({"o": adam})
-    other = optim.AdamW(model.parameters())
-    other.param_groups[0]["tag"] = ""
-    root.load({"o": other})
-    assert other.param_groups[0]["tag"] == "of the user"
 
 
 def test_names_given_twice_are_refused(root: Root) -> None:

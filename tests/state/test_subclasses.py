@@ -4,144 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.scaled import Config, Mode, Other, Quantized, Scaled, around, parts, scaled
 from onerank import Holder, Root, bits, opened
 from rankthreads import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
-from torch.utils._pytree import tree_map
-from typing_extensions import Self, override
+from typing_extensions import override
 
-import ckptlib
 from ckptlib import PerRank, Sharded, StateMismatch, UnsupportedState
 from ckptlib.errors import ReplicasDiffer
 from ckptlib.format.layout import PerRank as HeldPerRank
 from ckptlib.saving.agreement import agree, rows_of
-from ckptlib.state.flatten import Flat, Memo, flatten
-
-Inner = dict[str, torch.Tensor]
-
-
-class Mode(Enum):
-    ROWS = 1
-    ALL = 2
-
-
-class Config(NamedTuple):
-    mode: Mode
-    fast: bool | int
-
-
-class Scaled(torch.Tensor):
-    """codes * scale, as quantized optimizer state has it."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    context: object
-
-    @staticmethod
-    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, context: object = True) -> Self:
-        made: Self = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)  # type: ignore[attr-defined]
-        return made
-
-    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, context: object = True) -> None:
-        self.codes, self.scale, self.context = codes, scale, context
-
-    def __tensor_flatten__(self) -> tuple[list[str], object]:
-        return ["codes", "scale"], self.context
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: Inner, context: object, size: Sequence[int], stride: Sequence[int]) -> Self:
-        return cls(inner["codes"], inner["scale"], context)
-
-    def value(self) -> torch.Tensor:
-        return self.codes.to(torch.float32) * self.scale
-
-    @classmethod
-    @override
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default):
-            return cls(args[0].codes, args[0].scale, args[0].context)
-        if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
-            source = args[1].value() if isinstance(args[1], Scaled) else args[1]
-            args[0].scale.fill_(max(float(source.abs().max()), 1e-30) / 127)
-            args[0].codes.copy_((source / args[0].scale).round())
-            return args[0]
-        plain = tree_map(lambda x: x.value() if isinstance(x, Scaled) else x, (args, kwargs or {}))
-        return func(*plain[0], **plain[1])
-
-
-class Other(Scaled):
-    """Of the same tensors; another class."""
-
-
-class Around(Scaled):
-    """One whose codes are a subclass, too."""
-
-    @override
-    def value(self) -> torch.Tensor:
-        return torch.zeros(self.shape)
-
-
-def scaled(seed: int, n: int = 6, context: object = True, cls: type[Scaled] = Scaled) -> Scaled:
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(-127, 127, (n, 3), generator=generator, dtype=torch.int8)
-    return cls(codes, torch.rand((), generator=generator), context)
-
-
-def around(seed: int, context: object = True) -> Scaled:
-    return Around(scaled(seed, context=context), torch.rand(2, generator=torch.Generator().manual_seed(seed)))
-
-
-def parts(tensor: torch.Tensor) -> list[bytes]:
-    """Bits of what it is made of."""
-    if isinstance(tensor, DTensor):
-        return parts(tensor.to_local())
-    return [*parts(tensor.codes), *parts(tensor.scale)] if isinstance(tensor, Scaled) else [bits(tensor)]
-
-
-class Quantized(torch.optim.Optimizer):
-    """Momentum in 8 bits."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.5})
-
-    @torch.no_grad()
-    @override
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    if not state:
-                        state["step"] = torch.zeros(())
-                        state["momentum"] = Scaled(torch.zeros_like(param, dtype=torch.int8), torch.zeros(()))
-                    state["step"] += 1
-                    state["momentum"].copy_(state["momentum"].value() * 0.9 + param.grad)
-                    param -= group["lr"] * state["momentum"].value()
-
-
-def trained(seed: int, steps: int) -> tuple[nn.Module, Quantized]:
-    torch.manual_seed(seed)
-    model = nn.Linear(3, 4)
-    optimizer = Quantized(model.parameters())
-    for _ in range(steps):
-        train(model, optimizer)
-    return model, optimizer
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, features: int = 3) -> None:
-    model(torch.rand(5, features)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+from ckptlib.state.flatten import Flat, flatten
+from ckptlib.state.memo import Memo
 
 
 def named(flat: Flat) -> list[str]:
@@ -188,7 +69,7 @@ def test_one_within_another_comes_back(root: Root) -> None:
     assert parts(target) == parts(source)
     assert len(parts(source)) == 3
     assert named(flatten({"x": source})) == ["x/codes/codes", "x/codes/scale", "x/scale"]
-    with pytest.raises(StateMismatch, match=r"x: target is a test_subclasses.Around of another kind.*tensors"):
+    with pytest.raises(StateMismatch, match=r"x: target is a helpers.scaled.Around of another kind.*tensors"):
         root.load({"x": around(2, context=1)})
 
 
@@ -244,73 +125,18 @@ def test_an_object_keeps_its_own(root: Root) -> None:
     assert target.content["ema"][0] is mine
     assert target.content["ema"][1] == 5
     assert parts(mine) == parts(scaled(1))
-    with pytest.raises(StateMismatch, match=r"h/ema/0: the checkpoint has a test_subclasses.Scaled, and there is none"):
+    with pytest.raises(StateMismatch, match=r"h/ema/0: the checkpoint has a helpers.scaled.Scaled, and there is none"):
         root.load({"h": Holder({"ema": [torch.ones(6, 3), 0]})})
-
-
-def test_optimizer_state_and_training_goes_on_alike(root: Root) -> None:
-    model, optimizer = trained(1, 3)
-    other, others = trained(2, 1)
-    root.move({"m": model, "o": optimizer}, {"m": other, "o": others})
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert parts(optimizer.state[mine]["momentum"]) == parts(others.state[theirs]["momentum"])
-        assert bits(optimizer.state[mine]["step"]) == bits(others.state[theirs]["step"])
-    for pair in ((model, optimizer), (other, others)):
-        torch.manual_seed(5)
-        train(*pair)
-    assert all(bits(a) == bits(b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    owned = [leaf for leaf in flatten({"m": model, "o": optimizer}).leaves if "momentum" in leaf.name]
-    assert len(owned) == 4
-    assert all(leaf.owner is optimizer for leaf in owned)
-
-
-def test_an_optimizer_that_has_made_none_is_told_to_step(root: Root) -> None:
-    model, optimizer = trained(1, 3)
-    root.save({"m": model, "o": optimizer})
-    fresh, fresh_optimizer = trained(2, 0)
-    with pytest.raises(StateMismatch, match=r"o/m/weight/momentum: .*Scaled, and there is none.*first step"):
-        root.load({"m": fresh, "o": fresh_optimizer}, strict=False)
-    assert not fresh_optimizer.state
-
-
-def test_state_of_a_parameter_that_had_no_gradient_yet(root: Root) -> None:
-    """An instance of the same class and context is there, of another parameter, and tells how to make one."""
-    model, optimizer = trained(1, 3)
-    root.save({"m": model, "o": optimizer})
-    other, others = trained(2, 1)
-    del others.state[other.weight]
-    root.load({"m": other, "o": others})
-    assert parts(others.state[other.weight]["momentum"]) == parts(optimizer.state[model.weight]["momentum"])
-    assert type(others.state[other.weight]["momentum"]) is Scaled
-    del others.state[other.weight]
-    others.state[other.bias]["momentum"].context = 1
-    with pytest.raises(StateMismatch, match=r"o/m/weight/momentum: the checkpoint has a .*first step"):
-        root.load({"m": other, "o": others}, only=["m", "o"])
-    assert other.weight not in others.state
-
-
-def test_plain_state_of_a_parameter_that_is_one(root: Root) -> None:
-    def made(seed: int) -> tuple[nn.Parameter, torch.optim.Optimizer]:
-        param = nn.Parameter(scaled(seed))
-        return param, torch.optim.SGD([param], lr=0.1, momentum=0.9)
-
-    (param, optimizer), (other, others) = made(1), made(2)
-    optimizer.state[param]["momentum_buffer"] = torch.rand(6, 3)
-    root.move({"p": param, "o": optimizer}, {"p": other, "o": others})
-    found = others.state[other]["momentum_buffer"]
-    assert type(found) is torch.Tensor
-    assert bits(found) == bits(optimizer.state[param]["momentum_buffer"])
-    assert all(leaf.owner is optimizer for leaf in flatten({"p": param, "o": optimizer}).leaves)
 
 
 MISMATCHES: dict[str, tuple[Callable[[], object], str]] = {
     "context": (lambda: scaled(2, context=False), r'context \{"value":false\}, saved \{"value":true\}'),
     "1 is not True": (lambda: scaled(2, context=1), "context"),
-    "class": (lambda: scaled(2, cls=Other), "class test_subclasses.Other, saved test_subclasses.Scaled"),
+    "class": (lambda: scaled(2, cls=Other), "class helpers.scaled.Other, saved helpers.scaled.Scaled"),
     "shape": (lambda: scaled(2, n=7), r"shape \[7, 3\], saved \[6, 3\]"),
     "inner dtype": (lambda: Scaled(torch.zeros(6, 3, dtype=torch.uint8), torch.ones(())), "x/codes: target is uint8"),
     "inner shape": (lambda: Scaled(torch.zeros(6, 3, dtype=torch.int8), torch.ones(2)), r"x/scale: .*\[2\]"),
-    "plain": (lambda: torch.zeros(6, 3), "x: target is a plain tensor, the checkpoint has a test_subclasses.Scaled"),
+    "plain": (lambda: torch.zeros(6, 3), "x: target is a plain tensor, the checkpoint has a helpers.scaled.Scaled"),
 }
 
 
@@ -327,7 +153,7 @@ def test_nothing_is_read_as_another_kind(root: Root, case: str) -> None:
 
 def test_a_plain_tensor_is_not_read_as_one(root: Root) -> None:
     root.save({"x": torch.zeros(6, 3)})
-    with pytest.raises(StateMismatch, match=r"x: target is a test_subclasses.Scaled, the checkpoint has a plain"):
+    with pytest.raises(StateMismatch, match=r"x: target is a helpers.scaled.Scaled, the checkpoint has a plain"):
         root.load({"x": scaled(1)})
     root.save({"y": scaled(1)})
     with pytest.raises(StateMismatch, match="x: not in the checkpoint"):
@@ -366,12 +192,12 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no __tensor_flatten__": (lambda: scaled(1, cls=Silent), "x: test_subclasses.Silent is a tensor subclass that"),
     "context": (
         lambda: scaled(1, context=[object()]),
-        "x: the context of test_subclasses.Scaled has a builtins.obj",
+        "x: the context of helpers.scaled.Scaled has a builtins.obj",
     ),
     "copies": (lambda: scaled(1, cls=Copies), "x: test_subclasses.Copies gives a copy of its inner tensor 'twice'"),
     "lacks": (lambda: scaled(1, cls=Lacks), "tells of an inner tensor 'absent', which is a NoneType"),
     "endless": (endless, "x: more than 8 tensor subclasses within each other"),
-    "by hand": (lambda: Sharded(scaled(1), (0, 0), (12, 3)), "x: test_subclasses.Scaled is a tensor subclass"),
+    "by hand": (lambda: Sharded(scaled(1), (0, 0), (12, 3)), "x: helpers.scaled.Scaled is a tensor subclass"),
     "in an object": (lambda: Holder({"a": [endless()]}), "x/a/0: more than 8"),
 }
 
@@ -471,43 +297,6 @@ def test_a_dtensor_around_one_is_of_its_own_mesh(root: Root, world: None, monkey
     monkeypatch.setattr(type(mesh), "get_coordinate", lambda _: [1])  # the second rank of a group, given the first's
     with pytest.raises(StateMismatch, match="x: the checkpoint keeps another shard of it for this rank"):
         root.load({"x": target})
-
-
-def test_a_checkpointer_saves_what_training_has(tmp_path: Path) -> None:
-    model, optimizer = trained(1, 0)
-    expected: list[bytes] = []
-    with ckptlib.Checkpointer(tmp_path / "root", {"m": model, "o": optimizer}, every=2, arena=tmp_path) as ckpt:
-        for step in range(1, 5):
-            train(model, optimizer)
-            if step == 4:
-                expected = [part for state in optimizer.state.values() for part in parts(state["momentum"])]
-            ckpt.after_step(step)
-    other, others = trained(2, 1)
-    report = ckptlib.load(str(tmp_path / "root"), {"m": other, "o": others})
-    assert report.step == 4
-    assert [part for state in others.state.values() for part in parts(state["momentum"])] == expected
-
-
-def test_torchao_s_optimizer_in_8_bits(root: Root) -> None:
-    optim = pytest.importorskip("torchao.optim")
-
-    def made(seed: int, steps: int) -> tuple[nn.Module, Any]:
-        torch.manual_seed(seed)
-        model = nn.Linear(128, 64)
-        optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2)
-        for _ in range(steps):
-            train(model, optimizer, 128)
-        return model, optimizer
-
-    (model, optimizer), (other, others) = made(1, 3), made(2, 1)
-    root.move({"m": model, "o": optimizer}, {"m": other, "o": others})
-    for key in ("exp_avg", "exp_avg_sq"):
-        mine, theirs = optimizer.state[model.weight][key], others.state[other.weight][key]
-        assert all(bits(getattr(mine, n)) == bits(getattr(theirs, n)) for n in ("codes", "scale", "qmap"))
-    for pair in ((model, optimizer), (other, others)):
-        torch.manual_seed(5)
-        train(*pair, 128)
-    assert bits(model.weight) == bits(other.weight)
 
 
 def test_torchao_s_float8_weight(root: Root) -> None:

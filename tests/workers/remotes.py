@@ -34,7 +34,8 @@ from ckptlib.format.body_layout import body_nbytes, lay_out
 from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.loading.reader import Reader, Want, own_rank
+from ckptlib.loading.reader import Reader, Want
+from ckptlib.loading.source import own_rank
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.ranks.link import Link
 from ckptlib.ranks.meeting import group_of

@@ -1,0 +1,124 @@
+"""Where the hyper-parameters of an optimizer's groups go: into the groups that hold the parameters now."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import torch
+
+from ckptlib.errors import StateMismatch
+from ckptlib.format import values
+from ckptlib.loading.load_plan import Filling
+from ckptlib.loading.saved_names import SavedGroup
+from ckptlib.state.optimizers import group_path, hyper_parameters
+
+OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "min_momentum", "swa_lr"}
+"""What torch's schedulers put into a group; a load may come before there is one, or without."""
+
+
+class GroupTarget(NamedTuple):
+    """What is known of a group before it is filled."""
+
+    alike: bool
+    """Whether the optimizer is of the kind that was saved, for all that is known."""
+    options: dict[str, object]
+    """What the group is going to have."""
+
+
+class GroupTargets:
+    """Adds groups to what is to be filled."""
+
+    def __init__(self, filling: Filling) -> None:
+        self._filling = filling
+        self._saved = filling.saved
+
+    def add(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dict[str, Any],
+        index: int,
+        path: str,
+        origins: Collection[SavedGroup],
+    ) -> GroupTarget:
+        """A group takes those of the saved group that its parameters were in.
+
+        `path` is the optimizer's, as it was saved; `origins` are those groups.
+
+        They tell an optimizer of another kind: each has some that the other has not. One side alone may, unless its
+        class is known to be another: a later torch adds some, schedulers and users put theirs into a group. A class
+        may have been renamed, and takes from those it inherits from.
+        """
+        now = dict(hyper_parameters(group))
+        if not origins and not group["params"]:
+            origins = {SavedGroup(0, index)}
+        origin = min(origins, default=None)
+        if origin is None or group_path(path, origin.index) not in self._saved.values_with(origin.layout):
+            return GroupTarget(True, now)
+        saved = self._saved_hyper_parameters(path, origin)
+        options = self._saved_options(group_path(path, origin.index))
+        different = [
+            o
+            for o in origins
+            if self._saved_hyper_parameters(path, o) != saved
+            or self._saved_options(group_path(path, o.index)) != options
+        ]
+        if different:
+            self._filling.mismatch(
+                f"{path}: group {index} holds parameters that were saved in groups {sorted({o.index for o in origins})}"
+                " with different hyper-parameters; load them into groups that can be told apart"
+            )
+            return GroupTarget(True, now)
+        prefix = group_path(path, origin.index) + "/"
+        told = {*saved, *options}
+        lacking, unknown = optimizer.defaults.keys() - told, told - now.keys() - OF_SCHEDULERS
+        name = self._saved.classes.get(path)
+        alike = not (lacking and unknown) and (name == type(optimizer).__name__ or not (lacking or unknown))
+        if not alike and (name not in _names(optimizer) or (lacking and unknown)):
+            for key in sorted(lacking):
+                self._filling.miss(prefix + key)
+            for key in sorted(unknown):
+                self._filling.leave_foreign(prefix + key, f"{prefix}{key}: not in the state")
+            options = {key: parts for key, parts in options.items() if key in now}
+            saved = {key: value for key, value in saved.items() if key in now and _is_one(value) == _is_one(now[key])}
+        builds = {
+            key: self._filling.rebuild(self._saved.objects.get(prefix + key, "tensor"), prefix + key, now.get(key))
+            for key in options
+        }
+
+        def finish() -> None:
+            for key, value in {**saved, **{key: build() for key, build in builds.items()}}.items():
+                if isinstance(group.get(key), torch.Tensor) and isinstance(value, float):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+
+        self._filling.then(finish)
+        return GroupTarget(alike, {**now, **saved})
+
+    def _saved_hyper_parameters(self, path: str, group: SavedGroup) -> dict[str, Any]:
+        """Those that hold no tensors. Raises StateMismatch for what are none."""
+        name = group_path(path, group.index)
+        found = values.decode(self._saved.values_with(group.layout).get(name, {}), name)
+        if not isinstance(found, dict):
+            raise StateMismatch(f"{name}: a {type(found).__name__}, expected the hyper-parameters of a group")
+        return found
+
+    def _saved_options(self, path: str) -> dict[str, object]:
+        """Of a saved group: the options that hold tensors, each with the saved tensors it is made of."""
+        found: dict[str, dict[str, str]] = {}
+        for name, entry in self._saved.tensors.items():
+            if name.startswith(f"{path}/"):
+                key, _, rest = name[len(path) + 1 :].partition("/")
+                found.setdefault(key, {})[rest] = entry.name
+        return dict(found)
+
+
+def _names(optimizer: torch.optim.Optimizer) -> set[str | None]:
+    """Of its class and of those that it inherits from; None, where a checkpoint tells none."""
+    return {None, *(cls.__name__ for cls in type(optimizer).__mro__)}
+
+
+def _is_one(option: object) -> bool:
+    """Adam's eps is a number, Adafactor's are two."""
+    return not isinstance(option, (tuple, list))

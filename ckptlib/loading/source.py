@@ -1,0 +1,46 @@
+"""Where a step is read from: what a reader asks of a store, of this host's memory or of a peer's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+from ckptlib.format.keys import SaveId
+from ckptlib.format.layout import Layout
+from ckptlib.format.part import Part
+from ckptlib.stores.io_limits import Pace
+
+
+class Source(Protocol):
+    """One step, wherever it lies: in a store, or in memory."""
+
+    save: SaveId
+    world_size: int
+    layouts: Mapping[str, tuple[int, ...]]
+    """By digest: the saved ranks that have it."""
+    where: str
+    """For people."""
+
+    @property
+    def pace(self) -> Pace:
+        """Asked when all that is to be read has been brought."""
+
+    def layout(self, digest: str) -> Layout:
+        """Raises CorruptData, FormatError, ObjectNotFound."""
+
+    def part(self, rank: int) -> Part:
+        """A saved rank's, checked against its layout. Raises as `layout` does, and NotBrought."""
+
+    def read_into(self, pack: str, offset: int, buffer: memoryview) -> None:
+        """Fills `buffer` with bytes of one of a part's packs. From any thread. Raises StoreError."""
+
+    def near(self, ranks: Collection[int]) -> Collection[int] | None:
+        """The ranks of this job to which the shares of all these saved ranks are near; None: to all alike."""
+
+    def bring(self, ranks: Collection[int]) -> None:
+        """Makes the shares of these saved ranks readable here, before they are asked for. Collective."""
+
+
+def own_rank(rank: int, world_size: int) -> int:
+    """The saved rank whose values and per-rank tensors a rank takes: its own, or 0 where it is new."""
+    return rank if rank < world_size else 0

@@ -1,0 +1,115 @@
+"""The kinds of things that a state is made of, each with the one method that a walk over a state has for it.
+
+Saving and loading both walk a state by a `Visitor`, so that they agree on what is what, and on every name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from ckptlib.errors import UnsupportedState
+from ckptlib.format.tagged_values import MAX_DEPTH
+from ckptlib.state.frameworks import refuse_loader, torch_optimizer, unwrapped
+from ckptlib.state.leaf import PerRank, Sharded, join
+from ckptlib.state.optimizers import refuse_optimizer
+
+Given = TypeVar("Given")
+"""What a walk hands down, from what holds an entry to the entry."""
+
+
+class Visitor(ABC, Generic[Given]):
+    """A walk over a state: one method for each kind of thing, which is given its path.
+
+    Modules come after all that stands beside them, and optimizers after the modules, which name their parameters.
+    Raises UnsupportedState for optimizers and data loaders that cannot be saved, and for a nesting without an end.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[tuple[nn.Module, str, Given]] = []
+        self._optimizers: list[tuple[torch.optim.Optimizer, str, Given]] = []
+
+    def visit(self, state: object, given: Given) -> None:
+        self._collect(state, "", given)
+        for module in self._modules:
+            self.add_module(*module)
+        for optimizer in self._optimizers:
+            self.add_optimizer(*optimizer)
+
+    def _collect(self, node: object, path: str, given: Given) -> None:
+        if isinstance(node, (torch.Tensor, Sharded)):  # first: there may be thousands
+            self.add_any_tensor(node, path, given)
+            return
+        check_depth(node, path)
+        if isinstance(node, PerRank):
+            self._collect(node.value, path, self.below_per_rank(given))
+        elif isinstance(node, nn.Module):
+            self._modules.append((node, path, given))
+        elif isinstance(node, torch.optim.Optimizer):
+            refuse_optimizer(unwrapped(node), path)
+            self._optimizers.append((torch_optimizer(node, path), path, given))
+        elif isinstance(node, torch.Generator):
+            self.add_generator(node, path)
+        elif isinstance(node, Mapping):
+            entry = self.below(node, given)
+            for key, value in node.items():
+                self._collect(value, join(path, key), entry(key))
+        elif type(node) in (list, tuple):
+            entry = self.below(node, given)
+            for i, value in enumerate(node):  # type: ignore[arg-type]
+                self._collect(value, join(path, i), entry(i))
+        elif is_stateful(node):
+            refuse_optimizer(node, path)
+            refuse_loader(node, path)
+            self.add_stateful(node, path, given)
+        else:
+            self.add_plain(node, path, given)
+
+    @abstractmethod
+    def below_per_rank(self, given: Given) -> Given:
+        """What is handed down through a PerRank."""
+
+    @abstractmethod
+    def below(self, container: object, given: Given) -> Callable[[object], Given]:
+        """What is handed down to each entry of a mapping, list or tuple, by its key or index."""
+
+    @abstractmethod
+    def add_any_tensor(self, tensor: torch.Tensor | Sharded, path: str, given: Given) -> None:
+        """One that stands by itself: of a subclass, a DTensor, one that was cut by hand, or an ordinary one."""
+
+    @abstractmethod
+    def add_module(self, module: nn.Module, path: str, given: Given) -> None: ...
+
+    @abstractmethod
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, path: str, given: Given) -> None:
+        """torch's own, without what wraps it."""
+
+    @abstractmethod
+    def add_generator(self, generator: torch.Generator, path: str) -> None: ...
+
+    @abstractmethod
+    def add_stateful(self, node: Any, path: str, given: Given) -> None:
+        """Any other object with `state_dict()` and `load_state_dict()`."""
+
+    @abstractmethod
+    def add_plain(self, value: object, path: str, given: Given) -> None:
+        """Whatever is none of these: a value, or nothing that can be saved."""
+
+
+def is_stateful(node: object) -> bool:
+    """Whether an object gives and takes its state."""
+    return callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))
+
+
+def check_depth(node: object, path: str) -> None:
+    """Raises UnsupportedState for what is nested without an end."""
+    if isinstance(node, (Mapping, list, tuple)) and path.count("/") > MAX_DEPTH:
+        raise too_deep(path)
+
+
+def too_deep(path: str) -> UnsupportedState:
+    return UnsupportedState(f"{path[:80]}...: nested deeper than {MAX_DEPTH} levels; does it contain itself?")
