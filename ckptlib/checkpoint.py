@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from ckptlib.errors import CkptError, NotBrought, SaveFailed, StateChanged, StateMismatch, describe
+from ckptlib.errors import CkptError, NotBrought, SaveFailed, StateChanged, describe
 from ckptlib.format import gc_pause, values
-from ckptlib.format.keys import SaveId
 from ckptlib.loading.committed import Committed
 from ckptlib.loading.match import targets
 from ckptlib.loading.progress import Laps, progress
@@ -174,7 +173,7 @@ def _load_step(
     laps.end("bring")
     reader, wanted = _bring_and_match(group, source, whole, order, what)
     unexpected = _unexpected_everywhere(group, wanted.unexpected)
-    together(group, what, lambda: _check_match(source.save, wanted, unexpected, order.strict))
+    together(group, what, lambda: wanted.check(source.save.step, unexpected, order.strict))
 
     reads, buckets = share_out(wanted.wants, group, lambda want: source.near(reader.ranks_for(want)))
     total = sum(tensor.nbytes for want in reads for _, tensor in want.pieces)
@@ -244,17 +243,3 @@ def _unexpected_everywhere(group: Group, unexpected: Iterable[str]) -> list[str]
         return []
     by_rank = [set(json.loads(data)) for data in group.gather(json.dumps(sorted(mine)).encode())]
     return sorted(set.intersection(*by_rank))
-
-
-def _check_match(save: SaveId, wanted: Targets, unexpected: list[str], strict: bool) -> None:
-    problems = [f"  {text}" for text in wanted.mismatched]
-    if strict:
-        problems += [f"  {name}: not in the checkpoint" for name in wanted.missing]
-        problems += [f"  {name}: not in the state" for name in unexpected]
-        problems += [f"  {text}" for text in wanted.foreign.values()]
-    if problems:
-        more = f"\n  and {len(problems) - 40} more" if len(problems) > 40 else ""
-        raise StateMismatch(
-            f"step {save.step} does not fit the state:\n" + "\n".join(problems[:40]) + more + "\n"
-            "map= renames, only= takes a part, strict=False leaves out what one side lacks, cast=True converts dtypes"
-        )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from ckptlib.errors import StateMismatch
 from ckptlib.loading.reader import Want
 
 
@@ -29,6 +30,21 @@ class Targets:
     """Plain values by path, as saved."""
     finish: tuple[Callable[[], None], ...]
     """To be called in order, when every want is filled."""
+
+    def check(self, step: int, unexpected: Sequence[str], strict: bool) -> None:
+        """Raises StateMismatch with all that does not fit. `unexpected`: names that no rank's state has."""
+        problems = [f"  {text}" for text in self.mismatched]
+        if strict:
+            problems += [f"  {name}: not in the checkpoint" for name in self.missing]
+            problems += [f"  {name}: not in the state" for name in unexpected]
+            problems += [f"  {text}" for text in self.foreign.values()]
+        if problems:
+            more = f"\n  and {len(problems) - 40} more" if len(problems) > 40 else ""
+            raise StateMismatch(
+                f"step {step} does not fit the state:\n" + "\n".join(problems[:40]) + more + "\n"
+                "map= renames, only= takes a part, strict=False leaves out what one side lacks, cast=True converts "
+                "dtypes"
+            )
 
     def complete(self) -> None:
         """To be called when every want is filled."""
