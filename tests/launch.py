@@ -6,7 +6,13 @@ import os
 import subprocess
 import sys
 
-from places import WORKERS
+from places import TESTS, WORKERS
+
+
+def environment() -> dict[str, str]:
+    """Of a worker: it finds the tests' own modules, and leaves the other cores to the other ranks."""
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def torchrun(script: str, num_ranks: int, *args: object, timeout_s: float) -> str:
@@ -14,7 +20,7 @@ def torchrun(script: str, num_ranks: int, *args: object, timeout_s: float) -> st
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     process = subprocess.Popen(
         [*command, str(WORKERS / script), *map(str, args)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -20,6 +20,9 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 import torch
+from helpers.inside import arena_of, num_failures, num_saves, refuse_slots, settle, snapshots_of, stager_of, writer_of
+from helpers.stage import put_job, wait_grown
+from launch import environment
 from places import TESTS
 from support import age, all_keys, keys_of
 from workers.torn import raw
@@ -127,7 +130,7 @@ def test_the_last_save_is_what_the_loop_ended_with(job: Job) -> None:
     with job.checkpointer(every=1000) as ckpt:
         for _ in ckpt.loop(0, 3):
             job.body()
-            ckpt._session.stager._jobs.put(lambda: time.sleep(0.2))  # a slow copy
+            put_job(stager_of(ckpt), lambda: time.sleep(0.2))  # a slow copy
         expected = job.bits()
         with torch.no_grad():
             for p in job.model.parameters():
@@ -355,7 +358,7 @@ def test_a_save_that_finds_no_slot_is_taken_later(job: Job) -> None:
     """A writer that is slower than the saves costs saves, never a wait, and never what was saved."""
     expected = {}
     with job.checkpointer(every=At(3, 6, 9)) as ckpt:
-        with stopped(ckpt._session.writer.pid):
+        with stopped(writer_of(ckpt).pid):
             for step in range(1, 12):
                 job.body()
                 expected[step] = job.bits()
@@ -377,20 +380,18 @@ def test_a_save_that_finds_no_slot_is_taken_later(job: Job) -> None:
 def test_snapshots_in_memory_go_on_at_every_step_while_one_is_written(job: Job) -> None:
     """A writer that takes longer than a step gets a slot of its own: no more than two steps are ever at stake."""
     with job.checkpointer(every=At(2), peers=ckptlib.Peers(copies=0)) as ckpt:
-        holdings, begun = ckpt._session.snapshots, []
-        with stopped(ckpt._session.writer.pid):
+        begun = []
+        with stopped(writer_of(ckpt).pid):
             for step in range(1, 20):
                 job.body()
-                num_before = ckpt._session._num_saves
+                num_before = num_saves(ckpt)
                 ckpt.after_step(step)
-                begun.append(ckpt._session._num_saves - num_before)
-                while holdings.settling:
-                    ckpt._session.outcomes.poll(0.002)
-                if holdings.arena._growing is not None:
-                    holdings.arena._growing.join(WAIT_S)
+                begun.append(num_saves(ckpt) - num_before)
+                settle(ckpt, WAIT_S)
+                wait_grown(arena_of(ckpt), WAIT_S)
                 assert ckpt.coverage is not None
                 if step >= 10:
-                    assert (holdings.own.newest, ckpt.coverage.lag <= 2) == (step, True)
+                    assert (snapshots_of(ckpt).own.newest, ckpt.coverage.lag <= 2) == (step, True)
         assert 0 in begun[2:8], "three slots are too few"
         assert begun[9:] == [1] * 10
     assert slots(job.root.parent) == []
@@ -404,7 +405,7 @@ def test_a_relative_path_is_that_of_the_beginning(tmp_path: Path, monkeypatch: p
     with ckptlib.Checkpointer("run", {"w": torch.zeros(3)}, every=1, arena="memory") as ckpt:
         ckpt.save(1).wait_committed()
         os.chdir(tmp_path / "other")
-        os.kill(ckpt._session.writer.pid, signal.SIGKILL)
+        os.kill(writer_of(ckpt).pid, signal.SIGKILL)
         ckpt.save(2).wait_committed()
     assert steps(tmp_path / "one" / "run") == [1, 2]
     assert list((tmp_path / "other").iterdir()) == []
@@ -515,7 +516,7 @@ def test_what_failed_here_is_told_with_its_reason(job: Job, caplog: pytest.LogCa
     def no_room(nbytes: int) -> None:
         raise NoRoom("no room, as planned")
 
-    ckpt._session.snapshots.take_slot = no_room  # type: ignore[method-assign, assignment]
+    refuse_slots(ckpt, no_room)
 
     def train() -> None:
         for step in range(1, 10):
@@ -535,7 +536,7 @@ def test_one_failure_is_a_warning(job: Job) -> None:
             job.body()
             ckpt.after_step(step)
             wait_settled(ckpt)
-        assert ckpt._session.outcomes.failures == 0
+        assert num_failures(ckpt) == 0
     assert steps(job.root) == [3, 9]
 
 
@@ -615,7 +616,7 @@ def run(kind: str, url: str, tmp_path: Path) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         [sys.executable, "workers/jobs.py", kind, url, str(tmp_path)],
         cwd=TESTS,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=120,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.hostwaits import HostWait, HostWaits
+from helpers.stage import read_event
 from helpers.streams import DEVICE, Simulation
 from launch import torchrun
 from workers.unwaiting import NUM_SAVES, Training, device, train
@@ -100,7 +101,7 @@ PUT_IN: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "the fence holds up the host": (
         DeviceCopies,
         "hold_compute",
-        lambda hold: lambda copied: accelerator.wait(copied._read),
+        lambda hold: lambda copied: accelerator.wait(read_event(copied)),
     ),
     "the fence waits for a stream": (
         Fence,

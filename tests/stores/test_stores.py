@@ -18,6 +18,7 @@ from pathlib import Path
 import boto3
 import fsspec
 import pytest
+from helpers.objects import client_of, wrapped_by
 from store_conformance import PAGE_NBYTES, StoreConformance, keys, pages
 
 from ckptlib.errors import ObjectExists, ObjectNotFound, ObjectUnreadable, StoreError, StoreFull
@@ -312,7 +313,7 @@ def test_s3_multipart(s3_endpoint: str) -> None:
 
 def test_s3_listing_of_many_pages(s3_endpoint: str) -> None:
     store = open_store(f"s3://bucket/{uuid.uuid4().hex}", s3_options(s3_endpoint))
-    store._fs.req_kw = {"MaxKeys": 3}  # type: ignore[attr-defined]  # a page holds 1000 otherwise
+    client_of(store).req_kw = {"MaxKeys": 3}  # a page holds 1000 otherwise
     for n in range(10):
         store.put(f"a/{n}", b"")
     assert keys(store, "a/") == [f"a/{n}" for n in range(10)]
@@ -335,7 +336,7 @@ def test_an_outage_is_an_error_that_tells_no_secret() -> None:
         options = s3_options(f"http://user:{SECRET}@127.0.0.1:{free.getsockname()[1]}")
         options["config_kwargs"] = {"retries": {"mode": "standard", "max_attempts": 1}}
         store = open_store("s3://bucket/run", options)
-        store._fs.retries = 1  # type: ignore[attr-defined]
+        client_of(store).retries = 1
         calls = [
             ("list", lambda: store.scan("a")),
             ("get", lambda: store.get("a")),
@@ -406,8 +407,8 @@ def test_an_object_that_may_not_be_read_is_told_from_a_store_in_trouble(
 
     with FsspecStore(f"memory://{uuid.uuid4().hex}", {}) as store:
         store.put("a", b"data")
-        monkeypatch.setattr(store._fs, "cat_file", fail)
-        monkeypatch.setattr(store._fs, "pipe_file", fail)
+        monkeypatch.setattr(client_of(store), "cat_file", fail)
+        monkeypatch.setattr(client_of(store), "pipe_file", fail)
         for call in (lambda: store.get("a"), lambda: store.get_into("a", 0, memoryview(bytearray(4)))):
             with pytest.raises(StoreError) as caught:
                 call()
@@ -470,7 +471,7 @@ def faulty(tmp_path: Path, *rules: dict[str, object]) -> Store:
 def test_wrappers_nest(tmp_path: Path) -> None:
     store = open_store(f"latency+fault+file://{tmp_path}/run?plan={tmp_path}/plan.json&latency=0")
     assert isinstance(store, LatencyStore)
-    assert isinstance(store._inner, FaultStore)
+    assert isinstance(wrapped_by(store), FaultStore)
     assert store.url == f"latency+fault+file://{tmp_path}/run"
     with pytest.raises(ValueError, match="latency="):
         open_store("latency+memory://x")

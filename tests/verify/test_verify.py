@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
+from helpers.objects import objects_of
 from support import (
     commit_unproved,
     make_generation,
@@ -79,8 +80,8 @@ def only(found: list[Finding]) -> Finding:
 
 
 def alter(store: MemoryStore, key: str, change: Callable[[bytes], bytes]) -> None:
-    data, modified = store._objects[key]
-    store._objects[key] = (change(data), modified)
+    data, modified = objects_of(store)[key]
+    objects_of(store)[key] = (change(data), modified)
 
 
 def flip(at: int, mask: int = 1) -> Callable[[bytes], bytes]:
@@ -105,7 +106,7 @@ def test_progress_adds_up_to_the_size_in_the_manifest(store: MemoryStore, save: 
 
 
 def test_every_byte_of_every_document_counts(store: MemoryStore, save: SaveId) -> None:
-    documents = [key for key in store._objects if key.endswith(".json")]
+    documents = [key for key in objects_of(store) if key.endswith(".json")]
     assert {key.split("/")[0] for key in documents} == {"ckptlib.json", "generations", "layouts", "parts", "steps"}
     for key in documents:
         for at in range(0, len(store.get(key)), 3):
@@ -118,7 +119,7 @@ def test_every_byte_of_every_document_counts(store: MemoryStore, save: SaveId) -
 
 
 def test_a_newer_document_is_a_finding_and_an_altered_version_another(store: MemoryStore, save: SaveId) -> None:
-    for key in [key for key in store._objects if key.endswith(".json")]:
+    for key in [key for key in objects_of(store) if key.endswith(".json")]:
         original = store.get(key)
         if "parts" not in key and "layouts" not in key:  # whose names are the digests of all of them
             alter(store, key, lambda data: of_version(data, 2))
@@ -133,21 +134,21 @@ def test_a_newer_document_is_a_finding_and_an_altered_version_another(store: Mem
 
 
 def test_every_missing_object_is_named(store: MemoryStore, save: SaveId) -> None:
-    for key in list(store._objects):
-        kept = store._objects.pop(key)
+    for key in list(objects_of(store)):
+        kept = objects_of(store).pop(key)
         if key == save.manifest_key:  # then the step does not exist
             with pytest.raises(CheckpointNotFound):
                 findings(store, save)
         else:
             found = findings(store, save)
             assert ("missing", key) in {(one.damage, one.key) for one in found}
-        store._objects[key] = kept
+        objects_of(store)[key] = kept
     assert findings(store, save) == []
 
 
 def test_lost_pack_names_every_tensor_in_it(store: MemoryStore, save: SaveId) -> None:
     pack = parts_of(store, save)[1].packs[0].key
-    del store._objects[pack]
+    del objects_of(store)[pack]
     found = only(findings(store, save))
     assert (found.damage, found.key, found.rank, found.save) == ("missing", pack, 1, save)
     assert {name for name, _ in found.shards} == {"w", "b", "large"}
@@ -482,7 +483,7 @@ def test_memory_is_bounded(store: MemoryStore, save: SaveId, monkeypatch: pytest
 
 
 def test_giving_up_half_way_leaves_no_thread(store: MemoryStore, save: SaveId) -> None:
-    del store._objects[parts_of(store, save)[0].packs[0].key]
+    del objects_of(store)[parts_of(store, save)[0].packs[0].key]
     found: Iterator[Finding] = verify_save(Catalog(store), save)
     next(found)
     found.close()  # type: ignore[attr-defined]

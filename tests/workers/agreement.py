@@ -23,6 +23,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.inside import arena_of, num_failures, settle, snapshots_of, writer_of
+from helpers.registry import session_at
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -33,7 +35,6 @@ from ckptlib.checkpointer import MAX_FAILURES
 from ckptlib.errors import AgreementFailed, SaveFailed, StateError, UnsupportedState
 from ckptlib.saving.registry import registry
 from ckptlib.saving.session import WHOLE_EVERY
-from ckptlib.stores import absolute
 
 PATIENCE = timedelta(seconds=30)
 """Long enough for a busy machine; whoever waits for it has found a bug."""
@@ -472,8 +473,7 @@ def one_slot(url: Path) -> None:
     """Saves that are waited for take memory for one snapshot, on every rank."""
     for step in range(1, 4):
         ckptlib.save(url, {"own": ckptlib.PerRank({"t": torch.full((1 << 20,), float(step + rank()))})}, step)
-    (session,) = (session for key, session in registry.sessions.items() if key[0] == absolute(url))
-    assert len(session.snapshots.arena.slots) == 1
+    assert len(session_at(url).holdings.arena.slots) == 1
     for step in range(1, 4):
         found = torch.zeros(1 << 20)
         ckptlib.load(url, {"own": ckptlib.PerRank({"t": found})}, step)
@@ -590,9 +590,9 @@ def another_default_device(url: Path) -> None:
             raise KeyError("the trainer's own trouble")
         with checkpointer(url, found, 10**6, peers=peers) as ckpt:
             report = ckpt.restore()
-            arena, deadline = ckpt._session.snapshots.arena, time.monotonic() + PATIENCE_S
-            while arena.others.any_earlier:  # the job before was in these very processes, and lets go of replicas, too
-                arena.others.reclaim()
+            arena, deadline = arena_of(ckpt), time.monotonic() + PATIENCE_S
+            while arena.has_others:  # the job before was in these very processes, and lets go of replicas, too
+                arena.reclaim()
                 assert time.monotonic() < deadline
             dist.barrier()
         assert report.in_memory
@@ -613,11 +613,9 @@ def replicas_of_a_state_that_changes(url: Path) -> None:
             if step == 5 and rank() == 0:
                 state["new"] = torch.ones(300_000)
             ckpt.after_step(step)
-            deadline = time.monotonic() + PATIENCE_S
-            while ckpt._session.snapshots.settling and time.monotonic() < deadline:
-                ckpt._session.outcomes.poll(0.005)
+            settle(ckpt, PATIENCE_S)
             dist.barrier()
-        assert ckpt._session.snapshots.own.newest == 8
+        assert snapshots_of(ckpt).own.newest == 8
     assert not any("sent whole" in text for text in warned), warned
 
 
@@ -627,7 +625,7 @@ def impatient(url: Path) -> None:
     with warnings_of_ckptlib() as warned, checkpointer(url, state, 10**6) as ckpt:
         ckpt.after_step(1)
         if rank() == 2:
-            os.kill(ckpt._session.writer.pid, signal.SIGSTOP)
+            os.kill(writer_of(ckpt).pid, signal.SIGSTOP)
         pending = ckpt.save(2)
         for _ in range(2):
             with pytest.raises(ckptlib.errors.WaitTimeout):
@@ -636,9 +634,9 @@ def impatient(url: Path) -> None:
         ckpt.after_step(2)
         dist.barrier()
         if rank() == 2:
-            os.kill(ckpt._session.writer.pid, signal.SIGCONT)
+            os.kill(writer_of(ckpt).pid, signal.SIGCONT)
         pending.wait_committed(PATIENCE_S)
-        assert ckpt._session.outcomes.failures == 0
+        assert num_failures(ckpt) == 0
     assert warned == [], warned
     assert committed(url) == [2]
 

@@ -29,11 +29,11 @@ import pytest
 import tied
 import torch
 import torch.distributed as dist
+from helpers.registry import close_sessions, session_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckptlib
-from ckptlib.checkpoint import SaveOrder, save_step
 from ckptlib.errors import CkptError, SaveFailed, UnsupportedState
 from ckptlib.saving.registry import registry
 
@@ -298,7 +298,7 @@ class Job:
         """As a Checkpointer saves between comparisons, which the ranks do when one of them said that it changed."""
         self.step += 1
         state = build(states[self.rank], self.size, self.rank, blank=False)
-        session = registry.session(f"file://{self.root}", None, self.group, state, self.step)
+        session = session_for(f"file://{self.root}", self.group, state, self.step)
         session.await_room()
         compare = session.group.any(session.planner.must_compare)
         try:
@@ -455,7 +455,7 @@ def main() -> None:
         case += 1
     (directory / f"rank{rank}.json").write_text(json.dumps({"wrong": wrong, "cases": case, **counts}))
     dist.barrier()
-    registry.close()
+    close_sessions()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may abort an interpreter that ends in the ordinary way (torch 2.13)
 

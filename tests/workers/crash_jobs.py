@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from helpers.inside import save_now, writer_of
+from helpers.registry import close_sessions
 from workers import crash_oracle
 
 import ckptlib
@@ -242,10 +244,7 @@ def checkpointer(
 
 def take(ckpt: ckptlib.Checkpointer, state: State, step: int) -> ckptlib.Pending:
     """A save of this very step; when the loop would take it is not the matter here."""
-    ckpt._session.await_room()
-    pending = save_step(ckpt._session, SaveOrder(state.mapping, step))
-    pending.staging.go()
-    return pending
+    return save_now(ckpt, state.mapping, step)
 
 
 def settle(tell: Teller, pending: ckptlib.Pending, timeout_s: float = WAIT_S) -> None:
@@ -298,7 +297,7 @@ def train_when_told(tell: Teller, rank: int, *, url: str, gates: str, numel: int
 
 
 def read_gate(tell: Teller, gates: str, step: int, ckpt: ckptlib.Checkpointer) -> str:
-    tell("waiting", step=step, writer=ckpt._session.writer.pid, log=str(ckpt._session.writer.log_path))
+    tell("waiting", step=step, writer=writer_of(ckpt).pid, log=str(writer_of(ckpt).log_path))
     path = Path(gates) / str(step)
     deadline = time.monotonic() + WAIT_S
     while not path.exists():
@@ -358,7 +357,7 @@ def try_roots(tell: Teller, rank: int, *, roots: list[str], step: int) -> None:
         else:
             state.check(state_step)
             tell("load", root=name, kind="", step=state_step)
-        registry.close()  # else each root keeps a writer until the process ends
+        close_sessions()  # else each root keeps a writer until the process ends
         try_restore(tell, rank, url=url)
 
 

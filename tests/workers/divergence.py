@@ -7,13 +7,13 @@ every rank, or it is not committed.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from agreement import PATIENCE_S, checkpointer, committed, everywhere, rank, run_cases, warnings_of_ckptlib
+from helpers.inside import settle
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -75,9 +75,7 @@ def train(
 
 def rest(ckpt: ckptlib.Checkpointer) -> None:
     """Until what was begun is done, so that there is a slot for the next step on every rank."""
-    holdings, deadline = ckpt._session.snapshots, time.monotonic() + PATIENCE_S
-    while (holdings.settling or holdings.persisting) and time.monotonic() < deadline:
-        ckpt._session.outcomes.poll(0.005)
+    settle(ckpt, PATIENCE_S, persisted=True)
     dist.barrier()
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from helpers.registry import close_sessions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -347,7 +348,7 @@ def main() -> None:
     report = {"batches": number - first, "wrong": wrong}
     (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
     dist.barrier()
-    registry.close()
+    close_sessions()
     os._exit(0)  # gloo's threads may abort an interpreter that ends in the ordinary way (torch 2.13)
 
 
