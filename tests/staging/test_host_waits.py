@@ -16,7 +16,7 @@ import torch
 from helpers.hostwaits import HostWait, HostWaits
 from helpers.stage import read_event
 from helpers.streams import DEVICE, Simulation
-from launch import torchrun
+from launch import fork_ranks
 from workers.unwaiting import NUM_SAVES, Training, device, train
 
 from ckptlib.devices import accelerator
@@ -34,7 +34,7 @@ def test_after_step_and_the_fence_wait_for_nothing(tmp_path: Path, memory: str) 
 
 def test_nor_do_two_ranks_that_digest_what_both_hold(tmp_path: Path) -> None:
     """Snapshots in the memory of the host, and then of the device."""
-    torchrun("unwaiting.py", 2, tmp_path, timeout_s=240)
+    fork_ranks("unwaiting.py", 2, tmp_path, timeout_s=240)
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -24,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from helpers.forkserver import context, start_server
 from helpers.inside import save_now, writer_of
 from helpers.registry import close_sessions
 from workers import crash_oracle
@@ -32,10 +31,6 @@ import ckptlib
 from ckptlib import checkpointer as checkpointer_module
 from ckptlib.checkpoint import SaveOrder, save_step
 from ckptlib.saving.registry import registry
-
-_context = multiprocessing.get_context("forkserver")
-
-torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # imports 300 modules, a second's worth: once, in the server
 
 WAIT_S = 60.0
 
@@ -54,7 +49,7 @@ class Job:
     ) -> None:
         self._report = report
         target = (function, str(report), rank, size, f"{report.parent / report.stem}.init", kwargs)
-        self.process: BaseProcess = _context.Process(target=_run, args=target)
+        self.process: BaseProcess = context.Process(target=_run, args=target)
         self.process.start()
         _started.append(self)
         assert self.process.pid is not None
@@ -112,19 +107,6 @@ def end_all(root: Path) -> None:
     if (root / "ckptlib.json").exists():
         for path in crash_oracle.slots_of(root):
             path.unlink(missing_ok=True)
-
-
-def start_server() -> None:
-    """The server imports what every job needs: three seconds, once."""
-    _context.set_forkserver_preload(["ckptlib.checkpointer", "pytest", __name__])
-    before = os.environ.copy()
-    path = os.pathsep.join(map(str, Path(__file__).parents[1:3]))  # it is not given sys.path
-    os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=path)
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 _numbers = iter(range(10**6))
