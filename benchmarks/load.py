@@ -8,15 +8,13 @@ pages that stayed in it is part of each figure. What was loaded is compared with
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
-
-import torch.distributed as dist
 
 from benchmarks import limits, peers
 from benchmarks.common import Line, tell, told
 from benchmarks.figures import Figures, Options, rotated, run
-from benchmarks.peers import LOADERS, why_not
+from benchmarks.peers import LOADERS
+from benchmarks.turns import Case, cases, directory_of, leave
 
 STEP = 1
 TOY_PEERS = ("ckptlib", "DCP", "torch.load", "safetensors")
@@ -27,51 +25,32 @@ def main(arguments: list[str]) -> None:
 
 
 def measure(options: Options, directory: Path, figures: Figures) -> None:
-    if options.toy:
-        _case(options, directory, figures, "one rank", 1, 6, 0.006, [TOY_PEERS])
-        return
-    alone = [(name,) for name in LOADERS]
-    _case(options, directory, figures, "two ranks", 2, 150, options.gb, alone)
-    once = replace(options, rounds=1)  # 2 and 4 GB for each of ten: a round takes minutes
-    _case(once, directory, figures, "four ranks", 4, 150, options.gb, alone)
-    _case(once, directory, figures, "one tensor", 1, 1, 8 * options.gb, alone)
+    for case in cases(options.toy, options.gb, options.rounds, [*LOADERS], TOY_PEERS):
+        _measure(case, options, directory, figures)
 
 
-def _case(
-    options: Options,
-    directory: Path,
-    figures: Figures,
-    case: str,
-    num_ranks: int,
-    num_tensors: int,
-    gb: float,
-    turns: list[tuple[str, ...]],
-) -> None:
-    nbytes = int(gb * 1e9)
-    more = {"nbytes": nbytes * num_ranks, "ranks": num_ranks}
-    given = {"nbytes": nbytes, "tensors": num_tensors, "directory": str(directory)}
-    for name in (name for turn in turns for name in turn):
-        if (why := why_not(LOADERS[name], num_ranks)) is not None:
-            figures.failed(case, name, why)
+def _measure(case: Case, options: Options, directory: Path, figures: Figures) -> None:
+    for name, why in case.unable(LOADERS):
+        figures.failed(case.name, name, why)
 
     def ask(turn: tuple[str, ...], doing: str) -> list[Line]:
-        order = {**given, "peers": turn, "doing": doing}
-        return figures.attempt(case, turn[0], __name__, num_ranks, order, options.timeout_s)
+        order = case.order(turn, directory, doing=doing)
+        return figures.attempt(case.name, turn[0], __name__, case.num_ranks, order, options.timeout_s)
 
-    saved = {(line["peer"], line["rank"]): line["digest"] for turn in turns for line in ask(turn, "save")}
-    for number in range(1 if options.toy else options.rounds):
-        _, read_s = limits.disk_seconds(directory, nbytes * num_ranks)
-        figures.add(case, "bare direct read", "load", "s", [read_s], **more)
-        for turn in rotated(turns, number):
+    saved = {(line["peer"], line["rank"]): line["digest"] for turn in case.turns for line in ask(turn, "save")}
+    for number in range(case.rounds):
+        _, read_s = limits.disk_seconds(directory, case.nbytes_everywhere)
+        figures.add(case.name, "bare direct read", "load", "s", [read_s], **case.more)
+        for turn in rotated(case.turns, number):
             for line in ask(turn, "load"):
                 if line["digest"] != saved[line["peer"], line["rank"]]:
-                    figures.failed(case, line["peer"], "loaded other bytes than it had saved")
+                    figures.failed(case.name, line["peer"], "loaded other bytes than it had saved")
                 elif line["rank"] == 0:
-                    known = {**more, "resident": line["resident"]}
-                    figures.add(case, line["peer"], "load", "s", [line["seconds"]], **known)
-    for turn in turns:
+                    known = {**case.more, "resident": line["resident"]}
+                    figures.add(case.name, line["peer"], "load", "s", [line["seconds"]], **known)
+    for turn in case.turns:
         for name in turn:
-            peers.remove(directory / name.replace(" ", "-"))
+            peers.remove(directory_of(directory, name))
 
 
 # In the ranks
@@ -83,7 +62,7 @@ def work() -> None:
     peers.start()
     state = peers.make_state(given["nbytes"], given["tensors"])
     for name in given["peers"]:
-        directory = Path(given["directory"]) / name.replace(" ", "-")
+        directory = directory_of(given["directory"], name)
         peer = LOADERS[name]()
         if given["doing"] == "save":
             peer.begin(state, directory / "large", STEP)()
@@ -93,8 +72,7 @@ def work() -> None:
             found = _load(peer, state, directory)
         tell(peer=name, digest=peers.digest(state), **found)
         peer.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
 
 
 def _load(peer: peers.Peer, state: peers.State, directory: Path) -> Line:

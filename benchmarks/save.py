@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from benchmarks import limits, peers
 from benchmarks.common import tell, told
 from benchmarks.figures import Figures, Options, rotated, run
-from benchmarks.peers import PEERS, why_not
+from benchmarks.peers import PEERS
+from benchmarks.turns import Case, cases, directory_of, leave
 
 SAVES = 3
 """In one process: one first, then those that count."""
@@ -31,38 +29,20 @@ def main(arguments: list[str]) -> None:
 
 
 def measure(options: Options, directory: Path, figures: Figures) -> None:
-    if options.toy:
-        _case(options, directory, figures, "one rank", 1, 6, 0.006, [TOY_PEERS])
-        return
-    alone = [(name,) for name in PEERS]
-    _case(options, directory, figures, "two ranks", 2, 150, options.gb, alone)
-    once = replace(options, rounds=1)  # 2 and 4 GB for each of ten: a round takes minutes
-    _case(once, directory, figures, "four ranks", 4, 150, options.gb, alone)
-    _case(once, directory, figures, "one tensor", 1, 1, 8 * options.gb, alone)
+    for case in cases(options.toy, options.gb, options.rounds, [*PEERS], TOY_PEERS):
+        _measure(case, options, directory, figures)
 
 
-def _case(
-    options: Options,
-    directory: Path,
-    figures: Figures,
-    case: str,
-    num_ranks: int,
-    num_tensors: int,
-    gb: float,
-    turns: list[tuple[str, ...]],
-) -> None:
-    nbytes = int(gb * 1e9)
-    more = {"nbytes": nbytes * num_ranks, "ranks": num_ranks}
-    for name in (name for turn in turns for name in turn):
-        if (why := why_not(PEERS[name], num_ranks)) is not None:
-            figures.failed(case, name, why)
-    for number in range(1 if options.toy else options.rounds):
-        write_s, _ = limits.disk_seconds(directory, nbytes * num_ranks)
-        figures.add(case, "bare direct write", "durable", "s", [write_s], **more)
-        for turn in rotated(turns, number):
-            given = {"peers": turn, "nbytes": nbytes, "tensors": num_tensors, "directory": str(directory)}
-            for line in figures.attempt(case, turn[0], __name__, num_ranks, given, options.timeout_s):
-                figures.add(case, line["peer"], line["what"], "s", line["seconds"], **more)
+def _measure(case: Case, options: Options, directory: Path, figures: Figures) -> None:
+    for name, why in case.unable(PEERS):
+        figures.failed(case.name, name, why)
+    for number in range(case.rounds):
+        write_s, _ = limits.disk_seconds(directory, case.nbytes_everywhere)
+        figures.add(case.name, "bare direct write", "durable", "s", [write_s], **case.more)
+        for turn in rotated(case.turns, number):
+            order = case.order(turn, directory)
+            for line in figures.attempt(case.name, turn[0], __name__, case.num_ranks, order, options.timeout_s):
+                figures.add(case.name, line["peer"], line["what"], "s", line["seconds"], **case.more)
 
 
 # In the ranks
@@ -75,7 +55,7 @@ def work() -> None:
     state, small = peers.make_state(given["nbytes"], given["tensors"]), peers.make_state(4096, 1)
     events = _listen()
     for name in given["peers"]:
-        directory = Path(given["directory"]) / name.replace(" ", "-")
+        directory = directory_of(given["directory"], name)
         peer = PEERS[name]()
         _timed(peer, small, directory / "small", 1)  # imports, threads and helper processes
         blocked, durable, persist = [], [], []
@@ -95,8 +75,7 @@ def work() -> None:
         peers.barrier()
         if peers.rank() == 0:
             peers.remove(directory)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
 
 
 def _timed(peer: peers.Peer, state: peers.State, directory: Path, step: int) -> tuple[float, float]:

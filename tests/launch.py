@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 
-from places import WORKERS
+import torch.distributed as dist
+from helpers.forkserver import context, start_server
+from places import TESTS, WORKERS
+
+
+def environment() -> dict[str, str]:
+    """Of a worker: it finds the tests' own modules, and leaves the other cores to the other ranks."""
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def torchrun(script: str, num_ranks: int, *args: object, timeout_s: float) -> str:
@@ -14,7 +27,7 @@ def torchrun(script: str, num_ranks: int, *args: object, timeout_s: float) -> st
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     process = subprocess.Popen(
         [*command, str(WORKERS / script), *map(str, args)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -27,3 +40,52 @@ def torchrun(script: str, num_ranks: int, *args: object, timeout_s: float) -> st
         raise AssertionError(f"{script} did not end within {timeout_s:.0f} s:\n{output[-20000:]}") from None
     assert process.returncode == 0, output[-20000:]
     return output
+
+
+def fork_ranks(script: str, num_ranks: int, *args: object, timeout_s: float) -> str:
+    """As `torchrun`, for scripts that do not care who starts them, at a fraction of its cost.
+
+    Ranks are forked from a server that has imported torch. This process has their store, as torchrun's agent has.
+    """
+    start_server()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        **environment(),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        log, deadline = Path(directory) / "log", time.monotonic() + timeout_s + 10
+        ranks = []
+        for rank in range(num_ranks):
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(context.Process(target=_be_rank, args=(str(log), own, script, [*map(str, args)])))
+            ranks[-1].start()
+        while any(rank.exitcode is None for rank in ranks) and time.monotonic() < deadline:
+            if any(rank.exitcode for rank in ranks):
+                break  # the others would wait for it
+            time.sleep(0.02)
+        codes = [rank.exitcode for rank in ranks]
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+        output = log.read_text(errors="replace") if log.exists() else ""
+    assert None not in codes or any(codes), f"{script} did not end within {timeout_s:.0f} s:\n{output[-20000:]}"
+    assert codes == [0] * num_ranks, f"exit statuses {codes}:\n{output[-20000:]}"
+    return output
+
+
+def _be_rank(log: str, variables: dict[str, str], script: str, args: list[str]) -> None:
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for standard in (1, 2):
+        os.dup2(fd, standard)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = [script, *args]
+    sys.path.insert(0, str(WORKERS))
+    runpy.run_path(str(WORKERS / script), run_name="__main__")
+    atexit._run_exitfuncs()  # multiprocessing has none of its own

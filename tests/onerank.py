@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.registry import forget_session
 from torch import nn
 
 import ckptlib
@@ -16,8 +17,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.format.layout import Layout
 from ckptlib.format.part import Part
 from ckptlib.loading.report import LoadReport
-from ckptlib.saving.registry import registry
-from ckptlib.stores import absolute, open_store
+from ckptlib.stores import open_store
 
 
 class Root:
@@ -57,7 +57,7 @@ class Root:
         return sum(nbytes for tensor, nbytes in sizes if layout.tensors[tensor].name == name)
 
     def close(self) -> None:
-        session = registry.sessions.pop(registry.key(absolute(self.url), None), None)
+        session = forget_session(self.url)
         if session is not None:
             session.close(timedelta(seconds=60), clean=True)
 

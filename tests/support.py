@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
+from helpers.objects import objects_of
 from hypothesis import HealthCheck, settings
 from safetensors.numpy import load
 
@@ -164,7 +165,8 @@ def read_save(store: Store, save: SaveId) -> dict[str, np.ndarray]:
 def age(store: Store, seconds: float) -> None:
     """Makes everything that is in the store so much older."""
     if isinstance(store, MemoryStore):
-        store._objects = {key: (data, modified - seconds) for key, (data, modified) in store._objects.items()}
+        objects = objects_of(store)
+        objects.update({key: (data, modified - seconds) for key, (data, modified) in objects.items()})
         return
     assert isinstance(store, LocalStore)
     root = Path(store.url.removeprefix("file://"))

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.inside import settle, stager_of
 from helpers.runtime import Runtime
+from helpers.stage import wait_pinned
 from hypothesis import given
 from hypothesis import strategies as st
 from support import ROOT_ID
@@ -96,8 +98,7 @@ def test_no_thread_makes_a_context_on_the_first_device(
     runtime.initialized = True
     slot = made.take(10_000, -1, ())
     assert slot is not None
-    if made._pinning._thread is not None:
-        made._pinning._thread.join()
+    wait_pinned(made)
     assert cuda.is_pinned(slot.address()), "for the next snapshot, if not for this one"
     assert runtime.contexts == {3}
     made.close(unlink=True)
@@ -244,15 +245,14 @@ def test_no_snapshot_is_begun_while_all_memory_for_it_is_on_its_way(
     state, peers = {"w": torch.ones(10)}, Peers(copies=0, every=1, memory="device")
     with ckptlib.Checkpointer(tmp_path / "root", state, every=10**6, peers=peers, arena=tmp_path) as ckpt:
         taken: list[int] = []
-        begin = ckpt._session.stager.begin
+        begin = stager_of(ckpt).begin
         monkeypatch.setattr(
-            ckpt._session.stager, "begin", lambda *args: taken.append(args[1].header.save.step) or begin(*args)
+            stager_of(ckpt), "begin", lambda *args: taken.append(args[1].header.save.step) or begin(*args)
         )
         for step in range(1, 9):
             ready[0] = not 3 <= step <= 5
             ckpt.after_step(step)
-            while ckpt._session.snapshots.settling:
-                ckpt._session.outcomes.poll(0.01)
+            settle(ckpt, 60)
         ready[0] = True
     # what a rank says in one step counts in the next
     assert taken == [1, 2, 3, 7, 8]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tied
-from launch import torchrun
+from launch import fork_ranks
 
 FUZZ_S = float(os.environ.get("CKPTLIB_FUZZ_S", "600"))
 FUZZ_SEED = int(os.environ.get("CKPTLIB_FUZZ_SEED", "1000000"))
@@ -16,7 +16,7 @@ FUZZ_SEED = int(os.environ.get("CKPTLIB_FUZZ_SEED", "1000000"))
 
 def fuzz(directory: Path, seconds: float, most: int, seed: int) -> list[dict[str, object]]:
     """What each rank found."""
-    torchrun("anystate.py", 4, directory, seconds, most, seed, timeout_s=seconds + 120)
+    fork_ranks("anystate.py", 4, directory, seconds, most, seed, timeout_s=seconds + 120)
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(4)]
 
 

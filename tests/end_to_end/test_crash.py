@@ -16,19 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workers import crash_jobs, crash_oracle
+from workers import crash_oracle
 from workers.crash_bench import Bench
 from workers.crash_jobs import holds, run, start, train, train_for_ever
 from workers.crash_oracle import failed_parts, read_root, slots_of
 
 MUTATING = {"put", "write", "commit", "delete"}
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
-    yield bench
-    crash_jobs.end_all(bench.root)
 
 
 def points(operations: list[dict[str, Any]], after: bool = True) -> Iterator[dict[str, Any]]:

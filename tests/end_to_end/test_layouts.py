@@ -8,7 +8,7 @@ from pathlib import Path
 
 import layouts
 import pytest
-from launch import torchrun
+from launch import fork_ranks
 
 import ckptlib
 
@@ -26,7 +26,7 @@ def run(tmp_path: Path, pairs: list[tuple[str, str]], timeout_s: float) -> list[
     root, pairs_path = tmp_path / "root", tmp_path / "pairs.json"
     pairs_path.write_text(json.dumps(pairs))
     layouts.save(root, "one")
-    torchrun("layouts.py", 8, root, pairs_path, timeout_s, timeout_s=timeout_s)
+    fork_ranks("layouts.py", 8, root, pairs_path, timeout_s, timeout_s=timeout_s)
     wrong = [line for rank in range(8) for line in json.loads(pairs_path.with_suffix(f".rank{rank}").read_text())]
     for source, target in pairs:
         if target == "one":
@@ -48,6 +48,6 @@ def test_all_layouts_into_all_others(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(150)
 def test_wrapped_partly_loaded_and_renamed(tmp_path: Path) -> None:
-    torchrun("wrapped.py", 2, tmp_path, 120, timeout_s=120)
+    fork_ranks("wrapped.py", 2, tmp_path, 120, timeout_s=120)
     for rank in range(2):
         assert json.loads((tmp_path / f"wrong.rank{rank}").read_text()) == []

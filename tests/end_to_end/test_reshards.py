@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
-from launch import torchrun
+from launch import fork_ranks
 
 
 def run(tmp_path: Path, seconds: float, first: int, most: int) -> int:
     """The number of batches that were found good."""
-    torchrun("reshards.py", 5, tmp_path, seconds, first, most, timeout_s=seconds + 130)
+    fork_ranks("reshards.py", 5, tmp_path, seconds, first, most, timeout_s=seconds + 130)
     reports = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(5)]
     assert [line for report in reports for line in report["wrong"]] == []
     return int(reports[0]["batches"])

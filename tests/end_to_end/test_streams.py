@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import stage
 from helpers.schedules import NUM_SLOTS, SIZES, Given, Schedule, World, run, shrink
 from helpers.streams import Event, Simulation, Stream
 
@@ -94,9 +95,9 @@ def test_one_spare_that_is_taken_while_it_is_busy(world: World, monkeypatch: pyt
 
 def test_only_the_first_that_comes_to_the_fence_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(fence: Fence) -> None:
-        for copy in fence._pending:
+        for copy in stage.pending_of(fence):
             copy.wait_copied()
-        fence._pending.clear()
+        stage.pending_of(fence).clear()
 
     monkeypatch.setattr(Fence, "wait", wait)
     assert first_wrong(world, [Given(streams=1), Given(streams=1, eager=True)], 8) == ""
@@ -105,8 +106,8 @@ def test_only_the_first_that_comes_to_the_fence_waits(world: World, monkeypatch:
 
 def test_a_conjugate_is_left_to_copy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def moves(across: prepared_copies.Across) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        yield from across._moves
-        for target, source in across._odd:
+        yield from stage.alike(across)
+        for target, source in stage.odd(across):
             yield target.view(source.dtype), source
 
     monkeypatch.setattr(prepared_copies.Across, "moves", moves)
@@ -144,7 +145,7 @@ def test_a_source_that_is_let_go_before_it_is_read(world: World, monkeypatch: py
         for lot in lots:
             lot.pairs.clear()
         for copied in found:
-            copied._free = [w for w in copied._free if w.samples.names]
+            stage.forget_copies_without_samples(copied)
         return found
 
     monkeypatch.setattr(Devices, "begin", forgetful)

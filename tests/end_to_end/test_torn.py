@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.inside import await_room, fence_of, forget_last_save, stager_of
+from helpers.stage import held, is_copied, pending_of, replace_pending
+from launch import environment
 from places import TESTS
 from workers.torn import (
     IN_PLACE,
@@ -23,7 +25,6 @@ from workers.torn import (
     Rig,
     clip_weights,
     fenced_case,
-    held,
     make_params,
     params_of,
     prepared,
@@ -176,10 +177,10 @@ def test_checkpointer(tmp_path: Path, mutation: str) -> None:
             body()
             after(step)
         body()
-        with held(ckpt._session.stager) as gate:
+        with held(stager_of(ckpt)) as gate:
             after(4)
             torn = ckpt.pending
-            ckpt._fence._pending, guarded = [], ckpt._fence._pending
+            guarded = replace_pending(fence_of(ckpt), [])
             mutate(optimizer)  # past the fence
         assert guarded
         with pytest.raises(TornSnapshot):
@@ -188,19 +189,20 @@ def test_checkpointer(tmp_path: Path, mutation: str) -> None:
             torn.wait_committed(60)
         after(5)
         body()
-        with held(ckpt._session.stager) as gate:
+        with held(stager_of(ckpt)) as gate:
             after(6)
             again = ckpt.pending
-            assert again.staging._copied.is_set(), "nothing of it was left to the thread"
+            assert is_copied(again.staging), "nothing of it was left to the thread"
         again.wait_committed(60)
         body()
         after(7)
         body()
-        with held(ckpt._session.stager) as gate:
+        with held(stager_of(ckpt)) as gate:
             after(8)
             whole = ckpt.pending
-            assert not whole.staging._copied.is_set()
-            ckpt._fence._pending = [OpensGate(gate, fenced) for fenced in ckpt._fence._pending]
+            assert not is_copied(whole.staging)
+            fence = fence_of(ckpt)
+            replace_pending(fence, [OpensGate(gate, fenced) for fenced in pending_of(fence)])
             if mutation == "step":
                 mutate(optimizer)
             else:
@@ -221,14 +223,14 @@ def test_who_always_writes_past_the_fence_still_gets_checkpoints(tmp_path: Path)
         for step in range(1, 31):
             step_with_gradients(optimizer)
             oracle[step] = [raw(p) for p in params_of(optimizer)]
-            with held(ckpt._session.stager):
+            with held(stager_of(ckpt)):
                 ckpt.after_step(step)
                 clip_weights(optimizer)
             if ckpt.pending is not None:
                 with contextlib.suppress(SaveFailed):
                     ckpt.pending.wait_committed(WAIT_S)
-            ckpt._session.await_room()
-        ckpt._last = None  # the last one may have been torn, too
+            await_room(ckpt)
+        forget_last_save(ckpt)  # the last one may have been torn, too
     steps = [info.step for info in ckptlib.checkpoints(tmp_path)]
     assert len(steps) >= 5
     for step in steps:
@@ -244,7 +246,7 @@ def test_two_ranks(tmp_path: Path) -> None:
             *("workers/torn.py", str(tmp_path), "2"),
         ],
         cwd=TESTS,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=120,

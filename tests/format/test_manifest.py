@@ -1,75 +1,22 @@
-"""Roots, generations, parts, manifests: there and back, every damage found, and nothing hostile believed."""
+"""Every kind of document there and back, and every damage found; roots, generations and manifests."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import xxhash
+from helpers.documents import DOCUMENTS, GENERATION, INCARNATION, MANIFEST, ROOT, SAVE, WITH_PEERS, kinds
 from hypothesis import given
 from hypothesis import strategies as st
 from support import flips, of_version, resealed
 
 from ckptlib.errors import CkptError, CorruptData, FormatError, NewerFormat
-from ckptlib.format.box import Box
-from ckptlib.format.documents import Fields, decode
-from ckptlib.format.keys import GenerationId, PartName, SaveId
-from ckptlib.format.layout import ByHand, Layout, TensorEntry
+from ckptlib.format.documents import decode
+from ckptlib.format.keys import PartName, SaveId
 from ckptlib.format.manifest import Generation, Manifest, Root, TrashRecord, ranks_by_layout
-from ckptlib.format.part import FailedPart, Pack, Part
-from ckptlib.format.table import Table, shard_nbytes
-
-GENERATION = GenerationId(7, "0123abcd")
-SAVE = SaveId(500, GENERATION)
-LAYOUT = Layout(
-    2,
-    (
-        TensorEntry("a", "float32", (8, 4), ByHand()),
-        TensorEntry("b", "bfloat16", (10,), ByHand()),
-        TensorEntry("c", "float64", (), ByHand()),
-    ),
-)
-TABLE = Table(
-    layout=LAYOUT.digest,
-    tensors=(0, 1, 2),
-    boxes=(Box((2, 0), (4, 4)), Box((5,), (5,)), Box((), ())),
-    num_chunks=(2, 1, 1),
-    packs=(0, 0, 1, 1),
-    offsets=(4096, 4144, 4096, 4112),
-    nbytes=(48, 16, 10, 8),
-)
-PACKS = (Pack(SAVE.pack_key(1, "a77e3b70", 0), 8192), Pack(SAVE.pack_key(1, "a77e3b70", 1), 8192))
-PART = Part(
-    save=SAVE,
-    rank=1,
-    world_size=2,
-    attempt="a77e3b70",
-    table=TABLE,
-    packs=PACKS,
-    algorithm="xxh3",
-    digests=tuple(digit * 32 for digit in "0123"),
-    values={"sched": {"lr": 0.1, "$tuple": [1]}},
-    metrics={"loss": 2.5},
-    created=1.5,
-)
-NAME, PART_DOCUMENT = PART.encode()
-FAILED_NAME, FAILED_DOCUMENT = FailedPart(SAVE, 1, "a77e3b70", "no space on /scratch").encode()
-MANIFEST = Manifest(
-    save=SAVE,
-    world_size=3,
-    parts=tuple(PartName(SAVE, rank, "a77e3b70", "1" * 32, "2" * 32) for rank in range(3)),
-    layouts={"3" * 32: (0, 2), "4" * 32: (1,)},
-    nbytes=12345,
-    created=1.5,
-    metrics={"loss": 2.5, "note": "fine"},
-)
-ROOT = Root("5" * 32, "xxh3", 1800.0)
-INCARNATION = Generation(GENERATION, 3, SAVE, 1.5, {"python": "3.11"}, "node-1", {"run": "x"})
-WITH_PEERS = replace(INCARNATION, domains=("a", "b", "c"), copies=1, kinds=(0, 1, 0))
 
 
 def test_kinds_are_of_the_ranks_that_have_domains() -> None:
@@ -78,27 +25,6 @@ def test_kinds_are_of_the_ranks_that_have_domains() -> None:
     wrong = replace(WITH_PEERS, kinds=(0, 1))
     with pytest.raises(FormatError, match="kinds of 2 ranks, and domains of 3"):
         Generation.decode(wrong.encode(), "here")
-
-
-def decode_renamed(data: bytes) -> Part:
-    """A part whose name fits its bytes, whatever these say."""
-    return Part.decode(replace(NAME, digest=xxhash.xxh3_128_hexdigest(data)), data)
-
-
-DOCUMENTS: dict[str, tuple[object, bytes, Callable[[bytes], object]]] = {
-    "root": (ROOT, ROOT.encode(), lambda data: Root.decode(data, "here")),
-    "generation": (INCARNATION, INCARNATION.encode(), lambda data: Generation.decode(data, "here")),
-    "part": (PART, PART_DOCUMENT, lambda data: Part.decode(NAME, data)),
-    "part, renamed": (PART, PART_DOCUMENT, decode_renamed),
-    "failed part": (
-        FailedPart(SAVE, 1, "a77e3b70", "no space on /scratch"),
-        FAILED_DOCUMENT,
-        lambda data: FailedPart.decode(FAILED_NAME, data),
-    ),
-    "manifest": (MANIFEST, MANIFEST.encode(), lambda data: Manifest.decode(SAVE, data)),
-}
-
-kinds = pytest.mark.parametrize("kind", DOCUMENTS)
 
 
 @kinds
@@ -186,147 +112,6 @@ def test_a_trash_record_says_what_it_was() -> None:
     assert fields.text("save") == str(SAVE)
     assert fields.text("manifest") == SAVE.manifest_key
     assert fields.text("reason") == "dropped"
-
-
-# -- tables and parts
-
-
-def test_a_table_fits_its_layout() -> None:
-    TABLE.check(LAYOUT, "here")
-    assert TABLE.first_chunks == (0, 2, 3)
-    assert TABLE.nbytes_data == 82
-    assert [shard_nbytes(e, b) for e, b in zip(LAYOUT.tensors, TABLE.boxes, strict=True)] == [64, 10, 8]
-
-
-def test_equal_boxes_of_several_dtypes_and_shapes_are_told_apart() -> None:
-    kinds = [("float32", (4, 4)), ("float64", (4, 4)), ("float32", (2, 4)), ("float32", (4, 4))]
-    layout = Layout(1, tuple(TensorEntry(f"t{i}", dtype, shape, ByHand()) for i, (dtype, shape) in enumerate(kinds)))
-    box = Box((0, 0), (2, 4))
-    table = Table(layout.digest, (0, 1, 2, 3), (box,) * 4, (1,) * 4, (0,) * 4, (0, 32, 96, 128), (32, 64, 32, 32))
-    assert table.sizes(layout) == [32, 64, 32, 32]
-    table.check(layout, "here")
-    with pytest.raises(FormatError, match=r"here: t2\[1:3, 0:4\] lies outside of its tensor of shape \(2, 4\)"):
-        replace(table, boxes=(Box((1, 0), (2, 4)),) * 4).check(layout, "here")
-    with pytest.raises(FormatError, match=r"here: t1.* are 64 bytes, but the chunk holds 32"):
-        replace(table, nbytes=(32, 32, 64, 32)).check(layout, "here")
-
-
-def test_a_table_is_named_by_its_content_alone() -> None:
-    again = Table.decode(Fields(json.loads(TABLE.encoded), "here"))
-    assert again == TABLE
-    assert again.digest == TABLE.digest == xxhash.xxh3_128_hexdigest(TABLE.encoded.encode())
-    assert replace(TABLE, offsets=(4096, 4144, 4096, 4104)).digest != TABLE.digest
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"layout": "0" * 32},
-        {"tensors": (0, 1, 3)},
-        {"tensors": (0, 1, 2**40)},
-        {"tensors": (1, 0, 2)},
-        {"boxes": (Box((2, 0), (4, 4)), Box((6,), (5,)), Box((), ()))},
-        {"boxes": (Box((2, 0), (4, 3)), Box((5,), (5,)), Box((), ()))},
-        {"boxes": (Box((2,), (4, 4)), Box((5,), (5,)), Box((), ()))},
-        {"boxes": (Box((2, 0, 0), (4, 4, 1)), Box((5,), (5,)), Box((), ()))},
-        {"boxes": (Box((2, 0), (4, 4)), Box((5,), (5,)), Box((0,), (1,)))},
-        {"num_chunks": (1, 2, 1)},
-        {"nbytes": (47, 17, 10, 8)},  # the sum is right, but an element is torn
-        {"nbytes": (48, 16, 12, 8)},
-        {"nbytes": (48, 16, 10, 16)},
-    ],
-)
-def test_a_table_that_contradicts_its_layout_is_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(FormatError, match="here: "):
-        replace(TABLE, **changes).check(LAYOUT, "here")  # type: ignore[arg-type]
-
-
-def test_shards_that_share_a_chunk_fill_it() -> None:
-    """b and c lie in one chunk, c behind b; where, the sizes say."""
-    shared = replace(TABLE, num_chunks=(2, 1, 0), packs=(0, 0, 1), offsets=(4096, 4144, 4096), nbytes=(48, 16, 18))
-    again = Table.decode(Fields(json.loads(shared.encoded), "here"))
-    again.check(LAYOUT, "here")
-    assert again == shared
-    assert shared.first_chunks == (0, 2, 2)
-    assert [shared.is_shared(shard) for shard in range(3)] == [False, True, True]
-    assert shared.begins(shared.sizes(LAYOUT)) == (4096, 4096, 4106)
-    assert shared.describe(2, LAYOUT) == "b[5:10], c[]"
-    assert shared.shards_in(0) == shared.shards_in(1) == [0]
-    for nbytes in (10, 17, 19, 26):
-        with pytest.raises(FormatError, match=r"here: b.* what shares its chunk are 18 bytes"):
-            replace(shared, nbytes=(48, 16, nbytes)).check(LAYOUT, "here")
-
-
-SHARDS, CHUNKS = json.loads(TABLE.encoded)["shards"], json.loads(TABLE.encoded)["chunks"]
-
-
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {"layout": "../x"},
-        {"shards": {**SHARDS, "tensor": [0, 1]}},
-        {"shards": {**SHARDS, "tensor": [0, 1, -2]}},
-        {"shards": {**SHARDS, "offset": SHARDS["offset"][:2]}},
-        {"shards": {**SHARDS, "shape": [*SHARDS["shape"], []]}},
-        {"shards": {**SHARDS, "shape": [[4, -4], [5], []]}},
-        {"shards": {**SHARDS, "shape": [[2**40, 2**40], [5], []]}},
-        {"shards": {**SHARDS, "chunks": [2, 0, 2]}},  # shares two chunks
-        {"shards": {**SHARDS, "chunks": [0, 2, 2]}},  # shares with nobody
-        {"shards": {**SHARDS, "chunks": [2, 2, -1]}},
-        {"shards": {**SHARDS, "chunks": [2, 1, 2]}},
-        {"shards": {**SHARDS, "chunks": [2, 1, 2**62]}},
-        {"chunks": {**CHUNKS, "pack": [0, 0, 1]}},
-        {"chunks": {**CHUNKS, "offset": [4096, 4144, 4096, -1]}},
-        {"chunks": {**CHUNKS, "nbytes": [48, 16, 10, 0]}},
-        {"chunks": {**CHUNKS, "nbytes": [48, 16, 10, 2**63]}},
-        {"chunks": []},
-    ],
-)
-def test_torn_columns_are_refused(columns: dict[str, object]) -> None:
-    table = {**json.loads(TABLE.encoded), **columns}
-    with pytest.raises(FormatError):
-        Table.decode(Fields(table, "here"))
-    with pytest.raises(FormatError):
-        decode_renamed(resealed(PART_DOCUMENT, table=table))
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"rank": 2},
-        {"rank": 10**6},
-        {"save": str(SaveId(501, GENERATION))},
-        {"attempt": "ffffffff"},
-        {"attempt": "../../.."},
-        {"world_size": 0},
-        {"world_size": 10**7},
-        {"digests": "0" * 127},
-        {"digests": "0" * 160},
-        {"digests": "F" * 128},
-        {"packs": []},
-        {"packs": [["../x", 8192], [PACKS[1].key, 8192]]},
-        {"packs": [["/etc/passwd", 8192], [PACKS[1].key, 8192]]},
-        {"packs": [[SAVE.manifest_key, 8192], [PACKS[1].key, 8192]]},
-        {"packs": [[PACKS[0].key, 4159], [PACKS[1].key, 8192]]},
-        {"packs": [[PACKS[0].key, -1], [PACKS[1].key, 8192]]},
-        {"packs": [[PACKS[0].key, 8192]]},
-        {"packs": [PACKS[0].key, PACKS[1].key]},
-        {"values": []},
-        {"metrics": None},
-    ],
-)
-def test_a_hostile_part_is_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(FormatError):
-        decode_renamed(resealed(PART_DOCUMENT, **fields))
-
-
-def test_a_part_under_the_name_of_another_is_refused() -> None:
-    for name in (replace(NAME, digest="0" * 32), FAILED_NAME):
-        with pytest.raises(CorruptData, match="does not match the digest in its name"):
-            Part.decode(name, PART_DOCUMENT)
-    for other in (replace(NAME, rank=0), replace(NAME, attempt="0" * 8), replace(NAME, table="0" * 32)):
-        with pytest.raises(FormatError, match="different parts"):
-            Part.decode(other, PART_DOCUMENT)
 
 
 # -- manifests

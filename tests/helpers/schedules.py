@@ -6,7 +6,6 @@ tell which step they are of, so that a snapshot needs no other oracle.
 
 from __future__ import annotations
 
-import queue
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.runtime import Runtime
+from helpers.stage import end_thread, has_jobs, is_copied, run_job
 from helpers.streams import Simulation, Stream
 from workers.torn import raw
 
@@ -25,7 +25,6 @@ from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
 from ckptlib.format.sharding import Replicate
-from ckptlib.jobs import Job
 from ckptlib.saving.assign import assign
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
@@ -133,9 +132,7 @@ class Schedule:
         self.num_sealed = self.num_torn = 0
         self.fence = Fence()
         self.stager = Stager(self.sealed, spare=given.memory == "device")
-        self.stager._jobs.finish()  # no thread: its jobs are done here, when chance has it
-        self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self.stager._jobs = self.jobs  # type: ignore[assignment]
+        end_thread(self.stager)  # its jobs are done here, when chance has it
         self.tensors: dict[str, torch.Tensor] = {}
         self.ramps: dict[str, torch.Tensor] = {}
         for n, (size, dtype) in enumerate(world.specs):
@@ -207,7 +204,7 @@ class Schedule:
 
     def _run_jobs_that_are_waited_for(self) -> None:
         """Where the fence waits for the staging thread, that does its part meanwhile."""
-        while any(not staging._copied.is_set() for staging, _ in self.under_way.values()):
+        while any(not is_copied(staging) for staging, _ in self.under_way.values()):
             self._run_job()
 
     def _let_time_pass(self) -> None:
@@ -217,10 +214,7 @@ class Schedule:
                 self._run_job()
 
     def _run_job(self) -> None:
-        if not self.jobs.empty():
-            job = self.jobs.get()
-            with torch.no_grad():
-                job()
+        run_job(self.stager)
 
     # Its snapshots
 
@@ -239,7 +233,7 @@ class Schedule:
         del lent, sources
         if self.given.pinned and len(self.simulation.blocked) > blocked:
             self.wrong.append(f"after_step holds up the host: {self.simulation.blocked[blocked]}")
-        if not self.given.pinned and self.given.memory == "host" and staging._copied.is_set():
+        if not self.given.pinned and self.given.memory == "host" and is_copied(staging):
             self.wrong.append("after_step copies all of the state, and waits for it")
         self.fence.guard(staging)
         self.under_way[staging.step] = staging, expected
@@ -271,7 +265,7 @@ class Schedule:
         return wrong
 
     def end(self) -> None:
-        while not self.jobs.empty():
+        while has_jobs(self.stager):
             self._run_job()
         self.simulation.settle()
         if self.under_way:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import support
 import torch
+from helpers.readers import pace_at, plan_of, store_of
 from onerank import opened
 from support import make_generation, make_root, make_save, put_part, put_parts
 from typing_extensions import override
@@ -65,7 +66,7 @@ def saved(path: Path, tensors: Mapping[str, np.ndarray], world_size: int = 1) ->
 
 
 def requests(reader: Reader) -> list[tuple[str, int, int]]:
-    store = reader._source._catalog.store
+    store = store_of(reader)
     assert isinstance(store, CountingStore)
     return store.requests
 
@@ -132,7 +133,7 @@ def test_parts_of_large_chunks_go_where_they_are_wanted(tmp_path: Path) -> None:
     reader.read(wants, nothing)
     for array, box in zip(found, boxes, strict=True):
         assert (array == whole[box.slices()]).all()
-    reads = [read for request in reader._plan(wants, [*map(reader.ranks_for, wants)]) for read in request.reads]
+    reads = [read for request in plan_of(reader, wants, [*map(reader.ranks_for, wants)]) for read in request.reads]
     assert all(first + nbytes <= read.nbytes for read in reads for first, nbytes, _ in read.moves)
     assert sum(nbytes for read in reads for _, nbytes, _ in read.moves) == sum(array.nbytes for array in found)
 
@@ -198,7 +199,7 @@ def test_replicas_are_compared_though_their_chunks_differ(tmp_path: Path) -> Non
 def test_memory_is_bounded_however_much_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {f"t{i}": np.full((100, 500), i, dtype=np.float32) for i in range(200)}  # 40 MB
     reader = saved(tmp_path, tensors)
-    monkeypatch.setattr(reader._source, "pace", Pace(most=256 * 1024))
+    pace_at(reader, Pace(most=256 * 1024), monkeypatch)
     found = {name: torch.zeros(500, 100).t() for name in tensors}
     wants = [want(name, tensor) for name, tensor in found.items()]
     tracemalloc.start()
@@ -207,7 +208,7 @@ def test_memory_is_bounded_however_much_is_read(tmp_path: Path, monkeypatch: pyt
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert all((found[name] == i).all() for i, name in enumerate(tensors))
-    store = reader._source._catalog.store
+    store = store_of(reader)
     assert isinstance(store, CountingStore)
     assert store.most_in_flight <= THREADS * (256 * 1024 + 64)
     assert max(nbytes for _, _, nbytes in store.requests) <= 256 * 1024 + 64
@@ -222,11 +223,11 @@ def test_a_plan_is_few_objects(tmp_path: Path) -> None:
     reader = saved(tmp_path, tensors, world_size=4)
     wants = [want(name, torch.zeros(8, 10, dtype=torch.float64)) for name in tensors]
     ranks = [*map(reader.ranks_for, wants)]
-    reader._plan(wants, ranks)  # reads the parts
+    plan_of(reader, wants, ranks)  # reads the parts
     gc.collect()
     before = len(gc.get_objects())
     with gc_pause.kept():
-        plan = reader._plan(wants, ranks)
+        plan = plan_of(reader, wants, ranks)
         made = len(gc.get_objects()) - before
     assert sum(len(read.copies) for request in plan for read in request.reads) == 4 * len(tensors)
     assert made < 5 * len(tensors) + 100  # one for each shard, and one for each target
@@ -239,7 +240,7 @@ def test_requests_are_as_large_as_the_source_likes_them(tmp_path: Path, monkeypa
     small = {f"t{i:02}": np.full(100_000, i, dtype=np.float32) for i in range(20)}
     for pace, few in ((Pace(), 2), (Pace(most=2 << 20), 12)):
         reader = saved(tmp_path / str(few), {"w": whole, **small})
-        monkeypatch.setattr(reader._source, "pace", pace)
+        pace_at(reader, pace, monkeypatch)
         found = {name: np.zeros_like(array) for name, array in {"w": whole, **small}.items()}
         reader.read([want(name, array) for name, array in found.items()], nothing)
         assert all((found[name] == array).all() for name, array in {"w": whole, **small}.items())
@@ -253,7 +254,7 @@ def test_tensors_come_one_by_one_or_several_at_a_time_as_the_source_likes_them(
     tensors = {f"t{i}": np.full(3 << 20, i, dtype=np.uint8) for i in range(10)}
     for pace, few in ((Pace(), 10), (Pace(direct_from=RUN_BYTES), 2)):
         reader = saved(tmp_path / str(few), tensors)
-        monkeypatch.setattr(reader._source, "pace", pace)
+        pace_at(reader, pace, monkeypatch)
         apart = np.zeros((len(tensors), 4 << 20), dtype=np.uint8)
         reader.read([want(name, apart[i, : 3 << 20]) for i, name in enumerate(tensors)], nothing)
         assert all((apart[i, : 3 << 20] == i).all() for i in range(len(tensors)))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.stage import seal
 from support import ROOT_ID
 
 from ckptlib.errors import AgreementFailed, ReplicationFailed
@@ -74,7 +75,7 @@ def test_of_a_snapshot_that_is_late_its_holders_are_told(tmp_path: Path) -> None
     (page,) = bench.wire.sent
     with pytest.raises(ReplicationFailed, match="there is no snapshot of step 7"):
         _heed(page, 1)
-    bench.staging._sealed.set()
+    seal(bench.staging)
 
 
 def test_a_slot_is_nobody_elses_while_this_rank_still_copies_into_it(tmp_path: Path) -> None:
@@ -87,5 +88,5 @@ def test_a_slot_is_nobody_elses_while_this_rank_still_copies_into_it(tmp_path: P
     assert bench.wire.failed.wait(60)
     time.sleep(0.1)
     assert not bench.replicator.calm
-    bench.staging._sealed.set()
+    seal(bench.staging)
     until(lambda: bench.replicator.calm)

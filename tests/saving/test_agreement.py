@@ -6,7 +6,7 @@ from pathlib import Path
 
 import agreement
 import pytest
-from launch import torchrun
+from launch import fork_ranks
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All cases in one launch of three ranks; a case that hangs is killed, and those before it have their verdicts."""
     directory = tmp_path_factory.mktemp("agreement")
     try:
-        torchrun("agreement.py", 3, directory, 200, timeout_s=200)
+        fork_ranks("agreement.py", 3, directory, 200, timeout_s=200)
     except AssertionError as error:
         (directory / "output").write_text(str(error))
     return directory

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import divergence
 import pytest
-from launch import torchrun
+from launch import fork_ranks
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All cases in one launch of two ranks."""
     directory = tmp_path_factory.mktemp("divergence")
     try:
-        torchrun("divergence.py", 2, directory, 200, timeout_s=200)
+        fork_ranks("divergence.py", 2, directory, 200, timeout_s=200)
     except AssertionError as error:
         (directory / "output").write_text(str(error))
     return directory

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.stage import seal
 from support import ROOT_ID
 
 from ckptlib.errors import NoRoom, SaveFailed
@@ -32,7 +33,7 @@ def test_snapshots_that_fail_behind_the_training_are_told_once(
         staging = Staging(slot, content)
         snapshots.begin(save, step, staging, persists)
         staging.error = error
-        staging._sealed.set()
+        seal(staging)
         snapshots.poll()
 
     for step, error in enumerate([NoRoom("full"), NoRoom("full"), None, NoRoom("full again"), SaveFailed("no")], 1):

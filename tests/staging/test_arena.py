@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from helpers.stage import wait_warm
 from places import TESTS
 from support import ROOT_ID
 
@@ -123,19 +124,19 @@ def test_a_slot_is_private_and_its_name_cannot_be_guessed(arena: Arena) -> None:
 
 def test_memory_is_there_before_it_is_needed(arena: Arena) -> None:
     arena.warm(1 << 20)
-    arena._join()
+    wait_warm(arena)
     assert [slot.capacity for slot in arena.slots] == [1 << 20] * 2
     for slot in arena.slots:
         assert slot.path.stat().st_blocks * 512 >= 1 << 20, "allocated"
     assert taken(arena, -1, [], 1 << 20) in arena.slots
     arena.warm(1 << 20)
-    arena._join()
+    wait_warm(arena)
     assert len(arena.slots) == 2
 
 
 def test_a_slot_that_is_too_small_is_made_anew(arena: Arena) -> None:
     arena.warm(SIZE)
-    arena._join()
+    wait_warm(arena)
     before = arena.slots
     grown = taken(arena, -1, [], 3 * SIZE)
     assert grown.capacity >= 3 * SIZE
@@ -148,7 +149,7 @@ def test_a_slot_that_is_too_small_is_made_anew(arena: Arena) -> None:
 def test_no_room_where_a_directory_was_chosen(small: Path) -> None:
     arena = Arena(ROOT_ID, GENERATION, small, 2)
     arena.warm(1 << 30)
-    arena._join()
+    wait_warm(arena)
     assert arena.slots == [], "an estimate that does not fit is no error"
     with pytest.raises(NoRoom, match=r"no room for a slot of 1,073,745,920 bytes .*arena="):
         arena.take(1 << 30, -1, [])

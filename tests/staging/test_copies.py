@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.stage import num_gathered, window_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -141,7 +142,7 @@ def test_no_more_is_gathered_than_there_is_room_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "PACKED_BYTES", 1000)
     _, pairs = make_pairs([200, 100, 200, 40], late=False)
     work = work_of(pairs, DEVICE, None)
-    gathered = sum(group[0][0].nbytes for group in work.inside_now._groups.values())
+    gathered = num_gathered(work.inside_now)
     assert gathered <= 1000
     assert sum(target.numel() for target, _ in work.across_now.moves()) == 4 * (100 + 200)
 
@@ -194,7 +195,7 @@ def test_samples_look_at_other_places_at_other_times() -> None:
     looked = set()
     for _ in range(100):
         work.samples.look_before()
-        looked.add(work.samples._windows[work.samples._at][0][0].data_ptr())
+        looked.add(window_of(work.samples).data_ptr())
     assert len(looked) == prepared_copies.NUM_WINDOWS
     addresses = sorted(address - pairs[0].source_address for address in looked)
     assert addresses[0] >= 0

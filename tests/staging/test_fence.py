@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.inside import fence_of, stager_of
+from helpers.stage import held, pending_of, step_hooks
 from typing_extensions import override
-from workers.torn import held, params_of, raw, step_with_gradients
+from workers.torn import params_of, raw, step_with_gradients
 
 import ckptlib
 from ckptlib.devices import accelerator
@@ -49,7 +51,7 @@ def make_optimizer() -> torch.optim.Optimizer:
 
 
 def hooks_of(optimizer: torch.optim.Optimizer) -> int:
-    return len(optimizer._optimizer_step_pre_hooks)
+    return len(step_hooks(optimizer))
 
 
 def test_a_step_waits_once_for_every_copy() -> None:
@@ -99,7 +101,7 @@ def test_many_threads_at_the_fence_lose_no_copy() -> None:
 
     def steps(optimizer: torch.optim.Optimizer) -> None:
         while not all(pending.landed for pending in copies):
-            for hook in optimizer._optimizer_step_pre_hooks.values():
+            for hook in step_hooks(optimizer):
                 hook(optimizer, (), {})
 
     for optimizer in optimizers:
@@ -114,7 +116,7 @@ def test_many_threads_at_the_fence_lose_no_copy() -> None:
     for thread in threads:
         thread.join()
     fence.wait()
-    assert not fence._pending
+    assert not pending_of(fence)
 
 
 def test_a_step_that_is_captured_earns_nothing_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +146,7 @@ def test_drained_before_a_capture(tmp_path: Path) -> None:
         staging = ckpt.pending.staging
         ckpt.drain()
         assert staging.done
-        assert not ckpt._fence._pending
+        assert not pending_of(fence_of(ckpt))
 
 
 def test_an_optimizer_is_hooked_once() -> None:
@@ -206,7 +208,7 @@ def test_a_wait_ends_with_an_error_that_says_what_for(tmp_path: Path, monkeypatc
         step_with_gradients(optimizer)
         ckpt.after_step(1)
         step_with_gradients(optimizer)
-        with held(ckpt._session.stager):
+        with held(stager_of(ckpt)):
             ckpt.after_step(2)
             monkeypatch.setattr(stager, "COPY_TIMEOUT_S", 0.01)
             with pytest.raises(WaitTimeout, match="copy of step 2"):
@@ -254,7 +256,7 @@ def test_overlap_is_earned_anew_by_each_step(tmp_path: Path) -> None:
 @contextmanager
 def recorded_overlaps(ckpt: ckptlib.Checkpointer) -> Iterator[dict[str, bool]]:
     """Which sources `begin` was given as those that wait at the fence."""
-    staged, found = ckpt._session.stager, {}
+    staged, found = stager_of(ckpt), {}
 
     class Recording(stager.Stager):
         @override
@@ -296,7 +298,7 @@ def run(root: Path, model: torch.nn.Module, compiled: str) -> list[bytes]:
     with ckptlib.Checkpointer(root, state, every=2, arena=root) as ckpt:
         for _ in ckpt.loop(0, 4):
             train(torch.randn(8, 200, generator=draw))
-            fired.append(ckpt._fence.fired(optimizer))
+            fired.append(fence_of(ckpt).fired(optimizer))
     assert fired == [True] * 4
     weights = [raw(p) for p in model.parameters()]
     with torch.no_grad():

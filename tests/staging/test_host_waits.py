@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 from helpers.hostwaits import HostWait, HostWaits
+from helpers.stage import read_event
 from helpers.streams import DEVICE, Simulation
-from launch import torchrun
+from launch import fork_ranks
 from workers.unwaiting import NUM_SAVES, Training, device, train
 
 from ckptlib.devices import accelerator
@@ -33,7 +34,7 @@ def test_after_step_and_the_fence_wait_for_nothing(tmp_path: Path, memory: str) 
 
 def test_nor_do_two_ranks_that_digest_what_both_hold(tmp_path: Path) -> None:
     """Snapshots in the memory of the host, and then of the device."""
-    torchrun("unwaiting.py", 2, tmp_path, timeout_s=240)
+    fork_ranks("unwaiting.py", 2, tmp_path, timeout_s=240)
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ PUT_IN: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
     "the fence holds up the host": (
         DeviceCopies,
         "hold_compute",
-        lambda hold: lambda copied: accelerator.wait(copied._read),
+        lambda hold: lambda copied: accelerator.wait(read_event(copied)),
     ),
     "the fence waits for a stream": (
         Fence,

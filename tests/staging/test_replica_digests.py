@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from helpers.stage import last_reading
 
 from ckptlib.devices import accelerator
 from ckptlib.format.check import alike
@@ -123,8 +124,9 @@ def test_places_are_new_at_each_save_and_alike() -> None:
         for rank in ranks:
             rank.read(number)
             assert rank.digests is not None
-            assert rank.digests._last is not None
-            readings.append(rank.digests._last.places)
+            reading = last_reading(rank.digests)
+            assert reading is not None
+            readings.append(reading.places)
         assert readings[0] == readings[1]
         places += readings[0]
     assert len({*places}) == len(places)

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from helpers.runtime import Allocator
+from helpers.stage import granted
 
 from ckptlib.staging import spare_memory
 from ckptlib.staging.spare_memory import Body, Figures, Room, Spares
@@ -163,11 +164,11 @@ def test_another_layout_gives_back_before_it_takes(device: Device) -> None:
     device.allocator.release(200)  # of the two, the one that is not busy goes at once
     again = made.take(bodies(250))
     assert again is not None
-    assert made._room.granted == 200 + 2 * 250
+    assert granted(made) == 200 + 2 * 250
     device.allocator.release(200 + 250)
     first.busy = False
     assert made.take(bodies(300)) is not None
-    assert made._room.granted == 250 + 2 * 300
+    assert granted(made) == 250 + 2 * 300
 
 
 def test_memory_in_pieces_is_none(device: Device) -> None:

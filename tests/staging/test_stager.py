@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
+from helpers.stage import held, is_copied
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workers.torn import SLOT_BYTES, Rig, held, params_of, prepared, raw, state_of, step_with_gradients
+from workers.torn import SLOT_BYTES, Rig, params_of, prepared, raw, state_of, step_with_gradients
 
 from ckptlib.errors import WaitTimeout
 from ckptlib.format.documents import decode
@@ -142,7 +143,7 @@ def test_sources_live_until_they_are_copied(rig: Rig) -> None:
     step_with_gradients(optimizer)
     with held(rig.stager):
         staging = rig.begin(state_of(optimizer))
-        assert not staging._copied.is_set()
+        assert not is_copied(staging)
         for p in params_of(optimizer):
             p.data = torch.zeros(1)  # nobody else holds the old memory now
         gc.collect()

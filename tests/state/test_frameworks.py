@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.inside import fence_of
+from helpers.stage import step_hooks
 from onerank import Holder, opened, same
 from torch import nn, optim
 
@@ -79,9 +81,9 @@ def test_the_fence_is_in_the_optimizer_inside(tmp_path: Path) -> None:
     model, optimizer = made(accelerated, 0)
     with ckptlib.Checkpointer(tmp_path / "root", {"m": model, "o": optimizer}, every=1, arena=tmp_path) as ckpt:
         train(model, optimizer, 0)
-        assert ckpt._fence.fired(optimizer.optimizer)
+        assert fence_of(ckpt).fired(optimizer.optimizer)
         ckpt.after_step(1)
-    assert not optimizer.optimizer._optimizer_step_pre_hooks
+    assert not step_hooks(optimizer.optimizer)
 
 
 def test_a_wrapper_that_nobody_knows_goes_without_overlap(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -90,7 +92,7 @@ def test_a_wrapper_that_nobody_knows_goes_without_overlap(tmp_path: Path, caplog
     with ckptlib.Checkpointer(root, {"m": model, "o": optimizer}, every=1, arena=tmp_path) as ckpt:
         for step in ckpt.loop(0, 3):
             train(model, optimizer, step)
-            assert not ckpt._fence.fired(optimizer)
+            assert not fence_of(ckpt).fired(optimizer)
     told = [record for record in caplog.records if "takes no step hook" in record.message]
     assert [record.levelno for record in told] == [logging.WARNING], "said once"
     assert "Wrapper" in told[0].message

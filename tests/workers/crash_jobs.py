@@ -8,8 +8,6 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -24,16 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from helpers.forkserver import context, start_server
+from helpers.inside import save_now, writer_of
+from helpers.registry import close_sessions
 from workers import crash_oracle
 
 import ckptlib
 from ckptlib import checkpointer as checkpointer_module
-from ckptlib.checkpoint import SaveOrder, save_step
-from ckptlib.saving.registry import registry
-
-_context = multiprocessing.get_context("forkserver")
-
-torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # imports 300 modules, a second's worth: once, in the server
 
 WAIT_S = 60.0
 
@@ -52,7 +47,7 @@ class Job:
     ) -> None:
         self._report = report
         target = (function, str(report), rank, size, f"{report.parent / report.stem}.init", kwargs)
-        self.process: BaseProcess = _context.Process(target=_run, args=target)
+        self.process: BaseProcess = context.Process(target=_run, args=target)
         self.process.start()
         _started.append(self)
         assert self.process.pid is not None
@@ -110,19 +105,6 @@ def end_all(root: Path) -> None:
     if (root / "ckptlib.json").exists():
         for path in crash_oracle.slots_of(root):
             path.unlink(missing_ok=True)
-
-
-def start_server() -> None:
-    """The server imports what every job needs: three seconds, once."""
-    _context.set_forkserver_preload(["ckptlib.checkpointer", "pytest", __name__])
-    before = os.environ.copy()
-    path = os.pathsep.join(map(str, Path(__file__).parents[1:3]))  # it is not given sys.path
-    os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=path)
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 _numbers = iter(range(10**6))
@@ -242,10 +224,7 @@ def checkpointer(
 
 def take(ckpt: ckptlib.Checkpointer, state: State, step: int) -> ckptlib.Pending:
     """A save of this very step; when the loop would take it is not the matter here."""
-    ckpt._session.await_room()
-    pending = save_step(ckpt._session, SaveOrder(state.mapping, step))
-    pending.staging.go()
-    return pending
+    return save_now(ckpt, state.mapping, step)
 
 
 def settle(tell: Teller, pending: ckptlib.Pending, timeout_s: float = WAIT_S) -> None:
@@ -298,7 +277,7 @@ def train_when_told(tell: Teller, rank: int, *, url: str, gates: str, numel: int
 
 
 def read_gate(tell: Teller, gates: str, step: int, ckpt: ckptlib.Checkpointer) -> str:
-    tell("waiting", step=step, writer=ckpt._session.writer.pid, log=str(ckpt._session.writer.log_path))
+    tell("waiting", step=step, writer=writer_of(ckpt).pid, log=str(writer_of(ckpt).log_path))
     path = Path(gates) / str(step)
     deadline = time.monotonic() + WAIT_S
     while not path.exists():
@@ -358,7 +337,7 @@ def try_roots(tell: Teller, rank: int, *, roots: list[str], step: int) -> None:
         else:
             state.check(state_step)
             tell("load", root=name, kind="", step=state_step)
-        registry.close()  # else each root keeps a writer until the process ends
+        close_sessions()  # else each root keeps a writer until the process ends
         try_restore(tell, rank, url=url)
 
 

@@ -28,13 +28,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from helpers.registry import close_sessions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import ckptlib
 from ckptlib.format import sharding
-from ckptlib.saving.registry import registry
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -347,7 +347,7 @@ def main() -> None:
     report = {"batches": number - first, "wrong": wrong}
     (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
     dist.barrier()
-    registry.close()
+    close_sessions()
     os._exit(0)  # gloo's threads may abort an interpreter that ends in the ordinary way (torch 2.13)
 
 

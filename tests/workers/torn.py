@@ -10,12 +10,12 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from helpers.stage import held, is_copied
 
 from ckptlib.format.body_layout import body_nbytes, lay_out
 from ckptlib.format.box import Box
@@ -34,21 +34,6 @@ from ckptlib.state.leaf import Leaf
 
 WAIT_S = 60.0
 SLOT_BYTES = 16 << 20
-
-
-@contextmanager
-def held(stager: Stager) -> Iterator[threading.Event]:
-    """The staging thread does nothing more until the event is set; it is when the body ends."""
-    gate = threading.Event()
-
-    def hold() -> None:
-        gate.wait(WAIT_S)
-
-    stager._jobs.put(hold)
-    try:
-        yield gate
-    finally:
-        gate.set()
 
 
 class OpensGate:
@@ -235,7 +220,7 @@ def fenced_case(rig: Rig, state: Mapping[str, object], optimizer: torch.optim.Op
     step_with_gradients(optimizer)
     with held(rig.stager) as gate:
         staging = rig.begin(state)
-        behind = not staging._copied.is_set()
+        behind = not is_copied(staging)
         rig.fence.guard(OpensGate(gate, staging))
         mutate(optimizer)
     return _outcome(rig, staging, behind)
@@ -247,7 +232,7 @@ def unfenced_case(rig: Rig, state: Mapping[str, object], optimizer: torch.optim.
     step_with_gradients(optimizer)
     with held(rig.stager):
         staging = rig.begin(state)
-        behind = not staging._copied.is_set()
+        behind = not is_copied(staging)
         rig.fence.remove()
         mutate(optimizer)
     return _outcome(rig, staging, behind)
@@ -255,7 +240,7 @@ def unfenced_case(rig: Rig, state: Mapping[str, object], optimizer: torch.optim.
 
 def _outcome(rig: Rig, staging: Staging, behind: bool) -> str:
     """exact, torn, or what must never be: silent damage. "inline" in front where nothing was left to the thread."""
-    staging._sealed.wait(WAIT_S)
+    staging.wait_done(WAIT_S)
     ready = rig.slot.read_header().ready
     if staging.error is not None:
         found = type(staging.error).__name__ if not ready else "torn, yet ready"

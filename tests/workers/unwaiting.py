@@ -18,6 +18,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from helpers.hostwaits import PATIENCE_S, HostWaits
+from helpers.inside import has_spare_memory
 from helpers.runtime import Runtime
 from helpers.schedules import shrink
 from helpers.streams import Simulation
@@ -105,8 +106,7 @@ def train(directory: Path, memory: str) -> list[int]:
                     ckpt.after_step(step)
                     with ckpt.updating():  # what was begun is under way still, here and before the next step
                         training.body()
-            spare = [s for s in ckpt._session.stager._devices._spares.values() if s._spares]
-            assert bool(spare) is (memory == "device")
+            assert has_spare_memory(ckpt) is (memory == "device")
         assert simulation.violations == []
         assert [info.step for info in ckptlib.checkpoints(directory / "root")] == saved
         return saved

@@ -1,0 +1,112 @@
+"""`ls` and `show`: what they say, in both ways of saying it, and that looking changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from helpers.commands import Ckptlib, files
+from support import make_root
+
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.stores.local import LocalStore
+from ckptlib.stores.testing import flip_bit
+
+# -- ls
+
+
+def test_ls(ckptlib: Ckptlib, saved: Path) -> None:
+    header, *rows = ckptlib("ls", saved).lines()
+    assert header == ["STEP", "GEN", "AGE", "RANKS", "SIZE", "METRICS"]
+    assert [row[:2] for row in rows] == [["2", "1"], ["3", "2"]]
+    assert [row[4:] for row in rows] == [
+        ["2", "12.0", "MB", "loss", "2.5"],
+        ["1", "12.0", "MB", "loss", "2.25", "note", r"rewound\x1b[31m"],
+    ]
+
+
+def test_ls_all(ckptlib: Ckptlib, root: Path) -> None:
+    store = LocalStore(str(root))
+    store.put(SaveId(9, GenerationId(2, "f" * 8)).pack_key(0, "0" * 8, 0), bytes(1000))
+    store.put(SaveId(1, GenerationId(1, "f" * 8)).trash_key, b"{}")
+    document = ckptlib("ls", root, "--all", "--json").json
+    assert [(row["step"], row["state"]) for row in document["steps"]] == [
+        (1, "trash"),
+        (2, "committed"),
+        (3, "committed"),
+        (4, "left behind"),
+        (9, "uncommitted"),
+    ]
+    assert document["steps"][-1]["nbytes"] == 1000
+    shown = ckptlib("ls", root, "--all")
+    assert "loss nan" in shown.out
+    assert len(shown.lines()) == 1 + 5 + 1
+    assert [row["step"] for row in ckptlib("ls", root, "--json").json["steps"]] == [2, 3]
+
+
+def test_ls_of_a_damaged_manifest(ckptlib: Ckptlib, root: Path) -> None:
+    flip_bit(next((root / "steps").glob("*2-000001-*")), 300)
+    result = ckptlib("ls", root)
+    assert result.code == 1
+    assert result.lines()[1][:6] == ["2", "1", "-", "-", "-"]
+    assert "does not match its digest" in result.err
+    assert [row["state"] for row in ckptlib("ls", root, "--json").json["steps"]] == ["damaged", "committed"]
+
+
+def test_ls_where_there_is_nothing(ckptlib: Ckptlib, tmp_path: Path) -> None:
+    result = ckptlib("ls", tmp_path / "nowhere")
+    assert (result.code, result.out) == (1, "")
+    assert result.err.count("\n") == 1
+    assert "holds no checkpoints" in result.err
+    assert not (tmp_path / "nowhere").exists()
+    make_root(LocalStore(str(tmp_path / "empty")))
+    result = ckptlib("ls", tmp_path / "empty")
+    assert result.code == 0
+    assert "no committed step" in result.out
+
+
+# -- show
+
+
+def test_show(ckptlib: Ckptlib, saved: Path) -> None:
+    shown = ckptlib("show", saved)
+    assert shown.code == 0
+    text = " ".join(shown.out.split())
+    assert "step 3 12.0 MB by 1 rank" in text
+    assert "resumed from step 2 of generation 1" in text
+    assert "total 9 12.0 MB" in text
+    assert "\x1b" not in shown.out
+
+    document = ckptlib("show", saved, 2, "--tensors", "model/*", "--values", "--json").json
+    assert (document["step"], document["world_size"], document["visible"]) == (2, 2, True)
+    assert document["values"]["epoch"] == 2
+    assert document["totals"]["model"] == {"num_tensors": 5, "nbytes": 12_000_000 + 30 + 3 + 64 + 8}
+    assert document["totals"]["cursor"] == {"num_tensors": 1, "nbytes": 32}
+    tensors = {tensor["name"]: tensor for tensor in document["tensors"]}
+    assert tensors["model/large"] == {
+        "name": "model/large",
+        "dtype": "float32",
+        "shape": [3000, 1000],
+        "held": "S0 on 2",
+        "nbytes": 12_000_000,
+    }
+    assert tensors["model/complex"]["dtype"] == "complex128"
+    assert set(tensors) == {f"model/{name}" for name in ("large", "small", "flags", "complex", "count")}
+    packs = [path for path in files(saved) if "/packs/000000000002" in path]
+    assert document["objects"]["packs"] == {"number": 2, "nbytes": sum(files(saved)[path][0] for path in packs)}
+    assert set(document["generations"][0]["versions"]) == {"python", "torch", "ckptlib"}
+
+
+def test_show_a_step_that_was_left_behind_by_its_name(ckptlib: Ckptlib, saved: Path) -> None:
+    name = next(row["name"] for row in ckptlib("ls", saved, "--all", "--json").json["steps"] if row["step"] == 4)
+    document = ckptlib("show", saved, name, "--json").json
+    assert (document["step"], document["visible"]) == (4, False)
+    missing = ckptlib("show", saved, 4)
+    assert missing.code == 1
+    assert "holds no step 4; the last ones are: 2, 3" in missing.err
+
+
+def test_errors_are_json_too(ckptlib: Ckptlib, saved: Path) -> None:
+    result = ckptlib("show", saved, 7, "--json")
+    assert result.code == 1
+    assert result.json["error"]["kind"] == "CheckpointNotFound"
+    assert result.err.count("\n") == 1

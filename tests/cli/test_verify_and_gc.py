@@ -1,0 +1,142 @@
+"""`verify` names what is damaged; `gc` drops what it was told to, and asks before it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.commands import DAY_S, Ckptlib, files, of_step, on_terminal, path_of
+from support import age
+
+from ckptlib.stores.local import LocalStore
+from ckptlib.stores.testing import flip_bit
+
+# -- verify
+
+
+def test_verify_real_saves(ckptlib: Ckptlib, saved: Path) -> None:
+    before = files(saved)
+    document = ckptlib("verify", saved, "--all", "--json").json
+    assert document["good"]
+    assert document["findings"] == []
+    assert [step["step"] for step in document["steps"]] == [2, 3, 4]
+    assert document["nbytes"] == sum(size for path, (size, _) in before.items() if "/packs/" in path)
+    shown = ckptlib("verify", saved)
+    assert shown.code == 0
+    assert shown.lines()[0][:3] == ["good", "step", "3"]
+    assert "all good" in shown.out
+    assert files(saved) == before
+
+
+def test_verify_names_what_is_damaged(ckptlib: Ckptlib, root: Path) -> None:
+    pack = of_step(root, "packs", 2, 1)
+    flip_bit(pack, pack.stat().st_size // 2)
+    of_step(root, "packs", 4, 0).unlink()
+    flip_bit(of_step(root, "packs", 3), 40)
+    result = ckptlib("verify", root, "--all", "--json")
+    assert result.code == 1
+    flipped, header, lost = result.json["findings"]
+    assert (flipped["step"], flipped["damage"], flipped["rank"]) == (2, "altered", 1)
+    assert flipped["key"] == str(pack.relative_to(root))
+    assert flipped["tensors"] == [{"name": "model/large", "box": [[1500, 3000], [0, 1000]]}]
+    assert flipped["offset"] <= pack.stat().st_size // 2 < flipped["offset"] + flipped["nbytes"]
+    assert (header["step"], header["damage"]) == (3, "malformed")
+    assert (lost["step"], lost["damage"], lost["rank"]) == (4, "missing", 0)
+    assert {"name": "model/large", "box": [[0, 1500], [0, 1000]]} in lost["tensors"]
+
+    shown = ckptlib("verify", root, 2)
+    assert shown.code == 1
+    assert shown.lines()[0][:3] == ["bad", "step", "2"]
+    assert "model/large[1500:3000, 0:1000] of rank 1" in shown.out
+    assert "1 finding" in shown.out
+    assert ckptlib("verify", root).code == 1
+    assert ckptlib("verify", root, 4).code == 1  # not on the history
+
+
+def test_verify_with_a_damaged_history(ckptlib: Ckptlib, root: Path) -> None:
+    """The generations cannot be read: the newest save is looked at all the same."""
+    for record in (root / "generations").iterdir():
+        flip_bit(record, 100)
+    (root / "ckptlib.json").unlink()
+    document = ckptlib("verify", root, "--json").json
+    assert [(one["damage"], one["key"].split("/")[0]) for one in document["findings"]] == [
+        ("missing", "ckptlib.json"),
+        ("altered", "generations"),
+        ("altered", "generations"),
+    ]
+    assert [step["step"] for step in document["steps"]] == [3]
+
+
+def test_verify_wants_a_step_or_all(ckptlib: Ckptlib, saved: Path) -> None:
+    assert ckptlib("verify", saved, 2, "--all").code == 2
+
+
+# -- gc
+
+
+def test_gc_dry_run_changes_nothing(ckptlib: Ckptlib, made: LocalStore) -> None:
+    before = files(made.url)
+    document = ckptlib("gc", made.url, "--keep-last", 2, "--keep-every", 2, "--dry-run", "--json").json
+    assert document["dry_run"]
+    assert [row["step"] for row in document["dropped"]] == [1, 3]
+    assert document["deleted"] == []
+    shown = ckptlib("gc", made.url, "--keep-last", 2, "--keep-every", 2, "--dry-run")
+    assert shown.lines()[0][:4] == ["would", "drop", "step", "1"]
+    assert files(made.url) == before
+
+
+def test_gc(ckptlib: Ckptlib, made: LocalStore) -> None:
+    document = ckptlib("gc", made.url, "--keep-last", 2, "--json").json
+    assert [row["step"] for row in document["dropped"]] == [1, 2, 3]
+    assert all(row["nbytes"] > 0 for row in document["dropped"])
+    assert [row["step"] for row in ckptlib("ls", made.url, "--json").json["steps"]] == [4, 5]
+    assert [row["state"] for row in ckptlib("ls", made.url, "--all", "--json").json["steps"]] == ["trash"] * 3 + [
+        "committed"
+    ] * 2
+    age(made, 2 * DAY_S)
+    freed = ckptlib("gc", made.url, "--keep-last", 2, "--dry-run", "--json").json["nbytes_deleted"]
+    done = ckptlib("gc", made.url, "--keep-last", 2)
+    assert done.lines()[0][0] == "deleted"
+    assert freed > 0
+    assert ckptlib("ls", made.url, "--all", "--json").json["steps"] == ckptlib("ls", made.url, "--json").json["steps"]
+    assert ckptlib("verify", made.url, "--all").code == 0
+    assert ckptlib("gc", made.url, "--keep-last", 2).out == "nothing to do\n"
+
+
+def test_gc_drops_what_a_rewind_left_behind(ckptlib: Ckptlib, root: Path) -> None:
+    assert ckptlib("gc", root, "--keep-last", 9, "--json").json["dropped"] == []
+    assert [row["step"] for row in ckptlib("gc", root, "--keep-last", 9, "--abandoned", "--json").json["dropped"]] == [
+        4
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--keep-last", 0], [], ["--keep-last", 1, "--keep-every", 0], ["--keep-last", 1, "--grace", 0.01]]
+)
+def test_gc_usage(ckptlib: Ckptlib, made: LocalStore, arguments: list[object]) -> None:
+    before = files(made.url)
+    result = ckptlib("gc", made.url, *arguments)
+    assert (result.code, result.out) == (2, "")
+    assert files(made.url) == before
+
+
+@pytest.mark.parametrize(("answer", "left"), [(b"n\n", 5), (b"y\n", 1)])
+def test_gc_asks_on_a_terminal(made: LocalStore, answer: bytes, left: int) -> None:
+    code, said = on_terminal(["gc", made.url, "--keep-last", "1"], answer)
+    assert "would drop" in said
+    assert "Drop 4 steps? [y/N]" in said
+    assert code == (1 if left == 5 else 0)
+    assert len(list((path_of(made) / "steps").iterdir())) == left
+
+
+def test_gc_does_not_ask_when_told_so(made: LocalStore) -> None:
+    code, said = on_terminal(["gc", made.url, "--keep-last", "1", "--yes"], b"")
+    assert code == 0
+    assert "[y/N]" not in said
+
+
+def test_verify_on_a_terminal_draws_a_bar_and_wipes_it_away(made: LocalStore) -> None:
+    code, said = on_terminal(["verify", made.url], b"")
+    assert code == 0
+    assert "\x1b[2K" in said  # the line was erased
+    assert said.rstrip().endswith("all good\x1b[0m")

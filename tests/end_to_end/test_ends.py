@@ -1,0 +1,183 @@
+"""How a Checkpointer ends: by saves that fail, a newer job, an exception, a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from helpers.inside import num_failures, refuse_slots
+from helpers.one_job import WAIT_S, Job, catalog, faulty, slots, step_once, steps, wait_settled
+from launch import environment
+from places import TESTS
+
+import ckptlib
+from ckptlib.errors import NoRoom, SaveFailed, Superseded
+
+
+def test_failures_in_a_row_are_raised_and_earlier_steps_stay(job: Job) -> None:
+    url = faulty(job, [])
+    done: list[int] = []
+
+    def train() -> None:
+        with ckptlib.Checkpointer(url, job.state, every=3, arena=job.root.parent) as ckpt:
+            for step in range(1, 40):
+                job.body()
+                ckpt.after_step(step)
+                done.append(step)
+                wait_settled(ckpt)
+                if step == 4:
+                    faulty(job, [{"op": "commit", "key": "^packs/", "action": "full"}])
+
+    with pytest.raises(SaveFailed, match=r"3 saves in a row failed.*no space, as planned"):
+        train()
+    assert done == list(range(1, 14)), "the third one failed in step 12, all agreed in 13, and acted in 14"
+    assert steps(job.root) == [3]
+
+
+def test_what_failed_here_is_told_with_its_reason(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """Before there is a save that could have an error."""
+    ckpt = job.checkpointer(every=1)
+
+    def no_room(nbytes: int) -> None:
+        raise NoRoom("no room, as planned")
+
+    refuse_slots(ckpt, no_room)
+
+    def train() -> None:
+        for step in range(1, 10):
+            ckpt.after_step(step)
+
+    with pytest.raises(SaveFailed, match=r"3 saves in a row failed.*no room, as planned"):
+        train()
+    said = [record.getMessage() for record in caplog.records]
+    assert all(line.count("could not be saved") == 1 for line in said if "no room" in line)
+    ckpt.close()
+
+
+def test_one_failure_is_a_warning(job: Job) -> None:
+    url = faulty(job, [{"op": "commit", "key": "^packs/", "action": "error", "nth": 1}])
+    with ckptlib.Checkpointer(url, job.state, every=3, arena=job.root.parent) as ckpt:
+        for step in range(1, 10):
+            job.body()
+            ckpt.after_step(step)
+            wait_settled(ckpt)
+        assert num_failures(ckpt) == 0
+    assert steps(job.root) == [3, 9]
+
+
+def test_an_older_job_is_superseded(job: Job) -> None:
+    def train() -> None:
+        with job.checkpointer(every=3) as old:
+            for step in range(1, 4):
+                step_once(old, step)
+            with job.checkpointer(every=3) as new:
+                for step in range(1, 7):
+                    step_once(new, step)
+            for step in range(4, 20):
+                job.body()
+                old.after_step(step)
+                wait_settled(old)
+
+    with pytest.raises(Superseded):
+        train()
+    assert [save.generation.number for save in catalog(job.root).saves()] == [1, 2, 2]
+
+
+def test_an_exception_comes_out_as_it_is(job: Job) -> None:
+    def train() -> None:
+        with job.checkpointer(every=1) as ckpt:
+            job.body()
+            ckpt.after_step(1)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        train()
+    wait_until(lambda: steps(job.root) == [1])
+    wait_until(lambda: slots(job.root.parent) == [])
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# -- signals
+
+
+def test_sigterm_ends_the_loop_after_a_last_save(job: Job) -> None:
+    with job.checkpointer(every=1000) as ckpt:
+        seen = []
+        for step in ckpt.loop(0, 100):
+            seen.append(step)
+            job.body()
+            if step == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert ckpt.stopping
+        expected = job.bits()
+    assert seen == list(range(8)), "agreed upon one step later"
+    assert steps(job.root) == [8]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    ckptlib.load(job.root, job.state)
+    assert job.bits() == expected
+
+
+def test_a_handler_of_the_users_own_is_left_alone(job: Job) -> None:
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *args: seen.append(args))
+    try:
+        with job.checkpointer() as ckpt:
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in ckpt.loop(0, 3):
+                job.body()
+            assert not ckpt.stopping
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(seen) == 1
+
+
+def run(kind: str, url: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "workers/jobs.py", kind, url, str(tmp_path)],
+        cwd=TESTS,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_terminated_job_exits_well_and_is_continued(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    done = run("terminated", str(root), tmp_path)
+    assert (done.returncode, done.stdout.split("\n")) == (0, ["start 0", "ended 9 True", "closed", ""]), done.stderr
+    assert steps(root) == [9]
+    done = run("terminated twice", str(root), tmp_path)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "start 9\n"), "the second one kills as ever"
+    assert steps(root) == [9]
+    wait_until(lambda: slots(tmp_path) == [])
+
+
+def test_a_job_that_raises_does_not_wait_and_its_writer_finishes(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps([{"op": "commit", "key": "^packs/", "action": "stall", "seconds": 4}]))
+    root = tmp_path / "root"
+    done = run("raises", f"fault+file://{root}?plan={quote(str(plan))}", tmp_path)
+    assert done.returncode == 1
+    left = float(done.stdout.split("left ")[1])
+    assert 'KeyError: "the trainer\'s own trouble"' in done.stderr
+    wait_until(lambda: steps(root) == [9])
+    (info,) = ckptlib.checkpoints(root)
+    (manifest,) = (root / "steps").iterdir()
+    assert manifest.stat().st_mtime > info.created + 4, "the store did stall"
+    assert left < manifest.stat().st_mtime, "and nobody waited"
+    wait_until(lambda: slots(tmp_path) == [])

@@ -1,0 +1,107 @@
+"""Documents whose digests are right, and which only malice, a bug or a later version writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from helpers.damage import NEWEST, newest, try_all
+from support import of_version, resealed
+from workers.crash_oracle import read_document
+
+
+def put_part(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Replaces rank 0's part of the newest step, and has the manifest name the new one."""
+    path, manifest = newest(root, "part 0"), newest(root, "manifest")
+    body = read_document(path)
+    change(body)
+    document = resealed(path.read_bytes(), **body)
+    stem = path.name.split("-")
+    table = document[document.index(b'"table":') + 8 : document.rindex(b"}}\n")]
+    stem[3] = xxhash.xxh3_128_hexdigest(json.dumps(json.loads(table), separators=(",", ":")).encode())
+    stem[4] = xxhash.xxh3_128_hexdigest(document)  # the check behind it stays
+    new = path.with_name("-".join(stem))
+    path.unlink()
+    new.write_bytes(document)
+    parts = read_document(manifest)["parts"]
+    manifest.write_bytes(resealed(manifest.read_bytes(), parts=[f"parts/{new.parent.name}/{new.name}", *parts[1:]]))
+
+
+def rewrite_manifest(root: Path, **fields: Any) -> None:
+    path = newest(root, "manifest")
+    path.write_bytes(resealed(path.read_bytes(), **fields))
+
+
+def climb(body: dict[str, Any]) -> None:
+    body["packs"][0][0] = "packs/../../../../../../etc/passwd"
+
+
+def huge(column: str, value: int) -> Callable[[dict[str, Any]], None]:
+    def change(body: dict[str, Any]) -> None:
+        body["table"]["chunks"][column][0] = value
+        body["packs"] = [[key, 2**62] for key, _ in body["packs"]]
+
+    return change
+
+
+def huge_box(body: dict[str, Any]) -> None:
+    body["table"]["shards"]["shape"][0] = [2**59]
+    body["table"]["chunks"]["nbytes"][0] = 2**61
+    body["packs"] = [[key, 2**62] for key, _ in body["packs"]]
+
+
+HOSTILE: dict[str, Callable[[Path], None]] = {
+    "climbing-part": lambda root: rewrite_manifest(root, parts=["parts/../../../../etc/passwd"] * 2),
+    "absolute-part": lambda root: rewrite_manifest(root, parts=["/etc/passwd"] * 2),
+    "part-of-another-step": lambda root: rewrite_manifest(
+        root, parts=read_document(next(root.glob("steps/000000000001-*")))["parts"]
+    ),
+    "world-of-millions": lambda root: rewrite_manifest(root, world_size=10**6),
+    "climbing-layout": lambda root: rewrite_manifest(root, layouts={"../../../../etc/passwd": [[0, 1]]}),
+    "absurd-ranks": lambda root: rewrite_manifest(root, layouts={"0" * 32: [[0, 10**6 - 1]]}),
+    "climbing-pack": lambda root: put_part(root, climb),
+    "absurd-nbytes": lambda root: put_part(root, huge("nbytes", 2**61)),
+    "absurd-offset": lambda root: put_part(root, huge("offset", 2**61)),
+    "absurd-box": lambda root: put_part(root, huge_box),
+}
+
+
+def test_hostile_documents(tmp_path: Path, template: Path) -> None:
+    for case, change in HOSTILE.items():
+        shutil.copytree(template, tmp_path / case)
+        change(tmp_path / case)
+    told = try_all(tmp_path, [tmp_path / case for case in HOSTILE], size=1)
+    for case in HOSTILE:
+        for line in told[case]["load"]:
+            assert line["kind"] == "FormatError", line
+            assert f"{NEWEST:012d}-" in line["text"], "names the object"
+            assert "root:" not in line["text"], "tells what is in another file"
+        assert [line.get("step") for line in told[case]["restore"]] == [NEWEST - 1], told[case]["restore"]
+
+
+def test_the_part_that_is_put_by_hand_would_load(tmp_path: Path, template: Path) -> None:
+    """The hostile ones fail for what was changed in them, and for nothing else."""
+    shutil.copytree(template, tmp_path / "same")
+    put_part(tmp_path / "same", lambda body: None)
+    told = try_all(tmp_path, [tmp_path / "same"])["same"]
+    assert [line.get("step") for line in told["load"] + told["restore"]] == [NEWEST] * 4, told
+
+
+def test_a_newer_manifest_is_skipped_loudly_and_one_that_only_says_so_is_read(tmp_path: Path, template: Path) -> None:
+    for case in ("newer", "flipped"):
+        shutil.copytree(template, tmp_path / case)
+        path = newest(tmp_path / case, "manifest")
+        data = path.read_bytes()
+        path.write_bytes(of_version(data, 2) if case == "newer" else data.replace(b":1,", b":3,", 1))
+    told = try_all(tmp_path, [tmp_path / "newer", tmp_path / "flipped"])
+    for line in told["newer"]["load"]:
+        assert line["kind"] == "NewerFormat"
+        assert "update ckptlib" in line["text"]
+    for line in told["newer"]["restore"]:
+        assert line["step"] == NEWEST - 1
+        assert "update ckptlib" in line["skipped"][0]
+    assert [line.get("step") for line in told["flipped"]["load"] + told["flipped"]["restore"]] == [NEWEST] * 4

@@ -1,0 +1,118 @@
+"""A Checkpointer whose writer is slow, and whose old steps have to go."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+from helpers.inside import arena_of, num_saves, settle, snapshots_of, writer_of
+from helpers.one_job import WAIT_S, Job, catalog, slots, step_once, steps
+from helpers.stage import wait_grown
+from support import age, all_keys, keys_of
+
+import ckptlib
+from ckptlib.stores.local import LocalStore
+
+
+class At:
+    """Due at certain steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self._steps = steps
+
+    def due(self, step: int) -> bool:
+        return step in self._steps
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process does nothing until the body is done."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_save_that_finds_no_slot_is_taken_later(job: Job) -> None:
+    """A writer that is slower than the saves costs saves, never a wait, and never what was saved."""
+    expected = {}
+    with job.checkpointer(every=At(3, 6, 9)) as ckpt:
+        with stopped(writer_of(ckpt).pid):
+            for step in range(1, 12):
+                job.body()
+                expected[step] = job.bits()
+                ckpt.after_step(step)
+                if ckpt.pending is not None:
+                    ckpt.pending.wait_staged(WAIT_S)
+            assert ckpt.pending.step == 6, "both slots are full"
+        ckpt.pending.wait_committed(WAIT_S)
+        for step in (12, 13, 14):
+            job.body()
+            expected[step] = job.bits()
+            ckpt.after_step(step)
+    assert steps(job.root) == [3, 6, 13]
+    for step in steps(job.root):
+        ckptlib.load(job.root, job.state, step=step)
+        assert job.bits() == expected[step]
+
+
+def test_snapshots_in_memory_go_on_at_every_step_while_one_is_written(job: Job) -> None:
+    """A writer that takes longer than a step gets a slot of its own: no more than two steps are ever at stake."""
+    with job.checkpointer(every=At(2), peers=ckptlib.Peers(copies=0)) as ckpt:
+        begun = []
+        with stopped(writer_of(ckpt).pid):
+            for step in range(1, 20):
+                job.body()
+                num_before = num_saves(ckpt)
+                ckpt.after_step(step)
+                begun.append(num_saves(ckpt) - num_before)
+                settle(ckpt, WAIT_S)
+                wait_grown(arena_of(ckpt), WAIT_S)
+                assert ckpt.coverage is not None
+                if step >= 10:
+                    assert (snapshots_of(ckpt).own.newest, ckpt.coverage.lag <= 2) == (step, True)
+        assert 0 in begun[2:8], "three slots are too few"
+        assert begun[9:] == [1] * 10
+    assert slots(job.root.parent) == []
+
+
+# -- retention in a live job
+
+
+def test_old_steps_go_while_the_job_lives(job: Job) -> None:
+    keep = ckptlib.Keep(last=2, every=6, grace=timedelta(seconds=40))
+    options: dict[str, object] = {"every": 3, "keep": keep, "save_deadline": timedelta(seconds=20)}
+    expected = {}
+    with job.checkpointer(**options) as ckpt:
+        for step in range(1, 16):
+            job.body()
+            expected[step] = job.bits()
+            step_once(ckpt, step)
+    assert steps(job.root) == [6, 12, 15]
+    store = LocalStore(str(job.root))
+    dropped = {key.split("/")[1].split("-")[0].lstrip("0") for key in all_keys(store) if key.startswith("trash/")}
+    assert {"3", "9"} <= dropped
+    age(store, 60)
+    with job.checkpointer(**options) as ckpt:
+        assert ckpt.restore().step == 15
+        for step in range(16, 19):
+            job.body()
+            expected[step] = job.bits()
+            step_once(ckpt, step)
+    assert steps(job.root) == [6, 12, 15, 18]
+    there = {key for save in catalog(job.root).visible() for key in keys_of(store, save)}
+    bytes_left = {key for key in all_keys(store) if key.startswith(("packs/", "parts/"))}
+    assert bytes_left == {key for key in there if key.startswith(("packs/", "parts/"))}, "what was dropped is deleted"
+    for step in steps(job.root):
+        ckptlib.load(job.root, job.state, step=step)
+        assert job.bits() == expected[step]
+
+
+def test_a_grace_period_that_is_too_short_is_refused(job: Job) -> None:
+    with pytest.raises(ValueError, match="save deadline"):
+        job.checkpointer(keep=ckptlib.Keep(grace=timedelta(seconds=30)), save_deadline=timedelta(seconds=20))

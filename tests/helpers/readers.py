@@ -1,0 +1,25 @@
+"""What lies inside a reader: where its bytes come from, and what it would ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from ckptlib.loading.reader import Reader, Want
+from ckptlib.loading.requests import Request
+from ckptlib.stores import Store
+from ckptlib.stores.io_limits import Pace
+
+
+def store_of(reader: Reader) -> Store:
+    return reader._source._catalog.store  # type: ignore[attr-defined]
+
+
+def pace_at(reader: Reader, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has it read as its source likes it."""
+    monkeypatch.setattr(reader._source, "pace", pace)
+
+
+def plan_of(reader: Reader, wants: Sequence[Want], ranks: Sequence[frozenset[int]]) -> list[Request]:
+    return reader._plan(wants, ranks)

@@ -1,0 +1,123 @@
+"""ckptlib.testing: stores that are slow, or fail as planned."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.objects import wrapped_by
+from store_conformance import StoreConformance, keys
+
+from ckptlib.errors import StoreError, StoreFull
+from ckptlib.stores import Store, open_store
+from ckptlib.stores.testing import FaultStore, LatencyStore, flip_bit, truncate
+
+
+class TestLatencyStore(StoreConformance):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return open_store(f"latency+file://{tmp_path}?latency=0.0001")
+
+
+class TestFaultStoreWithoutFaults(StoreConformance):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return open_store(f"fault+file://{tmp_path}/run?plan={tmp_path}/plan.json")
+
+
+def faulty(tmp_path: Path, *rules: dict[str, object]) -> Store:
+    (tmp_path / "plan.json").write_text(json.dumps(rules))
+    return open_store(f"fault+file://{tmp_path}/run?plan={tmp_path}/plan.json")
+
+
+def test_wrappers_nest(tmp_path: Path) -> None:
+    store = open_store(f"latency+fault+file://{tmp_path}/run?plan={tmp_path}/plan.json&latency=0")
+    assert isinstance(store, LatencyStore)
+    assert isinstance(wrapped_by(store), FaultStore)
+    assert store.url == f"latency+fault+file://{tmp_path}/run"
+    with pytest.raises(ValueError, match="latency="):
+        open_store("latency+memory://x")
+
+
+def test_the_nth_operation_fails(tmp_path: Path) -> None:
+    store = faulty(tmp_path, {"op": "put", "key": "^a/", "nth": 1, "action": "error"})
+    store.put("b/0", b"")
+    store.put("a/1", b"")
+    with pytest.raises(StoreError, match="as planned"):
+        store.put("a/2", b"")
+    faulty_again = open_store(f"fault+file://{tmp_path}/run?plan={tmp_path}/plan.json")
+    faulty_again.put("a/3", b"")
+    assert keys(store) == ["a/1", "a/3", "b/0"]
+    log = [json.loads(line) for line in (tmp_path / "plan.json.log").read_text().splitlines()]
+    assert [(line["n"], line["op"], line["key"], line["fault"]) for line in log] == [
+        (0, "put", "b/0", None),
+        (1, "put", "a/1", None),
+        (2, "put", "a/2", "error"),
+        (3, "put", "a/3", None),
+        (4, "scan", "", None),
+    ]
+    assert {line["pid"] for line in log} == {os.getpid()}
+
+
+def test_a_plan_may_change(tmp_path: Path) -> None:
+    store = faulty(tmp_path, {"op": "commit", "action": "full"})
+    with pytest.raises(StoreFull), store.upload("a", 0) as upload:
+        upload.commit(b"")
+    assert keys(store) == []
+    faulty(tmp_path)
+    with store.upload("a", 0) as upload:
+        upload.commit(b"")
+    assert keys(store) == ["a"]
+
+
+def test_flip_and_stall(tmp_path: Path) -> None:
+    store = faulty(tmp_path, {"op": "put", "action": "flip"}, {"op": "get", "action": "stall", "seconds": 0.01})
+    store.put("a", b"1234")
+    assert store.get("a") == b"1224"
+
+
+@pytest.mark.parametrize(("action", "kept"), [("kill-before", []), ("kill-after", ["a"])])
+def test_kill_and_once(tmp_path: Path, action: str, kept: list[str]) -> None:
+    store = faulty(tmp_path, {"op": "commit", "action": action, "once": True})
+    script = """
+import sys
+from ckptlib.stores import open_store
+with open_store(sys.argv[1]).upload(sys.argv[2], 0) as upload:
+    upload.write(b"data")
+    upload.commit(b"")
+"""
+    url = f"fault+file://{tmp_path}/run?plan={tmp_path}/plan.json"
+    assert subprocess.run([sys.executable, "-c", script, url, "a"], check=False).returncode == -signal.SIGKILL
+    assert keys(store) == kept
+    subprocess.run([sys.executable, "-c", script, url, "b"], check=True)
+    assert keys(store) == [*kept, "b"]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"op": "comit", "action": "error"},
+        {"op": "put", "action": "die"},
+        {"op": "get", "action": "flip"},
+        {"op": "get", "action": "stall"},
+        {"op": "put", "action": "error", "nht": 1},
+    ],
+)
+def test_a_wrong_rule_is_refused(tmp_path: Path, rule: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"rule|flipped|stall"):
+        faulty(tmp_path, rule)
+
+
+def test_damage(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"\x00\x00\x00")
+    flip_bit(path, 1)
+    flip_bit(path, -1)
+    assert path.read_bytes() == b"\x00\x01\x01"
+    truncate(path, 2)
+    assert path.read_bytes() == b"\x00\x01"

@@ -1,0 +1,163 @@
+"""Whatever fsspec reaches: S3 of a server of this machine, and errors in every form."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+from helpers.objects import client_of
+from helpers.s3 import SECRET, s3_options
+from store_conformance import StoreConformance, keys
+
+from ckptlib.errors import ObjectNotFound, ObjectUnreadable, StoreError, StoreFull
+from ckptlib.stores import Store, open_store, remote
+from ckptlib.stores.remote import FsspecStore
+
+
+class TestFsspecMemory(StoreConformance):
+    tells_existing = False
+
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        name = uuid.uuid4().hex
+        with FsspecStore(f"memory://{name}/run", {}) as store:
+            yield store
+        fs = fsspec.filesystem("memory")
+        if fs.exists(f"/{name}"):
+            fs.rm(f"/{name}", recursive=True)
+
+
+class TestFsspecLocal(StoreConformance):
+    tells_existing = False
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return FsspecStore(f"local://{tmp_path}/made/by/put", {})
+
+
+class TestS3(StoreConformance):
+    tells_existing = False
+
+    @pytest.fixture
+    def store(self, s3_endpoint: str) -> Store:
+        return open_store(f"s3://bucket/{uuid.uuid4().hex}", s3_options(s3_endpoint))
+
+
+def test_s3_multipart(s3_endpoint: str) -> None:
+    store = open_store(f"s3://bucket/{uuid.uuid4().hex}", s3_options(s3_endpoint))
+    body = bytes(101 << 20)
+    store.put("large", body)
+    assert store.scan("")[0].nbytes == len(body)
+    assert store.get("large") == body
+
+
+def test_s3_listing_of_many_pages(s3_endpoint: str) -> None:
+    store = open_store(f"s3://bucket/{uuid.uuid4().hex}", s3_options(s3_endpoint))
+    client_of(store).req_kw = {"MaxKeys": 3}  # a page holds 1000 otherwise
+    for n in range(10):
+        store.put(f"a/{n}", b"")
+    assert keys(store, "a/") == [f"a/{n}" for n in range(10)]
+
+
+def test_a_missing_bucket_is_not_an_empty_store(s3_endpoint: str) -> None:
+    store = open_store("s3://no-such-bucket/run", s3_options(s3_endpoint))
+    for prefix in ["", "steps/"]:
+        with pytest.raises(StoreError, match="no such bucket"):
+            store.scan(prefix)
+    with pytest.raises(StoreError, match="no such bucket"):
+        store.put("a", b"1")
+    with pytest.raises(StoreError, match="no such bucket"):
+        store.scan("")  # the put made none
+
+
+def test_an_outage_is_an_error_that_tells_no_secret() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # bound, not listening: refused
+        options = s3_options(f"http://user:{SECRET}@127.0.0.1:{free.getsockname()[1]}")
+        options["config_kwargs"] = {"retries": {"mode": "standard", "max_attempts": 1}}
+        store = open_store("s3://bucket/run", options)
+        client_of(store).retries = 1
+        calls = [
+            ("list", lambda: store.scan("a")),
+            ("get", lambda: store.get("a")),
+            ("put", lambda: store.put("a", b"1")),
+            ("delete", lambda: store.delete("a")),
+        ]
+        for doing, call in calls:
+            with pytest.raises(StoreError, match=f"s3://bucket/run/a: cannot {doing}: ") as caught:
+                call()
+            assert not isinstance(caught.value, ObjectNotFound)
+            assert SECRET not in str(caught.value)
+            assert caught.value.__cause__ is None or SECRET not in str(caught.value.__cause__)
+
+
+def test_a_full_disk_behind_fsspec() -> None:
+    with pytest.raises(StoreFull, match="cannot put 5 bytes: No space"):
+        FsspecStore("local:///dev", {}).put("full", b"12345")
+
+
+def test_credentials_are_not_shown() -> None:
+    store = FsspecStore(f"memory://user:{SECRET}@host/run", {})
+    assert store.url == "memory://host/run"
+    with pytest.raises(ObjectNotFound) as caught:
+        store.get("a")
+    assert SECRET not in str(caught.value)
+
+
+def test_a_time_in_any_form() -> None:
+    from datetime import datetime, timezone
+
+    instant = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+    forms = [
+        {"LastModified": instant},
+        {"last_modified": instant.replace(tzinfo=None)},
+        {"updated": "2026-01-02T03:04:05Z"},
+        {"mtime": instant.timestamp()},
+        {"mtime": None, "created": int(instant.timestamp())},
+    ]
+    assert {remote._modified(info) for info in forms} == {instant.timestamp()}
+
+
+class Refusal(Exception):
+    """What a client raises that knows nothing of OSError."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status_code = status
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (PermissionError("Access Denied"), ObjectUnreadable),
+        (Refusal(403), ObjectUnreadable),
+        (Refusal(503), StoreError),
+        (OSError(errno.EREMOTEIO, "We encountered an internal error"), StoreError),
+        (OSError(errno.EBUSY, "Please reduce your request rate"), StoreError),
+        (TimeoutError(), StoreError),
+        (ConnectionResetError(), StoreError),
+    ],
+    ids=repr,
+)
+def test_an_object_that_may_not_be_read_is_told_from_a_store_in_trouble(
+    error: Exception, expected: type[StoreError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise error
+
+    with FsspecStore(f"memory://{uuid.uuid4().hex}", {}) as store:
+        store.put("a", b"data")
+        monkeypatch.setattr(client_of(store), "cat_file", fail)
+        monkeypatch.setattr(client_of(store), "pipe_file", fail)
+        for call in (lambda: store.get("a"), lambda: store.get_into("a", 0, memoryview(bytearray(4)))):
+            with pytest.raises(StoreError) as caught:
+                call()
+            assert type(caught.value) is expected
+        with pytest.raises(StoreError) as caught:
+            store.put("b", b"")
+        assert type(caught.value) is StoreError

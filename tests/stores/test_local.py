@@ -1,0 +1,209 @@
+"""Local files: plain ones, put whole or not at all, past the page cache where that can be."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_conformance import PAGE_NBYTES, StoreConformance, keys, pages
+
+from ckptlib.errors import ObjectExists, StoreError, StoreFull
+from ckptlib.stores import Store, local_upload
+from ckptlib.stores.local import LocalStore
+
+
+class TestLocalStore(StoreConformance):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return LocalStore(str(tmp_path / "made" / "by" / "put"))
+
+
+class TestLocalStoreWithoutDirectIO(StoreConformance):
+    @pytest.fixture
+    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+        monkeypatch.setattr(local_upload, "_O_DIRECT", 0)
+        return LocalStore(str(tmp_path))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+def temp_files(root: Path) -> list[str]:
+    return os.listdir(root / ".tmp")
+
+
+def test_nothing_is_made_before_the_first_put(files: Path) -> None:
+    store = LocalStore(str(files))
+    assert store.scan("") == []
+    store.delete("a")
+    assert not files.exists()
+
+
+def test_objects_are_plain_files_and_temporary_ones_are_gone(files: Path) -> None:
+    store = LocalStore(str(files))
+    store.put("a/b", b"1")
+    with store.upload("a/c", 4) as upload:
+        upload.write(b"body")
+        assert len(temp_files(files)) == 1
+        assert keys(store) == ["a/b"]
+        upload.commit(b"head")
+    assert (files / "a" / "c").read_bytes() == b"headbody"
+    assert temp_files(files) == []
+    assert os.stat(files / "a" / "c").st_nlink == 1
+
+
+def test_whole_pages_go_past_the_page_cache(files: Path) -> None:
+    memory = pages(2)
+    with LocalStore(str(files)).upload("p", PAGE_NBYTES) as upload:
+        assert isinstance(upload, local_upload.LocalUpload)
+        upload.write(memory)
+        direct = upload._direct_fd is not None
+        upload.commit(bytes(PAGE_NBYTES))
+    if not upload._may_direct:
+        pytest.skip("this file system refuses O_DIRECT")
+    assert direct
+
+
+def test_slices_of_a_large_buffer(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_upload, "SLICE_NBYTES", PAGE_NBYTES)
+    memory = pages(5)
+    store = LocalStore(str(files))
+    for key, body in [("direct", memoryview(memory)), ("buffered", memoryview(memory)[1:])]:
+        with store.upload(key, PAGE_NBYTES) as upload:
+            upload.write(body)
+            upload.commit(bytes(PAGE_NBYTES))
+        assert store.get(key, PAGE_NBYTES) == bytes(body)
+
+
+def test_foreign_files_are_not_objects(files: Path) -> None:
+    store = LocalStore(str(files))
+    store.put("a/b", b"1")
+    (files / "a" / ".nfs0001").write_bytes(b"")
+    (files / "a" / "with blank").write_bytes(b"")
+    (files / "lost+found").mkdir(mode=0o000)
+    (files / "loop").symlink_to(files)
+    (files / "link").symlink_to(files / "a" / "b")
+    assert keys(store) == ["a/b"]
+
+
+def test_delete_removes_empty_directories(files: Path) -> None:
+    store = LocalStore(str(files))
+    store.put("a/b/c/1", b"")
+    store.put("a/2", b"")
+    store.delete("a/b/c/1")
+    assert os.listdir(files / "a") == ["2"]
+    store.delete("a/2")
+    assert os.listdir(files) == [".tmp"]
+
+
+def test_the_parent_of_a_key_cannot_be_an_object(files: Path) -> None:
+    store = LocalStore(str(files))
+    store.put("a", b"1")
+    with pytest.raises(StoreError, match="a/b: cannot publish") as caught:
+        store.put("a/b", b"2")
+    assert not isinstance(caught.value, ObjectExists)
+    assert temp_files(files) == []
+
+
+def test_a_directory_that_cannot_be_listed_is_an_error() -> None:
+    script = """
+import os, sys
+from ckptlib.errors import StoreError
+from ckptlib.stores.local import LocalStore
+if os.geteuid() == 0:
+    os.setuid(65534)
+for prefix in ["", "steps/", "steps/0"]:
+    try:
+        sys.exit(f"listed {LocalStore(sys.argv[1]).scan(prefix)}")
+    except StoreError as error:
+        assert "steps: cannot list: Permission denied" in str(error).replace("/:", ":"), error
+"""
+    with tempfile.TemporaryDirectory() as root:  # pytest's own cannot be entered by others
+        os.chmod(root, 0o755)
+        os.mkdir(f"{root}/steps", 0o000)
+        subprocess.run([sys.executable, "-c", script, root], check=True)
+
+
+def test_a_file_system_without_links(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: str, target: str, **directories: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    store = LocalStore(str(files))
+    store.put("a/b", b"1")
+    with pytest.raises(ObjectExists):
+        store.put("a/b", b"2")
+    assert store.get("a/b") == b"1"
+    assert temp_files(files) == []
+
+
+def test_a_killed_upload_leaves_no_object(files: Path) -> None:
+    script = """
+import mmap, os, signal, sys
+from ckptlib.stores import open_store
+upload = open_store(sys.argv[1]).upload("packs/p", 4096)
+upload.write(mmap.mmap(-1, 1 << 20))
+upload.write(b"tail")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    run = subprocess.run([sys.executable, "-c", script, str(files)], check=False)
+    assert run.returncode == -signal.SIGKILL
+    store = LocalStore(str(files))
+    assert store.scan("") == []
+    assert len(temp_files(files)) == 1  # a file that no listing shows
+    store.put("packs/p", b"again")
+    assert keys(store) == ["packs/p"]
+
+
+def test_only_old_remains_are_cleaned(files: Path) -> None:
+    store = LocalStore(str(files))
+    store.clean(before=time.time())  # no remains, no root: nothing to do
+    store.put("a", b"kept")
+    for name, age_s in ((f"1-{'0' * 16}", 1000), (f"2-{'f' * 16}", 0)):
+        (files / ".tmp" / name).write_bytes(b"half a pack")
+        os.utime(files / ".tmp" / name, (time.time() - age_s,) * 2)
+    store.clean(before=time.time() - 500)
+    assert temp_files(files) == [f"2-{'f' * 16}"]
+    assert store.get("a") == b"kept"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    path = tmp_path / "small"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted: {mounted.stderr.decode().strip()}")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("first", [0, 1], ids=["direct", "buffered"])
+def test_a_full_disk(small_disk: Path, first: int) -> None:
+    store = LocalStore(str(small_disk / "root"))
+    store.put("a", b"1")
+    memory = memoryview(pages(512))[first:]
+    with store.upload("p", PAGE_NBYTES) as upload:
+        with pytest.raises(StoreFull, match=rf"root/p: cannot write {memory.nbytes} bytes: .* bytes are free"):
+            upload.write(memory)
+        with pytest.raises(ValueError, match="over"):
+            upload.commit(bytes(PAGE_NBYTES))
+    assert keys(store) == ["a"]
+    assert temp_files(small_disk / "root") == []
+    with pytest.raises(StoreFull):
+        store.put("b", memory)
+    store.put("c", memory[: 256 << 10])
+    assert keys(store) == ["a", "c"]

@@ -1,0 +1,276 @@
+"""Cases of `agreement.py`: clocks, signals and steps that differ, saves that fail, calls that one rank makes alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.inside import num_failures, writer_of
+from rank_cases import EVERY, PATIENCE_S, checkpointer, committed, everywhere, rank, save_after, warnings_of_ckptlib
+
+import ckptlib
+from ckptlib.checkpointer import MAX_FAILURES
+from ckptlib.errors import AgreementFailed, SaveFailed, UnsupportedState
+from ckptlib.saving.session import WHOLE_EVERY
+
+# Policies, signals, steps
+
+
+class DueAt:
+    """A clock that goes differently on every rank."""
+
+    def __init__(self, *steps: int) -> None:
+        self._steps = steps
+
+    def due(self, step: int) -> bool:
+        return step in self._steps
+
+
+def clocks_that_differ(url: Path) -> None:
+    policy = [DueAt(2), DueAt(5), DueAt()][rank()]
+    state = {"w": torch.zeros(3)}
+    with checkpointer(url, state, policy) as ckpt:
+        for step in range(1, 8):
+            state["w"].fill_(step)
+            ckpt.after_step(step)
+            if ckpt.pending is not None:
+                ckpt.pending.wait_committed(PATIENCE_S)
+    assert committed(url) == [2, 5]
+    for step in (2, 5):
+        ckptlib.load(url, state, step)
+        assert torch.equal(state["w"], torch.full((3,), float(step)))
+
+
+def sigterm_at_different_steps(url: Path) -> None:
+    """A slow rank gets it later; all stop at one step, which is saved, though nothing was due."""
+    state = {"w": torch.zeros(3), "own": ckptlib.PerRank(torch.zeros(2))}
+    last = 0
+    with checkpointer(url, state, every=1000) as ckpt:
+        for step in ckpt.loop(0, 100):
+            if step == 2 + 3 * rank():
+                os.kill(os.getpid(), signal.SIGTERM)
+            state["w"].fill_(step + 1)
+            state["own"].value.fill_(10 * (step + 1) + rank())
+            last = step + 1
+        assert ckpt.stopping
+    lasts = everywhere(last)
+    assert len(set(lasts)) == 1, lasts
+    assert 3 <= last <= 5, last
+    assert committed(url) == [last]
+    found = {"w": torch.zeros(3), "own": ckptlib.PerRank(torch.zeros(2))}
+    ckptlib.load(url, found)
+    assert torch.equal(found["w"], torch.full((3,), float(last)))
+    assert torch.equal(found["own"].value, torch.full((2,), 10.0 * last + rank()))
+
+
+def steps_that_differ(url: Path) -> None:
+    """One rank counts wrongly: all are told, and none waits for a rank that has left."""
+
+    def train() -> None:
+        with checkpointer(url, {"w": torch.zeros(3)}) as ckpt:
+            for step in range(1, 20):
+                ckpt.after_step(step if rank() != 1 or step < 4 else step + 3)
+
+    began = time.monotonic()
+    with pytest.raises(AgreementFailed, match=r"every rank must call after_step with the same") as caught:
+        train()
+    assert time.monotonic() - began < PATIENCE_S / 2, "some waited for the time-out"
+    assert "4" in str(caught.value)
+
+
+# Saves that fail
+
+
+def fail_on_rank_1(plan: Path, active: bool) -> None:
+    dist.barrier()
+    if rank() == 0:
+        rule = {"op": "commit", "key": r"packs/.*/000001-", "action": "error"}
+        plan.write_text(json.dumps([rule] if active else []))
+    dist.barrier()
+
+
+def a_store_that_fails_one_rank(url: Path) -> None:
+    plan = url.with_suffix(".plan")
+    fault = f"fault+file://{url}?plan={plan}"
+    state = {"w": torch.zeros(3)}
+    raised_at = 0
+
+    def train() -> None:
+        nonlocal raised_at
+        with checkpointer(fault, state) as ckpt:
+            for number in range(1, 4):
+                fail_on_rank_1(plan, number == 2)
+                state["w"].fill_(number)
+                save_after(ckpt, number)
+                if number == 2:
+                    with pytest.raises(SaveFailed, match="an error, as planned"):
+                        ckpt.pending.wait_committed(PATIENCE_S)
+                else:
+                    ckpt.pending.wait_committed(PATIENCE_S)
+            assert committed(url) == [EVERY, 3 * EVERY]
+            fail_on_rank_1(plan, True)
+            for number in range(4, 100):
+                raised_at = number
+                save_after(ckpt, number)
+
+    with pytest.raises(SaveFailed, match="in a row failed"):
+        train()
+    numbers = everywhere(raised_at)
+    assert len(set(numbers)) == 1, numbers
+    assert raised_at == 4 + MAX_FAILURES
+    assert committed(url) == [EVERY, 3 * EVERY]
+    ckptlib.load(url, state)
+    assert torch.equal(state["w"], torch.full((3,), 3.0))
+
+
+class Growing:
+    """State of this rank, of any size."""
+
+    def __init__(self) -> None:
+        self.nbytes = 8
+
+    def state_dict(self) -> dict[str, object]:
+        return {"bytes": ckptlib.PerRank(torch.ones(self.nbytes, dtype=torch.uint8))}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        pass
+
+
+def no_room_on_one_rank(url: Path) -> None:
+    """The kernel refuses one rank a larger slot, once; the saves after that go on, far past the next whole digest."""
+    growing, before = Growing(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    state = {"w": torch.zeros(3), "growing": growing}
+    numbers = range(1, WHOLE_EVERY + 5)
+    with checkpointer(url, state) as ckpt:
+        for number in numbers:
+            state["w"].fill_(number)
+            if number == 3 and rank() == 1:
+                growing.nbytes = 32 << 20
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+            if number == 4:  # all ranks compare at its first step, since rank 1's state has changed
+                with warnings_of_ckptlib() as warned:
+                    ckpt.after_step(3 * EVERY + 1)
+                assert any("File too large" in text for text in warned), warned
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+                ckpt.after_step(3 * EVERY + 2)
+                ckpt.after_step(4 * EVERY)
+            else:
+                save_after(ckpt, number)
+            if number != 3:
+                ckpt.pending.wait_committed(PATIENCE_S)
+                assert ckpt.pending.step == number * EVERY, "saved without a slot"
+    assert committed(url) == [number * EVERY for number in numbers if number != 3]
+    found = torch.zeros(3)
+    ckptlib.load(url, {"w": found}, strict=False)
+    assert torch.equal(found, state["w"])
+
+
+def a_state_that_one_rank_cannot_save(url: Path) -> None:
+    """It raises on all ranks at one step, though one knows of it a step earlier."""
+    state: dict[str, object] = {"w": torch.zeros(3), "extra": 1}
+    raised_at = 0
+
+    def train() -> None:
+        nonlocal raised_at
+        with checkpointer(url, state) as ckpt:
+            for number in range(1, 10):
+                raised_at = number
+                if number == 3 and rank() == 2:
+                    state["extra"] = object()
+                save_after(ckpt, number)
+
+    with pytest.raises(UnsupportedState, match="extra"):
+        train()
+    numbers = everywhere(raised_at)
+    assert numbers == [4, 4, 4], numbers
+    assert committed(url) == [EVERY, 2 * EVERY]
+
+
+# Calls that one rank makes alone
+
+
+def alone(url: Path) -> None:
+    """As the first call of all, and again later; what all do together goes well in between."""
+    state, soon = {"w": torch.ones(3)}, timedelta(seconds=2)
+
+    def call_alone(who: int, step: int) -> None:
+        if rank() == who:
+            others = sorted({0, 1, 2} - {who})
+            began = time.monotonic()
+            with pytest.raises(AgreementFailed) as caught:
+                ckptlib.save(url, state, step, timeout=soon)
+            assert f"rank(s) {others} did not come within 2 s" in str(caught.value), caught.value
+            assert time.monotonic() - began < 10
+        dist.barrier()
+
+    call_alone(1, 1)
+    ckptlib.save(url, state, 1)
+    call_alone(0, 2)
+    call_alone(2, 2)
+    state["w"].fill_(2)
+    ckptlib.save(url, state, 2)
+    assert committed(url) == [1, 2]
+    with pytest.raises(AgreementFailed, match="rank 1 called save of step 4"):
+        ckptlib.save(url, state, 3 if rank() != 1 else 4)
+    state["w"].fill_(0)
+    assert ckptlib.load(url, state).step == 2
+    assert torch.equal(state["w"], torch.full((3,), 2.0))
+    assert committed(url) == [1, 2]
+
+
+def a_part_of_the_world(url: Path) -> None:
+    """Ranks 0 and 2 save; rank 1 knows nothing of it. Groups of ranks that are in different numbers of them work."""
+    pair, other = dist.new_group([0, 2]), dist.new_group([0, 1])
+    for name, group, ranks in (("a", pair, (0, 2)), ("b", other, (0, 1)), ("c", pair, (0, 2))):
+        if rank() in ranks:
+            state = {"w": torch.full((4,), 7.0), "own": ckptlib.PerRank(torch.tensor(rank()))}
+            ckptlib.save(url / name, state, 1, process_group=group)
+            found = {"w": torch.zeros(4), "own": ckptlib.PerRank(torch.tensor(-1))}
+            ckptlib.load(url / name, found, process_group=group)
+            assert torch.equal(found["w"], state["w"])
+            assert int(found["own"].value) == rank()
+            assert next(iter(ckptlib.checkpoints(url / name))).world_size == 2
+
+
+def impatient(url: Path) -> None:
+    """Who did not want to wait for a commit may ask again: nothing has failed."""
+    state = {"w": torch.ones(3)}
+    with warnings_of_ckptlib() as warned, checkpointer(url, state, 10**6) as ckpt:
+        ckpt.after_step(1)
+        if rank() == 2:
+            os.kill(writer_of(ckpt).pid, signal.SIGSTOP)
+        pending = ckpt.save(2)
+        for _ in range(2):
+            with pytest.raises(ckptlib.errors.WaitTimeout):
+                pending.wait_committed(0.5)
+            time.sleep(0.5)
+        ckpt.after_step(2)
+        dist.barrier()
+        if rank() == 2:
+            os.kill(writer_of(ckpt).pid, signal.SIGCONT)
+        pending.wait_committed(PATIENCE_S)
+        assert num_failures(ckpt) == 0
+    assert warned == [], warned
+    assert committed(url) == [2]
+
+
+def saved_again_after_one_rank_failed(url: Path) -> None:
+    """The rank that has no save of this step does not go into another one alone."""
+    state = {"w": torch.ones(3)}
+    with checkpointer(url, state, 2) as ckpt:
+        for step in range(1, 5):
+            ckpt.after_step(step, metrics={"loss": object() if (step, rank()) == (4, 1) else 1.0})
+            if step == 2:
+                ckpt.pending.wait_committed(PATIENCE_S)
+        with pytest.raises(SaveFailed, match="step 4 could not be saved on some rank"):
+            ckpt.save(4)
+        ckpt.save(5).wait_committed(PATIENCE_S)
+    assert committed(url) == [2, 5]
