@@ -21,9 +21,9 @@ from ckptlib.loading.progress import Laps, progress
 from ckptlib.loading.read_once import share_out, spread
 from ckptlib.loading.reader import Reader
 from ckptlib.loading.report import LoadReport
-from ckptlib.loading.saved_names import Saved
+from ckptlib.loading.saved_names import SavedNames
 from ckptlib.loading.selection import Only, Rename
-from ckptlib.loading.source import Source, own_rank
+from ckptlib.loading.source import StepSource, own_rank
 from ckptlib.loading.targets import Targets
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together, together_at_length
@@ -154,7 +154,7 @@ class Loaded(NamedTuple):
     """Every tensor that was read into."""
 
 
-def load_step(group: Group, source: Source, order: LoadOrder, generators: LoadedRng | None = None) -> Loaded:
+def load_step(group: Group, source: StepSource, order: LoadOrder, generators: LoadedRng | None = None) -> Loaded:
     """Fills the state from one step, and `generators` with the saved random state. Collective."""
     with gc_pause.kept() as collect_again:  # around a call: what it made is gone when it returns
         return _load_step(group, source, order, generators, collect_again)
@@ -162,7 +162,7 @@ def load_step(group: Group, source: Source, order: LoadOrder, generators: Loaded
 
 def _load_step(
     group: Group,
-    source: Source,
+    source: StepSource,
     order: LoadOrder,
     generators: LoadedRng | None,
     collect_again: Callable[[], None],
@@ -210,7 +210,7 @@ def _load_step(
 
 
 def _bring_and_match(
-    group: Group, source: Source, state: Mapping[str, object], order: LoadOrder, what: str
+    group: Group, source: StepSource, state: Mapping[str, object], order: LoadOrder, what: str
 ) -> tuple[Reader, Targets]:
     """Where each saved tensor goes; shards that this turns out to need, such as another stage's, are brought.
 
@@ -222,7 +222,7 @@ def _bring_and_match(
         try:
             if not matched:
                 reader = Reader(source, group.rank)
-                names = Saved(reader)
+                names = SavedNames(reader)
                 found = targets(
                     state, names, rename=order.rename, only=order.only, cast=order.cast, device=order.device
                 )

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from ckptlib.catalog.catalog import Catalog, put_new
 from ckptlib.catalog.completeness import Doubt, Proof
-from ckptlib.catalog.shards import Contents, Share
+from ckptlib.catalog.shards import PartIndex, ShardComparer
 from ckptlib.errors import (
     CorruptData,
     FormatError,
@@ -140,12 +140,12 @@ def _prove(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> tuple[_
 
 def _settle(catalog: Catalog, save: SaveId, names: Sequence[PartName], doubts: Sequence[Doubt]) -> None:
     """Raises SaveFailed where what two ranks wrote of a tensor is not equal."""
-    contents = Contents(catalog.store.get_into)
+    contents = ShardComparer(catalog.store.get_into)
 
     @lru_cache(maxsize=SHARES_KEPT)
-    def share(rank: int) -> Share:
+    def share(rank: int) -> PartIndex:
         part = catalog.part(names[rank])
-        return Share(part, catalog.layout(part.table.layout))
+        return PartIndex(part, catalog.layout(part.table.layout))
 
     for doubt in doubts:
         if not contents.settles(doubt, share):

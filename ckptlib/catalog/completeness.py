@@ -13,7 +13,7 @@ from functools import lru_cache
 from ckptlib.errors import FormatError, UnsupportedState
 from ckptlib.format import sharding
 from ckptlib.format.box import Box, Effort, find_hole
-from ckptlib.format.layout import Layout, PerRank, Placed, TensorEntry
+from ckptlib.format.layout import Layout, OwnPerRank, Placed, TensorEntry
 from ckptlib.format.overlaps import Meeting, meetings
 from ckptlib.format.part import Part
 
@@ -62,7 +62,7 @@ class Proof:
             self._lost = f"{layout.tensors[lost].name} of rank {part.rank}"
 
     def _row(self, entry: TensorEntry, rank: int) -> _Held | None:
-        if isinstance(entry.holding, PerRank):
+        if isinstance(entry.holding, OwnPerRank):
             return None
         held = self._held.get(entry.name)
         if held is None:

@@ -69,7 +69,7 @@ class SavedShard:
         return self.part.table.is_shared(self.shard)
 
 
-class Share:
+class PartIndex:
     """A part, with what is asked of it for each tensor looked up once."""
 
     def __init__(self, part: Part, layout: Layout) -> None:
@@ -106,7 +106,7 @@ class Share:
         return SavedShard(self.part, self.layout, shard, self.skipped[shard], self.sizes[shard])
 
 
-class Contents:
+class ShardComparer:
     """Compares shards; owned by one thread."""
 
     def __init__(self, read: ReadInto) -> None:
@@ -118,7 +118,7 @@ class Contents:
         self._altered: dict[_Key, str] = {}
         """What is the matter with those that do not match."""
 
-    def settles(self, doubt: Doubt, share: Callable[[int], Share]) -> bool:
+    def settles(self, doubt: Doubt, share: Callable[[int], PartIndex]) -> bool:
         """Whether the shards of a doubt are equal. `share`: a rank's. Raises as `same` does."""
         first, second = map(share, doubt.ranks)
         one = first.shards_at(doubt.name, doubt.boxes[0])[0]

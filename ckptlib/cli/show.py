@@ -17,7 +17,7 @@ from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, age, count, metrics, moment, ranks, size
 from ckptlib.format import keys, sharding
 from ckptlib.format.keys import SaveId
-from ckptlib.format.layout import ByHand, Layout, PerRank, TensorEntry
+from ckptlib.format.layout import ByHand, Layout, OwnPerRank, TensorEntry
 from ckptlib.format.manifest import Generation, Manifest
 from ckptlib.stores import Store
 from ckptlib.stores.io_limits import DOCUMENT_THREADS
@@ -117,7 +117,7 @@ def generation_chain(catalog: Catalog, save: SaveId) -> list[Generation]:
 def held(entry: TensorEntry) -> str:
     """How ranks hold a tensor: "S0 on 8", "S0 R on 4x8", "per rank", "by hand"."""
     holding = entry.holding
-    if isinstance(holding, PerRank):
+    if isinstance(holding, OwnPerRank):
         return "per rank"
     if isinstance(holding, ByHand):
         return "by hand"
@@ -134,7 +134,7 @@ def merged(manifest: Manifest, layouts: Mapping[str, Layout]) -> list[Tensor]:
         for entry in layout.tensors:
             old = found.get(entry.name)
             nbytes = entry.nbytes_global
-            if isinstance(entry.holding, PerRank):
+            if isinstance(entry.holding, OwnPerRank):
                 nbytes = nbytes * num_ranks + (old.nbytes if old else 0)
             first = old.entry if old else entry
             total = num_ranks + (old.num_ranks if old else 0)

@@ -14,7 +14,7 @@ from ckptlib.cli.output import Cell, Output, count, plain, size
 from ckptlib.format.manifest import Generation
 from ckptlib.slots import files
 from ckptlib.slots.files import SlotFile
-from ckptlib.slots.placement import Placement, place
+from ckptlib.slots.placement import ReplicaMap, place
 
 
 @click.command("slots", short_help="Show the snapshots in this host's memory.")
@@ -56,7 +56,7 @@ def _belongs(row: SlotFile, root_id: str) -> bool:
     return row.path.name.startswith(f"ckptlib-{root_id[:16]}-")
 
 
-def _placement(generation: Generation) -> Placement | None:
+def _placement(generation: Generation) -> ReplicaMap | None:
     try:
         return place(generation.domains, generation.copies, generation.kinds)
     except ValueError:
@@ -76,7 +76,7 @@ def _document(row: SlotFile) -> dict[str, object]:
     }
 
 
-def _placement_document(placement: Placement) -> dict[str, object]:
+def _placement_document(placement: ReplicaMap) -> dict[str, object]:
     return {
         "domains": list(placement.domains),
         "holders": [list(holders) for holders in placement.holders],
@@ -102,7 +102,7 @@ def _cells(row: SlotFile) -> list[Cell]:
     return [Text(plain(cell)) for cell in (step, rank, size(row.nbytes), row.state, str(row.path))]
 
 
-def _print_placement(output: Output, generation: Generation, placement: Placement | None) -> None:
+def _print_placement(output: Output, generation: Generation, placement: ReplicaMap | None) -> None:
     if placement is None:
         output.line(f"generation {generation.id.number} keeps no snapshots in memory but to persist them")
         return

@@ -74,7 +74,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class PerRank:
+class OwnPerRank:
     """Every rank has a tensor of its own under this name."""
 
 
@@ -83,7 +83,7 @@ class ByHand:
     """Every rank holds a box that its user cut; the parts say which."""
 
 
-Holding = Placed | PerRank | ByHand
+Holding = Placed | OwnPerRank | ByHand
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class TensorSpec:
     dtype: str
     """torch's name, without the module: "bfloat16"."""
     shape: tuple[int, ...]
-    """Global; of what is PerRank, that on the ranks that have it so."""
+    """Global; of what is OwnPerRank, that on the ranks that have it so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Layout:
     @cached_property
     def per_rank(self) -> tuple[int, ...]:
         """Positions of the tensors of which every rank has its own, and which are not empty."""
-        return tuple(i for i, e in enumerate(self.tensors) if isinstance(e.holding, PerRank) and e.nbytes_global)
+        return tuple(i for i, e in enumerate(self.tensors) if isinstance(e.holding, OwnPerRank) and e.nbytes_global)
 
     def find(self, name: str) -> TensorEntry | None:
         """The tensor that is saved under this name, which no alias is."""
@@ -196,7 +196,7 @@ def _encode(layout: Layout) -> bytes:
 
 
 def _encode_holding(holding: Holding, meshes: Mapping[Mesh, int]) -> Json:
-    if isinstance(holding, PerRank):
+    if isinstance(holding, OwnPerRank):
         return {"how": "per-rank"}
     if isinstance(holding, ByHand):
         return {"how": "by-hand"}
@@ -240,7 +240,7 @@ def _decode_mesh(fields: Fields, world_size: int) -> Mesh:
 def _decode_holding(fields: Fields, meshes: list[Mesh]) -> Holding:
     how = fields.text("how")
     if how == "per-rank":
-        return PerRank()
+        return OwnPerRank()
     if how == "by-hand":
         return ByHand()
     if how != "placed":

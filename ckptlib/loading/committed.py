@@ -11,7 +11,7 @@ from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
-from ckptlib.stores.io_limits import Pace
+from ckptlib.stores.io_limits import IoLimits
 
 
 class Committed:
@@ -23,7 +23,7 @@ class Committed:
         self.save = manifest.save
         self.world_size, self.layouts = manifest.world_size, manifest.layouts
         self.where = catalog.store.url
-        self.pace = Pace()
+        self.limits = IoLimits()
 
     def layout(self, digest: str) -> Layout:
         return self._catalog.layout(digest)

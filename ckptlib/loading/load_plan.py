@@ -16,12 +16,11 @@ import torch
 
 from ckptlib.errors import FormatError, StateMismatch
 from ckptlib.format import tagged_values
-from ckptlib.format.layout import PerRank as HeldPerRank
-from ckptlib.format.layout import TensorEntry
+from ckptlib.format.layout import OwnPerRank, TensorEntry
 from ckptlib.format.values import Json
 from ckptlib.loading.reader import Want
-from ckptlib.loading.saved_names import Saved
-from ckptlib.loading.selection import Asked
+from ckptlib.loading.saved_names import SavedNames
+from ckptlib.loading.selection import Selection
 from ckptlib.loading.targets import Targets
 from ckptlib.state.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, is_elsewhere, join, leaf_of, torch_dtype
 from ckptlib.state.subclasses import apart, difference, is_subclass, kind_in, place_name
@@ -38,10 +37,10 @@ class Filler(NamedTuple):
     """Of the saved tensor."""
 
 
-class Filling:
+class LoadPlan:
     """Collects what a load will do, for `targets` to give; changes nothing yet."""
 
-    def __init__(self, saved: Saved, asked: Asked, cast: bool) -> None:
+    def __init__(self, saved: SavedNames, asked: Selection, cast: bool) -> None:
         self.saved, self._asked = saved, asked
         self.named, self.wanted = asked.named, asked.wanted
         self._cast = cast
@@ -319,7 +318,7 @@ class Filling:
 
 
 def want(leaf: Leaf, entry: TensorEntry) -> Want:
-    plain = isinstance(leaf.held, Plain) and not isinstance(entry.holding, HeldPerRank)
+    plain = isinstance(leaf.held, Plain) and not isinstance(entry.holding, OwnPerRank)
     return Want(entry.name, leaf.pieces, everywhere=plain and bool(leaf.pieces))
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from ckptlib.loading.load_plan import Filling, Setter
+from ckptlib.loading.load_plan import LoadPlan, Setter
 from ckptlib.loading.match_optimizers import OptimizerTargets, Params
-from ckptlib.loading.saved_names import Saved
-from ckptlib.loading.selection import Asked, Only, Rename
+from ckptlib.loading.saved_names import SavedNames
+from ckptlib.loading.selection import Only, Rename, Selection
 from ckptlib.loading.targets import Targets, outside_inference
 from ckptlib.state.frameworks import loader_of
 from ckptlib.state.leaf import PerRank, Sharded, home_of, local_of
@@ -29,7 +29,7 @@ from ckptlib.state.visitor import Visitor
 
 def targets(
     state: object,
-    saved: Saved,
+    saved: SavedNames,
     *,
     rename: Rename = None,
     only: Only = None,
@@ -40,7 +40,7 @@ def targets(
 
     `device`: where what has no memory is given some.
     """
-    filling = Filling(saved, Asked(only, rename), cast)
+    filling = LoadPlan(saved, Selection(only, rename), cast)
     walk = _Walk(filling, None if device is None else torch.device(device))
     with outside_inference(), torch.no_grad():
         walk.visit(state, None)
@@ -50,7 +50,7 @@ def targets(
 class _Walk(Visitor[Setter]):
     """Hands down what puts another value in the place of an entry."""
 
-    def __init__(self, filling: Filling, device: torch.device | None) -> None:
+    def __init__(self, filling: LoadPlan, device: torch.device | None) -> None:
         super().__init__()
         self._filling = filling
         self._device = device

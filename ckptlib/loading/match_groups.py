@@ -9,7 +9,7 @@ import torch
 
 from ckptlib.errors import StateMismatch
 from ckptlib.format import values
-from ckptlib.loading.load_plan import Filling
+from ckptlib.loading.load_plan import LoadPlan
 from ckptlib.loading.saved_names import SavedGroup
 from ckptlib.state.optimizers import group_path, hyper_parameters
 
@@ -29,7 +29,7 @@ class GroupTarget(NamedTuple):
 class GroupTargets:
     """Adds groups to what is to be filled."""
 
-    def __init__(self, filling: Filling) -> None:
+    def __init__(self, filling: LoadPlan) -> None:
         self._filling = filling
         self._saved = filling.saved
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptlib.errors import UnsupportedState
 from ckptlib.format.values import Json
-from ckptlib.loading.load_plan import Filling, fits
+from ckptlib.loading.load_plan import LoadPlan, fits
 from ckptlib.loading.match_groups import GroupTargets
 from ckptlib.state.leaf import Sharded, dtype_name, join, leaf_of, torch_dtype
 from ckptlib.state.optimizer_kinds import Kind, kind_of
@@ -43,7 +43,7 @@ class Params:
 class OptimizerTargets:
     """Adds optimizers to what is to be filled."""
 
-    def __init__(self, filling: Filling, params: Params) -> None:
+    def __init__(self, filling: LoadPlan, params: Params) -> None:
         self._filling = filling
         self._saved = filling.saved
         self._params = params

@@ -14,24 +14,24 @@ from typing import NamedTuple
 
 import torch
 
-from ckptlib.catalog.shards import Contents, SavedShard, Share, check_there
+from ckptlib.catalog.shards import PartIndex, SavedShard, ShardComparer, check_there
 from ckptlib.errors import CorruptData, FormatError, UnsupportedState
 from ckptlib.format import gc_pause
 from ckptlib.format.box import Box, Run, common_run, find_hole
 from ckptlib.format.digests import digester
-from ckptlib.format.layout import Layout, PerRank, TensorEntry, ranks_touching
+from ckptlib.format.layout import Layout, OwnPerRank, TensorEntry, ranks_touching
 from ckptlib.format.overlaps import Meeting, meetings
 from ckptlib.format.part import Part
 from ckptlib.loading.landing import Landing
 from ckptlib.loading.requests import ChunkRead, Request, Target, copies_of, merge
-from ckptlib.loading.source import Source, own_rank
+from ckptlib.loading.source import StepSource, own_rank
 from ckptlib.state.leaf import torch_dtype
 
 
 class Place(NamedTuple):
     """A saved shard: of whose share, and which."""
 
-    share: Share
+    share: PartIndex
     shard: int
     """Position in the table of the share's part."""
 
@@ -81,11 +81,11 @@ class Want:
 class Reader:
     """Reads one step for one rank."""
 
-    def __init__(self, source: Source, rank: int) -> None:
+    def __init__(self, source: StepSource, rank: int) -> None:
         self._source = source
         self._rank = rank
-        self._shares: dict[int, Share] = {}
-        self._contents = Contents(source.read_into)
+        self._shares: dict[int, PartIndex] = {}
+        self._contents = ShardComparer(source.read_into)
         self.layouts: Mapping[str, Layout] = {digest: source.layout(digest) for digest in source.layouts}
         self._ranks = {digest: frozenset(ranks) for digest, ranks in source.layouts.items()}
         self._own = frozenset({self.own_rank})
@@ -109,21 +109,21 @@ class Reader:
         """Of the saved ranks that have a layout."""
         return min(self._ranks[layout])
 
-    def _share(self, rank: int) -> Share:
+    def _share(self, rank: int) -> PartIndex:
         found = self._shares.get(rank)
         if found is None:
             part = self._source.part(rank)
-            found = self._shares[rank] = Share(part, self.layouts[part.table.layout])
+            found = self._shares[rank] = PartIndex(part, self.layouts[part.table.layout])
         return found
 
     def entries(self, name: str) -> dict[str, TensorEntry]:
         """By layout: the tensor that is saved under this name; that of this rank alone, where each has its own."""
         own = self.layouts[self._own_layout].find(name)
-        if own is not None and isinstance(own.holding, PerRank):
+        if own is not None and isinstance(own.holding, OwnPerRank):
             return {self._own_layout: own}
         found = ((digest, layout.find(name)) for digest, layout in self.layouts.items())
         return {
-            digest: entry for digest, entry in found if entry is not None and not isinstance(entry.holding, PerRank)
+            digest: entry for digest, entry in found if entry is not None and not isinstance(entry.holding, OwnPerRank)
         }
 
     def same_bytes(self, first: str, second: str, boxes: Sequence[Box] | None = None) -> bool:
@@ -154,7 +154,7 @@ class Reader:
         Raises CorruptData that names the tensor, also for an element that no chunk covers or of which several ranks
         saved different values; StoreError.
         """
-        with ThreadPoolExecutor(self._source.pace.threads, "ckptlib-read") as executor:
+        with ThreadPoolExecutor(self._source.limits.threads, "ckptlib-read") as executor:
             ranks = [self.ranks_for(want) for want in wants]
             list(executor.map(self._share, sorted(frozenset().union(*ranks) - self._shares.keys())))
             with gc_pause.kept():
@@ -176,7 +176,7 @@ class Reader:
         found: set[int] = set()
         for digest, entry in self.entries(want.name).items():
             ranks = self._ranks[digest]
-            if isinstance(entry.holding, PerRank):
+            if isinstance(entry.holding, OwnPerRank):
                 found |= self._own & ranks
                 continue
             for box, _ in want.pieces:
@@ -191,9 +191,9 @@ class Reader:
             if of is not before:  # alone, a rank has one set for all that it wants
                 before, shares = of, self._shares_of(of)
             self._plan_want(want, shares, reads)
-        return merge(reads.values(), self._source.pace)
+        return merge(reads.values(), self._source.limits)
 
-    def _plan_want(self, want: Want, shares: Sequence[Share], reads: Reads) -> None:
+    def _plan_want(self, want: Want, shares: Sequence[PartIndex], reads: Reads) -> None:
         """Adds what fills a want. `shares`: those that may hold it."""
         places = _places(want.name, shares)
         boxes = tuple([share.part.table.boxes[shard] for share, shard in places])
@@ -210,7 +210,7 @@ class Reader:
             for i, run in cover.touching:
                 _plan_shard(places[i], run, box, to, reads)
 
-    def _shares_of(self, ranks: Collection[int]) -> list[Share]:
+    def _shares_of(self, ranks: Collection[int]) -> list[PartIndex]:
         """In the order of these ranks."""
         return [*map(self._share, sorted(ranks))]
 
@@ -246,7 +246,7 @@ class Reader:
         return len(buffer)
 
 
-def _places(name: str, shares: Iterable[Share]) -> list[Place]:
+def _places(name: str, shares: Iterable[PartIndex]) -> list[Place]:
     """The shards of a tensor."""
     return [Place(share, shard) for share in shares for shard in share.shards(name)]
 
@@ -286,7 +286,7 @@ def _plan_shard(place: Place, run: Run | None, wanted: Box, to: Target, reads: R
         element = stop
 
 
-def _read_of(reads: Reads, share: Share, chunk: int) -> ChunkRead:
+def _read_of(reads: Reads, share: PartIndex, chunk: int) -> ChunkRead:
     found = reads.get((share.part.rank, chunk))
     if found is None:
         found = reads[share.part.rank, chunk] = ChunkRead(share, chunk)

@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from ckptlib.catalog.shards import Share
+from ckptlib.catalog.shards import PartIndex
 from ckptlib.devices import accelerator
 from ckptlib.errors import CorruptData
 from ckptlib.format.box import Box, boxes_of_range
 from ckptlib.loading.landing import Landing
 from ckptlib.state.raw_bytes import bytes_of, copyable, is_bytes
-from ckptlib.stores.io_limits import DIRECT_FROM_BYTES, Pace
+from ckptlib.stores.io_limits import DIRECT_FROM_BYTES, IoLimits
 
 GAP_BYTES = 64 * 1024
 """A hole between two wanted ranges that is cheaper to read than another request."""
 
 
-class Move(NamedTuple):
+class ByteMove(NamedTuple):
     """A stretch of a chunk that goes into memory of the host as it is."""
 
     first: int
@@ -40,7 +40,7 @@ Index = tuple[slice | EllipsisType, ...]
 WHOLE: Index = (...,)
 
 
-class Copy(NamedTuple):  # there may be hundreds of thousands
+class ByteCopy(NamedTuple):  # there may be hundreds of thousands
     """A contiguous stretch of a chunk, and where it goes."""
 
     first: int
@@ -65,7 +65,7 @@ class Landed(NamedTuple):
 
     at: int
     """Its first byte in the buffer."""
-    copy: Copy
+    copy: ByteCopy
 
 
 class ChunkRead:
@@ -73,13 +73,13 @@ class ChunkRead:
 
     __slots__ = ("chunk", "copies", "moves", "nbytes", "offset", "pack", "share")
 
-    def __init__(self, share: Share, chunk: int) -> None:
+    def __init__(self, share: PartIndex, chunk: int) -> None:
         table = share.part.table
         self.share, self.chunk = share, chunk
         self.pack = share.part.packs[table.packs[chunk]].key
         self.offset, self.nbytes = table.offsets[chunk], table.nbytes[chunk]
-        self.moves: list[Move] = []
-        self.copies: list[Copy] = []
+        self.moves: list[ByteMove] = []
+        self.copies: list[ByteCopy] = []
 
     @property
     def digest(self) -> str:
@@ -114,12 +114,12 @@ class Target:
     def take(self, read: ChunkRead, skipped: int, at: int, numel: int, dtype: torch.dtype) -> None:
         """Its elements from `at` on, row-major, are what lies behind `skipped` bytes of a chunk."""
         if self.address is not None and self.tensor.dtype == dtype:
-            read.moves.append(Move(skipped, numel * dtype.itemsize, self.address + at * dtype.itemsize))
+            read.moves.append(ByteMove(skipped, numel * dtype.itemsize, self.address + at * dtype.itemsize))
             return
         if self._flat is None:
             self._flat = self.tensor.view(-1)
         shape, outside = _stretch(at, numel)
-        read.copies.append(Copy(skipped, dtype, shape, WHOLE, self._flat, outside))
+        read.copies.append(ByteCopy(skipped, dtype, shape, WHOLE, self._flat, outside))
 
 
 @lru_cache(maxsize=1024)  # layers are alike, and every object of a plan is one more for the collector to search
@@ -131,29 +131,29 @@ def _stretch(at: int, numel: int) -> tuple[tuple[int, ...], Index]:
 class Request:
     """Chunks that one request reads: neighbours in a pack."""
 
-    def __init__(self, read: ChunkRead, pace: Pace) -> None:
+    def __init__(self, read: ChunkRead, limits: IoLimits) -> None:
         self.reads = [read]
         self.pack, self.offset, self.nbytes = read.pack, read.offset, read.nbytes
         self.base = read.address
         """Where the bytes go as they are, one after the other; None: they do not."""
         self._largest = read.nbytes
-        self._pace = pace
+        self._limits = limits
 
     @property
     def direct(self) -> bool:
         """Whether it is worth reading straight into the targets."""
-        return self.base is not None and self.nbytes >= self._pace.direct_from
+        return self.base is not None and self.nbytes >= self._limits.direct_from
 
     def take(self, read: ChunkRead) -> bool:
         """Whether the next chunk in the order of packs joins this request."""
-        nbytes, pace = read.offset + read.nbytes - self.offset, self._pace
+        nbytes, limits = read.offset + read.nbytes - self.offset, self._limits
         gap = nbytes - read.nbytes - self.nbytes
-        if read.pack != self.pack or nbytes > pace.most or not 0 <= gap <= GAP_BYTES:
+        if read.pack != self.pack or nbytes > limits.most or not 0 <= gap <= GAP_BYTES:
             return False
         goes_on = gap == 0 and self.base is not None and read.address == self.base + self.nbytes
         largest = max(self._largest, read.nbytes)
         if not goes_on:
-            if self.direct or largest >= pace.direct_from:
+            if self.direct or largest >= limits.direct_from:
                 return False
             self.base = None
         self.reads.append(read)
@@ -206,7 +206,7 @@ def copies_of(
     target: torch.Tensor,
     skipped: int,
     dtype: torch.dtype,
-) -> Iterable[Copy]:
+) -> Iterable[ByteCopy]:
     """How elements [first, last) of a shard that fills `box` go into `target`, which fills `wanted`.
 
     `skipped`: bytes of the chunk that lie before them.
@@ -215,7 +215,7 @@ def copies_of(
         here = Box(tuple(o + b for o, b in zip(local.offset, box.offset, strict=True)), local.shape)
         common = here.intersect(wanted)
         if common is not None:
-            yield Copy(
+            yield ByteCopy(
                 skipped + (flat - first) * dtype.itemsize,
                 dtype,
                 here.shape,
@@ -225,12 +225,12 @@ def copies_of(
             )
 
 
-def merge(reads: Iterable[ChunkRead], pace: Pace) -> list[Request]:
+def merge(reads: Iterable[ChunkRead], limits: IoLimits) -> list[Request]:
     """Reads in the order of their packs, neighbours together in one request."""
     requests: list[Request] = []
     for read in sorted(reads, key=lambda r: (r.pack, r.offset)):
         if not (requests and requests[-1].take(read)):
-            requests.append(Request(read, pace))
+            requests.append(Request(read, limits))
     return requests
 
 
@@ -252,7 +252,7 @@ _move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]  # type: ig
 
 
 @torch.inference_mode()  # else a target that was made in it, such as a whole model, could not be written to
-def _place(read: ChunkRead, data: memoryview, landing: Landing) -> list[tuple[Copy, torch.device]]:
+def _place(read: ChunkRead, data: memoryview, landing: Landing) -> list[tuple[ByteCopy, torch.device]]:
     """Puts a chunk where it is wanted on the host; returns what lands on devices."""
     base = ctypes.addressof(ctypes.c_char.from_buffer(data))
     for first, nbytes, address in read.moves:
@@ -292,7 +292,7 @@ def _land(buffer: torch.Tensor, copies: list[Landed], device: torch.device) -> N
         )
 
 
-def _cut_into(whole: torch.Tensor, stretch: torch.Tensor, copy: Copy) -> None:
+def _cut_into(whole: torch.Tensor, stretch: torch.Tensor, copy: ByteCopy) -> None:
     """Of a stretch of a chunk, bytes where the target is, what is wanted."""
     source, target = stretch.view(copy.dtype).view(copy.shape)[copy.inside], whole[copy.outside]
     if source.dtype == target.dtype and source.is_contiguous() and is_bytes(target):

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from ckptlib.errors import StateMismatch
 from ckptlib.format import values
 from ckptlib.format.box import Box
-from ckptlib.format.layout import PerRank as HeldPerRank
-from ckptlib.format.layout import TensorEntry
+from ckptlib.format.layout import OwnPerRank, TensorEntry
 from ckptlib.format.values import Json
 from ckptlib.loading.reader import Reader
 
@@ -24,7 +23,7 @@ class SavedGroup:
     """Position in its optimizer."""
 
 
-class Saved:
+class SavedNames:
     """One step: its tensors, values, trees of objects and groups of optimizers.
 
     A rank takes its own values. What it takes over from others, such as another stage of a pipeline, comes with the
@@ -52,11 +51,11 @@ class Saved:
         for position, digest in enumerate(self._digests):
             layout = reader.layouts[digest]
             for entry in layout.tensors:
-                if not (position and isinstance(entry.holding, HeldPerRank)):
+                if not (position and isinstance(entry.holding, OwnPerRank)):
                     self.tensors.setdefault(entry.name, entry)
             for alias, name in layout.aliases.items():
                 entry = layout.tensors[layout.index[name]]
-                if alias not in self.tensors and not (position and isinstance(entry.holding, HeldPerRank)):
+                if alias not in self.tensors and not (position and isinstance(entry.holding, OwnPerRank)):
                     self.tensors[alias] = entry
                     self._aliases[alias] = name
             for path, tree in layout.objects.items():

@@ -12,7 +12,7 @@ Rename = Mapping[str, str] | Callable[[str], str] | None
 Only = str | Sequence[str] | None
 
 
-class Asked:
+class Selection:
     """What was asked for, and what of it no name of the state has met yet."""
 
     def __init__(self, only: Only, rename: Rename) -> None:

@@ -8,10 +8,10 @@ from typing import Protocol
 from ckptlib.format.keys import SaveId
 from ckptlib.format.layout import Layout
 from ckptlib.format.part import Part
-from ckptlib.stores.io_limits import Pace
+from ckptlib.stores.io_limits import IoLimits
 
 
-class Source(Protocol):
+class StepSource(Protocol):
     """One step, wherever it lies: in a store, or in memory."""
 
     save: SaveId
@@ -22,7 +22,7 @@ class Source(Protocol):
     """For people."""
 
     @property
-    def pace(self) -> Pace:
+    def limits(self) -> IoLimits:
         """Asked when all that is to be read has been brought."""
 
     def layout(self, digest: str) -> Layout:

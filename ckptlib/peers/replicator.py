@@ -30,12 +30,12 @@ from ckptlib.peers.transfer import ByteRange, Ranges, everything, receive_slot, 
 from ckptlib.policy.peers import Peers
 from ckptlib.ranks.link import Link
 from ckptlib.slots.header import SlotHeader
-from ckptlib.slots.placement import Placement
+from ckptlib.slots.placement import ReplicaMap
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader
 from ckptlib.staging.arena import Arena
-from ckptlib.staging.copies import Source
-from ckptlib.staging.stager import Lot, Staging
+from ckptlib.staging.copies import CopySource
+from ckptlib.staging.stager import CopyJob, Staging
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +58,11 @@ class Round:
     """Those of steps after `held_by_all` and up to this one failed on some rank, and may go."""
 
 
-FindAlike = Callable[[int, Table], tuple[Sequence[Source], tuple[int, ...]] | None]
+FindAlike = Callable[[int, Table], tuple[Sequence[CopySource], tuple[int, ...]] | None]
 """Rank and table of its last snapshot to the shards of it that this rank has as well, and their offsets in the body."""
 
 
-class Fate:
+class ReplicaOutcome:
     """What becomes of one snapshot at its holders."""
 
     def __init__(self, num_holders: int) -> None:
@@ -91,7 +91,7 @@ class Replicator:
         self,
         over: dist.ProcessGroup | None,
         rank: int,
-        placement: Placement,
+        placement: ReplicaMap,
         peers: Peers,
         make_arena: Callable[[], Arena],
     ) -> None:
@@ -116,7 +116,7 @@ class Replicator:
 
     # Snapshots
 
-    def twins(self, now: Round, find: FindAlike) -> list[Lot]:
+    def local_replicas(self, now: Round, find: FindAlike) -> list[CopyJob]:
         """What of the snapshots that will come here this rank can copy itself, into their slots."""
         found = []
         for origin, receiver in self._receivers.items():
@@ -133,16 +133,16 @@ class Replicator:
                     continue  # it will be told when the snapshot comes
                 size, sequence = self._world_size, 2 * now.number - 1
                 header = SlotHeader(now.root_id, now.save, origin, size, now.number, sequence, nbytes, {})
-                found.append(Lot(slot, header, *alike))
+                found.append(CopyJob(slot, header, *alike))
         return found
 
-    def begin(self, now: Round, staging: Staging | None, twins: Sequence[Lot]) -> Fate:
+    def begin(self, now: Round, staging: Staging | None, local_replicas: Sequence[CopyJob]) -> ReplicaOutcome:
         """Replicates this rank's snapshot as soon as it is ready, and receives those that come here.
 
-        `staging`: None where this rank could not begin one. `twins` are filled when it is done.
+        `staging`: None where this rank could not begin one. `local_replicas` are filled when it is done.
         """
-        filled = {} if staging is None else {twin.header.rank: self._filled(twin, staging) for twin in twins}
-        link, fate = self._link, Fate(len(self._senders))
+        filled = {} if staging is None else {twin.header.rank: self._filled(twin, staging) for twin in local_replicas}
+        link, fate = self._link, ReplicaOutcome(len(self._senders))
         for to, sender in self._senders.items():
             if link is None:
                 fate.note(sealed=False)
@@ -153,12 +153,12 @@ class Replicator:
                 receiver.put(partial(self._receive, link, origin, now, filled.get(origin)))
         return fate
 
-    def _filled(self, twin: Lot, staging: Staging) -> _Filled:
+    def _filled(self, twin: CopyJob, staging: Staging) -> _Filled:
         table = self._readers[twin.header.rank].table(twin.header.rank)
         assert table is not None
         return _Filled(twin, staging, table.digest)
 
-    def _send(self, link: Link, to: int, now: Round, staging: Staging | None, fate: Fate) -> None:
+    def _send(self, link: Link, to: int, now: Round, staging: Staging | None, fate: ReplicaOutcome) -> None:
         step, sealed, sent = now.save.step, False, 0
         try:
             if staging is not None:
@@ -284,7 +284,7 @@ class Replicator:
 class _Filled:
     """A slot for a replica, with what this rank has of it copied into it when its own snapshot is done."""
 
-    lot: Lot
+    lot: CopyJob
     staging: Staging
     table: str
     """Digest of the table by which it is filled."""

@@ -10,7 +10,7 @@ NONE = -1
 """No step."""
 
 
-class Held:
+class HeldSteps:
     """One rank's record. Every rank begins the same snapshots in the same order, and each of them comes to an end."""
 
     def __init__(self) -> None:

@@ -113,7 +113,7 @@ def describe(found: Iterable[Found], memories: Iterable[str]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Transfer:
     """A slot from which a rank needs something, read out to it by one that can open it."""
 
     found: Found
@@ -168,13 +168,13 @@ class Inventory:
         sets = [{r for f in slots.get(rank, []) for r in self._readers[f.memory]} for rank in saved]
         return tuple(sorted(set.intersection(*sets))) if sets else ()
 
-    def moves(self, snapshot: SnapshotId, needs: Sequence[Collection[int]]) -> list[Move]:
+    def moves(self, snapshot: SnapshotId, needs: Sequence[Collection[int]]) -> list[Transfer]:
         """What must be read out to ranks that cannot open a copy of what they need. Pure.
 
         `needs`: by rank, the saved ranks whose shares it needs. Raises CorruptData when a share is nowhere.
         """
         slots = self.of(snapshot)
-        moves: list[Move] = []
+        moves: list[Transfer] = []
         loads = [0] * len(needs)
         for rank, needed in enumerate(needs):
             for saved in needed:
@@ -187,7 +187,7 @@ class Inventory:
                     senders = ((sender, source) for source in there for sender in self._readers[source.memory])
                     sender, source = min(senders, key=lambda choice: loads[choice[0]])
                     loads[sender] += 1
-                    moves.append(Move(source, sender, rank))
+                    moves.append(Transfer(source, sender, rank))
         return moves
 
 

@@ -25,23 +25,23 @@ from ckptlib.format.manifest import ranks_by_layout
 from ckptlib.format.part import Pack, Part
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together, together_at_length
-from ckptlib.recovery.inventory import Found, Inventory, Move, SlotPlace, SnapshotId, by_rank, snapshot_id
+from ckptlib.recovery.inventory import Found, Inventory, SlotPlace, SnapshotId, Transfer, by_rank, snapshot_id
 from ckptlib.recovery.remote_slots import Exchange
 from ckptlib.slots.readable import ReadableSlot
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
-from ckptlib.stores.io_limits import RUN_BYTES, THREADS, Pace
+from ckptlib.stores.io_limits import RUN_BYTES, THREADS, IoLimits
 
 log = logging.getLogger(__name__)
 
 _NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-CACHED = Pace(most=4 * 1024 * 1024, threads=min(THREADS, _NUM_CORES))
+CACHED = IoLimits(most=4 * 1024 * 1024, threads=min(THREADS, _NUM_CORES))
 """Of slots on this host: what is read at once is still in the caches when it is checked. Two ranks at once on two cores
 with 2 MiB of L2 and 32 of L3, read and checked: 0.35 s per GB for 1 to 4 MiB, 0.45 for 16; the bare read takes 0.27. It
 is work for cores, and more threads than these only wait for one another: 0.33 s for 0.5 GB with 8, 0.23 with 2."""
 
-GATHERED = Pace(direct_from=RUN_BYTES)
+GATHERED = IoLimits(direct_from=RUN_BYTES)
 """Of slots on other hosts: tensors of a few megabytes come several at a time, since each message costs gloo as much CPU
 as a copy of some megabytes."""
 
@@ -82,7 +82,7 @@ class InMemory:
         self._read: dict[str, Snapshot] = {}
         self._at: dict[int, Found] = {}
         """By saved rank: where this rank reads its share."""
-        self._moves: dict[_Share, Move] = {}
+        self._moves: dict[_Share, Transfer] = {}
         """What is on other hosts only; the same on all ranks."""
         self._exchange: Exchange | None = None
         self.save = snapshot.save
@@ -129,7 +129,7 @@ class InMemory:
         self._slots[pack].read_into(offset, buffer)
 
     @property
-    def pace(self) -> Pace:
+    def limits(self) -> IoLimits:
         return GATHERED if self.num_received else CACHED
 
     # Where it is
@@ -153,7 +153,7 @@ class InMemory:
         self._at = {share.saved: move.found for share, move in mine}
         self._at |= by_rank(self._inventory.of(self._snapshot), memories)
 
-    def _offer(self, moves: list[Move]) -> None:
+    def _offer(self, moves: list[Transfer]) -> None:
         """These are read out from now on. Collective."""
         if self._exchange is None:
             assert self._over is not None, "one process shares all its memory with itself"

@@ -30,7 +30,7 @@ from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.peers.transfer import MAX_DOCUMENTS_BYTES
 from ckptlib.ranks.link import Link
-from ckptlib.recovery.inventory import Found, Move
+from ckptlib.recovery.inventory import Found, Transfer
 from ckptlib.slots.readable import ReadableSlot
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Exchange:
     def nbytes_received(self) -> int:
         return sum(remote.nbytes_received for remote in self._remotes.values())
 
-    def add(self, moves: Iterable[Move]) -> dict[str, RemoteSlot]:
+    def add(self, moves: Iterable[Transfer]) -> dict[str, RemoteSlot]:
         """Offers what this rank is to read out from now on; by path, what is read out to it. All ranks add the same."""
         slots = {}
         for move in moves:

@@ -30,7 +30,7 @@ from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.loading.committed import resolve
 from ckptlib.loading.progress import Laps
 from ckptlib.loading.report import LoadReport
-from ckptlib.loading.source import Source, own_rank
+from ckptlib.loading.source import StepSource, own_rank
 from ckptlib.ranks.together import together
 from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look
 from ckptlib.recovery.memory_source import InMemory
@@ -168,7 +168,7 @@ def _restore_from(
     session: Session,
     inventory: Inventory,
     candidate: _Candidate,
-    load: Callable[[Source], tuple[LoadReport, LoadedRng]],
+    load: Callable[[StepSource], tuple[LoadReport, LoadedRng]],
 ) -> tuple[LoadReport, LoadedRng]:
     if candidate.snapshot is None:
         try:
@@ -192,7 +192,7 @@ def _restore_from(
         source.close()
 
 
-def _stored(session: Session, save: SaveId) -> Source:
+def _stored(session: Session, save: SaveId) -> StepSource:
     return resolve(session.group, session.catalog, str(save))
 
 
@@ -202,7 +202,7 @@ def _check_store(session: Session) -> None:
 
 
 def _load(
-    session: Session, state: Mapping[str, object], strict: bool, device: str | torch.device | None, source: Source
+    session: Session, state: Mapping[str, object], strict: bool, device: str | torch.device | None, source: StepSource
 ) -> tuple[LoadReport, LoadedRng]:
     generators = LoadedRng(session.group.rank, source.world_size)
     order = LoadOrder(state, strict=strict, device=device)

@@ -21,7 +21,7 @@ import xxhash
 from ckptlib.errors import ReplicasDiffer, UnsupportedState
 from ckptlib.format import sharding
 from ckptlib.format.box import Box
-from ckptlib.format.layout import ByHand, Holding, Mesh, PerRank, Placed, TensorEntry
+from ckptlib.format.layout import ByHand, Holding, Mesh, OwnPerRank, Placed, TensorEntry
 from ckptlib.format.overlaps import Overlap, overlaps, remainder
 from ckptlib.ranks.group import Group
 from ckptlib.staging.tensor_digests import digests_of
@@ -242,7 +242,7 @@ def _row(leaf: Leaf, group: Group, digest: str) -> Row:
 
 
 def _describe(holding: Holding) -> str:
-    if isinstance(holding, PerRank):
+    if isinstance(holding, OwnPerRank):
         return "per-rank"
     if isinstance(holding, ByHand):
         return "by-hand"
@@ -315,4 +315,4 @@ def _holding(leaf: Leaf, by_rank: Mapping[int, Row], group: Group) -> Holding:
             leaf.name,
             _differing(by_rank),
         )
-    return PerRank()
+    return OwnPerRank()

@@ -22,7 +22,7 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation, Root
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
-from ckptlib.slots.placement import Placement
+from ckptlib.slots.placement import ReplicaMap
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Lineage:
         self.resumed_from: SaveId | None = None
         self.began = False
         """Whether it has saved, to the store or to memory."""
-        self.placement: Placement | None = None
+        self.placement: ReplicaMap | None = None
         """Of replicas, where snapshots are kept in memory."""
 
     def _agree(self, wanted: Root) -> tuple[Root, GenerationId]:

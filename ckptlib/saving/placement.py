@@ -8,10 +8,10 @@ from ckptlib.policy.peers import HOST, Peers
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
 from ckptlib.slots.host import boot_id
-from ckptlib.slots.placement import Placement, place
+from ckptlib.slots.placement import ReplicaMap, place
 
 
-def agree_placement(group: Group, peers: Peers, kind: Callable[[], str]) -> Placement:
+def agree_placement(group: Group, peers: Peers, kind: Callable[[], str]) -> ReplicaMap:
     """Who keeps whose replicas. Collective.
 
     `kind`: names what this rank holds of the state; see `kind_of`. Raises what it raises, on all ranks, and ValueError

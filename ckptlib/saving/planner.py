@@ -15,13 +15,13 @@ import torch
 from ckptlib.errors import StateChanged
 from ckptlib.format.body_layout import ALIGN_FROM_BYTES, body_nbytes, lay_out
 from ckptlib.format.box import Box
-from ckptlib.format.layout import ByHand, Layout, PerRank, Placed
+from ckptlib.format.layout import ByHand, Layout, OwnPerRank, Placed
 from ckptlib.format.table import Table
 from ckptlib.ranks.group import Group
 from ckptlib.saving.agreement import Agreement, Row, agree, entries_of, rows_of, within
 from ckptlib.saving.assign import assign, writes
 from ckptlib.saving.shared import Shared, prove, shared_of
-from ckptlib.staging.copies import Source
+from ckptlib.staging.copies import CopySource
 from ckptlib.staging.replica_digests import Replica, ReplicaDigests, Way
 from ckptlib.state.flatten import Flat
 from ckptlib.state.leaf import Leaf, Plain
@@ -74,7 +74,7 @@ class _Sources:
     order: Order
     leaves: list[Leaf]
     late: _Late
-    sources: list[Source]
+    sources: list[CopySource]
     """In this order."""
 
 
@@ -120,7 +120,7 @@ class Planner:
         plan = self._plan_for(flat, known)
         prove(flat.leaves, plan.shared, self._group)
         plain = {leaf.name for leaf in flat.leaves if isinstance(leaf.held, Plain)}
-        self._own |= {name for name in plain if isinstance(agreement.holdings.get(name), PerRank)}
+        self._own |= {name for name in plain if isinstance(agreement.holdings.get(name), OwnPerRank)}
         self.must_compare = self._restless(known is None)
         return plan
 
@@ -167,7 +167,7 @@ class Planner:
             rank: replace(
                 known,
                 leaves=_kept(known.leaves),
-                sources=[s if not s.lent else Source(s.name, _NONE, s.overlap, True) for s in known.sources],
+                sources=[s if not s.lent else CopySource(s.name, _NONE, s.overlap, True) for s in known.sources],
             )
             for rank, known in self._sources.items()
         }
@@ -191,7 +191,7 @@ class Planner:
         shared = shared_of(flat.leaves, by, self._group.rank)
         return Plan(_shape(flat.leaves), layout, table, order, body_nbytes(table), shared)
 
-    def sources(self, leaves: list[Leaf], plan: Plan, overlap: Overlap) -> list[Source]:
+    def sources(self, leaves: list[Leaf], plan: Plan, overlap: Overlap) -> list[CopySource]:
         """What is copied, in the table's order; the very sources of the last save where nothing changed."""
         return self._sources_of(self._group.rank, plan.order, leaves, overlap)
 
@@ -208,7 +208,7 @@ class Planner:
             known = self._alike[rank] = plan, _find_alike(table, plan, self._leaves)
         return known[1] if known[1].order else None
 
-    def sources_alike(self, rank: int, alike: Alike, leaves: list[Leaf], overlap: Overlap) -> list[Source]:
+    def sources_alike(self, rank: int, alike: Alike, leaves: list[Leaf], overlap: Overlap) -> list[CopySource]:
         """As `sources`, in the order of `alike`."""
         return self._sources_of(rank, alike.order, leaves, overlap)
 
@@ -239,7 +239,7 @@ class Planner:
         """These frozen parameters change after all; on all ranks that hold them at the same step."""
         self._moving |= names
 
-    def _sources_of(self, rank: int, order: Order, leaves: list[Leaf], overlap: Overlap) -> list[Source]:
+    def _sources_of(self, rank: int, order: Order, leaves: list[Leaf], overlap: Overlap) -> list[CopySource]:
         late = _late(leaves, overlap)
         known = self._sources.get(rank)
         known = known if known is not None and known.order is order else None
@@ -256,7 +256,7 @@ class Planner:
                 # past its end
                 box, tensor = leaf.pieces[piece]
                 cut = tensor.detach() if region is None else within(region, box, tensor)
-                found.append(Source(leaf.name, cut, is_late, leaf.lent))
+                found.append(CopySource(leaf.name, cut, is_late, leaf.lent))
         self._sources[rank] = _Sources(order, leaves, late, found)
         return found
 

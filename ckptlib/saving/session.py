@@ -33,9 +33,9 @@ from ckptlib.saving.settings import Settings
 from ckptlib.saving.verdicts import Verdicts
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.host import check_platform
-from ckptlib.staging.copies import Source
+from ckptlib.staging.copies import CopySource
 from ckptlib.staging.replica_digests import Reading
-from ckptlib.staging.stager import Lot, Stager, Staging
+from ckptlib.staging.stager import CopyJob, Stager, Staging
 from ckptlib.state.flatten import Flat, flatten
 from ckptlib.state.leaf import Leaf, PerRank
 from ckptlib.state.memo import Memo
@@ -139,16 +139,18 @@ class Session:
         self._to_persist.add(save)
         self.newest_step = save.step
 
-    def local_replicas(self, save: SaveId, number: int, leaves: list[Leaf], plan: Plan, overlap: Overlap) -> list[Lot]:
+    def local_replicas(
+        self, save: SaveId, number: int, leaves: list[Leaf], plan: Plan, overlap: Overlap
+    ) -> list[CopyJob]:
         """What this rank copies itself of the replicas that it is to hold of other ranks' snapshots."""
 
-        def find(rank: int, table: Table) -> tuple[list[Source], tuple[int, ...]] | None:
+        def find(rank: int, table: Table) -> tuple[list[CopySource], tuple[int, ...]] | None:
             alike = self.planner.alike(rank, table, plan)
             if alike is None:
                 return None
             return self.planner.sources_alike(rank, alike, leaves, overlap), alike.offsets
 
-        return self.snapshots.twins(save, number, find)
+        return self.snapshots.local_replicas(save, number, find)
 
     def read_shared(self, leaves: list[Leaf], plan: Plan, overlap: Overlap, number: int) -> Reading | None:
         """Digests of what other ranks hold, too: to be voted upon after the snapshot."""

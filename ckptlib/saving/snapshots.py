@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from ckptlib.errors import TornSnapshot
 from ckptlib.format.keys import SaveId
-from ckptlib.peers.replicator import Fate, FindAlike, Replicator, Round
+from ckptlib.peers.replicator import FindAlike, ReplicaOutcome, Replicator, Round
 from ckptlib.policy.peers import Coverage
-from ckptlib.ranks.held import NONE, Held
-from ckptlib.slots.placement import Placement
+from ckptlib.ranks.held import NONE, HeldSteps
+from ckptlib.slots.placement import ReplicaMap
 from ckptlib.slots.slot import Slot
 from ckptlib.staging.arena import NEVER, Arena
-from ckptlib.staging.stager import Lot, Staging
+from ckptlib.staging.stager import CopyJob, Staging
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Begun:
     """None: it failed on this rank before anything was copied."""
     persists: bool
     """Whether it goes to the store; else it is for memory only."""
-    fate: Fate | None
+    fate: ReplicaOutcome | None
     """Of its replicas; None: there are to be none."""
 
     @property
@@ -60,7 +60,7 @@ class Snapshots:
         self,
         root_id: str,
         arena: Arena,
-        placement: Placement | None,
+        placement: ReplicaMap | None,
         replicator: Replicator | None,
         on_held: Callable[[int], None],
     ) -> None:
@@ -73,7 +73,7 @@ class Snapshots:
         self._unsettled: deque[Begun] = deque()
         self._persisting: dict[str, Slot] = {}
         """By save: slots that the writer reads."""
-        self.own = Held()
+        self.own = HeldSteps()
         self.held_by_all = NONE
         """The newest step that all ranks are known to hold."""
         self._settled_by_all = NONE
@@ -98,20 +98,20 @@ class Snapshots:
             raise AssertionError("no slot is free, and nobody asked")
         return slot
 
-    def twins(self, save: SaveId, number: int, find: FindAlike) -> list[Lot]:
+    def local_replicas(self, save: SaveId, number: int, find: FindAlike) -> list[CopyJob]:
         """What this rank can copy itself of the replicas that it is to hold; see `begin`."""
-        return [] if self.replicator is None else self.replicator.twins(self._round(save, number), find)
+        return [] if self.replicator is None else self.replicator.local_replicas(self._round(save, number), find)
 
     def begin(
-        self, save: SaveId, number: int, staging: Staging | None, persists: bool, twins: Sequence[Lot] = ()
+        self, save: SaveId, number: int, staging: Staging | None, persists: bool, local_replicas: Sequence[CopyJob] = ()
     ) -> None:
         """A snapshot was begun on all ranks, or failed at once on this one: `staging` is None then.
 
-        number: see `SlotHeader.number`. `twins`: copied with it.
+        number: see `SlotHeader.number`. `local_replicas`: copied with it.
         """
         fate = None
         if self.replicator is not None:
-            fate = self.replicator.begin(self._round(save, number), staging, twins)
+            fate = self.replicator.begin(self._round(save, number), staging, local_replicas)
         if persists and staging is not None:
             self._persisting[str(save)] = staging.slot
         self._unsettled.append(Begun(save.step, staging, persists, fate))
@@ -202,7 +202,7 @@ class Snapshots:
         slots, or no other snapshot could ever be taken.
         """
         before = self.held_by_all
-        newest = Held.by_all(oldest_newest, latest_since)
+        newest = HeldSteps.by_all(oldest_newest, latest_since)
         self.held_by_all = max(before, NONE if newest in self._voided else newest)
         if self.held_by_all != before and self.replicator is not None:
             self._on_held(self.held_by_all)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Placement:
+class ReplicaMap:
     """Who holds what. Equal on all ranks that know the same domains."""
 
     domains: tuple[str, ...]
@@ -49,10 +49,10 @@ class Placement:
         return frozenset(self.domains[r] for r in (rank, *self.holders[rank]))
 
 
-def place(domains: Sequence[str], copies: int, kinds: Sequence[int] = ()) -> Placement:
+def place(domains: Sequence[str], copies: int, kinds: Sequence[int] = ()) -> ReplicaMap:
     """The placement of `copies` replicas of each rank's snapshots, beside its own. `domains`: per rank.
 
-    `kinds`: see `Placement`.
+    `kinds`: see `ReplicaMap`.
 
     Raises ValueError where there are too few domains for so many copies.
     """
@@ -77,7 +77,7 @@ def place(domains: Sequence[str], copies: int, kinds: Sequence[int] = ()) -> Pla
             around = [ranks_of[ring[(position + k) % len(ring)]] for k in range(1, copies + 1)]
             for i, rank in enumerate(ranks_of[origin]):
                 holders[rank] = tuple(there[i % len(there)] for there in around)
-    return Placement(tuple(domains), tuple(holders), tuple(kinds))
+    return ReplicaMap(tuple(domains), tuple(holders), tuple(kinds))
 
 
 def _rings(alike: list[list[str]], size: int) -> list[list[str]]:

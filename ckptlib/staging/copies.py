@@ -32,7 +32,7 @@ PACKED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CopySource:
     """One shard to be copied."""
 
     name: str
@@ -62,7 +62,7 @@ class Pair:
         "target_address",
     )
 
-    def __init__(self, source: Source, body: torch.Tensor, offset: int) -> None:
+    def __init__(self, source: CopySource, body: torch.Tensor, offset: int) -> None:
         tensor = source.tensor
         self.source, self.body, self.offset, self.nbytes = source, body, offset, tensor.nbytes
         self._target: torch.Tensor | None = None

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ckptlib.slots.slot import Slot
-from ckptlib.staging.copies import Pair, Pairs, Source
+from ckptlib.staging.copies import CopySource, Pair, Pairs
 
 
 @dataclass(slots=True)
@@ -47,10 +47,10 @@ class KnownPairs:
 
     def __init__(self) -> None:
         self._known: dict[_Destination, _Known] = {}
-        self._sources: dict[int, list[Source]] = {}
+        self._sources: dict[int, list[CopySource]] = {}
         """By rank: what is kept of those of its last snapshot."""
 
-    def pairs_of(self, rank: int, slot: Slot, sources: Sequence[Source], offsets: tuple[int, ...]) -> list[Pairs]:
+    def pairs_of(self, rank: int, slot: Slot, sources: Sequence[CopySource], offsets: tuple[int, ...]) -> list[Pairs]:
         """The shards of a rank and their places in a slot. `offsets`: the very same ones as long as the layout is."""
         lent = [(source, offset) for source, offset in zip(sources, offsets, strict=True) if source.lent]
         if not lent:
@@ -61,7 +61,7 @@ class KnownPairs:
         return [*found, Pairs([Pair(source, body, offset) for source, offset in lent])]
 
     def _kept(
-        self, rank: int, slot: Slot, sources: list[Source], places: tuple[int, ...], offsets: tuple[int, ...]
+        self, rank: int, slot: Slot, sources: list[CopySource], places: tuple[int, ...], offsets: tuple[int, ...]
     ) -> Pairs:
         self._forget(rank, sources)
         key = _Destination(rank, str(slot.path))
@@ -79,7 +79,7 @@ class KnownPairs:
         known.pairs, known.made = list(pairs), Pairs(pairs)
         return known.made
 
-    def _forget(self, rank: int, sources: list[Source]) -> None:
+    def _forget(self, rank: int, sources: list[CopySource]) -> None:
         """In all slots of a rank: what has another source now."""
         before = self._sources.get(rank, [])
         self._sources[rank] = sources

@@ -26,7 +26,7 @@ from ckptlib.format.values import Json
 from ckptlib.jobs import JobThread
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
-from ckptlib.staging.copies import Pair, Source
+from ckptlib.staging.copies import CopySource, Pair
 from ckptlib.staging.device_copies import Copied, DeviceCopies, Devices
 from ckptlib.staging.host_copies import HostCopies
 from ckptlib.staging.known_copies import KnownPairs
@@ -40,13 +40,13 @@ COPY_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Lot:
+class CopyJob:
     """What is copied into one slot."""
 
     slot: Slot
     header: SlotHeader
     """What the slot says while it is filled."""
-    sources: Sequence[Source]
+    sources: Sequence[CopySource]
     offsets: tuple[int, ...]
     """Of each source, in the body."""
 
@@ -145,8 +145,8 @@ class Stager:
         self,
         slot: Slot,
         content: Content,
-        sources: Sequence[Source],
-        twins: Sequence[Lot] = (),
+        sources: Sequence[CopySource],
+        local_replicas: Sequence[CopyJob] = (),
         spare: bool = True,
         reading: Reading | None = None,
     ) -> Staging:
@@ -154,8 +154,8 @@ class Stager:
 
         `sources` are in the table's order.
 
-        `twins`: shards of this rank that are those of other ranks' snapshots as well, into replicas of these. They are
-        copied, too, when the snapshot is done.
+        `local_replicas`: replicas of other ranks' snapshots, as far as this rank has the same shards. They are copied,
+        too, when the snapshot is done.
 
         `spare`: whether memory of the device may be taken for it, which is not before the training has shown its peak.
 
@@ -163,10 +163,10 @@ class Stager:
         """
         staging = Staging(slot, content)
         header = replace(content.header, sequence=content.header.sequence - 1)
-        own = Lot(slot, header, sources, self._offsets(content.table, sources))
+        own = CopyJob(slot, header, sources, self._offsets(content.table, sources))
         later: list[Pair] = []
         lots: list[Copied] = []
-        for lot in (own, *twins):
+        for lot in (own, *local_replicas):
             lot.slot.write_header(lot.header)
             found = self._known.pairs_of(lot.header.rank, lot.slot, lot.sources, lot.offsets)
             for pairs in found:
@@ -181,7 +181,7 @@ class Stager:
         staging._hand_over = lambda: self._jobs.put(lambda: self._finish(staging, host_copies, reading))
         return staging
 
-    def _offsets(self, table: Table, sources: Sequence[Source]) -> tuple[int, ...]:
+    def _offsets(self, table: Table, sources: Sequence[CopySource]) -> tuple[int, ...]:
         """The very same ones as long as the table is."""
         if self._own[0] != table.digest:
             self._own = table.digest, table.begins(source.tensor.nbytes for source in sources)

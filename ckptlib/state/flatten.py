@@ -19,7 +19,7 @@ from typing_extensions import override
 from ckptlib.devices import accelerator
 from ckptlib.errors import UnsupportedState
 from ckptlib.format import values
-from ckptlib.format.layout import PerRank as HeldPerRank
+from ckptlib.format.layout import OwnPerRank
 from ckptlib.format.tagged_values import MAX_DEPTH, is_unicode
 from ckptlib.format.values import Json
 from ckptlib.state.leaf import (
@@ -34,7 +34,7 @@ from ckptlib.state.leaf import (
     places,
     refuse_tensor,
 )
-from ckptlib.state.memo import Found, KnownLeaf, Memo, Section, Sight
+from ckptlib.state.memo import Fingerprint, Found, KnownLeaf, Memo, Section
 from ckptlib.state.modules import is_extra_state, named_state
 from ckptlib.state.optimizers import (
     cut_like,
@@ -162,11 +162,11 @@ class _Walk(Visitor[bool]):
             for part in zip(tensors, names, own, strict=True):
                 walk.add_tensor(*part)
 
-        self._add_section((path, per_rank), Sight([names, own], (), tensors), add)
+        self._add_section((path, per_rank), Fingerprint([names, own], (), tensors), add)
         for name, value in others:
             self.add_object(value, name, per_rank)
 
-    def _add_section(self, key: tuple[str, bool], sight: Sight, add: Callable[[_Walk], None]) -> None:
+    def _add_section(self, key: tuple[str, bool], sight: Fingerprint, add: Callable[[_Walk], None]) -> None:
         """What `add` finds, or what it found at the last pass.
 
         It is given a walk of its own, so that what it finds can be kept, unless that has something in common with what
@@ -231,7 +231,7 @@ class _Walk(Visitor[bool]):
         known = self._memo.leaves.get(name)
         if known is not None and known.tensor is tensor and known.at == at:
             leaf = known.leaf
-            if leaf.owner is owner and leaf.tied == tied and isinstance(leaf.held, HeldPerRank) == per_rank:
+            if leaf.owner is owner and leaf.tied == tied and isinstance(leaf.held, OwnPerRank) == per_rank:
                 return leaf
         made = leaf_of(tensor, name, per_rank, owner)
         if made is None:
@@ -289,7 +289,7 @@ class _Walk(Visitor[bool]):
         if self.by_hand:
             add(self)
         else:
-            self._add_section((path, per_rank), Sight([names, keys], [*params, *optimizer.state], tensors), add)
+            self._add_section((path, per_rank), Fingerprint([names, keys], [*params, *optimizer.state], tensors), add)
         if mixed:
             for name, _, value in content():
                 if not isinstance(value, torch.Tensor):

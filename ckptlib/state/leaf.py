@@ -20,8 +20,7 @@ from ckptlib.devices import accelerator
 from ckptlib.errors import StateMismatch, UnsupportedState
 from ckptlib.format import dtypes, sharding
 from ckptlib.format.box import Box
-from ckptlib.format.layout import ByHand, Mesh, Placed, TensorSpec
-from ckptlib.format.layout import PerRank as HeldPerRank
+from ckptlib.format.layout import ByHand, Mesh, OwnPerRank, Placed, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +50,9 @@ class Plain:
     """Held as an ordinary tensor: a replica, if its digest says so on every rank that has the name."""
 
 
-Held = Placed | HeldPerRank | ByHand | Plain
+Held = Placed | OwnPerRank | ByHand | Plain
 
-_OWN, _REPLICA = HeldPerRank(), Plain()
+_OWN, _REPLICA = OwnPerRank(), Plain()
 
 
 @dataclass(frozen=True, slots=True)

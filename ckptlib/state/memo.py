@@ -22,7 +22,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class Fingerprint:
     """All that the leaves of a section depend upon."""
 
     names: Sequence[object]
@@ -38,12 +38,12 @@ class Section(Generic[Made]):
 
     __slots__ = ("_places", "_sight", "made")
 
-    def __init__(self, sight: Sight, made: Made) -> None:
+    def __init__(self, sight: Fingerprint, made: Made) -> None:
         self._sight = sight
         self._places = places(sight.tensors)
         self.made = made
 
-    def shows(self, sight: Sight) -> bool:
+    def shows(self, sight: Fingerprint) -> bool:
         """Whether nothing has changed."""
         before = self._sight
         return (

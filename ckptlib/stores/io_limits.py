@@ -22,7 +22,7 @@ WRITE_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class IoLimits:
     """Of requests."""
 
     most: int = RUN_BYTES

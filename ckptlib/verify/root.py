@@ -14,7 +14,7 @@ from functools import partial
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.completeness import Proof
-from ckptlib.catalog.shards import Contents, Share
+from ckptlib.catalog.shards import PartIndex, ShardComparer
 from ckptlib.errors import (
     CheckpointNotFound,
     CkptError,
@@ -93,7 +93,7 @@ def verify_save(catalog: Catalog, save: SaveId, advance: Advance = lambda nbytes
                 yield finding_of(part, name.key, save, name.rank)
         if len(sound) == manifest.world_size:
             yield from _check_manifest(manifest, sound)
-            yield from _check_cover(manifest, sound, readable, Contents(catalog.store.get_into))
+            yield from _check_cover(manifest, sound, readable, ShardComparer(catalog.store.get_into))
         yield from verify_packs(catalog, save, sound, readable, executor, advance)
 
 
@@ -161,7 +161,7 @@ def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Findi
 
 
 def _check_cover(
-    manifest: Manifest, parts: Sequence[Part], layouts: Mapping[str, Layout], contents: Contents
+    manifest: Manifest, parts: Sequence[Part], layouts: Mapping[str, Layout], contents: ShardComparer
 ) -> Iterator[Finding]:
     """Whether the parts hold every element once, or more than once but alike: what the commit proved."""
     save, key = manifest.save, manifest.save.manifest_key
@@ -182,7 +182,7 @@ def _check_cover(
     except UnsupportedState as error:
         yield Finding("incomplete", key, str(error), save)
         return
-    shares = {part.rank: Share(part, layouts[part.table.layout]) for part in parts if doubts}
+    shares = {part.rank: PartIndex(part, layouts[part.table.layout]) for part in parts if doubts}
     told: Counter[tuple[str, tuple[int, int]]] = Counter()
     for doubt in doubts:
         name, region, (first, second) = doubt.name, doubt.region, doubt.ranks

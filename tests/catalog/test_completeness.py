@@ -11,7 +11,7 @@ from ckptlib.catalog.completeness import Proof
 from ckptlib.format import body_layout
 from ckptlib.format.box import Box
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.format.layout import ByHand, Layout, Mesh, PerRank, Placed, TensorEntry
+from ckptlib.format.layout import ByHand, Layout, Mesh, OwnPerRank, Placed, TensorEntry
 from ckptlib.format.part import Pack, Part
 from ckptlib.format.sharding import Shard
 
@@ -75,7 +75,9 @@ def test_boxes_that_overlap_do_not_hide_a_hole_of_a_placed_tensor() -> None:
 
 
 def test_every_rank_must_write_its_own_of_what_is_per_rank() -> None:
-    layout = Layout(2, (TensorEntry("empty", "uint8", (0,), PerRank()), TensorEntry("rng", "uint8", (16,), PerRank())))
+    layout = Layout(
+        2, (TensorEntry("empty", "uint8", (0,), OwnPerRank()), TensorEntry("rng", "uint8", (16,), OwnPerRank()))
+    )
     layouts = {layout.digest: layout}
     own = [("rng", Box.whole((16,)))]
     assert missing([part_of(layout, 0, own), part_of(layout, 1, own)], layouts) is None

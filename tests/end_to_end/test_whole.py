@@ -16,13 +16,13 @@ from ckptlib.catalog.commit import Committer
 from ckptlib.errors import CkptError, CorruptData, FormatError, SaveFailed
 from ckptlib.format.box import Box
 from ckptlib.format.keys import PartName, SaveId
-from ckptlib.format.layout import ByHand, Holding, Layout, Mesh, PerRank, Placed, TensorEntry
+from ckptlib.format.layout import ByHand, Holding, Layout, Mesh, OwnPerRank, Placed, TensorEntry
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.sharding import Replicate
 from ckptlib.loading.committed import Committed
 from ckptlib.loading.match import targets
 from ckptlib.loading.reader import Reader, Want
-from ckptlib.loading.saved_names import Saved
+from ckptlib.loading.saved_names import SavedNames
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.verify.root import verify_save
 
@@ -44,7 +44,7 @@ def put(shares: list[Share], chunk_bytes: int) -> tuple[MemoryStore, SaveId, lis
     save = SaveId(1, make_generation(catalog, world_size=len(shares)))
     names = []
     for rank, share in enumerate(shares):
-        filler = TensorEntry("filler", "float32", (2 + rank,), PerRank())  # so that shared chunks differ
+        filler = TensorEntry("filler", "float32", (2 + rank,), OwnPerRank())  # so that shared chunks differ
         entries = [filler]
         tensors = {"filler": np.full(2 + rank, rank, np.float32), "x": share.values}
         if share.holding is not None:
@@ -69,7 +69,7 @@ def some_shares(draw: st.DrawFn) -> list[Share]:
         if kind == "none":
             shares.append(Share(None, (), values))
         elif kind == "per-rank":
-            shares.append(Share(PerRank(), (Box.whole(shape),), values))
+            shares.append(Share(OwnPerRank(), (Box.whole(shape),), values))
         elif kind == "replica":
             shares.append(Share(Placed(Mesh((1,), (rank,)), (Replicate(),), None), (Box.whole(shape),), values))
         else:
@@ -88,7 +88,7 @@ def some_shares(draw: st.DrawFn) -> list[Share]:
 
 def value(shares: list[Share]) -> np.ndarray | None:
     """The one value that all but the ranks with their own wrote; None where there is none."""
-    shared = [share for share in shares if share.holding is not None and not isinstance(share.holding, PerRank)]
+    shared = [share for share in shares if share.holding is not None and not isinstance(share.holding, OwnPerRank)]
     found = np.full(shares[0].values.shape, np.nan, np.float32)
     for share in shared:
         for box in share.boxes:
@@ -121,7 +121,7 @@ def test_what_commits_verifies_and_loads_and_nothing_else_does(shares: list[Shar
     findings = list(verify_save(Catalog(store), save))
     assert bool(findings) == (expected is None), findings
     for rank, share in enumerate(shares):
-        if share.holding is None or isinstance(share.holding, PerRank):
+        if share.holding is None or isinstance(share.holding, OwnPerRank):
             if share.holding is not None:
                 assert (load(store, save, rank, share.values.shape) == share.values).all()
         elif expected is None:
@@ -281,7 +281,7 @@ def test_an_alias_is_what_its_own_layout_says(with_own: bool) -> None:
     for rank, expected in enumerate((1, 9 if with_own else 1)):
         reader = Reader(Committed(catalog, catalog.manifest(save)), rank)
         target = {"b": torch.zeros(3)}
-        found = targets(target, Saved(reader))
+        found = targets(target, SavedNames(reader))
         assert (found.missing, found.unexpected, found.mismatched) == ((), ("a",), ())
         reader.read(found.wants, lambda nbytes: None)
         assert target["b"].tolist() == [expected] * 3

@@ -14,7 +14,7 @@ from support import flips, of_version, resealed
 from ckptlib.errors import CorruptData, FormatError, NewerFormat
 from ckptlib.format import sharding
 from ckptlib.format.box import Box
-from ckptlib.format.layout import ByHand, Layout, Mesh, PerRank, Placed, TensorEntry, decode_layout, ranks_touching
+from ckptlib.format.layout import ByHand, Layout, Mesh, OwnPerRank, Placed, TensorEntry, decode_layout, ranks_touching
 from ckptlib.format.sharding import Placement, Replicate, Shard, StridedShard
 from ckptlib.saving.assign import assign, writes
 
@@ -24,7 +24,7 @@ LAYOUT = Layout(
     (
         TensorEntry("bias", "bfloat16", (8,), Placed(MESH, (Replicate(), Shard(0)), (1, 0))),
         TensorEntry("by/hand", "float32", (4, 4), ByHand()),
-        TensorEntry("rng", "uint8", (16,), PerRank()),
+        TensorEntry("rng", "uint8", (16,), OwnPerRank()),
         TensorEntry("scalar", "float64", (), Placed(MESH, (Replicate(), Replicate()), None)),
         TensorEntry("weight\u00e9", "float8_e4m3fn", (8, 6), Placed(MESH, (StridedShard(0, 2), Shard(0)), (0, 0))),
     ),
@@ -61,7 +61,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
         placements = tuple(draw(st.sampled_from([Replicate(), *map(Shard, range(len(shape)))])) for _ in mesh_shape)
         writer = draw(st.none() | st.tuples(*(st.integers(0, n - 1) for n in mesh_shape)))
-        holding = draw(st.sampled_from([Placed(mesh, placements, writer), PerRank(), ByHand()]))
+        holding = draw(st.sampled_from([Placed(mesh, placements, writer), OwnPerRank(), ByHand()]))
         entries.append(TensorEntry(name, draw(st.sampled_from(["float32", "bool"])), shape, holding))
     return Layout(len(mesh.ranks), tuple(entries))
 

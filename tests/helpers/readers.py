@@ -9,16 +9,16 @@ import pytest
 from ckptlib.loading.reader import Reader, Want
 from ckptlib.loading.requests import Request
 from ckptlib.stores import Store
-from ckptlib.stores.io_limits import Pace
+from ckptlib.stores.io_limits import IoLimits
 
 
 def store_of(reader: Reader) -> Store:
     return reader._source._catalog.store  # type: ignore[attr-defined]
 
 
-def pace_at(reader: Reader, pace: Pace, monkeypatch: pytest.MonkeyPatch) -> None:
+def limit(reader: Reader, limits: IoLimits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has it read as its source likes it."""
-    monkeypatch.setattr(reader._source, "pace", pace)
+    monkeypatch.setattr(reader._source, "limits", limits)
 
 
 def plan_of(reader: Reader, wants: Sequence[Want], ranks: Sequence[frozenset[int]]) -> list[Request]:

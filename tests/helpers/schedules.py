@@ -29,7 +29,7 @@ from ckptlib.saving.assign import assign
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
 from ckptlib.staging import copies, host_copies, pinned_ring, prepared_copies, spare_memory
-from ckptlib.staging.copies import Source
+from ckptlib.staging.copies import CopySource
 from ckptlib.staging.fence import Fence
 from ckptlib.staging.spare_memory import Figures
 from ckptlib.staging.stager import Content, Stager, Staging
@@ -147,12 +147,12 @@ class Schedule:
         simulation.streams += self.streams[1:]
         # 2 is complex: it is saved as its conjugate, and nobody's; 3 is a buffer that the forward pass writes to
         self.owned = [["t0", "t4"], ["t1", "t5"]]
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, CopySource] = {}
         for name, tensor in self.tensors.items():
             shown = torch._conj(tensor) if tensor.is_complex() else tensor
             late = any(name in names for names in self.owned)
-            self.sources[name] = Source(name, shown, late)
-        self.sources["host"] = Source("host", self.host, False)
+            self.sources[name] = CopySource(name, shown, late)
+        self.sources["host"] = CopySource("host", self.host, False)
         self.free = deque(world.slots)
         self.under_way: dict[int, tuple[Staging, dict[str, bytes]]] = {}
         self.level = dict.fromkeys(self.tensors, 0.0)
@@ -226,7 +226,7 @@ class Schedule:
             expected["host"] = raw(self.host)
             expected["lent"] = raw(self._value("t4"))
         lent = self.tensors["t4"].clone()
-        sources = {**self.sources, "lent": Source("lent", lent, False, lent=True)}
+        sources = {**self.sources, "lent": CopySource("lent", lent, False, lent=True)}
         content, blocked = self.world.content(), len(self.simulation.blocked)
         staging = self.stager.begin(slot, content, [sources[name] for name in self.world.names])
         staging.go()

@@ -18,7 +18,7 @@ from ckptlib.format.box import Box
 from ckptlib.loading import committed, landing, read_once, reader
 from ckptlib.loading.landing import Landing
 from ckptlib.loading.reader import Want
-from ckptlib.stores.io_limits import Pace
+from ckptlib.stores.io_limits import IoLimits
 
 
 class Inline:
@@ -148,7 +148,7 @@ def test_a_buffer_is_filled_again_too_early(root: Root, monkeypatch: pytest.Monk
         return found
 
     monkeypatch.setattr(Landing, "buffer", hasty)
-    monkeypatch.setattr(committed, "Pace", lambda: Pace(most=1 << 18))
+    monkeypatch.setattr(committed, "IoLimits", lambda: IoLimits(most=1 << 18))
     assert any(load(root, monkeypatch, seed) for seed in range(10))
 
 

@@ -13,10 +13,10 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import FormatError
 from ckptlib.format import values
 from ckptlib.loading.committed import Committed
-from ckptlib.loading.load_plan import Filling
+from ckptlib.loading.load_plan import LoadPlan
 from ckptlib.loading.reader import Reader
-from ckptlib.loading.saved_names import Saved
-from ckptlib.loading.selection import Asked
+from ckptlib.loading.saved_names import SavedNames
+from ckptlib.loading.selection import Selection
 from ckptlib.stores import open_store
 
 
@@ -79,7 +79,7 @@ def test_trees_that_nothing_can_be_built_of_are_refused(root: Root, tree: values
     root.save({"a": torch.ones(2), "b": 1})
     with open_store(root.url) as store:
         catalog = Catalog(store)
-        saved = Saved(Reader(Committed(catalog, catalog.manifest(catalog.resolve(root.step))), 0))
-        filling = Filling(saved, Asked(None, None), cast=False)
+        saved = SavedNames(Reader(Committed(catalog, catalog.manifest(catalog.resolve(root.step))), 0))
+        filling = LoadPlan(saved, Selection(None, None), cast=False)
         with pytest.raises((StateMismatch, FormatError), match=r"^c"):
             filling.rebuild(tree, "c", None)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import support
 import torch
-from helpers.readers import pace_at, plan_of, store_of
+from helpers.readers import limit, plan_of, store_of
 from onerank import opened
 from support import make_generation, make_root, make_save, put_part, put_parts
 from typing_extensions import override
@@ -29,7 +29,7 @@ from ckptlib.format.part import Part
 from ckptlib.loading.committed import Committed
 from ckptlib.loading.reader import Reader, Want
 from ckptlib.loading.requests import GAP_BYTES
-from ckptlib.stores.io_limits import RUN_BYTES, THREADS, Pace
+from ckptlib.stores.io_limits import RUN_BYTES, THREADS, IoLimits
 from ckptlib.stores.local import LocalStore
 
 
@@ -199,7 +199,7 @@ def test_replicas_are_compared_though_their_chunks_differ(tmp_path: Path) -> Non
 def test_memory_is_bounded_however_much_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {f"t{i}": np.full((100, 500), i, dtype=np.float32) for i in range(200)}  # 40 MB
     reader = saved(tmp_path, tensors)
-    pace_at(reader, Pace(most=256 * 1024), monkeypatch)
+    limit(reader, IoLimits(most=256 * 1024), monkeypatch)
     found = {name: torch.zeros(500, 100).t() for name in tensors}
     wants = [want(name, tensor) for name, tensor in found.items()]
     tracemalloc.start()
@@ -238,23 +238,23 @@ def test_a_plan_is_few_objects(tmp_path: Path) -> None:
 def test_requests_are_as_large_as_the_source_likes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = np.random.default_rng(0).integers(0, 255, 12 << 20, dtype=np.uint8)
     small = {f"t{i:02}": np.full(100_000, i, dtype=np.float32) for i in range(20)}
-    for pace, few in ((Pace(), 2), (Pace(most=2 << 20), 12)):
+    for limits, few in ((IoLimits(), 2), (IoLimits(most=2 << 20), 12)):
         reader = saved(tmp_path / str(few), {"w": whole, **small})
-        pace_at(reader, pace, monkeypatch)
+        limit(reader, limits, monkeypatch)
         found = {name: np.zeros_like(array) for name, array in {"w": whole, **small}.items()}
         reader.read([want(name, array) for name, array in found.items()], nothing)
         assert all((found[name] == array).all() for name, array in {"w": whole, **small}.items())
         assert len(requests(reader)) == few
-        assert all(nbytes <= pace.most for _, _, nbytes in requests(reader))
+        assert all(nbytes <= limits.most for _, _, nbytes in requests(reader))
 
 
 def test_tensors_come_one_by_one_or_several_at_a_time_as_the_source_likes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = {f"t{i}": np.full(3 << 20, i, dtype=np.uint8) for i in range(10)}
-    for pace, few in ((Pace(), 10), (Pace(direct_from=RUN_BYTES), 2)):
+    for limits, few in ((IoLimits(), 10), (IoLimits(direct_from=RUN_BYTES), 2)):
         reader = saved(tmp_path / str(few), tensors)
-        pace_at(reader, pace, monkeypatch)
+        limit(reader, limits, monkeypatch)
         apart = np.zeros((len(tensors), 4 << 20), dtype=np.uint8)
         reader.read([want(name, apart[i, : 3 << 20]) for i, name in enumerate(tensors)], nothing)
         assert all((apart[i, : 3 << 20] == i).all() for i in range(len(tensors)))

@@ -21,7 +21,7 @@ from ckptlib.policy.peers import Peers
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.placement import place
 from ckptlib.staging.arena import Arena
-from ckptlib.staging.stager import Content, Lot, Staging
+from ckptlib.staging.stager import Content, CopyJob, Staging
 
 GENERATION = GenerationId(1, "0" * 8)
 SAVE = SaveId(7, GENERATION)
@@ -55,8 +55,8 @@ class Bench:
         content = Content(HEADER, b"", None, {}, {}, 0.0, "xxh3")  # type: ignore[arg-type]
         self.staging = Staging(slot, content)  # type: ignore[arg-type]
 
-    def begin(self, twins: list[Lot]) -> Any:
-        return self.replicator.begin(Round(ROOT_ID, SAVE, 1, -1, -1), self.staging, twins)
+    def begin(self, local_replicas: list[CopyJob]) -> Any:
+        return self.replicator.begin(Round(ROOT_ID, SAVE, 1, -1, -1), self.staging, local_replicas)
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -84,7 +84,7 @@ def test_a_slot_is_nobody_elses_while_this_rank_still_copies_into_it(tmp_path: P
     bench.replicator._readers[1]._tables[1] = ("", type("Table", (), {"digest": ""}), None)
     slot = bench.arena.take(4096, -1, ())
     assert slot is not None
-    bench.begin([Lot(slot, SlotHeader(ROOT_ID, SAVE, 1, 2, 1, 1, 4096, {}), [], ())])
+    bench.begin([CopyJob(slot, SlotHeader(ROOT_ID, SAVE, 1, 2, 1, 1, 4096, {}), [], ())])
     assert bench.wire.failed.wait(60)
     time.sleep(0.1)
     assert not bench.replicator.calm

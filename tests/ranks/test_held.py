@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptlib.ranks.held import NONE, Held
+from ckptlib.ranks.held import NONE, HeldSteps
 
 FATES = st.lists(st.booleans(), max_size=8)
 
@@ -15,11 +15,11 @@ def test_what_is_named_is_held_by_every_rank(ranks: list[list[bool]]) -> None:
     """Each rank is as far as its list is long: snapshots are the same, their fates and the pace are not."""
     found = []
     for fates in ranks:
-        held = Held()
+        held = HeldSteps()
         for step, fate in enumerate(fates):
             held.note(step * 3, fate)
         found.append(held)
-    by_all = Held.by_all(min(h.newest for h in found), max(h.since for h in found))
+    by_all = HeldSteps.by_all(min(h.newest for h in found), max(h.since for h in found))
     really = [{step * 3 for step, fate in enumerate(fates) if fate} for fates in ranks]
     common = set.intersection(*really)
     assert by_all == NONE or by_all in common
@@ -30,5 +30,5 @@ def test_what_is_named_is_held_by_every_rank(ranks: list[list[bool]]) -> None:
     for held, fates in zip(found, ranks, strict=True):
         for step in range(len(fates), 12):
             held.note(step * 3, held=True)
-    later = Held.by_all(min(h.newest for h in found), max(h.since for h in found))
+    later = HeldSteps.by_all(min(h.newest for h in found), max(h.since for h in found))
     assert later in (NONE, by_all) or later > settled

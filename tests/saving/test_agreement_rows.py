@@ -14,7 +14,7 @@ from rankthreads import run_ranks
 
 from ckptlib import UnsupportedState
 from ckptlib.format.box import Box
-from ckptlib.format.layout import ByHand, Layout, Mesh, PerRank, Placed, ranks_touching
+from ckptlib.format.layout import ByHand, Layout, Mesh, OwnPerRank, Placed, ranks_touching
 from ckptlib.format.overlaps import Overlap
 from ckptlib.format.sharding import Replicate, Shard
 from ckptlib.ranks.group import Group, SoloGroup
@@ -83,7 +83,7 @@ def test_differing_tensors_are_every_ranks_own_and_one_warning_names_them(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         agreements = agreed(4, lambda rank: [plain("bn.mean", make(rank)), plain("same", torch.ones(2))])
-    assert all(a.holdings == {"bn.mean": PerRank(), "same": over(0, 1, 2, 3)} for a in agreements)
+    assert all(a.holdings == {"bn.mean": OwnPerRank(), "same": over(0, 1, 2, 3)} for a in agreements)
     (record,) = caplog.records
     assert "bn.mean differs between ranks 0 and " in record.getMessage()
 
@@ -147,11 +147,11 @@ def test_a_mesh_of_which_some_do_not_hold_it_yet() -> None:
 
 def test_per_rank_and_by_hand_need_no_agreement() -> None:
     def leaves(rank: int) -> list[Leaf]:
-        own = Leaf("own", "float32", (rank,), PerRank(), ((Box.whole((rank,)), torch.ones(rank)),), None)
+        own = Leaf("own", "float32", (rank,), OwnPerRank(), ((Box.whole((rank,)), torch.ones(rank)),), None)
         cut = Leaf("cut", "float32", (9,), ByHand(), ((Box((rank,), (1,)), torch.ones(1)),), None)
         return [own, cut]
 
-    assert all(a.holdings == {"own": PerRank(), "cut": ByHand()} for a in agreed(3, leaves))
+    assert all(a.holdings == {"own": OwnPerRank(), "cut": ByHand()} for a in agreed(3, leaves))
 
 
 # -- ties and overlaps
@@ -170,7 +170,7 @@ def test_what_all_ranks_tie_alike_is_one_tensor() -> None:
 
     for rank, agreement in enumerate(agreed(3, leaves)):
         assert agreement.aliases == {"third": "first"}
-        assert agreement.holdings == {"first": PerRank()} | ({"second": over(2)} if rank == 2 else {})
+        assert agreement.holdings == {"first": OwnPerRank()} | ({"second": over(2)} if rank == 2 else {})
         assert [entry.name for entry in entries_of(leaves(rank), agreement)] == [*agreement.holdings]
 
 
@@ -182,7 +182,7 @@ def test_what_some_ranks_tie_and_others_do_not_is_saved_under_each_of_its_names(
 
     for agreement in agreed(2, leaves):
         assert agreement.aliases == {}
-        assert agreement.holdings == {"last": over(0, 1), "best": over(0, 1) if equal else PerRank()}
+        assert agreement.holdings == {"last": over(0, 1), "best": over(0, 1) if equal else OwnPerRank()}
 
 
 def test_a_tie_to_another_tensor_on_each_rank_is_none() -> None:

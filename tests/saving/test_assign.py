@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckptlib.format import sharding
 from ckptlib.format.box import Box
-from ckptlib.format.layout import ByHand, Mesh, PerRank, Placed, TensorEntry
+from ckptlib.format.layout import ByHand, Mesh, OwnPerRank, Placed, TensorEntry
 from ckptlib.format.sharding import Placement, Replicate, Shard
 from ckptlib.saving.assign import assign, writes
 
@@ -109,7 +109,7 @@ def test_assign_gives_the_same_answer_to_all_who_hold_the_same(entries: list[Ten
 
 
 def test_others_than_placed_tensors_are_left_alone() -> None:
-    entries = [TensorEntry("a", "float32", (4,), PerRank()), TensorEntry("b", "float32", (4,), ByHand())]
+    entries = [TensorEntry("a", "float32", (4,), OwnPerRank()), TensorEntry("b", "float32", (4,), ByHand())]
     assert assign(entries) == entries
     assert all(writes(entry, rank) for entry in entries for rank in range(3))
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptlib.slots.placement import Placement, place
+from ckptlib.slots.placement import ReplicaMap, place
 
 
 def hosts(num_hosts: int, ranks_each: int, interleaved: bool = False) -> list[str]:
@@ -21,7 +21,7 @@ def hosts(num_hosts: int, ranks_each: int, interleaved: bool = False) -> list[st
     return [f"host{rank % num_hosts if interleaved else rank // ranks_each}" for rank in range(num)]
 
 
-def survives(placement: Placement, rank: int, gone: frozenset[str]) -> bool:
+def survives(placement: ReplicaMap, rank: int, gone: frozenset[str]) -> bool:
     """The oracle: whether any process that holds this rank's snapshot still runs."""
     running = [r for r, domain in enumerate(placement.domains) if domain not in gone]
     return any(r == rank or r in placement.holders[rank] for r in running)
@@ -38,7 +38,7 @@ def every_case() -> Iterator[tuple[int, int, int]]:
         yield from ((num_hosts, ranks_each, copies) for copies in range(num_hosts))
 
 
-def check(placement: Placement, copies: int) -> None:
+def check(placement: ReplicaMap, copies: int) -> None:
     """What must hold of every placement, whatever is lost."""
     domains, ranks = placement.domains, range(len(placement.domains))
     for rank in ranks:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckptlib.staging import copies as module
 from ckptlib.staging import prepared_copies
-from ckptlib.staging.copies import OVERLAP_FROM_BYTES, Pair, Source, work_of
+from ckptlib.staging.copies import OVERLAP_FROM_BYTES, CopySource, Pair, work_of
 from ckptlib.staging.prepared_copies import Across
 from ckptlib.state.raw_bytes import bytes_of
 
@@ -33,7 +33,7 @@ def test_a_frozen_copy_reaches_the_host(shards: list[tuple], random: object) -> 
     for n, (shape, dtype, _, late, gap) in enumerate(shards):
         offsets.append(end + 64 * gap)
         tensor = torch.randn(shape).t().to(dtype) if n % 3 == 0 and len(shape) == 2 else torch.randn(shape).to(dtype)
-        sources.append(Source(f"t{n}", tensor, late))
+        sources.append(CopySource(f"t{n}", tensor, late))
         end = offsets[-1] + (tensor.nbytes + 63) // 64 * 64
     body = torch.randint(0, 256, (max(end, 1),), dtype=torch.uint8)
     pairs = [Pair(source, body, offset) for source, offset in zip(sources, offsets, strict=True)]
@@ -78,7 +78,9 @@ def make_pairs(sizes: list[int], late: bool = True) -> tuple[torch.Tensor, list[
     begins = [sum(-(-4 * n // (1 << 20)) << 20 for n in sizes[:i]) for i in range(len(sizes))]
     body = torch.zeros(begins[-1] + (8 << 20), dtype=torch.uint8)
     tensors = [torch.randn(n) for n in sizes]
-    pairs = [Pair(Source(f"t{n}", t, late), body, at) for n, (t, at) in enumerate(zip(tensors, begins, strict=True))]
+    pairs = [
+        Pair(CopySource(f"t{n}", t, late), body, at) for n, (t, at) in enumerate(zip(tensors, begins, strict=True))
+    ]
     for pair in pairs:
         pair.device = DEVICE
     return body, pairs
@@ -130,7 +132,7 @@ def test_what_is_gathered_may_begin_anywhere() -> None:
     skip = -raw.data_ptr() % 8
     for at in range(skip, skip + 9):
         tensor = torch.frombuffer(raw.numpy().data[at:], dtype=torch.uint8)[3 : 3 + 64]
-        pair = Pair(Source("t", tensor, False), torch.zeros(1 << 12, dtype=torch.uint8), at)
+        pair = Pair(CopySource("t", tensor, False), torch.zeros(1 << 12, dtype=torch.uint8), at)
         pair.device = DEVICE
         work = work_of([pair], DEVICE, None)
         work.inside_now.enqueue()
@@ -178,7 +180,7 @@ def test_a_view_is_saved_as_its_value(view: str, spare: bool) -> None:
     }
     shown = views[view]
     body = torch.zeros(1 << 21, dtype=torch.uint8)
-    pair = Pair(Source("v", shown, True), body, 0)
+    pair = Pair(CopySource("v", shown, True), body, 0)
     pair.device = DEVICE
     work = work_of([pair], DEVICE, torch.zeros_like(body) if spare else None)
     assert work.names == [], "not behind the fence"

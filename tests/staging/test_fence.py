@@ -23,7 +23,7 @@ from ckptlib.devices import accelerator
 from ckptlib.errors import WaitTimeout
 from ckptlib.slots.slot import Slot
 from ckptlib.staging import stager
-from ckptlib.staging.copies import Source
+from ckptlib.staging.copies import CopySource
 from ckptlib.staging.fence import Fence
 
 
@@ -261,7 +261,7 @@ def recorded_overlaps(ckpt: ckptlib.Checkpointer) -> Iterator[dict[str, bool]]:
     class Recording(stager.Stager):
         @override
         def begin(
-            self, slot: Slot, content: stager.Content, sources: Sequence[Source], *args: Any, **kwargs: Any
+            self, slot: Slot, content: stager.Content, sources: Sequence[CopySource], *args: Any, **kwargs: Any
         ) -> stager.Staging:
             found.update({source.name: source.overlap for source in sources})
             return super().begin(slot, content, sources, *args, **kwargs)

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import ckptlib
 from ckptlib import PerRank, Sharded, UnsupportedState
 from ckptlib.format.box import Box
-from ckptlib.format.layout import ByHand, Placed
-from ckptlib.format.layout import PerRank as HeldPerRank
+from ckptlib.format.layout import ByHand, OwnPerRank, Placed
 from ckptlib.state.flatten import Flat, flatten
 from ckptlib.state.leaf import Plain, join
 from ckptlib.state.memo import Memo
@@ -133,7 +132,7 @@ def test_per_rank_tensors_are_never_ties() -> None:
     base = torch.ones(3)
     flat = flatten({"a": PerRank(base), "b": PerRank([base]), "c": base})
     assert flat.aliases == {}
-    assert [type(leaf.held) for leaf in flat.leaves] == [HeldPerRank, HeldPerRank, Plain]
+    assert [type(leaf.held) for leaf in flat.leaves] == [OwnPerRank, OwnPerRank, Plain]
 
 
 def test_tensors_made_for_the_save_are_never_mixed_up() -> None:
@@ -182,7 +181,7 @@ def test_what_changed_in_place_gives_new_leaves(change: Callable[[torch.Tensor],
     assert (leaf.shape, leaf.dtype) == (tuple(tensor.shape), str(tensor.dtype)[6:])
     assert leaf.pieces[0][1].data_ptr() == tensor.data_ptr()
     (leaf,) = flatten({"t": PerRank(tensor)}, memo).leaves
-    assert isinstance(leaf.held, HeldPerRank)
+    assert isinstance(leaf.held, OwnPerRank)
 
 
 def test_a_square_that_is_transposed_in_place_is_another_leaf() -> None:

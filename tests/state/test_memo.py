@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ckptlib import PerRank, Sharded, UnsupportedState
 from ckptlib.state.flatten import Flat, flatten
 from ckptlib.state.leaf import Leaf
-from ckptlib.state.memo import Memo, Section, Sight
+from ckptlib.state.memo import Fingerprint, Memo, Section
 
 State = dict[str, Any]
 
@@ -299,10 +299,10 @@ def test_a_dtensor_with_other_local_memory(world: None) -> None:
 
 def test_a_sight_is_compared_by_what_it_holds() -> None:
     tensors, thing = [torch.ones(2), torch.ones(2)], object()
-    section = Section(Sight(["a", "b"], [thing], tensors), "made")
-    assert section.shows(Sight(["a", "b"], [thing], list(tensors)))
-    assert not section.shows(Sight(["a", "c"], [thing], tensors))
-    assert not section.shows(Sight(["a", "b"], [object()], tensors))
-    assert not section.shows(Sight(["a", "b"], [thing, thing], tensors))
-    assert not section.shows(Sight(["a", "b"], [thing], tensors[::-1]))
-    assert not section.shows(Sight(["a", "b"], [thing], tensors[:1]))
+    section = Section(Fingerprint(["a", "b"], [thing], tensors), "made")
+    assert section.shows(Fingerprint(["a", "b"], [thing], list(tensors)))
+    assert not section.shows(Fingerprint(["a", "c"], [thing], tensors))
+    assert not section.shows(Fingerprint(["a", "b"], [object()], tensors))
+    assert not section.shows(Fingerprint(["a", "b"], [thing, thing], tensors))
+    assert not section.shows(Fingerprint(["a", "b"], [thing], tensors[::-1]))
+    assert not section.shows(Fingerprint(["a", "b"], [thing], tensors[:1]))

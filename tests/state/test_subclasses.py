@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from ckptlib import PerRank, Sharded, StateMismatch, UnsupportedState
 from ckptlib.errors import ReplicasDiffer
-from ckptlib.format.layout import PerRank as HeldPerRank
+from ckptlib.format.layout import OwnPerRank
 from ckptlib.saving.agreement import agree, rows_of
 from ckptlib.state.flatten import Flat, flatten
 from ckptlib.state.memo import Memo
@@ -257,7 +257,7 @@ def test_ties_are_kept(root: Root) -> None:
 
 def test_state_of_each_rank_s_own(root: Root) -> None:
     target = scaled(2)
-    assert {type(leaf.held) for leaf in flatten({"x": PerRank(target)}).leaves} == {HeldPerRank}
+    assert {type(leaf.held) for leaf in flatten({"x": PerRank(target)}).leaves} == {OwnPerRank}
     root.move({"x": PerRank(scaled(1))}, {"x": PerRank(target)})
     assert parts(target) == parts(scaled(1))
 
@@ -274,7 +274,7 @@ def test_what_differs_between_ranks_is_found_in_what_it_is_made_of() -> None:
 
     for holdings in run_ranks(2, on_rank([1, 1])):
         assert holdings.keys() == {"p/codes", "p/scale"}
-        assert not any(isinstance(holding, HeldPerRank) for holding in holdings.values())
+        assert not any(isinstance(holding, OwnPerRank) for holding in holdings.values())
     with pytest.raises(ReplicasDiffer, match="p/"):
         run_ranks(2, on_rank([1, 2]))
 
@@ -286,7 +286,7 @@ def test_a_dtensor_around_one_is_of_its_own_mesh(root: Root, world: None, monkey
         return DTensor.from_local(scaled(seed), mesh, [placement], run_check=False)
 
     source, target = placed(1, Shard(0)), placed(2, Shard(0))
-    assert {type(leaf.held) for leaf in flatten({"x": source}).leaves} == {HeldPerRank}
+    assert {type(leaf.held) for leaf in flatten({"x": source}).leaves} == {OwnPerRank}
     root.move({"x": source}, {"x": target})
     assert parts(target) == parts(source)
     for other in (placed(2, Replicate()), placed(2, Shard(1)), scaled(2)):

@@ -17,7 +17,7 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader, check_body
-from ckptlib.staging.copies import Source
+from ckptlib.staging.copies import CopySource
 from ckptlib.staging.stager import Content, Stager
 
 STATE = {
@@ -58,7 +58,7 @@ def seal(slot: Slot, step: int, origin: int, state: dict[str, np.ndarray] | None
     content = Content(header, layout.encoded, table, {"step": step}, {}, 0.0, XXH3)
     names = [layout.tensors[t].name for t in table.tensors]
     stager = Stager(lambda staging: None)
-    staging = stager.begin(slot, content, [Source(n, torch.from_numpy(arrays[n]), False) for n in names])
+    staging = stager.begin(slot, content, [CopySource(n, torch.from_numpy(arrays[n]), False) for n in names])
     staging.go()
     staging.wait_sealed(60)
     stager.close()

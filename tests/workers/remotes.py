@@ -40,14 +40,14 @@ from ckptlib.pages import PAGE_BYTES
 from ckptlib.ranks.link import Link
 from ckptlib.ranks.meeting import group_of
 from ckptlib.recovery import remote_slots as remote_module
-from ckptlib.recovery.inventory import Found, Inventory, Move, describe, look
+from ckptlib.recovery.inventory import Found, Inventory, Transfer, describe, look
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.recovery.remote_slots import STREAMS, Exchange, RemoteSlot
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.host import memory_of
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader, check_body
-from ckptlib.staging.copies import Source
+from ckptlib.staging.copies import CopySource
 from ckptlib.staging.stager import Content, Stager
 
 PIECE_BYTES = 1 << 20
@@ -69,7 +69,7 @@ def exchanging(slot: Slot, *moves: tuple[int, int]) -> Iterator[tuple[Exchange, 
     """`moves`: (sender, receiver), all of the slot of rank 0. What this rank receives of them."""
     found = shared(slot)
     exchange = Exchange(world(), PATIENCE, open_here)
-    slots = exchange.add(Move(found, sender, receiver) for sender, receiver in moves)
+    slots = exchange.add(Transfer(found, sender, receiver) for sender, receiver in moves)
     dist.barrier()
     yield exchange, list(slots.values())
     exchange.close()
@@ -112,7 +112,7 @@ def what_is_not_there(directory: Path) -> None:
         seal(slot, 1, 0)
         found = shared(slot)
         exchange = Exchange(world(), PATIENCE, lru_cache(open_here))
-        slots = exchange.add(Move(replace(found, path=path), 0, 1) for path in (found.path, found.path + "x"))
+        slots = exchange.add(Transfer(replace(found, path=path), 0, 1) for path in (found.path, found.path + "x"))
         dist.barrier()
         if rank() == 1:
             there, gone = slots.values()
@@ -176,7 +176,7 @@ def liars_who_ask(directory: Path) -> None:
             link.close()
             return
         exchange = Exchange(world(), PATIENCE, open_here)
-        slots = exchange.add([Move(found, 0, 1), Move(found, 0, 2)])
+        slots = exchange.add([Transfer(found, 0, 1), Transfer(found, 0, 2)])
         dist.barrier()
         for there in slots.values():
             check_body(there, SnapshotReader().read(there, there.read_header()))
@@ -239,7 +239,7 @@ def share(slot: Slot, step: int, of: int, num_ranks: int, tensors: dict[str, np.
     pieces = [torch.from_numpy(tensors[n][box.slices()]) for n, box in zip(names, table.boxes, strict=True)]
     stager = Stager(lambda staging: None)
     content = Content(header, layout.encoded, table, {"step": step}, {}, 0.0, XXH3)
-    sources = [Source(n, piece, False) for n, piece in zip(names, pieces, strict=True)]
+    sources = [CopySource(n, piece, False) for n, piece in zip(names, pieces, strict=True)]
     staging = stager.begin(slot, content, sources)
     staging.go()
     staging.wait_sealed(60)
@@ -291,7 +291,7 @@ def killed(directory: Path) -> None:
         path = group_of(None, PATIENCE).gather(str(slot.path).encode())[2].decode()
         assert found is not None
         exchange = Exchange(world(), PATIENCE, open_here)
-        slots = exchange.add([Move(found, 0, 1), Move(replace(found, path=path), 2, 0)])
+        slots = exchange.add([Transfer(found, 0, 1), Transfer(replace(found, path=path), 2, 0)])
         dist.barrier()
         if rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -26,7 +26,7 @@ from ckptlib.format.sharding import Replicate
 from ckptlib.saving.assign import assign
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
-from ckptlib.staging.copies import OVERLAP_FROM_BYTES, Source
+from ckptlib.staging.copies import OVERLAP_FROM_BYTES, CopySource
 from ckptlib.staging.fence import Fence, Fenced
 from ckptlib.staging.stager import Content, Stager, Staging
 from ckptlib.state.flatten import flatten
@@ -81,7 +81,7 @@ class Rig:
         content = self._content(list(leaves.values()))
         layout_names = [entry.name for entry in self._layout(list(leaves.values())).tensors]
         ordered = [leaves[layout_names[t]] for t in content.table.tensors]
-        sources = [Source(leaf.name, leaf.pieces[0][1].detach(), self.earned(leaf)) for leaf in ordered]
+        sources = [CopySource(leaf.name, leaf.pieces[0][1].detach(), self.earned(leaf)) for leaf in ordered]
         self._oracle = [raw(leaf.pieces[0][1]) for leaf in ordered]
         staging = self.stager.begin(self.slot, content, sources)
         if go:

@@ -75,7 +75,9 @@ def set_trap(gates: Path, size: int, *, stage: str, rank: int, step: int | None 
         return lambda *args: die() if _in(thread) else None
 
     begun: list[int] = []
-    wrap(replicator.Replicator, "begin", before=lambda itself, now, staging, twins: begun.append(now.save.step))
+    wrap(
+        replicator.Replicator, "begin", before=lambda itself, now, staging, local_replicas: begun.append(now.save.step)
+    )
 
     def on_staging(staging: Any) -> None:
         if staging.step == step:
