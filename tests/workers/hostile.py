@@ -164,8 +164,8 @@ def at_random(directory: Path, seed: int, count: int) -> Iterator[dict[str, obje
 
         try:
             root = spoiled(directory / "root", kind, attack)
-        except (KeyError, IndexError, TypeError, AssertionError, ValueError):
-            continue  # the second place went with the first, or the document is too large
+        except (KeyError, IndexError, TypeError, AssertionError, ValueError, RecursionError):
+            continue  # the second place went with the first, or the document is too large or too deep to be written
         yield from in_child(f"random {seed} {n}: {kind}", consumers(root))
         part = root.bodies["part"]
         if kind in ("layout", "part") and isinstance(part.get("table"), dict) and {*SNAPSHOT} <= {*part}:
