@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from helpers.inside import objects_of
 from support import (
     age,
     all_keys,
@@ -116,7 +117,7 @@ def make_busy_root(store: Store) -> GenerationId:
 def copy_of(store: Store, directory: Path) -> Store:
     if isinstance(store, MemoryStore):
         copied = MemoryStore()
-        copied._objects = dict(store._objects)
+        objects_of(copied).update(objects_of(store))
         return copied
     shutil.copytree(store.url.removeprefix("file://"), directory)  # ages are kept
     return LocalStore(str(directory))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.inside import objects_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import (
@@ -45,11 +46,12 @@ def make_history(catalog: Catalog, drawn: list[tuple[int, int]]) -> list[Generat
 
 
 def lose(store: MemoryStore, generation: GenerationId, how: str) -> None:
-    data, modified = store._objects.pop(generation.key)
+    objects = objects_of(store)
+    data, modified = objects.pop(generation.key)
     if how == "altered":
-        store._objects[generation.key] = (data[:-5] + b"!" + data[-4:], modified)
+        objects[generation.key] = (data[:-5] + b"!" + data[-4:], modified)
     elif how == "another's":
-        store._objects[generation.key] = (resealed(data, nonce="f" * 8), modified)
+        objects[generation.key] = (resealed(data, nonce="f" * 8), modified)
 
 
 @settings(max_examples=60)
@@ -63,11 +65,11 @@ def test_a_lost_record_drops_nothing_that_is_on_the_history(
     unwanted = sweep(Catalog(store), Keep(last), None, dry_run=True)
     for generation in data.draw(st.sets(st.sampled_from(generations), min_size=1)):
         lose(store, generation, data.draw(st.sampled_from(["gone", "altered", "another's"])))
-    before = dict(store._objects)
+    before = dict(objects_of(store))
     for dry_run in (True, False):
         with pytest.raises(CorruptData, match=r"history is incomplete.*so nothing is dropped"):
             sweep(Catalog(store), Keep(last), None, dry_run=dry_run, abandoned=abandoned)
-        assert store._objects == before
+        assert objects_of(store) == before
     assert {*whole.dropped} >= {*unwanted.dropped}
     live = sweep(Catalog(store), Keep(last), generations[-1])
     assert {*live.dropped} <= {*unwanted.dropped}

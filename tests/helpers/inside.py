@@ -13,6 +13,7 @@ from ckptlib.saving.snapshots import Snapshots
 from ckptlib.staging.arena import Arena
 from ckptlib.staging.fence import Fence
 from ckptlib.staging.stager import Stager
+from ckptlib.stores.memory import MemoryStore
 from ckptlib.writer.client import Writer
 
 
@@ -94,3 +95,8 @@ def refuse_slots(ckpt: ckptlib.Checkpointer, take_slot: Callable[[int], Any]) ->
 def has_spare_memory(ckpt: ckptlib.Checkpointer) -> bool:
     """Whether any device keeps a copy of the state in memory of its own."""
     return any(spares._spares for spares in stager_of(ckpt)._devices._spares.values())
+
+
+def objects_of(store: MemoryStore) -> dict[str, Any]:
+    """What it keeps, by key; to be changed as no caller of a store can."""
+    return store._objects

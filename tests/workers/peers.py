@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from helpers.inside import poll, session_of, snapshots_of
 from workers.crash_jobs import Teller
 from workers.peer_trainings import training_of
 from workers.traps import CHUNK_BYTES, mark_sealed, on_chunk, set_trap, wrap
@@ -90,7 +91,7 @@ def train(
                 set_trap(Path(gates), len(hosts), **trap)
         if drags:
             wrap(link.Link, "_begin_send", before=on_chunk(lambda: time.sleep(drags[rank])))
-        tell("made", pid=os.getpid(), generation=str(ckpt._session.generation))
+        tell("made", pid=os.getpid(), generation=str(session_of(ckpt).generation))
         start = load_step
         if start is None:
             report = ckpt.restore()
@@ -106,7 +107,7 @@ def train(
         for step in ckpt.loop(start, total):
             if settle:
                 _await_settled(ckpt)
-            held = ckpt._session.snapshots
+            held = snapshots_of(ckpt)
             assert held.coverage is not None
             tell("step", step=step, held=held.own.newest, held_by_all=held.held_by_all, sent=held.coverage.sent)
             again = pause_when_held is not None and held.held_by_all >= pause_when_held
@@ -138,8 +139,8 @@ def _await_settled(ckpt: ckptlib.Checkpointer) -> None:
     So that there is a slot at every step, whatever the writer is busy with.
     """
     deadline = time.monotonic() + WAIT_S
-    while ckpt._session.snapshots.settling or ckpt._session.snapshots.persisting:
-        ckpt._session.outcomes.poll(0.002)
+    while snapshots_of(ckpt).settling or snapshots_of(ckpt).persisting:
+        poll(ckpt, 0.002)
         assert time.monotonic() < deadline, "a snapshot does not come to its end"
 
 
@@ -148,12 +149,12 @@ def _await_settled(ckpt: ckptlib.Checkpointer) -> None:
 
 def _pause(tell: Teller, ckpt: ckptlib.Checkpointer, rank: int, step: int, gates: str) -> str | None:
     """Waits for the file of this step: words by rank, for those who are to do something before they go on."""
-    held = ckpt._session.snapshots
+    held = snapshots_of(ckpt)
     tell("paused", step=step, held=held.own.newest, held_by_all=held.held_by_all)
     path = Path(gates) / str(step)
     deadline = time.monotonic() + WAIT_S
     while not path.exists():
-        ckpt._session.outcomes.poll(0.002)
+        poll(ckpt, 0.002)
         assert time.monotonic() < deadline, "nobody said what to do"
     word: str | None = json.loads(path.read_text()).get(str(rank))
     if word == "die":
