@@ -93,7 +93,7 @@ def one_slot(url: Path) -> None:
     """Saves that are waited for take memory for one snapshot, on every rank."""
     for step in range(1, 4):
         ckptlib.save(url, {"own": ckptlib.PerRank({"t": torch.full((1 << 20,), float(step + rank()))})}, step)
-    assert len(session_at(url).holdings.arena.slots) == 1
+    assert len(session_at(url).snapshots.arena.slots) == 1
     for step in range(1, 4):
         found = torch.zeros(1 << 20)
         ckptlib.load(url, {"own": ckptlib.PerRank({"t": found})}, step)
@@ -159,8 +159,8 @@ def another_default_device(url: Path) -> None:
         with checkpointer(url, found, 10**6, peers=peers) as ckpt:
             report = ckpt.restore()
             arena, deadline = arena_of(ckpt), time.monotonic() + PATIENCE_S
-            while arena.has_others:  # the job before was in these very processes, and lets go of replicas, too
-                arena.reclaim()
+            while arena.others.any_earlier:  # the job before was in these very processes, and lets go of replicas, too
+                arena.others.reclaim()
                 assert time.monotonic() < deadline
             dist.barrier()
         assert report.in_memory
