@@ -15,6 +15,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ckptlib.errors import AgreementFailed
 from ckptlib.ranks import incarnation
 
+BY_THE_HOST = ("gloo", "mpi", "fake", "undefined")
+"""Backends of torch.distributed that have no links between devices."""
+
 _num_groups: Counter[str] = Counter()
 """By name of a process group: the groups made over it. All its ranks make them in the same order."""
 
@@ -67,3 +70,9 @@ def store_of(over: dist.ProcessGroup, timeout: timedelta) -> Store:
         name = incarnation.agree(place, dist.get_process_group_ranks(over), over.rank(), timeout)
         known = _stores[over.group_name] = (whole, PrefixStore(name, place))
     return known[1]
+
+
+def links_of(group: dist.ProcessGroup) -> frozenset[str]:
+    """Types of devices whose memory the group sends over links of their own, not by way of the host as gloo does."""
+    backends = [entry.partition(":") for entry in str(dist.get_backend_config(group)).split(",")]
+    return frozenset(device for device, _, backend in backends if backend not in BY_THE_HOST)

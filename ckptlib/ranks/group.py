@@ -18,7 +18,7 @@ import torch.distributed as dist
 import xxhash
 from typing_extensions import override
 
-from ckptlib.ranks.connections import connect, disconnect, failure
+from ckptlib.ranks.connections import connect, disconnect, failure, links_of
 
 Result = TypeVar("Result")
 
@@ -54,7 +54,10 @@ class Group(ABC):
         """Fills `buffer`, bytes in host memory and of the same size everywhere, with that of `rank`."""
 
     def broadcast_there(self, rank: int, buffer: torch.Tensor, device: torch.device) -> bool:
-        """As `broadcast_from`, of a device's bytes, by the trainers' group; False, on all ranks, where that cannot."""
+        """As `broadcast_from`, of a device's bytes, over the trainers' own group, such as NCCL's.
+
+        Returns False, on all ranks, if that group has no links between devices of this type.
+        """
         return False
 
     def same(self, data: bytes) -> bool:
@@ -147,6 +150,7 @@ class TorchGroup(Group):
     def __init__(self, over: dist.ProcessGroup, timeout: timedelta) -> None:
         """Collective over `over`."""
         self._over = over
+        self._links = links_of(over)
         self._ranks = dist.get_process_group_ranks(over)
         self._timeout = timeout
         self.patience_s = timeout.total_seconds() / 2
@@ -190,6 +194,14 @@ class TorchGroup(Group):
         options.rootRank = rank
         self._hold(buffer)
         self._wait("broadcast", lambda: self._gloo.broadcast([buffer], options))
+
+    @override
+    def broadcast_there(self, rank: int, buffer: torch.Tensor, device: torch.device) -> bool:
+        if device.type not in self._links:
+            return False
+        source = self._ranks[rank]
+        self._wait("broadcast", lambda: dist.broadcast(buffer, source, group=self._over, async_op=True))
+        return True
 
     @override
     def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:

@@ -63,6 +63,24 @@ def failures(group: Group) -> None:
     collectives(group)
 
 
+def links() -> None:
+    """The trainers' group sends the memory of a device where a backend of its own serves that device."""
+    devices = torch.device("cpu"), torch.device("cuda")
+    plain = group_of(None, timedelta(seconds=30))
+    assert not any(plain.broadcast_there(0, torch.zeros(3), device) for device in devices), "gloo has no such links"
+    dist.Backend.register_backend(
+        "links", lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size, timeout), devices=["cpu"]
+    )
+    group = group_of(dist.new_group([2, 0, 1], backend="links"), timedelta(seconds=30))
+    for source in range(3):
+        buffer = torch.full((5,), group.rank, dtype=torch.uint8)
+        assert group.broadcast_there(source, buffer, devices[0])
+        assert (buffer == source).all()
+        assert not group.broadcast_there(source, buffer, devices[1])
+    group.close()
+    plain.close()
+
+
 def parts() -> None:
     """Groups over some ranks only, made while the others do something else."""
     pair, single = dist.new_group([0, 2]), dist.new_group([1])
@@ -127,6 +145,7 @@ def main() -> None:
     group = group_of(None, timedelta(seconds=30))
     collectives(group)
     failures(group)
+    links()
     parts()
     meetings()
     group.close()
