@@ -5,96 +5,21 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from helpers.writers import WAIT_S, Bench, alive, hear, heard, status, until
 from workers.crash_oracle import failed_parts, read_root
-from workers.crash_spare import make_root, ready_slot, setup
 
 from ckptlib.errors import WaitTimeout
 from ckptlib.format.keys import SaveId
-from ckptlib.slots.slot import Slot
-from ckptlib.writer import logfile
-from ckptlib.writer.client import MAX_DEATHS, Writer
+from ckptlib.writer.client import MAX_DEATHS
 
 LARGE_BYTES = 600 << 20
-WAIT_S = 60.0
-
-
-class Bench:
-    """A root, a writer, and slots for it."""
-
-    def __init__(self, directory: Path) -> None:
-        self.root = directory / "root"
-        self.directory = directory
-        self.generation = make_root(self.root)
-        self.slots: list[Slot] = []
-        self.writers: list[Writer] = []
-
-    def writer(self, **more: object) -> Writer:
-        self.writers.append(Writer(setup(self.root, **more)))
-        return self.writers[-1]
-
-    def slot(self, step: int, memory: Path = Path("/dev/shm"), nbytes: int = 1 << 20) -> tuple[SaveId, Slot]:
-        save = SaveId(step, self.generation)
-        values = np.arange(nbytes // 4, dtype=np.int32) + step
-        self.slots.append(ready_slot(memory, save, {"w": values}))
-        return save, self.slots[-1]
-
-    def close(self) -> None:
-        for writer in self.writers:
-            if alive(writer.pid):
-                os.kill(writer.pid, signal.SIGCONT)
-                os.kill(writer.pid, signal.SIGKILL)
-        for slot in self.slots:
-            slot.unlink()
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
-    yield bench
-    bench.close()
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def hear(writer: Writer, event: str) -> dict[str, Any]:
-    """The next event of this kind; what comes before it is dropped."""
-    return next(found for found in heard(writer, event) if found["event"] == event)
-
-
-def heard(writer: Writer, last: str) -> list[dict[str, Any]]:
-    """All that the writer says up to an event of this kind."""
-    deadline, events = time.monotonic() + WAIT_S, []
-    while last not in [found["event"] for found in events]:
-        assert time.monotonic() < deadline, f"{last} was not heard: {events}; see {writer.log_path.read_text()}"
-        events += writer.poll(0.05)
-    return events
-
-
-def until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def status(pid: int, name: str) -> int:
-    return int(re.search(rf"^{name}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1])  # type: ignore[index]
 
 
 # -- what it is
@@ -356,78 +281,3 @@ def test_orders_that_cannot_be_carried_out_end_it_and_are_answered(bench: Bench)
     assert "died 3 times in a row" in failed["error"]
     assert "no-such-scheme" in writer.log_path.read_text()
     until(lambda: not alive(writer.pid))
-
-
-# -- where it logs
-
-
-def others(path: Path) -> None:
-    path.mkdir(mode=0o700)
-    os.chown(path, 65534, 65534)
-
-
-def writable(path: Path) -> None:
-    path.mkdir()
-    path.chmod(0o770)
-
-
-TAKEN: dict[str, Callable[[Path], None]] = {
-    "is a symbolic link": lambda path: path.symlink_to(path.parent / "elsewhere"),
-    "is no directory": lambda path: path.write_bytes(b""),
-    "may be written to by others (mode 770)": writable,
-    **({"belongs to user 65534": others} if os.geteuid() == 0 else {}),
-}
-
-
-@pytest.mark.parametrize("problem", TAKEN)
-def test_who_was_first_to_take_the_name_of_the_log_directory_gets_no_log(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, problem: str
-) -> None:
-    directory = tmp_path / "temporary"
-    (directory / "elsewhere").mkdir(parents=True)
-    taken = directory / f"ckptlib-{os.geteuid()}"
-    TAKEN[problem](taken)
-    monkeypatch.setattr(tempfile, "tempdir", str(directory))
-    writer = bench.writer()
-    hear(writer, "ready")
-    own = writer.log_path.parent
-    assert os.readlink(f"/proc/{writer.pid}/fd/1") == str(writer.log_path)
-    assert own.parent == directory
-    assert (own.stat().st_uid, own.stat().st_mode & 0o777, own.is_symlink()) == (os.geteuid(), 0o700, False)
-    assert own != taken
-    assert list((directory / "elsewhere").iterdir()) == []
-    assert not taken.is_dir() or list(taken.iterdir()) == []
-    assert f"{taken} {problem}, so the writer logs to {own}" in caplog.text
-
-
-def test_a_writer_is_started_again_where_its_log_was_cleaned_away(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    writer = bench.writer()
-    hear(writer, "ready")
-    shutil.rmtree(writer.log_path.parent)
-    os.kill(writer.pid, signal.SIGKILL)
-    until(lambda: not alive(writer.pid))
-    writer.void(SaveId(1, bench.generation), "for a test")
-    until(lambda: bool(writer.poll()))
-    assert writer.log_path.exists()
-
-
-def test_the_log_directory_is_made_once_and_no_link_is_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    first, second = logfile.new_path(0), logfile.new_path(0)
-    assert first.parent == second.parent == tmp_path / f"ckptlib-{os.geteuid()}"
-    assert first != second
-    (tmp_path / "target").write_bytes(b"kept")
-    first.symlink_to(tmp_path / "target")
-    with pytest.raises(OSError, match="symbolic links"):
-        logfile.append_to(first)
-    with logfile.append_to(second) as output:
-        output.write(b"one")
-    with logfile.append_to(second) as output:
-        output.write(b" two")
-    assert second.read_bytes() == b"one two"
-    assert second.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,88 @@
+"""Where a writer logs: to a directory that nobody else can write to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.writers import Bench, alive, hear, until
+
+from ckptlib.format.keys import SaveId
+from ckptlib.writer import logfile
+
+
+def others(path: Path) -> None:
+    path.mkdir(mode=0o700)
+    os.chown(path, 65534, 65534)
+
+
+def writable(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o770)
+
+
+TAKEN: dict[str, Callable[[Path], None]] = {
+    "is a symbolic link": lambda path: path.symlink_to(path.parent / "elsewhere"),
+    "is no directory": lambda path: path.write_bytes(b""),
+    "may be written to by others (mode 770)": writable,
+    **({"belongs to user 65534": others} if os.geteuid() == 0 else {}),
+}
+
+
+@pytest.mark.parametrize("problem", TAKEN)
+def test_who_was_first_to_take_the_name_of_the_log_directory_gets_no_log(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, problem: str
+) -> None:
+    directory = tmp_path / "temporary"
+    (directory / "elsewhere").mkdir(parents=True)
+    taken = directory / f"ckptlib-{os.geteuid()}"
+    TAKEN[problem](taken)
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    writer = bench.writer()
+    hear(writer, "ready")
+    own = writer.log_path.parent
+    assert os.readlink(f"/proc/{writer.pid}/fd/1") == str(writer.log_path)
+    assert own.parent == directory
+    assert (own.stat().st_uid, own.stat().st_mode & 0o777, own.is_symlink()) == (os.geteuid(), 0o700, False)
+    assert own != taken
+    assert list((directory / "elsewhere").iterdir()) == []
+    assert not taken.is_dir() or list(taken.iterdir()) == []
+    assert f"{taken} {problem}, so the writer logs to {own}" in caplog.text
+
+
+def test_a_writer_is_started_again_where_its_log_was_cleaned_away(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    writer = bench.writer()
+    hear(writer, "ready")
+    shutil.rmtree(writer.log_path.parent)
+    os.kill(writer.pid, signal.SIGKILL)
+    until(lambda: not alive(writer.pid))
+    writer.void(SaveId(1, bench.generation), "for a test")
+    until(lambda: bool(writer.poll()))
+    assert writer.log_path.exists()
+
+
+def test_the_log_directory_is_made_once_and_no_link_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first, second = logfile.new_path(0), logfile.new_path(0)
+    assert first.parent == second.parent == tmp_path / f"ckptlib-{os.geteuid()}"
+    assert first != second
+    (tmp_path / "target").write_bytes(b"kept")
+    first.symlink_to(tmp_path / "target")
+    with pytest.raises(OSError, match="symbolic links"):
+        logfile.append_to(first)
+    with logfile.append_to(second) as output:
+        output.write(b"one")
+    with logfile.append_to(second) as output:
+        output.write(b" two")
+    assert second.read_bytes() == b"one two"
+    assert second.stat().st_mode & 0o777 == 0o600
