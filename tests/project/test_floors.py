@@ -22,7 +22,7 @@ PACKAGE = ROOT / "ckptlib"
 
 TORCH_FREE = {
     *("policy", "jobs", "pages", "errors", "_version"),
-    *("format", "stores", "catalog", "slots", "verify", "writer", "cli"),
+    *("format", "stores", "catalog", "slots", "codecs", "verify", "writer", "cli"),
 }
 """Rooms; and the package itself."""
 TORCH_INSIDE_FUNCTIONS = {"ckptlib.format.tagged_values"}
