@@ -114,7 +114,7 @@ def _boxes(layout: Layout, rank: int, num_ranks: int) -> Iterator[tuple[str, Box
 def _part(save: SaveId, rank: int, layout: Layout) -> Part:
     """As a rank makes it; its digests are zeroes."""
     table = body_layout.lay_out(layout, list(_boxes(layout, rank, layout.world_size)))
-    packs = (Pack(save.pack_key(rank, ATTEMPT, 0), body_layout.body_nbytes(table)),)
+    packs = (Pack(save.pack_key(rank, ATTEMPT, 0), body_layout.body_nbytes(table), 0.0),)
     digests = ("0" * 32,) * len(table.nbytes)
     return Part(save, rank, layout.world_size, ATTEMPT, table, packs, XXH3, digests, {}, {}, 0.0)
 

@@ -45,7 +45,7 @@ from ckptlib.saving.estimate import estimate
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.registry import registry
 from ckptlib.saving.session import Session
-from ckptlib.saving.settings import SAVE_DEADLINE, TIMEOUT, Settings
+from ckptlib.saving.settings import REFRESH, SAVE_DEADLINE, TIMEOUT, Settings
 from ckptlib.staging.fence import Fence
 from ckptlib.state.flatten import flatten
 from ckptlib.state.leaf import Leaf
@@ -74,6 +74,8 @@ class Checkpointer:
                      these. None: the store only.
     process_group:   the ranks that hold the state; default: the world.
     storage_options: passed to fsspec's filesystem.
+    refresh:         each save refers to earlier ones for what has not changed since; what is older than this is written
+                     again, so that no step hangs on one old object for ever.
     arena:           the directory for snapshots in memory; default: /dev/shm, or a file where /dev/shm is too small.
     timeout:         how long ranks wait for one another.
     save_deadline:   a save that is not committed by then is given up. Fixed when the root is created.
@@ -94,6 +96,7 @@ class Checkpointer:
         peers: Peers | None = None,
         process_group: dist.ProcessGroup | None = None,
         storage_options: Mapping[str, object] | None = None,
+        refresh: timedelta = REFRESH,
         arena: str | Path | None = None,
         timeout: timedelta = TIMEOUT,
         save_deadline: timedelta = SAVE_DEADLINE,
@@ -108,6 +111,7 @@ class Checkpointer:
             algorithm=algorithm,
             arena=None if arena is None else Path(arena).absolute(),
             keep=keep,
+            refresh=refresh,
             tags=tags or {},
             peers=peers,
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 from helpers.objects import objects_of
+from helpers.packs import data_of, pack
 from hypothesis import HealthCheck, settings
 from safetensors.numpy import load
 
@@ -30,7 +31,6 @@ from ckptlib.saving.assign import assign, writes
 from ckptlib.stores import Store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
-from ckptlib.writer.packs import pack
 
 # A busy machine fails no test.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -109,9 +109,9 @@ def put_part(
     packing = pack(table, layout, catalog.store.pack_nbytes)
     packs = []
     for n, shape in enumerate(packing.packs):
-        packs.append(Pack(save.pack_key(rank, attempt, n), shape.nbytes))
+        packs.append(Pack(save.pack_key(rank, attempt, n), shape.nbytes, 0.0))
         with catalog.store.upload(packs[n].key, shape.head_nbytes) as upload:
-            upload.write(body[shape.start : shape.stop])
+            upload.write(data_of(shape, body))
             upload.commit(shape.head(save, rank, layout.digest))
     catalog.put_layout(layout.digest, layout.encoded)
     size, shown = layout.world_size, tuple(packs)

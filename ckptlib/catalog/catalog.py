@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptlib.catalog.history import check_head, history, named, numbered, read_records, successor
 from ckptlib.errors import (
@@ -26,9 +26,9 @@ from ckptlib.errors import (
 from ckptlib.format import gc_pause, keys
 from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.documents import as_written
-from ckptlib.format.keys import GenerationId, PartName, SaveId
+from ckptlib.format.keys import GenerationId, PackSet, PartName, SaveId
 from ckptlib.format.layout import Layout, decode_layout
-from ckptlib.format.manifest import Generation, Manifest, Root
+from ckptlib.format.manifest import Generation, Manifest, Root, TrashRecord
 from ckptlib.format.part import Part
 from ckptlib.stores import Store
 
@@ -43,7 +43,9 @@ class CheckpointInfo:
     generation: int
     world_size: int
     nbytes: int
-    """Of all packs."""
+    """Of all packs that were put for it; what has not changed since an earlier step lies in the packs of that one."""
+    nbytes_state: int
+    """Of all tensors."""
     created: float
     """When the snapshot was taken; seconds since the epoch, by rank 0's clock."""
     metrics: Mapping[str, Any]
@@ -53,11 +55,30 @@ class CheckpointInfo:
     """<step>-<generation>-<nonce>."""
 
 
+class Steps(NamedTuple):
+    """What one listing of the steps tells."""
+
+    saves: list[SaveId]
+    """Every committed one, by step."""
+    refreshes: list[SaveId]
+    """Those whose packs somebody asked not to be referred to any more, ascending."""
+
+
+class Stand(NamedTuple):
+    """What of a manifest matters to later saves: on which packs its step stands, besides its own."""
+
+    created: float
+    uses: Mapping[PackSet, float]
+    nbytes: int
+
+
 class Catalog:
     """One root in one store. Immutable documents are read once and kept."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self._stands: dict[SaveId, Stand] = {}
+        self._trash: dict[SaveId, TrashRecord] = {}
         self._generations: dict[GenerationId, Generation] = {}
         self._layouts: dict[str, Layout] = {}
 
@@ -80,8 +101,14 @@ class Catalog:
 
     def saves(self) -> list[SaveId]:
         """Every committed save, by step."""
-        found = (keys.parse_manifest_key(entry.key) for entry in self.store.scan(keys.STEPS))
-        return sorted(save for save in found if save is not None)
+        return self.steps().saves
+
+    def steps(self) -> Steps:
+        """What is told by the names below `steps/`."""
+        names = [entry.key for entry in self.store.scan(keys.STEPS)]
+        saves = sorted(filter(None, map(keys.parse_manifest_key, names)))
+        self._stands = {save: self._stands[save] for save in saves if save in self._stands}
+        return Steps(saves, sorted(filter(None, map(keys.parse_refresh_key, names))))
 
     def generation_ids(self) -> list[GenerationId]:
         """Every generation that has put its record, ascending."""
@@ -159,6 +186,20 @@ class Catalog:
         except ObjectNotFound as error:
             raise CheckpointNotFound(f"{self.store.url} holds no save {save}") from error
 
+    def stand(self, save: SaveId) -> Stand:
+        """Of a committed save. Raises CheckpointNotFound, CorruptData, FormatError."""
+        if save not in self._stands:
+            manifest = self.manifest(save)
+            self._stands[save] = Stand(manifest.created, manifest.uses, manifest.nbytes)
+        return self._stands[save]
+
+    def trash_record(self, save: SaveId) -> TrashRecord:
+        """Of a dropped save. Raises ObjectNotFound, CorruptData, FormatError."""
+        if save not in self._trash:
+            key = save.trash_key
+            self._trash[save] = TrashRecord.decode(save, self.store.get(key), f"{self.store.url}/{key}")
+        return self._trash[save]
+
     def layout(self, digest: str) -> Layout:
         """Raises CorruptData, FormatError, ObjectNotFound."""
         found = self._layouts.get(digest)
@@ -187,6 +228,7 @@ class Catalog:
             generation=save.generation.number,
             world_size=manifest.world_size,
             nbytes=manifest.nbytes,
+            nbytes_state=manifest.nbytes if manifest.nbytes_state is None else manifest.nbytes_state,
             created=manifest.created,
             metrics=manifest.metrics,
             visible=visible,

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
 from ckptlib.catalog.catalog import Catalog, put_new
 from ckptlib.catalog.completeness import Doubt, Proof
 from ckptlib.catalog.shards import PartIndex, ShardComparer
+from ckptlib.catalog.uses import times_of
 from ckptlib.errors import (
     CorruptData,
     FormatError,
@@ -26,9 +28,10 @@ from ckptlib.errors import (
 )
 from ckptlib.format import keys
 from ckptlib.format.check import alike
-from ckptlib.format.keys import GenerationId, PartName, SaveId
+from ckptlib.format.keys import GenerationId, PackSet, PartName, SaveId
 from ckptlib.format.manifest import Manifest, ranks_by_layout
-from ckptlib.format.part import FailedPart, PartHead
+from ckptlib.format.part import FailedPart, PartHead, uses_digest
+from ckptlib.stores.io_limits import DOCUMENT_THREADS
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +50,9 @@ class _Proved:
     layouts: Mapping[str, tuple[int, ...]]
     """The ranks of each layout."""
     nbytes: int
-    """Of all packs."""
+    """Of all packs that were put for it."""
+    nbytes_state: int
+    """Of all chunks."""
 
 
 class Committer:
@@ -63,8 +68,8 @@ class Committer:
         The first time that ranks lie as they do, all parts are read and it is proved that together they hold every
         element of every tensor, and one value of it; as long as the tables stay the same, and no two of them hold the
         same element, that proof stands. That ranks hold alike what one of them wrote for several is told by the checks
-        in the parts' names, every time. Raises SaveFailed when they do not, ReplicasDiffer, Superseded, or what a
-        damaged part raises; the step does not exist then.
+        in the parts' names, every time; that packs of other saves stay, by `uses`. Raises SaveFailed when they do not,
+        ReplicasDiffer, Superseded, or what a damaged part raises; the step does not exist then.
         """
         assert [(n.save, n.rank) for n in names] == [(save, rank) for rank in range(len(names))], "one part per rank"
         if not alike(name.check for name in names):
@@ -74,15 +79,39 @@ class Committer:
             )
         proved = self._prove(save, names)
         catalog = self.catalog
-        catalog.check_head(save.generation)
         first = PartHead.decode(names[0], catalog.store.get(names[0].key))
-        manifest = Manifest(save, len(names), tuple(names), proved.layouts, proved.nbytes, first.created, first.metrics)
+        uses = times_of(catalog, save, self._uses(names, first))
+        sizes = [name.nbytes for name in names if name.nbytes is not None]
+        manifest = Manifest(
+            save=save,
+            world_size=len(names),
+            parts=tuple(names),
+            layouts=proved.layouts,
+            nbytes=sum(sizes) if len(sizes) == len(names) else proved.nbytes,
+            created=first.created,
+            metrics=first.metrics,
+            uses=uses,
+            nbytes_state=proved.nbytes_state,
+        )
+        catalog.check_head(save.generation)
         put_new(catalog.store, save.manifest_key, manifest.encode())
         present = {entry.key for entry in catalog.store.scan(keys.LAYOUTS)}
         for digest in proved.layouts:  # retention may have deleted one that no step named until now
             if keys.layout_key(digest) not in present:
                 catalog.put_layout(digest, catalog.layout(digest).encoded)
         return manifest
+
+    def _uses(self, names: Sequence[PartName], first: PartHead) -> set[PackSet]:
+        """The sets of packs of other saves that parts name. `first`: of rank 0.
+
+        Ranks mostly use the same, as their names tell, so one part is read of all that do.
+        """
+        known: dict[str | None, tuple[PackSet, ...]] = {None: (), uses_digest(()): (), names[0].uses: first.uses}
+        others = {name.uses: name for name in names if name.uses not in known}
+        with ThreadPoolExecutor(DOCUMENT_THREADS, "ckptlib-parts") as executor:
+            heads = executor.map(lambda n: PartHead.decode(n, self.catalog.store.get(n.key)), others.values())
+            known.update(zip(others, (head.uses for head in heads), strict=True))
+        return {needed for name in names for needed in known[name.uses]}
 
     def commit_when_whole(self, save: SaveId, world_size: int, seconds_left: Callable[[], float]) -> Manifest:
         """Waits for a part of every rank, then commits.
@@ -116,14 +145,15 @@ class Committer:
 def _prove(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> tuple[_Proved, Sequence[Doubt]]:
     """Reads every part; also what only a look at the bytes could settle. Raises SaveFailed for what is not whole."""
     found: list[tuple[str, int]] = []
-    nbytes, proof = 0, Proof()
+    nbytes, nbytes_state, proof = 0, 0, Proof()
     for name in names:
         part = catalog.part(name)
         if part.world_size != len(names):
             what = f"the part of rank {part.rank} is for {part.world_size} ranks, expected {len(names)}"
             raise SaveFailed(f"step {save.step}: {what}")
         found.append((part.table.layout, part.rank))
-        nbytes += sum(pack.nbytes for pack in part.packs)
+        nbytes += part.nbytes_put
+        nbytes_state += part.table.nbytes_data
         proof.add(part, catalog.layout(part.table.layout))
     if (clash := proof.clash()) is not None:
         raise SaveFailed(f"step {save.step}: {clash}; the step is not committed")
@@ -135,7 +165,7 @@ def _prove(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> tuple[_
     if missing is not None:
         raise SaveFailed(f"step {save.step}: no rank wrote {missing}; the step is not committed")
     _settle(catalog, save, names, doubts)
-    return _Proved(ranks_by_layout(found), nbytes), doubts
+    return _Proved(ranks_by_layout(found), nbytes, nbytes_state), doubts
 
 
 def _settle(catalog: Catalog, save: SaveId, names: Sequence[PartName], doubts: Sequence[Doubt]) -> None:

@@ -5,6 +5,9 @@ manifest goes, and the step with it. The second deletes parts, then packs, then 
 than the grace period and a fresh listing shows no manifest. So a reader that has just looked a step up has that long
 to read it, and whoever was about to commit the parts of a dead generation is seen to have done so.
 
+Packs that other steps use stay, and so does the record of their step, which says why they are there. While a manifest
+cannot be read, nobody knows what its step uses, and no pack is deleted.
+
 What a crashed save left behind becomes trash too, when all of it is older than the grace period; no save lives as
 long. Ages are by the store's own clock. No torch.
 
@@ -20,29 +23,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
+from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.history import history
+from ckptlib.catalog.uses import UNREADABLE, needed_by, record_of
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,
     FormatError,
     ObjectExists,
     ObjectUnreadable,
-    StoreError,
-    StoreFull,
 )
 from ckptlib.format import keys
-from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.keys import GenerationId, PackSet, SaveId
 from ckptlib.format.manifest import Generation, TrashRecord
 from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.stores import Entry, Store
 
 log = logging.getLogger(__name__)
-
-CLOCK = f"{keys.TRASH}clock-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Sweep:
     """What a sweep did, or with dry_run would do."""
 
     dropped: tuple[SaveId, ...]
-    """Committed steps that became trash: they are gone, their bytes are waiting."""
+    """Committed steps that became trash: they are gone, and their bytes wait, as long as other steps use them."""
     condemned: tuple[SaveId, ...]
     """Saves that never committed and became trash."""
     deleted: tuple[Entry, ...]
@@ -76,7 +77,8 @@ class _Stock:
     clocks: list[Entry]
     """What earlier sweeps did not come to delete."""
     committed: set[SaveId]
-    referenced: set[SaveId]
+    refreshes: list[SaveId]
+    """Asked for; of a step that is gone they ask for nothing."""
 
 
 def sweep(
@@ -91,27 +93,30 @@ def sweep(
     `generation`: of the live job that asks; None outside of one. `abandoned`: steps left behind by a rewind are
     dropped as well. `dry_run` changes nothing, and measures ages by this machine's clock.
 
-    Raises Superseded, ValueError for too short a grace period, CorruptData where the record of a generation is lost
-    (a live job warns, and goes on along the history that is left), and what reading the history raises.
+    Raises Superseded, ValueError for too short a grace period, CorruptData where the record of a generation is lost or
+    a manifest cannot be read (a live job warns, goes on along the history that is left, and deletes no pack), and what
+    reading the history raises.
     """
     grace_s = _grace_s(keep, catalog.root().save_deadline_s)
     if not dry_run:
         _check_head(catalog, generation)
-    oldest = (time.time() if dry_run else _now(catalog.store)) - grace_s
+    oldest = (time.time() if dry_run else clock.now(catalog.store)) - grace_s
     stock = _take_stock(catalog)
+    needed = _needed(catalog, stock, oldest, live=generation is not None)
     generations = _generations(catalog, live=generation is not None and not abandoned)
     dropped = _unwanted(stock, generations, keep, abandoned)
     condemned = _crashed(stock, oldest)
-    due = _due(stock, oldest)
-    deleted = [entry for save in due for entry in (*stock.objects.get(save, ()), stock.records[save])]
-    waiting = sorted(({*stock.objects, *stock.records} - stock.committed | {*dropped}) - {*due})
+    due = [] if needed is None else _due(stock, oldest)
+    gone, deleted = _deletable(stock, due, needed or set())
+    waiting = sorted(({*stock.objects, *stock.records} - stock.committed | {*dropped}) - gone)
     if not waiting:
         deleted += _unnamed_layouts(catalog, stock, oldest)
     if not dry_run:
         stale = [stock.records[save] for save in stock.records.keys() & stock.committed]
         old_clocks = [entry for entry in stock.clocks if entry.modified < oldest]
-        _delete(catalog, generation, stale + old_clocks)
-        _delete(catalog, generation, deleted)  # before anything is put: the store may be full
+        refreshes = [save.refresh_key for save in stock.refreshes if save not in stock.committed]
+        _delete(catalog, generation, [*(entry.key for entry in stale + old_clocks), *refreshes])
+        _delete(catalog, generation, [entry.key for entry in deleted])  # before anything is put: the store may be full
         for save in dropped:
             _drop(catalog, generation, save)
         for save in condemned:
@@ -120,9 +125,37 @@ def sweep(
     return Sweep(tuple(dropped), tuple(condemned), tuple(deleted), tuple(waiting))
 
 
-def referenced(catalog: Catalog) -> set[SaveId]:
-    """The saves whose parts and packs a committed step needs: each its own, and no other's."""
-    return set(catalog.saves())
+def _needed(catalog: Catalog, stock: _Stock, oldest: float, live: bool) -> set[PackSet] | None:
+    """The sets of packs that other steps use, and those dropped so lately that they may still be read; None: unknown.
+
+    A `live` job goes on where a manifest cannot be read; nobody else does, who could look after it.
+    """
+    young = [save for save, record in stock.records.items() if record.modified >= oldest]
+    try:
+        return needed_by(catalog, sorted(stock.committed), young)
+    except UNREADABLE as error:
+        what = f"{catalog.store.url}: which packs other steps use cannot be told, so none is deleted: {error}"
+        if not live:
+            raise CorruptData(
+                f"{what}. Put the object back from a copy of the root. To give its step up, delete the object: then "
+                "the packs that only this step used go, too"
+            ) from error
+        log.warning("%s", what)
+        return None
+
+
+def _deletable(stock: _Stock, due: Iterable[SaveId], needed: Set[PackSet]) -> tuple[set[SaveId], list[Entry]]:
+    """What may go of the trash that is due: whole saves, and all objects, in the order of their deletion."""
+    gone: set[SaveId] = set()
+    deleted: list[Entry] = []
+    for save in due:
+        objects = stock.objects.get(save, ())
+        free = [entry for entry in objects if keys.pack_set(entry.key) not in needed]
+        deleted += free
+        if len(free) == len(objects):
+            gone.add(save)
+            deleted.append(stock.records[save])
+    return gone, deleted
 
 
 def _grace_s(keep: Keep | None, save_deadline_s: float) -> float:
@@ -130,25 +163,6 @@ def _grace_s(keep: Keep | None, save_deadline_s: float) -> float:
         return max(GRACE.total_seconds(), 2 * save_deadline_s)
     keep.check(save_deadline_s)
     return keep.grace.total_seconds()
-
-
-def _now(store: Store) -> float:
-    """The time by the store's own clock: when it says that an object was put which was put just now.
-
-    Where there is no room for one, that of the newest object: not later, so nothing looks older than it is.
-    """
-    key = f"{CLOCK}{keys.new_nonce()}.json"
-    try:
-        store.put(key, b"")  # a full disk often takes a file of no bytes
-    except StoreFull:
-        return max((entry.modified for entry in store.scan("")), default=0.0)
-    try:
-        found = [entry.modified for entry in store.scan(key) if entry.key == key]
-    finally:
-        store.delete(key)
-    if not found:
-        raise StoreError(f"{store.url}/{key}: was put, but is not listed; nothing is deleted from such a store")
-    return found[0]
 
 
 def _take_stock(catalog: Catalog) -> _Stock:
@@ -166,9 +180,10 @@ def _take_stock(catalog: Catalog) -> _Stock:
         save = keys.parse_trash_key(entry.key)
         if save is not None:
             records[save] = entry
-        elif entry.key.startswith(CLOCK):
+        elif entry.key.startswith(clock.CLOCK):
             clocks.append(entry)
-    return _Stock(objects, layouts, records, clocks, set(catalog.saves()), referenced(catalog))
+    steps = catalog.steps()
+    return _Stock(objects, layouts, records, clocks, {*steps.saves}, steps.refreshes)
 
 
 def _generations(catalog: Catalog, live: bool) -> Mapping[GenerationId, Generation]:
@@ -206,8 +221,8 @@ def _unwanted(
 
 def _due(stock: _Stock, oldest: float) -> list[SaveId]:
     """The trash whose time has come."""
-    kept = stock.committed | stock.referenced
-    return sorted(save for save, record in stock.records.items() if save not in kept and record.modified < oldest)
+    records = stock.records.items()
+    return sorted(save for save, record in records if save not in stock.committed and record.modified < oldest)
 
 
 def _crashed(stock: _Stock, oldest: float) -> list[SaveId]:
@@ -215,7 +230,7 @@ def _crashed(stock: _Stock, oldest: float) -> list[SaveId]:
     return sorted(
         save
         for save, entries in stock.objects.items()
-        if save not in stock.committed | stock.referenced
+        if save not in stock.committed
         and save not in stock.records
         and all(entry.modified < oldest for entry in entries)
     )
@@ -237,7 +252,7 @@ def _unnamed_layouts(catalog: Catalog, stock: _Stock, oldest: float) -> list[Ent
 def _drop(catalog: Catalog, generation: keys.GenerationId | None, save: SaveId) -> None:
     """The record first: without it, the next generation would take the parts for a save to be committed."""
     _check_head(catalog, generation)
-    _put_record(catalog.store, TrashRecord(save, "dropped by retention"))
+    _put_record(catalog.store, record_of(catalog, save, "dropped by retention"))
     catalog.store.delete(save.manifest_key)
     log.info("step %d is dropped; its bytes go after the grace period", save.step)
 
@@ -247,12 +262,12 @@ def _put_record(store: Store, record: TrashRecord) -> None:
         store.put(record.save.trash_key, record.encode())
 
 
-def _delete(catalog: Catalog, generation: keys.GenerationId | None, entries: Iterable[Entry]) -> None:
+def _delete(catalog: Catalog, generation: keys.GenerationId | None, objects: Iterable[str]) -> None:
     """In the order given."""
-    for i, entry in enumerate(entries):
+    for i, key in enumerate(objects):
         if i % 100 == 0:  # a listing each: seldom enough to cost little
             _check_head(catalog, generation)
-        catalog.store.delete(entry.key)
+        catalog.store.delete(key)
 
 
 def _check_head(catalog: Catalog, generation: keys.GenerationId | None) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ckptlib.catalog.chunks import ReadInto, read_chunk
 from ckptlib.catalog.completeness import Doubt
 from ckptlib.errors import CorruptData
 from ckptlib.format import dtypes
@@ -20,17 +21,11 @@ from ckptlib.format.digests import digester
 from ckptlib.format.layout import Layout
 from ckptlib.format.part import Part
 
-ReadInto = Callable[[str, int, memoryview], None]
-"""Fills a buffer with bytes of a pack, from an offset on."""
-
 _Key = tuple[str, int, int, str]
-"""Pack, offset, bytes and digest of a chunk."""
+"""Pack, offset, bytes in it and digest of a chunk."""
 
 BYTES_KEPT = 64 * 1024 * 1024
 """Of chunks. Shards are asked about in about the order in which they lie, those that overlap with many very often."""
-
-UNSEEN_BYTES = 64 * 1024 * 1024
-"""The most that memory is taken for on the word of a document; ckptlib writes chunks of a sixteenth of it."""
 
 REGION_BYTES = 16 * 1024 * 1024
 """Of two shards, so much is compared at once."""
@@ -165,17 +160,15 @@ class ShardComparer:
 
     def _chunk(self, part: Part, chunk: int, layout: Layout) -> bytes:
         table = part.table
-        pack, offset, nbytes = part.packs[table.packs[chunk]].key, table.offsets[chunk], table.nbytes[chunk]
+        pack, offset, nbytes = part.packs[table.packs[chunk]].key, table.offsets[chunk], part.stored[chunk]
         key = pack, offset, nbytes, part.digests[chunk]
         if key in self._chunks:
             self._chunks.move_to_end(key)
             return self._chunks[key]
         if key not in self._altered:
-            check_there(self._read, pack, offset, nbytes)
-            buffer = bytearray(nbytes)
-            self._read(pack, offset, memoryview(buffer))
-            if digester(part.algorithm)(buffer) == part.digests[chunk]:
-                return self._keep(key, bytes(buffer))
+            data = read_chunk(self._read, part, chunk)
+            if digester(part.algorithm)(data) == part.digests[chunk]:
+                return self._keep(key, bytes(data))
             self._altered[key] = (
                 f"{table.describe(chunk, layout)}: {pack} [{offset}:+{nbytes}] does not match {part.digests[chunk]}; "
                 "the object was altered after it was written"
@@ -188,12 +181,6 @@ class ShardComparer:
         while self._nbytes > BYTES_KEPT and len(self._chunks) > 1:
             self._nbytes -= len(self._chunks.popitem(last=False)[1])
         return data
-
-
-def check_there(read: ReadInto, pack: str, offset: int, nbytes: int) -> None:
-    """Raises as `read` does where a pack ends before a range that is too large to take memory for unseen."""
-    if nbytes > UNSEEN_BYTES:
-        read(pack, offset + nbytes - 1, memoryview(bytearray(1)))
 
 
 def _cut_alike(first: SavedShard, second: SavedShard) -> bool:

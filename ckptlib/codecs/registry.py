@@ -22,3 +22,18 @@ def find(name: str) -> Codec | BaseCodec:
     if make is None:
         raise FormatError(f"codec {name[:40]!r} is not one of {', '.join([RAW, *_MAKERS])}; update ckptlib")
     return make()
+
+
+def decode(name: str, frame: memoryview, out: memoryview, base: memoryview | None = None) -> None:
+    """Fills `out` with what a frame of this codec stands for. `base`: what it was made against, if that.
+
+    Raises FormatError as the codecs do, and where there is a base for a codec that takes none, or none for one that
+    does.
+    """
+    codec = find(name)
+    if isinstance(codec, Codec) and base is None:
+        codec.decode(frame, out)
+    elif isinstance(codec, BaseCodec) and base is not None:
+        codec.decode(frame, base, out)
+    else:
+        raise FormatError(f"codec {name!r} {'has no base' if base is None else 'takes no base'}")

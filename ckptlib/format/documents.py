@@ -1,11 +1,14 @@
 """The envelope that every JSON document of a checkpoint travels in, and strict reading of what is inside.
 
-    {"ckptlib":1,"kind":"manifest","digest":"xxh3:<32 hex>","body":{...}}
+    {"ckptlib":2,"kind":"manifest","digest":"xxh3:<32 hex>","body":{...}}
 
 In version 1 the digest covers the exact bytes of the body. A document whose body matches such a digest is of version 1
 whatever its number says: one flipped bit there must not pass for a format to come. From version 2 on the digest covers
 version, kind and body, so a newer document that is whole can be told from a damaged one, which nobody has to update
 ckptlib for. Unknown fields are ignored; a higher version is refused. No I/O.
+
+A document says version 2 only if readers of version 1 would take it wrongly: those that may name bytes of other
+saves. Root, layouts and what slots hold are as they always were.
 """
 
 from __future__ import annotations
@@ -22,7 +25,11 @@ from ckptlib.format.values import Json, loads
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
+"""The newest that is read."""
+
+_WRITTEN = {"generation": 2, "part": 2, "manifest": 2, "trash": 2}
+"""By kind: the version that is written; 1 for the others."""
 
 MAX_BYTES = 2**30
 """Of a document. Those of 10,000 ranks or 100,000 tensors have ten million."""
@@ -31,8 +38,6 @@ MAX_NESTING = 4 * MAX_DEPTH
 """Levels of lists and objects in values: a dict whose keys are no strings takes four."""
 
 _HEAD = re.compile(rb'(\{"ckptlib":([^,]{1,9}),"kind":"([a-z]+)"),"digest":"([a-z0-9]+):([0-9a-f]{32})","body":')
-BEGINS = b'{"ckptlib":%d,' % VERSION
-"""What a document of this version begins with, unless its version was altered."""
 
 
 def dump_body(body: Mapping[str, Json]) -> str:
@@ -45,8 +50,10 @@ def seal(kind: str, body: str) -> bytes:
 
     Raises UnsupportedState for one that nobody would read.
     """
-    digest = digester(XXH3)(body.encode())
-    document = f'{{"ckptlib":{VERSION},"kind":"{kind}","digest":"{XXH3}:{digest}","body":{body}}}\n'.encode()
+    version = _WRITTEN.get(kind, 1)
+    head, data = f'{{"ckptlib":{version},"kind":"{kind}"', body.encode()
+    digest = digester(XXH3)(data if version == 1 else head.encode() + data)
+    document = f'{head},"digest":"{XXH3}:{digest}","body":'.encode() + data + b"}\n"
     if len(document) > MAX_BYTES:
         raise UnsupportedState(
             f"the {kind} would have {len(document):,} bytes; a document has at most {MAX_BYTES:,}. Values that large "
@@ -62,27 +69,43 @@ def encode(kind: str, body: Mapping[str, Json]) -> bytes:
 
 def as_written(data: bytes, where: str) -> bytes:
     """The document; where nothing but its version was altered, as it was before, with a warning that names it."""
-    if data.startswith(BEGINS):
-        return data
-    match = _HEAD.match(data)
-    if match is None or not _fits(match, data, b""):
+    before = _before_alteration(data)
+    if before is None:
         return data
     log.warning(
-        "%s: the version in it was altered to %r after it was written: its digest is that of version %d, and it is "
-        "read as such. Look at the disks, or: ckptlib verify",
+        "%s: the version in it was altered after it was written: %r was %r, by its digest, and it is read as such. "
+        "Look at the disks, or: ckptlib verify",
         where,
-        match[2].decode(errors="replace"),
-        VERSION,
+        data[:24].partition(b",")[0].decode(errors="replace"),
+        before[:24].partition(b",")[0].decode(),
     )
-    return BEGINS + data[match.end(2) + 1 :]
+    return before
 
 
-def _fits(match: re.Match[bytes], data: bytes, covered: bytes) -> bool:
-    """Whether the digest is that of what is covered before the body, and the body."""
-    algorithm = match[4].decode()
-    if algorithm not in ALGORITHMS or data[-2:] != b"}\n":
+def is_version_altered(data: bytes) -> bool:
+    """Whether a document is as it was written, but for its version."""
+    return _before_alteration(data) is not None
+
+
+def _before_alteration(data: bytes) -> bytes | None:
+    match = _HEAD.match(data)
+    if match is None or _is_whole(match, data):
+        return None
+    candidates = (b'{"ckptlib":%d' % version + data[match.end(2) :] for version in range(1, VERSION + 1))
+    return next((found for found in candidates if _is_whole(_HEAD.match(found), found)), None)
+
+
+def _is_whole(match: re.Match[bytes] | None, data: bytes) -> bool:
+    """Whether the digest in a document is that of a document of the version that it says it is of.
+
+    One whose digest is of the body alone is of version 1, and nothing else.
+    """
+    if match is None or data[-2:] != b"}\n" or (algorithm := match[4].decode()) not in ALGORITHMS:
         return False
-    body = data[match.end() : -2]
+    if re.fullmatch(b"[1-9][0-9]*", match[2]) is None:
+        return False
+    covered = b"" if match[2] == b"1" else match[1]
+    body = memoryview(data)[match.end() : -2]
     return digester(algorithm)(covered + body if covered else body) == match[5].decode()
 
 
@@ -101,19 +124,15 @@ def decode(kind: str, data: bytes, where: str) -> Fields:
     algorithm, digest = match[4].decode(), match[5].decode()
     if algorithm not in ALGORITHMS:
         raise FormatError(f"{where} has a digest by {algorithm!r}, which is not one of {', '.join(ALGORITHMS)}")
-    version = match[2].decode(errors="replace")
-    if version != str(VERSION):
-        if re.fullmatch("[1-9][0-9]*", version, re.ASCII) and _fits(match, data, match[1]):
-            raise NewerFormat(
-                f"{where} has format version {version}; this ckptlib reads up to {VERSION}: update ckptlib"
-            )
+    if not _is_whole(match, data):
+        said = match[2].decode(errors="replace")
         raise CorruptData(
-            f"{where} does not match its digest {algorithm}:{digest}, neither as one of version {VERSION} nor as one "
-            f"of version {version[:9]!r}, which it says it is: it was cut or altered after it was written"
+            f"{where} does not match its digest {algorithm}:{digest}, neither as one of version {said!r}, which it "
+            f"says it is, nor as one of version 1 to {VERSION}: it was cut or altered after it was written"
         )
-    if not _fits(match, data, b""):
-        raise CorruptData(
-            f"{where} does not match its digest {algorithm}:{digest}: it was cut or altered after it was written"
+    if int(match[2]) > VERSION:
+        raise NewerFormat(
+            f"{where} has format version {match[2].decode()}; this ckptlib reads up to {VERSION}: update ckptlib"
         )
     if (found := match[3].decode()) != kind:
         raise FormatError(f"{where} is a {found}, expected a {kind}")
@@ -131,6 +150,10 @@ class Fields:
 
     def __contains__(self, name: str) -> bool:
         return name in self._value
+
+    def get(self, name: str) -> Json:
+        """None where it is missing, too."""
+        return self._value.get(name)
 
     def raw(self, name: str) -> Json:
         if name not in self._value:
@@ -177,10 +200,10 @@ class Fields:
             raise self._wrong(name, "a list")
         return value
 
-    def texts(self, name: str) -> list[str]:
+    def texts(self, name: str, pattern: str = ".*") -> list[str]:
         value = self.items(name)
-        if not all(isinstance(v, str) for v in value):
-            raise self._wrong(name, "a list of strings")
+        if not all(isinstance(v, str) and re.fullmatch(pattern, v, re.DOTALL) for v in value):
+            raise self._wrong(name, "a list of strings" + (f" like {pattern}" if pattern != ".*" else ""))
         return value  # type: ignore[return-value]
 
     def mapping(self, name: str) -> dict[str, Json]:

@@ -4,9 +4,11 @@
     generations/<gen>-<nonce>.json
     layouts/<digest>.json
     steps/<step>-<gen>-<nonce>.json
-    parts/<step>-<gen>-<nonce>/<rank>-<attempt>-ok-<table>-<digest>-<check>.json
+    parts/<step>-<gen>-<nonce>/<rank>-<attempt>-ok-<table>-<digest>-<check>-<uses>-<nbytes>.json
     parts/<step>-<gen>-<nonce>/<rank>-<attempt>-failed-<digest>.json
     packs/<step>-<gen>-<nonce>/<rank>-<attempt>-<n>.safetensors
+    packs/<step>-<gen>-<nonce>/<rank>-<attempt>-carried-<n>.safetensors
+    steps/<step>-<gen>-<nonce>.refresh
     trash/<step>-<gen>-<nonce>.json
 
 Names from a store are parsed, never trusted: what does not match exactly is not one of ours.
@@ -43,9 +45,11 @@ _STEP_KEY = re.compile(rf"steps/{_SAVE}\.json")
 _TRASH_KEY = re.compile(rf"trash/{_SAVE}\.json")
 _PART_KEY = re.compile(
     rf"parts/{_SAVE}/([0-9]{{6}})-([0-9a-f]{{8}})-(?:ok-([0-9a-f]{{32}})|failed)-([0-9a-f]{{32}})"
-    rf"(?:-([0-9a-f]{{28}}))?\.json"
+    rf"(?:-([0-9a-f]{{28}}))?(?:-([0-9a-f]{{16}})-([0-9a-f]{{16}}))?\.json"
 )
-_PACK_KEY = re.compile(rf"packs/{_SAVE}/([0-9]{{6}})-([0-9a-f]{{8}})-([0-9]{{6}})\.safetensors")
+_PACK_KEY = re.compile(rf"packs/{_SAVE}/([0-9]{{6}})-([0-9a-f]{{8}})(-carried)?-([0-9]{{6}})\.safetensors")
+_PACK_SET = re.compile(rf"{_SAVE}(-carried)?")
+_REFRESH_KEY = re.compile(rf"steps/{_SAVE}\.refresh")
 
 
 def new_nonce() -> str:
@@ -103,12 +107,31 @@ class SaveId:
     def packs_prefix(self) -> str:
         return f"{PACKS}{self}/"
 
-    def pack_key(self, rank: int, attempt: str, n: int) -> str:
-        return f"{self.packs_prefix}{rank:06d}-{attempt}-{n:06d}.safetensors"
+    @property
+    def refresh_key(self) -> str:
+        """Among the steps, so that a writer's one listing of them finds it."""
+        return f"{STEPS}{self}.refresh"
+
+    def pack_key(self, rank: int, attempt: str, n: int, carried: bool = False) -> str:
+        return f"{self.packs_prefix}{rank:06d}-{attempt}{'-carried' * carried}-{n:06d}.safetensors"
 
     @override
     def __str__(self) -> str:
         return f"{self.step:012d}-{self.generation}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PackSet:
+    """Packs of one save that live and go together: what later saves refer to."""
+
+    save: SaveId
+    carried: bool = False
+    """Those with chunks that had not changed, and that were written again to be rid of an old pack; else those with
+    chunks that had. Only the former are likely to be needed for long."""
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.save}{'-carried' * self.carried}"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -124,6 +147,11 @@ class PartName:
     """Digest of the part's bytes."""
     check: Check | None = None
     """What its rank says of what other ranks hold, too; None of a failed one, and from before there were any."""
+    uses: str | None = None
+    """Digest of the sets of packs of other saves in which chunks of it lie, 16 hex digits, so that a committer reads
+    one part of all that use the same. None of a failed one, and from before parts referred to other saves."""
+    nbytes: int | None = None
+    """Bytes of the packs that were put for it; None as above."""
 
     @property
     def ok(self) -> bool:
@@ -133,7 +161,8 @@ class PartName:
     def key(self) -> str:
         outcome = "failed" if self.table is None else f"ok-{self.table}"
         check = "" if self.check is None else f"-{self.check}"
-        return f"{self.save.parts_prefix}{self.rank:06d}-{self.attempt}-{outcome}-{self.digest}{check}.json"
+        uses = "" if self.uses is None else f"-{self.uses}-{self.nbytes:016x}"
+        return f"{self.save.parts_prefix}{self.rank:06d}-{self.attempt}-{outcome}-{self.digest}{check}{uses}.json"
 
 
 def _save_id(step: str, number: str, nonce: str) -> SaveId:
@@ -167,17 +196,37 @@ def parse_part_key(key: str) -> PartName | None:
     match = _PART_KEY.fullmatch(key)
     if match is None:
         return None
-    step, number, nonce, rank, attempt, table, digest, text = match.groups()
+    step, number, nonce, rank, attempt, table, digest, text, uses, nbytes = match.groups()
     check = None if text is None else Check.parse(text)
-    if (text is not None and check is None) or (check is not None and table is None):
+    if (text is not None and check is None) or (table is None and (check, uses) != (None, None)):
         return None
-    return PartName(_save_id(step, number, nonce), int(rank), attempt, table, digest, check)
+    size = None if nbytes is None else int(nbytes, 16)
+    return PartName(_save_id(step, number, nonce), int(rank), attempt, table, digest, check, uses, size)
+
+
+def pack_set(key: str) -> PackSet | None:
+    """The set to which the pack of this key belongs, or None when it is not the key of a pack."""
+    match = _PACK_KEY.fullmatch(key)
+    return PackSet(_save_id(*match.groups()[:3]), match[6] is not None) if match else None
 
 
 def pack_save(key: str) -> SaveId | None:
     """The save that put the pack of this key, or None when it is not the key of a pack."""
-    match = _PACK_KEY.fullmatch(key)
-    return _save_id(*match.groups()[:3]) if match else None
+    found = pack_set(key)
+    return None if found is None else found.save
+
+
+def parse_pack_set(text: str) -> PackSet:
+    """The inverse of `str(PackSet)`. Raises FormatError."""
+    match = _PACK_SET.fullmatch(text)
+    if match is None:
+        raise FormatError(f"{text[:80]!r} is not <step>-<generation>-<nonce> or that and -carried")
+    return PackSet(_save_id(*match.groups()[:3]), match[4] is not None)
+
+
+def parse_refresh_key(key: str) -> SaveId | None:
+    match = _REFRESH_KEY.fullmatch(key)
+    return _save_id(*match.groups()) if match else None
 
 
 def layout_key(digest: str) -> str:

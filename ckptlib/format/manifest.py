@@ -17,8 +17,10 @@ from ckptlib.format.keys import (
     MAX_RANK,
     STEPS,
     GenerationId,
+    PackSet,
     PartName,
     SaveId,
+    parse_pack_set,
     parse_part_key,
     parse_save,
 )
@@ -131,11 +133,15 @@ class Manifest:
     layouts: Mapping[str, tuple[int, ...]]
     """Digest of each layout, and the ranks that have it; each rank once."""
     nbytes: int
-    """Bytes of all packs."""
+    """Bytes of all packs that were put for this save."""
     created: float
     """When rank 0's snapshot was taken; seconds since the epoch."""
     metrics: Mapping[str, Json]
     """Rank 0's."""
+    uses: Mapping[PackSet, float] = field(default_factory=dict)
+    """The sets of packs of other saves that its parts name, and when those saves were taken, as `created` tells."""
+    nbytes_state: int | None = None
+    """Bytes of all chunks, wherever they lie and however they are stored. None in version 1."""
 
     def encode(self) -> bytes:
         body: dict[str, Json] = {
@@ -144,6 +150,8 @@ class Manifest:
             "world_size": self.world_size,
             "created": self.created,
             "nbytes": self.nbytes,
+            "nbytes_state": self.nbytes_state,
+            "uses": _encode_uses(self.uses),
             "metrics": dict(self.metrics),
             "layouts": {digest: _to_runs(ranks) for digest, ranks in self.layouts.items()},
             "parts": [name.key for name in self.parts],
@@ -169,7 +177,21 @@ class Manifest:
             fields.integer("nbytes"),
             fields.number("created"),
             fields.tree("metrics"),
+            _decode_uses(fields),
+            fields.integer("nbytes_state") if fields.get("nbytes_state") is not None else None,
         )
+
+
+def _encode_uses(uses: Mapping[PackSet, float]) -> dict[str, Json]:
+    return {str(found): created for found, created in sorted(uses.items())}
+
+
+def _decode_uses(fields: Fields) -> dict[PackSet, float]:
+    """None in version 1, where no save needs bytes of another."""
+    if "uses" not in fields:
+        return {}
+    times = fields.inner("uses")
+    return {parse_pack_set(text): times.number(text) for text in fields.mapping("uses")}
 
 
 def ranks_by_layout(found: Iterable[tuple[str, int]]) -> dict[str, tuple[int, ...]]:
@@ -234,6 +256,25 @@ class TrashRecord:
 
     save: SaveId
     reason: str
+    uses: Mapping[PackSet, float] = field(default_factory=dict)
+    """Of its manifest: whoever reads the step while the record is young still needs them."""
+    created: float = 0.0
+    """Of its manifest; 0 where that is not known."""
 
     def encode(self) -> bytes:
-        return encode("trash", {"save": str(self.save), "manifest": f"{STEPS}{self.save}.json", "reason": self.reason})
+        body: dict[str, Json] = {
+            "save": str(self.save),
+            "manifest": f"{STEPS}{self.save}.json",
+            "reason": self.reason,
+            "uses": _encode_uses(self.uses),
+            "created": self.created,
+        }
+        return encode("trash", body)
+
+    @classmethod
+    def decode(cls, save: SaveId, data: bytes, where: str) -> TrashRecord:
+        fields = decode("trash", data, where)
+        if parse_save(fields.text("save")) != save:
+            raise fields.fail("content and name tell of different saves")
+        created = fields.number("created") if "created" in fields else 0.0
+        return cls(save, fields.text("reason"), _decode_uses(fields), created)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from ckptlib.errors import CorruptData
+from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format.check import Check, decode_check
 from ckptlib.format.digests import HEX_WIDTH, XXH3, digester
 from ckptlib.format.documents import Fields, as_written, decode, dump_body, encode, seal
-from ckptlib.format.keys import MAX_RANK, PartName, SaveId, pack_save, parse_save
+from ckptlib.format.keys import MAX_RANK, PackSet, PartName, SaveId, pack_set, parse_pack_set, parse_save
+from ckptlib.format.places import Coding, Places, decode_places, encode_places
 from ckptlib.format.table import Table
 from ckptlib.format.tagged_values import brief
 from ckptlib.format.values import Json
@@ -25,11 +27,13 @@ class Pack:
     key: str
     nbytes: int
     """Of the whole object."""
+    created: float
+    """When the snapshot that it was made of was taken; seconds since the epoch, by the rank's clock."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's share of a save: its chunks and its non-tensor state."""
+    """One rank's share of a save: its chunks, wherever they lie, and its non-tensor state."""
 
     save: SaveId
     rank: int
@@ -37,9 +41,10 @@ class Part:
     attempt: str
     table: Table
     packs: tuple[Pack, ...]
+    """Those of other saves, too, in which chunks lie that have not changed since."""
     algorithm: str
     digests: tuple[str, ...]
-    """Per chunk of the table."""
+    """Per chunk of the table, of the bytes that a load gives back."""
     values: Mapping[str, Json]
     """Non-tensor state by path, as `ckptlib.format.values` encodes it."""
     metrics: Mapping[str, Json]
@@ -47,58 +52,117 @@ class Part:
     """When the snapshot was taken; seconds since the epoch, by the rank's clock."""
     check: Check | None = None
     """See `PartName.check`."""
+    codings: Mapping[int, Coding] = field(default_factory=dict)
+    """By chunk, of those that are not stored as they are."""
+
+    @cached_property
+    def stored(self) -> tuple[int, ...]:
+        """Per chunk of the table: its bytes in the pack."""
+        return tuple(self.places.stored(self.table.nbytes))
+
+    @property
+    def places(self) -> Places:
+        """Where its chunks lie, and as what."""
+        return Places(self.table.packs, self.table.offsets, self.codings)
+
+    @property
+    def uses(self) -> tuple[PackSet, ...]:
+        """The sets of packs of other saves in which its chunks lie; ascending."""
+        sets = {pack_set(pack.key) for pack in self.packs}
+        return tuple(sorted(found for found in sets if found is not None and found.save != self.save))
+
+    @property
+    def nbytes_put(self) -> int:
+        """Bytes of its own packs."""
+        own = self.save.packs_prefix
+        return sum(pack.nbytes for pack in self.packs if pack.key.startswith(own))
 
     def encode(self) -> tuple[PartName, bytes]:
         """The document and the name it is put under."""
+        uses = self.uses
         body: dict[str, Json] = {
             "save": str(self.save),
             "rank": self.rank,
             "world_size": self.world_size,
             "attempt": self.attempt,
             "created": self.created,
+            "uses": [*map(str, uses)],
             "metrics": dict(self.metrics),
             "values": dict(self.values),
-            "packs": [[pack.key, pack.nbytes] for pack in self.packs],
+            "packs": [[pack.key, pack.nbytes, pack.created] for pack in self.packs],
             "algorithm": self.algorithm,
             "digests": "".join(self.digests),
+            **encode_places(self.places, self.table.nbytes),
         }
         head = dump_body(body if self.check is None else {**body, "check": str(self.check)})
-        document = seal("part", f'{head[:-1]},"table":{self.table.encoded}}}')
-        digest = digester(XXH3)(document)
-        return PartName(self.save, self.rank, self.attempt, self.table.digest, digest, self.check), document
+        document = seal("part", f'{head[:-1]},"table":{self.table.cuts}}}')
+        table, digest = self.table.cuts_digest, digester(XXH3)(document)
+        name = PartName(
+            self.save, self.rank, self.attempt, table, digest, self.check, uses_digest(uses), self.nbytes_put
+        )
+        return name, document
 
     @classmethod
     def decode(cls, name: PartName, data: bytes) -> Part:
         """The part of this name. Raises as `documents.decode` does, also when it is not what its name says."""
         data = checked(name, data)
         fields = decode("part", data, name.key)
-        table = Table.decode(fields.inner("table"))
+        placed = "places" not in fields  # version 1
+        table = Table.decode(fields.inner("table")) if placed else Table.decode_cuts(fields.inner("table"))
+        places = Places(table.packs, table.offsets, {}) if placed else decode_places(fields, table.nbytes)
         digests = fields.text("digests", "[0-9a-f]*")
+        created = fields.number("created")
         part = cls(
             parse_save(fields.text("save")),
             fields.integer("rank", 0, MAX_RANK),
             fields.integer("world_size", 1, MAX_RANK + 1),
             fields.text("attempt", "[0-9a-f]{8}"),
-            table,
-            tuple(_decode_pack(row, fields) for row in fields.items("packs")),
+            table.placed(places.packs, places.offsets),
+            tuple(_decode_pack(row, created, fields) for row in fields.items("packs")),
             fields.text("algorithm"),
             tuple(digests[i : i + HEX_WIDTH] for i in range(0, len(digests), HEX_WIDTH)),
             fields.tree("values"),
             fields.tree("metrics"),
-            fields.number("created"),
+            created,
             decode_check(fields),
+            places.codings,
         )
         told = part.save, part.rank, part.attempt, part.check
         if told != (name.save, name.rank, name.attempt, name.check):
             raise fields.fail("content and name tell of different parts")
         # The table's text comes last wherever ckptlib wrote it; to write it again takes longer than to read it.
         text = data[data.rfind(b'"table":') + len(b'"table":') : -len(b"}}\n")]
-        if digester(XXH3)(text) != name.table and table.digest != name.table:
+        if digester(XXH3)(text) != name.table and name.table != (table.digest if placed else table.cuts_digest):
             raise fields.fail("content and name tell of different parts")
         if len(digests) != HEX_WIDTH * len(table.nbytes):
             raise fields.fail(f"{len(digests)} hex digits of digests for {len(table.nbytes)} chunks")
-        table.check_packs([pack.nbytes for pack in part.packs], name.key)
+        part._check_uses(name, fields)
+        part._check_places(name.key)
         return part
+
+    def _check_uses(self, name: PartName, fields: Fields) -> None:
+        """What a committer takes from the name must be what a load takes from the packs."""
+        if name.uses is None:
+            if self.uses:
+                raise fields.fail(f"its name does not tell of chunks in packs of {self.uses[0]}")
+        elif (name.uses, name.nbytes) != (uses_digest(self.uses), self.nbytes_put) or self.uses != _uses(fields):
+            raise fields.fail("name, uses and packs tell of different packs")
+
+    def _check_places(self, where: str) -> None:
+        """Raises FormatError unless chunks and their bases lie in the packs."""
+        sizes = [pack.nbytes for pack in self.packs]
+        self.table.check_packs(sizes, where, self.stored)
+        for coding in self.codings.values():
+            base = coding.base
+            if base is not None and (base.pack >= len(sizes) or base.offset + base.stored > sizes[base.pack]):
+                raise FormatError(
+                    f"{where}: base [{base.offset}:+{base.stored}] of pack {base.pack} lies outside of it"
+                )
+
+
+def uses_digest(uses: Iterable[PackSet]) -> str:
+    """What the name of a part says of these sets of packs, in ascending order."""
+    return digester(XXH3)(" ".join(map(str, uses)).encode())[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,29 +171,43 @@ class PartHead:
 
     created: float
     metrics: Mapping[str, Json]
+    uses: tuple[PackSet, ...]
 
     @classmethod
     def decode(cls, name: PartName, data: bytes) -> PartHead:
         """Of the part of this name. Raises as `Part.decode` does."""
         fields = decode("part", checked(name, data), name.key)
-        return cls(fields.number("created"), fields.tree("metrics"))
+        uses = _uses(fields)
+        if name.uses not in (None, uses_digest(uses)):
+            raise fields.fail("name and uses tell of different packs")
+        return cls(fields.number("created"), fields.tree("metrics"), uses)
+
+
+def _uses(fields: Fields) -> tuple[PackSet, ...]:
+    return tuple(map(parse_pack_set, fields.texts("uses"))) if "uses" in fields else ()
 
 
 def checked(name: PartName, data: bytes) -> bytes:
     """The document, as it was written. Raises a CorruptData that names the part when its name promises other bytes."""
-    data = as_written(data, name.key)
     found = digester(XXH3)(data)
+    if found != name.digest:
+        data = as_written(data, name.key)
+        found = digester(XXH3)(data)
     if found != name.digest:
         raise CorruptData(f"{name.key} does not match the digest in its name: got {found}; it was cut or altered")
     return data
 
 
-def _decode_pack(row: Json, fields: Fields) -> Pack:
+def _decode_pack(row: Json, created: float, fields: Fields) -> Pack:
+    """`created`: of the part, for rows of version 1, which do not tell it."""
     match row:
-        case [str(key), int(nbytes)] if pack_save(key) is not None and 0 <= nbytes <= 2**62:
-            return Pack(key, nbytes)
-        case _:
-            raise fields.fail(f"not a pack: {brief(row)}")
+        case [str(key), int(nbytes), *more] if pack_set(key) is not None and 0 <= nbytes <= 2**62:
+            match more:
+                case []:
+                    return Pack(key, nbytes, created)
+                case [float() | int() as when] if type(when) is not bool and abs(when) <= 2**62:
+                    return Pack(key, nbytes, float(when))
+    raise fields.fail(f"not a pack: {brief(row)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ckptlib.errors import FormatError
@@ -15,6 +15,7 @@ from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.documents import Fields, dump_body
 from ckptlib.format.layout import Layout, TensorEntry, check_spread, decode_shapes
+from ckptlib.format.values import Json
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Table:
 
     Small shards share a chunk: one with no chunk of its own lies in that of the shard before it, right behind it.
 
-    Without the digests of the data, so that it is the same at every save as long as the layout is. Offsets count from
-    the first byte of a pack; in a slot, from the first byte of its body.
+    How shards are cut is the same at every save as long as the layout is; where the chunks lie is not. Offsets count
+    from the first byte of a pack; in a slot, from the first byte of its body.
     """
 
     layout: str
@@ -44,23 +45,42 @@ class Table:
 
     @cached_property
     def encoded(self) -> str:
-        """JSON text."""
-        return dump_body(
-            {
-                "layout": self.layout,
-                "shards": {
-                    "tensor": list(self.tensors),
-                    "offset": [box.offset for box in self.boxes],  # type: ignore[misc]
-                    "shape": [box.shape for box in self.boxes],  # type: ignore[misc]
-                    "chunks": list(self.num_chunks),
-                },
-                "chunks": {"pack": list(self.packs), "offset": list(self.offsets), "nbytes": list(self.nbytes)},
-            }
-        )
+        """JSON text: how shards are cut, and where the chunks lie. In slots, and in parts of version 1."""
+        columns: dict[str, Json] = {"pack": list(self.packs), "offset": list(self.offsets)}
+        return dump_body({**self._shards(), "chunks": {**columns, "nbytes": list(self.nbytes)}})
+
+    @cached_property
+    def cuts(self) -> str:
+        """JSON text: how shards are cut, and no more."""
+        return dump_body({**self._shards(), "chunks": {"nbytes": list(self.nbytes)}})
+
+    def _shards(self) -> dict[str, Json]:
+        return {
+            "layout": self.layout,
+            "shards": {
+                "tensor": list(self.tensors),
+                "offset": [box.offset for box in self.boxes],  # type: ignore[misc]
+                "shape": [box.shape for box in self.boxes],  # type: ignore[misc]
+                "chunks": list(self.num_chunks),
+            },
+        }
 
     @cached_property
     def digest(self) -> str:
         return digester(XXH3)(self.encoded.encode())
+
+    @cached_property
+    def cuts_digest(self) -> str:
+        """Equal for tables that cut the shards of equal layouts alike, wherever their chunks lie."""
+        return digester(XXH3)(self.cuts.encode())
+
+    def placed(self, packs: Sequence[int], offsets: Sequence[int]) -> Table:
+        """The same shards, cut alike, with their chunks elsewhere."""
+        table = replace(self, packs=tuple(packs), offsets=tuple(offsets))
+        for name in ("cuts", "cuts_digest", "first_chunks"):  # do not tell where chunks lie, and take a while to make
+            if name in self.__dict__:
+                table.__dict__[name] = self.__dict__[name]
+        return table
 
     @cached_property
     def first_chunks(self) -> tuple[int, ...]:
@@ -120,19 +140,30 @@ class Table:
 
     @classmethod
     def decode(cls, fields: Fields) -> Table:
+        """One that says where its chunks lie."""
+        chunks = fields.inner("chunks")
+        packs, offsets = tuple(chunks.integers("pack", 0, 10**6)), tuple(chunks.integers("offset"))
+        table = cls.decode_cuts(fields)
+        if {len(packs), len(offsets)} != {len(table.nbytes)}:
+            raise fields.fail("columns of chunks differ in length")
+        return table.placed(packs, offsets)
+
+    @classmethod
+    def decode_cuts(cls, fields: Fields) -> Table:
+        """One that does not; it must be `placed`."""
         shards, chunks = fields.inner("shards"), fields.inner("chunks")
         table = cls(
             fields.digest("layout"),
             tuple(shards.integers("tensor")),
             _decode_boxes(shards),
             tuple(shards.integers("chunks")),
-            tuple(chunks.integers("pack", 0, 10**6)),
-            tuple(chunks.integers("offset")),
+            (),
+            (),
             tuple(chunks.integers("nbytes", 1)),
         )
         if {len(table.boxes), len(table.num_chunks)} != {len(table.tensors)}:
             raise fields.fail("columns of shards differ in length")
-        if {len(table.packs), len(table.offsets), len(table.nbytes)} != {sum(table.num_chunks)}:
+        if len(table.nbytes) != sum(table.num_chunks):
             raise fields.fail("columns of chunks differ in length")
         for before, count in itertools.pairwise((0, *table.num_chunks)):
             if count == 0 and before > 1:
@@ -141,10 +172,13 @@ class Table:
             raise fields.fail("the first shard has no chunk")
         return table
 
-    def check_packs(self, sizes: Sequence[int], where: str) -> None:
-        """Raises FormatError unless the chunks lie in packs of these sizes, and each pack holds all of its chunks."""
+    def check_packs(self, sizes: Sequence[int], where: str, stored: Sequence[int] | None = None) -> None:
+        """Raises FormatError unless the chunks lie in packs of these sizes, and each pack holds all of its chunks.
+
+        `stored`: bytes of each chunk in its pack, where these are not its own.
+        """
         left = [*sizes]
-        for pack, offset, nbytes in zip(self.packs, self.offsets, self.nbytes, strict=True):
+        for pack, offset, nbytes in zip(self.packs, self.offsets, stored or self.nbytes, strict=True):
             if pack >= len(sizes) or offset + nbytes > sizes[pack]:
                 raise FormatError(f"{where}: chunk [{offset}:+{nbytes}] of pack {pack} lies outside of the packs")
             left[pack] -= nbytes

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from ckptlib.catalog.shards import PartIndex, SavedShard, ShardComparer, check_there
+from ckptlib.catalog.chunks import check_there
+from ckptlib.catalog.shards import PartIndex, SavedShard, ShardComparer
 from ckptlib.errors import CorruptData, FormatError, UnsupportedState
 from ckptlib.format import gc_pause
 from ckptlib.format.box import Box, Run, common_run, find_hole
@@ -242,7 +243,7 @@ class Reader:
         check_there(self._source.read_into, request.pack, request.offset, request.nbytes)
         buffer = request.buffer(landing)
         self._source.read_into(request.pack, request.start, buffer)
-        request.place(buffer, verify, self._source.save.step, landing)
+        request.place(buffer, self._source.read_into, verify, self._source.save.step, landing)
         return len(buffer)
 
 

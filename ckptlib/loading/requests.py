@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable
@@ -14,11 +15,14 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from ckptlib.catalog.chunks import ReadInto, decode_chunk
 from ckptlib.catalog.shards import PartIndex
 from ckptlib.devices import accelerator
-from ckptlib.errors import CorruptData
+from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format.box import Box, boxes_of_range
+from ckptlib.format.places import Coding
 from ckptlib.loading.landing import Landing
+from ckptlib.pages import round_up
 from ckptlib.state.raw_bytes import bytes_of, copyable, is_bytes
 from ckptlib.stores.io_limits import DIRECT_FROM_BYTES, IoLimits
 
@@ -71,13 +75,15 @@ class Landed(NamedTuple):
 class ChunkRead:
     """One chunk to be read, checked and placed."""
 
-    __slots__ = ("chunk", "copies", "moves", "nbytes", "offset", "pack", "share")
+    __slots__ = ("chunk", "copies", "moves", "nbytes", "offset", "pack", "share", "stored")
 
     def __init__(self, share: PartIndex, chunk: int) -> None:
-        table = share.part.table
+        part = share.part
         self.share, self.chunk = share, chunk
-        self.pack = share.part.packs[table.packs[chunk]].key
-        self.offset, self.nbytes = table.offsets[chunk], table.nbytes[chunk]
+        self.pack = part.packs[part.table.packs[chunk]].key
+        self.offset, self.nbytes = part.table.offsets[chunk], part.table.nbytes[chunk]
+        self.stored = part.stored[chunk]
+        """Bytes in the pack."""
         self.moves: list[ByteMove] = []
         self.copies: list[ByteCopy] = []
 
@@ -86,9 +92,14 @@ class ChunkRead:
         return self.share.part.digests[self.chunk]
 
     @property
+    def coding(self) -> Coding | None:
+        """What the pack has instead of the chunk's bytes."""
+        return self.share.part.codings.get(self.chunk)
+
+    @property
     def address(self) -> int | None:
-        """Of the target's memory, when the chunk's bytes are exactly that."""
-        if self.copies or len(self.moves) != 1 or self.moves[0].nbytes != self.nbytes:
+        """Of the target's memory, when the chunk's bytes are exactly that, and the pack has them as they are."""
+        if self.copies or len(self.moves) != 1 or self.moves[0].nbytes != self.nbytes or self.coding is not None:
             return None
         return self.moves[0].address
 
@@ -133,11 +144,17 @@ class Request:
 
     def __init__(self, read: ChunkRead, limits: IoLimits) -> None:
         self.reads = [read]
-        self.pack, self.offset, self.nbytes = read.pack, read.offset, read.nbytes
+        self.pack, self.offset, self.nbytes = read.pack, read.offset, read.stored
         self.base = read.address
         """Where the bytes go as they are, one after the other; None: they do not."""
-        self._largest = read.nbytes
+        self._largest = read.stored
+        self._nbytes_decoded = read.nbytes
         self._limits = limits
+
+    @property
+    def coded(self) -> bool:
+        """Whether what is read are frames; all of its chunks are stored so, or none."""
+        return self.reads[0].coding is not None
 
     @property
     def direct(self) -> bool:
@@ -146,17 +163,20 @@ class Request:
 
     def take(self, read: ChunkRead) -> bool:
         """Whether the next chunk in the order of packs joins this request."""
-        nbytes, limits = read.offset + read.nbytes - self.offset, self._limits
-        gap = nbytes - read.nbytes - self.nbytes
+        nbytes, limits = read.offset + read.stored - self.offset, self._limits
+        gap = nbytes - read.stored - self.nbytes
         if read.pack != self.pack or nbytes > limits.most or not 0 <= gap <= GAP_BYTES:
             return False
+        if (read.coding is not None) != self.coded or self._nbytes_decoded + read.nbytes > limits.most:
+            return False
         goes_on = gap == 0 and self.base is not None and read.address == self.base + self.nbytes
-        largest = max(self._largest, read.nbytes)
+        largest = max(self._largest, read.stored)
         if not goes_on:
             if self.direct or largest >= limits.direct_from:
                 return False
             self.base = None
         self.reads.append(read)
+        self._nbytes_decoded += read.nbytes
         self.nbytes, self._largest = nbytes, largest
         return True
 
@@ -170,20 +190,46 @@ class Request:
         if self.direct:
             return memoryview((ctypes.c_char * self.nbytes).from_address(self.base or 0)).cast("B")
         nbytes = self.offset + self.nbytes - self.start
-        if not landing.needed:
-            return _buffer(nbytes)
-        device = next((d for read in self.reads for copy in read.copies if (d := landing.device(copy.target))), None)
-        return _buffer(nbytes) if device is None else landing.buffer(nbytes, device)
+        return _buffer("read", nbytes) if self.coded else self._buffer(nbytes, landing)
 
-    def place(self, buffer: memoryview, verify: Callable[[memoryview], str], step: int, landing: Landing) -> None:
+    def _buffer(self, nbytes: int, landing: Landing) -> memoryview:
+        """Where the bytes of chunks are before they are placed."""
+        if not landing.needed:
+            return _buffer("placed", nbytes)
+        device = next((d for read in self.reads for copy in read.copies if (d := landing.device(copy.target))), None)
+        return _buffer("placed", nbytes) if device is None else landing.buffer(nbytes, device)
+
+    def _decode(self, frames: memoryview, fetch: ReadInto, landing: Landing) -> tuple[memoryview, list[int]]:
+        """The bytes of all chunks, and where each begins. Raises CorruptData that names the tensor."""
+        starts = [*itertools.accumulate((round_up(read.nbytes) for read in self.reads), initial=0)]
+        buffer = self._buffer(starts[-1], landing)
+        for read, start in zip(self.reads, starts, strict=False):
+            frame = frames[read.offset - self.start : read.offset - self.start + read.stored]
+            try:
+                decode_chunk(fetch, read.share.part, read.chunk, frame, buffer[start : start + read.nbytes])
+            except (CorruptData, FormatError) as error:
+                raise CorruptData(f"{read}: {read.pack} [{read.offset}:+{read.stored}]: {error}") from error
+        return buffer, starts
+
+    def place(
+        self,
+        buffer: memoryview,
+        fetch: ReadInto,
+        verify: Callable[[memoryview], str],
+        step: int,
+        landing: Landing,
+    ) -> None:
         """Checks what was read, chunk by chunk, then puts it where it is wanted. Raises CorruptData.
 
-        `verify` gives the digest of a chunk; `step` is for messages. What goes to a device has arrived when `landing`
-        is closed.
+        `fetch` brings what frames were made against; `verify` gives the digest of a chunk; `step` is for messages. What
+        goes to a device has arrived when `landing` is closed.
         """
         landed: dict[torch.device, list[Landed]] = {}
-        for read in self.reads:
-            data = buffer[read.offset - self.start : read.offset - self.start + read.nbytes]
+        starts = [read.offset - self.start for read in self.reads]
+        if self.coded:
+            buffer, starts = self._decode(buffer, fetch, landing)
+        for read, start in zip(self.reads, starts, strict=False):
+            data = buffer[start : start + read.nbytes]
             found = verify(data)
             if found != read.digest:
                 raise CorruptData(
@@ -192,7 +238,7 @@ class Request:
                 )
             if not self.direct:
                 for copy, device in _place(read, data, landing):
-                    landed.setdefault(device, []).append(Landed(read.offset - self.start + copy.first, copy))
+                    landed.setdefault(device, []).append(Landed(start + copy.first, copy))
         for device, copies in landed.items():
             with landing.on(device):
                 _land(torch.frombuffer(buffer, dtype=torch.uint8), copies, device)
@@ -237,11 +283,12 @@ def merge(reads: Iterable[ChunkRead], limits: IoLimits) -> list[Request]:
 _local = threading.local()
 
 
-def _buffer(nbytes: int) -> memoryview:
-    """This thread's buffer: made once and reused, since fresh memory costs more than the read."""
-    held: np.ndarray | None = getattr(_local, "buffer", None)
+def _buffer(use: str, nbytes: int) -> memoryview:
+    """This thread's buffer for a use: made once and reused, since fresh memory costs more than the read."""
+    held: np.ndarray | None = getattr(_local, use, None)
     if held is None or held.nbytes < nbytes:
-        held = _local.buffer = np.empty(max(nbytes, 1 << 20) + 64, dtype=np.uint8)
+        held = np.empty(max(nbytes, 1 << 20) + 64, dtype=np.uint8)
+        setattr(_local, use, held)
     skip = -held.ctypes.data % 64
     return held.data[skip : skip + nbytes]
 

@@ -117,7 +117,7 @@ class InMemory:
             world_size=self.world_size,
             attempt="0" * 8,
             table=snapshot.table,
-            packs=(Pack(found.path, found.body_nbytes),),
+            packs=(Pack(found.path, found.body_nbytes, snapshot.created),),
             algorithm=snapshot.algorithm,
             digests=snapshot.digests,
             values=snapshot.values,

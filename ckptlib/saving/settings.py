@@ -16,6 +16,8 @@ TIMEOUT = timedelta(minutes=10)
 
 SAVE_DEADLINE = timedelta(hours=1)
 
+REFRESH = timedelta(days=7)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -31,6 +33,8 @@ class Settings:
     algorithm: str = XXH3
     arena: Path | None = None
     keep: Keep | None = None
+    refresh: timedelta = REFRESH
+    """What has not changed for longer is written again."""
     tags: Mapping[str, str] = field(default_factory=dict)
     peers: Peers | None = None
     """None: snapshots serve storage only."""
@@ -42,12 +46,15 @@ class Settings:
         for name, kind, example in (
             ("timeout", timedelta, "timedelta(minutes=10)"),
             ("save_deadline", timedelta, "timedelta(hours=1)"),
+            ("refresh", timedelta, "timedelta(days=7)"),
             ("keep", Keep, "Keep(last=3)"),
             ("peers", Peers, "Peers(copies=1)"),
         ):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise TypeError(f"{name}={value!r}: expected {kind.__name__}, such as {example}")
+        if self.refresh <= timedelta():
+            raise ValueError(f"refresh={self.refresh!r}: expected a time above 0, such as timedelta(days=7)")
 
     def for_writer(self, rank: int, world_size: int, save_deadline_s: float) -> dict[str, object]:
         """The order that a rank's writer begins with."""
@@ -58,6 +65,7 @@ class Settings:
             "rank": rank,
             "world_size": world_size,
             "deadline_s": save_deadline_s,
+            "refresh_s": self.refresh.total_seconds(),
             "keep": None if self.keep is None else self.keep.to_json(),
             "keep_slots_s": 0.0 if self.peers is None else self.peers.keep_for.total_seconds(),
         }

@@ -75,14 +75,18 @@ class SnapshotReader:
         return known[1:]
 
 
-def check_body(slot: ReadableSlot, snapshot: Snapshot, arriving: Iterable[int] = ()) -> None:
+def check_body(
+    slot: ReadableSlot, snapshot: Snapshot, arriving: Iterable[int] = (), chunks: Iterable[int] | None = None
+) -> None:
     """Raises CorruptData, naming the tensor, when a chunk in the slot does not match its digest.
 
     `arriving`: where the body is still being received, gives again and again how many of its bytes are there by now.
+    `chunks`: those that are checked; None: all.
     """
     digest, table = digester(snapshot.algorithm), snapshot.table
     arrivals, there = iter(arriving), 0
-    for chunk, (offset, nbytes, expected) in enumerate(zip(table.offsets, table.nbytes, snapshot.digests, strict=True)):
+    for chunk in range(len(table.nbytes)) if chunks is None else chunks:
+        offset, nbytes, expected = table.offsets[chunk], table.nbytes[chunk], snapshot.digests[chunk]
         while offset + nbytes > there:
             there = next(arrivals, sys.maxsize)
         if digest(slot.view(PAGE_BYTES + offset, nbytes)) != expected:

@@ -24,7 +24,7 @@ MAX_HEAD_BYTES = 100_000_000
 """What safetensors' own reader takes."""
 
 
-_TOLD = frozenset(["dtypes", "boxes"])
+_TOLD = frozenset(["dtypes", "boxes", "codecs"])
 """Metadata that are JSON objects by entry, of entries that do not tell it themselves."""
 
 _EARLY = frozenset(["ckptlib", "save", "rank", "layout", "dtypes"])
@@ -49,6 +49,7 @@ def expected_head(part: Part, layout: Layout, number: int) -> tuple[dict[str, st
     table = part.table
     entries: dict[str, HeadEntry] = {}
     foreign: dict[str, str] = {}
+    codecs: dict[str, Json] = {}
     boxes: dict[str, Json] = {}
     sizes = table.sizes(layout)
     for shard, begin in enumerate(table.begins(sizes)):
@@ -58,14 +59,17 @@ def expected_head(part: Part, layout: Layout, number: int) -> tuple[dict[str, st
             start, nbytes = (begin, sizes[shard]) if len(chunks) == 1 else (table.offsets[chunk], table.nbytes[chunk])
             elements = nbytes // dtypes.itemsize(entry.dtype)
             if table.packs[chunk] == number:
-                name = _name(entry, box, element)
+                name, coding = _name(entry, box, element), part.codings.get(chunk)
                 shape = box.shape if len(chunks) == 1 else (elements,)
-                if not dtypes.has_own_word(entry.dtype):
+                if coding is not None:
+                    codecs[name] = coding.codec
+                if coding is not None or not dtypes.has_own_word(entry.dtype):
                     foreign[name] = entry.dtype
+                    nbytes = nbytes if coding is None else coding.stored
                     shape = (nbytes,)
                 if name in foreign or len(shape) != len(entry.shape) or shape[1:] != entry.shape[1:]:
                     boxes[name] = [list(entry.shape), list(box.offset), list(box.shape)]
-                entries[name] = HeadEntry(word, shape, start, start + nbytes)
+                entries[name] = HeadEntry("U8" if name in codecs else word, shape, start, start + nbytes)
             element += elements
     metadata = {
         "ckptlib": "1",
@@ -77,6 +81,8 @@ def expected_head(part: Part, layout: Layout, number: int) -> tuple[dict[str, st
         metadata["dtypes"] = json.dumps(foreign)
     if boxes:
         metadata["boxes"] = json.dumps(boxes)
+    if codecs:
+        metadata["codecs"] = json.dumps(codecs)
     return metadata, entries
 
 

@@ -12,7 +12,8 @@ from typing import TypeVar
 import numpy as np
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.errors import FormatError, StoreError
+from ckptlib.catalog.chunks import decode_chunk
+from ckptlib.errors import CorruptData, FormatError, StoreError
 from ckptlib.format import keys
 from ckptlib.format.box import Box
 from ckptlib.format.digests import digester
@@ -22,6 +23,9 @@ from ckptlib.format.part import Part
 from ckptlib.stores.io_limits import RUN_BYTES, THREADS
 from ckptlib.verify.findings import Damage, Finding, attempt, damage_of
 from ckptlib.verify.pack_headers import MAX_HEAD_BYTES, check_head, expected_head
+
+GAP_BYTES = 64 * 1024
+"""A hole between two chunks that is cheaper to read than another request."""
 
 AHEAD = 2 * THREADS
 """Requests handed out before the result of the first is looked at."""
@@ -53,6 +57,11 @@ class _PackRead:
     def nbytes(self) -> int:
         """Of the object, by the part."""
         return self.part.packs[self.number].nbytes
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it was put for this save."""
+        return keys.pack_save(self.key) == self.part.save
 
     def shards(self, chunks: Iterable[int]) -> tuple[tuple[str, Box], ...]:
         """Those that lie in the chunks; each once."""
@@ -128,28 +137,32 @@ def _runs(packs: Iterable[_PackRead], sizes: Mapping[str, int], lost: list[Findi
     """What is to be read of the packs that are there; `lost` takes what is known without reading."""
     for pack in packs:
         size, table = sizes.get(pack.key), pack.part.table
-        readable = [c for c in pack.chunks if table.offsets[c] + table.nbytes[c] <= (size or 0)]
+        readable = [c for c in pack.chunks if table.offsets[c] + pack.part.stored[c] <= (size or 0)]
         if size != pack.nbytes:
             lost.append(_wrong_size(pack, size, set(readable)))
         if size is None:
             continue
-        head = min((table.offsets[c] for c in readable), default=size)
-        if size == pack.nbytes:
-            yield _Run(pack, (), 0, head)
-        yield from _data_runs(pack, readable, head, size)
+        if size == pack.nbytes and pack.is_own:  # of another save's, its own part tells what the header is to say
+            yield _Run(pack, (), 0, min((table.offsets[c] for c in readable), default=size))
+        yield from _data_runs(pack, readable)
 
 
-def _data_runs(pack: _PackRead, chunks: Sequence[int], start: int, size: int) -> Iterator[_Run]:
-    """Cut so that a run is longer than RUN_BYTES only where one chunk is; they follow one another without gaps."""
-    table = pack.part.table
+def _data_runs(pack: _PackRead, chunks: Sequence[int]) -> Iterator[_Run]:
+    """Cut so that a run is longer than RUN_BYTES only where one chunk is, and that gaps are small."""
+    offsets, stored = pack.part.table.offsets, pack.part.stored
     run: list[int] = []
+    start = end = 0
     for chunk in chunks:
-        if run and table.offsets[chunk] + table.nbytes[chunk] - start > RUN_BYTES:
-            yield _Run(pack, tuple(run), start, table.offsets[chunk])
-            start, run = table.offsets[chunk], []
+        stop = offsets[chunk] + stored[chunk]
+        if run and (stop - start > RUN_BYTES or offsets[chunk] - end > GAP_BYTES):
+            yield _Run(pack, tuple(run), start, end)
+            run = []
+        if not run:
+            start = offsets[chunk]
         run.append(chunk)
+        end = stop
     if run:
-        yield _Run(pack, tuple(run), start, size)
+        yield _Run(pack, tuple(run), start, end)
 
 
 def _wrong_size(pack: _PackRead, size: int | None, readable: set[int]) -> Finding:
@@ -167,23 +180,36 @@ def _read_run(catalog: Catalog, run: _Run) -> list[_Bad]:
     if not run.chunks:
         problem = attempt(lambda: _read_head(catalog, run))
         return [] if problem is None else [_Bad(damage_of(problem), None, str(problem))]
-    table = run.pack.part.table
-    stop = max(table.offsets[c] + table.nbytes[c] for c in run.chunks)  # what follows is slack
-    buffer = _buffer(stop - run.start)
+    part, table = run.pack.part, run.pack.part.table
+    buffer = _buffer("read", run.stop - run.start)
     try:
         catalog.store.get_into(run.pack.key, run.start, buffer)
     except (StoreError, FormatError) as error:
         if len(run.chunks) == 1:
             return [_Bad(damage_of(error), run.chunks[0], str(error))]
-        alone = (_Run(run.pack, (c,), table.offsets[c], table.offsets[c] + table.nbytes[c]) for c in run.chunks)
+        alone = (_Run(run.pack, (c,), table.offsets[c], table.offsets[c] + part.stored[c]) for c in run.chunks)
         return [bad for one in alone for bad in _read_run(catalog, one)]
-    digest = digester(run.pack.part.algorithm)
     found = []
     for c in run.chunks:
         at = table.offsets[c] - run.start
-        if digest(buffer[at : at + table.nbytes[c]]) != run.pack.part.digests[c]:
-            found.append(_Bad("altered", c, "does not match its digest"))
+        bad = _problem(catalog, part, c, buffer[at : at + part.stored[c]])
+        if bad is not None:
+            found.append(bad)
     return found
+
+
+def _problem(catalog: Catalog, part: Part, chunk: int, data: memoryview) -> _Bad | None:
+    """What is wrong with a chunk, of which `data` was read."""
+    if chunk in part.codings:
+        out = _buffer("decoded", part.table.nbytes[chunk])
+        try:
+            decode_chunk(catalog.store.get_into, part, chunk, data, out)
+        except (CorruptData, FormatError, StoreError) as error:
+            return _Bad(damage_of(error), chunk, str(error))
+        data = out
+    if digester(part.algorithm)(data) != part.digests[chunk]:
+        return _Bad("altered", chunk, "does not match its digest")
+    return None
 
 
 def _read_head(catalog: Catalog, run: _Run) -> None:
@@ -205,7 +231,7 @@ def _pack_findings(save: SaveId, pack: _PackRead, bad: Iterable[_Bad]) -> Iterat
     for (shards, damage), ones in by_shards.items():
         chunks = [one.chunk for one in ones if one.chunk is not None]
         start = min(table.offsets[c] for c in chunks)
-        stop = max(table.offsets[c] + table.nbytes[c] for c in chunks)
+        stop = max(table.offsets[c] + pack.part.stored[c] for c in chunks)
         num_chunks = len(table.chunks(pack.shards_in[chunks[0]][0]))
         of = f", {len(chunks)} of {num_chunks} chunks" if num_chunks > 1 else ""
         names = table.describe(chunks[0], pack.layout)
@@ -227,11 +253,12 @@ def in_order(executor: ThreadPoolExecutor, call: Callable[[T], R], items: Iterab
 _local = threading.local()
 
 
-def _buffer(nbytes: int) -> memoryview:
-    """This thread's buffer: made once and reused, since fresh memory costs more than the read."""
-    held: np.ndarray | None = getattr(_local, "buffer", None)
+def _buffer(use: str, nbytes: int) -> memoryview:
+    """This thread's buffer for a use: made once and reused, since fresh memory costs more than the read."""
+    held: np.ndarray | None = getattr(_local, use, None)
     if held is None or held.nbytes < nbytes:
-        held = _local.buffer = np.empty(nbytes, dtype=np.uint8)
+        held = np.empty(nbytes, dtype=np.uint8)
+        setattr(_local, use, held)
     return held.data[:nbytes]
 
 

@@ -25,7 +25,7 @@ from ckptlib.errors import (
 )
 from ckptlib.format import keys, values
 from ckptlib.format.check import alike
-from ckptlib.format.documents import BEGINS
+from ckptlib.format.documents import is_version_altered
 from ckptlib.format.keys import PartName, SaveId
 from ckptlib.format.layout import Layout
 from ckptlib.format.manifest import Manifest, ranks_by_layout
@@ -100,13 +100,13 @@ def verify_save(catalog: Catalog, save: SaveId, advance: Advance = lambda nbytes
 def _altered_versions(catalog: Catalog, documents: Iterable[str], save: SaveId | None) -> Iterator[Finding]:
     """Of documents that can be read: those that can, although their version was altered."""
     for key in documents:
-        begins = attempt(partial(catalog.store.get, key, 0, len(BEGINS)))
-        if isinstance(begins, bytes):
-            yield from _altered_version(begins, key, save)
+        data = attempt(partial(catalog.store.get, key))
+        if isinstance(data, bytes):
+            yield from _altered_version(data, key, save)
 
 
 def _altered_version(data: bytes, key: str, save: SaveId | None, rank: int | None = None) -> list[Finding]:
-    if data.startswith(BEGINS):
+    if not is_version_altered(data):
         return []
     message = f"{key}: the version in it was altered; all else is as it was written, so loads read it and warn"
     return [Finding("altered", key, message, save, rank)]
@@ -150,7 +150,9 @@ def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Findi
         "agreement of replicas": alike(name.check for name in manifest.parts),
         "world size": {part.world_size for part in parts} == {manifest.world_size},
         "layouts": layouts == manifest.layouts,
-        "size": sum(pack.nbytes for part in parts for pack in part.packs) == manifest.nbytes,
+        "size": sum(part.nbytes_put for part in parts) == manifest.nbytes,
+        "size of the state": manifest.nbytes_state in (None, sum(part.table.nbytes_data for part in parts)),
+        "use of other steps": {needed for part in parts for needed in part.uses} == manifest.uses.keys(),
         "time": parts[0].created == manifest.created,
         "metrics": parts[0].metrics == manifest.metrics,
     }

@@ -169,7 +169,13 @@ class WriterProcess:
         self._store = open_store(message["url"], message["options"])
         self._catalog = Catalog(self._store)
         self._committer = Committer(self._catalog)
-        self._persister = Persister(self._store, ThreadPoolExecutor(1, "ckptlib-digest"))
+        self._persister = Persister(
+            self._store,
+            ThreadPoolExecutor(1, "ckptlib-digest"),
+            self._rank,
+            self._world_size,
+            float(message["refresh_s"]),
+        )
         self._channel.send({"event": "ready"})
 
     def _persist(self, save: SaveId, path: str) -> None:
@@ -180,9 +186,10 @@ class WriterProcess:
             self._fail(save, error)
             self._channel.send({"event": "released", "save": str(save), "slot": path, "error": describe(error)})
             return
-        nbytes = sum(pack.nbytes for pack in part.packs)
+        nbytes = part.nbytes_put
         seconds = time.monotonic() - began
-        log.info("step %d: %d bytes persisted in %.3f s", save.step, nbytes, seconds)
+        total = part.table.nbytes_data
+        log.info("step %d: %d bytes persisted in %.3f s, for a share of %d bytes", save.step, nbytes, seconds, total)
         self._channel.send(
             {"event": "released", "save": str(save), "slot": path, "error": None, "seconds": seconds, "nbytes": nbytes}
         )

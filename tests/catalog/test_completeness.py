@@ -29,7 +29,7 @@ def missing(parts: Sequence[Part], layouts: Mapping[str, Layout]) -> str | None:
 def part_of(layout: Layout, rank: int, shards: list[tuple[str, Box]]) -> Part:
     table = body_layout.lay_out(layout, shards)
     digests = ("0" * 32,) * len(table.nbytes)
-    packs = (Pack(SAVE.pack_key(rank, "0" * 8, 0), 1 << 40),)
+    packs = (Pack(SAVE.pack_key(rank, "0" * 8, 0), 1 << 40, 0.0),)
     return Part(SAVE, rank, layout.world_size, "0" * 8, table, packs, "xxh3", digests, {}, {}, 0.0)
 
 

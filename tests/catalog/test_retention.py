@@ -20,7 +20,7 @@ from support import (
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
-from ckptlib.catalog.retention import Sweep, referenced, sweep
+from ckptlib.catalog.retention import Sweep, sweep
 from ckptlib.errors import Superseded
 from ckptlib.format import keys
 from ckptlib.format.manifest import TrashRecord
@@ -278,10 +278,3 @@ def test_no_clock_is_left_behind(store: Store, catalog: Catalog) -> None:
     age(store, LATER_S)
     sweep(catalog, None, None)
     assert store.scan(keys.TRASH) == []
-
-
-def test_referenced_is_what_is_committed(catalog: Catalog) -> None:
-    generation = make_generation(catalog)
-    save = make_save(catalog, generation, 1, state(1))
-    put_parts(catalog, generation, 2, state(2))
-    assert referenced(catalog) == {save}

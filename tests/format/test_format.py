@@ -9,6 +9,7 @@ import re
 
 import pytest
 import xxhash
+from helpers.packs import pack
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from places import ROOT
@@ -19,7 +20,6 @@ from ckptlib.format.keys import parse_save
 from ckptlib.format.layout import decode_layout
 from ckptlib.format.manifest import Generation, Manifest, Root
 from ckptlib.format.part import Part
-from ckptlib.writer.packs import pack
 
 TEXT = (ROOT / "FORMAT.md").read_text()
 BLOCKS = re.findall(r"```json\n(.*?)\n```", TEXT, re.S)

@@ -34,7 +34,7 @@ TABLE = Table(
     offsets=(4096, 4144, 4096, 4112),
     nbytes=(48, 16, 10, 8),
 )
-PACKS = (Pack(SAVE.pack_key(1, "a77e3b70", 0), 8192), Pack(SAVE.pack_key(1, "a77e3b70", 1), 8192))
+PACKS = (Pack(SAVE.pack_key(1, "a77e3b70", 0), 8192, 1.5), Pack(SAVE.pack_key(1, "a77e3b70", 1), 8192, 1.5))
 PART = Part(
     save=SAVE,
     rank=1,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from helpers.packs import pack
 from safetensors import deserialize
 from support import ATTEMPT
 
@@ -18,7 +19,6 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.layout import ByHand, Layout, TensorEntry
 from ckptlib.format.part import Pack, Part
 from ckptlib.verify.pack_headers import check_head, expected_head
-from ckptlib.writer.packs import pack
 
 SAVE = SaveId(7, GenerationId(1, "0" * 8))
 LAYOUT = Layout(
@@ -46,10 +46,10 @@ BOXES = [
 def made(pack_nbytes: int = 1 << 40) -> tuple[Part, list[bytes]]:
     """A part by the writer's own planning, and its packs."""
     packing = pack(body_layout.lay_out(LAYOUT, BOXES, chunk_bytes=1 << 17), LAYOUT, pack_nbytes)
-    packs = tuple(Pack(SAVE.pack_key(0, ATTEMPT, n), shape.nbytes) for n, shape in enumerate(packing.packs))
+    packs = tuple(Pack(SAVE.pack_key(0, ATTEMPT, n), shape.nbytes, 0.0) for n, shape in enumerate(packing.packs))
     digests = ("0" * 32,) * len(packing.table.nbytes)
     part = Part(SAVE, 0, 1, ATTEMPT, packing.table, packs, XXH3, digests, {}, {}, 0.0)
-    return part, [s.head(SAVE, 0, LAYOUT.digest) + bytes(s.stop - s.start) for s in packing.packs]
+    return part, [s.head(SAVE, 0, LAYOUT.digest) + bytes(s.nbytes - s.head_nbytes) for s in packing.packs]
 
 
 def check(part: Part, number: int, data: bytes) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.packs import Packed, data_of, pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -23,7 +24,6 @@ from ckptlib.format.keys import MAX_RANK, SaveId
 from ckptlib.format.layout import ByHand, Layout, TensorEntry
 from ckptlib.format.table import Table
 from ckptlib.pages import PAGE_BYTES
-from ckptlib.writer.packs import Packing, pack
 
 SAVE, OTHER_SAVE = SAVES_APART
 NEVER_CUT = 1 << 40
@@ -45,8 +45,8 @@ def body_of(table: Table) -> bytes:
     return body.tobytes()
 
 
-def objects(packing: Packing, layout: Layout, body: bytes, save: SaveId = SAVE) -> list[bytes]:
-    return [shape.head(save, 3, layout.digest) + body[shape.start : shape.stop] for shape in packing.packs]
+def objects(packing: Packed, layout: Layout, body: bytes, save: SaveId = SAVE) -> list[bytes]:
+    return [shape.head(save, 3, layout.digest) + data_of(shape, body) for shape in packing.packs]
 
 
 def header_of(data: bytes) -> dict[str, dict[str, object]]:
@@ -87,7 +87,7 @@ def test_every_dtype_that_torch_has_is_known_with_its_size() -> None:
 
 
 @st.composite
-def packings(draw: st.DrawFn) -> tuple[Layout, Table, Packing, int]:
+def packings(draw: st.DrawFn) -> tuple[Layout, Table, Packed, int]:
     names = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
     dims = st.integers(1, 40) | st.sampled_from([3000, 20_000, 2**16 + 1])
     shape = st.just(()) | st.tuples(dims) | st.tuples(st.integers(1, 9), st.sampled_from([1, 1000, 2**14]))
@@ -101,7 +101,7 @@ def packings(draw: st.DrawFn) -> tuple[Layout, Table, Packing, int]:
 
 @given(packings())
 @settings(max_examples=60)
-def test_what_is_cut_is_whole(case: tuple[Layout, Table, Packing, int]) -> None:
+def test_what_is_cut_is_whole(case: tuple[Layout, Table, Packed, int]) -> None:
     layout, table, packing, _ = case
     body = body_of(table)
     data = objects(packing, layout, body)
@@ -136,7 +136,7 @@ def test_what_is_cut_is_whole(case: tuple[Layout, Table, Packing, int]) -> None:
 
 @given(packings())
 @settings(max_examples=60)
-def test_a_pack_is_only_too_large_where_one_chunk_or_block_is(case: tuple[Layout, Table, Packing, int]) -> None:
+def test_a_pack_is_only_too_large_where_one_chunk_or_block_is(case: tuple[Layout, Table, Packed, int]) -> None:
     _, table, packing, pack_nbytes = case
     for shape in packing.packs:
         if shape.stop - shape.start > pack_nbytes + MAX_BLOCK_BYTES:
@@ -309,4 +309,4 @@ def test_metadata_stay_small() -> None:
 
 def test_a_rank_that_writes_nothing_has_no_packs() -> None:
     layout, table = laid_out({})
-    assert pack(table, layout, 1) == Packing((), table)
+    assert pack(table, layout, 1) == Packed((), table)

@@ -93,7 +93,8 @@ class Job:
             store = LocalStore(str(self.directory / "root"))
             try:
                 with ThreadPoolExecutor(1) as executor:
-                    rescue(self.hosts[rank], known[rank], rank, Persister(store, executor), Committer(Catalog(store)))
+                    persister = Persister(store, executor, rank, RANKS, 1e9)
+                    rescue(self.hosts[rank], known[rank], rank, persister, Committer(Catalog(store)))
             except Exception as error:
                 return error
             return None
@@ -159,7 +160,7 @@ def test_two_snapshots_of_one_step_are_never_mixed(job: Job) -> None:
     saved = slot_of(job.directory, save, 0, 16, tensors(99), compared(16))
     store = LocalStore(str(job.directory / "root"))
     with ThreadPoolExecutor(1) as executor:
-        Persister(store, executor).persist(saved, save)
+        Persister(store, executor, 0, RANKS, 1e9).persist(saved, save)
     assert job.rescue({0: save, 1: save}) == [None, None]
     assert job.catalog.visible() == [save]
     job.check(save)

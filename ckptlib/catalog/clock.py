@@ -1,0 +1,29 @@
+"""The time by a store's own clock, which is the one that its objects' ages are told by. No torch."""
+
+from __future__ import annotations
+
+from ckptlib.errors import StoreError, StoreFull
+from ckptlib.format import keys
+from ckptlib.stores import Store
+
+CLOCK = f"{keys.TRASH}clock-"
+"""What begins the names of objects that were put to be told the time; a crash may leave one."""
+
+
+def now(store: Store) -> float:
+    """The time by the store's own clock: when it says that an object was put which was put just now.
+
+    Where there is no room for one, that of the newest object: not later, so nothing looks older than it is.
+    """
+    key = f"{CLOCK}{keys.new_nonce()}.json"
+    try:
+        store.put(key, b"")  # a full disk often takes a file of no bytes
+    except StoreFull:
+        return max((entry.modified for entry in store.scan("")), default=0.0)
+    try:
+        found = [entry.modified for entry in store.scan(key) if entry.key == key]
+    finally:
+        store.delete(key)
+    if not found:
+        raise StoreError(f"{store.url}/{key}: was put, but is not listed; nothing is deleted from such a store")
+    return found[0]

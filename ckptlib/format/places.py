@@ -1,0 +1,209 @@
+"""Where the chunks of a part lie in packs, as their own bytes or as frames of a codec. Types and JSON; no I/O."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptlib.format.digests import HEX_WIDTH
+from ckptlib.format.documents import Fields
+from ckptlib.format.values import Json
+
+MAX_CODED_BYTES = 64 * 1024 * 1024
+"""Of a chunk that is stored as a frame: a reader takes memory for all of it, whatever the frame's own size is. ckptlib
+writes chunks of a sixteenth of that."""
+
+MAX_PACKS = 10**6
+
+_CODEC_NAME = "[a-z0-9-]{1,40}"
+
+
+class Base(NamedTuple):
+    """The chunk that a frame was made against: stored whole, by an earlier save."""
+
+    pack: int
+    """Position in the part's packs."""
+    offset: int
+    stored: int
+    """Bytes in the pack."""
+    codec: str | None
+    """What those are a frame of; None: the chunk as it is."""
+    digest: str
+    """Of the chunk, decoded. It has as many bytes as the one that refers to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """What a chunk is stored as, where that is not its own bytes."""
+
+    codec: str
+    stored: int
+    """Bytes of the frame."""
+    base: Base | None = None
+    raw_digest: str | None = None
+    """Of the bytes before they were coded, where decoding gives others; a later save compares with these."""
+
+
+class Places(NamedTuple):
+    """One for each chunk of a table."""
+
+    packs: tuple[int, ...]
+    """Position in the part's packs."""
+    offsets: tuple[int, ...]
+    """In the pack's file, in bytes."""
+    codings: Mapping[int, Coding]
+    """By chunk, of those that are not stored as they are."""
+
+    def stored(self, nbytes: Sequence[int]) -> Sequence[int]:
+        """Per chunk: its bytes in the pack. `nbytes`: of the chunks themselves."""
+        if not self.codings:
+            return nbytes
+        found = [*nbytes]
+        for chunk, coding in self.codings.items():
+            found[chunk] = coding.stored
+        return found
+
+
+def encode_places(places: Places, nbytes: Sequence[int]) -> dict[str, Json]:
+    """The fields of a part that say where its chunks are. `nbytes`: of the chunks themselves."""
+    stored = places.stored(nbytes)
+    fields: dict[str, Json] = {"runs": _to_runs(places.packs, places.offsets, stored)}
+    if not places.codings:
+        return {"places": fields}
+    names = sorted({coding.codec for coding in places.codings.values()})
+    names += sorted({b.codec for b in _bases(places.codings) if b.codec is not None} - {*names})
+    number: dict[str | None, int] = {None: 0, **{name: at for at, name in enumerate(names, 1)}}
+    codings = places.codings
+    codec = [number[codings[chunk].codec] if chunk in codings else 0 for chunk in range(len(nbytes))]
+    fields |= {"codecs": list(names), "codec": list(codec), "stored": list(stored)}
+    found: dict[str, Json] = {"places": fields}
+    based = {chunk: coding.base for chunk, coding in sorted(codings.items()) if coding.base is not None}
+    if based:
+        found["bases"] = {
+            "chunk": list(based),
+            "pack": [base.pack for base in based.values()],
+            "offset": [base.offset for base in based.values()],
+            "stored": [base.stored for base in based.values()],
+            "codec": [number[base.codec] for base in based.values()],
+            "digests": "".join(base.digest for base in based.values()),
+        }
+    lossy = {chunk: c.raw_digest for chunk, c in sorted(codings.items()) if c.raw_digest is not None}
+    if lossy:
+        found["lossy"] = {"chunk": list(lossy), "digests": "".join(lossy.values())}
+    return found
+
+
+def _bases(codings: Mapping[int, Coding]) -> Iterable[Base]:
+    return (coding.base for coding in codings.values() if coding.base is not None)
+
+
+def _to_runs(packs: Sequence[int], offsets: Sequence[int], stored: Sequence[int]) -> Json:
+    """[pack, offset, number of chunks] of chunks that follow one another in a pack."""
+    runs: list[list[int]] = []
+    last, end = -1, -1
+    for pack, offset, nbytes in zip(packs, offsets, stored, strict=True):
+        if pack == last and offset == end:
+            runs[-1][2] += 1
+        else:
+            runs.append([pack, offset, 1])
+            last = pack
+        end = offset + nbytes
+    return runs  # type: ignore[return-value]
+
+
+def decode_places(part: Fields, nbytes: Sequence[int]) -> Places:
+    """Of the chunks of these sizes. Raises FormatError for what is no place of each of them."""
+    fields = part.inner("places")
+    codings = _decode_codings(part, fields, nbytes) if "codec" in fields else {}
+    stored = Places((), (), codings).stored(nbytes)
+    packs, offsets = _decode_runs(fields, stored)
+    return Places(packs, offsets, codings)
+
+
+def _decode_runs(fields: Fields, stored: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Runs are counted before they are written out: a few bytes can tell of a billion chunks."""
+    rows = []
+    for row in fields.items("runs"):
+        match row:
+            case [int(pack), int(offset), int(count)] if (
+                0 <= pack < MAX_PACKS and 0 <= offset <= 2**62 and 1 <= count <= len(stored)
+            ):
+                rows.append((pack, offset, count))
+            case _:
+                raise fields.fail(f"not a run of chunks: {str(row)[:80]}")
+    if sum(count for _, _, count in rows) != len(stored):
+        raise fields.fail(f"runs are not of {len(stored)} chunks")
+    packs: list[int] = []
+    offsets: list[int] = []
+    for pack, offset, count in rows:
+        first = len(packs)
+        packs += [pack] * count
+        offsets += itertools.accumulate(stored[first : first + count - 1], initial=offset)
+    return tuple(packs), tuple(offsets)
+
+
+def _decode_codings(part: Fields, fields: Fields, nbytes: Sequence[int]) -> dict[int, Coding]:
+    names = fields.texts("codecs", _CODEC_NAME)
+    codec, stored = fields.integers("codec", 0, len(names)), fields.integers("stored", 1)
+    if not len(codec) == len(stored) == len(nbytes):
+        raise fields.fail("columns of chunks differ in length")
+    bases, lossy = _decode_bases(part, names, nbytes), _decode_lossy(part, len(nbytes))
+    found: dict[int, Coding] = {}
+    for chunk, number in enumerate(codec):
+        if number == 0:
+            if stored[chunk] != nbytes[chunk]:
+                raise fields.fail(f"chunk {chunk} of {nbytes[chunk]} bytes is stored as it is in {stored[chunk]}")
+            continue
+        if nbytes[chunk] > MAX_CODED_BYTES:
+            raise fields.fail(f"chunk {chunk} has {nbytes[chunk]} bytes; a coded one has at most {MAX_CODED_BYTES}")
+        if stored[chunk] > nbytes[chunk]:
+            raise fields.fail(f"chunk {chunk} of {nbytes[chunk]} bytes is coded in {stored[chunk]}, which are more")
+        found[chunk] = Coding(names[number - 1], stored[chunk], bases.get(chunk), lossy.get(chunk))
+    if (bases.keys() | lossy.keys()) - found.keys():
+        raise fields.fail("a chunk that is stored as it is has a base, or is lossy")
+    return found
+
+
+def _decode_bases(part: Fields, names: Sequence[str], nbytes: Sequence[int]) -> dict[int, Base]:
+    if "bases" not in part:
+        return {}
+    fields = part.inner("bases")
+    chunks = _decode_chunks(fields, len(nbytes))
+    columns = (
+        fields.integers("pack", 0, MAX_PACKS - 1),
+        fields.integers("offset"),
+        fields.integers("stored", 1),
+        [None if at == 0 else names[at - 1] for at in fields.integers("codec", 0, len(names))],
+        _decode_digests(fields, len(chunks)),
+    )
+    if any(len(column) != len(chunks) for column in columns):
+        raise fields.fail("columns of bases differ in length")
+    found = dict(zip(chunks, itertools.starmap(Base, zip(*columns, strict=True)), strict=True))
+    for chunk, base in found.items():
+        if base.stored > nbytes[chunk] or (base.codec is None and base.stored != nbytes[chunk]):
+            raise fields.fail(f"the base of chunk {chunk}, of {nbytes[chunk]} bytes, is stored in {base.stored}")
+    return found
+
+
+def _decode_lossy(part: Fields, num: int) -> dict[int, str]:
+    if "lossy" not in part:
+        return {}
+    fields = part.inner("lossy")
+    chunks = _decode_chunks(fields, num)
+    return dict(zip(chunks, _decode_digests(fields, len(chunks)), strict=True))
+
+
+def _decode_chunks(fields: Fields, num: int) -> list[int]:
+    chunks = fields.integers("chunk", 0, num - 1)
+    if any(a >= b for a, b in itertools.pairwise(chunks)):
+        raise fields.fail("chunks are not in order")
+    return chunks
+
+
+def _decode_digests(fields: Fields, num: int) -> list[str]:
+    text = fields.text("digests", "[0-9a-f]*")
+    if len(text) != HEX_WIDTH * num:
+        raise fields.fail(f"{len(text)} hex digits of digests for {num} chunks")
+    return [text[i : i + HEX_WIDTH] for i in range(0, len(text), HEX_WIDTH)]

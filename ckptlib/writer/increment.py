@@ -1,0 +1,142 @@
+"""What a save writes, and what it takes over from the save before: chunk by chunk, by their digests. Pure.
+
+A chunk of equal digest at the same place in an equal table is not written again: the new part names the place that it
+has in the packs of an earlier save. Some are written all the same, though they have not changed:
+
+* those that are old, since a chunk that all steps share is a single point of rot; not all at once;
+* those that somebody asked for (`ckptlib refresh`), since they may be damaged;
+* those in a pack that is mostly dead: its save was dropped, and most of its bytes are needed no more;
+* some, where a part would use the packs of very many saves.
+
+They go into packs of their own, since what has not changed so far is likely to stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence, Set
+from dataclasses import dataclass
+
+from ckptlib.format.keys import PackSet, SaveId, pack_set
+from ckptlib.format.part import Part
+
+MAX_USES = 256
+"""Sets of packs that a part uses at most: its manifest and the listing of a sweep grow with them."""
+
+FEWER_USES = 192
+"""And so many are left when there were more, so that it is not the same at the next save."""
+
+LIVE_SHARE = 0.5
+"""Of a pack whose save was dropped: with less than that in use, what is in use is written again, so that the pack can
+go. So what a root holds is at most twice what its steps need, and no byte is moved more than once for one that died."""
+
+STAGGER = 0.25
+"""The last part of the time to a refresh, over which chunks are spread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What decides whether a chunk that has not changed is written again."""
+
+    now: float
+    """When the snapshot was taken; seconds since the epoch."""
+    refresh_s: float
+    """Nothing older is referred to."""
+    committed: Set[SaveId]
+    distrusted: SaveId | None = None
+    """What was put for this save and those before it is not referred to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Increment:
+    """Positions of chunks; each in one of them, ascending."""
+
+    taken: tuple[int, ...]
+    """Over from the parent."""
+    changed: tuple[int, ...]
+    carried: tuple[int, ...]
+    """Not changed, and written again."""
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        return tuple(sorted(self.changed + self.carried)) if self.carried else self.changed
+
+
+def whole(num_chunks: int) -> Increment:
+    """All is written."""
+    return Increment((), tuple(range(num_chunks)), ())
+
+
+def unchanged(digests: Sequence[str], parent: Part) -> list[int]:
+    """The chunks of a snapshot that the parent has, too; its table is equal."""
+    if not parent.codings:
+        return [chunk for chunk, (a, b) in enumerate(zip(digests, parent.digests, strict=True)) if a == b]
+    before = [*parent.digests]
+    for chunk, coding in parent.codings.items():
+        before[chunk] = coding.raw_digest or before[chunk]
+    return [chunk for chunk, (a, b) in enumerate(zip(digests, before, strict=True)) if a == b]
+
+
+def plan(digests: Sequence[str], parent: Part, rules: Rules) -> Increment:
+    """What is written of a snapshot with these digests. The parent's table is equal."""
+    same = unchanged(digests, parent)
+    packs = _packs_of(parent, same)
+    doomed = _doomed(parent, packs, same, rules)
+    old = {
+        number: (rules.now - pack.created) / rules.refresh_s
+        for number, pack in enumerate(parent.packs)
+        if rules.now - pack.created > rules.refresh_s * (1 - STAGGER)
+    }
+    if not doomed and not old:
+        taken = same
+    else:
+        taken = [
+            chunk
+            for chunk in same
+            if not any(number in doomed or old.get(number, 0) > _due(chunk) for number in packs[chunk])
+        ]
+    kept, stays = {*taken}, {*same}
+    return Increment(
+        tuple(taken),
+        tuple(chunk for chunk in range(len(digests)) if chunk not in stays),
+        tuple(chunk for chunk in same if chunk not in kept),
+    )
+
+
+def _packs_of(parent: Part, chunks: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Of each chunk: the packs that it needs, that of its base included."""
+    packs = parent.table.packs
+    one: list[tuple[int, ...]] = [(number,) for number in range(len(parent.packs))]
+    found = {chunk: one[packs[chunk]] for chunk in chunks}
+    for chunk, coding in parent.codings.items():
+        if coding.base is not None and chunk in found:
+            found[chunk] = (packs[chunk], coding.base.pack)
+    return found
+
+
+def _due(chunk: int) -> float:
+    """When a chunk is refreshed, as a share of the time to a refresh: different for neighbours, always the same."""
+    return 1 - STAGGER * ((chunk * 0x9E3779B1) % 2**32) / 2**32
+
+
+def _doomed(parent: Part, packs: dict[int, tuple[int, ...]], same: Collection[int], rules: Rules) -> set[int]:
+    """The parent's packs that are not referred to any more."""
+    live = [0] * len(parent.packs)
+    for chunk in same:
+        for number in packs[chunk]:
+            live[number] += parent.stored[chunk]
+    sets = [pack_set(pack.key) for pack in parent.packs]
+    found = {number for number, of in enumerate(sets) if of is None or _is_doomed(parent, number, of, live, rules)}
+    by_set: dict[PackSet, list[int]] = {}
+    for number, of in enumerate(sets):
+        if of is not None and number not in found and live[number]:
+            by_set.setdefault(of, []).append(number)
+    if len(by_set) >= MAX_USES:
+        fewest = sorted(by_set.values(), key=lambda numbers: sum(live[number] for number in numbers))
+        found.update(number for numbers in fewest[: len(by_set) - FEWER_USES] for number in numbers)
+    return found
+
+
+def _is_doomed(parent: Part, number: int, of: PackSet, live: Sequence[int], rules: Rules) -> bool:
+    if rules.distrusted is not None and of.save <= rules.distrusted:
+        return True
+    return of.save not in rules.committed and live[number] < LIVE_SHARE * parent.packs[number].nbytes
