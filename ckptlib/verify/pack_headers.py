@@ -72,7 +72,7 @@ def expected_head(part: Part, layout: Layout, number: int) -> tuple[dict[str, st
                 entries[name] = HeadEntry("U8" if name in codecs else word, shape, start, start + nbytes)
             element += elements
     metadata = {
-        "ckptlib": "1",
+        "ckptlib": "2" if codecs else "1",
         "save": str(keys.pack_save(part.packs[number].key)),
         "rank": f"{part.rank:06d}",
         "layout": table.layout,

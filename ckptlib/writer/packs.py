@@ -10,16 +10,19 @@ of any other entry the metadata tell, so that packs alone are enough to rebuild 
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from ckptlib.format import dtypes
 from ckptlib.format.box import Box
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.format.layout import Layout, TensorSpec
+from ckptlib.format.layout import Layout
 from ckptlib.format.table import Table
+from ckptlib.format.values import Json
 from ckptlib.pages import PAGE_BYTES, round_up
 
 MAX_HEAD_BYTES = 100_000_000
@@ -41,25 +44,35 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackShape:
-    """One pack of a part: ranges of the body, one behind the other, and the header's entries."""
+    """One pack of a part: what follows its header, and the header's entries."""
 
     pieces: tuple[Piece, ...]
-    """Whole pages wherever the chunks in them are."""
+    """Ranges of the body, one behind the other; whole pages where the chunks in them are. A pack of frames has none."""
+    data_nbytes: int
+    """Bytes behind the header."""
     head_nbytes: int
     entries: str
     """JSON text of the header's entries, without braces."""
-    dtypes: dict[str, str]
-    """By entry: torch's dtype, where safetensors has no word for it."""
-    boxes: dict[str, list[tuple[int, ...]]]
-    """By entry, where its name and shape do not tell: shape of the tensor, offset and shape of the shard."""
+    told: Mapping[str, Mapping[str, Json]]
+    """What else the metadata tell of entries, by what it is: torch's dtype, where safetensors has no word for it; shape
+    of the tensor, offset and shape of the shard, where name and shape do not tell; the codec, of a frame."""
 
     @property
     def nbytes(self) -> int:
-        return self.head_nbytes + sum(piece.stop - piece.start for piece in self.pieces)
+        return self.head_nbytes + self.data_nbytes
 
     def head(self, save: SaveId, rank: int, layout: str) -> bytes:
         """The first bytes of the pack."""
-        return _head(self.entries, self.dtypes, self.boxes, save, rank, layout).ljust(self.head_nbytes)
+        return _head(self.entries, self.told, save, rank, layout).ljust(self.head_nbytes)
+
+
+class Framed(NamedTuple):
+    """A chunk that is stored as a frame."""
+
+    chunk: int
+    codec: str
+    nbytes: int
+    """Of the frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +98,8 @@ class Packer:
         self._sizes = table.sizes(layout)
         self._begins = table.begins(self._sizes)
         self._known: dict[tuple[int, ...], Packing] = {}
+        self._entries: dict[int, list[_Entry]] = {}
+        """By chunk."""
 
     def pack(self, chunks: tuple[int, ...]) -> Packing:
         """Of these chunks, ascending. The same chunks always give the same packing."""
@@ -95,25 +110,45 @@ class Packer:
         return self._known[chunks]
 
     def _pack(self, chunks: tuple[int, ...]) -> Packing:
-        entries = {chunk: self._entries(chunk) for chunk in chunks}
         packs: list[PackShape] = []
         numbers: list[int] = []
         offsets: list[int] = []
-        for some in self._cuts(chunks, entries):
+        for some in self._cuts(chunks):
             pieces, positions = _pieces(self.table, some)
-            here = dict(zip(some, positions, strict=True))
-            shape = _shape([entry for chunk in some for entry in entries[chunk]], self.table, here, pieces)
+            shape = self._shape(some, positions, pieces)
             numbers += [len(packs)] * len(some)
             offsets += [shape.head_nbytes + position for position in positions]
             packs.append(shape)
         return Packing(tuple(packs), chunks, tuple(numbers), tuple(offsets))
 
-    def _cuts(self, chunks: Sequence[int], entries: Mapping[int, Sequence[_Entry]]) -> Iterator[list[int]]:
+    def _shape(self, chunks: Sequence[int], positions: Sequence[int], pieces: tuple[Piece, ...]) -> PackShape:
+        """`positions`: of the chunks, behind the header."""
+        texts: list[str] = []
+        told: dict[str, dict[str, Json]] = {"dtypes": {}, "boxes": {}}
+        end, gaps, stop = 0, 0, sum(piece.stop - piece.start for piece in pieces)
+        for chunk, position in zip(chunks, positions, strict=True):
+            moved = position - self.table.offsets[chunk]
+            for entry in self._entries_of(chunk):
+                at = entry.offset + moved
+                if at > end:
+                    texts.append(f"{_text(f'@slack.{gaps}', 'U8', (at - end,))}[{end},{at}]}}")
+                    gaps += 1
+                end = at + entry.nbytes
+                texts.append(f"{entry.text}[{at},{end}]}}")
+                if not entry.has_word:
+                    told["dtypes"][entry.name] = entry.dtype
+                if not entry.is_plain:
+                    told["boxes"][entry.name] = entry.box
+        if stop > end:
+            texts.append(f"{_text(f'@slack.{gaps}', 'U8', (stop - end,))}[{end},{stop}]}}")
+        return _shape(pieces, stop, texts, told)
+
+    def _cuts(self, chunks: Sequence[int]) -> Iterator[list[int]]:
         """The chunks of each pack. Where the next one begins on a page, or is no neighbour, a pack can end."""
         table, some = self.table, list[int]()
         nbytes = head = 0
         for chunk in chunks:
-            size, added = table.nbytes[chunk], sum(map(_head_nbytes, entries[chunk]))
+            size, added = table.nbytes[chunk], sum([entry.head_nbytes for entry in self._entries_of(chunk)])
             too_large = nbytes + size > self._pack_nbytes or head + added > HEAD_BUDGET_BYTES
             if some and too_large and (table.offsets[chunk] % PAGE_BYTES == 0 or chunk != some[-1] + 1):
                 yield some
@@ -125,22 +160,40 @@ class Packer:
         if some:
             yield some
 
-    def _entries(self, chunk: int) -> list[_Entry]:
+    def pack_frames(self, frames: Sequence[Framed]) -> tuple[PackShape, list[int]]:
+        """One pack of frames, one behind the other, and where each of them lies in its file."""
+        texts, ends = [], [*itertools.accumulate(frame.nbytes for frame in frames)]
+        told: dict[str, dict[str, Json]] = {"dtypes": {}, "boxes": {}, "codecs": {}}
+        for frame, end in zip(frames, ends, strict=True):
+            [entry] = self._entries_of(frame.chunk)
+            texts.append(f"{_text(entry.name, 'U8', (frame.nbytes,))}[{end - frame.nbytes},{end}]}}")
+            told["dtypes"][entry.name] = entry.dtype
+            told["boxes"][entry.name] = entry.box
+            told["codecs"][entry.name] = frame.codec
+        shape = _shape((), ends[-1], texts, told)
+        return shape, [shape.head_nbytes + end - frame.nbytes for frame, end in zip(frames, ends, strict=True)]
+
+    def _entries_of(self, chunk: int) -> list[_Entry]:
         """What a header says of a chunk: an entry for each shard in it."""
-        table, found = self.table, []
-        for shard in table.shards_in(chunk):
-            tensor, box = self._layout.tensors[table.tensors[shard]], table.boxes[shard]
-            if table.num_chunks[shard] <= 1:
-                begin, nbytes, shape = self._begins[shard], self._sizes[shard], box.shape
-                name = f"{tensor.name}@{_flat_index(tensor.shape, box, 0)}"
-            else:
-                itemsize, first = dtypes.itemsize(tensor.dtype), table.first_chunks[shard]
-                begin, nbytes = table.offsets[chunk], table.nbytes[chunk]
-                done = (begin - table.offsets[first]) // itemsize
-                shape = (nbytes // itemsize,)
-                name = f"{tensor.name}@{_flat_index(tensor.shape, box, done)}"
-            found.append(_Entry(name, tensor.dtype, shape, chunk, begin, nbytes, _told(tensor, box, shape)))
-        return found
+        if chunk not in self._entries:
+            self._entries[chunk] = [*map(partial(self._entry, chunk), self.table.shards_in(chunk))]
+        return self._entries[chunk]
+
+    def _entry(self, chunk: int, shard: int) -> _Entry:
+        table = self.table
+        tensor, box, at = self._layout.tensors[table.tensors[shard]], table.boxes[shard], 0
+        if table.num_chunks[shard] <= 1:
+            begin, nbytes, shape = self._begins[shard], self._sizes[shard], box.shape
+        else:
+            itemsize = dtypes.itemsize(tensor.dtype)
+            begin, nbytes = table.offsets[chunk], table.nbytes[chunk]
+            at = (begin - table.offsets[table.first_chunks[shard]]) // itemsize
+            shape = (nbytes // itemsize,)
+        name, has_word = f"{tensor.name}@{_flat_index(tensor.shape, box, at)}", dtypes.has_own_word(tensor.dtype)
+        rows = len(shape) == len(tensor.shape) and shape[1:] == tensor.shape[1:]
+        text = _text(name, dtypes.safetensors_name(tensor.dtype), shape if has_word else (nbytes,))
+        place: Json = [list(tensor.shape), list(box.offset), list(box.shape)]
+        return _Entry(name, tensor.dtype, has_word, place, rows and has_word, begin, nbytes, text)
 
 
 KNOWN_PACKINGS = 4
@@ -177,22 +230,28 @@ def _runs(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
     yield first, last
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry(TensorSpec):
-    """What a header says of a shard, or of one chunk of it; name and shape are its own."""
+class _Entry(NamedTuple):
+    """What a header says of a shard, or of one chunk of it, wherever that lies in the pack."""
 
-    chunk: int
+    name: str
+    dtype: str
+    has_word: bool
+    """Whether safetensors has one for its dtype."""
+    box: Json
+    """Shape of the tensor, offset and shape of the shard."""
+    is_plain: bool
+    """Whether its name and shape tell that, too."""
     offset: int
     """In the body."""
     nbytes: int
-    box: list[tuple[int, ...]] | None
-    """What the metadata say of it; None: its name and shape tell."""
+    text: str
+    """JSON, up to where it lies."""
 
-
-def _told(tensor: TensorSpec, box: Box, shape: tuple[int, ...]) -> list[tuple[int, ...]] | None:
-    """What the metadata say of an entry of this shape."""
-    rows = len(shape) == len(tensor.shape) and shape[1:] == tensor.shape[1:]
-    return None if rows and dtypes.has_own_word(tensor.dtype) else [tensor.shape, box.offset, box.shape]
+    @property
+    def head_nbytes(self) -> int:
+        """About what it takes in a header."""
+        told = (not self.has_word) * (len(self.name) + 30) + (not self.is_plain) * (len(self.name) + 70)
+        return len(self.text) + 30 + told
 
 
 def _flat_index(shape: tuple[int, ...], box: Box, element: int) -> int:
@@ -206,55 +265,24 @@ def _flat_index(shape: tuple[int, ...], box: Box, element: int) -> int:
 
 
 def _shape(
-    entries: Sequence[_Entry], table: Table, positions: Mapping[int, int], pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...], data_nbytes: int, texts: Sequence[str], told: Mapping[str, Mapping[str, Json]]
 ) -> PackShape:
-    """`positions`: of the chunks, behind the header."""
-    texts, foreign, end, gaps = [], {}, 0, 0
-    boxes = {entry.name: entry.box for entry in entries if entry.box is not None}
-    for entry in entries:
-        at = positions[entry.chunk] + entry.offset - table.offsets[entry.chunk]
-        if at > end:
-            texts.append(_text(f"@slack.{gaps}", "U8", (at - end,), end, at))
-            gaps += 1
-        end, shape = at + entry.nbytes, entry.shape
-        if not dtypes.has_own_word(entry.dtype):
-            shape = (entry.nbytes,)
-            foreign[entry.name] = entry.dtype
-        texts.append(_text(entry.name, dtypes.safetensors_name(entry.dtype), shape, at, end))
-    stop = sum(piece.stop - piece.start for piece in pieces)
-    if stop > end:
-        texts.append(_text(f"@slack.{gaps}", "U8", (stop - end,), end, stop))
     text = ",".join(texts)
     # every save's head is as long as this one's: its numbers have fixed width
-    longest = _head(text, foreign, boxes, _WIDEST, 0, "0" * 32)
-    return PackShape(pieces, round_up(len(longest)), text, foreign, boxes)
+    longest = _head(text, told, _WIDEST, 0, "0" * 32)
+    return PackShape(pieces, data_nbytes, round_up(len(longest)), text, told)
 
 
-def _head_nbytes(entry: _Entry) -> int:
-    """About what an entry takes in a header."""
-    name = len(json.dumps(entry.name))
-    metadata = (not dtypes.has_own_word(entry.dtype)) * (name + 30) + (entry.box is not None) * (name + 70)
-    return name + 100 + metadata
-
-
-def _text(name: str, dtype: str, shape: tuple[int, ...], start: int, stop: int) -> str:
+def _text(name: str, dtype: str, shape: tuple[int, ...]) -> str:
+    """Of an entry, up to where it lies."""
     sizes = ",".join(map(str, shape))
-    return f'{json.dumps(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{start},{stop}]}}'
+    return f'{json.dumps(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":'
 
 
-def _head(
-    entries: str,
-    foreign: dict[str, str],
-    boxes: dict[str, list[tuple[int, ...]]],
-    save: SaveId,
-    rank: int,
-    layout: str,
-) -> bytes:
-    metadata = {"ckptlib": "1", "save": str(save), "rank": f"{rank:06d}", "layout": layout}
-    if foreign:
-        metadata["dtypes"] = json.dumps(foreign)
-    if boxes:
-        metadata["boxes"] = json.dumps(boxes, separators=(",", ":"))
+def _head(entries: str, told: Mapping[str, Mapping[str, Json]], save: SaveId, rank: int, layout: str) -> bytes:
+    version = "2" if told.get("codecs") else "1"
+    metadata = {"ckptlib": version, "save": str(save), "rank": f"{rank:06d}", "layout": layout}
+    metadata |= {what: json.dumps(of, separators=(",", ":")) for what, of in told.items() if of}
     text = f'{{"__metadata__":{json.dumps(metadata)},{entries}}}'.encode()
     padded = text.ljust(round_up(8 + len(text)) - 8)
     return len(padded).to_bytes(8, "little") + padded

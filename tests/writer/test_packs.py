@@ -24,6 +24,7 @@ from ckptlib.format.keys import MAX_RANK, SaveId
 from ckptlib.format.layout import ByHand, Layout, TensorEntry
 from ckptlib.format.table import Table
 from ckptlib.pages import PAGE_BYTES
+from ckptlib.writer.packs import Framed, Packer
 
 SAVE, OTHER_SAVE = SAVES_APART
 NEVER_CUT = 1 << 40
@@ -109,7 +110,8 @@ def test_what_is_cut_is_whole(case: tuple[Layout, Table, Packed, int]) -> None:
     found = [load(d) for d in data]
     for d, shape in zip(data, packing.packs, strict=True):
         assert len(d) == shape.nbytes
-        assert shape.head_nbytes % PAGE_BYTES == shape.start % PAGE_BYTES == shape.stop % PAGE_BYTES == 0
+        [piece] = shape.pieces
+        assert shape.head_nbytes % PAGE_BYTES == piece.start % PAGE_BYTES == piece.stop % PAGE_BYTES == 0
     moved = packing.table
     assert (moved.tensors, moved.boxes, moved.num_chunks, moved.nbytes) == (
         table.tensors,
@@ -139,14 +141,57 @@ def test_what_is_cut_is_whole(case: tuple[Layout, Table, Packed, int]) -> None:
 def test_a_pack_is_only_too_large_where_one_chunk_or_block_is(case: tuple[Layout, Table, Packed, int]) -> None:
     _, table, packing, pack_nbytes = case
     for shape in packing.packs:
-        if shape.stop - shape.start > pack_nbytes + MAX_BLOCK_BYTES:
-            assert sum(shape.start <= offset < shape.stop for offset in table.offsets) == 1
+        [(start, stop)] = shape.pieces
+        if stop - start > pack_nbytes + MAX_BLOCK_BYTES:
+            assert sum(start <= offset < stop for offset in table.offsets) == 1
+
+
+@given(packings(), st.data())
+@settings(max_examples=60)
+def test_some_chunks_are_whole_and_as_aligned_as_in_the_body(
+    case: tuple[Layout, Table, Packed, int], data: st.DataObject
+) -> None:
+    """Any library opens the packs, and finds each shard that is in one chunk, and none of the chunks left out."""
+    layout, table, _, pack_nbytes = case
+    if not table.nbytes:
+        return
+    some = tuple(sorted(data.draw(st.sets(st.integers(0, len(table.nbytes) - 1), min_size=1))))
+    body = body_of(table)
+    packing = pack(table, layout, pack_nbytes, some)
+    packs = objects(packing, layout, body)
+    names = {name for found in map(load, packs) for name in found}
+    for chunk in some:
+        number, at = packing.table.packs[chunk], packing.table.offsets[chunk]
+        nbytes, offset = table.nbytes[chunk], table.offsets[chunk]
+        assert packs[number][at : at + nbytes] == body[offset : offset + nbytes]
+        assert at % 64 == offset % 64
+    for shard, tensor in enumerate(table.tensors):
+        if table.num_chunks[shard] <= 1:
+            assert (f"{layout.tensors[tensor].name}@0" in names) == (table.first_chunks[shard] in some)
+    slack = sum(map(len, packs)) - sum(s.head_nbytes for s in packing.packs) - sum(table.nbytes[c] for c in some)
+    assert slack <= PAGE_BYTES * len(some)
+
+
+def test_frames_follow_one_another_and_tell_what_they_are_of() -> None:
+    layout, table = laid_out({"a": ("float32", (400_000,)), "b": ("bfloat16", (300, 1000))}, chunk_bytes=1 << 20)
+    frames = [Framed(chunk, f"codec-{chunk % 2}", 100 + chunk) for chunk in range(len(table.nbytes))]
+    shape, offsets = Packer(table, layout, NEVER_CUT).pack_frames(frames)
+    data = shape.head(SAVE, 3, layout.digest) + bytes(shape.data_nbytes)
+    assert offsets == [len(data) - sum(f.nbytes for f in frames[i:]) for i in range(len(frames))]
+    found, metadata = load(data), header_of(data)["__metadata__"]
+    assert metadata["ckptlib"] == "2"
+    codecs, boxes, words = (json.loads(str(metadata[what])) for what in ("codecs", "boxes", "dtypes"))
+    assert {"a@0", "b@0"} <= found.keys() == codecs.keys()
+    assert sorted(tensor.numel() for tensor in found.values()) == sorted(f.nbytes for f in frames)
+    assert {*codecs.values()} == {"codec-0", "codec-1"}
+    assert boxes["b@0"] == [[300, 1000], [0, 0], [300, 1000]]
+    assert (words["a@0"], words["b@0"]) == ("float32", "bfloat16")
 
 
 def test_many_small_shards_are_cut_too() -> None:
     layout, table = laid_out({f"t{i:04d}": ("int8", (1000 + i % 7,)) for i in range(9000)})
     packing = pack(table, layout, 1 << 20)
-    sizes = [shape.stop - shape.start for shape in packing.packs]
+    sizes = [shape.data_nbytes for shape in packing.packs]
     assert len(sizes) > 5
     assert max(sizes) <= (1 << 20) + MAX_BLOCK_BYTES
     assert sum(sizes) < 1.016 * table.nbytes_data
@@ -302,7 +347,7 @@ def test_metadata_stay_small() -> None:
     rows = body_layout.lay_out(layout, [(name, Box((4, 0), (4, 4))) for name in shapes])
     columns = body_layout.lay_out(layout, [(name, Box((0, 2), (8, 2))) for name in shapes])
     [by_rows], [by_columns] = (pack(table, layout, NEVER_CUT).packs for table in (rows, columns))
-    assert by_rows.boxes == {}
+    assert by_rows.told["boxes"] == {}
     assert by_rows.head_nbytes < 110 * len(shapes)
     assert by_columns.head_nbytes < 180 * len(shapes)
 
