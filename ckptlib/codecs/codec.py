@@ -18,6 +18,8 @@ class Content(NamedTuple):
     """torch's name of it, as in "float32"; "" where the chunk holds several."""
     row: int
     """Elements in a row of the tensor: of all its dims but the first. 1 where it has no two dims."""
+    first: int = 0
+    """Place in its row of the chunk's first element."""
 
 
 class Codec(ABC):

@@ -11,7 +11,20 @@ from ckptlib.errors import FormatError
 RAW = "raw"
 """No codec: the chunk's bytes as they are."""
 
-_MAKERS: Mapping[str, Callable[[], Codec | BaseCodec]] = {}
+
+def _planes() -> Codec:
+    from ckptlib.codecs.planes import Planes
+
+    return Planes()
+
+
+def _zstd() -> Codec:
+    from ckptlib.codecs.zstd import Zstd
+
+    return Zstd()
+
+
+_MAKERS: Mapping[str, Callable[[], Codec | BaseCodec]] = {"planes": _planes, "zstd": _zstd}
 """Each imports what it needs when it is called: a writer that stores raw chunks loads no compressor."""
 
 

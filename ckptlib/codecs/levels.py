@@ -1,0 +1,125 @@
+"""What the exponents of a row, and those of a column, have in common: taken off, what is left needs fewer bits.
+
+A row of an optimizer's moments has the scale of one output's gradients, and a column that of one input's. So the level
+of an element is that of its row and that of its column, added up. Exponents are bytes, and wrap around: any levels give
+the same exponents back, good ones only in fewer bits. Pure numpy; knows no floats and no frames.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptlib.codecs.float_bits import Bytes
+
+MAX_ROW = 1 << 14
+"""Longer rows are cut in equal pieces."""
+MIN_ROW = 64
+"""A level costs some 6 bits, so that shorter rows share one."""
+_ROWS_SEEN = 64
+"""For the level of a column."""
+_STEP = 1 << 16
+"""Elements at a time, so that temporaries stay in the cache of a core."""
+
+
+class Model(IntEnum):
+    """Which levels are taken off; in frames."""
+
+    NONE = 0
+    ROWS = 1
+    ROWS_AND_COLUMNS = 2
+
+
+NO_COLUMNS = np.empty(0, np.uint8)
+
+
+class Levels(NamedTuple):
+    """Of the rows that a block lies in, whole or in part."""
+
+    rows: Bytes
+    """Each is the level of the elements of a row; with columns see there."""
+    columns: Bytes
+    """None, or one for each element of a row. An element's level is then (row's + column's) / 16, rounded down: whole
+    ones would be wrong by half an exponent each."""
+
+
+def row_of(row: int) -> int:
+    """Of how many elements of a tensor with such rows to take a common level off; from MIN_ROW to MAX_ROW."""
+    if row < MIN_ROW:
+        return row * -(-MIN_ROW // row)
+    fewest = -(-row // MAX_ROW)
+    return next((row // pieces for pieces in range(fewest, fewest + 64) if row % pieces == 0), MIN_ROW)
+
+
+def num_rows(first: int, count: int, row: int) -> int:
+    """In which `count` elements lie, the first of them at `first` in its row."""
+    return -(-(first + count) // row)
+
+
+class Leveller:
+    """Finds levels, takes them off and puts them back on, in memory that it keeps. For one thread at a time."""
+
+    def __init__(self, num_elements: int) -> None:
+        """For blocks of up to so many elements."""
+        self._block = np.zeros(num_elements + 2 * MAX_ROW, np.uint8)
+        self._sums, self._levels = np.empty(_STEP, np.uint16), np.empty(_STEP, np.uint8)
+
+    def memory(self, first: int, count: int) -> Bytes:
+        """For `count` exponents of which the first is that of element `first` of its row. The same at each call."""
+        return self._block[first : first + count]
+
+    def take_off(self, first: int, count: int, row: int, model: Model) -> Levels:
+        """Of the exponents in `memory(first, count)`; returns what was taken."""
+        grid = self._grid(first, count, row)
+        self._fill_margins(first, count, row)
+        some = grid[:, :: -(-row // 256)]  # 256 bytes at most, so that their sum has 16 bits
+        means = np.add.reduce(some, axis=1, dtype=np.uint16) / np.float32(some.shape[1])
+        if model is Model.ROWS:
+            levels = Levels(np.rint(means).astype(np.uint8), NO_COLUMNS)
+        else:
+            some = grid[:: max(1, len(grid) // _ROWS_SEEN)]
+            of_columns = some.mean(axis=0, dtype=np.float32)
+            levels = Levels(_sixteenths(means, 136), _sixteenths(of_columns, 128))
+        self._apply(np.subtract, grid, levels)
+        return levels
+
+    def put_on(self, first: int, count: int, row: int, levels: Levels) -> None:
+        """The inverse of `take_off`."""
+        self._apply(np.add, self._grid(first, count, row), levels)
+
+    def _grid(self, first: int, count: int, row: int) -> Bytes:
+        rows = num_rows(first, count, row)
+        grid: Bytes = self._block[: rows * row].reshape(rows, row)
+        return grid
+
+    def _fill_margins(self, first: int, count: int, row: int) -> None:
+        """What lies before and behind the exponents in their rows must not move the means of these."""
+        end = first + count
+        last = end - (end - 1) % row - 1
+        if first:
+            self._block[:first] = self._block[first : min(row, end)].mean()
+        self._block[end : last + row] = self._block[max(first, last) : end].mean()
+
+    def _apply(self, operation: np.ufunc, grid: Bytes, levels: Levels) -> None:
+        if not len(levels.columns):
+            operation(grid, levels.rows[:, None], out=grid)
+            return
+        at_once = max(1, _STEP // grid.shape[1])
+        rows, columns = levels.rows.astype(np.uint16)[:, None], levels.columns.astype(np.uint16)
+        for at in range(0, len(grid), at_once):
+            part = grid[at : at + at_once]
+            sums = self._sums[: part.size].reshape(part.shape)
+            np.add(rows[at : at + at_once], columns, out=sums)
+            np.right_shift(sums, 4, out=sums)
+            level = self._levels[: part.size].reshape(part.shape)
+            np.copyto(level, sums, casting="unsafe")
+            operation(part, level, out=part)
+
+
+def _sixteenths(means: NDArray[np.float32], offset: int) -> Bytes:
+    """About their mean. `offset`: in all a multiple of 256, and half of 16 to round."""
+    found: Bytes = np.clip(np.rint(16 * (means - means.mean())) + offset, 0, 255).astype(np.uint8)
+    return found

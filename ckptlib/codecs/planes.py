@@ -1,0 +1,131 @@
+"""Codec "planes": floats by planes of bits, losslessly.
+
+Exponents of weights and moments are far from evenly spread: zstd's Huffman code takes them to 2 to 3 bits, after the
+levels of rows and columns are taken off where a sample says that it helps. Signs and mantissas are noise, and stay as
+they are, but where a sample says otherwise. A frame is
+
+    kind u8, row u16, first u16
+    per block of 262,144 elements:
+        model u8, then planes: [levels of rows, [of columns,]] exponents, mantissas, low
+    the bytes behind the last whole element
+
+in which a plane is what `plane_frames` says, and the numbers of elements follow from the number of bytes to decode to.
+A block needs no other, and its planes fit into the cache of a core; so memory is bounded, however large the chunk.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import ClassVar
+
+import numpy as np
+from typing_extensions import override
+
+from ckptlib.codecs import sample
+from ckptlib.codecs.codec import Codec, Content
+from ckptlib.codecs.float_bits import BY_CODE, KINDS, Bytes, Cutter, Kind
+from ckptlib.codecs.levels import MAX_ROW, MIN_ROW, NO_COLUMNS, Leveller, Levels, Model, num_rows, row_of
+from ckptlib.codecs.pairs import Pairer
+from ckptlib.codecs.plane_frames import FrameReader, Parts, coded, paired, stored
+from ckptlib.codecs.zstd import WORTH
+from ckptlib.errors import FormatError
+
+BLOCK = 1 << 18
+"""Elements. Twice what zstd codes with one table; with fewer, the levels of columns weigh more."""
+_HEAD = struct.Struct("<BHH")
+_SMALLEST = 256
+"""Bytes; smaller chunks save less than they take to look at."""
+
+
+class _Work(threading.local):
+    """What a thread computes in, 2 MB; kept, since fresh memory costs more than the work."""
+
+    def __init__(self) -> None:
+        self.cutter, self.leveller, self.pairer = Cutter(), Leveller(BLOCK), Pairer(BLOCK)
+
+
+class Planes(Codec):
+    """For floats. Chunks of anything else it leaves raw."""
+
+    name: ClassVar[str] = "planes"
+
+    def __init__(self) -> None:
+        self._work = _Work()
+
+    @override
+    def encode(self, raw: memoryview, content: Content) -> bytes | None:
+        kind = KINDS.get(content.dtype)
+        if kind is None or len(raw) < _SMALLEST:
+            return None
+        work = self._work
+        items = np.frombuffer(raw, np.uint8, len(raw) // kind.itemsize * kind.itemsize)
+        row = row_of(content.row) if kind.itemsize > 1 else 0
+        first = content.first % row if row else 0
+        plan = sample.plan(kind, items, first, row, min(BLOCK, len(items) // kind.itemsize), work.cutter)
+        if not (plan.exponents or plan.mantissas or plan.low):
+            return None
+        found: Parts = [_HEAD.pack(kind.code, row, first)]
+        for at in range(0, len(items), BLOCK * kind.itemsize):
+            block = items[at : at + BLOCK * kind.itemsize]
+            place = (first + at // kind.itemsize) % row if row else 0
+            found += _encode_block(work, kind, plan, block, place, row)
+        found.append(raw[len(items) :])
+        frame = b"".join(found)
+        return frame if len(frame) <= WORTH * len(raw) else None
+
+    @override
+    def decode(self, frame: memoryview, out: memoryview) -> None:
+        reader, work = FrameReader(frame), self._work
+        code, row, first = _HEAD.unpack(reader.take(_HEAD.size, "its head"))
+        kind = BY_CODE.get(code)
+        if kind is None or not (row == 0 or MIN_ROW <= row <= MAX_ROW) or first >= max(row, 1):
+            raise FormatError(f"a frame of planes begins with kind {code}, row {row}, first {first}: no such frame")
+        items = np.frombuffer(out, np.uint8, len(out) // kind.itemsize * kind.itemsize)
+        for at in range(0, len(items), BLOCK * kind.itemsize):
+            block = items[at : at + BLOCK * kind.itemsize]
+            place = (first + at // kind.itemsize) % row if row else 0
+            _decode_block(work, kind, reader, block, place, row)
+        out[len(items) :] = reader.take(len(out) - len(items), "the bytes behind the last element")
+        reader.end()
+
+
+def _encode_block(work: _Work, kind: Kind, plan: sample.Plan, block: Bytes, first: int, row: int) -> Parts:
+    count = len(block) // kind.itemsize
+    exponents = work.leveller.memory(first, count)
+    mantissas, low = (np.empty(count * size, np.uint8) for size in (kind.mantissa_bytes, kind.low_bytes))
+    work.cutter.cut(kind, block, exponents, mantissas, low)
+    found: Parts = [bytes([plan.model])]
+    if plan.model is not Model.NONE:
+        levels = work.leveller.take_off(first, count, row, plan.model)
+        found += coded(levels.rows)
+        if plan.model is Model.ROWS_AND_COLUMNS:
+            found += coded(levels.columns)
+    of_exponents = paired(exponents, work.pairer) if plan.exponents else stored(exponents)
+    found += [bytes(part) for part in of_exponents]  # the exponents' own memory serves the next block
+    found += coded(mantissas) if plan.mantissas else stored(mantissas)
+    return found + (coded(low) if plan.low else stored(low))
+
+
+def _decode_block(work: _Work, kind: Kind, reader: FrameReader, block: Bytes, first: int, row: int) -> None:
+    count = len(block) // kind.itemsize
+    levels = _read_levels(reader, first, count, row)
+    exponents = work.leveller.memory(first, count)
+    reader.plane_into(exponents, work.pairer, "exponents")
+    mantissas = reader.plane(count * kind.mantissa_bytes, "mantissas")
+    low = reader.plane(count * kind.low_bytes, "low bytes")
+    if levels is not None:
+        work.leveller.put_on(first, count, row, levels)
+    work.cutter.join(kind, exponents, mantissas, low, block)
+
+
+def _read_levels(reader: FrameReader, first: int, count: int, row: int) -> Levels | None:
+    (model,) = reader.take(1, "which levels were taken off")
+    if model == Model.NONE:
+        return None
+    if model not in (Model.ROWS, Model.ROWS_AND_COLUMNS) or not row:
+        raise FormatError(f"a frame says {model} of the levels of its rows of {row}: no such levels")
+    rows = reader.plane(num_rows(first, count, row), "levels of rows")
+    if model == Model.ROWS:
+        return Levels(rows, NO_COLUMNS)
+    return Levels(rows, reader.plane(row, "levels of columns"))

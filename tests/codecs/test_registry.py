@@ -1,0 +1,37 @@
+"""Codecs by name; what is not used is not imported."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from ckptlib.codecs import registry
+from ckptlib.errors import FormatError
+
+
+@pytest.mark.parametrize("name", ["planes", "zstd"])
+def test_each_is_found_by_the_name_it_has(name: str) -> None:
+    codec = registry.find(name)
+    assert codec.name == name
+    assert re.fullmatch("[a-z0-9-]+", name)
+    assert codec is registry.find(name)
+
+
+@pytest.mark.parametrize("name", ["", "zip", registry.RAW, "planes\n", "x" * 1000])
+def test_others_are_named_in_an_error_of_bounded_length(name: str) -> None:
+    with pytest.raises(FormatError, match=r"is not one of raw, .*update ckptlib") as caught:
+        registry.find(name)
+    assert len(str(caught.value)) < 200
+
+
+def test_no_compressor_is_loaded_before_a_codec_is_made() -> None:
+    script = (
+        "import sys, ckptlib.writer.process, ckptlib.codecs.registry as registry\n"
+        "assert not {'zstandard', 'ckptlib.codecs.planes'} & sys.modules.keys()\n"
+        "registry.find('planes')\n"
+        "assert 'zstandard' in sys.modules and 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

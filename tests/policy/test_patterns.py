@@ -1,0 +1,39 @@
+"""Patterns of tensor names mean the same to every argument that takes them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptlib.loading.selection import Selection
+from ckptlib.policy.patterns import covers
+
+NAMES = st.lists(st.sampled_from(["a", "b", "ab", "exp_avg", "exp_avg_sq"]), min_size=1, max_size=4).map("/".join)
+PATTERNS = st.lists(st.sampled_from(["a", "b", "*", "**", "exp_avg*", "a*", "?", "[ab]"]), min_size=1, max_size=4).map(
+    "/".join
+)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "covered"),
+    [
+        ("optim", "optim/state/w/exp_avg", True),
+        ("optim", "optimizer/state", False),
+        ("optim/**", "optim/state/w/exp_avg", True),
+        ("optim/**", "optim", False),
+        ("optim/**/exp_avg*", "optim/state/w/exp_avg_sq", True),
+        ("optim/**/exp_avg", "optim/state/w/exp_avg_sq", False),
+        ("*.weight", "model/layers.0.weight", True),
+        ("model/w", "model/w", True),
+        ("model/[w]", "model/[w]", True),  # a name that looks like a pattern names itself
+        ("MODEL", "model", False),
+    ],
+)
+def test_covers(pattern: str, name: str, covered: bool) -> None:
+    assert covers(pattern, name) is covered
+
+
+@given(PATTERNS, NAMES)
+def test_only_of_a_load_means_the_same(pattern: str, name: str) -> None:
+    assert covers(pattern, name) == Selection(pattern, None).wanted(name)
