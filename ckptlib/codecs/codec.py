@@ -18,6 +18,8 @@ class Content(NamedTuple):
     """torch's name of it, as in "float32"; "" where the chunk holds several."""
     row: int
     """Elements in a row of the tensor: of all its dims but the first. 1 where it has no two dims."""
+    lead: int = 0
+    """Elements before the first row that begins in the chunk. 0 where the chunk begins with a row."""
 
 
 class Codec(ABC):
