@@ -11,7 +11,14 @@ from ckptlib.errors import FormatError
 RAW = "raw"
 """No codec: the chunk's bytes as they are."""
 
-_MAKERS: Mapping[str, Callable[[], Codec | BaseCodec]] = {}
+
+def _patch() -> BaseCodec:
+    from ckptlib.codecs.patch import PatchCodec
+
+    return PatchCodec()
+
+
+_MAKERS: Mapping[str, Callable[[], Codec | BaseCodec]] = {"patch": _patch}
 """Each imports what it needs when it is called: a writer that stores raw chunks loads no compressor."""
 
 
