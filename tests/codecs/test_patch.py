@@ -177,9 +177,10 @@ def test_zstd_where_it_pays() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """Half of the rows changed, the worst there is: no more than twice the chunk to encode, half of it to decode."""
+    """Half of the rows changed: twice the chunk to encode, a part of it to decode. All of them changed: a part, too."""
     base = random_bytes(4 * MIB)
     raw = touched(base, list(range(0, 4 * MIB // 256, 2)), 256)
+    other = random_bytes(len(base), 9)
     peaks = []
     summaries = [CODEC.summarize(memoryview(data), TABLE) or b"" for data in (raw, base)]
     out = bytearray(len(base))
@@ -190,6 +191,7 @@ def test_memory_is_bounded() -> None:
         lambda: CODEC.encode_by_summaries(memoryview(raw), *map(memoryview, summaries), TABLE),
         lambda: CODEC.summarize(memoryview(raw), TABLE),
         lambda: CODEC.decode(memoryview(frame), memoryview(base), memoryview(out)),
+        lambda: CODEC.encode(memoryview(other), memoryview(base), TABLE),
     ):
         tracemalloc.start()
         work()
@@ -198,6 +200,7 @@ def test_memory_is_bounded() -> None:
     assert max(peaks[:2]) < 2 * len(base)
     assert peaks[2] < len(base) // 2
     assert peaks[3] < len(base) // 4
+    assert peaks[4] < len(base) // 2, "no frame is made where none can pay"
 
 
 def test_is_known_by_its_name() -> None:

@@ -170,7 +170,7 @@ def test_a_body_that_tells_another_size_than_it_has() -> None:
     short = bytearray(zstandard.compress(BODY[:-1]))
     assert short[5] == 226, "the size is told in one byte"
     short[5] = 227
-    refused(frame_of(bytes(short), flags=1, lead=10, num=3), "zstd says|body of")
+    refused(frame_of(bytes(short), flags=1, lead=10, num=3), "zstd says")
 
 
 @settings(deadline=None, max_examples=500)
