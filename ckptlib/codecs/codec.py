@@ -21,6 +21,11 @@ class Content(NamedTuple):
     first: int = 0
     """Place in its row of the chunk's first element."""
 
+    @property
+    def lead(self) -> int:
+        """Elements before the first row that begins in the chunk."""
+        return -self.first % max(self.row, 1)
+
 
 class Codec(ABC):
     """Decodes a frame by itself."""
@@ -54,3 +59,23 @@ class BaseCodec(ABC):
     @abstractmethod
     def decode(self, frame: memoryview, base: memoryview, out: memoryview) -> None:
         """As `Codec.decode`. `base`: as many bytes as `out`."""
+
+
+class SummaryCodec(BaseCodec):
+    """A BaseCodec that can also encode when the bytes of the base are gone and a summary of them is left.
+
+    Keep the digest of the base beside its summary: the wrong summary gives a frame that decodes to the wrong bytes.
+    """
+
+    @abstractmethod
+    def summarize(self, chunk: memoryview, content: Content) -> bytes | None:
+        """What `encode_by_summaries` has to know of a chunk. None where this codec cannot help such content."""
+
+    @abstractmethod
+    def encode_by_summaries(
+        self, raw: memoryview, summary: memoryview, base_summary: memoryview, content: Content
+    ) -> bytes | None:
+        """What `encode` gives, from the summaries of `raw` and of its base.
+
+        Raises FormatError for a summary that is not of a chunk of this size and content.
+        """

@@ -24,7 +24,13 @@ def _zstd() -> Codec:
     return Zstd()
 
 
-_MAKERS: Mapping[str, Callable[[], Codec | BaseCodec]] = {"planes": _planes, "zstd": _zstd}
+def _patch() -> BaseCodec:
+    from ckptlib.codecs.patch import PatchCodec
+
+    return PatchCodec()
+
+
+_MAKERS: Mapping[str, Callable[[], Codec | BaseCodec]] = {"planes": _planes, "zstd": _zstd, "patch": _patch}
 """Each imports what it needs when it is called: a writer that stores raw chunks loads no compressor."""
 
 

@@ -34,6 +34,13 @@ SUBJECTS = {
         "no checkpoints",
         "DCP async thread",
     },
+    "sparse": {
+        "patch",
+        "zstd-1",
+        "unchanged chunks of 64 KiB",
+        "unchanged chunks of 1 MiB",
+        "unchanged chunks of 4 MiB",
+    },
     "recover": {"ckptlib", "bare copy", "bare read of /dev/shm", "bare gloo", "bare gloo beside a read"},
 }
 """Who must show up in the figures of each."""

@@ -1,0 +1,70 @@
+"""How a chunk of a table is cut into rows that are compared and stored one by one.
+
+A chunk is any piece of a tensor, so it may begin and end inside a row:
+
+    [lead: the end of a row] [row] [row] ... [row] [rest: the beginning of a row]
+
+Lead and rest are its edges. Knows nothing of what becomes of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptlib.codecs.codec import Content
+from ckptlib.format import dtypes
+
+MIN_ROW_BYTES = 64
+"""Shorter rows are joined: the number of a row takes a byte or two, and its hash takes twelve."""
+
+MAX_ROW_BYTES = 16 * 1024
+"""Longer ones are cut into pieces of `PIECE_BYTES`: a chunk must hold many rows, or else nothing is won."""
+
+PIECE_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one chunk."""
+
+    nbytes: int
+    """Of each row."""
+    lead: int
+    """Bytes before the first row, fewer than `nbytes`."""
+    chunk_nbytes: int
+
+    @property
+    def num(self) -> int:
+        return max(0, self.chunk_nbytes - self.lead) // self.nbytes
+
+    @property
+    def edges_nbytes(self) -> int:
+        """Bytes in no row."""
+        return self.chunk_nbytes - self.num * self.nbytes
+
+    def table(self, chunk: memoryview) -> NDArray[np.uint8]:
+        """The rows, [num, nbytes]: a view, writable where the chunk is."""
+        data = np.frombuffer(chunk, np.uint8)
+        return data[self.lead : self.lead + self.num * self.nbytes].reshape(self.num, self.nbytes)
+
+    def edges(self, chunk: memoryview) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Lead and rest: views, writable where the chunk is."""
+        data = np.frombuffer(chunk, np.uint8)
+        return data[: self.lead], data[self.lead + self.num * self.nbytes :]
+
+
+def cut(content: Content, chunk_nbytes: int) -> Rows | None:
+    """The rows of a chunk; None where it holds several dtypes, or no whole row."""
+    if not content.dtype:
+        return None
+    itemsize = dtypes.itemsize(content.dtype)
+    nbytes = max(1, content.row) * itemsize
+    if nbytes > MAX_ROW_BYTES:
+        nbytes = PIECE_BYTES
+    elif nbytes < MIN_ROW_BYTES:
+        nbytes *= -(-MIN_ROW_BYTES // nbytes)
+    rows = Rows(nbytes, content.lead * itemsize % nbytes, chunk_nbytes)
+    return rows if rows.num else None
