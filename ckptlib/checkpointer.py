@@ -31,6 +31,7 @@ from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import SaveId, checked_step
 from ckptlib.loading.loaded import Filled, Loads, Parts
 from ckptlib.loading.report import LoadReport
+from ckptlib.policy.codec import AUTO, Asked, CodecRules
 from ckptlib.policy.keep import Keep
 from ckptlib.policy.peers import Coverage, Peers
 from ckptlib.policy.stop_signal import StopSignal
@@ -74,6 +75,8 @@ class Checkpointer:
                      these. None: the store only.
     process_group:   the ranks that hold the state; default: the world.
     storage_options: passed to fsspec's filesystem.
+    codec:           "auto", "raw" or "planes", or a dict of these by pattern of tensor names. "auto" stores tensors as
+                     they are on local disks, and compressed where the store is slower than compression.
     refresh:         each save refers to earlier ones for what has not changed since; what is older than this is written
                      again, so that no step hangs on one old object for ever.
     arena:           the directory for snapshots in memory; default: /dev/shm, or a file where /dev/shm is too small.
@@ -96,6 +99,7 @@ class Checkpointer:
         peers: Peers | None = None,
         process_group: dist.ProcessGroup | None = None,
         storage_options: Mapping[str, object] | None = None,
+        codec: Asked = AUTO,
         refresh: timedelta = REFRESH,
         arena: str | Path | None = None,
         timeout: timedelta = TIMEOUT,
@@ -111,6 +115,7 @@ class Checkpointer:
             algorithm=algorithm,
             arena=None if arena is None else Path(arena).absolute(),
             keep=keep,
+            codec=CodecRules.of(codec),
             refresh=refresh,
             tags=tags or {},
             peers=peers,

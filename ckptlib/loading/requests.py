@@ -286,7 +286,7 @@ _local = threading.local()
 def _buffer(use: str, nbytes: int) -> memoryview:
     """This thread's buffer for a use: made once and reused, since fresh memory costs more than the read."""
     held: np.ndarray | None = getattr(_local, use, None)
-    if held is None or held.nbytes < nbytes:
+    if held is None or held.nbytes < nbytes + 64:
         held = np.empty(max(nbytes, 1 << 20) + 64, dtype=np.uint8)
         setattr(_local, use, held)
     skip = -held.ctypes.data % 64

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from ckptlib.format.digests import ALGORITHMS, XXH3
+from ckptlib.policy.codec import CodecRules
 from ckptlib.policy.keep import Keep
 from ckptlib.policy.peers import Peers
 
@@ -33,6 +34,8 @@ class Settings:
     algorithm: str = XXH3
     arena: Path | None = None
     keep: Keep | None = None
+    codec: CodecRules = field(default_factory=CodecRules)
+    """What the chunks of each tensor are stored as."""
     refresh: timedelta = REFRESH
     """What has not changed for longer is written again."""
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -65,6 +68,7 @@ class Settings:
             "rank": rank,
             "world_size": world_size,
             "deadline_s": save_deadline_s,
+            "codec": self.codec.to_json(),
             "refresh_s": self.refresh.total_seconds(),
             "keep": None if self.keep is None else self.keep.to_json(),
             "keep_slots_s": 0.0 if self.peers is None else self.peers.keep_for.total_seconds(),

@@ -125,6 +125,9 @@ class Store(ABC):
     pack_nbytes: int
     """The size in bytes above which a pack is better cut into several objects."""
 
+    is_local: bool = False
+    """Whether it is a file system: encoding takes longer there than writing what it would save."""
+
     @abstractmethod
     def put(self, key: str, data: Buffer) -> None:
         """Puts a small object, whole or not at all; it is durable on return. Same errors as `Upload.commit`."""

@@ -42,6 +42,7 @@ class LocalStore(Store):
         self._root = os.path.abspath(path)
         self.url = "file://" + self._root
         self.pack_nbytes = 1 << 40
+        self.is_local = True
 
     @override
     def put(self, key: str, data: Buffer) -> None:

@@ -75,6 +75,7 @@ class _HookedStore(Store):
         self._inner = inner
         self.url = f"{prefix}+{inner.url}"
         self.pack_nbytes = inner.pack_nbytes
+        self.is_local = inner.is_local
 
     @abstractmethod
     def _run(self, op: str, key: str, act: Callable[[Buffer], T], data: Buffer = b"") -> T:

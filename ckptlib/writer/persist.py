@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 
 from typing_extensions import Buffer
@@ -12,14 +14,19 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format.keys import PartName, SaveId, new_nonce
 from ckptlib.format.part import FailedPart, Pack, Part
+from ckptlib.policy.codec import RAW, CodecRules
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
 from ckptlib.stores import Store
 from ckptlib.stores.io_limits import WRITE_BYTES
+from ckptlib.writer.coder import Coder, Encoded
 from ckptlib.writer.increment import Increment, Rules, plan, whole
-from ckptlib.writer.packs import Packer, Piece
+from ckptlib.writer.packs import Framed, Packer, PackShape, Piece
 from ckptlib.writer.parents import Parents
 from ckptlib.writer.share import PutChunks, assemble
+
+FRAMES_BYTES = 32 * 1024 * 1024
+"""Frames that are put as one pack: they are in memory until they are."""
 
 GATHER_BYTES = 1024 * 1024
 """Pieces that are smaller are copied together: a write of each would cost more."""
@@ -28,15 +35,24 @@ GATHER_BYTES = 1024 * 1024
 class Persister:
     """Persists snapshots of one rank. Keeps what is the same from one save to the next."""
 
-    def __init__(self, store: Store, executor: Executor, rank: int, world_size: int, refresh_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        executor: Executor,
+        rank: int,
+        world_size: int,
+        refresh_s: float = math.inf,
+        rules: CodecRules | None = None,
+    ) -> None:
         """`executor` runs the digest check beside the writes; both release the GIL. `refresh_s`: chunks that are older
-        are written again, though they have not changed."""
+        are written again, though they have not changed. `rules`: None stores chunks as they are."""
         self._store = store
         self._executor = executor
         self._rank, self._refresh_s = rank, refresh_s
         self._parents = Parents(Catalog(store), world_size)
         self._snapshots = SnapshotReader()
         self._packer: Packer | None = None
+        self._coder = Coder(CodecRules.of(RAW) if rules is None else rules, store.is_local)
         self._layouts_put: set[str] = set()
         self._patience_s = 0.0
         """How long the last save took: waiting longer for the commit of a parent would cost more than it saves."""
@@ -54,8 +70,8 @@ class Persister:
         checked = self._executor.submit(check_body, slot, snapshot, chunks=increment.written)
         try:
             put = [
-                self._put(slot, snapshot, attempt, increment.changed, carried=False),
-                self._put(slot, snapshot, attempt, increment.carried, carried=True),
+                *self._put(slot, snapshot, attempt, increment.changed, parent, carried=False),
+                *self._put(slot, snapshot, attempt, increment.carried, None, carried=True),
             ]
         finally:
             damage = checked.exception()
@@ -64,21 +80,21 @@ class Persister:
         if slot.read_header() != snapshot.header:
             raise CorruptData(f"{slot.path}: was overwritten while it was persisted")
         self._put_layout(snapshot)
-        packs, places = assemble(len(snapshot.digests), parent, increment.taken, put)
+        share = assemble(snapshot.digests, parent, increment.taken, put)
         part = Part(
             save=save,
             rank=snapshot.header.rank,
             world_size=snapshot.header.world_size,
             attempt=attempt,
-            table=snapshot.table.placed(places.packs, places.offsets),
-            packs=packs,
+            table=snapshot.table.placed(share.places.packs, share.places.offsets),
+            packs=share.packs,
             algorithm=snapshot.algorithm,
-            digests=snapshot.digests,
+            digests=share.digests,
             values=snapshot.values,
             metrics=snapshot.metrics,
             created=snapshot.created,
             check=snapshot.header.check,
-            codings=places.codings,
+            codings=share.places.codings,
         )
         name, document = part.encode()
         self._store.put(name.key, document)
@@ -105,25 +121,73 @@ class Persister:
         rules = Rules(snapshot.created, self._refresh_s, {*steps.saves}, distrusted)
         return parent, plan(snapshot.digests, parent, rules)
 
-    def _put(self, slot: Slot, snapshot: Snapshot, attempt: str, chunks: tuple[int, ...], carried: bool) -> PutChunks:
-        """Puts chunks, as they are."""
+    def _put(
+        self, slot: Slot, snapshot: Snapshot, attempt: str, chunks: tuple[int, ...], parent: Part | None, carried: bool
+    ) -> list[PutChunks]:
+        """Puts chunks: as frames where that is wanted and pays, else as they are."""
         if self._packer is None or self._packer.table is not snapshot.table:
             self._packer = Packer(snapshot.table, snapshot.layout, self._store.pack_nbytes)
-        header, packing, packs = snapshot.header, self._packer.pack(chunks), []
-        for number, shape in enumerate(packing.packs):
-            key = header.save.pack_key(header.rank, attempt, number, carried)
-            with self._store.upload(key, shape.head_nbytes) as upload:
-                for data in _in_writes(slot.body, shape.pieces):
-                    upload.write(data)
-                upload.commit(shape.head(header.save, header.rank, snapshot.layout.digest))
-            packs.append(Pack(key, shape.nbytes, snapshot.created))
+        keys = (snapshot.header.save.pack_key(snapshot.header.rank, attempt, n, carried) for n in itertools.count())
+        coded, raw = self._coder.candidates(snapshot, chunks)
+        put: list[PutChunks] = []
+        for some in _in_packs(self._coder.encode(slot.body, snapshot, coded, parent)):
+            raw += [encoded.chunk for encoded in some if encoded.frame is None]
+            frames = [encoded for encoded in some if encoded.frame is not None]
+            if frames:
+                put.append(self._put_frames(snapshot, self._packer, next(keys), frames))
+        put.append(self._put_raw(slot, snapshot, self._packer, keys, tuple(sorted(raw))))
+        return put
+
+    def _put_frames(self, snapshot: Snapshot, packer: Packer, key: str, encoded: Sequence[Encoded]) -> PutChunks:
+        """One pack of frames."""
+        framed = [Framed(e.chunk, e.coding.codec, e.coding.stored) for e in encoded if e.coding is not None]
+        shape, offsets = packer.pack_frames(framed)
+        pack = self._upload(snapshot, key, shape, [e.frame for e in encoded if e.frame is not None])
+        return PutChunks(
+            (pack,),
+            tuple(e.chunk for e in encoded),
+            (0,) * len(encoded),
+            tuple(offsets),
+            {e.chunk: e.coding for e in encoded if e.coding is not None},
+            {e.chunk: e.digest for e in encoded if e.digest is not None},
+        )
+
+    def _put_raw(
+        self, slot: Slot, snapshot: Snapshot, packer: Packer, keys: Iterator[str], chunks: tuple[int, ...]
+    ) -> PutChunks:
+        """Packs of chunks as they are."""
+        packing = packer.pack(chunks)
+        packs = [self._upload(snapshot, next(keys), s, _in_writes(slot.body, s.pieces)) for s in packing.packs]
         return PutChunks(tuple(packs), packing.chunks, packing.numbers, packing.offsets)
+
+    def _upload(self, snapshot: Snapshot, key: str, shape: PackShape, data: Iterable[Buffer]) -> Pack:
+        header, began = snapshot.header, time.monotonic()
+        with self._store.upload(key, shape.head_nbytes) as upload:
+            for some in data:
+                upload.write(some)
+            upload.commit(shape.head(header.save, header.rank, snapshot.layout.digest))
+        self._coder.note_upload(shape.nbytes, time.monotonic() - began)
+        return Pack(key, shape.nbytes, snapshot.created)
 
     def _put_layout(self, snapshot: Snapshot) -> None:
         digest = snapshot.layout.digest
         if digest not in self._layouts_put:
             Catalog(self._store).put_layout(digest, snapshot.layout.encoded)
             self._layouts_put.add(digest)
+
+
+def _in_packs(encoded: Iterable[Encoded]) -> Iterator[list[Encoded]]:
+    """What one pack of frames is made of, and what turned out not to be a frame meanwhile."""
+    some: list[Encoded] = []
+    nbytes = 0
+    for one in encoded:
+        some.append(one)
+        nbytes += 0 if one.frame is None else len(one.frame)
+        if nbytes >= FRAMES_BYTES:
+            yield some
+            some, nbytes = [], 0
+    if some:
+        yield some
 
 
 def _in_writes(body: memoryview, pieces: Iterable[Piece]) -> Iterator[Buffer]:

@@ -24,6 +24,7 @@ from ckptlib.errors import CkptError, FormatError, SaveFailed, describe
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.format.part import Part
 from ckptlib.jobs import JobThread
+from ckptlib.policy.codec import CodecRules
 from ckptlib.policy.keep import Keep
 from ckptlib.slots.slot import Slot
 from ckptlib.stores import open_store
@@ -175,6 +176,7 @@ class WriterProcess:
             self._rank,
             self._world_size,
             float(message["refresh_s"]),
+            CodecRules.from_json(message["codec"]),
         )
         self._channel.send({"event": "ready"})
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ckptlib.format.part import Pack, Part
 from ckptlib.format.places import Coding, Places
@@ -21,39 +22,51 @@ class PutChunks:
     offsets: tuple[int, ...]
     """Of each: in the pack's file."""
     codings: Mapping[int, Coding] = field(default_factory=dict)
-    """By chunk."""
+    """By chunk. Their bases lie in packs of the parent, by its count."""
+    digests: Mapping[int, str] = field(default_factory=dict)
+    """By chunk: of what a load gives back, where that is not what was saved."""
 
 
-def assemble(
-    num_chunks: int, parent: Part | None, taken: Sequence[int], put: Sequence[PutChunks]
-) -> tuple[tuple[Pack, ...], Places]:
-    """The packs of a part, and the places of its chunks: those `taken` from the parent, and those that were put."""
+class Share(NamedTuple):
+    """What a part says of its chunks."""
+
+    packs: tuple[Pack, ...]
+    places: Places
+    digests: tuple[str, ...]
+
+
+def assemble(digests: Sequence[str], parent: Part | None, taken: Sequence[int], put: Sequence[PutChunks]) -> Share:
+    """Of a snapshot with these digests: chunks `taken` from the parent, and those that were put."""
     packs: list[Pack] = []
-    numbers, offsets = [0] * num_chunks, [0] * num_chunks
+    numbers, offsets, loaded = [0] * len(digests), [0] * len(digests), [*digests]
     codings: dict[int, Coding] = {}
+    moved: dict[int, int] = {}
     if parent is not None:
-        new = _take(parent, taken, packs, codings)
         table = parent.table
+        codings = {c: parent.codings[c] for c in taken if c in parent.codings} if parent.codings else {}
+        bases = [coding.base for some in (codings, *(p.codings for p in put)) for coding in some.values()]
+        needed = {*map(table.packs.__getitem__, taken), *(base.pack for base in bases if base is not None)}
+        moved = {old: number for number, old in enumerate(sorted(needed))}
+        packs += [parent.packs[old] for old in moved]
         for chunk in taken:
-            numbers[chunk], offsets[chunk] = new[table.packs[chunk]], table.offsets[chunk]
+            numbers[chunk], offsets[chunk] = moved[table.packs[chunk]], table.offsets[chunk]
+        for chunk, coding in codings.items():
+            if coding.raw_digest is not None:
+                loaded[chunk] = parent.digests[chunk]
     for some in put:
         first = len(packs)
         packs += some.packs
         codings.update(some.codings)
         for chunk, number, offset in zip(some.chunks, some.numbers, some.offsets, strict=True):
             numbers[chunk], offsets[chunk] = first + number, offset
-    return tuple(packs), Places(tuple(numbers), tuple(offsets), codings)
+        for chunk, digest in some.digests.items():
+            loaded[chunk] = digest
+    codings = {chunk: _moved(coding, moved) for chunk, coding in codings.items()}
+    return Share(tuple(packs), Places(tuple(numbers), tuple(offsets), codings), tuple(loaded))
 
 
-def _take(parent: Part, taken: Sequence[int], packs: list[Pack], codings: dict[int, Coding]) -> dict[int, int]:
-    """Adds what the taken chunks need of the parent; returns the new positions of its packs."""
-    needed = {*map(parent.table.packs.__getitem__, taken)}
-    kept = {*taken} if parent.codings else set()
-    bases = {c.base.pack for chunk, c in parent.codings.items() if c.base is not None and chunk in kept}
-    new = {old: number for number, old in enumerate(sorted(needed | bases))}
-    packs += [parent.packs[old] for old in new]
-    for chunk, coding in parent.codings.items():
-        if chunk in kept:
-            base = None if coding.base is None else coding.base._replace(pack=new[coding.base.pack])
-            codings[chunk] = Coding(coding.codec, coding.stored, base, coding.raw_digest)
-    return new
+def _moved(coding: Coding, moved: Mapping[int, int]) -> Coding:
+    """With the pack of its base counted as the new part does."""
+    if coding.base is None:
+        return coding
+    return replace(coding, base=coding.base._replace(pack=moved[coding.base.pack]))

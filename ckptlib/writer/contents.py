@@ -1,0 +1,36 @@
+"""What lies in a chunk of a slot, as codecs are told of it. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ckptlib.codecs.codec import Content
+from ckptlib.format import dtypes
+from ckptlib.format.layout import Layout
+from ckptlib.format.table import Table
+
+
+class TensorChunk(NamedTuple):
+    """A chunk in which one shard lies, or a piece of one."""
+
+    tensor: str
+    """Its name."""
+    position: int
+    """Among the chunks of its shard."""
+    num: int
+    """The chunks of its shard."""
+    content: Content
+
+
+def tensor_chunk(table: Table, layout: Layout, chunk: int) -> TensorChunk | None:
+    """What lies in a chunk. None where several small shards share it: such chunks are never coded."""
+    shards = table.shards_in(chunk)
+    if len(shards) > 1 or table.is_shared(shards[0]):
+        return None
+    shard = shards[0]
+    tensor, box, chunks = layout.tensors[table.tensors[shard]], table.boxes[shard], table.chunks(shard)
+    row = math.prod(box.shape[1:])
+    at = (table.offsets[chunk] - table.offsets[chunks.start]) // dtypes.itemsize(tensor.dtype)
+    content = Content(tensor.dtype, row, at % row if row else 0)
+    return TensorChunk(tensor.name, chunk - chunks.start, len(chunks), content)
