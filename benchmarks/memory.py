@@ -46,6 +46,7 @@ def work() -> None:
         peer.load(small, directory / "small", 1)
         with _peak() as peak:
             for step in (1, 2):
+                peers.change(state)
                 peer.begin(state, directory / "large", step)()
         tell(peer=name, what="extra while saving", samples=[peak.extra / 1e6])
         with _peak() as peak:
