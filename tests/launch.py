@@ -76,7 +76,7 @@ def forked(
         ranks = []
         for rank in range(num_ranks):
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(context.Process(target=_be_rank, args=(str(log), own, program, [*map(str, args)])))
+            ranks.append(context.Process(target=be_rank, args=(str(log), own, program, [*map(str, args)])))
             ranks[-1].start()
         while any(rank.exitcode is None for rank in ranks) and time.monotonic() < deadline:
             if any(rank.exitcode for rank in ranks):
@@ -89,7 +89,8 @@ def forked(
         return codes, log.read_text(errors="replace") if log.exists() else ""
 
 
-def _be_rank(log: str, variables: dict[str, str], program: Path | str, args: list[str]) -> None:
+def be_rank(log: str, variables: dict[str, str], program: Path | str, args: list[str]) -> None:
+    """In a process that the server forked: runs the program as Python would, with these variables and arguments."""
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for standard in (1, 2):
         os.dup2(fd, standard)
