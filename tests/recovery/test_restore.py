@@ -139,7 +139,9 @@ def test_a_store_that_lacks_objects_is_not_called_damaged(tmp_path: Path, caplog
     (tmp_path / "packs").rename(tmp_path / "elsewhere")  # a mount that is not there, a copy under way
     with (
         ckptlib.Checkpointer(tmp_path, state, every=1) as ckpt,
-        pytest.raises(CheckpointNotFound, match=r"nothing is damaged, but every step lacks objects\. .* no such object"),
+        pytest.raises(
+            CheckpointNotFound, match=r"nothing is damaged, but every step lacks objects\. .* no such object"
+        ),
     ):
         ckpt.restore()
     assert "lacks an object and is skipped" in caplog.text
