@@ -142,11 +142,16 @@ def launch(
             log.seek(0)
             if code:
                 raise RuntimeError(f"{module} on {num_ranks} ranks failed:\n{log.read().decode()[-8000:]}")
-        return [
-            json.loads(line)
-            for path in sorted(Path(directory).glob("rank-*"))
-            for line in path.read_text(encoding="utf-8").splitlines()
-        ]
+        return lines_of_ranks(Path(directory))
+
+
+def lines_of_ranks(directory: Path) -> list[Line]:
+    """What they gave to `tell`, by rank."""
+    return [
+        json.loads(line)
+        for path in sorted(directory.glob("rank-*"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

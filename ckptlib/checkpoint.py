@@ -30,7 +30,8 @@ from ckptlib.ranks.together import together, together_at_length
 from ckptlib.saving.agreement import Row
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.planner import Overlap, Plan
-from ckptlib.saving.session import RNG, Session
+from ckptlib.saving.session import Session
+from ckptlib.saving.whole_state import RNG
 from ckptlib.slots.slot import Slot
 from ckptlib.staging.stager import Content
 from ckptlib.state.flatten import Flat

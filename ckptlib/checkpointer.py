@@ -166,7 +166,7 @@ class Checkpointer:
         """
         self._check_open()
         if self._beat.started:  # what was agreed for the next step would be met by another one
-            raise ValueError("restore comes before the first after_step; to go back, make another Checkpointer")
+            raise ValueError("call restore before the first after_step; to go back, create another Checkpointer")
         report, self._generators = restore(self._session, self._state, strict, device)
         self._restored = report.step
         if self._group.rank == 0:
@@ -189,7 +189,7 @@ class Checkpointer:
             )
             pending.staging.go()
         except NoRoom as error:
-            log.error("step %d was restored, and is not kept in memory: %s", report.step, error)
+            log.error("restored step %d, but it is not kept in memory: %s", report.step, error)
         else:
             self._last = pending if pending.persists else None
 
@@ -202,9 +202,9 @@ class Checkpointer:
             return
         if save != SaveId(session.newest_step, session.generation):
             raise StateError(
-                f"step {save.step} was to be loaded into the state of a Checkpointer that has saved since: what it "
-                "saves next would seem to follow from that. To go back, close it, load, and make another one; to look "
-                "at the step, load it into other objects"
+                f"cannot load step {save.step} into the state of a Checkpointer that has saved since: its next save "
+                "would continue an older history. To go back, close it, load, and create another Checkpointer; to "
+                "inspect the step, load it into other objects"
             )
 
     def note_load(self, url: str, loads: Loads) -> None:
@@ -254,7 +254,7 @@ class Checkpointer:
         self._raise_agreed(word)
         self._stopping = bool(word.stop)
         if self._stopping and self._group.rank == 0:
-            log.warning("told to stop: step %d is the last, and is saved", step)
+            log.warning("asked to stop: saving step %d, the last one", step)
         session.follow(word)
         last = bool(word.stop) or step == self._due.final
         if last:
@@ -285,7 +285,7 @@ class Checkpointer:
         known = self._last is not None and step == self._last.step
         some, not_all = self._group.max([int(known), int(not known)])
         if some and not_all:  # a rank without it would go into another save alone
-            raise SaveFailed(f"step {step} could not be saved on some rank, and will never be listed; save a later one")
+            raise SaveFailed(f"some rank could not save step {step}, which will never be committed; save a later one")
         if self._last is None or not known:
             self._session.await_room()
             trained = self._beat.started  # by after_step: an iteration has been
@@ -295,15 +295,15 @@ class Checkpointer:
 
     def _check_open(self) -> None:
         if self._session.closed:
-            raise ValueError(f"this Checkpointer of {self._session.store.url} is closed; make another one")
+            raise ValueError(f"this Checkpointer of {self._session.store.url} is closed; create another one")
         self._session.owner.check()
 
     def _check_counted(self, step: int) -> None:
         """All ranks have agreed on the step, so all raise."""
         if step == self._restored:
             raise ValueError(
-                f"after_step({step}): {step} steps were done when the state was restored; behind the body of "
-                "`step`, call after_step(step + 1)"
+                f"after_step({step}): the restored state had {step} steps done already; after the body of `step`, "
+                "call after_step(step + 1)"
             )
         self._restored = None
 
@@ -329,7 +329,7 @@ class Checkpointer:
         if word.failures >= MAX_FAILURES:
             last = self._due.error or (self._last and self._last.error)
             raise SaveFailed(
-                f"{word.failures} saves in a row failed, on some rank; the last committed step is untouched. Last "
+                f"{word.failures} saves in a row failed on some rank; the last committed step is untouched. Last "
                 f"error on this rank: {last or 'none'}"
             )
 
@@ -360,7 +360,7 @@ class Checkpointer:
             return None
         except StateChanged as error:
             due.owe(to_store)
-            log.warning("step %d is not saved, the one after it is: %s", step, error)
+            log.warning("step %d is not saved, the next one is: %s", step, error)
             return None
         except (StateError, AgreementFailed):
             raise
@@ -387,7 +387,7 @@ class Checkpointer:
         torn = self._session.snapshots.take_torn()
         if torn is None or torn.staging is None:
             return
-        log.warning("%s; another one is taken as soon as can be, without overlap", torn.staging.error)
+        log.warning("%s; another snapshot is taken as soon as possible, without overlap", torn.staging.error)
         self._due.owe(torn.persists, inline=True)
         if self._last is not None and self._last.staging is torn.staging:
             self._last = None

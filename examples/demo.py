@@ -26,9 +26,8 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-
-import torch
 
 TRAINER = Path(__file__).with_name("train_gpt.py")
 RANKS = 2
@@ -69,7 +68,7 @@ def main() -> None:
 
 
 def demonstrate(size: Size, work: Path) -> bool:
-    print(f"torch {torch.__version__}, {os.cpu_count()} cores, {RANKS} ranks with FSDP2; files in {work}")
+    print(f"torch {metadata.version('torch')}, {os.cpu_count()} cores, {RANKS} ranks with FSDP2; files in {work}")
     print(f"{size.steps} steps, a checkpoint every {size.every}")
 
     title("Run A: nothing happens to it")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -43,9 +44,20 @@ def torchrun(script: str, num_ranks: int, *args: object, timeout_s: float) -> st
 
 
 def fork_ranks(script: str, num_ranks: int, *args: object, timeout_s: float) -> str:
-    """As `torchrun`, for scripts that do not care who starts them, at a fraction of its cost.
+    """As `torchrun`, for scripts that do not care who starts them, at a fraction of its cost: see `forked`."""
+    codes, output = forked(WORKERS / script, num_ranks, *args, timeout_s=timeout_s)
+    assert None not in codes or any(codes), f"{script} did not end within {timeout_s:.0f} s:\n{output[-20000:]}"
+    assert codes == [0] * num_ranks, f"exit statuses {codes}:\n{output[-20000:]}"
+    return output
 
-    Ranks are forked from a server that has imported torch. This process has their store, as torchrun's agent has.
+
+def forked(
+    program: Path | str, num_ranks: int, *args: object, timeout_s: float, variables: Mapping[str, str] | None = None
+) -> tuple[list[int | None], str]:
+    """The exit status of each rank, and both outputs of all. `program`: the path of a script, or the name of a module.
+
+    Ranks are forked from a server that has imported torch. This process has their store, as torchrun's agent has. When
+    one fails, the others are killed. None: this rank had not ended when it was killed. `variables`: more of them.
     """
     start_server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -57,13 +69,14 @@ def fork_ranks(script: str, num_ranks: int, *args: object, timeout_s: float) -> 
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        **(variables or {}),
     }
     with tempfile.TemporaryDirectory() as directory:
         log, deadline = Path(directory) / "log", time.monotonic() + timeout_s + 10
         ranks = []
         for rank in range(num_ranks):
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(context.Process(target=_be_rank, args=(str(log), own, script, [*map(str, args)])))
+            ranks.append(context.Process(target=be_rank, args=(str(log), own, program, [*map(str, args)])))
             ranks[-1].start()
         while any(rank.exitcode is None for rank in ranks) and time.monotonic() < deadline:
             if any(rank.exitcode for rank in ranks):
@@ -73,19 +86,20 @@ def fork_ranks(script: str, num_ranks: int, *args: object, timeout_s: float) -> 
         for rank in ranks:
             rank.kill()
             rank.join()
-        output = log.read_text(errors="replace") if log.exists() else ""
-    assert None not in codes or any(codes), f"{script} did not end within {timeout_s:.0f} s:\n{output[-20000:]}"
-    assert codes == [0] * num_ranks, f"exit statuses {codes}:\n{output[-20000:]}"
-    return output
+        return codes, log.read_text(errors="replace") if log.exists() else ""
 
 
-def _be_rank(log: str, variables: dict[str, str], script: str, args: list[str]) -> None:
+def be_rank(log: str, variables: dict[str, str], program: Path | str, args: list[str]) -> None:
+    """In a process that the server forked: runs the program as Python would, with these variables and arguments."""
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for standard in (1, 2):
         os.dup2(fd, standard)
     os.environ.clear()
     os.environ.update(variables)
-    sys.argv = [script, *args]
-    sys.path.insert(0, str(WORKERS))
-    runpy.run_path(str(WORKERS / script), run_name="__main__")
+    sys.argv = [str(program), *args]
+    if isinstance(program, Path):
+        sys.path.insert(0, str(program.parent))
+        runpy.run_path(str(program), run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
     atexit._run_exitfuncs()  # multiprocessing has none of its own

@@ -98,7 +98,7 @@ class StoreConformance:
     @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (0, -1), (-1, None)])
     def test_a_negative_range_is_refused(self, store: Store, offset: int, nbytes: int | None) -> None:
         store.put("a", b"0123456789")
-        with pytest.raises(ValueError, match="not a range"):
+        with pytest.raises(ValueError, match="invalid range"):
             store.get("a", offset, nbytes)
 
     @pytest.mark.parametrize(("offset", "nbytes"), [(0, None), (0, 0), (0, 1), (5, 5), (5, None)])
@@ -247,7 +247,7 @@ class StoreConformance:
 
     @pytest.mark.parametrize("head", [b"", b"123", b"12345"])
     def test_a_head_of_another_size_is_refused(self, store: Store, head: bytes) -> None:
-        with store.upload("p", 4) as upload, pytest.raises(ValueError, match="4 bytes was announced"):
+        with store.upload("p", 4) as upload, pytest.raises(ValueError, match="expected a head of 4 bytes"):
             upload.commit(head)
         assert keys(store) == []
 
@@ -257,7 +257,7 @@ class StoreConformance:
         upload.abort()
         upload.abort()
         for use in [upload.write, upload.commit]:
-            with pytest.raises(ValueError, match="over"):
+            with pytest.raises(ValueError, match="closed"):
                 use(b"1234")
         assert keys(store) == []
 
@@ -292,7 +292,7 @@ class StoreConformance:
     def test_commit_happens_once(self, store: Store) -> None:
         with store.upload("p", 0) as upload:
             upload.commit(b"")
-            with pytest.raises(ValueError, match="over"):
+            with pytest.raises(ValueError, match="closed"):
                 upload.commit(b"")
         assert store.get("p") == b""
 
@@ -308,12 +308,12 @@ class StoreConformance:
             lambda: store.delete(key),
         ]
         for call in calls:
-            with pytest.raises(ValueError, match="not a key"):
+            with pytest.raises(ValueError, match="invalid object key"):
                 call()
 
     @pytest.mark.parametrize("prefix", BAD_PREFIXES)
     def test_what_is_no_prefix_is_refused(self, store: Store, prefix: str) -> None:
-        with pytest.raises(ValueError, match="not a key"):
+        with pytest.raises(ValueError, match="invalid object key"):
             store.scan(prefix)
 
     def test_threads(self, store: Store) -> None:

@@ -78,7 +78,7 @@ def store_checks(store: Store, nbytes: int) -> Iterator[Check]:
     try:
         seconds = probe(store)
     except CkptError as error:
-        yield Check("store", "bad", str(error), "check the URL, the credentials and the rights: put, list, get, delete")
+        yield Check("store", "bad", str(error), "check the URL, credentials and permissions: put, list, get, delete")
         return
     slow = [name for name, s in seconds.items() if s > SLOW_REQUEST_S]
     yield Check(
@@ -91,7 +91,7 @@ def store_checks(store: Store, nbytes: int) -> Iterator[Check]:
     try:
         write_s, read_s = speed(store, nbytes)
     except CkptError as error:
-        yield Check("speed", "bad", str(error), "small objects went well: look at quota, limits and time-outs")
+        yield Check("speed", "bad", str(error), "small objects work: check quota, size limits and time-outs")
         return
     yield Check(
         "speed",
@@ -132,7 +132,7 @@ def direct_io(directory: Path) -> Check:
             finally:
                 os.close(fd)
     except OSError as error:
-        advice = "saves go through the page cache and push the data set out of memory; ext4 and XFS can do better"
+        advice = "saves go through the page cache and evict your data set from it; ext4 and XFS support direct I/O"
         return Check("direct I/O", "warning", f"{directory}: {error.strerror}", advice)
     return Check("direct I/O", "ok", f"works in {directory}")
 

@@ -105,7 +105,7 @@ def _document(result: Sweep, sizes: Mapping[SaveId, int]) -> dict[str, object]:
 
 
 def _print(output: Output, result: Sweep, sizes: Mapping[SaveId, int], grace: float, done: bool) -> None:
-    later = f"bytes go in {duration(grace * 3600)}" if grace else "bytes go at the next run"
+    later = f"data deleted in {duration(grace * 3600)}" if grace else "data deleted at the next run"
     groups = [
         ("dropped" if done else "would drop", result.dropped, later),
         ("condemned" if done else "would condemn", result.condemned, f"never committed, {later}"),

@@ -65,12 +65,12 @@ def shared_memory(path: Path) -> Check:
     try:
         found = os.statvfs(path)
     except OSError as error:
-        return Check("shared memory", "bad", f"{path}: {error.strerror}", "mount a tmpfs there: snapshots live in it")
+        return Check("shared memory", "bad", f"{path}: {error.strerror}", "mount a tmpfs there for snapshots")
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     numbers = {"nbytes": total, "nbytes_free": free}
     text = f"{path}: {size(free)} free of {size(total)}"
     if not os.access(path, os.W_OK):
-        return Check("shared memory", "bad", f"{path} cannot be written to", "slots are made there", numbers)
+        return Check("shared memory", "bad", f"{path} is not writable", "snapshots are created there", numbers)
     if free < LEAST_FREE_BYTES:
         advice = "each rank needs twice its share of the state: docker run --shm-size, or mount -o remount,size="
         return Check("shared memory", "warning", text, advice, numbers)
@@ -90,7 +90,7 @@ def cgroup_memory(mount: Path, membership: Path) -> Check:
     numbers = {"nbytes_limit": limit, "nbytes_used": usage}
     text = f"{size(usage)} used of {size(limit)}"
     if limit - usage < LEAST_FREE_BYTES:
-        advice = f"what is in /dev/shm counts: the kernel kills the trainer at the limit in {where}; raise it"
+        advice = f"/dev/shm counts too, and the kernel kills the trainer at the limit; raise it in {where}"
         return Check("cgroup memory", "warning", text, advice, numbers)
     return Check("cgroup memory", "ok", text, "", numbers)
 
@@ -142,7 +142,7 @@ def remove_ipc(root: Path, uid: int) -> Check:
             setting = value.lower()
     if setting in ("no", "false", "off", "0"):
         return Check("RemoveIPC", "ok", "no")
-    advice = "slots go when your last session ends: RemoveIPC=no in logind.conf, or loginctl enable-linger"
+    advice = "slots are deleted when your last session ends: RemoveIPC=no in logind.conf, or loginctl enable-linger"
     return Check("RemoveIPC", "warning", setting, advice)
 
 
@@ -153,7 +153,7 @@ def locked_memory() -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or soft >= 1 << 40:
         return Check("ulimit -l", "ok", "no limit")
-    return Check("ulimit -l", "ok", f"{size(soft)}; enough, unless an RDMA network asks for more")
+    return Check("ulimit -l", "ok", f"{size(soft)}; enough, unless an RDMA network needs more")
 
 
 def kernel() -> Check:
@@ -164,7 +164,7 @@ def kernel() -> Check:
     except (AttributeError, OSError) as error:
         return Check("kernel", "bad", f"{release}: no pidfd ({error})", "Linux 5.3 and Python 3.9 or later are needed")
     if not _populates():
-        advice = "first snapshots are slow: slots are touched page by page; Linux 5.14 does it at once"
+        advice = "first snapshots are slow, since slots are mapped page by page; use Linux 5.14 or later"
         return Check("kernel", "warning", f"{release}: pidfd, no MADV_POPULATE_WRITE", advice)
     return Check("kernel", "ok", f"{release}: pidfd, MADV_POPULATE_WRITE")
 

@@ -28,7 +28,7 @@ def storage_options(given: tuple[str, ...]) -> dict[str, object]:
     except ValueError as error:
         raise click.UsageError(f"{OPTIONS_VARIABLE} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise click.UsageError(f"{OPTIONS_VARIABLE} is not a JSON object")
+        raise click.UsageError(f"{OPTIONS_VARIABLE} holds JSON, but not an object")
     for option in given:
         name, equals, value = option.partition("=")
         if not name or not equals:
@@ -44,7 +44,7 @@ def _value(name: str, text: str) -> object:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise click.UsageError(f"--option {name}: begins like JSON, and is not ({error})") from None
+        raise click.UsageError(f"--option {name}: looks like JSON, but is not valid ({error})") from None
 
 
 def open_url(url: str, options: Mapping[str, object]) -> Store:

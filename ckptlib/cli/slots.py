@@ -104,7 +104,7 @@ def _cells(row: SlotFile) -> list[Cell]:
 
 def _print_placement(output: Output, generation: Generation, placement: ReplicaMap | None) -> None:
     if placement is None:
-        output.line(f"generation {generation.id.number} keeps no snapshots in memory but to persist them")
+        output.line(f"generation {generation.id.number} keeps snapshots in memory only until they are persisted")
         return
     hosts = dict.fromkeys(placement.domains)
     output.line(

@@ -95,12 +95,12 @@ class Beat:
         if not first == last == step:
             if first == last:  # this rank alone is elsewhere: the others are told by their next word
                 self._start(Word(max(step, last)), min(step, last))
-                due = f"step {last} was due"
+                due = f"the next step was {last}"
             else:
-                due = f"ranks were between steps {first} and {last}"
+                due = f"the ranks were at steps {first} to {last}"
             raise AgreementFailed(
-                f"after_step({step}) on this rank, but {due}; every rank must call after_step with "
-                "the same steps, one after the other, none left out (loop() does so itself)"
+                f"this rank called after_step({step}), but {due}; every rank must call after_step with the same "
+                "consecutive steps, and leave none out (loop() does so itself)"
             )
         self.votes = [] if votes is None else votes()
         return word

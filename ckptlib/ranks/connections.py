@@ -32,7 +32,7 @@ def connect(over: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     try:
         store = PrefixStore(f"groups/{_num_groups[over.group_name]}", store_of(over, timeout))
     except AgreementFailed as error:
-        raise AgreementFailed(f"connecting on rank {dist.get_rank()}: {error}") from error
+        raise AgreementFailed(f"rank {dist.get_rank()} could not connect to the other ranks: {error}") from error
     try:
         gloo = dist.ProcessGroupGloo(store, over.rank(), over.size(), timeout)
     except RuntimeError as error:
@@ -49,8 +49,8 @@ def disconnect(gloo: dist.ProcessGroup) -> None:
 def failure(what: str, size: int, timeout: timedelta, error: RuntimeError) -> AgreementFailed:
     """What a collective raises when gloo gave it up."""
     return AgreementFailed(
-        f"{what} among {size} ranks failed on rank {dist.get_rank()}: a rank is gone, or did not come within "
-        f"{timeout.total_seconds():.0f} s: {error}"
+        f"{what} among {size} ranks failed on rank {dist.get_rank()}: another rank is gone, or did not "
+        f"answer within {timeout.total_seconds():.0f} s: {error}"
     )
 
 

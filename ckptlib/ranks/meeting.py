@@ -27,8 +27,8 @@ def group_or_world(over: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         return None
     if dist.group.WORLD is _inherited_world:
         raise AgreementFailed(
-            f"process {os.getpid()} was forked from rank {dist.get_rank()} of the job, and is no rank itself; save and "
-            "load in the ranks, or in a process that is started anew (multiprocessing's spawn or forkserver)"
+            f"process {os.getpid()} was forked from rank {dist.get_rank()} and is not a rank of the job; save and load "
+            "in the ranks, or in a process that multiprocessing's spawn or forkserver starts"
         )
     return over if over is not None else dist.group.WORLD
 
@@ -105,7 +105,7 @@ def _attend(store: Store, number: int, group: dist.ProcessGroup, what: str, time
 
 def _nobody_came(what: str, why: str) -> AgreementFailed:
     return AgreementFailed(
-        f"{what} on rank {dist.get_rank()}: {why}. Call it on every rank of the process group, alike"
+        f"{what} on rank {dist.get_rank()}: {why}. Every rank of the process group must make the same call"
     )
 
 

@@ -78,7 +78,7 @@ class Found:
             case [str(save), int(n), int(size), int(rank), str(memory), str(path), str(layout), int(a), int(b), str(c)]:
                 return cls(SnapshotId(parse_save(save), n, size), rank, memory, path, layout, a, b, c)
             case _:
-                raise FormatError(f"not what a rank has found: {str(row)[:120]}")
+                raise FormatError(f"invalid row of an inventory: {str(row)[:120]}")
 
 
 def snapshot_id(header: SlotHeader) -> SnapshotId:

@@ -109,7 +109,7 @@ class InMemory:
     def part(self, rank: int) -> Part:
         found = self._at.get(rank)
         if found is None:
-            raise NotBrought(f"the share of rank {rank} was not brought here", rank)
+            raise NotBrought(f"the share of rank {rank} was not transferred to this rank", rank)
         snapshot = self._snapshot_in(found)
         return Part(
             save=self.save,

@@ -93,12 +93,12 @@ class Exchange:
         try:
             serve(self._link, to, stream, lambda number: self._offered(to, number))
         except (AgreementFailed, FormatError) as error:
-            log.error("a snapshot is read out no more: %s", error)
+            log.error("this rank no longer serves a snapshot to another rank: %s", error)
 
     def _offered(self, to: int, number: int) -> ReadableSlot:
         offers = self._offers[to]
         if number >= len(offers):
-            raise FormatError(f"there are {len(offers)} offers to rank {self._link.global_rank(to)}, not {number}")
+            raise FormatError(f"rank {self._link.global_rank(to)} asks for offer {number}, of {len(offers)}")
         return self._open(offers[number])
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class Exchange:
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
         if any(thread.is_alive() for thread in self._threads):
-            log.warning("ranks that read snapshots here have neither said that they are done nor gone away")
+            log.warning("ranks that read this rank's snapshots have neither finished nor disconnected")
             return  # the link must not be closed under them
         self._link.close()
 
@@ -127,10 +127,10 @@ def serve(link: Link, to: int, stream: int, offered: Callable[[int], ReadableSlo
         if number == _DONE:
             return
         if not 0 < nbytes <= PIECE_BYTES:
-            raise FormatError(f"rank {link.global_rank(to)} asks for {nbytes:,} bytes, not for 1 to {PIECE_BYTES:,}")
+            raise FormatError(f"rank {link.global_rank(to)} asks for {nbytes:,} bytes, expected 1 to {PIECE_BYTES:,}")
         data, why = _read_out(offered, number, at, nbytes)
         if why:
-            log.error("rank %d asks for what it cannot have: %s", link.global_rank(to), why)
+            log.error("refused a request of rank %d: %s", link.global_rank(to), why)
         text = why.encode()[:507]
         link.answer(to, [data, memoryview(_VERDICT.pack(not why, len(text), text))], stream)
 
@@ -142,7 +142,7 @@ def _read_out(offered: Callable[[int], ReadableSlot], number: int, at: int, nbyt
         data = slot.view(at, nbytes)
         if len(data) == nbytes and at + nbytes <= slot.end:  # it may have grown, or been cut, since it was mapped
             return data, ""
-        why = f"{slot.where}: [{at}:+{nbytes}] lies behind its end, {slot.end:,}"
+        why = f"{slot.where}: [{at}:+{nbytes}] is past its end, {slot.end:,}"
     except CkptError as error:
         why = str(error)
     return memoryview(bytes(nbytes)), why

@@ -106,11 +106,12 @@ def restore(
         report = replace(report, skipped=tuple(skipped), committed=candidate.committed, phases=phases)
         return replace(report, seconds=sum(phases.values())), generators
     if newer:
-        raise NewerFormat(f"{session.store.url}: no step can be read by this ckptlib; update it: " + "; ".join(skipped))
+        why = "; ".join(skipped)
+        raise NewerFormat(f"{session.store.url}: this ckptlib is too old to read any step; upgrade it: {why}")
     if skipped and absent:
         raise CheckpointNotFound(
-            f"{session.store.url}: nothing is damaged, but every step lacks objects; is all of the store here, and no "
-            "copy of it under way? " + "; ".join(skipped)
+            f"{session.store.url}: nothing is damaged, but every step lacks objects. Was all of the root copied here, "
+            "and has the copy ended? " + "; ".join(skipped)
         )
     if skipped:
         what = "every step is damaged" if lost is CorruptData else "no step can be read"
@@ -175,7 +176,7 @@ def _restore_from(
             return load(_stored(session, candidate.save))
         except ObjectUnreadable as error:  # also of a file system that had lost its server for a moment
             if session.group.rank == 0:
-                log.warning("step %s is tried once more: %s", candidate.save, error)
+                log.warning("retrying step %s once: %s", candidate.save, error)
             _check_store(session)
             return load(_stored(session, candidate.save))
     if session.group.rank == 0:
@@ -226,7 +227,7 @@ def _finish(session: Session) -> None:
 
     def finish() -> None:
         for save in finish_saves(session.catalog, session.generation) if session.group.rank == 0 else []:
-            log.warning("step %d was whole but not committed; it is now", save.step)
+            log.warning("step %d was complete but not committed; committed it", save.step)
 
     together(session.group, "finishing saves", finish)
 
@@ -238,12 +239,12 @@ def _await_orphans(session: Session) -> None:
     while session.snapshots.arena.others.being_read():
         if time.monotonic() > deadline:
             log.warning(
-                "writers of an earlier job still persist snapshots of %s; what they have not finished is given up",
+                "writers of an earlier job are still writing to %s; resuming without what they have not finished",
                 session.store.url,
             )
             break
         if not told:
-            log.info("waiting for the writers of the job before this one to finish")
+            log.info("waiting for the writers of the previous job to finish")
             told = True
         time.sleep(0.05)
     together(session.group, "waiting for the writers of the job before", lambda: None)

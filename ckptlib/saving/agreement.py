@@ -156,8 +156,8 @@ def _compare_overlaps(
         for digest, rank in others:
             if digest != first[0]:
                 raise UnsupportedState(
-                    f"{overlap.name}{overlap.box} is held by ranks {first[1]} and {rank}, and differs between them; "
-                    "boxes given by hand may overlap only where they are equal. Give each rank the box that is its own"
+                    f"ranks {first[1]} and {rank} both hold {overlap.name}{overlap.box}, with different values; boxes "
+                    "of Sharded may overlap only where they are equal. Give each rank its own box"
                 )
     return mine
 
@@ -260,7 +260,7 @@ def _in_group(leaf: Leaf, group: Group) -> Holding:
     if outside:
         raise UnsupportedState(
             f"{leaf.name}: its mesh has rank(s) {outside[:8]}, which are not in the process group of the checkpoint; "
-            "give process_group= with all ranks that hold the state"
+            "pass process_group= with all ranks that hold the state"
         )
     return replace(held, mesh=Mesh(held.mesh.shape, tuple(own[rank] for rank in held.mesh.ranks)))
 
@@ -310,8 +310,8 @@ def _holding(leaf: Leaf, by_rank: Mapping[int, Row], group: Group) -> Holding:
         return _replicated(tuple(sorted(by_rank)))
     if group.rank == min(by_rank) and not known:
         log.warning(
-            "%s differs between ranks %s; every rank's own is saved. Say PerRank(...) if that is meant, else it should "
-            "have been the same",
+            "%s differs between ranks %s; each rank's own is saved. Wrap it in PerRank(...) if that is intended; if "
+            "not, the ranks have diverged",
             leaf.name,
             _differing(by_rank),
         )

@@ -48,8 +48,8 @@ def check_root(url: str) -> None:
 
 def _forked(url: str, parent: int) -> SaveFailed:
     return SaveFailed(
-        f"{url}: process {os.getpid()} was forked from {parent}, which saves to this root, and is no rank of the job; "
-        "save in that process, or to another root"
+        f"{url}: process {os.getpid()} was forked from process {parent}, which saves to this root, and is not a rank "
+        "of the job; save in that process, or to another root"
     )
 
 

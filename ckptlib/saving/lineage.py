@@ -73,8 +73,8 @@ class Lineage:
         hidden = [save.step for save in visible if save.step >= step]
         if hidden:
             log.warning(
-                "%s holds steps up to %d, and this job begins to save at step %d without having restored an earlier "
-                "one: steps %d and later are no longer on its history (they stay in the store)",
+                "%s holds steps up to %d, but this job saves step %d without having restored an earlier one: steps %d "
+                "and later are no longer listed (they stay in the store)",
                 self._catalog.store.url,
                 hidden[-1],
                 step,

@@ -107,7 +107,7 @@ class Outcomes:
         if kind == "Superseded":
             error = self.superseded = Superseded(text)
         else:
-            error = SaveFailed(f"the save {key} failed and will never be listed; earlier steps are untouched: {text}")
+            error = SaveFailed(f"save {key} failed and will never be committed; earlier steps are untouched: {text}")
         log.error("%s", error)
         outcome.error = error
 

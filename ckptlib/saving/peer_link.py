@@ -45,4 +45,4 @@ class PeerLink:
                 log.warning("%s", error)
                 self._replicator.drop_link()
             else:
-                log.warning("the ranks have connected anew: snapshots have replicas again")
+                log.warning("the ranks have reconnected: snapshots have replicas again")

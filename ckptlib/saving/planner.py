@@ -135,7 +135,7 @@ class Planner:
         if known is None:
             self.must_compare = True
             raise StateChanged(
-                f"the state of rank {self._group.rank} is not made of the tensors of the save before"
+                f"the state of rank {self._group.rank} has other tensors than at the previous save"
                 f"{self._news(flat)}; all ranks compare theirs before the next save"
             )
         return self._plan_for(flat, known)

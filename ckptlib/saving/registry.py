@@ -148,8 +148,8 @@ def gone_back_to(
         return loads.before(step)
     if some is not None and some != newest and group.rank == 0:
         log.warning(
-            "step %d was loaded into a part of what is saved as step %d: the steps in between stay on the history; to "
-            "leave them, load the whole state",
+            "step %d was loaded into only a part of the state that is saved as step %d, so the steps in between stay "
+            "listed; to abandon them, load the whole state",
             some.step,
             step,
         )

@@ -31,6 +31,7 @@ from ckptlib.saving.placement import agree_placement
 from ckptlib.saving.planner import Overlap, Plan, Planner
 from ckptlib.saving.settings import Settings
 from ckptlib.saving.verdicts import Verdicts
+from ckptlib.saving.whole_state import whole_state
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.host import check_platform
 from ckptlib.staging.copies import CopySource
@@ -44,9 +45,6 @@ from ckptlib.stores import open_store
 from ckptlib.stores.probe import probe
 
 log = logging.getLogger(__name__)
-
-RNG = "@rng"
-"""Where the random generators are kept, beside the user's own names."""
 
 WHOLE_EVERY = 20
 """Every so many saves, what several ranks hold is digested whole, also what an optimizer owns."""
@@ -98,9 +96,9 @@ class Session:
         step = keys.checked_step(step)
         if step <= self.newest_step:
             raise ValueError(
-                f"step {step} was saved already by this generation ({self.generation}), or comes before step "
-                f"{self.newest_step}, which was; steps ascend. To go back, load the older step with ckptlib.load, then "
-                "go on with ckptlib.save or a new Checkpointer"
+                f"step {step} does not come after step {self.newest_step}, the last that this generation "
+                f"({self.generation}) saved; steps must increase. To go back, load the older step with ckptlib.load, "
+                "then go on with ckptlib.save or a new Checkpointer"
             )
         return SaveId(step, self.generation)
 
@@ -117,7 +115,7 @@ class Session:
             raise self.outcomes.superseded
         self.lineage.begin(step)
         encoded = {name: values.encode(value, f"metrics[{name}]") for name, value in (metrics or {}).items()}
-        return flatten({**_as_mapping(state), RNG: PerRank(self._rng)}, self._memo), encoded
+        return flatten(whole_state(state, PerRank(self._rng)), self._memo), encoded
 
     def give_up(self, save: SaveId, number: int, to_store: bool, reason: str) -> None:
         """This rank alone has no snapshot: the others are told, and all compare before the next one."""
@@ -248,14 +246,3 @@ class Session:
             self.snapshots.close(clean)
             self.store.close()
             self.group.close()
-
-
-def _as_mapping(state: object) -> Mapping[object, object]:
-    if isinstance(state, Mapping):
-        if RNG in state:
-            raise ValueError(f"{RNG!r} is ckptlib's own name; call that entry of the state something else")
-        return state
-    raise TypeError(
-        f"the state is a dict of what is to be saved, such as {{'model': model, 'optim': optim}}; got "
-        f"{type(state).__name__}"
-    )

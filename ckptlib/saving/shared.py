@@ -90,5 +90,5 @@ def prove(leaves: Sequence[Leaf], shared: Sequence[Shared], group: Group) -> Non
     some = "; ".join(f"{name} on ranks {a} and {b}" for name, (a, b) in sorted(differing.items())[:8])
     raise ReplicasDiffer(
         f"{len(differing)} DTensor(s) that are replicas by their mesh differ between ranks: {some}. The ranks have "
-        "drifted apart, or a host's memory is at fault: go on from the last step that was saved"
+        "diverged, or a host's memory is faulty: resume from the last committed step"
     )

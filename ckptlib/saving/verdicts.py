@@ -68,9 +68,9 @@ class Verdicts:
             self._planner.must_compare = True
             self._differing.append(ballot)
         error = ReplicasDiffer(
-            f"step {ballot.step} is not kept: what several ranks hold, and one of them writes for all, is not the same "
-            "on all of them"
+            f"step {ballot.step} is not kept: tensors that several ranks hold as replicas, and one writes for all, "
+            "differ between ranks"
         )
         untold = self._outcomes.forget(SaveId(ballot.step, self._generation), error)
         if self._group.rank == 0 and (untold or not ballot.persists):  # else the committer has told it
-            log.warning("%s; the next save compares all of it, and tells what it is", error)
+            log.warning("%s; the next save compares all of it, and says which tensors differ", error)

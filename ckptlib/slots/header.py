@@ -64,7 +64,7 @@ class SlotHeader:
                 case [int(offset), int(nbytes), str(digest)] if offset >= PAGE_BYTES and 0 <= nbytes < 2**40:
                     documents[name] = (offset, nbytes, digest)
                 case _:
-                    raise fields.fail(f"not the place of a document: {str(place)[:80]}")
+                    raise fields.fail(f"invalid place of a document: {str(place)[:80]}")
         return cls(
             fields.digest("root"),
             parse_save(fields.text("save")),

@@ -16,8 +16,8 @@ def check_platform() -> None:
     lacking = [name for name in ("posix_fallocate", "pidfd_open", "preadv") if not hasattr(os, name)]
     if lacking:
         raise SaveFailed(
-            f"saving needs Linux: a snapshot outlives its process in shared memory, for which {platform.system()} "
-            f"has no {' and no '.join(lacking)}; to load, and ckptlib ls, show and verify, work here"
+            f"saving needs Linux: snapshots outlive their process in shared memory, and {platform.system()} has no "
+            f"{' and no '.join(lacking)}. Loading, and ckptlib ls, show and verify, work here"
         )
 
 

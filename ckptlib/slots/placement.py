@@ -66,10 +66,9 @@ def place(domains: Sequence[str], copies: int, kinds: Sequence[int] = ()) -> Rep
         alike.setdefault(tuple(kinds[rank] for rank in ranks) if kinds else (), []).append(domain)
     if not 0 <= copies < len(ranks_of):
         raise ValueError(
-            f"copies={copies} takes {copies + 1} failure domains, and the {len(domains)} ranks are on {len(ranks_of)} "
-            f"({_listed(list(ranks_of))}); copies is at least 0, for snapshots that a trainer's death leaves and a "
-            f"host's does not, and here at most {max(len(ranks_of) - 1, 0)}. Domains are machines where domain= does "
-            "not name others"
+            f"copies={copies} needs {copies + 1} failure domains, but the {len(domains)} ranks are on {len(ranks_of)} "
+            f"({_listed(list(ranks_of))}). Expected copies from 0 (snapshots survive the death of a trainer, not of a "
+            f"host) to {max(len(ranks_of) - 1, 0)}. A failure domain is a machine unless domain= names others"
         )
     holders: list[tuple[int, ...]] = [()] * len(domains)
     for ring in _rings(list(alike.values()), copies + 1):

@@ -44,10 +44,11 @@ class ReadableSlot(ABC):
         self.read_at(0, memoryview(page))
         header = SlotHeader.decode(bytes(page), self.where)
         if header.body_nbytes > self.capacity:
-            raise FormatError(f"{self.where}: a body of {header.body_nbytes} bytes in a slot for {self.capacity}")
+            found, most = header.body_nbytes, self.capacity
+            raise FormatError(f"{self.where}: expected a body of at most {most} bytes, the header says {found}")
         end = max((offset + nbytes for offset, nbytes, _ in header.documents.values()), default=0)
         if header.ready and end > self.end:  # before anybody makes room for them
-            raise FormatError(f"{self.where}: documents up to {end} lie behind the end of the slot")
+            raise FormatError(f"{self.where}: documents extend to byte {end}, past the end of the slot ({self.end})")
         return header
 
     def read_document(self, header: SlotHeader, name: str) -> bytes:
@@ -56,7 +57,7 @@ class ReadableSlot(ABC):
             raise FormatError(f"{self.where}: the slot holds no {name}")
         offset, nbytes, expected = header.documents[name]
         if offset + nbytes > self.end:
-            raise CorruptData(f"{self.where}: {name} at [{offset}:+{nbytes}] lies behind the end of the slot")
+            raise CorruptData(f"{self.where}: {name} at [{offset}:+{nbytes}] is past the end of the slot")
         data = bytearray(nbytes)
         self.read_at(offset, memoryview(data))
         if digester(XXH3)(data) != expected:

@@ -93,7 +93,7 @@ class Slot(ReadableSlot):
             # A file of ours under a second name, which others can make, would be emptied with the slots left behind.
             os.close(fd)
             raise FormatError(
-                f"{path}: not a slot: expected a file of one name that nobody else may write to, got mode "
+                f"{path}: not a slot: expected a file with one name that only its owner may write to, got mode "
                 f"{found.st_mode:o} and {found.st_nlink} names"
             )
         return cls(path, fd, found.st_size, writable=False)
@@ -131,7 +131,7 @@ class Slot(ReadableSlot):
             except OSError as error:
                 raise CorruptData(f"{self.path}: [{at}:+{len(buffer)}] cannot be read: {error.strerror}") from error
             if count == 0:
-                raise FormatError(f"{self.path}: [{at}:+{len(buffer)}] lies behind its end")
+                raise FormatError(f"{self.path}: [{at}:+{len(buffer)}] is past its end")
             done += count
 
     def prefault(self) -> None:

@@ -92,6 +92,6 @@ def check_body(
         if digest(slot.view(PAGE_BYTES + offset, nbytes)) != expected:
             what = table.describe(chunk, snapshot.layout)
             raise CorruptData(
-                f"{slot.where}: {what} at [{offset}:+{nbytes}] changed in memory after it was sealed. Look at the "
-                "host's memory when it happens again"
+                f"{slot.where}: {what} at [{offset}:+{nbytes}] changed in memory after it was sealed. If this happens "
+                "again, test the host's memory"
             )

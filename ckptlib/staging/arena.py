@@ -83,7 +83,7 @@ class Arena:
             try:
                 self._slots.append(self._make(max(slot.capacity for slot in self._slots)))
             except NoRoom as error:
-                log.warning("%s; snapshots in memory are fewer while one is written to the store", error)
+                log.warning("%s; memory keeps fewer snapshots while one is being written to the store", error)
 
         self._pinning.choose_device()
         if self._growing is None and self._slots:

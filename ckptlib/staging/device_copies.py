@@ -136,32 +136,32 @@ class Devices:
         """Whether another snapshot may begin: one for which no memory of a device is free would wait for the link."""
         return all(spares.ready for spares in self._spares.values())
 
-    def begin(self, lots: Sequence[Copied], spare: bool) -> list[DeviceCopies]:
+    def begin(self, copied: Sequence[Copied], spare: bool) -> list[DeviceCopies]:
         """Begins the copies of all devices; one that has no streams has ended its own when this returns.
 
         `spare`: whether memory of the device may be taken for it.
         """
         begun = []
-        for device in dict.fromkeys(device for lot in lots for pairs in lot.pairs for device in pairs.devices):
-            here = [lot for lot in lots if any(device in pairs.devices for pairs in lot.pairs)]
+        for device in dict.fromkeys(device for slot in copied for pairs in slot.pairs for device in pairs.devices):
+            here = [slot for slot in copied if any(device in pairs.devices for pairs in slot.pairs)]
             if accelerator.has_streams(device):
                 begun.append(self._begin(device, here, spare and self._wants_spare))
             else:
                 _copy_blocking(device, here)
         return begun
 
-    def _begin(self, device: torch.device, lots: Sequence[Copied], spare: bool) -> DeviceCopies:
+    def _begin(self, device: torch.device, copied: Sequence[Copied], spare: bool) -> DeviceCopies:
         if device not in self._lanes:
             streams = accelerator.new_stream(device), accelerator.new_stream(device)
             self._lanes[device] = Lane(*streams, Ring(), Ring())
         memory = None
         if spare:
-            memory = self._spares.setdefault(device, Spares(device)).take({lot.rank: lot.body for lot in lots})
+            memory = self._spares.setdefault(device, Spares(device)).take({slot.rank: slot.body for slot in copied})
         try:
             works = [
-                pairs.work(device, None if memory is None else memory.memory[lot.rank])
-                for lot in lots
-                for pairs in lot.pairs
+                pairs.work(device, None if memory is None else memory.memory[slot.rank])
+                for slot in copied
+                for pairs in slot.pairs
                 if device in pairs.devices
             ]
             return DeviceCopies(self._lanes[device], works, memory)
@@ -184,6 +184,6 @@ class Copied:
     pairs: list[Pairs]
 
 
-def _copy_blocking(device: torch.device, lots: Iterable[Copied]) -> None:
-    for pair in (pair for lot in lots for pairs in lot.pairs for pair in pairs.all if pair.device == device):
+def _copy_blocking(device: torch.device, copied: Iterable[Copied]) -> None:
+    for pair in (pair for slot in copied for pairs in slot.pairs for pair in pairs.all if pair.device == device):
         bytes_of(pair.target).copy_(bytes_of(dense(pair.source.tensor)))

@@ -59,8 +59,8 @@ class Fence:
                     self._handles[id(optimizer)] = optimizer.register_step_pre_hook(self._make_hook())
                 except AttributeError as error:  # a wrapper that never ran Optimizer.__init__
                     log.warning(
-                        "%s takes no step hook (%s): what it owns is copied before after_step returns, without "
-                        "overlap; to have that, give the optimizer that it wraps",
+                        "%s does not accept a step hook (%s): its tensors are copied before after_step returns, "
+                        "without overlap. For overlap, pass the optimizer that it wraps",
                         type(optimizer).__qualname__,
                         error,
                     )

@@ -55,7 +55,7 @@ class OtherSlots:
                 if not self._is_later(slot) and (but is None or not _holds(slot, but)) and slot.abandoned()
             ]
             for slot in left_behind:
-                log.info("reclaimed %s, a slot that its processes left behind", slot.path)
+                log.info("reclaimed the slot %s, whose processes are gone", slot.path)
                 slot.unlink()
                 slot.empty()  # its old writer may have it open until the last of them is gone
             return [slot.path for slot in left_behind]
@@ -90,7 +90,7 @@ class OtherSlots:
                     except FormatError as error:
                         if path.exists() and path not in self._left_alone:
                             self._left_alone.add(path)
-                            log.warning("left alone: %s", error)
+                            log.warning("ignored a file among the slots: %s", error)
         try:
             yield slots
         finally:

@@ -44,7 +44,7 @@ class Pinning:
             cuda.pin(slot.address(), slot.capacity, self._device)
             self._pinned[slot.path] = self._device
         except RuntimeError as error:
-            log.warning("copies from the device go by way of a buffer, which takes a thread's time: %s", error)
+            log.warning("cannot pin a slot, so copies from the device go through a buffer and take CPU time: %s", error)
 
     def pin_later(self, slots: Iterable[Slot]) -> None:
         """In the background: slots that were made before this process used CUDA. Until then they go by the buffer."""

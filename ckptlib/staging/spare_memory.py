@@ -159,12 +159,12 @@ class Spares:
             self._spares.append(Spare(dict(zip(sizes, memory, strict=True))))
         if len(self._spares) < NUM_SPARES:
             told = (
-                "the next one is not begun before that is on the host"
+                "the next snapshot waits until that one is on the host"
                 if self._spares
-                else "it is copied to the host at once, and the next optimizer.step() may wait for that"
+                else "snapshots are copied straight to the host, and the next optimizer.step() may wait for that"
             )
             log.warning(
-                "%s has no room for %s snapshot of %s bytes beside the peak of the training (%s to spare): %s",
+                "%s has no room for %s snapshot of %s bytes on top of the training's peak (%s bytes to spare): %s",
                 self._device,
                 "a second" if self._spares else "a",
                 f"{sum(sizes.values()):,}",

@@ -100,7 +100,7 @@ class Staging:
         for copies in self.device_copies:
             copies.hold_compute()
         if not self._copied.wait(COPY_TIMEOUT_S):
-            raise WaitTimeout(f"the copy of step {self.step} still read its sources after {COPY_TIMEOUT_S:.0f} s")
+            raise WaitTimeout(f"the copy of step {self.step} still read its tensors after {COPY_TIMEOUT_S:.0f} s")
 
     @property
     def copied(self) -> bool:
@@ -165,15 +165,15 @@ class Stager:
         header = replace(content.header, sequence=content.header.sequence - 1)
         own = CopyJob(slot, header, sources, self._offsets(content.table, sources))
         later: list[Pair] = []
-        lots: list[Copied] = []
-        for lot in (own, *local_replicas):
-            lot.slot.write_header(lot.header)
-            found = self._known.pairs_of(lot.header.rank, lot.slot, lot.sources, lot.offsets)
+        copied: list[Copied] = []
+        for job in (own, *local_replicas):
+            job.slot.write_header(job.header)
+            found = self._known.pairs_of(job.header.rank, job.slot, job.sources, job.offsets)
             for pairs in found:
                 pairs.move_now()
                 later += pairs.late
-            lots.append(Copied(lot.header.rank, Body(lot.offsets, lot.header.body_nbytes), found))
-        staging.device_copies = self._devices.begin(lots, spare)
+            copied.append(Copied(job.header.rank, Body(job.offsets, job.header.body_nbytes), found))
+        staging.device_copies = self._devices.begin(copied, spare)
         host_copies = HostCopies(later, self._random)
         waits = host_copies or any(copies.driven for copies in staging.device_copies)
         if not (waits or (reading is not None and reading.late)):
@@ -229,8 +229,8 @@ class Stager:
 def _raise_torn(step: int, written: Sequence[str]) -> None:
     if written:
         raise TornSnapshot(
-            f"step {step}: {written[0]} was written to while it was copied; a writer that is not an optimizer of the "
-            "state must run inside `with checkpointer.updating():`"
+            f"step {step}: {written[0]} was modified while it was being copied; whatever modifies the state, other "
+            "than its optimizers, must do so inside `with checkpointer.updating():`"
         )
 
 

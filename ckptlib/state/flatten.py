@@ -339,8 +339,8 @@ class _Walk(Visitor[bool]):
         kind = _TREES.get(type(node))
         if kind is None:
             raise UnsupportedState(
-                f"{path}: a {type(node).__module__}.{type(node).__qualname__} that holds tensors would come back as "
-                "something else; let state_dict() give dict, OrderedDict, list or tuple"
+                f"{path}: a {type(node).__module__}.{type(node).__qualname__} that holds tensors would be loaded as "
+                "another type; return dict, OrderedDict, list or tuple from state_dict()"
             )
         if isinstance(node, Mapping):
             pairs = [
@@ -353,9 +353,9 @@ class _Walk(Visitor[bool]):
 
     def _claim(self, name: str) -> None:
         if name in self.found.names:
-            raise UnsupportedState(f"two entries of the state are both called {name!r}; rename one of them")
+            raise UnsupportedState(f"two entries of the state have the same name {name!r}; rename one of them")
         if not is_unicode(name):
-            raise UnsupportedState(f"{name!r} is no Unicode, and no name of a safetensors file; rename that entry")
+            raise UnsupportedState(f"{name!r} is not valid Unicode, which safetensors needs; rename that entry")
         self.found.names[name] = None
 
 

@@ -41,8 +41,8 @@ def refuse_loader(node: object, path: str) -> None:
     """Raises UnsupportedState for a data loader of accelerate that has `state_dict()` and no state."""
     if _is_loader(node) and "dl_state_dict" not in vars(node):
         raise UnsupportedState(
-            f"{path}: accelerate's {type(node).__name__} has no state to save, since the DataLoader in it keeps none; "
-            "ask for one that does, Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader="
+            f"{path}: accelerate's {type(node).__name__} has no state to save, since its DataLoader keeps none; "
+            "create one that does with Accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader="
             "True)), or save the number of batches instead, and resume with accelerator.skip_first_batches"
         )
 

@@ -91,7 +91,7 @@ def leaf_of(
         local = _checked(tensor.tensor, name)
         box = Box(tuple(tensor.offset), tuple(local.shape))
         if len(tensor.shape) != box.ndim or not box.within(Box.whole(tensor.shape)):
-            raise UnsupportedState(f"{name}: Sharded box {box} does not lie in a tensor of shape {tuple(tensor.shape)}")
+            raise UnsupportedState(f"{name}: Sharded box {box} is not inside a tensor of shape {tuple(tensor.shape)}")
         pieces = ((box, local),) if box.numel else ()
         return Leaf(
             name, dtype_name(local), tuple(tensor.shape), ByHand(), pieces, owner, frozen=_is_frozen(tensor.tensor)
@@ -124,8 +124,8 @@ def _leaf_of_dtensor(tensor: DTensor, name: str, owner: torch.optim.Optimizer | 
     expected = sharding.shape_local(shape, held.mesh.shape, held.placements, tuple(coordinate))
     if tuple(local.shape) != expected:
         raise UnsupportedState(
-            f"{name}: local shape {tuple(local.shape)} is not the {expected} that {tensor.placements} of {shape} give; "
-            "cut it by hand: Sharded(local, offset, shape)"
+            f"{name}: expected local shape {expected} from {tensor.placements} of {shape}, got {tuple(local.shape)}; "
+            "describe the shard yourself: Sharded(local, offset, shape)"
         )
     whole = len(found) == 1 and found[0].local.shape == expected
     pieces = tuple((p.box, local if whole else local[p.local.slices()]) for p in found)
@@ -168,9 +168,7 @@ def _placement(placement: Any, ndim: int, name: str) -> sharding.Placement:
         return sharding.StridedShard(placement.dim % ndim, int(placement.split_factor))
     if isinstance(placement, torch_placements.Shard):
         return sharding.Shard(placement.dim % ndim)
-    raise UnsupportedState(
-        f"{name}: placement {placement!r} has no value on disk; redistribute to Replicate() or Shard()"
-    )
+    raise UnsupportedState(f"{name}: placement {placement!r} cannot be saved; redistribute to Replicate() or Shard()")
 
 
 PLAIN = (torch.Tensor, nn.Parameter)
@@ -186,22 +184,22 @@ def refuse_tensor(tensor: torch.Tensor | Sharded, name: str) -> None:
 def _checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
     known = type(tensor) in PLAIN  # first: to ask for a parameter's kind costs a frame of Python
     if not known and is_lazy(tensor):
-        raise UnsupportedState(f"{name}: is not initialised yet; run one forward pass before it is saved or loaded")
+        raise UnsupportedState(f"{name}: is not initialised yet; run one forward pass before you save or load it")
     if not known and not _is_buffer(tensor):
         raise UnsupportedState(
-            f"{name}: {type(tensor).__module__}.{type(tensor).__qualname__} is a tensor subclass that cannot be taken "
-            "apart: it has no __tensor_flatten__, or is torch's own; give the plain tensors it is made of"
+            f"{name}: {type(tensor).__module__}.{type(tensor).__qualname__} is a tensor subclass that ckptlib cannot "
+            "take apart: it has no __tensor_flatten__, or is torch's own; save the plain tensors it is made of"
         )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
-        raise UnsupportedState(f"{name}: only dense tensors can be saved, this one is {kind}; give its parts")
+        raise UnsupportedState(f"{name}: only dense tensors can be saved, this one is {kind}; save its parts")
     if tensor.is_meta:
         raise UnsupportedState(
-            f"{name}: is on the meta device and has no memory; only the tensors of a module are given some by load, "
-            "for others make them with torch.empty(..., device=...)"
+            f"{name}: is on the meta device and has no memory; load allocates memory for tensors of modules only, "
+            "create others with torch.empty(..., device=...)"
         )
     if not _is_known(tensor.dtype):
-        raise UnsupportedState(f"{name}: dtype {tensor.dtype} is unknown to ckptlib; give tensor.view(torch.uint8)")
+        raise UnsupportedState(f"{name}: dtype {tensor.dtype} is unknown to ckptlib; save tensor.view(torch.uint8)")
     return tensor
 
 
@@ -243,7 +241,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """Raises StateMismatch for one that this torch does not have."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise StateMismatch(f"dtype {name} was saved, which torch {torch.__version__} does not have; use a newer torch")
+        raise StateMismatch(f"the checkpoint has dtype {name}; torch {torch.__version__} lacks it; use a newer one")
     return found
 
 

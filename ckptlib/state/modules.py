@@ -70,8 +70,8 @@ def _refuse_copies(module: nn.Module, state: Mapping[str, object], path: str) ->
     for key, parts in made.items():
         if any(part.numel() and part.untyped_storage().data_ptr() not in memory for part in parts):
             raise UnsupportedState(
-                f"{path}: state_dict() gives {key!r} as a copy, not as the module's own tensor, so it could not be "
-                "loaded in place; give an object whose state_dict() and load_state_dict() call the module's"
+                f"{path}: state_dict() returns a copy of {key!r}, not the module's own tensor, so load could not "
+                "fill it in place; pass an object whose state_dict() and load_state_dict() call the module's"
             )
 
 

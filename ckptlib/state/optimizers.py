@@ -42,7 +42,7 @@ def refuse_strangers(optimizer: torch.optim.Optimizer, params: Sequence[torch.Te
     for key in optimizer.state:
         if id(key) not in known:
             raise UnsupportedState(
-                f"{path}: optimizer state is kept under {str(key)[:40]!r}, which is no parameter of its groups"
+                f"{path}: the optimizer keeps state under {str(key)[:40]!r}, which is not a parameter of its groups"
             )
 
 
@@ -83,9 +83,9 @@ def warn_of_positions(optimizer: torch.optim.Optimizer, names: Sequence[Sequence
     positions = sum(name == f"@{i}.{j}" for i, group in enumerate(names) for j, name in enumerate(group))
     if positions > 1:
         log.warning(
-            "%s: the state of %d parameters is %s by their position, since nothing in the state names them; parameters "
-            "that come in another order get the moments of others. Have their module in the same state, or make the "
-            "optimizer of model.named_parameters()",
+            "%s: the state of %d parameters is %s by their position, since nothing in the state names them. If their "
+            "order changes, they get the moments of others. Put their module into the same state, or create the "
+            "optimizer from model.named_parameters()",
             path,
             positions,
             done,

@@ -75,9 +75,9 @@ class LoadedRng:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         if self._rank >= self._world_size:
             _log.warning(
-                "rank %d has no saved random state: the checkpoint is of %d ranks; it gets one derived from rank 0's",
-                self._rank,
+                "the checkpoint of %d ranks has no RNG state for rank %d, which gets one derived from rank 0's",
                 self._world_size,
+                self._rank,
             )
             state = derive(state, self._rank)
         self._state = state
@@ -93,8 +93,8 @@ class LoadedRng:
                 restore(self._state)
         except FormatError as error:
             raise StateMismatch(
-                f"{error}; other versions or another kind of device saved it. To go on without it: ckptlib.load(url, "
-                "state), which leaves random generators alone, in the place of Checkpointer.restore()"
+                f"{error}; it was saved by other versions, or on another kind of device. To resume without RNG state, "
+                "call ckptlib.load(url, state), which leaves the generators alone, instead of Checkpointer.restore()"
             ) from error
 
 

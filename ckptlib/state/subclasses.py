@@ -96,13 +96,15 @@ def _kind(
 ) -> dict[str, Json]:
     cls = class_name(type(tensor))
     if depth > MAX_NESTED:
-        raise UnsupportedState(f"{name}: more than {MAX_NESTED} tensor subclasses within each other; is it its own?")
+        raise UnsupportedState(
+            f"{name}: over {MAX_NESTED} tensor subclasses within each other; does it contain itself?"
+        )
     keys, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner: list[Json] = []
     for key in keys:
         value = getattr(tensor, key, None)
         if not isinstance(value, torch.Tensor):
-            raise UnsupportedState(f"{name}: {cls} tells of an inner tensor {key!r}, which is a {type(value).__name__}")
+            raise UnsupportedState(f"{name}: {cls} names an inner tensor {key!r}, which is a {type(value).__name__}")
         again = getattr(tensor, key)
         below = join(path, key)
         if is_subclass(value) and not isinstance(value, DTensor):
@@ -113,7 +115,9 @@ def _kind(
             inner.append([key, "tensor"])
             found.append((below, value))
         if not own:
-            raise UnsupportedState(f"{name}: {cls} gives a copy of its inner tensor {key!r}, so nothing could fill it")
+            raise UnsupportedState(
+                f"{name}: {cls} returns a copy of its inner tensor {key!r}, so it could not be loaded"
+            )
     return {
         "class": cls,
         "dtype": dtype_name(tensor),
@@ -165,8 +169,8 @@ def _told(value: object, name: str, cls: str, depth: int) -> Json:
         return {"value": values.encode(value, name)}
     except UnsupportedState:
         raise UnsupportedState(
-            f"{name}: the context of {cls} has a {of}, which cannot be written down and compared; give the plain "
-            "tensors that it is made of"
+            f"{name}: the context of {cls} has a {of}, which cannot be saved and compared; save the plain tensors "
+            "that it is made of"
         ) from None
 
 

@@ -25,7 +25,7 @@ def check_key(key: str) -> str:
     Raises ValueError otherwise, so that a name read from a document can never climb out of the store.
     """
     if not is_key(key):
-        raise ValueError(f"not a key of a store: {key[:80]!r}; expected segments of [A-Za-z0-9._-] joined by '/'")
+        raise ValueError(f"invalid object key {key[:80]!r}; expected segments of [A-Za-z0-9._-] joined by '/'")
     return key
 
 
@@ -44,7 +44,7 @@ def check_prefix(prefix: str) -> str:
 def check_range(offset: int, nbytes: int | None) -> None:
     """Raises ValueError for a range that starts or ends before the object does."""
     if offset < 0 or (nbytes is not None and nbytes < 0):
-        raise ValueError(f"not a range of an object: offset {offset}, {nbytes} bytes; expected numbers >= 0")
+        raise ValueError(f"invalid range of an object: offset {offset}, {nbytes} bytes; expected numbers >= 0")
 
 
 def as_bytes(data: Buffer) -> memoryview:
@@ -58,7 +58,7 @@ def ends_early(where: str, offset: int, nbytes: int | None, nbytes_found: int) -
     wanted = "to its end" if nbytes is None else f"to {offset + nbytes}"
     return FormatError(
         f"{where}: the object has {nbytes_found} bytes, expected bytes {offset} {wanted}; "
-        "it is torn, or it is not what the document that names it says"
+        "it is truncated, or the document that names it is wrong"
     )
 
 

@@ -22,7 +22,7 @@ def failure(error: OSError, doing: str, path: str, nbytes: int = 0) -> StoreErro
     """`doing`: a verb, such as "read"; `nbytes`: how many were to be written."""
     cause = f"{os.strerror(error.errno)} (errno {error.errno})" if error.errno else str(error)
     if error.errno == errno.EXDEV:
-        cause += "; all of a root has to be on one file system"
+        cause += "; a root must be on one file system"
     if error.errno in _FULL:
         return StoreFull(f"{path}: cannot {doing} {nbytes} bytes: {cause}; {_free(path)}; make room and try again")
     kind = ObjectUnreadable if doing == "read" and error.errno in _OWN else StoreError
@@ -35,5 +35,5 @@ def _free(path: str) -> str:
     try:
         status = os.statvfs(path)
     except OSError:
-        return "how much is free cannot be told"
+        return "the free space is unknown"
     return f"{status.f_bavail * status.f_frsize} bytes are free on its file system"

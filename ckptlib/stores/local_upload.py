@@ -90,7 +90,7 @@ class LocalUpload(Upload):
         self._check_open()
         view = as_bytes(head)
         if view.nbytes != self._head_nbytes:
-            raise ValueError(f"{self._path}: a head of {self._head_nbytes} bytes was announced, got {view.nbytes}")
+            raise ValueError(f"{self._path}: expected a head of {self._head_nbytes} bytes, got {view.nbytes}")
         try:
             _write_all(self._fd, view, 0)
             os.fsync(self._fd)
@@ -114,7 +114,7 @@ class LocalUpload(Upload):
 
     def _check_open(self) -> None:
         if not self._open:
-            raise ValueError(f"{self._path}: this upload is over; begin another")
+            raise ValueError(f"{self._path}: this upload is closed; begin another")
 
 
 def _open_temp(root: str) -> tuple[str, int]:

@@ -101,7 +101,7 @@ class SpooledUpload(Upload):
     def commit(self, head: Buffer) -> None:
         data, view = self._spooled(), as_bytes(head)
         if view.nbytes != self._head_nbytes:
-            raise ValueError(f"{self._key}: a head of {self._head_nbytes} bytes was announced, got {view.nbytes}")
+            raise ValueError(f"{self._key}: expected a head of {self._head_nbytes} bytes, got {view.nbytes}")
         data[: self._head_nbytes] = view
         self.abort()
         self._store.put(self._key, data)
@@ -112,5 +112,5 @@ class SpooledUpload(Upload):
 
     def _spooled(self) -> bytearray:
         if self._data is None:
-            raise ValueError(f"{self._key}: this upload is over; begin another")
+            raise ValueError(f"{self._key}: this upload is closed; begin another")
         return self._data

@@ -31,9 +31,9 @@ def probe(store: Store) -> Mapping[str, float]:
     try:
         listed = timed("list", lambda: [entry.key for entry in store.scan(PREFIX)])
         if key not in listed:
-            raise StoreError(f"{store.url}: {key} was put but is not listed; ckptlib needs fresh listings")
+            raise StoreError(f"{store.url}: {key} was put, but is not listed; ckptlib needs consistent listings")
         if timed("get", lambda: store.get(key)) != data:
-            raise StoreError(f"{store.url}: {key} came back with other bytes than were put")
+            raise StoreError(f"{store.url}: get returned other bytes of {key} than were put")
     finally:
         timed("delete", lambda: store.delete(key))
     return seconds

@@ -100,7 +100,7 @@ class FsspecStore(Store):
             count = size - offset if nbytes is None else nbytes
             data = self._cat(path, offset, count) if count else b""
             if len(data) != count:
-                raise StoreError(f"{where}: cannot get: {len(data)} bytes came, expected {count} from {offset}")
+                raise StoreError(f"{where}: cannot get: expected {count} bytes from {offset}, got {len(data)}")
             return data
 
     def _cat(self, path: str, offset: int, nbytes: int | None) -> bytes:

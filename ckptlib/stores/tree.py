@@ -115,9 +115,9 @@ def _enter(root: str, fd: int, name: str, depth: int, flags: int) -> int:
         if depth > 1 or kind_of(fd, name) != _KINDS[stat.S_IFLNK]:
             raise
         raise StoreError(
-            f"{root}/{name} is a symbolic link, and links in a root are not followed: what lies behind it may be "
-            "another root's, and would be deleted with this one's steps. To have it elsewhere, move the whole root "
-            f"there, and make {root} the link"
+            f"{root}/{name} is a symbolic link, and ckptlib does not follow links inside a root: the target may belong "
+            "to another root, whose data would be deleted with this one's steps. To keep the root elsewhere, move all "
+            f"of it and make {root} itself the link"
         ) from error
 
 

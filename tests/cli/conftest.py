@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers.commands import WORKER, Ckptlib, Result
+from helpers.commands import Ckptlib, Result
+from launch import fork_ranks
 from support import make_generation, make_root, make_save, state
 
 from ckptlib.cli.app import run
@@ -39,16 +38,8 @@ def ckptlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Steps 2 and 4 of two ranks; then a rewind to 2, and step 3 of one rank."""
     root = tmp_path_factory.mktemp("cli") / "root"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for command in ([*launcher, str(WORKER), str(root), "two"], [str(WORKER), str(root), "one"]):
-        done = subprocess.run(
-            [sys.executable, *command],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
+    for num_ranks, mode in ((2, "two"), (1, "one")):
+        fork_ranks("cli_saves.py", num_ranks, root, mode, timeout_s=120)
     return root
 
 

@@ -93,7 +93,7 @@ def test_a_job_that_goes_back_leaves_the_later_steps_behind(tmp_path: Path) -> N
     with opened(tmp_path) as root:
         for step in (10, 20, 30):
             ckptlib.save(root.url, {"a": step}, step)
-        with pytest.raises(ValueError, match=r"step 15 was saved already .* or comes before step 30, which was"):
+        with pytest.raises(ValueError, match="step 15 does not come after step 30"):
             ckptlib.save(root.url, {"a": 15}, 15)
         target = {"a": 0}
         ckptlib.load(root.url, target, 10)
@@ -102,7 +102,7 @@ def test_a_job_that_goes_back_leaves_the_later_steps_behind(tmp_path: Path) -> N
         ckptlib.save(root.url, {"a": 21}, 20)
         assert (ckptlib.load(root.url, target).step, target["a"]) == (20, 21)
         assert [info.step for info in ckptlib.checkpoints(root.url)] == [10, 15, 20]
-        with pytest.raises(ValueError, match="or comes before step 20"):
+        with pytest.raises(ValueError, match="does not come after step 20"):
             ckptlib.save(root.url, {"a": 15}, 15)
 
 
@@ -118,13 +118,13 @@ def test_to_look_at_an_older_step_is_not_to_go_back(tmp_path: Path) -> None:
 def test_a_step_is_saved_once_and_refused_states_leave_nothing(tmp_path: Path) -> None:
     with opened(tmp_path) as root:
         root.save({"a": 1})
-        with pytest.raises(ValueError, match="step 1 was saved already"):
+        with pytest.raises(ValueError, match="step 1 does not come after step 1"):
             ckptlib.save(root.url, {"a": 2}, 1)
         with pytest.raises(ValueError, match="between 0 and"):
             ckptlib.save(root.url, {"a": 2}, -1)
-        with pytest.raises(TypeError, match="a dict of what is to be saved"):
+        with pytest.raises(TypeError, match="a dict of what to save"):
             ckptlib.save(root.url, [1, 2], 2)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="ckptlib's own name"):
+        with pytest.raises(ValueError, match="is reserved for ckptlib"):
             ckptlib.save(root.url, {"@rng": 2}, 2)
         with pytest.raises(UnsupportedState, match="f: cannot save"):
             ckptlib.save(root.url, {"a": torch.ones(2), "f": lambda: 0}, 2)

@@ -210,7 +210,7 @@ def test_a_restore_behind_steps_is_refused(job: Job) -> None:
     """It would go back behind the ranks' agreement on the next step."""
     with job.checkpointer(every=4) as ckpt:
         ckpt.after_step(4)
-        with pytest.raises(ValueError, match="restore comes before the first after_step"):
+        with pytest.raises(ValueError, match="call restore before the first after_step"):
             ckpt.restore()
         ckpt.after_step(5)
 
@@ -245,7 +245,7 @@ def test_routine_is_told_once(job: Job, caplog: pytest.LogCaptureFixture) -> Non
     assert said[0] == f"restore: nothing to restore in file://{job.root}: a fresh run"
     assert [line.partition(":")[0] for line in said[1:]] == [
         "step 4 is committed",
-        "told to stop",
+        "asked to stop",
         "step 8 is committed",
     ]
 

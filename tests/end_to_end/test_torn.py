@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +12,7 @@ import pytest
 import torch
 from helpers.inside import await_room, fence_of, forget_last_save, stager_of
 from helpers.stage import held, is_copied, pending_of, replace_pending
-from launch import environment
-from places import TESTS
+from launch import fork_ranks
 from workers.torn import (
     IN_PLACE,
     OPTIMIZERS,
@@ -240,19 +237,8 @@ def test_who_always_writes_past_the_fence_still_gets_checkpoints(tmp_path: Path)
 
 def test_two_ranks(tmp_path: Path) -> None:
     """FSDP2's DTensors under every optimizer, and an all-reduce that writes to parameters."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *("workers/torn.py", str(tmp_path), "2"),
-        ],
-        cwd=TESTS,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    outcomes = json.loads(done.stdout)
+    fork_ranks("torn.py", 2, tmp_path, 2, timeout_s=120)
+    outcomes = json.loads((tmp_path / "outcomes").read_text())
     kinds = {*IN_PLACE, "all_reduce", "step"}
     for found in outcomes:
         assert found.keys() == {f"{fence} {kind}" for fence in ("fenced", "unfenced") for kind in kinds}

@@ -70,7 +70,7 @@ def test_a_newer_manifest_is_a_row_a_finding_and_skipped(root: Path, caplog: pyt
 def test_where_every_manifest_is_newer_nothing_is_restored(root: Path) -> None:
     for step in (1, 2):
         rewrite(root, f"steps/*{step}-000001-*", newer)
-    with pytest.raises(NewerFormat, match="no step can be read by this ckptlib; update it"):
+    with pytest.raises(NewerFormat, match="this ckptlib is too old to read any step; upgrade it"):
         restored(root)
 
 

@@ -11,11 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from places import WORKERS
-
 from ckptlib.stores.local import LocalStore
 
-WORKER = WORKERS / "cli_saves.py"
 DAY_S = 86400.0
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+from helpers.forkserver import context, start_server
+from launch import be_rank, environment
 from places import WORKERS
 from workers.three_ranks import NUM_RANKS
 
@@ -16,14 +15,16 @@ LIMIT_S = 150
 
 def run_ranks(script: str, directory: Path) -> None:
     """All cases in one launch; the exit status of each rank is in `exits`."""
+    start_server()
     ranks = []
     for rank in range(NUM_RANKS):
-        with (directory / f"output{rank}").open("w") as output:
-            command = [sys.executable, str(WORKERS / script), str(rank), str(directory), str(LIMIT_S)]
-            env = {**os.environ, "OMP_NUM_THREADS": "1"}
-            ranks.append(subprocess.Popen(command, env=env, stdout=output, stderr=output))
+        log, arguments = directory / f"output{rank}", [str(rank), str(directory), str(LIMIT_S)]
+        ranks.append(context.Process(target=be_rank, args=(str(log), environment(), WORKERS / script, arguments)))
+        ranks[-1].start()
     try:
-        exits = [process.wait(LIMIT_S + 30) for process in ranks]
+        for process in ranks:
+            process.join(LIMIT_S + 30)
+        exits = [process.exitcode for process in ranks]
     finally:
         for process in ranks:
             process.kill()

@@ -135,7 +135,7 @@ def test_part_of_a_step_is_not_gone_back_to_but_told_of(
     with caplog.at_level(logging.WARNING):
         ckptlib.save(root.url, {"model": model, "optim": optim}, 4)
     assert steps(root) == [1, 2, 3, 4]
-    assert "step 1 was loaded into a part of what is saved as step 4" in caplog.text
+    assert "step 1 was loaded into only a part of the state that is saved as step 4" in caplog.text
 
 
 def test_weights_alone_do_not_take_the_optimizer_back(root: Root, caplog: pytest.LogCaptureFixture) -> None:
@@ -147,7 +147,7 @@ def test_weights_alone_do_not_take_the_optimizer_back(root: Root, caplog: pytest
     with caplog.at_level(logging.WARNING):
         ckptlib.save(root.url, state(), 4)
     assert steps(root) == [1, 2, 3, 4]
-    assert "step 1 was loaded into a part" in caplog.text
+    assert "step 1 was loaded into only a part" in caplog.text
 
 
 def test_nothing_that_was_loaded_is_kept_alive(root: Root) -> None:
@@ -215,7 +215,7 @@ def test_a_checkpointer_is_not_taken_back_under_its_feet(tmp_path: Path) -> None
         before = model[0].weight.detach().clone()
         with torch.no_grad():
             model[0].weight.add_(1)
-        with pytest.raises(StateError, match="To go back, close it, load, and make another one"):
+        with pytest.raises(StateError, match="To go back, close it, load, and create another"):
             ckptlib.load(tmp_path, {"model": model}, 1)
         assert torch.equal(model[0].weight, before + 1)
         ckptlib.load(tmp_path, {"model": look}, 1)

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.benchmark_ranks import fork_all_ranks
 from places import ROOT
 
+from benchmarks import stall
 from benchmarks.__main__ import questions
 from benchmarks.common import filesystem, machine, spread, table
 
@@ -36,24 +38,25 @@ CASES = {
 }
 
 
-def test_stall(tmp_path: Path) -> None:
+def test_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "stall.jsonl"
-    done = run("stall", "--toy", "--out", out, "--directory", tmp_path)
-    assert done.returncode == 0, done.stderr
+    fork_all_ranks(monkeypatch)
+    stall.main(["--toy", "--out", str(out), "--directory", str(tmp_path)])
+    shown = capsys.readouterr().out
     first, *lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert first["kind"] == "machine"
     assert first["settings"]["toy"] is True
     assert {"torch", "ckptlib", "python"} <= first["versions"].keys()
     assert not [line for line in lines if line["kind"] == "failure"]
     for case, subjects in CASES.items():
-        assert case in done.stdout, "the table"
+        assert case in shown, "the table"
         found = {(line["subject"], line["what"]): line for line in lines if line["case"] == case}
         for subject in subjects:
-            stall = found[subject, "stall per checkpoint"]
-            assert 0 < stall["low"] <= stall["median"] <= stall["high"]
-            assert stall["n"] == 2
+            figure = found[subject, "stall per checkpoint"]
+            assert 0 < figure["low"] <= figure["median"] <= figure["high"]
+            assert figure["n"] == 2
             assert found[subject, "turn with / without"]["median"] > 0
-            assert subject in done.stdout, "the table"
+            assert subject in shown, "the table"
         num_tensors = found["ckptlib", "stall per checkpoint"]["tensors"]
         aim = found["ckptlib", "target (1 ms + 10 us per tensor)"]
         assert aim["median"] == pytest.approx(0.001 + 1e-5 * num_tensors)

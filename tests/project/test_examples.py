@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launch import forked
 from places import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -43,13 +44,23 @@ class Run:
         self.root, self.losses_file, self.final_file = (directory / name for name in ("root", "losses", "final"))
 
     def start(self, ranks: int, parallel: str, script: Path = EXAMPLES / "train_gpt.py") -> str:
+        """As a person starts it. Returns what it printed."""
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        flags = f"--steps {STEPS} --every 3 --layers 1 --width 32 --heads 2 --context 32 --batch {BATCH}".split()
-        flags += ["--root", self.root, "--losses", self.losses_file, "--final", self.final_file]
-        command = [sys.executable, *launcher, script, "--parallel", parallel, *flags]
+        command = [sys.executable, *launcher, script, *self.flags(parallel)]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def fork(self, ranks: int, parallel: str, script: Path = EXAMPLES / "train_gpt.py") -> str:
+        """The same, sooner."""
+        codes, output = forked(script, ranks, *self.flags(parallel), timeout_s=100)
+        assert codes == [0] * ranks, output
+        return output
+
+    def flags(self, parallel: str) -> list[str]:
+        sizes = f"--steps {STEPS} --every 3 --layers 1 --width 32 --heads 2 --context 32 --batch {BATCH}".split()
+        files = [f"--root={self.root}", f"--losses={self.losses_file}", f"--final={self.final_file}"]
+        return ["--parallel", parallel, *sizes, *files]
 
     def losses(self) -> list[tuple[int, str]]:
         lines = [json.loads(line) for line in self.losses_file.read_text().splitlines()]
@@ -78,9 +89,9 @@ def test_stopped_run_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, stopped: Path, ranks: int, parallel: str
 ) -> None:
     whole, parted = Run(tmp_path / "whole"), Run(tmp_path / "parted")
-    whole.start(ranks, parallel)
+    whole.fork(ranks, parallel)
 
-    assert "run the same command again" in parted.start(ranks, parallel, stopped)
+    assert "run the same command again" in parted.fork(ranks, parallel, stopped)
     reached = len(parted.losses())
     assert STOP_AT < reached < STEPS
     assert not parted.final_file.exists()
@@ -94,9 +105,9 @@ def test_stopped_run_goes_on_as_if_nothing_had_happened(
 @pytest.mark.timeout(240)
 def test_another_number_of_ranks_goes_on_with_the_same_data(tmp_path: Path, stopped: Path) -> None:
     run = Run(tmp_path / "run")
-    run.start(2, "fsdp", stopped)
+    run.fork(2, "fsdp", stopped)
     assert len(run.losses()) < STEPS
-    run.start(1, "none")
+    run.fork(1, "none")
     assert [step for step, _ in run.losses()] == list(range(STEPS))
     assert run.final()["place in the data"] == [{"epoch": 0, "consumed": STEPS * BATCH}]
 

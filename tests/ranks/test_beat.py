@@ -81,13 +81,13 @@ def test_all_ranks_act_on_the_same_word(step: int, flags: list[dict[str, int]]) 
 def test_ranks_at_different_steps_are_all_told(steps: list[int]) -> None:
     for found in agreed([Word(step) for step in steps]):
         assert isinstance(found, AgreementFailed)
-        assert f"between steps {min(steps)} and {max(steps)}" in str(found)
+        assert f"at steps {min(steps)} to {max(steps)};" in str(found)
 
 
 def test_a_word_for_another_step_is_refused() -> None:
     beat = Beat(SoloGroup())
     beat.start(Word(5))
-    with pytest.raises(AgreementFailed, match=r"after_step\(7\) on this rank, but step 5 was due"):
+    with pytest.raises(AgreementFailed, match=r"called after_step\(7\), but the next step was 5"):
         beat.agreed(7)
 
 

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from places import WORKERS
+from launch import fork_ranks
 from rankthreads import run_ranks
 
 from ckptlib.ranks.group import Group, SoloGroup, TorchGroup
 from ckptlib.ranks.meeting import group_of, meet
 from ckptlib.ranks.together import together
 
-WORKER = WORKERS / "groups.py"
-
 
 def test_three_real_ranks() -> None:
     """Every collective, every failure, groups of some ranks, meetings, and a rank that stays away."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(WORKER)]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert sorted(line for line in done.stdout.splitlines() if line.endswith("done")) == [
+    output = fork_ranks("groups.py", 3, timeout_s=120)
+    assert sorted(line for line in output.splitlines() if line.endswith("done")) == [
         f"rank {rank} done" for rank in range(3)
     ]
 

@@ -233,7 +233,7 @@ def test_boxes_whose_halos_differ_are_refused_on_all_ranks() -> None:
         return str(caught.value)
 
     (message,) = {*run_ranks(3, on_rank)}
-    assert "x[2:4] is held by ranks 0 and 1, and differs between them" in message
+    assert "ranks 0 and 1 both hold x[2:4], with different values" in message
 
 
 @settings(max_examples=30, deadline=None)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import torchrun
+from launch import fork_ranks
 from places import WORKERS
 
 
@@ -35,6 +35,6 @@ def test_children_of_one_process(tmp_path: Path, case: str) -> None:
 
 
 def test_children_of_ranks(tmp_path: Path) -> None:
-    output = torchrun("forks.py", 2, tmp_path / "root", "ranks", timeout_s=240)
+    output = fork_ranks("forks.py", 2, tmp_path / "root", "ranks", timeout_s=240)
     assert output.count("ok\n") == 2, output
     assert slots_of(tmp_path / "root") == slots_of(tmp_path / "root" / "other") == []

@@ -138,9 +138,9 @@ def test_no_copies() -> None:
 @pytest.mark.parametrize(
     ("domains", "copies", "told"),
     [
-        (["a", "a"], 1, r"copies=1 takes 2 failure domains, and the 2 ranks are on 1 \(a\); .* at most 0"),
-        (hosts(6, 2), 6, r"the 12 ranks are on 6 \(host0, host1, host2, host3, \.\.\.\); .* at most 5"),
-        (["a", "b"], -1, "copies is at least 0"),
+        (["a", "a"], 1, r"copies=1 needs 2 failure domains, but the 2 ranks are on 1 \(a\)\. .* to 0\."),
+        (hosts(6, 2), 6, r"the 12 ranks are on 6 \(host0, host1, host2, host3, \.\.\.\)\. .* to 5\."),
+        (["a", "b"], -1, "Expected copies from 0"),
         ([], 0, "the 0 ranks are on 0"),
     ],
 )

@@ -139,7 +139,7 @@ def test_damage_to_a_document_is_found(slot: Slot) -> None:
 def test_absurd_lengths_take_no_memory(slot: Slot) -> None:
     header = sealed(slot)
     for place in ((PAGE_BYTES, 2**40 - 1, "0" * 32), (2**62, 1, "0" * 32), (2**70, 1, "0" * 32)):
-        with pytest.raises(CorruptData, match="behind the end"):
+        with pytest.raises(CorruptData, match="past the end"):
             slot.read_document(replace(header, documents={"table": place}), "table")
     slot.write_header(replace(header, body_nbytes=CAPACITY + 1))
     with pytest.raises(FormatError, match="a body of"):

@@ -96,13 +96,13 @@ def test_two_entries_of_one_name_are_refused() -> None:
         {"": {"a": 1}, "a": 2},
         {"h": Holder({1: torch.ones(1), "1": torch.ones(2)})},
     ):
-        with pytest.raises(UnsupportedState, match="two entries of the state are both called"):
+        with pytest.raises(UnsupportedState, match="two entries of the state have the same name"):
             flatten(state)
 
 
 def test_names_that_no_safetensors_file_can_hold_are_refused() -> None:
     for state in ({"a\udcff": torch.ones(1)}, {"h": Holder({"\ud83d\ude00": torch.ones(1)})}, {"a": {"\udcff": 1}}):
-        with pytest.raises(UnsupportedState, match="is no Unicode"):
+        with pytest.raises(UnsupportedState, match="is not valid Unicode"):
             flatten(state)
 
 
@@ -264,11 +264,11 @@ def foreign_optimizer() -> torch.optim.Optimizer:
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "subclass": (lambda: torch.ones(3).as_subclass(Wrapper), "Wrapper is a tensor subclass.*give the plain tensors"),
-    "sparse": (lambda: torch.eye(3).to_sparse(), "torch.sparse_coo; give its parts"),
-    "csr": (lambda: torch.eye(3).to_sparse_csr(), "torch.sparse_csr; give its parts"),
-    "quantized": (quantized, "quantized; give its parts"),
-    "nested": (nested, "nested; give its parts"),
+    "subclass": (lambda: torch.ones(3).as_subclass(Wrapper), "Wrapper is a tensor subclass.*save the plain tensors"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "torch.sparse_coo; save its parts"),
+    "csr": (lambda: torch.eye(3).to_sparse_csr(), "torch.sparse_csr; save its parts"),
+    "quantized": (quantized, "quantized; save its parts"),
+    "nested": (nested, "nested; save its parts"),
     "meta": (lambda: torch.empty(3, device="meta"), "meta device and has no memory"),
     "lazy": (lambda: nn.LazyLinear(3), "x/weight: is not initialised yet; run one forward pass"),
     "lazy buffer": (lambda: nn.LazyBatchNorm1d(), "is not initialised yet; run one forward pass"),
@@ -284,7 +284,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "x/d: a collections.defaultdict that holds tensors.*OrderedDict",
     ),
     "optimizer key": (lambda: optimizer_with(0), "x/@0.0: optimizer state has the key 0"),
-    "optimizer state of its own": (foreign_optimizer, "x: optimizer state is kept under 'global'"),
+    "optimizer state of its own": (foreign_optimizer, "x: the optimizer keeps state under 'global'"),
 }
 
 

@@ -93,7 +93,7 @@ def test_a_wrapper_that_nobody_knows_goes_without_overlap(tmp_path: Path, caplog
         for step in ckpt.loop(0, 3):
             train(model, optimizer, step)
             assert not fence_of(ckpt).fired(optimizer)
-    told = [record for record in caplog.records if "takes no step hook" in record.message]
+    told = [record for record in caplog.records if "does not accept a step hook" in record.message]
     assert [record.levelno for record in told] == [logging.WARNING], "said once"
     assert "Wrapper" in told[0].message
     other, resumed = made(Wrapper, 1)

@@ -233,7 +233,7 @@ def test_a_name_that_stands_twice_is_refused_at_every_pass(path: str) -> None:
     clash: Any = torch.ones(1)
     for part in reversed(parts):
         clash = {part: clash}
-    with pytest.raises(UnsupportedState, match="two entries of the state are both called"):
+    with pytest.raises(UnsupportedState, match="two entries of the state have the same name"):
         flatten({"": clash, **state}, memo)
 
 
@@ -241,7 +241,7 @@ def test_state_of_what_is_no_parameter_is_refused_at_every_pass() -> None:
     state, memo = make_state(), Memo()
     flatten(state, memo)
     state["o"].state["global"] = 5
-    with pytest.raises(UnsupportedState, match="optimizer state is kept under 'global'"):
+    with pytest.raises(UnsupportedState, match="the optimizer keeps state under 'global'"):
         flatten(state, memo)
 
 

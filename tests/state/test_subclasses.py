@@ -100,7 +100,7 @@ def test_a_module_whose_state_dict_copies_them_is_refused() -> None:
             {f"{prefix}weight": Scaled(model.weight.codes.clone(), torch.ones(()))}
         )
     )
-    with pytest.raises(UnsupportedState, match=r"m: state_dict\(\) gives 'weight' as a copy"):
+    with pytest.raises(UnsupportedState, match=r"m: state_dict\(\) returns a copy of 'weight'"):
         flatten({"m": model})
 
 
@@ -194,11 +194,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: scaled(1, context=[object()]),
         "x: the context of helpers.scaled.Scaled has a builtins.obj",
     ),
-    "copies": (lambda: scaled(1, cls=Copies), "x: test_subclasses.Copies gives a copy of its inner tensor 'twice'"),
-    "lacks": (lambda: scaled(1, cls=Lacks), "tells of an inner tensor 'absent', which is a NoneType"),
-    "endless": (endless, "x: more than 8 tensor subclasses within each other"),
+    "copies": (lambda: scaled(1, cls=Copies), "x: test_subclasses.Copies returns a copy of its inner tensor 'twice'"),
+    "lacks": (lambda: scaled(1, cls=Lacks), "names an inner tensor 'absent', which is a NoneType"),
+    "endless": (endless, "x: over 8 tensor subclasses within each other"),
     "by hand": (lambda: Sharded(scaled(1), (0, 0), (12, 3)), "x: helpers.scaled.Scaled is a tensor subclass"),
-    "in an object": (lambda: Holder({"a": [endless()]}), "x/a/0: more than 8"),
+    "in an object": (lambda: Holder({"a": [endless()]}), "x/a/0: over 8"),
 }
 
 
@@ -212,12 +212,12 @@ def test_what_cannot_be_taken_apart_is_named(case: str) -> None:
 def test_torch_s_own_are_refused(world: None) -> None:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    with pytest.raises(UnsupportedState, match="AsyncCollectiveTensor is a tensor subclass that cannot be taken apart"):
+    with pytest.raises(UnsupportedState, match="AsyncCollectiveTensor is a tensor subclass that ckptlib cannot take"):
         flatten({"x": AsyncCollectiveTensor(torch.ones(3))})
 
 
 def test_two_of_one_name_are_refused() -> None:
-    with pytest.raises(UnsupportedState, match="both called 'x/a'"):
+    with pytest.raises(UnsupportedState, match="the same name 'x/a'"):
         flatten({"x": {"a": scaled(1)}, "": {"x": {"a": 1}}})
 
 

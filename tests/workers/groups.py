@@ -113,7 +113,7 @@ def meetings() -> None:
 def absence() -> None:
     """A rank that does not come is an error for the others, in time."""
     dist.barrier()
-    group = group_of(None, timedelta(seconds=3))
+    group = group_of(None, timedelta(seconds=2))
     if dist.get_rank() != 1:
         with pytest.raises(AgreementFailed, match="gather among 3 ranks failed"):
             group.gather(b"x")
@@ -123,10 +123,10 @@ def absence() -> None:
 def at_length() -> None:
     """A rank that takes much longer than the others wait in a collective; then, one that fails after that."""
     dist.barrier()
-    group = group_of(None, timedelta(seconds=4))
+    group = group_of(None, timedelta(seconds=2))
 
     def work() -> int:
-        time.sleep(6.0 if group.rank == 1 else 0.0)
+        time.sleep(3.0 if group.rank == 1 else 0.0)
         return group.rank
 
     def fail() -> None:

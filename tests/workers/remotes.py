@@ -117,11 +117,11 @@ def what_is_not_there(directory: Path) -> None:
         if rank() == 1:
             there, gone = slots.values()
             for at, nbytes in ((2**40, 1), (PAGE_BYTES + CAPACITY, 2 * PIECE_BYTES)):
-                with pytest.raises(CorruptData, match=r"rank 0 says: .*lies behind its end"):
+                with pytest.raises(CorruptData, match=r"rank 0 says: .*is past its end"):
                     there.view(at, nbytes)
             check_body(there, SnapshotReader().read(there, there.read_header()))
             os.truncate(found.path, PAGE_BYTES + 1000)
-            with pytest.raises(CorruptData, match=r"rank 0 says: .*lies behind its end, 5,096"):
+            with pytest.raises(CorruptData, match=r"rank 0 says: .*is past its end, 5,096"):
                 there.view(5000, 2 * PAGE_BYTES)
             there.view(5000, 96)
             with pytest.raises(CorruptData, match=r"rank 0 says: .*cannot be opened as a slot"):
@@ -158,11 +158,11 @@ def liars_who_ask(directory: Path) -> None:
             link = Link(world(), PATIENCE)
             dist.barrier()
             for request, why in {
-                (1, PAGE_BYTES, 8): b"there are 1 offers to rank 1, not 1",
-                (DONE - 1, PAGE_BYTES, 8): b"there are 1 offers",
-                (0, 2**64 - 1, 1): b"lies behind its end",
-                (0, 2**63, PIECE_BYTES): b"lies behind its end",
-                (0, PAGE_BYTES + CAPACITY, 1): b"lies behind its end",
+                (1, PAGE_BYTES, 8): b"rank 1 asks for offer 1, of 1",
+                (DONE - 1, PAGE_BYTES, 8): b"asks for offer",
+                (0, 2**64 - 1, 1): b"is past its end",
+                (0, 2**63, PIECE_BYTES): b"is past its end",
+                (0, PAGE_BYTES + CAPACITY, 1): b"is past its end",
             }.items():
                 good, data, text = _ask(link, *request)
                 assert not good

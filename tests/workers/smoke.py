@@ -8,6 +8,7 @@ devices only.)
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
 import signal
@@ -33,7 +34,6 @@ def make() -> nn.Module:
 
 
 def train(url: str, kill: bool) -> None:
-    dist.init_process_group("gloo")
     model = DistributedDataParallel(make())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     average = zeros((33, 16), device_mesh=mesh, placements=[Shard(0)])
@@ -43,7 +43,8 @@ def train(url: str, kill: bool) -> None:
         url, {"model": model.module, "optim": optim, "scheduler": scheduler, "average": average}, every=1
     ) as ckpt:
         start = ckpt.restore().step
-        print(f"rank {dist.get_rank()} starts at {start}", flush=True)
+        # one write, since ranks share the pipe
+        print(f"rank {dist.get_rank()} starts {url} at {start}\n", end="", flush=True)
         for step in ckpt.loop(start, TOTAL):
             model(torch.rand(3, 16)).square().sum().backward()
             optim.step()
@@ -55,7 +56,6 @@ def train(url: str, kill: bool) -> None:
                 ckpt.pending.wait_committed(120)
             if kill and step == KILLED_AT:
                 os.kill(os.getpid(), signal.SIGKILL)
-    dist.destroy_process_group()
 
 
 def digest(url: str) -> str:
@@ -69,10 +69,10 @@ def digest(url: str) -> str:
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in content)).hexdigest()
 
 
-def launch(url: str, kill: bool) -> subprocess.CompletedProcess[str]:
+def launch(urls: list[str], kill: bool) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
     return subprocess.run(
-        [*command, url, str(int(kill))],
+        [*command, *urls, str(int(kill))],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -84,11 +84,11 @@ def launch(url: str, kill: bool) -> subprocess.CompletedProcess[str]:
 def drive(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     whole, broken = str(directory / "whole"), str(directory / "broken")
-    for url, kill, start in ((whole, False, 0), (broken, True, 0), (broken, False, KILLED_AT)):
-        done = launch(url, kill)
+    for starts, kill in (({whole: 0, broken: 0}, True), ({broken: KILLED_AT}, False)):
+        done = launch([*starts], kill)
         assert (done.returncode != 0) == kill, done.stdout + done.stderr
-        for rank in (0, 1):
-            assert f"rank {rank} starts at {start}" in done.stdout, done.stdout + done.stderr
+        for rank, (url, start) in itertools.product((0, 1), starts.items()):
+            assert f"rank {rank} starts {url} at {start}\n" in done.stdout, done.stdout + done.stderr
     assert digest(whole) == digest(broken)
     print(f"torch {torch.__version__}: saved, killed, resumed; what came back is the same", flush=True)
 
@@ -98,4 +98,9 @@ if __name__ == "__main__":
     if len(sys.argv) == 2:
         drive(Path(sys.argv[1]))
     else:
-        train(sys.argv[1], sys.argv[2] == "1")
+        *others, last, kill = sys.argv[1:]
+        dist.init_process_group("gloo")
+        for url in others:
+            train(url, False)
+        train(last, kill == "1")
+        dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Cases that three ranks go through together, each rank a plain process: script.py <rank> <directory> <seconds>.
+"""Cases that three ranks go through together, each rank a process of its own: script.py <rank> <directory> <seconds>.
 
 torchrun would end all of them with the one that is killed. Every rank writes to <directory>/<case>.rank<n> "ok", or
 what was wrong; `helpers.verdicts` starts them, and reads it.
