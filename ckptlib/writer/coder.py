@@ -87,6 +87,10 @@ class Coder:
             bps = nbytes / seconds
             self._store_bps = bps if self._store_bps is None else _blend(self._store_bps, bps)
 
+    def forget_patches(self) -> None:
+        """What was saved was not what it said, or was not put: nothing is patched before the next whole copy."""
+        self._patches = None
+
     def candidates(self, snapshot: Snapshot, chunks: Sequence[int]) -> tuple[list[int], list[int]]:
         """The chunks that a codec is to be tried on, and those that are stored as they are."""
         if self._table is not snapshot.table:

@@ -63,6 +63,13 @@ class Persister:
         What has not changed since the parent is not put again. Raises CorruptData when the slot is not what was sealed,
         and what the store raises; no part is put then.
         """
+        try:
+            return self._persist(slot, save)
+        except BaseException:
+            self._coder.forget_patches()
+            raise
+
+    def _persist(self, slot: Slot, save: SaveId) -> Part:
         snapshot = self.read(slot, save)
         parent, increment = self._plan(snapshot)
         began = time.monotonic()

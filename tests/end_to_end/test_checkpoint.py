@@ -158,7 +158,7 @@ def test_a_failed_save_says_so_and_is_not_listed(tmp_path: Path) -> None:
     root.url = url
     try:
         root.save({"a": torch.ones(3)})
-        pending = ckptlib.save_async(url, {"a": torch.ones(3)}, 2)
+        pending = ckptlib.save_async(url, {"a": torch.zeros(3)}, 2)
         with pytest.raises(SaveFailed, match="no space"):
             pending.wait_committed(60)
         with pytest.raises(SaveFailed):

@@ -43,6 +43,7 @@ SUBJECTS = {
         "unchanged chunks of 1 MiB",
         "unchanged chunks of 4 MiB",
     },
+    "smaller": {"ckptlib", "ckptlib, planes", "DCP", "DCP + its zstd"},
     "recover": {"ckptlib", "bare copy", "bare read of /dev/shm", "bare gloo", "bare gloo beside a read"},
 }
 """Who must show up in the figures of each."""

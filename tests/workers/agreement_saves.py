@@ -92,7 +92,7 @@ def steps_that_differ(url: Path) -> None:
 def fail_on_rank_1(plan: Path, active: bool) -> None:
     dist.barrier()
     if rank() == 0:
-        rule = {"op": "commit", "key": r"packs/.*/000001-", "action": "error"}
+        rule = {"op": "put", "key": r"parts/.*/000001-.*-ok-", "action": "error"}
         plan.write_text(json.dumps([rule] if active else []))
     dist.barrier()
 
