@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptlib.codecs.codec import Content
-from ckptlib.format import dtypes
 
 MIN_ROW_BYTES = 64
 """Shorter rows are joined: the number of a row takes a byte or two, and its hash takes twelve."""
@@ -24,6 +23,15 @@ MAX_ROW_BYTES = 16 * 1024
 """Longer ones are cut into pieces of `PIECE_BYTES`: a chunk must hold many rows, or else nothing is won."""
 
 PIECE_BYTES = 1024
+
+_ITEM_BYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8", "float4_e2m1fn_x2", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("uint32", "int32", "float32", "complex32"), 4),
+    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +65,10 @@ class Rows:
 
 
 def cut(content: Content, chunk_nbytes: int) -> Rows | None:
-    """The rows of a chunk; None where it holds several dtypes, or no whole row."""
-    if not content.dtype:
+    """The rows of a chunk; None where it holds several dtypes, an unknown one, or no whole row."""
+    itemsize = _ITEM_BYTES.get(content.dtype)
+    if itemsize is None:
         return None
-    itemsize = dtypes.itemsize(content.dtype)
     nbytes = max(1, content.row) * itemsize
     if nbytes > MAX_ROW_BYTES:
         nbytes = PIECE_BYTES

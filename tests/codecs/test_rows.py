@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ckptlib.codecs.codec import Content
 from ckptlib.codecs.rows import MAX_ROW_BYTES, MIN_ROW_BYTES, PIECE_BYTES, Rows, cut
+from ckptlib.format import dtypes
 
 DTYPES = {"uint8": 1, "bfloat16": 2, "float32": 4, "float64": 8, "complex128": 16}
 
@@ -59,3 +60,11 @@ def test_views_write_through() -> None:
     first, last = rows.edges(memoryview(data))
     first[:], last[:] = 1, 2
     assert data == b"\1" * 10 + b"\0" * 64 + b"\7" * 64 + b"\0" * 128 + b"\2" * 34
+
+
+def test_every_dtype_that_is_saved_has_rows() -> None:
+    for dtype in dtypes._DTYPES:
+        rows = cut(Content(dtype, 1000), 1 << 20)
+        assert rows is not None, dtype
+        assert rows.nbytes == 1000 * dtypes.itemsize(dtype)
+    assert cut(Content("int7", 1000), 1 << 20) is None
