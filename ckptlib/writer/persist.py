@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +12,7 @@ from concurrent.futures import Executor
 from typing_extensions import Buffer
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.errors import CorruptData, FormatError
+from ckptlib.errors import CorruptData, FormatError, StoreError
 from ckptlib.format.keys import PartName, SaveId, new_nonce
 from ckptlib.format.part import FailedPart, Pack, Part
 from ckptlib.policy.codec import RAW, CodecRules
@@ -24,6 +25,8 @@ from ckptlib.writer.increment import Increment, Rules, plan, whole
 from ckptlib.writer.packs import Framed, Packer, PackShape, Piece
 from ckptlib.writer.parents import Parents
 from ckptlib.writer.share import PutChunks, assemble
+
+log = logging.getLogger(__name__)
 
 FRAMES_BYTES = 32 * 1024 * 1024
 """Frames that are put as one pack: they are in memory until they are."""
@@ -119,10 +122,14 @@ class Persister:
 
     def _plan(self, snapshot: Snapshot) -> tuple[Part | None, Increment]:
         """What is written of a snapshot, and what is taken over from which part."""
-        parent, steps = None, None
-        if snapshot.header.rank == self._rank:  # of another, whose stand-in this is, no parent is known
+        if snapshot.header.rank != self._rank:  # this is the stand-in of a rank whose parts it does not know
+            return None, whole(len(snapshot.digests))
+        try:
             parent, steps = self._parents.choose(snapshot, self._patience_s)
-        if parent is None or steps is None:
+        except StoreError as error:
+            log.warning("step %d is written whole: %s", snapshot.header.save.step, error)
+            return None, whole(len(snapshot.digests))
+        if parent is None:
             return None, whole(len(snapshot.digests))
         distrusted = max(steps.refreshes, default=None)
         rules = Rules(snapshot.created, self._refresh_s, {*steps.saves}, distrusted)
