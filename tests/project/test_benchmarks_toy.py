@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from places import ROOT
 
-from benchmarks import recover
+from benchmarks import lossy, recover
 from benchmarks.common import launch
 
 SUBJECTS = {
@@ -27,6 +27,7 @@ SUBJECTS = {
     "replicas": {"ckptlib", "DCP async thread"},
     "slowdown": {"ckptlib"},
     "scale": {"ckptlib"},
+    "lossy": {lossy.EXACT, *lossy.NOISE, *lossy.LOSSY, lossy.NOTHING},
     "gpu": {
         "ckptlib",
         "ckptlib, every iteration, memory='host'",
