@@ -75,5 +75,5 @@ SPEEDS = st.floats(1e6, 1e11)
 @given(SPEEDS, SPEEDS, st.floats(0.01, 1.5))
 def test_a_save_is_never_longer_for_it(store_bps: float, encode_bps: float, ratio: float) -> None:
     if weigh(Measured(False, store_bps, encode_bps, ratio)).encode:
-        assert max(1 / encode_bps, ratio / store_bps) < 1 / store_bps
+        assert max(1 / encode_bps, ratio / store_bps) <= 1 / store_bps  # alike where one is larger by a last bit
         assert ratio <= 0.97
