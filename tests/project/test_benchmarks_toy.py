@@ -15,7 +15,7 @@ import pytest
 from helpers.benchmark_ranks import fork_all_ranks
 from places import ROOT
 
-from benchmarks import recover
+from benchmarks import lossy, recover
 from benchmarks.common import launch
 
 SUBJECTS = {
@@ -29,6 +29,7 @@ SUBJECTS = {
     "replicas": {"ckptlib", "DCP async thread"},
     "slowdown": {"ckptlib"},
     "scale": {"ckptlib"},
+    "lossy": {lossy.EXACT, *lossy.NOISE, *lossy.LOSSY, lossy.NOTHING},
     "gpu": {
         "ckptlib",
         "ckptlib, every iteration, memory='host'",
