@@ -20,7 +20,7 @@ from ckptlib.codecs.codec import Codec
 from ckptlib.codecs.registry import RAW
 from ckptlib.format.digests import digester
 from ckptlib.format.part import Part
-from ckptlib.format.places import Coding
+from ckptlib.format.places import Coding, Loss
 from ckptlib.policy.codec import CodecRules
 from ckptlib.slots.snapshot import Snapshot
 from ckptlib.writer.contents import TensorChunk, tensor_chunk
@@ -58,13 +58,22 @@ class _Kind:
     why: str = ""
 
 
+class _Rounded(NamedTuple):
+    """What a frame decodes to, where that is not the chunk."""
+
+    digest: str
+    absolute: float
+    relative: float
+    """See `Loss`."""
+
+
 class _Work(NamedTuple):
     """What one thread did with a chunk."""
 
     attempt: Attempt | None
     frame: bytes | None
     codec: str
-    digest: str | None
+    rounded: _Rounded | None
     seconds: float
     """Of encoding it whole."""
 
@@ -180,8 +189,11 @@ class Coder:
         self._learn(of, nbytes, done)
         if done.frame is None:
             return Encoded(chunk, None, None)
-        raw_digest = None if done.digest is None else snapshot.digests[chunk]
-        return Encoded(chunk, done.frame, Coding(done.codec, len(done.frame), None, raw_digest), done.digest)
+        if done.rounded is None:
+            return Encoded(chunk, done.frame, Coding(done.codec, len(done.frame)))
+        digest, *bound = done.rounded
+        loss = Loss(snapshot.digests[chunk], *bound)
+        return Encoded(chunk, done.frame, Coding(done.codec, len(done.frame), None, loss), digest)
 
     def _learn(self, of: TensorChunk, nbytes: int, done: _Work) -> None:
         """How well and how fast this kind of tensor is encoded."""
@@ -203,12 +215,17 @@ def _work(
     began = time.monotonic()
     frame = codec.encode(raw, of.content)
     seconds = time.monotonic() - began
-    digest = None
-    if frame is not None and not codec.lossless:
-        out = memoryview(bytearray(len(raw)))
-        codec.decode(memoryview(frame), out)
-        digest = digester(algorithm)(out)
-    return _Work(tried, frame, codec.name, digest, seconds)
+    rounded = None if frame is None or codec.lossless else _rounded(codec, memoryview(frame), len(raw), algorithm)
+    return _Work(tried, frame, codec.name, rounded, seconds)
+
+
+def _rounded(codec: Codec, frame: memoryview, nbytes: int, algorithm: str) -> _Rounded:
+    from ckptlib.codecs.lossy_codec import LossyCodec  # for the few who ask for it
+
+    assert isinstance(codec, LossyCodec)
+    out = memoryview(bytearray(nbytes))
+    codec.decode(frame, out)
+    return _Rounded(digester(algorithm)(out), *codec.bound(frame))
 
 
 def _kind_of(of: TensorChunk) -> tuple[str, str]:

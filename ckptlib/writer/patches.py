@@ -72,7 +72,7 @@ class Patches:
         coding = parent.codings.get(chunk)
         if coding is not None and coding.base is not None:
             return coding.base
-        if coding is not None and coding.raw_digest is not None:
+        if coding is not None and coding.loss is not None:
             return None  # what it decodes to is not what was summarized
         stored, codec = parent.stored[chunk], None if coding is None else coding.codec
         pack, offset = parent.table.packs[chunk], parent.table.offsets[chunk]
