@@ -81,7 +81,7 @@ class Leveller:
             levels = Levels(np.rint(means).astype(np.uint8), NO_COLUMNS)
         else:
             some = grid[:: max(1, len(grid) // _ROWS_SEEN)]
-            of_columns = some.mean(axis=0, dtype=np.float32)
+            of_columns = np.add.reduce(some, axis=0, dtype=np.uint32) / np.float32(len(some))
             levels = Levels(_sixteenths(means, 136), _sixteenths(of_columns, 128))
         self._apply(np.subtract, grid, levels)
         return levels
@@ -98,10 +98,11 @@ class Leveller:
     def _fill_margins(self, first: int, count: int, row: int) -> None:
         """What lies before and behind the exponents in their rows must not move the means of these."""
         end = first + count
-        last = end - (end - 1) % row - 1
         if first:
             self._block[:first] = self._block[first : min(row, end)].mean()
-        self._block[end : last + row] = self._block[max(first, last) : end].mean()
+        if end % row:
+            last = end - end % row
+            self._block[end : last + row] = self._block[max(first, last) : end].mean()
 
     def _apply(self, operation: np.ufunc, grid: Bytes, levels: Levels) -> None:
         if not len(levels.columns):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptlib.codecs.levels import MAX_ROW, MIN_ROW, Leveller, Levels, Model, num_rows, row_of
@@ -14,6 +14,7 @@ LEVELLER = Leveller(SIZE)
 MODELS = st.sampled_from([Model.ROWS, Model.ROWS_AND_COLUMNS])
 
 
+@settings(deadline=None)
 @given(st.integers(1, SIZE), st.integers(MIN_ROW, MAX_ROW), st.data(), MODELS, st.integers(0, 255))
 def test_off_and_on(count: int, row: int, data: st.DataObject, model: Model, spread: int) -> None:
     first = data.draw(st.integers(0, row - 1))
@@ -76,6 +77,7 @@ def test_row_of(row: int, by: int) -> None:
     assert row_of(row) == by
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2**62))
 def test_row_of_any(row: int) -> None:
     found = row_of(row)
