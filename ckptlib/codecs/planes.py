@@ -25,7 +25,7 @@ from typing_extensions import override
 from ckptlib.codecs import sample
 from ckptlib.codecs.codec import Codec, Content
 from ckptlib.codecs.float_bits import BY_CODE, KINDS, Bytes, Cutter, Kind
-from ckptlib.codecs.levels import MAX_ROW, MIN_ROW, NO_COLUMNS, Leveller, Levels, Model, num_rows, row_of
+from ckptlib.codecs.levels import MAX_ROW, MIN_ROW, NO_COLUMNS, Leveller, Levels, Model, row_bytes, row_of
 from ckptlib.codecs.pairs import Pairer
 from ckptlib.codecs.plane_frames import FrameReader, Parts, coded, paired, stored, without_lowest_bit
 from ckptlib.codecs.sample import Way
@@ -128,7 +128,7 @@ def _read_levels(reader: FrameReader, first: int, count: int, row: int) -> Level
         return None
     if model not in (Model.ROWS, Model.ROWS_AND_COLUMNS) or not row:
         raise FormatError(f"a frame says {model} of the levels of its rows of {row}: no such levels")
-    rows = reader.plane(num_rows(first, count, row), "levels of rows")
+    rows = reader.plane(row_bytes(first, count, row, Model(model)), "levels of rows")
     if model == Model.ROWS:
         return Levels(rows, NO_COLUMNS)
     return Levels(rows, reader.plane(row, "levels of columns"))

@@ -116,7 +116,7 @@ def test_what_is_made_by_hand_decodes() -> None:
         head() + NONE + pairs(0, b"", bytes(N // 2)) + REST,
         head() + NONE + pairs(1, b"\7", b"\x0f" + bytes(N // 2 - 1)) + REST,
         head(0, 100, 99) + ROWS + plane(1, zeros(11)) + plane(0, bytes(N)) + REST,
-        head(0, 64) + BOTH + plane(0, bytes(16)) + plane(1, zeros(64)) + plane(0, bytes(N)) + REST,
+        head(0, 64) + BOTH + plane(0, bytes(32)) + plane(1, zeros(64)) + plane(0, bytes(N)) + REST,
     ):
         assert decode(good, 4 * N)
 
@@ -132,9 +132,10 @@ def test_what_is_made_by_hand_decodes() -> None:
         head(0, 0, 1) + NONE + plane(0, bytes(N)) + REST,
         head() + ROWS + plane(0, bytes(N)) + plane(0, bytes(N)) + REST,
         head(0, 64) + b"\3" + plane(0, bytes(16)) + plane(0, bytes(N)) + REST,
+        head(0, 64) + BOTH + plane(0, bytes(16)) + plane(1, zeros(64)) + plane(0, bytes(N)) + REST,
         head(0, 64) + ROWS + plane(0, bytes(15)) + plane(0, bytes(N)) + REST,
         head(0, 64) + ROWS + pairs(0, b"", bytes(8)) + plane(0, bytes(N)) + REST,
-        head(0, 64) + BOTH + plane(0, bytes(16)) + plane(1, zeros(65)) + plane(0, bytes(N)) + REST,
+        head(0, 64) + BOTH + plane(0, bytes(32)) + plane(1, zeros(65)) + plane(0, bytes(N)) + REST,
         head() + NONE + plane(3, bytes(N)) + REST,
         head() + NONE + plane(3, bytes(7 * N // 8 - 1)) + REST,
         head() + NONE + plane(4, bytes(N)) + REST,
