@@ -48,7 +48,7 @@ class Levels(NamedTuple):
 def row_of(row: int) -> int:
     """Of how many elements of a tensor with such rows to take a common level off; from MIN_ROW to MAX_ROW."""
     if row < MIN_ROW:
-        return row * -(-MIN_ROW // row)
+        return row * -(-MIN_ROW // row) if row > 0 else MIN_ROW
     fewest = -(-row // MAX_ROW)
     return next((row // pieces for pieces in range(fewest, fewest + 64) if row % pieces == 0), MIN_ROW)
 

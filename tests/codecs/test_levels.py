@@ -72,6 +72,7 @@ def test_rows_may_be_far_apart() -> None:
 @pytest.mark.parametrize(
     ("row", "by"),
     [
+        (0, 64),
         (1, 64),
         (2, 64),
         (63, 126),
