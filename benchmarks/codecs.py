@@ -25,7 +25,7 @@ from benchmarks import trained
 from benchmarks.figures import Figures, Options, rotated, run
 from ckptlib.codecs import registry
 from ckptlib.codecs.codec import Codec, Content
-from ckptlib.format.body_layout import CHUNK_BYTES
+from ckptlib.format.body_layout import CHUNK_BYTES, SHARED_CHUNK_BYTES
 
 STEP = 400
 
@@ -175,8 +175,10 @@ def measure(options: Options, directory: Path, figures: Figures) -> None:
         for peer in SUBJECTS:
             if peer.needs is not None and not options.toy and not _found(peer.needs):
                 figures.failed(kind, peer.name, "not installed; it is in the extra called bench")
-        some = chunks(state[kind])
-        limit = order_0_bytes(state[kind])
+        # smaller ones share chunks, which are never coded
+        least = 0 if options.toy else SHARED_CHUNK_BYTES
+        tensors = {name: tensor for name, tensor in state[kind].items() if tensor.nbytes >= least}
+        some, limit = chunks(tensors), order_0_bytes(tensors)
         for number in range(1 if options.toy else options.rounds):
             for subject in rotated(subjects, number):
                 _one(subject, some, limit, kind, options, figures)
