@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptlib.codecs import registry
@@ -72,6 +72,7 @@ def test_raw_where_it_does_not_pay(change: dict[str, float], why: str) -> None:
 SPEEDS = st.floats(1e6, 1e11)
 
 
+@settings(deadline=None)
 @given(SPEEDS, SPEEDS, st.floats(0.01, 1.5))
 def test_a_save_is_never_longer_for_it(store_bps: float, encode_bps: float, ratio: float) -> None:
     if weigh(Measured(False, store_bps, encode_bps, ratio)).encode:
