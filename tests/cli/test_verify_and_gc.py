@@ -103,6 +103,24 @@ def test_gc(ckptlib: Ckptlib, made: LocalStore) -> None:
     assert ckptlib("gc", made.url, "--keep-last", 2).out == "nothing to do\n"
 
 
+def test_gc_tells_what_stays_because_others_use_it(ckptlib: Ckptlib, sharing: Path) -> None:
+    first = of_step(sharing, "packs", 1)
+    nbytes = first.stat().st_size
+    names = [row["name"] for row in ckptlib("ls", sharing, "--json").json["steps"]]
+    expected = [{"step": 1, "name": names[0], "nbytes": nbytes, "used_by": names[3:]}]
+    assert ckptlib("gc", sharing, "--keep-last", 2, "--dry-run", "--json").json["used"] == expected
+    assert "would stay  step 1  1.4" in ckptlib("gc", sharing, "--keep-last", 2, "--dry-run").out
+    assert ckptlib("gc", sharing, "--keep-last", 2, "--json").json["used"] == expected
+    age(LocalStore(str(sharing)), 2 * DAY_S)
+    done = ckptlib("gc", sharing, "--keep-last", 2)
+    assert done.lines()[0][0] == "stays"
+    assert "2 steps use it: 4, 5" in done.out
+    assert "grace period" not in done.out
+    assert first.exists()
+    assert not list((sharing / "packs").glob("000000000002-*/*"))
+    assert ckptlib("verify", sharing, "--all").code == 0
+
+
 def test_gc_drops_what_a_rewind_left_behind(ckptlib: Ckptlib, root: Path) -> None:
     assert ckptlib("gc", root, "--keep-last", 9, "--json").json["dropped"] == []
     assert [row["step"] for row in ckptlib("gc", root, "--keep-last", 9, "--abandoned", "--json").json["dropped"]] == [
