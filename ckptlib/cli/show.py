@@ -324,12 +324,13 @@ def _print_tensors(output: Output, tensors: list[Tensor], pattern: str) -> None:
 
 def _print_values(output: Output, values: Mapping[str, object]) -> None:
     output.line()
-    rows = [(path, _cut(json.dumps(value))) for path, value in values.items()]
+    rows = [(path, cut(json.dumps(value))) for path, value in values.items()]
     if rows:
         output.columns(("VALUE", "OF RANK 0"), rows)
     else:
         output.line("rank 0 has no values")
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """For people."""
     return text if len(text) <= MAX_VALUE_WIDTH else text[: MAX_VALUE_WIDTH - 3] + "..."

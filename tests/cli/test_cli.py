@@ -42,6 +42,7 @@ def test_needs_no_torch(made: LocalStore, tmp_path: Path) -> None:
         ["ls", url, "--all"],
         ["show", url, "--values", "--tensors", "*"],
         ["du", url],
+        ["diff", url, "1", "2", "--deep"],
         ["refresh", url, "2"],
         ["verify", url, "--all"],
         ["gc", url, "--keep-last", "3"],
