@@ -78,7 +78,7 @@ class _Stock:
     """What earlier sweeps did not come to delete."""
     committed: set[SaveId]
     refreshes: list[SaveId]
-    """Asked for; of a step that is gone they ask for nothing."""
+    """Asked for; see `_is_done`."""
 
 
 def sweep(
@@ -114,7 +114,7 @@ def sweep(
     if not dry_run:
         stale = [stock.records[save] for save in stock.records.keys() & stock.committed]
         old_clocks = [entry for entry in stock.clocks if entry.modified < oldest]
-        refreshes = [save.refresh_key for save in stock.refreshes if save not in stock.committed]
+        refreshes = [save.refresh_key for save in stock.refreshes if _is_done(save, stock, needed)]
         _delete(catalog, generation, [*(entry.key for entry in stale + old_clocks), *refreshes])
         _delete(catalog, generation, [entry.key for entry in deleted])  # before anything is put: the store may be full
         for save in dropped:
@@ -142,6 +142,11 @@ def _needed(catalog: Catalog, stock: _Stock, oldest: float, live: bool) -> set[P
             ) from error
         log.warning("%s", what)
         return None
+
+
+def _is_done(refresh: SaveId, stock: _Stock, needed: Set[PackSet] | None) -> bool:
+    """Whether nobody has to see any more that this was asked for: a save that was planned before may come after it."""
+    return needed is not None and refresh not in stock.committed and all(of.save > refresh for of in needed)
 
 
 def _deletable(stock: _Stock, due: Iterable[SaveId], needed: Set[PackSet]) -> tuple[set[SaveId], list[Entry]]:
