@@ -51,9 +51,11 @@ def test_a_step_that_is_not_there_is_refused(ckptlib: Ckptlib, sharing: Path) ->
     assert files(sharing) == before
 
 
-def test_the_mark_goes_with_its_step(ckptlib: Ckptlib, sharing: Path) -> None:
+def test_the_mark_stays_while_a_step_uses_what_it_distrusts(ckptlib: Ckptlib, sharing: Path) -> None:
     ckptlib("refresh", sharing, 1)
     ckptlib("gc", sharing, "--keep-last", 2)
     age(LocalStore(str(sharing)), 2 * DAY_S)
     ckptlib("gc", sharing, "--keep-last", 2)
-    assert Catalog(LocalStore(str(sharing))).steps().refreshes == []
+    steps = Catalog(LocalStore(str(sharing))).steps()
+    assert [save.step for save in steps.refreshes] == [1]
+    assert 1 not in [save.step for save in steps.saves], "later steps use its packs, and may be handed on"
