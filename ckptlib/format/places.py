@@ -144,7 +144,10 @@ def _decode_runs(fields: Fields, stored: Sequence[int]) -> tuple[tuple[int, ...]
     for row in fields.items("runs"):
         match row:
             case [int(pack), int(offset), int(count)] if (
-                0 <= pack < MAX_PACKS and 0 <= offset <= 2**62 and 1 <= count <= len(stored)
+                {*map(type, row)} == {int}  # True is an int, too
+                and 0 <= pack < MAX_PACKS
+                and 0 <= offset <= 2**62
+                and 1 <= count <= len(stored)
             ):
                 rows.append((pack, offset, count))
             case _:

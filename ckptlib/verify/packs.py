@@ -166,7 +166,7 @@ def _data_runs(pack: _PackRead, chunks: Sequence[int]) -> Iterator[_Run]:
         if not run:
             start = offsets[chunk]
         run.append(chunk)
-        end = stop
+        end = max(end, stop)  # chunks overlap only where somebody meant harm
     if run:
         yield _Run(pack, tuple(run), start, end)
 
