@@ -90,7 +90,7 @@ def many_boxes(part: Body) -> None:
 def rows(part: Body, sizes: list[int]) -> None:
     """One chunk for each size, in a pack that is said to be large enough."""
     part["table"]["chunks"] = {"nbytes": sizes}
-    part["places"] = {"runs": [[0, 4096, 1]] * len(sizes)}
+    part["places"] = {"runs": [[0, 4096, len(sizes)]]}
     part["digests"] = "0" * 32 * len(sizes)
     part["packs"] = [[part["packs"][0][0], 2**40, 0.0]]
 
