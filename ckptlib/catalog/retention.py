@@ -109,7 +109,7 @@ def sweep(
     due = [] if needed is None else _due(stock, oldest)
     gone, deleted = _deletable(stock, due, needed or set())
     waiting = sorted(({*stock.objects, *stock.records} - stock.committed | {*dropped}) - gone)
-    if not waiting:
+    if not {*waiting} - {*due}:  # of what is due no part is left, whatever its packs are needed for
         deleted += _unnamed_layouts(catalog, stock, oldest)
     if not dry_run:
         stale = [stock.records[save] for save in stock.records.keys() & stock.committed]
