@@ -98,9 +98,8 @@ def _times_in_trash(catalog: Catalog, wanted: Collection[PackSet]) -> dict[PackS
         save = keys.parse_trash_key(entry.key)
         if save is None or entry.modified < oldest:
             continue
-        try:
-            record = catalog.trash_record(save)
-        except UNREADABLE:
+        record = _record_there(catalog, save)
+        if record is None:
             continue
         times = {**record.uses, PackSet(save): record.created, PackSet(save, carried=True): record.created}
         found |= {needed: times[needed] for needed in wanted if needed in times}
@@ -111,6 +110,15 @@ def record_of(catalog: Catalog, save: SaveId, reason: str) -> TrashRecord:
     """The trash record of a committed step that is dropped. One whose manifest cannot be read has no readers."""
     try:
         stand = catalog.stand(save)
+    except CheckpointNotFound:  # another sweep was faster
+        return _record_there(catalog, save) or TrashRecord(save, reason)
     except UNREADABLE:
         return TrashRecord(save, reason)
     return TrashRecord(save, reason, stand.uses, stand.created)
+
+
+def _record_there(catalog: Catalog, save: SaveId) -> TrashRecord | None:
+    try:
+        return catalog.trash_record(save)
+    except UNREADABLE:
+        return None
