@@ -34,6 +34,7 @@ def needed_by(catalog: Catalog, committed: Iterable[SaveId], trashed: Collection
     Raises, for a document that cannot be read, what reading it raises: nobody knows then which packs are needed.
     """
     needed: set[PackSet] = set()
+    catalog.forget_records(trashed)
     for save in committed:
         try:
             needed |= catalog.stand(save).uses.keys()
@@ -66,6 +67,9 @@ def times_of(catalog: Catalog, save: SaveId, uses: Collection[PackSet]) -> dict[
     if left:
         found |= _times_in_trash(catalog, left)
         left -= found.keys()
+    if left and any(_is_damaged(catalog, other) for other in committed):
+        found |= dict.fromkeys(left, 0.0)  # as above; once the manifest is given up, the one to be put names them
+        left.clear()
     if left:
         raise SaveFailed(
             f"step {save.step}: needs packs of {min(left)}, which no committed step uses any more, so they may be "
@@ -79,6 +83,17 @@ def _created(catalog: Catalog, save: SaveId) -> float:
         return catalog.stand(save).created
     except UNREADABLE:
         return 0.0  # while its manifest cannot be read, no pack is deleted
+
+
+def _is_damaged(catalog: Catalog, save: SaveId) -> bool:
+    """For everybody, and for good: not one that could not be read just now."""
+    try:
+        catalog.stand(save)
+    except (CorruptData, FormatError):
+        return True
+    except (CheckpointNotFound, ObjectUnreadable):
+        pass
+    return False
 
 
 def _times_in(catalog: Catalog, save: SaveId, wanted: Collection[PackSet]) -> dict[PackSet, float]:
