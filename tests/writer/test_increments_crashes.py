@@ -139,3 +139,23 @@ def test_a_marker_has_everything_before_it_written_again() -> None:
     assert used == {second: {first}, third: set(), fourth: {third}}
     job.settle(Keep(last=1, grace=GRACE))
     assert not [key for key in job.keys("steps/") if key.endswith(".refresh")], "nothing is left to ask for"
+
+
+def test_a_marker_outlives_its_step_while_it_still_asks_for_something() -> None:
+    """Two saves were under way when it was put, and so did not see it; then its step is dropped."""
+    job, keep = SmallJob(), Keep(last=1, grace=GRACE)
+    job.save_and_commit()
+    job.change([0])
+    marked = job.save_and_commit()
+    job.change([1])
+    under_way = [job.save(), job.save()]
+    job.mark(marked)
+    for save in under_way:
+        job.commit(save)
+        job.sweep(keep, live=True)
+    assert marked not in job.listed
+    job.change([2])
+    taken = job.save_and_commit()
+    assert all(of.save > marked for of in job.catalog().manifest(taken).uses)
+    job.settle(keep)
+    assert not [key for key in job.keys("steps/") if key.endswith(".refresh")]

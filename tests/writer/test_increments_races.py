@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
-from helpers.small_job import GRACE, GRACE_S, HOUR_S, ActorStore, Crash, Save, SmallJob, copied, no_chance
+from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, ActorStore, Crash, Save, SmallJob, copied, no_chance
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
@@ -103,7 +103,8 @@ def note_committed(job: SmallJob) -> None:
 
 
 NAMES = ("gc", "live", "commit", "finish")
-PAIRS = [(a, b) for a in NAMES for b in NAMES if {a, b} & {"gc", "live"} and (a, b) != ("live", "gc")]
+SAME = {("live", "gc"), ("commit", "commit"), ("finish", "finish")}
+PAIRS = [(a, b) for a in NAMES for b in NAMES if (a, b) not in SAME]
 
 CASES = [
     *((a, b, None) for a, b in PAIRS),
@@ -123,6 +124,31 @@ def test_between_any_two_operations(first: str, second: str, stale_s: float | No
             judge(job, save)
         at += 1
     assert at > 10
+
+
+def test_a_committer_may_be_paused_just_before_its_manifest() -> None:
+    """For the grace period less a save deadline: the record that kept its packs was no older than that."""
+    job, save = busy_job()
+    manifests = {of: job.store.get(of.manifest_key) for of in job.listed}
+    job.sweep(KEEP)
+    assert {of.step for of in job.listed} == {5}
+    job.advance(DEADLINE_S - 60)
+
+    def before(op: str, key: str) -> None:
+        if (op, key) == ("put", save.id.manifest_key):
+            job.advance(GRACE_S - DEADLINE_S)
+            job.sweep(KEEP)
+            job.sweep(KEEP)
+
+    store = ActorStore(job.store)
+    store.before = before
+    act(actors(job, save)["commit"], store)
+    note_committed(job)
+    job.note_dropped(manifests)
+    assert save.id in job.listed
+    job.check()
+    job.settle(KEEP)
+    assert job.listed == {save.id}
 
 
 @pytest.mark.slow
