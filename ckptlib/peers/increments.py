@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -109,13 +110,19 @@ def send_increments(link: Link, to: int, tag: int, frames: Iterator[tuple[bytes,
     """Encodes the next one while those before are on their way. Bytes sent. Raises AgreementFailed."""
     under_way: deque[Callable[[], None]] = deque()
     sent = 0
-    for pair in frames:
-        while len(under_way) >= 2 * IN_FLIGHT:
-            under_way.popleft()()
-        under_way.extend(link.begin_send(to, memoryview(part), tag) for part in pair)
-        sent += sum(map(len, pair))
-    while under_way:
-        under_way.popleft()()
+    # in a thread of its own: gloo's sends wait for its own thread as long as that hands bytes to the kernel
+    with ThreadPoolExecutor(1, "ckptlib-encode") as encoder:
+        coming = encoder.submit(next, frames, None)
+        try:
+            while (pair := coming.result()) is not None:
+                coming = encoder.submit(next, frames, None)
+                while len(under_way) >= 2 * IN_FLIGHT:
+                    under_way.popleft()()
+                under_way.extend(link.begin_send(to, memoryview(part), tag) for part in pair)
+                sent += sum(map(len, pair))
+        finally:
+            while under_way:  # until then, gloo reads them
+                under_way.popleft()()
     return sent
 
 
@@ -129,29 +136,29 @@ def receive_increments(
     damage: FormatError | None = None
     heads = [bytearray(HEAD.size) for _ in range(2)]
     coming = link.begin_recv(frm, memoryview(heads[0]), tag) if expected else None
-    before: tuple[int, memoryview, Stretch] | None = None
-    for n, stretch in enumerate(expected):
-        assert coming is not None
-        coming()
-        how, nbytes = HEAD.unpack(heads[n % 2])
-        if not 0 < nbytes <= stretch.nbytes:
-            raise link.give_up(frm, f"it announces {nbytes:,} bytes for an increment of {stretch.nbytes:,}")
-        frame = np.empty(nbytes, np.uint8).data
-        arrives = link.begin_recv(frm, frame, tag)
-        if n + 1 < len(expected):
-            coming = link.begin_recv(frm, memoryview(heads[(n + 1) % 2]), tag)
-        damage = damage or _try(decode, before)
-        arrives()
-        before = how, frame, stretch
-    return damage or _try(decode, before)
+    decoding: Future[FormatError | None] | None = None
+    with ThreadPoolExecutor(1, "ckptlib-decode") as decoder:
+        for n, stretch in enumerate(expected):
+            assert coming is not None
+            coming()
+            how, nbytes = HEAD.unpack(heads[n % 2])
+            if not 0 < nbytes <= stretch.nbytes:
+                raise link.give_up(frm, f"it announces {nbytes:,} bytes for an increment of {stretch.nbytes:,}")
+            frame = np.empty(nbytes, np.uint8).data
+            arrives = link.begin_recv(frm, frame, tag)
+            if n + 1 < len(expected):
+                coming = link.begin_recv(frm, memoryview(heads[(n + 1) % 2]), tag)
+            arrives()
+            damage = damage or (None if decoding is None else decoding.result())
+            decoding = None if damage else decoder.submit(_try, decode, how, frame, stretch)
+    return damage or (None if decoding is None else decoding.result())
 
 
 def _try(
-    decode: Callable[[int, memoryview, Stretch], None], what: tuple[int, memoryview, Stretch] | None
+    decode: Callable[[int, memoryview, Stretch], None], how: int, frame: memoryview, stretch: Stretch
 ) -> FormatError | None:
-    if what is not None:
-        try:
-            decode(*what)
-        except FormatError as error:
-            return error
+    try:
+        decode(how, frame, stretch)
+    except FormatError as error:
+        return error
     return None

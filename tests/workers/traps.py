@@ -101,9 +101,9 @@ def set_trap(gates: Path, size: int, *, stage: str, rank: int, step: int | None 
         case "receiving":
             wrap(link.Link, "_begin_recv", after=on_message("from"))
         case "coding":
-            wrap(OptimizerStep, "encode", after=on_increment("to"))
+            wrap(OptimizerStep, "encode", after=on_increment("encode"))
         case "decoding":
-            wrap(OptimizerStep, "decode", after=on_increment("from"))
+            wrap(OptimizerStep, "decode", after=on_increment("decode"))
         case "received":
             wrap(Slot, "write_header", before=on_header("from"))
         case "replicated":
