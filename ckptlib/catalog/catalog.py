@@ -69,6 +69,7 @@ class Stand(NamedTuple):
 
     created: float
     uses: Mapping[PackSet, float]
+    users: Mapping[PackSet, frozenset[int]]
     nbytes: int
 
 
@@ -190,7 +191,7 @@ class Catalog:
         """Of a committed save. Raises CheckpointNotFound, CorruptData, FormatError."""
         if save not in self._stands:
             manifest = self.manifest(save)
-            self._stands[save] = Stand(manifest.created, manifest.uses, manifest.nbytes)
+            self._stands[save] = Stand(manifest.created, manifest.uses, manifest.users, manifest.nbytes)
         return self._stands[save]
 
     def trash_record(self, save: SaveId) -> TrashRecord:

@@ -80,7 +80,8 @@ class Committer:
         proved = self._prove(save, names)
         catalog = self.catalog
         first = PartHead.decode(names[0], catalog.store.get(names[0].key))
-        uses = times_of(catalog, save, self._uses(names, first))
+        users = self._users(names, first)
+        uses = times_of(catalog, save, users)
         sizes = [name.nbytes for name in names if name.nbytes is not None]
         manifest = Manifest(
             save=save,
@@ -91,6 +92,7 @@ class Committer:
             created=first.created,
             metrics=first.metrics,
             uses=uses,
+            users={of: ranks for of, ranks in users.items() if len(ranks) < len(names)},
             nbytes_state=proved.nbytes_state,
         )
         catalog.check_head(save.generation)
@@ -101,8 +103,8 @@ class Committer:
                 catalog.put_layout(digest, catalog.layout(digest).encoded)
         return manifest
 
-    def _uses(self, names: Sequence[PartName], first: PartHead) -> set[PackSet]:
-        """The sets of packs of other saves that parts name. `first`: of rank 0.
+    def _users(self, names: Sequence[PartName], first: PartHead) -> dict[PackSet, frozenset[int]]:
+        """Of the sets of packs of other saves that parts name: the ranks of these. `first`: of rank 0.
 
         Ranks mostly use the same, as their names tell, so one part is read of all that do.
         """
@@ -111,7 +113,14 @@ class Committer:
         with ThreadPoolExecutor(DOCUMENT_THREADS, "ckptlib-parts") as executor:
             heads = executor.map(lambda n: PartHead.decode(n, self.catalog.store.get(n.key)), others.values())
             known.update(zip(others, (head.uses for head in heads), strict=True))
-        return {needed for name in names for needed in known[name.uses]}
+        ranks: dict[str | None, list[int]] = {}
+        for name in names:
+            ranks.setdefault(name.uses, []).append(name.rank)
+        found: dict[PackSet, frozenset[int]] = {}
+        for digest, some in ranks.items():
+            for of in known[digest]:
+                found[of] = found.get(of, frozenset()).union(some)
+        return found
 
     def commit_when_whole(self, save: SaveId, world_size: int, seconds_left: Callable[[], float]) -> Manifest:
         """Waits for a part of every rank, then commits.

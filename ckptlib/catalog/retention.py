@@ -25,13 +25,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.history import history
-from ckptlib.catalog.uses import UNREADABLE, needed_by, record_of
+from ckptlib.catalog.uses import UNREADABLE, Needed, is_needed, needed_by, record_of
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,
@@ -40,7 +40,7 @@ from ckptlib.errors import (
     ObjectUnreadable,
 )
 from ckptlib.format import keys
-from ckptlib.format.keys import GenerationId, PackSet, SaveId
+from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation, TrashRecord
 from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.stores import Entry, Store
@@ -113,7 +113,7 @@ def sweep(
     dropped = [save for save in _unwanted(stock, generations, keep, abandoned) if save not in under_way]
     condemned = _crashed(stock, oldest)
     due = [] if needed is None else _due(stock, oldest)
-    gone, deleted = _deletable(stock, due, needed or set())
+    gone, deleted = _deletable(stock, due, needed or {})
     waiting = sorted(({*stock.objects, *stock.records} - stock.committed | {*dropped}) - gone)
     if not {*waiting} - {*due}:  # of what is due no part is left, whatever its packs are needed for
         deleted += _unnamed_layouts(catalog, stock, oldest)
@@ -132,7 +132,7 @@ def sweep(
     return Sweep(tuple(dropped), tuple(condemned), tuple(deleted), tuple(waiting))
 
 
-def _needed(catalog: Catalog, stock: _Stock, oldest: float, live: bool) -> set[PackSet] | None:
+def _needed(catalog: Catalog, stock: _Stock, oldest: float, live: bool) -> Needed | None:
     """The sets of packs that other steps use, and those dropped so lately that they may still be read; None: unknown.
 
     A `live` job goes on where a manifest cannot be read; nobody else does, who could look after it.
@@ -151,18 +151,18 @@ def _needed(catalog: Catalog, stock: _Stock, oldest: float, live: bool) -> set[P
         return None
 
 
-def _is_done(refresh: SaveId, stock: _Stock, needed: Set[PackSet] | None) -> bool:
+def _is_done(refresh: SaveId, stock: _Stock, needed: Needed | None) -> bool:
     """Whether nobody has to see any more that this was asked for: a save that was planned before may come after it."""
     return needed is not None and refresh not in stock.committed and all(of.save > refresh for of in needed)
 
 
-def _deletable(stock: _Stock, due: Iterable[SaveId], needed: Set[PackSet]) -> tuple[set[SaveId], list[Entry]]:
+def _deletable(stock: _Stock, due: Iterable[SaveId], needed: Needed) -> tuple[set[SaveId], list[Entry]]:
     """What may go of the trash that is due: whole saves, and all objects, in the order of their deletion."""
     gone: set[SaveId] = set()
     deleted: list[Entry] = []
     for save in due:
         objects = stock.objects.get(save, ())
-        free = [entry for entry in objects if keys.pack_set(entry.key) not in needed]
+        free = [entry for entry in objects if not is_needed(needed, entry.key)]
         deleted += free
         if len(free) == len(objects):
             gone.add(save)

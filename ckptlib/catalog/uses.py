@@ -1,17 +1,18 @@
 """Which packs of other saves a step needs, and what keeps them from being deleted. No torch.
 
 A save refers to packs of earlier saves for what has not changed since. Such a pack stays as long as a committed step
-names its set in `uses`, or a trash record does that is younger than the grace period. So a save may refer to the packs
-that a committed step has or uses: if that step is dropped meanwhile, its record protects them for longer than a save
-may take, and after that the manifest of the new step does.
+names its set and its rank in `uses`, or a trash record does that is younger than the grace period. So a save may refer
+to the packs that a committed step has or uses: if that step is dropped meanwhile, its record protects them for longer
+than a save may take, and after that the manifest of the new step does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 
 from ckptlib.catalog import clock
-from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.catalog import Catalog, Stand
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,
@@ -22,35 +23,56 @@ from ckptlib.errors import (
 )
 from ckptlib.format import keys
 from ckptlib.format.keys import PackSet, SaveId
-from ckptlib.format.manifest import TrashRecord
+from ckptlib.format.manifest import Manifest, TrashRecord
 
 UNREADABLE = (CheckpointNotFound, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
 """What may be the matter with one document."""
 
 
-def needed_by(catalog: Catalog, committed: Iterable[SaveId], trashed: Collection[SaveId]) -> set[PackSet]:
-    """The sets of packs of other saves that committed steps use, and those whose trash records are young.
+Needed = Mapping[PackSet, "frozenset[int] | None"]
+"""Of sets of packs: the ranks whose packs of it are needed; None: all."""
+
+
+def needed_by(catalog: Catalog, committed: Iterable[SaveId], trashed: Collection[SaveId]) -> Needed:
+    """The packs of other saves that committed steps use, and those whose trash records are young.
 
     Raises, for a document that cannot be read, what reading it raises: nobody knows then which packs are needed.
     """
-    needed: set[PackSet] = set()
+    needed: dict[PackSet, frozenset[int] | None] = {}
     catalog.forget_records(trashed)
     for save in committed:
         try:
-            needed |= catalog.stand(save).uses.keys()
+            users: Stand | TrashRecord = catalog.stand(save)
         except CheckpointNotFound:  # dropped since it was listed
-            needed |= catalog.trash_record(save).uses.keys()
+            users = catalog.trash_record(save)
+        add_needed(needed, users)
     for save in trashed:
-        needed |= catalog.trash_record(save).uses.keys()
+        add_needed(needed, catalog.trash_record(save))
     return needed
 
 
-def times_of(catalog: Catalog, save: SaveId, uses: Collection[PackSet]) -> dict[PackSet, float]:
-    """When the saves were taken whose packs a save uses, as its manifest tells.
+def add_needed(needed: dict[PackSet, frozenset[int] | None], by: Manifest | Stand | TrashRecord) -> None:
+    """Adds what a step uses."""
+    for of in by.uses:
+        before, ranks = needed.get(of, frozenset()), by.users.get(of)
+        needed[of] = None if before is None or ranks is None else before | ranks
+
+
+def is_needed(needed: Needed, pack: str) -> bool:
+    """Whether the pack of this key is; an object that is no pack is not."""
+    of = keys.pack_set(pack)
+    if of is None or of not in needed:
+        return False
+    ranks = needed[of]
+    return ranks is None or keys.pack_rank(pack) in ranks
+
+
+def times_of(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[int]]) -> dict[PackSet, float]:
+    """When the saves were taken whose packs a save uses, as its manifest tells. `uses`: the ranks that use each.
 
     Raises SaveFailed where nothing keeps one of these packs from being deleted, so that the step would be lost later.
     """
-    left = {*uses}
+    left = dict(uses)
     found: dict[PackSet, float] = {}
     if not left:
         return found
@@ -58,15 +80,15 @@ def times_of(catalog: Catalog, save: SaveId, uses: Collection[PackSet]) -> dict[
     for other in {needed.save for needed in left} & {*committed}:
         created = _created(catalog, other)
         found |= {needed: created for needed in left if needed.save == other}
-    left -= found.keys()
+    left = {needed: ranks for needed, ranks in left.items() if needed not in found}
     for other in reversed(committed):
         if not left:
             break
-        found |= _times_in(catalog, other, left)
-        left -= found.keys()
+        with suppress(*UNREADABLE):
+            stand = catalog.stand(other)
+            _cover(left, found, stand.uses, stand.users)
     if left:
-        found |= _times_in_trash(catalog, left)
-        left -= found.keys()
+        _cover_by_trash(catalog, left, found)
     if left and any(_is_damaged(catalog, other) for other in committed):
         found |= dict.fromkeys(left, 0.0)  # as above; once the manifest is given up, the one to be put names them
         left.clear()
@@ -76,6 +98,21 @@ def times_of(catalog: Catalog, save: SaveId, uses: Collection[PackSet]) -> dict[
             "deleted at any time; the step is not committed"
         )
     return found
+
+
+def _cover(
+    left: dict[PackSet, frozenset[int]],
+    found: dict[PackSet, float],
+    times: Mapping[PackSet, float],
+    users: Mapping[PackSet, frozenset[int]],
+) -> None:
+    """Takes away what somebody uses, too."""
+    for needed in [*left]:
+        if needed in times:
+            found[needed] = times[needed]
+            left[needed] = left[needed] - users[needed] if needed in users else frozenset()
+            if not left[needed]:
+                del left[needed]
 
 
 def _created(catalog: Catalog, save: SaveId) -> float:
@@ -96,29 +133,18 @@ def _is_damaged(catalog: Catalog, save: SaveId) -> bool:
     return False
 
 
-def _times_in(catalog: Catalog, save: SaveId, wanted: Collection[PackSet]) -> dict[PackSet, float]:
-    try:
-        uses = catalog.stand(save).uses
-    except UNREADABLE:
-        return {}
-    return {needed: uses[needed] for needed in wanted if needed in uses}
-
-
-def _times_in_trash(catalog: Catalog, wanted: Collection[PackSet]) -> dict[PackSet, float]:
+def _cover_by_trash(catalog: Catalog, left: dict[PackSet, frozenset[int]], found: dict[PackSet, float]) -> None:
     """Only records count that stay young for as long as a save may take: the grace period is twice that at least."""
     deadline_s = catalog.root().save_deadline_s
     oldest = clock.now(catalog.store) - deadline_s
-    found: dict[PackSet, float] = {}
     for entry in catalog.store.scan(keys.TRASH):
         save = keys.parse_trash_key(entry.key)
         if save is None or entry.modified < oldest:
             continue
         record = _record_there(catalog, save)
-        if record is None:
-            continue
-        times = {**record.uses, PackSet(save): record.created, PackSet(save, carried=True): record.created}
-        found |= {needed: times[needed] for needed in wanted if needed in times}
-    return found
+        if record is not None:
+            own = {PackSet(save): record.created, PackSet(save, carried=True): record.created}
+            _cover(left, found, {**record.uses, **own}, record.users)
 
 
 def record_of(catalog: Catalog, save: SaveId, reason: str) -> TrashRecord:
@@ -129,7 +155,7 @@ def record_of(catalog: Catalog, save: SaveId, reason: str) -> TrashRecord:
         return _record_there(catalog, save) or TrashRecord(save, reason)
     except UNREADABLE:
         return TrashRecord(save, reason)
-    return TrashRecord(save, reason, stand.uses, stand.created)
+    return TrashRecord(save, reason, stand.uses, stand.users, stand.created)
 
 
 def _record_there(catalog: Catalog, save: SaveId) -> TrashRecord | None:

@@ -10,6 +10,7 @@ import click
 from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.uses import add_needed
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Cell, Output, count, plain, size
 from ckptlib.cli.usage import PacksUsage, StepUsage, Usage
@@ -47,15 +48,15 @@ def command(store: Store, output: Output) -> bool:
     catalog = Catalog(store)
     catalog.root()  # raises where there is none
     usage, problems = Usage(), []
-    needed: set[PackSet] = set()
+    needed: dict[PackSet, frozenset[int] | None] = {}
     committed: set[SaveId] = set()
     damaged: set[SaveId] = set()
     with ThreadPoolExecutor(DOCUMENT_THREADS, "ckptlib-du") as executor:
         for save, found in _documents(catalog, executor):
             committed.add(save)
-            needed |= {PackSet(save), PackSet(save, carried=True)}
+            needed |= {PackSet(save): None, PackSet(save, carried=True): None}
             if isinstance(found, Manifest):
-                needed |= found.uses.keys()
+                add_needed(needed, found)
             elif isinstance(found, Part):
                 usage.add(found)
             else:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ckptlib.catalog.uses import Needed, is_needed
 from ckptlib.format import keys
-from ckptlib.format.keys import PackSet, SaveId
+from ckptlib.format.keys import SaveId
 from ckptlib.format.part import Part
 from ckptlib.stores import Entry
 
@@ -83,9 +84,7 @@ class Usage:
             step.stored += int((stops - starts).sum())
             self._packs[pack] = _needed_by(self._packs.get(pack), starts, stops, number)
 
-    def finish(
-        self, entries: Iterable[Entry], committed: Set[SaveId], needed: Set[PackSet]
-    ) -> dict[SaveId, PacksUsage]:
+    def finish(self, entries: Iterable[Entry], committed: Set[SaveId], needed: Needed) -> dict[SaveId, PacksUsage]:
         """By save: what lies in its packs. All parts were added; `entries` list the packs that are there.
 
         `needed`: the sets of packs that committed steps have or use, by their manifests. Called once.
@@ -100,7 +99,7 @@ class Usage:
             packs.written += entry.nbytes
             stretches = self._packs.pop(entry.key, None)
             if stretches is None:
-                if of in needed:
+                if is_needed(needed, entry.key):
                     packs.dead += entry.nbytes
                 else:
                     packs.idle += entry.nbytes

@@ -210,6 +210,12 @@ def pack_set(key: str) -> PackSet | None:
     return PackSet(_save_id(*match.groups()[:3]), match[6] is not None) if match else None
 
 
+def pack_rank(key: str) -> int | None:
+    """The rank that put the pack of this key, or None when it is not the key of a pack."""
+    match = _PACK_KEY.fullmatch(key)
+    return int(match[4]) if match else None
+
+
 def pack_save(key: str) -> SaveId | None:
     """The save that put the pack of this key, or None when it is not the key of a pack."""
     found = pack_set(key)

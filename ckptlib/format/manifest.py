@@ -27,6 +27,9 @@ from ckptlib.format.keys import (
 from ckptlib.format.tagged_values import brief
 from ckptlib.format.values import Json
 
+MAX_USERS = 2**21
+"""Ranks that `uses` name, of all sets together: a few bytes can tell of a million."""
+
 MAX_DEADLINE_S = 1e9
 """30 years: what is longer is no time that anybody meant, and sums of such times overflow."""
 
@@ -140,6 +143,8 @@ class Manifest:
     """Rank 0's."""
     uses: Mapping[PackSet, float] = field(default_factory=dict)
     """The sets of packs of other saves that its parts name, and when those saves were taken, as `created` tells."""
+    users: Mapping[PackSet, frozenset[int]] = field(default_factory=dict)
+    """The ranks whose packs of a set are named, where these are not all ranks'. A rank names its own only."""
     nbytes_state: int | None = None
     """Bytes of all chunks, wherever they lie and however they are stored. None in version 1."""
 
@@ -151,7 +156,7 @@ class Manifest:
             "created": self.created,
             "nbytes": self.nbytes,
             "nbytes_state": self.nbytes_state,
-            "uses": _encode_uses(self.uses),
+            "uses": _encode_uses(self.uses, self.users),
             "metrics": dict(self.metrics),
             "layouts": {digest: _to_runs(ranks) for digest, ranks in self.layouts.items()},
             "parts": [name.key for name in self.parts],
@@ -169,6 +174,7 @@ class Manifest:
         if [part.rank for part in parts] != list(range(world_size)):
             raise fields.fail(f"does not name one part for each of {world_size} ranks")
         layouts = _decode_layouts(fields, world_size)
+        uses, users = _decode_uses(fields)
         return cls(
             save,
             world_size,
@@ -177,21 +183,40 @@ class Manifest:
             fields.integer("nbytes"),
             fields.number("created"),
             fields.tree("metrics"),
-            _decode_uses(fields),
+            uses,
+            users,
             fields.integer("nbytes_state") if fields.get("nbytes_state") is not None else None,
         )
 
 
-def _encode_uses(uses: Mapping[PackSet, float]) -> dict[str, Json]:
-    return {str(found): created for found, created in sorted(uses.items())}
+def _encode_uses(uses: Mapping[PackSet, float], users: Mapping[PackSet, frozenset[int]]) -> dict[str, Json]:
+    """A time each, or a time and runs of ranks."""
+    return {
+        str(of): [created, _to_runs(tuple(sorted(users[of])))] if of in users else created
+        for of, created in sorted(uses.items())
+    }
 
 
-def _decode_uses(fields: Fields) -> dict[PackSet, float]:
+def _decode_uses(fields: Fields) -> tuple[dict[PackSet, float], dict[PackSet, frozenset[int]]]:
     """None in version 1, where no save needs bytes of another."""
-    if "uses" not in fields:
-        return {}
-    times = fields.inner("uses")
-    return {parse_pack_set(text): times.number(text) for text in fields.mapping("uses")}
+    uses: dict[PackSet, float] = {}
+    users: dict[PackSet, frozenset[int]] = {}
+    left = MAX_USERS
+    for text, value in fields.mapping("uses").items() if "uses" in fields else ():
+        of = parse_pack_set(text)
+        match value:
+            case [float() | int() as created, list(found)]:
+                runs = _decode_runs(found, fields)
+                left -= sum(last - first + 1 for first, last in runs)
+                if left < 0:
+                    raise fields.fail(f"uses name more than {MAX_USERS} ranks in all")
+                users[of] = frozenset(rank for first, last in runs for rank in range(first, last + 1))
+            case created:
+                pass
+        if type(created) not in (float, int) or not abs(created) <= 2**62:  # type: ignore[arg-type]
+            raise fields.fail(f"not when {of} was taken: {brief(value)}")
+        uses[of] = float(created)  # type: ignore[arg-type]
+    return uses, users
 
 
 def ranks_by_layout(found: Iterable[tuple[str, int]]) -> dict[str, tuple[int, ...]]:
@@ -258,6 +283,8 @@ class TrashRecord:
     reason: str
     uses: Mapping[PackSet, float] = field(default_factory=dict)
     """Of its manifest: whoever reads the step while the record is young still needs them."""
+    users: Mapping[PackSet, frozenset[int]] = field(default_factory=dict)
+    """Of its manifest."""
     created: float = 0.0
     """Of its manifest; 0 where that is not known."""
 
@@ -266,7 +293,7 @@ class TrashRecord:
             "save": str(self.save),
             "manifest": f"{STEPS}{self.save}.json",
             "reason": self.reason,
-            "uses": _encode_uses(self.uses),
+            "uses": _encode_uses(self.uses, self.users),
             "created": self.created,
         }
         return encode("trash", body)
@@ -277,4 +304,4 @@ class TrashRecord:
         if parse_save(fields.text("save")) != save:
             raise fields.fail("content and name tell of different saves")
         created = fields.number("created") if "created" in fields else 0.0
-        return cls(save, fields.text("reason"), _decode_uses(fields), created)
+        return cls(save, fields.text("reason"), *_decode_uses(fields), created)

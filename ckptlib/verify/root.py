@@ -26,7 +26,7 @@ from ckptlib.errors import (
 from ckptlib.format import keys, values
 from ckptlib.format.check import alike
 from ckptlib.format.documents import is_version_altered
-from ckptlib.format.keys import PartName, SaveId
+from ckptlib.format.keys import PackSet, PartName, SaveId
 from ckptlib.format.layout import Layout
 from ckptlib.format.manifest import Manifest, ranks_by_layout
 from ckptlib.format.part import Part
@@ -157,13 +157,17 @@ def _check_values(part: Part, name: PartName) -> None:
 def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Finding]:
     """A manifest is derived from its parts, so it can be derived again."""
     layouts = ranks_by_layout((part.table.layout, part.rank) for part in parts)
+    users: dict[PackSet, frozenset[int]] = {}
+    for part in parts:
+        users.update({of: users.get(of, frozenset()) | {part.rank} for of in part.uses})
     derived = {
         "agreement of replicas": alike(name.check for name in manifest.parts),
         "world size": {part.world_size for part in parts} == {manifest.world_size},
         "layouts": layouts == manifest.layouts,
         "size": sum(part.nbytes_put for part in parts) == manifest.nbytes,
         "size of the state": manifest.nbytes_state in (None, sum(part.table.nbytes_data for part in parts)),
-        "use of other steps": {needed for part in parts for needed in part.uses} == manifest.uses.keys(),
+        "use of other steps": users.keys() == manifest.uses.keys()
+        and {of: ranks for of, ranks in users.items() if len(ranks) < len(parts)} == manifest.users,
         "time": parts[0].created == manifest.created,
         "metrics": parts[0].metrics == manifest.metrics,
     }

@@ -12,7 +12,7 @@ from support import replace_object
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
 from ckptlib.catalog.retention import sweep
-from ckptlib.catalog.uses import needed_by, record_of, times_of
+from ckptlib.catalog.uses import add_needed, is_needed, needed_by, record_of, times_of
 from ckptlib.errors import CorruptData, FormatError, SaveFailed
 from ckptlib.format.keys import GenerationId, PackSet, SaveId
 from ckptlib.format.manifest import TrashRecord
@@ -47,15 +47,19 @@ NEW = SaveId(9, GenerationId(1, "00000001"))
 # -- what may be used
 
 
+def by_all(sets: list[PackSet]) -> dict[PackSet, frozenset[int]]:
+    return dict.fromkeys(sets, frozenset({0}))
+
+
 def test_nothing_is_asked_where_nothing_is_used(job: SmallJob) -> None:
     store = ActorStore(job.store, left=0)
-    assert times_of(Catalog(store), NEW, []) == {}
+    assert times_of(Catalog(store), NEW, {}) == {}
 
 
 @pytest.mark.parametrize("carried", [False, True])
 def test_packs_of_a_committed_step_may_be_used(job: SmallJob, carried: bool) -> None:
     first = PackSet(saves(job)[0], carried)
-    assert times_of(catalog_of(job), NEW, [first]) == {first: 1e9}
+    assert times_of(catalog_of(job), NEW, by_all([first])) == {first: 1e9}
 
 
 def test_packs_that_a_committed_step_uses_may_be_used(job: SmallJob) -> None:
@@ -65,9 +69,9 @@ def test_packs_that_a_committed_step_uses_may_be_used(job: SmallJob) -> None:
     job.sweep(KEEP)
     first, second = saves(job)
     assert job.found_listed() == {second}
-    assert times_of(catalog_of(job), NEW, [PackSet(first)]) == {PackSet(first): 1e9}
+    assert times_of(catalog_of(job), NEW, by_all([PackSet(first)])) == {PackSet(first): 1e9}
     with pytest.raises(SaveFailed, match=f"packs of {first}-carried, which no committed step uses"):
-        times_of(catalog_of(job), NEW, [PackSet(first), PackSet(first, carried=True)])
+        times_of(catalog_of(job), NEW, by_all([PackSet(first), PackSet(first, carried=True)]))
 
 
 @pytest.mark.parametrize(("age_s", "kept"), [(0.9 * DEADLINE_S, True), (1.1 * DEADLINE_S, False)])
@@ -82,30 +86,30 @@ def test_a_trash_record_keeps_packs_for_as_long_as_a_save_may_take(job: SmallJob
     assert job.found_listed() == {third}
     wanted = [PackSet(first), PackSet(second), PackSet(second, carried=True)]
     if kept:
-        assert times_of(catalog_of(job), NEW, wanted) == dict(
+        assert times_of(catalog_of(job), NEW, by_all(wanted)) == dict(
             zip(wanted, [1e9, 1e9 + HOUR_S, 1e9 + HOUR_S], strict=True)
         )
         return
     for needed in wanted:
         with pytest.raises(SaveFailed, match=f"packs of {needed}, which no committed step uses any more"):
-            times_of(catalog_of(job), NEW, [needed])
+            times_of(catalog_of(job), NEW, by_all([needed]))
 
 
 def test_a_damaged_trash_record_keeps_nothing(job: SmallJob) -> None:
     first, _ = saves(job)
     job.sweep(KEEP)
-    assert times_of(catalog_of(job), NEW, [PackSet(first, carried=True)])
+    assert times_of(catalog_of(job), NEW, by_all([PackSet(first, carried=True)]))
     replace_object(job.store, first.trash_key, b"torn")
     with pytest.raises(SaveFailed, match="which no committed step uses any more"):
-        times_of(catalog_of(job), NEW, [PackSet(first, carried=True)])
-    assert times_of(catalog_of(job), NEW, [PackSet(first)]), "which step 2 uses"
+        times_of(catalog_of(job), NEW, by_all([PackSet(first, carried=True)]))
+    assert times_of(catalog_of(job), NEW, by_all([PackSet(first)])), "which step 2 uses"
 
 
 def test_a_step_whose_own_manifest_is_damaged_keeps_its_packs(job: SmallJob) -> None:
     """Its name is listed, and while it cannot be read no pack is deleted."""
     first, _ = saves(job)
     replace_object(job.store, first.manifest_key, b"torn")
-    assert times_of(catalog_of(job), NEW, [PackSet(first)]) == {PackSet(first): 0.0}
+    assert times_of(catalog_of(job), NEW, by_all([PackSet(first)])) == {PackSet(first): 0.0}
 
 
 def test_a_damaged_manifest_keeps_whatever_it_used(job: SmallJob) -> None:
@@ -115,7 +119,7 @@ def test_a_damaged_manifest_keeps_whatever_it_used(job: SmallJob) -> None:
     job.sweep(KEEP)
     first, second = saves(job)
     replace_object(job.store, second.manifest_key, b"torn")
-    assert times_of(catalog_of(job), NEW, [PackSet(first)]) == {PackSet(first): 0.0}
+    assert times_of(catalog_of(job), NEW, by_all([PackSet(first)])) == {PackSet(first): 0.0}
     job.writers[0].committer = Committer(catalog_of(job))
     job.change([1])
     third = job.save()
@@ -135,12 +139,12 @@ def test_a_damaged_manifest_keeps_whatever_it_used(job: SmallJob) -> None:
 
 def test_needed_is_what_manifests_and_young_records_say(job: SmallJob) -> None:
     first, second = saves(job)
-    assert needed_by(catalog_of(job), [first], []) == set()
-    assert needed_by(catalog_of(job), [first, second], []) == {PackSet(first)}
+    assert {*needed_by(catalog_of(job), [first], [])} == set()
+    assert {*needed_by(catalog_of(job), [first, second], [])} == {PackSet(first)}
     job.store.put(
         SaveId(7, job.generation).trash_key, TrashRecord(SaveId(7, job.generation), "", {PackSet(second): 1.0}).encode()
     )
-    assert needed_by(catalog_of(job), [], [SaveId(7, job.generation)]) == {PackSet(second)}
+    assert {*needed_by(catalog_of(job), [], [SaveId(7, job.generation)])} == {PackSet(second)}
 
 
 def test_a_step_dropped_since_it_was_listed_is_known_by_its_record(job: SmallJob) -> None:
@@ -148,7 +152,30 @@ def test_a_step_dropped_since_it_was_listed_is_known_by_its_record(job: SmallJob
     listed = catalog_of(job).saves()
     job.store.put(second.trash_key, record_of(catalog_of(job), second, "").encode())
     job.store.delete(second.manifest_key)
-    assert needed_by(catalog_of(job), listed, []) == {PackSet(first)}
+    assert {*needed_by(catalog_of(job), listed, [])} == {PackSet(first)}
+
+
+def test_only_the_packs_of_ranks_that_are_named_are_needed() -> None:
+    """What one rank still uses keeps nothing of the others."""
+    one, two, both = (PackSet(SaveId(step, NEW.generation)) for step in (1, 2, 3))
+    needed: dict[PackSet, frozenset[int] | None] = {}
+    add_needed(needed, TrashRecord(NEW, "", {one: 1.0, two: 2.0}, {one: frozenset({1}), two: frozenset({2, 3})}))
+    add_needed(needed, TrashRecord(NEW, "", {one: 1.0, both: 3.0}, {one: frozenset({4})}))
+    assert needed == {one: frozenset({1, 4}), two: frozenset({2, 3}), both: None}
+    for of, ranks in ((one, {1, 4}), (two, {2, 3}), (both, {*range(6)})):
+        for rank in range(6):
+            assert is_needed(needed, of.save.pack_key(rank, "0" * 8, 0)) == (rank in ranks)
+            assert not is_needed(needed, of.save.pack_key(rank, "0" * 8, 0, carried=True))
+    assert not is_needed(needed, "steps/1.json")
+
+
+def test_what_other_ranks_use_does_not_protect_a_rank(job: SmallJob) -> None:
+    used = PackSet(SaveId(0, job.generation))
+    record = TrashRecord(SaveId(7, job.generation), "", {used: 5.0}, {used: frozenset({1, 2})}, 1.0)
+    job.store.put(record.save.trash_key, record.encode())
+    assert times_of(catalog_of(job), NEW, {used: frozenset({1})}) == {used: 5.0}
+    with pytest.raises(SaveFailed, match=f"packs of {used}, which no committed step uses"):
+        times_of(catalog_of(job), NEW, {used: frozenset({1, 3})})
 
 
 @pytest.mark.parametrize("damaged", ["manifest", "record"])
@@ -181,9 +208,9 @@ def test_a_save_that_is_committed_and_dropped_after_it_was_condemned(job: SmallJ
     first, second = saves(job)
     catalog = catalog_of(job)
     job.store.put(second.trash_key, TrashRecord(second, "never committed").encode())
-    assert needed_by(catalog, [], [second]) == set()
+    assert {*needed_by(catalog, [], [second])} == set()
     replace_object(job.store, second.trash_key, record_of(catalog, second, "dropped").encode())
-    assert needed_by(catalog, [], [second]) == {PackSet(first)}
+    assert {*needed_by(catalog, [], [second])} == {PackSet(first)}
 
 
 # -- the record
@@ -191,7 +218,9 @@ def test_a_save_that_is_committed_and_dropped_after_it_was_condemned(job: SmallJ
 
 def test_the_record_of_a_dropped_step_says_what_it_used(job: SmallJob) -> None:
     first, second = saves(job)
-    assert record_of(catalog_of(job), second, "why") == TrashRecord(second, "why", {PackSet(first): 1e9}, 1e9 + HOUR_S)
+    assert record_of(catalog_of(job), second, "why") == TrashRecord(
+        second, "why", {PackSet(first): 1e9}, {}, 1e9 + HOUR_S
+    )
     replace_object(job.store, second.manifest_key, b"torn")
     assert record_of(catalog_of(job), second, "why") == TrashRecord(second, "why")
 

@@ -122,7 +122,7 @@ def test_a_trash_record_says_what_it_was() -> None:
     assert fields.text("save") == str(SAVE)
     assert fields.text("manifest") == SAVE.manifest_key
     assert fields.text("reason") == "dropped by retention"
-    assert fields.mapping("uses") == {str(OLD): 0.5, f"{OLD}-carried": 0.25}
+    assert fields.mapping("uses") == {str(OLD): [0.5, [[0, 0], [2, 2]]], f"{OLD}-carried": 0.25}
     with pytest.raises(FormatError, match="different saves"):
         TrashRecord.decode(OLD, TRASH.encode(), "here")
 
@@ -134,7 +134,7 @@ def test_a_trash_record_of_version_1_uses_nothing() -> None:
 
 def test_a_manifest_of_version_1_uses_nothing() -> None:
     first = of_version(resealed(MANIFEST.encode(), uses=..., nbytes_state=...), 1)
-    assert Manifest.decode(SAVE, first) == replace(MANIFEST, uses={}, nbytes_state=None)
+    assert Manifest.decode(SAVE, first) == replace(MANIFEST, uses={}, users={}, nbytes_state=None)
 
 
 def test_uses_are_written_in_one_order() -> None:
@@ -152,6 +152,11 @@ HOSTILE_USES = [
     {str(OLD): True},
     {str(OLD): None},
     {str(OLD): 10**400},
+    {str(OLD): [1.0]},
+    {str(OLD): [None, [[0, 1]]]},
+    {str(OLD): [1.0, [[1, 0]]]},
+    {str(OLD): [1.0, [[0, 10**9]]]},
+    {f"{step:012d}{str(OLD)[12:]}": [1.0, [[0, 10**6 - 1]]] for step in range(3)},
     None,
 ]
 

@@ -92,9 +92,10 @@ MANIFEST = Manifest(
     created=1.5,
     metrics={"loss": 2.5, "note": "fine"},
     uses={PackSet(OLD): 0.5, PackSet(OLD, carried=True): 0.25},
+    users={PackSet(OLD): frozenset({0, 2})},
     nbytes_state=98765,
 )
-TRASH = TrashRecord(SAVE, "dropped by retention", MANIFEST.uses, 1.5)
+TRASH = TrashRecord(SAVE, "dropped by retention", MANIFEST.uses, MANIFEST.users, 1.5)
 ROOT = Root("5" * 32, "xxh3", 1800.0)
 INCARNATION = Generation(GENERATION, 3, SAVE, 1.5, {"python": "3.11"}, "node-1", {"run": "x"})
 WITH_PEERS = replace(INCARNATION, domains=("a", "b", "c"), copies=1, kinds=(0, 1, 0))

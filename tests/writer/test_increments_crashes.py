@@ -100,7 +100,6 @@ def test_of_one_rank_a_root_holds_at_most_twice_what_its_steps_need(monkeypatch:
     assert grown(job, [row for row in rows if row % 4 > 1], [row for row in rows if row % 4 <= 1], 16) <= 2
 
 
-@pytest.mark.xfail(strict=True, reason="a set of packs stays as a whole, though only one rank's packs of it are used")
 def test_of_several_ranks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """What rank 0 has settles, and what the others have is always new."""
     monkeypatch.setattr("helpers.small_job.COLUMNS", 8192)
