@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from concurrent.futures import Executor
+from contextlib import closing
 
 from typing_extensions import Buffer
 
@@ -20,7 +21,7 @@ from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
 from ckptlib.stores import Store
 from ckptlib.stores.io_limits import WRITE_BYTES
 from ckptlib.writer.coder import Coder, Encoded
-from ckptlib.writer.increment import Increment, Rules, plan, whole
+from ckptlib.writer.increment import Increment, Rules, plan, whole, without_base
 from ckptlib.writer.packs import Framed, Packer, PackShape, Piece
 from ckptlib.writer.parents import Parents
 from ckptlib.writer.share import PutChunks, assemble
@@ -71,14 +72,14 @@ class Persister:
 
     def _persist(self, slot: Slot, save: SaveId) -> Part:
         snapshot = self.read(slot, save)
-        parent, increment = self._plan(snapshot)
+        parent, increment, refused = self._plan(snapshot)
         began = time.monotonic()
         attempt = new_nonce()
         checked = self._executor.submit(check_body, slot, snapshot, chunks=increment.written)
         try:
             put = [
-                *self._put(slot, snapshot, attempt, increment.changed, parent, carried=False),
-                *self._put(slot, snapshot, attempt, increment.carried, None, carried=True),
+                *self._put(slot, snapshot, attempt, increment.changed, parent, refused, carried=False),
+                *self._put(slot, snapshot, attempt, increment.carried, None, refused, carried=True),
             ]
         finally:
             damage = checked.exception()
@@ -117,31 +118,42 @@ class Persister:
             raise FormatError(f"{slot.path}: holds {header.save} ({header.sequence}), expected {save} and ready")
         return self._snapshots.read(slot, header)
 
-    def _plan(self, snapshot: Snapshot) -> tuple[Part | None, Increment]:
-        """What is written of a snapshot, and what is taken over from which part."""
+    def _plan(self, snapshot: Snapshot) -> tuple[Part | None, Increment, Set[int]]:
+        """What is written of a snapshot, what is taken over from which part, and which chunks are not patched."""
         parent, steps = None, None
         if snapshot.header.rank == self._rank:  # of another, whose stand-in this is, no parent is known
             parent, steps = self._parents.choose(snapshot, self._patience_s)
         if parent is None or steps is None:
-            return None, whole(len(snapshot.digests))
+            return None, whole(len(snapshot.digests)), frozenset()
         distrusted = max(steps.refreshes, default=None)
         rules = Rules(snapshot.created, self._refresh_s, {*steps.saves}, distrusted)
-        return parent, plan(snapshot.digests, parent, rules)
+        increment = plan(snapshot.digests, parent, rules)
+        if not self._coder.encodes:
+            return parent, increment, frozenset()
+        return parent, increment, without_base(snapshot.digests, parent, rules)
 
     def _put(
-        self, slot: Slot, snapshot: Snapshot, attempt: str, chunks: tuple[int, ...], parent: Part | None, carried: bool
+        self,
+        slot: Slot,
+        snapshot: Snapshot,
+        attempt: str,
+        chunks: tuple[int, ...],
+        parent: Part | None,
+        refused: Set[int],
+        carried: bool,
     ) -> list[PutChunks]:
-        """Puts chunks: as frames where that is wanted and pays, else as they are."""
+        """Puts chunks: as frames where that is wanted and pays, else as they are. Those `refused` are not patched."""
         if self._packer is None or self._packer.table is not snapshot.table:
             self._packer = Packer(snapshot.table, snapshot.layout, self._store.pack_nbytes)
         keys = (snapshot.header.save.pack_key(snapshot.header.rank, attempt, n, carried) for n in itertools.count())
         coded, raw = self._coder.candidates(snapshot, chunks)
         put: list[PutChunks] = []
-        for some in _in_packs(self._coder.encode(slot.body, snapshot, coded, parent)):
-            raw += [encoded.chunk for encoded in some if encoded.frame is None]
-            frames = [encoded for encoded in some if encoded.frame is not None]
-            if frames:
-                put.append(self._put_frames(snapshot, self._packer, next(keys), frames))
+        with closing(self._coder.encode(slot.body, snapshot, coded, parent, refused)) as encoding:
+            for some in _in_packs(encoding):
+                raw += [encoded.chunk for encoded in some if encoded.frame is None]
+                frames = [encoded for encoded in some if encoded.frame is not None]
+                if frames:
+                    put.append(self._put_frames(snapshot, self._packer, next(keys), frames))
         put.append(self._put_raw(slot, snapshot, self._packer, keys, tuple(sorted(raw))))
         return put
 
