@@ -13,6 +13,10 @@ PLANES, ZSTD = "planes", "zstd"
 _WORTH_SAVING = 0.03
 """Of the bytes: less is not worth a load that has to decode."""
 
+_HEADROOM = 1.5
+"""Encoding must be faster than the store by this: where the two are close, a sixth of the bytes fewer makes a save no
+shorter, since encoding is not steady on a host that trains, and its first frames are waited for."""
+
 
 class Candidate(NamedTuple):
     """For the chunks of one tensor."""
@@ -57,7 +61,7 @@ def weigh(measured: Measured) -> Verdict:
     """Whether encoding pays where nobody asked for it.
 
     Encoding runs beside the upload, so that a save ends when the slower of the two does: encoding pays where it is
-    faster than the store takes raw bytes, for then the store is what is waited for, and gets fewer.
+    clearly faster than the store takes raw bytes, for then the store is what is waited for, and gets fewer.
     """
     if measured.local:
         return Verdict(False, "raw: the store is local")
@@ -66,7 +70,7 @@ def weigh(measured: Measured) -> Verdict:
     saved, store, encoding = 1 - measured.ratio, _speed(measured.store_bps), _speed(measured.encode_bps)
     if saved < _WORTH_SAVING:
         return Verdict(False, f"raw: encoding saves {max(0.0, saved):.1%}, less than {_WORTH_SAVING:.0%}")
-    if measured.store_bps >= measured.encode_bps:
+    if _HEADROOM * measured.store_bps >= measured.encode_bps:
         return Verdict(False, f"raw: the store takes {store}, encoding reaches {encoding}")
     return Verdict(True, f"encoded: saves {saved:.1%}; the store takes {store}, encoding reaches {encoding}")
 

@@ -76,7 +76,7 @@ class _Learned:
     stored: Rate = field(default_factory=Rate)
     """Bytes of frames."""
     seconds: Rate = field(default_factory=Rate)
-    """Of one thread."""
+    """In which chunks of it were waiting to be encoded, by all threads: longer where the host has no idle core."""
     pays: bool | None = None
     num_skipped: int = 0
     """Saves since it was last seen whether it pays."""
@@ -89,8 +89,8 @@ class _Work(NamedTuple):
     frame: bytes | None
     codec: str
     digest: str | None
-    seconds: float
-    """Of encoding it whole."""
+    ended: float
+    """By the monotonic clock."""
 
 
 class _Job(NamedTuple):
@@ -101,6 +101,8 @@ class _Job(NamedTuple):
     kind: Kind
     base: Base | None
     nbytes: int
+    began: float
+    """When it was given to the threads; by the monotonic clock."""
     work: Future[_Work]
 
 
@@ -114,6 +116,8 @@ class Coder:
         self._store = Rate()
         self._kinds: dict[Kind, _Learned] = {}
         self._table: object = None
+        self._busy_until = 0.0
+        """Up to then the time of the encoders is accounted for; by the monotonic clock."""
         self._plans: list[_Plan | None] = []
         """By chunk. None: it is stored as it is."""
         self._patches: Patches | None = None
@@ -150,7 +154,7 @@ class Coder:
         """All chunks of a kind where encoding pays; a few, now and then, where that is not known; or none."""
         learned = self._kinds.setdefault(kind, _Learned())
         if learned.stored.nbytes:
-            bps = ENCODERS / max(learned.seconds.per_byte, 1e-15)
+            bps = 1 / max(learned.seconds.per_byte, 1e-15)
             store_bps = 1 / max(self._store.per_byte, 1e-15)
             verdict = weigh(Measured(self._is_local, store_bps, bps, learned.stored.per_byte))
             if verdict.encode != learned.pays:
@@ -213,18 +217,21 @@ class Coder:
         codec, base = registry.find(plan.wanted.codec), None if chunk in refused else base_of(parent, chunk)
         assert isinstance(codec, Codec)
         attempt = patches.attempt(chunk, of, base) if codec.lossless else None
+        began = time.monotonic()
         work = executor.submit(_work, body[start : start + nbytes], of, codec, snapshot.algorithm, attempt)
-        return _Job(chunk, of, plan.kind, base, nbytes, work)
+        return _Job(chunk, of, plan.kind, base, nbytes, began, work)
 
     def _finish(self, patches: Patches, snapshot: Snapshot, parent: Part | None, job: _Job) -> Encoded:
         done, chunk, save = job.work.result(), job.chunk, snapshot.header.save
+        busy_s = max(0.0, done.ended - max(job.began, self._busy_until))
+        self._busy_until = max(self._busy_until, done.ended)
         if done.attempt is not None:
             found = self._note_attempt(patches, save, parent, job, done, done.attempt, snapshot.digests[chunk])
             if found is not None:
                 return found
         learned = self._kinds.setdefault(job.kind, _Learned())
         learned.stored.add(job.nbytes if done.frame is None else len(done.frame), job.nbytes)
-        learned.seconds.add(done.seconds, job.nbytes)
+        learned.seconds.add(busy_s, job.nbytes)
         if done.frame is None:
             return Encoded(chunk, None, None)
         raw_digest = None if done.digest is None else snapshot.digests[chunk]
@@ -258,16 +265,14 @@ def _work(
 ) -> _Work:
     tried = None if attempt is None else attempt(raw)
     if tried is not None and tried.frame is not None:
-        return _Work(tried, None, PATCH, None, 0.0)
-    began = time.monotonic()
+        return _Work(tried, None, PATCH, None, time.monotonic())
     frame = codec.encode(raw, of.content)
-    seconds = time.monotonic() - began
     digest = None
     if frame is not None and not codec.lossless:
         out = memoryview(bytearray(len(raw)))
         codec.decode(memoryview(frame), out)
         digest = digester(algorithm)(out)
-    return _Work(tried, frame, codec.name, digest, seconds)
+    return _Work(tried, frame, codec.name, digest, time.monotonic())
 
 
 def _may_encode(rules: CodecRules, is_local: bool) -> bool:
