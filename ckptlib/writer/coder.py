@@ -7,6 +7,7 @@ each kind of tensor, and what patches need. Owned by the thread that persists. N
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence, Set
@@ -114,6 +115,9 @@ class Coder:
         self.encodes = _may_encode(rules, is_local)
         """Whether any chunk ever is, whatever the tensors are called; if not, none needs to be looked at."""
         self._store = Rate()
+        self._uploads_until = 0.0
+        """Up to then the time of uploads is accounted for; by the monotonic clock."""
+        self._uploads_lock = threading.Lock()
         self._kinds: dict[Kind, _Learned] = {}
         self._table: object = None
         self._busy_until = 0.0
@@ -123,10 +127,15 @@ class Coder:
         self._patches: Patches | None = None
         self._executor: ThreadPoolExecutor | None = None
 
-    def note_upload(self, nbytes: int, seconds: float) -> None:
-        """So many bytes went into the store, in a pack."""
+    def note_upload(self, nbytes: int, began: float, ended: float) -> None:
+        """So many bytes went into the store, in a pack; times by the monotonic clock. Any thread may tell.
+
+        Time in which several were under way counts once: what counts is what they reach together.
+        """
         if nbytes >= MEASURED_FROM_BYTES:
-            self._store.add(seconds, nbytes)
+            with self._uploads_lock:
+                self._store.add(max(0.0, ended - max(began, self._uploads_until)), nbytes)
+                self._uploads_until = max(self._uploads_until, ended)
 
     def forget_patches(self) -> None:
         """What was saved was not what it said, or was not put: nothing is patched before the next whole copy."""

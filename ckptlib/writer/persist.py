@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing
 
 from typing_extensions import Buffer
@@ -28,6 +29,9 @@ from ckptlib.writer.share import PutChunks, assemble
 
 FRAMES_BYTES = 32 * 1024 * 1024
 """Frames that are put as one pack: they are in memory until they are."""
+
+FRAMES_PUTS = 2
+"""Packs of frames that are put at once, so that the store is busy while one is published or the next one encoded."""
 
 GATHER_BYTES = 1024 * 1024
 """Pieces that are smaller are copied together: a write of each would cost more."""
@@ -148,12 +152,21 @@ class Persister:
         keys = (snapshot.header.save.pack_key(snapshot.header.rank, attempt, n, carried) for n in itertools.count())
         coded, raw = self._coder.candidates(snapshot, chunks)
         put: list[PutChunks] = []
-        with closing(self._coder.encode(slot.body, snapshot, coded, parent, refused)) as encoding:
+        with (
+            closing(self._coder.encode(slot.body, snapshot, coded, parent, refused)) as encoding,
+            ThreadPoolExecutor(FRAMES_PUTS, "ckptlib-put") as puts,  # its end waits for what is under way
+        ):
+            under_way: deque[Future[PutChunks]] = deque()
             for some in _in_packs(encoding):
                 raw += [encoded.chunk for encoded in some if encoded.frame is None]
                 frames = [encoded for encoded in some if encoded.frame is not None]
                 if frames:
-                    put.append(self._put_frames(snapshot, self._packer, next(keys), frames))
+                    key = next(keys)
+                    under_way.append(puts.submit(self._put_frames, snapshot, self._packer, key, frames))
+                del some, frames  # they would hold a pack longer
+                while len(under_way) >= FRAMES_PUTS:
+                    put.append(under_way.popleft().result())
+            put += [work.result() for work in under_way]
         put.append(self._put_raw(slot, snapshot, self._packer, keys, tuple(sorted(raw))))
         return put
 
@@ -185,7 +198,7 @@ class Persister:
             for some in data:
                 upload.write(some)
             upload.commit(shape.head(header.save, header.rank, snapshot.layout.digest))
-        self._coder.note_upload(shape.nbytes, time.monotonic() - began)
+        self._coder.note_upload(shape.nbytes, began, time.monotonic())
         return Pack(key, shape.nbytes, snapshot.created)
 
     def _put_layout(self, snapshot: Snapshot) -> None:
