@@ -13,9 +13,9 @@ PLANES, ZSTD = "planes", "zstd"
 _WORTH_SAVING = 0.03
 """Of the bytes: less is not worth a load that has to decode."""
 
-_HEADROOM = 1.5
-"""Encoding must be faster than the store by this: where the two are close, a sixth of the bytes fewer makes a save no
-shorter, since encoding is not steady on a host that trains, and its first frames are waited for."""
+_HEADROOM = 1.1
+"""Encoding must be faster than the store by this: where the two are as fast, a sixth of the bytes fewer makes a save no
+shorter, since the first frames are waited for."""
 
 
 class Candidate(NamedTuple):
@@ -61,7 +61,7 @@ def weigh(measured: Measured) -> Verdict:
     """Whether encoding pays where nobody asked for it.
 
     Encoding runs beside the upload, so that a save ends when the slower of the two does: encoding pays where it is
-    clearly faster than the store takes raw bytes, for then the store is what is waited for, and gets fewer.
+    faster than the store takes raw bytes, for then the store is what is waited for, and gets fewer.
     """
     if measured.local:
         return Verdict(False, "raw: the store is local")

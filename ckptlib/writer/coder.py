@@ -76,8 +76,6 @@ class _Learned:
 
     stored: Rate = field(default_factory=Rate)
     """Bytes of frames."""
-    seconds: Rate = field(default_factory=Rate)
-    """In which chunks of it were waiting to be encoded, by all threads: longer where the host has no idle core."""
     pays: bool | None = None
     num_skipped: int = 0
     """Saves since it was last seen whether it pays."""
@@ -120,6 +118,8 @@ class Coder:
         self._uploads_lock = threading.Lock()
         self._kinds: dict[Kind, _Learned] = {}
         self._table: object = None
+        self._encoding = Rate()
+        """Seconds in which chunks are waiting to be encoded, by all threads: longer where the host has no idle core."""
         self._busy_until = 0.0
         """Up to then the time of the encoders is accounted for; by the monotonic clock."""
         self._plans: list[_Plan | None] = []
@@ -163,7 +163,7 @@ class Coder:
         """All chunks of a kind where encoding pays; a few, now and then, where that is not known; or none."""
         learned = self._kinds.setdefault(kind, _Learned())
         if learned.stored.nbytes:
-            bps = 1 / max(learned.seconds.per_byte, 1e-15)
+            bps = 1 / max(self._encoding.per_byte, 1e-15)
             store_bps = 1 / max(self._store.per_byte, 1e-15)
             verdict = weigh(Measured(self._is_local, store_bps, bps, learned.stored.per_byte))
             if verdict.encode != learned.pays:
@@ -240,7 +240,7 @@ class Coder:
                 return found
         learned = self._kinds.setdefault(job.kind, _Learned())
         learned.stored.add(job.nbytes if done.frame is None else len(done.frame), job.nbytes)
-        learned.seconds.add(busy_s, job.nbytes)
+        self._encoding.add(busy_s, job.nbytes)
         if done.frame is None:
             return Encoded(chunk, None, None)
         raw_digest = None if done.digest is None else snapshot.digests[chunk]

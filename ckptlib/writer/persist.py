@@ -30,6 +30,9 @@ from ckptlib.writer.share import PutChunks, assemble
 FRAMES_BYTES = 32 * 1024 * 1024
 """Frames that are put as one pack: they are in memory until they are."""
 
+FIRST_FRAMES_BYTES = 8 * 1024 * 1024
+"""Of the first such pack: until it is gathered the store waits."""
+
 FRAMES_PUTS = 2
 """Packs of frames that are put at once, so that the store is busy while one is published or the next one encoded."""
 
@@ -211,13 +214,13 @@ class Persister:
 def _in_packs(encoded: Iterable[Encoded]) -> Iterator[list[Encoded]]:
     """What one pack of frames is made of, and what turned out not to be a frame meanwhile."""
     some: list[Encoded] = []
-    nbytes = 0
+    nbytes, enough = 0, FIRST_FRAMES_BYTES
     for one in encoded:
         some.append(one)
         nbytes += 0 if one.frame is None else len(one.frame)
-        if nbytes >= FRAMES_BYTES:
+        if nbytes >= enough:
             yield some
-            some, nbytes = [], 0
+            some, nbytes, enough = [], 0, FRAMES_BYTES
     if some:
         yield some
 

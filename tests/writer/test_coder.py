@@ -181,6 +181,7 @@ def test_packs_that_are_put_at_once_all_come_and_one_that_fails_surfaces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(persist, "FRAMES_BYTES", MIB)
+    monkeypatch.setattr(persist, "FIRST_FRAMES_BYTES", MIB)
     plan = tmp_path / "plan.json"
     store = open_store(f"fault+file://{tmp_path}/root?plan={plan}")
     job, arrays = OneRank(tmp_path, store, "planes"), {"w": mib(8)}
