@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import lossy
 from benchmarks.common import Line
 
 NAMES = (
@@ -29,6 +30,7 @@ NAMES = (
     "slowdown",
     "scale",
     "recover",
+    "lossy",
     "gpu",
 )
 SUBJECT = "ckptlib"
@@ -132,6 +134,23 @@ def _copy_on_gpu(figures: Figures) -> list[float]:
     return [rates[ON_GPU] / rates[BARE_ON_GPU]] if {ON_GPU, BARE_ON_GPU} <= rates.keys() else []
 
 
+DEFAULTS = ("8 bits", "8 bits, resumed 10 times", "bfloat16")
+"""What users can ask of lossy codecs."""
+
+
+def _lossy(figures: Figures) -> list[float]:
+    """How far the loss of lossy runs ends from the exact run's, over the farthest that an exact run does."""
+    away = {
+        subject: abs(line["median"])
+        for (name, _, subject, _), line in figures.items()
+        if name == "lossy" and "step" in line
+    }  # the last point of each
+    if not away:
+        return []
+    noise = max(away[subject] for subject in lossy.NOISE)
+    return [away[subject] / noise for subject in DEFAULTS]
+
+
 STALL, AIM = "stall per checkpoint", "target (1 ms + 10 us per tensor)"
 BUSY, FREE = "step while persisting", "step without checkpoints"
 
@@ -169,6 +188,7 @@ TARGETS = (
     Target("restore from a peer, of bare gloo", True, 0.8, _times("recover", "bare gloo", "bring and read")),
     Target("committing at 1,024 ranks, rank 0", False, 0.1, _medians("scale", "steady commit"), "cpu s"),
     Target("planning a load at 1,024 ranks", False, 1.0, _medians("scale", "load planning"), "cpu s"),
+    Target("300 steps after a lossy resume: loss off the exact run's, over what noise does", False, 1.0, _lossy),
     Target("a GPU: stall for a snapshot at each iteration", False, 0.01, _medians("gpu", STALL, subject=ON_GPU), "s"),
     Target(
         "the same: iterations, over those without", False, 1.01, _medians("gpu", "turn with / without", subject=ON_GPU)
@@ -203,7 +223,7 @@ def page(lines: Mapping[str, Sequence[Line]], images: Sequence[str]) -> str:
     if any(line["settings"].get("toy") for line in machines):
         text += ["**These are toy sizes: they show that everything runs, and measure nothing.**", ""]
     text += ["## Targets", "", *_table(("target", "bound", "worst case", ""), judged(figures_of(lines))), ""]
-    text += [f"![{image.removesuffix('.png')}]({image})" for image in images] + [""] * bool(images)
+    text += [f"![{Path(image).stem}]({image})" for image in images] + [""] * bool(images)
     for name, found in lines.items():
         text += [f"## {name}", "", *_section(found), ""]
     return "\n".join(text)
@@ -275,6 +295,10 @@ def plots(lines: Mapping[str, Sequence[Line]], out: Path) -> list[str]:
         if found:
             _plot(found, title, out / f"{name}.png")
             images.append(f"{name}.png")
+    losses = [line for line in lines.get("lossy", []) if "step" in line]
+    if losses:
+        _plot_losses(losses, out / "lossy.svg")
+        images.append("lossy.svg")
     return images
 
 
@@ -298,3 +322,32 @@ def _plot(found: Sequence[Line], title: str, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     plt.close(figure)
+
+
+def _plot_losses(found: Sequence[Line], path: Path) -> None:
+    """How far the loss of each run is from the exact one's, as steps go by; those that lost nothing are a band."""
+    import matplotlib.pyplot as plt
+
+    runs: dict[str, dict[int, float]] = {}
+    for line in found:
+        runs.setdefault(line["subject"], {})[line["step"]] = line["median"]
+    steps = list(runs[lossy.NOTHING])
+    noise = [max(abs(runs[subject][step]) for subject in lossy.NOISE) for step in steps]
+    colours = dict(
+        zip([*lossy.LOSSY, lossy.NOTHING], ("#2a9d8f", "#457b9d", "#8e6bbf", "#e76f51", "#c99a2e"), strict=True)
+    )
+    grey = "#868686"  # can be read on white and on black
+    style = {"svg.fonttype": "none", "text.color": grey, "axes.labelcolor": grey, "axes.edgecolor": grey}
+    with plt.rc_context({**style, "xtick.color": grey, "ytick.color": grey, "font.size": 9}):
+        figure, axis = plt.subplots(figsize=(7, 3.6))
+        axis.fill_between(steps, [-width for width in noise], noise, color=grey, alpha=0.3, linewidth=0)
+        for subject, colour in colours.items():
+            axis.plot(steps, list(runs[subject].values()), color=colour, marker="o", markersize=3, label=subject)
+        axis.set_yscale("symlog", linthresh=0.01)
+        axis.set_xlabel("steps after the resume; grey: as far as exact runs with other batches are off")
+        axis.set_ylabel("held-out loss, less that of the exact run")
+        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=8, labelcolor=grey)
+        axis.spines[["top", "right"]].set_visible(False)
+        figure.tight_layout()
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+        plt.close(figure)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from ckptlib.loading.report import LoadReport
     from ckptlib.policy.keep import Keep
+    from ckptlib.policy.lossy import Lossy
     from ckptlib.policy.peers import Coverage, Peers
     from ckptlib.policy.when import Steps
     from ckptlib.saving.pending import Pending
@@ -60,6 +61,7 @@ _HOMES = {
     "Peers": "policy.peers",
     "Steps": "policy.when",
     "Keep": "policy.keep",
+    "Lossy": "policy.lossy",
     "PerRank": "state.leaf",
     "Sharded": "state.leaf",
     **dict.fromkeys(
@@ -98,6 +100,7 @@ __all__ = [
     "FormatError",
     "Keep",
     "LoadReport",
+    "Lossy",
     "NewerFormat",
     "NoRoom",
     "ObjectExists",

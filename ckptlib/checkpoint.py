@@ -204,6 +204,7 @@ def _load_step(
         missing=wanted.missing,
         unexpected=(*unexpected, *wanted.foreign),
         values=wanted.values,
+        rounded=reader.rounded,
         in_memory=not isinstance(source, Committed),
         phases=laps.seconds,
     )

@@ -75,8 +75,8 @@ class Checkpointer:
                      these. None: the store only.
     process_group:   the ranks that hold the state; default: the world.
     storage_options: passed to fsspec's filesystem.
-    codec:           "auto", "raw" or "planes", or a dict of these by pattern of tensor names. "auto" stores tensors as
-                     they are on local disks, and compressed where the store is slower than compression.
+    codec:           "auto", "raw" or "planes", or a dict of these and of `Lossy` by pattern of tensor names. "auto"
+                     stores tensors as they are on local disks, and compressed where the store is slower than that.
     refresh:         each save refers to earlier ones for what has not changed since; what is older than this is written
                      again, so that no step hangs on one old object for ever.
     arena:           the directory for snapshots in memory; default: /dev/shm, or a file where /dev/shm is too small.

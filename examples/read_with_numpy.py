@@ -1,5 +1,7 @@
 """Reads checkpoints without ckptlib and without torch: numpy and xxhash are enough, and what FORMAT.md says.
 
+It reads versions 1 and 2 of the format, increments included; it knows no codec, and says so where one was used.
+
     python read_with_numpy.py ROOT          lists the steps
     python read_with_numpy.py ROOT latest   shows what a step holds, every digest checked
 
@@ -22,7 +24,7 @@ import numpy as np
 import xxhash
 
 SAVE = re.compile(r"([0-9]{12})-([0-9]{6})-([0-9a-f]{8})")
-HEAD = re.compile(rb'\{"ckptlib":([0-9]+),"kind":"([a-z]+)","digest":"xxh3:([0-9a-f]{32})","body":')
+HEAD = re.compile(rb'(\{"ckptlib":([0-9]+),"kind":"([a-z]+)"),"digest":"xxh3:([0-9a-f]{32})","body":')
 xxh3 = xxhash.xxh3_128_hexdigest
 NOT_IN_NUMPY: Any = {"bfloat16": "<u2", "complex32": [("real", "<f2"), ("imag", "<f2")]}  # nor float8, float4
 
@@ -47,12 +49,13 @@ def document(root: Path, key: str, kind: str) -> Any:
     """The body of a document, which has the digests that it and its name say."""
     data = (root / key).read_bytes()
     head = HEAD.match(data)
-    if head is None or int(head[1]) != 1 or head[2].decode() != kind:
-        raise ValueError(f"{key}: no {kind} of version 1")
-    told = [head[3].decode(), *re.findall(r"[0-9a-f]{32}", key)]  # a part's name has the digest of its table, too
+    if head is None or head[2] not in (b"1", b"2") or head[3].decode() != kind:
+        raise ValueError(f"{key}: no {kind} of version 1 or 2")
+    told = [head[4].decode(), *re.findall(r"[0-9a-f]{32}", key)]  # a part's name has the digest of its table, too
     table = data[data.rfind(b'"table":') + len(b'"table":') : -3]
     body, named = data[head.end() : -2], {"part": [table, data], "layout": [data]}.get(kind, [])
-    if data[-2:] != b"}\n" or told != [xxh3(text) for text in (body, *named)]:
+    covered = body if head[2] == b"1" else head[1] + body
+    if data[-2:] != b"}\n" or told != [xxh3(text) for text in (covered, *named)]:
         raise ValueError(f"{key}: does not match its digest")
     return json.loads(body)
 
@@ -117,9 +120,8 @@ def read(root: str | Path, save: str, rank: int = 0) -> Step:
 
 def shards(root: Path, part: Any, layout: Any) -> Any:
     """(name, box, elements) of each shard that a rank wrote."""
-    shards, chunks = part["table"]["shards"], part["table"]["chunks"]
+    shards, rows, data, at = part["table"]["shards"], iter(places(part)), bytearray(), 0
     digests, digest = iter(re.findall(".{32}", part["digests"])), xxh3 if part["algorithm"] == "xxh3" else blake3
-    rows, data, at = zip(chunks["pack"], chunks["offset"], chunks["nbytes"], strict=True), bytearray(), 0
     for tensor, offset, shape, count in zip(*map(shards.get, ("tensor", "offset", "shape", "chunks")), strict=True):
         data, at = (bytearray(), 0) if count else (data, at)
         for _ in range(count):
@@ -132,6 +134,23 @@ def shards(root: Path, part: Any, layout: Any) -> Any:
         elements = np.frombuffer(data, numpy_dtype(dtype), math.prod(shape), at).reshape(shape)
         at += elements.nbytes
         yield name, tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True)), elements
+
+
+def places(part: Any) -> list[tuple[int, int, int]]:
+    """Of each chunk: its pack, its first byte there, and its bytes. Packs may be those of earlier saves."""
+    chunks = part["table"]["chunks"]
+    if "places" not in part:  # version 1
+        return list(zip(chunks["pack"], chunks["offset"], chunks["nbytes"], strict=True))
+    if any(part["places"].get("codec", [])):
+        raise NotImplementedError(f"frames of {', '.join(part['places']['codecs'])}: this reader knows no codec")
+    found = list[tuple[int, int, int]]()
+    for pack, start, count in part["places"]["runs"]:
+        for nbytes in chunks["nbytes"][len(found) : len(found) + count]:
+            found.append((pack, start, nbytes))
+            start += nbytes
+    if len(found) != len(chunks["nbytes"]) or sum(row[2] for row in part["places"]["runs"]) != len(found):
+        raise ValueError(f"{part['save']}: rank {part['rank']}: places are not of all chunks")
+    return found
 
 
 def numpy_dtype(name: str) -> Any:

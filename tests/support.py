@@ -193,11 +193,11 @@ def resealed(document: bytes, **fields: object) -> bytes:
 
 
 def of_version(document: bytes, version: int) -> bytes:
-    """The document as a later ckptlib would write it: FORMAT.md says what its digest covers."""
+    """The document as a ckptlib of another version would write it: FORMAT.md says what its digest covers."""
     envelope = json.loads(document)
     body = json.dumps(envelope["body"], separators=(",", ":"))
     head = f'{{"ckptlib":{version},"kind":"{envelope["kind"]}"'
-    digest = xxhash.xxh3_128_hexdigest(f"{head}{body}".encode())
+    digest = xxhash.xxh3_128_hexdigest(f"{head if version > 1 else ''}{body}".encode())
     return f'{head},"digest":"xxh3:{digest}","body":{body}}}\n'.encode()
 
 

@@ -195,10 +195,17 @@ class Catalog:
 
     def trash_record(self, save: SaveId) -> TrashRecord:
         """Of a dropped save. Raises ObjectNotFound, CorruptData, FormatError."""
-        if save not in self._trash:
-            key = save.trash_key
-            self._trash[save] = TrashRecord.decode(save, self.store.get(key), f"{self.store.url}/{key}")
-        return self._trash[save]
+        if save in self._trash:
+            return self._trash[save]
+        key = save.trash_key
+        record = TrashRecord.decode(save, self.store.get(key), f"{self.store.url}/{key}")
+        if record.created:  # one that never was a step may be committed after all, and dropped again
+            self._trash[save] = record
+        return record
+
+    def forget_records(self, left: Collection[SaveId]) -> None:
+        """All trash records but these."""
+        self._trash = {save: self._trash[save] for save in left if save in self._trash}
 
     def layout(self, digest: str) -> Layout:
         """Raises CorruptData, FormatError, ObjectNotFound."""

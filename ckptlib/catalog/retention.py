@@ -12,10 +12,12 @@ What a crashed save left behind becomes trash too, when all of it is older than 
 long. Ages are by the store's own clock. No torch.
 
     a crash ...                              leaves                            then the next sweep
-    after the record, before the manifest    the step, and a stale record      drops the record, and decides anew
+    after the record, before the manifest    the step, and a stale record      drops the record, and decides anew *
     after the manifest                       trash                             deletes it when its time has come
     between deletions                        trash with fewer objects          deletes the rest, the record last
     while the clock is read                  trash/clock-...                   deletes it when it is old
+
+    * once the record is older than a save may take. Before that, another sweep may be about to delete the manifest.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class _Stock:
     """What earlier sweeps did not come to delete."""
     committed: set[SaveId]
     refreshes: list[SaveId]
-    """Asked for; of a step that is gone they ask for nothing."""
+    """Asked for; see `_is_done`."""
 
 
 def sweep(
@@ -97,26 +99,31 @@ def sweep(
     a manifest cannot be read (a live job warns, goes on along the history that is left, and deletes no pack), and what
     reading the history raises.
     """
-    grace_s = _grace_s(keep, catalog.root().save_deadline_s)
+    deadline_s = catalog.root().save_deadline_s
+    grace_s = _grace_s(keep, deadline_s)
     if not dry_run:
         _check_head(catalog, generation)
-    oldest = (time.time() if dry_run else clock.now(catalog.store)) - grace_s
+    now = time.time() if dry_run else clock.now(catalog.store)
+    oldest = now - grace_s
     stock = _take_stock(catalog)
+    stale = stock.records.keys() & stock.committed
+    under_way = {save for save in stale if stock.records[save].modified >= now - deadline_s}
     needed = _needed(catalog, stock, oldest, live=generation is not None)
     generations = _generations(catalog, live=generation is not None and not abandoned)
-    dropped = _unwanted(stock, generations, keep, abandoned)
+    dropped = [save for save in _unwanted(stock, generations, keep, abandoned) if save not in under_way]
     condemned = _crashed(stock, oldest)
     due = [] if needed is None else _due(stock, oldest)
     gone, deleted = _deletable(stock, due, needed or set())
     waiting = sorted(({*stock.objects, *stock.records} - stock.committed | {*dropped}) - gone)
-    if not waiting:
+    if not {*waiting} - {*due}:  # of what is due no part is left, whatever its packs are needed for
         deleted += _unnamed_layouts(catalog, stock, oldest)
     if not dry_run:
-        stale = [stock.records[save] for save in stock.records.keys() & stock.committed]
-        old_clocks = [entry for entry in stock.clocks if entry.modified < oldest]
-        refreshes = [save.refresh_key for save in stock.refreshes if save not in stock.committed]
-        _delete(catalog, generation, [*(entry.key for entry in stale + old_clocks), *refreshes])
+        old_clocks = [entry.key for entry in stock.clocks if entry.modified < oldest]
+        refreshes = [save.refresh_key for save in stock.refreshes if _is_done(save, stock, needed)]
+        _delete(catalog, generation, [*old_clocks, *refreshes])
         _delete(catalog, generation, [entry.key for entry in deleted])  # before anything is put: the store may be full
+        for save in sorted(stale - under_way):
+            _drop_stale(catalog, generation, save, stock.records[save])
         for save in dropped:
             _drop(catalog, generation, save)
         for save in condemned:
@@ -144,6 +151,11 @@ def _needed(catalog: Catalog, stock: _Stock, oldest: float, live: bool) -> set[P
         return None
 
 
+def _is_done(refresh: SaveId, stock: _Stock, needed: Set[PackSet] | None) -> bool:
+    """Whether nobody has to see any more that this was asked for: a save that was planned before may come after it."""
+    return needed is not None and refresh not in stock.committed and all(of.save > refresh for of in needed)
+
+
 def _deletable(stock: _Stock, due: Iterable[SaveId], needed: Set[PackSet]) -> tuple[set[SaveId], list[Entry]]:
     """What may go of the trash that is due: whole saves, and all objects, in the order of their deletion."""
     gone: set[SaveId] = set()
@@ -166,7 +178,8 @@ def _grace_s(keep: Keep | None, save_deadline_s: float) -> float:
 
 
 def _take_stock(catalog: Catalog) -> _Stock:
-    """Manifests are listed last: what is committed meanwhile counts as committed."""
+    """Manifests are listed after parts and packs: what is committed meanwhile counts as committed. And before trash
+    records: of a step that another sweep drops meanwhile the one or the other is seen, and what it uses."""
     objects: dict[SaveId, list[Entry]] = {}
     records: dict[SaveId, Entry] = {}
     clocks: list[Entry] = []
@@ -176,13 +189,13 @@ def _take_stock(catalog: Catalog) -> _Stock:
         save = keys.pack_save(entry.key) if part is None else part.save
         if save is not None:
             objects.setdefault(save, []).append(entry)
+    steps = catalog.steps()
     for entry in catalog.store.scan(keys.TRASH):
         save = keys.parse_trash_key(entry.key)
         if save is not None:
             records[save] = entry
         elif entry.key.startswith(clock.CLOCK):
             clocks.append(entry)
-    steps = catalog.steps()
     return _Stock(objects, layouts, records, clocks, {*steps.saves}, steps.refreshes)
 
 
@@ -255,6 +268,18 @@ def _drop(catalog: Catalog, generation: keys.GenerationId | None, save: SaveId) 
     _put_record(catalog.store, record_of(catalog, save, "dropped by retention"))
     catalog.store.delete(save.manifest_key)
     log.info("step %d is dropped; its bytes go after the grace period", save.step)
+
+
+def _drop_stale(catalog: Catalog, generation: keys.GenerationId | None, save: SaveId, listed: Entry) -> None:
+    """Deletes the record of a step that is there. Where another sweep was faster and has dropped the step, it stays, or
+    is put back."""
+    _check_head(catalog, generation)
+    record = record_of(catalog, save, "dropped by retention")
+    if listed not in catalog.store.scan(save.trash_key):
+        return
+    catalog.store.delete(save.trash_key)
+    if not catalog.is_committed(save):
+        _put_record(catalog.store, record)
 
 
 def _put_record(store: Store, record: TrashRecord) -> None:

@@ -97,6 +97,11 @@ class PartIndex:
                 at.setdefault(self.part.table.boxes[shard], []).append(shard)
         return self._at[name][box]
 
+    def names_in(self, chunk: int) -> list[str]:
+        """Of the tensors that lie in a chunk."""
+        table = self.part.table
+        return [self.layout.tensors[table.tensors[shard]].name for shard in table.shards_in(chunk)]
+
     def shard(self, shard: int) -> SavedShard:
         return SavedShard(self.part, self.layout, shard, self.skipped[shard], self.sizes[shard])
 

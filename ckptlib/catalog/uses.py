@@ -34,6 +34,7 @@ def needed_by(catalog: Catalog, committed: Iterable[SaveId], trashed: Collection
     Raises, for a document that cannot be read, what reading it raises: nobody knows then which packs are needed.
     """
     needed: set[PackSet] = set()
+    catalog.forget_records(trashed)
     for save in committed:
         try:
             needed |= catalog.stand(save).uses.keys()
@@ -66,6 +67,9 @@ def times_of(catalog: Catalog, save: SaveId, uses: Collection[PackSet]) -> dict[
     if left:
         found |= _times_in_trash(catalog, left)
         left -= found.keys()
+    if left and any(_is_damaged(catalog, other) for other in committed):
+        found |= dict.fromkeys(left, 0.0)  # as above; once the manifest is given up, the one to be put names them
+        left.clear()
     if left:
         raise SaveFailed(
             f"step {save.step}: needs packs of {min(left)}, which no committed step uses any more, so they may be "
@@ -79,6 +83,17 @@ def _created(catalog: Catalog, save: SaveId) -> float:
         return catalog.stand(save).created
     except UNREADABLE:
         return 0.0  # while its manifest cannot be read, no pack is deleted
+
+
+def _is_damaged(catalog: Catalog, save: SaveId) -> bool:
+    """For everybody, and for good: not one that could not be read just now."""
+    try:
+        catalog.stand(save)
+    except (CorruptData, FormatError):
+        return True
+    except (CheckpointNotFound, ObjectUnreadable):
+        pass
+    return False
 
 
 def _times_in(catalog: Catalog, save: SaveId, wanted: Collection[PackSet]) -> dict[PackSet, float]:
@@ -98,9 +113,8 @@ def _times_in_trash(catalog: Catalog, wanted: Collection[PackSet]) -> dict[PackS
         save = keys.parse_trash_key(entry.key)
         if save is None or entry.modified < oldest:
             continue
-        try:
-            record = catalog.trash_record(save)
-        except UNREADABLE:
+        record = _record_there(catalog, save)
+        if record is None:
             continue
         times = {**record.uses, PackSet(save): record.created, PackSet(save, carried=True): record.created}
         found |= {needed: times[needed] for needed in wanted if needed in times}
@@ -111,6 +125,15 @@ def record_of(catalog: Catalog, save: SaveId, reason: str) -> TrashRecord:
     """The trash record of a committed step that is dropped. One whose manifest cannot be read has no readers."""
     try:
         stand = catalog.stand(save)
+    except CheckpointNotFound:  # another sweep was faster
+        return _record_there(catalog, save) or TrashRecord(save, reason)
     except UNREADABLE:
         return TrashRecord(save, reason)
     return TrashRecord(save, reason, stand.uses, stand.created)
+
+
+def _record_there(catalog: Catalog, save: SaveId) -> TrashRecord | None:
+    try:
+        return catalog.trash_record(save)
+    except UNREADABLE:
+        return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 
 import click
@@ -11,12 +12,16 @@ from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import Sweep, sweep
+from ckptlib.catalog.uses import UNREADABLE
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, count, duration, size
 from ckptlib.format import keys
-from ckptlib.format.keys import SaveId
+from ckptlib.format.keys import PackSet, SaveId
 from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.stores import Store
+
+MAX_USERS = 5
+"""Steps that use a dropped one and that people see; JSON has all."""
 
 
 @click.command("gc", short_help="Drop old steps and delete what was dropped long ago.")
@@ -47,8 +52,10 @@ def command(
 ) -> bool:
     """Drops old steps, and deletes the data of steps that were dropped longer ago than the grace period.
 
-    Asks first on a terminal. Refuses while the record of a generation is missing, since the history would lack its
-    steps.
+    Packs of a dropped step stay for as long as other steps use them; `gc` tells which.
+
+    Asks first on a terminal. Refuses while the record of a generation or a manifest is missing or damaged, since nobody
+    knows then what is needed.
     """
     catalog = Catalog(store)
     keep = Keep(keep_last, keep_every, timedelta(hours=grace))
@@ -59,13 +66,14 @@ def command(
     sizes = _sizes(store)
     asked = not dry_run and not yes and sys.stdin.isatty() and not _is_idle(plan)
     if dry_run or asked:
-        _print(output, plan, sizes, grace, done=False)
+        _print(output, plan, sizes, _used(catalog, plan), grace, done=False)
     if asked:
         click.confirm(_question(plan), abort=True, err=True)
     result = plan if dry_run else sweep(catalog, keep, None, abandoned=abandoned)
+    used = _used(catalog, result)
     if not dry_run:
-        _print(output, result, sizes, grace, done=True)
-    output.document({"url": store.url, "dry_run": dry_run, **_document(result, sizes)})
+        _print(output, result, sizes, used, grace, done=True)
+    output.document({"url": store.url, "dry_run": dry_run, **_document(result, sizes, used)})
     return True
 
 
@@ -81,47 +89,107 @@ def _is_idle(sweep: Sweep) -> bool:
     return not (sweep.dropped or sweep.condemned or sweep.deleted)
 
 
-def _sizes(store: Store) -> dict[SaveId, int]:
-    """Bytes of the packs of every save."""
-    sizes: dict[SaveId, int] = {}
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What of a dropped save stays, and for whom."""
+
+    sets: frozenset[PackSet]
+    """Its packs that other steps use."""
+    by: tuple[SaveId, ...]
+    """Committed steps, ascending."""
+
+
+def _used(catalog: Catalog, result: Sweep) -> dict[SaveId, Used]:
+    """Of the saves that wait: those of which committed steps use packs. Their manifests are known from the sweep."""
+    waiting = {*result.waiting}
+    found: dict[SaveId, Used] = {}
+    for save in catalog.saves():
+        if save in waiting:
+            continue
+        try:
+            uses = catalog.stand(save).uses.keys()
+        except UNREADABLE:
+            continue  # dropped or damaged since; the sweep would have refused
+        for other in {needed.save for needed in uses} & waiting:
+            old = found.get(other, Used(frozenset(), ()))
+            sets = old.sets | {needed for needed in uses if needed.save == other}
+            found[other] = Used(sets, (*old.by, save))
+    return dict(sorted(found.items()))
+
+
+def _sizes(store: Store) -> dict[PackSet, int]:
+    """Bytes of every set of packs."""
+    sizes: dict[PackSet, int] = {}
     for entry in store.scan(keys.PACKS):
-        save = keys.pack_save(entry.key)
-        if save is not None:
-            sizes[save] = sizes.get(save, 0) + entry.nbytes
+        found = keys.pack_set(entry.key)
+        if found is not None:
+            sizes[found] = sizes.get(found, 0) + entry.nbytes
     return sizes
 
 
-def _document(result: Sweep, sizes: Mapping[SaveId, int]) -> dict[str, object]:
+def _size(sizes: Mapping[PackSet, int], save: SaveId) -> int:
+    """Of all packs of a save."""
+    return sizes.get(PackSet(save), 0) + sizes.get(PackSet(save, carried=True), 0)
+
+
+def _document(result: Sweep, sizes: Mapping[PackSet, int], used: Mapping[SaveId, Used]) -> dict[str, object]:
     def rows(saves: tuple[SaveId, ...]) -> list[dict[str, object]]:
-        return [{"step": save.step, "name": str(save), "nbytes": sizes.get(save, 0)} for save in saves]
+        return [{"step": save.step, "name": str(save), "nbytes": _size(sizes, save)} for save in saves]
 
     return {
         "dropped": rows(result.dropped),
         "condemned": rows(result.condemned),
         "waiting": rows(result.waiting),
+        "used": [
+            {
+                "step": save.step,
+                "name": str(save),
+                "nbytes": sum(sizes.get(of, 0) for of in of_save.sets),
+                "used_by": [*map(str, of_save.by)],
+            }
+            for save, of_save in used.items()
+        ],
         "deleted": [{"key": entry.key, "nbytes": entry.nbytes} for entry in result.deleted],
         "nbytes_deleted": result.nbytes_deleted,
     }
 
 
-def _print(output: Output, result: Sweep, sizes: Mapping[SaveId, int], grace: float, done: bool) -> None:
+def _print(
+    output: Output, result: Sweep, sizes: Mapping[PackSet, int], used: Mapping[SaveId, Used], grace: float, done: bool
+) -> None:
     later = f"data deleted in {duration(grace * 3600)}" if grace else "data deleted at the next run"
     groups = [
         ("dropped" if done else "would drop", result.dropped, later),
         ("condemned" if done else "would condemn", result.condemned, f"never committed, {later}"),
     ]
     rows = [
-        (word if i == 0 else "", f"step {save.step}", size(sizes.get(save, 0)), why)
+        (word if i == 0 else "", f"step {save.step}", size(_size(sizes, save)), "see below" if save in used else why)
         for word, saves, why in groups
         for i, save in enumerate(saves)
+    ]
+    rows += [
+        (
+            "" if i else "stays" if done else "would stay",
+            f"step {save.step}",
+            size(sum(sizes.get(of, 0) for of in of_save.sets)),
+            f"{count(len(of_save.by), 'step')} {'uses' if len(of_save.by) == 1 else 'use'} it: {_steps(of_save.by)}",
+        )
+        for i, (save, of_save) in enumerate(used.items())
     ]
     output.columns((), rows)
     if result.deleted:
         word = "deleted" if done else "would delete"
         output.line(f"{word}  {count(len(result.deleted), 'object')}, {size(result.nbytes_deleted)}")
-    held = {*result.waiting} - {*result.dropped}
+    held = {*result.waiting} - {*result.dropped} - used.keys()
     if held:
-        text = f"{count(len(held), 'dropped step')} in the grace period, {size(sum(sizes.get(s, 0) for s in held))}"
+        text = (
+            f"{count(len(held), 'dropped step')} in the grace period, {size(sum(_size(sizes, save) for save in held))}"
+        )
         output.line(Text(text, style="dim"))
     if _is_idle(result):
         output.line("nothing to do")
+
+
+def _steps(saves: tuple[SaveId, ...]) -> str:
+    some = [str(save.step) for save in saves[-MAX_USERS:]]
+    return ", ".join((["..."] if len(saves) > MAX_USERS else []) + some)

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import click
 from rich.text import Text
 
-from ckptlib.catalog.catalog import Catalog, CheckpointInfo
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Cell, Output, age, count, metrics, plain, size
+from ckptlib.cli.stands import Stands, stands_of
 from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, NewerFormat, ObjectUnreadable
 from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
 from ckptlib.stores import Store
 from ckptlib.stores.io_limits import DOCUMENT_THREADS
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What `ls` takes from a manifest, which may be long."""
+
+    world_size: int
+    nbytes_state: int
+    """What a load gives back."""
+    created: float
+    metrics: Mapping[str, object]
+    stands: Stands
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +39,10 @@ class Row:
     save: SaveId
     state: str
     """committed, left behind (by a rewind), damaged, newer (than this ckptlib), trash, or uncommitted."""
-    info: CheckpointInfo | None
+    info: Info | None
     """Only where a manifest can be read."""
     nbytes: int | None
-    """Of the packs."""
+    """Of the packs that were written for it."""
     since: float | None
     """When it was taken; for trash, when it was dropped; seconds since the epoch."""
     problem: str | None = None
@@ -42,7 +55,11 @@ class Row:
 @with_store
 @with_output
 def command(store: Store, output: Output, everything: bool) -> bool:
-    """Lists the committed steps."""
+    """Lists the committed steps.
+
+    SIZE is what a load gives back, WRITTEN what was written for the step: what has not changed lies in the packs of
+    earlier saves. USES is how many of these saves the step needs, OLDEST the age of the oldest.
+    """
     catalog = Catalog(store)
     problem = _refusal(catalog)
     rows = committed(catalog, everything)
@@ -78,12 +95,14 @@ def committed(catalog: Catalog, everything: bool) -> list[Row]:
 
     def row(save: SaveId) -> Row | None:
         try:
-            info = catalog.info(save, visible=save in visible)
+            manifest = catalog.manifest(save)
         except CheckpointNotFound:
             return None  # dropped since it was listed
         except (CorruptData, FormatError, ObjectUnreadable) as error:
             return Row(save, "newer" if isinstance(error, NewerFormat) else "damaged", None, None, None, str(error))
-        return Row(save, "committed" if info.visible else "left behind", info, info.nbytes, info.created)
+        nbytes_state = manifest.nbytes if manifest.nbytes_state is None else manifest.nbytes_state
+        info = Info(manifest.world_size, nbytes_state, manifest.created, manifest.metrics, stands_of(manifest))
+        return Row(save, "committed" if save in visible else "left behind", info, manifest.nbytes, manifest.created)
 
     with ThreadPoolExecutor(DOCUMENT_THREADS) as executor:
         return [found for found in executor.map(row, saves) if found is not None]
@@ -121,29 +140,49 @@ def _document(row: Row) -> dict[str, object]:
         "since": row.since,
         "world_size": info.world_size if info else None,
         "nbytes": row.nbytes,
+        "nbytes_state": info.nbytes_state if info else None,
+        "stands_on": [*map(str, info.stands.on)] if info else None,
+        "oldest": info.stands.oldest if info else None,
         "metrics": dict(info.metrics) if info else {},
         **({"problem": row.problem} if row.problem else {}),
     }
 
 
 def _table(output: Output, rows: list[Row], everything: bool) -> None:
-    header = ["STEP", "GEN", "AGE", "RANKS", "SIZE", *(["STATE"] if everything else []), "METRICS"]
+    header = ["STEP", "GEN", "AGE", "RANKS", "SIZE", "WRITTEN", "USES", "OLDEST", "STATE", "METRICS"]
+    if not any(row.info and row.info.stands.on for row in rows):
+        header = [name for name in header if name not in ("USES", "OLDEST")]
+    if not everything:
+        header.remove("STATE")
     if not any(row.info and row.info.metrics for row in rows):
         header.remove("METRICS")
-    output.columns(header, [_cells(row, header) for row in rows], right=("STEP", "GEN", "AGE", "RANKS", "SIZE"))
-    if everything:
-        output.line(Text(f"{count(len(rows), 'save')}, {size(sum(row.nbytes or 0 for row in rows))}", style="dim"))
+    right = [name for name in header if name not in ("STATE", "METRICS")]
+    output.columns(header, [_cells(row, header) for row in rows], right)
+    output.line(Text(_total(rows, everything), style="dim"))
+
+
+def _total(rows: list[Row], everything: bool) -> str:
+    """Each pack is counted at the save that it was written for, so the sum is true whatever steps share."""
+    infos = [row.info for row in rows if row.info]
+    listed = count(len(rows), "save" if everything else "step")
+    text = f"{listed}, {size(sum(info.nbytes_state for info in infos))} in {size(sum(row.nbytes or 0 for row in rows))}"
+    others = {save for info in infos for save in info.stands.on} - {row.save for row in rows}
+    return text + (f", and in packs of {count(len(others), 'other save')} (ckptlib du)" if others else "")
 
 
 def _cells(row: Row, header: list[str]) -> list[Cell]:
     dim = "" if row.state == "committed" else "red" if row.problem else "dim"
+    info = row.info
     cells = {
         "STEP": str(row.save.step),
         "GEN": str(row.save.generation.number),
         "AGE": "-" if row.since is None else age(row.since),
-        "RANKS": str(row.info.world_size) if row.info else "-",
-        "SIZE": "-" if row.nbytes is None else size(row.nbytes),
+        "RANKS": str(info.world_size) if info else "-",
+        "SIZE": size(info.nbytes_state) if info else "-",
+        "WRITTEN": "-" if row.nbytes is None else size(row.nbytes),
+        "USES": str(len(info.stands.on)) if info else "-",
+        "OLDEST": info.stands.oldest_age if info else "-",
         "STATE": row.state,
-        "METRICS": metrics(row.info.metrics) if row.info else "",
+        "METRICS": metrics(info.metrics) if info else "",
     }
     return [Text(plain(cells[name]), style=dim) for name in header]

@@ -1,29 +1,45 @@
-"""`ckptlib show`: one step, from its manifest, layouts and listings. No pack is opened."""
+"""`ckptlib show`: one step, from its manifest, layouts, parts and listings. No pack is opened."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 import click
 from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.cli.codings import Codings, Count
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, age, count, metrics, moment, ranks, size
+from ckptlib.cli.output import Output, age, count, metrics, moment, plain, ranks, size
+from ckptlib.cli.stands import stands_of
+from ckptlib.codecs.registry import RAW
 from ckptlib.format import keys, sharding
 from ckptlib.format.keys import SaveId
 from ckptlib.format.layout import ByHand, Layout, OwnPerRank, TensorEntry
 from ckptlib.format.manifest import Generation, Manifest
+from ckptlib.format.part import Part
 from ckptlib.stores import Store
 from ckptlib.stores.io_limits import DOCUMENT_THREADS
+from ckptlib.verify.findings import attempt
+from ckptlib.verify.packs import in_order
 
 MAX_VALUE_WIDTH = 100
 """Longer values are cut for people; JSON has them whole."""
+
+MAX_KINDS = 20
+"""Kinds of tensors that people see, the largest first; JSON has all."""
+
+MAX_STEPS = 8
+"""That a step stands on, and that people see."""
+
+ATTEMPT_WIDTH = len("000000-00000000")
+"""Of rank and attempt, which begin the name of a pack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,47 +76,69 @@ def command(store: Store, output: Output, step: str, pattern: str | None, with_v
     manifest = catalog.manifest(save)
     with ThreadPoolExecutor(DOCUMENT_THREADS) as executor:
         layouts = dict(zip(manifest.layouts, executor.map(catalog.layout, manifest.layouts), strict=True))
+        codings, problems = Codings(), []
+        for part in in_order(executor, lambda name: attempt(partial(catalog.part, name)), manifest.parts):
+            if isinstance(part, Part):
+                codings.add(part, layouts[part.table.layout])
+            else:
+                problems.append(str(part))
     chain = generation_chain(catalog, save)
     tensors = merged(manifest, layouts)
     objects = stored(store, manifest)
     chosen = [t for t in tensors if pattern is not None and fnmatchcase(t.entry.name, pattern)]
     values = dict(catalog.part(manifest.parts[0]).values) if with_values else None
-    output.document(
-        {
-            "url": store.url,
-            "step": save.step,
-            "name": str(save),
-            "visible": save in catalog.visible(),
-            "world_size": manifest.world_size,
-            "created": manifest.created,
-            "nbytes": manifest.nbytes,
-            "metrics": dict(manifest.metrics),
-            "generations": [_generation_document(record) for record in chain],
-            "layouts": [
-                {
-                    "digest": digest,
-                    "ranks": ranks(manifest.layouts[digest]),
-                    "num_tensors": len(layout.tensors),
-                    "held": dict(Counter(held(entry) for entry in layout.tensors)),
-                }
-                for digest, layout in layouts.items()
-            ],
-            "totals": totals(tensors),
-            "objects": {name: {"number": o.number, "nbytes": o.nbytes} for name, o in objects.items()},
-            **({} if pattern is None else {"tensors": [_tensor_document(t) for t in chosen]}),
-            **({} if values is None else {"values": values}),
-        }
-    )
+    document: dict[str, object] = {
+        "url": store.url,
+        "step": save.step,
+        "name": str(save),
+        "visible": save in catalog.visible(),
+        "world_size": manifest.world_size,
+        "created": manifest.created,
+        "nbytes": manifest.nbytes,
+        "nbytes_state": nbytes_state(manifest),
+        "stands_on": [*map(str, stands_of(manifest).on)],
+        "oldest": stands_of(manifest).oldest,
+        "metrics": dict(manifest.metrics),
+        "generations": [_generation_document(record) for record in chain],
+        "layouts": [
+            {
+                "digest": digest,
+                "ranks": ranks(manifest.layouts[digest]),
+                "num_tensors": len(layout.tensors),
+                "held": dict(Counter(held(entry) for entry in layout.tensors)),
+            }
+            for digest, layout in layouts.items()
+        ],
+        "totals": totals(tensors),
+        "objects": {name: {"number": o.number, "nbytes": o.nbytes} for name, o in objects.items()},
+        "codecs": {codec: found.document() for codec, found in codings.codecs.items()},
+        "kinds": {
+            kind: {codec: found.document() for codec, found in by_codec.items()}
+            for kind, by_codec in sorted(codings.kinds.items())
+        },
+        "problems": problems,
+        **({} if pattern is None else {"tensors": [_tensor_document(t) for t in chosen]}),
+        **({} if values is None else {"values": values}),
+    }
+    output.document(document)
+    for problem in problems:
+        output.err.print(Text(plain(problem), style="red"))
     if output.as_json:
-        return True
+        return not problems
     _print_head(output, manifest, chain)
     _print_layouts(output, manifest, layouts)
     _print_totals(output, tensors, objects)
+    _print_codings(output, codings)
     if pattern is not None:
         _print_tensors(output, chosen, pattern)
     if values is not None:
         _print_values(output, values)
-    return True
+    return not problems
+
+
+def nbytes_state(manifest: Manifest) -> int:
+    """Of all chunks, as a load gives them back."""
+    return manifest.nbytes if manifest.nbytes_state is None else manifest.nbytes_state
 
 
 def generation_chain(catalog: Catalog, save: SaveId) -> list[Generation]:
@@ -156,7 +194,7 @@ def stored(store: Store, manifest: Manifest) -> dict[str, Objects]:
     """The objects that a step needs, by kind; from listings. What failed attempts left behind is not counted."""
     save = manifest.save
     attempts = {f"{name.rank:06d}-{name.attempt}" for name in manifest.parts}
-    packs = [e for e in store.scan(save.packs_prefix) if e.key.rpartition("/")[2].rpartition("-")[0] in attempts]
+    packs = [e for e in store.scan(save.packs_prefix) if e.key.rpartition("/")[2][:ATTEMPT_WIDTH] in attempts]
     names = {name.key for name in manifest.parts}
     parts = [e for e in store.scan(save.parts_prefix) if e.key in names]
     wanted = {keys.layout_key(digest) for digest in manifest.layouts}
@@ -191,10 +229,17 @@ def _tensor_document(tensor: Tensor) -> dict[str, object]:
 def _print_head(output: Output, manifest: Manifest, chain: list[Generation]) -> None:
     output.line(
         Text(f"step {manifest.save.step}", style="bold"),
-        f"  {size(manifest.nbytes)} by {count(manifest.world_size, 'rank')}",
+        f"  {size(nbytes_state(manifest))} by {count(manifest.world_size, 'rank')}",
+        f", {size(manifest.nbytes)} written for it" if stands_of(manifest).on else "",
         f", {moment(manifest.created)} ({age(manifest.created)} ago)",
     )
     rows = [("save", str(manifest.save))]
+    stands = stands_of(manifest)
+    if stands.on:
+        some = ", ".join(str(save.step) for save in stands.on[-MAX_STEPS:])
+        steps = f"steps ..., {some}" if len(stands.on) > MAX_STEPS else f"step{'s' * (len(stands.on) > 1)} {some}"
+        text = f"{count(len(stands.on), 'other save')} ({steps}); its oldest chunk is {stands.oldest_age} old"
+        rows.append(("stands on", text))
     if manifest.metrics:
         rows.append(("metrics", metrics(manifest.metrics)))
     rows += [("generation" if i == 0 else "resumed from", text) for i, text in enumerate(_chain_lines(chain))]
@@ -236,6 +281,36 @@ def _print_totals(output: Output, tensors: list[Tensor], objects: Mapping[str, O
     output.columns(("OBJECTS", "NUMBER", "SIZE"), rows, right=("NUMBER", "SIZE"))
 
 
+def _print_codings(output: Output, codings: Codings) -> None:
+    output.line()
+    if codings.codecs.keys() <= {RAW}:
+        output.line("all chunks are stored as they are")
+        return
+    number = ("CHUNKS", "SIZE", "STORED", "RATIO")
+    rows = [(codec, *_count_cells(found)) for codec, found in codings.codecs.items()]
+    output.columns(("CODEC", *number), rows, right=number)
+    output.line()
+    kinds = {kind: _sum(by_codec.values()) for kind, by_codec in codings.kinds.items()}
+    largest = sorted(kinds, key=lambda kind: kinds[kind].nbytes, reverse=True)
+    of_kinds = [
+        (kind, *_count_cells(kinds[kind]), ", ".join(sorted(codings.kinds[kind]))) for kind in largest[:MAX_KINDS]
+    ]
+    output.columns(("KIND", *number, "CODECS"), of_kinds, right=number)
+    if len(largest) > MAX_KINDS:
+        output.line(Text(f"and {len(largest) - MAX_KINDS:,} more kinds", style="dim"))
+
+
+def _sum(counts: Iterable[Count]) -> Count:
+    total = Count()
+    for found in counts:
+        total.add(found)
+    return total
+
+
+def _count_cells(found: Count) -> tuple[str, str, str, str]:
+    return f"{found.chunks:,}", size(found.nbytes), size(found.stored), found.ratio
+
+
 def _print_tensors(output: Output, tensors: list[Tensor], pattern: str) -> None:
     output.line()
     if not tensors:
@@ -249,12 +324,13 @@ def _print_tensors(output: Output, tensors: list[Tensor], pattern: str) -> None:
 
 def _print_values(output: Output, values: Mapping[str, object]) -> None:
     output.line()
-    rows = [(path, _cut(json.dumps(value))) for path, value in values.items()]
+    rows = [(path, cut(json.dumps(value))) for path, value in values.items()]
     if rows:
         output.columns(("VALUE", "OF RANK 0"), rows)
     else:
         output.line("rank 0 has no values")
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """For people."""
     return text if len(text) <= MAX_VALUE_WIDTH else text[: MAX_VALUE_WIDTH - 3] + "..."

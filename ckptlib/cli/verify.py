@@ -19,6 +19,7 @@ from ckptlib.stores import Store
 from ckptlib.verify.findings import Finding
 from ckptlib.verify.packs import Advance
 from ckptlib.verify.root import verify_root, verify_save
+from ckptlib.verify.shared_chunks import SharedChunks
 
 MAX_SHARDS = 3
 """Of a finding, that people see; JSON has all."""
@@ -32,7 +33,8 @@ MAX_SHARDS = 3
 def command(store: Store, output: Output, step: str, everything: bool) -> bool:
     """Reads every byte of a step and checks it against its digest.
 
-    STEP: a number, a name as `ls --json` prints it, or (default) the latest. Nothing is changed or repaired.
+    STEP: a number, a name as `ls --json` prints it, or (default) the latest. With --all, good bytes that several steps
+    share are read once. Nothing is changed or repaired.
     """
     if everything and step != "latest":
         raise click.UsageError("give either STEP or --all")
@@ -45,10 +47,11 @@ def command(store: Store, output: Output, step: str, everything: bool) -> bool:
     began, nbytes = time.monotonic(), 0
     steps: list[dict[str, object]] = []
     found = [*in_root]
+    shared = SharedChunks(catalog, saves) if len(saves) > 1 else None
     for save in saves:
         try:
-            with _progress(output, catalog, save) as advance:
-                mine = list(verify_save(catalog, save, advance))
+            with _progress(output, save) as advance:
+                mine = list(verify_save(catalog, save, advance, advance.expect, shared))
         except CheckpointNotFound:
             if not everything:
                 raise
@@ -93,9 +96,11 @@ def _resolve(catalog: Catalog, step: str, in_root: list[Finding]) -> SaveId:
 class _Counter:
     """Counts the bytes that were read, and moves the bar."""
 
-    def __init__(self, bar: Advance) -> None:
+    def __init__(self, bar: Advance, expect: Advance) -> None:
         self.nbytes = 0
         self._bar = bar
+        self.expect = expect
+        """To be told how many bytes there will be."""
 
     def __call__(self, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -103,15 +108,11 @@ class _Counter:
 
 
 @contextmanager
-def _progress(output: Output, catalog: Catalog, save: SaveId) -> Iterator[_Counter]:
+def _progress(output: Output, save: SaveId) -> Iterator[_Counter]:
     """A bar on stderr where that is a terminal; it is gone when the step is done."""
     if not output.err.is_terminal:
-        yield _Counter(lambda nbytes: None)
+        yield _Counter(lambda nbytes: None, lambda nbytes: None)
         return
-    try:
-        total: int | None = catalog.manifest(save).nbytes
-    except CkptError:  # a finding soon
-        total = None
     columns = (
         TextColumn("step {task.description}"),
         BarColumn(complete_style="default", finished_style="default"),
@@ -120,8 +121,8 @@ def _progress(output: Output, catalog: Catalog, save: SaveId) -> Iterator[_Count
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=output.err, transient=True) as bars:
-        task = bars.add_task(str(save.step), total=total)
-        yield _Counter(lambda nbytes: bars.advance(task, nbytes))
+        task = bars.add_task(str(save.step), total=None)
+        yield _Counter(lambda nbytes: bars.advance(task, nbytes), lambda nbytes: bars.update(task, total=nbytes))
 
 
 def document(finding: Finding) -> dict[str, object]:

@@ -51,6 +51,9 @@ class Verdict(NamedTuple):
 
 def candidate(rules: asked.CodecRules, name: str, dtype: str) -> Candidate:
     """The codec to try on a tensor's chunks. `dtype`: torch's name of it, "" where a chunk holds several."""
+    lossy = rules.lossy(name)
+    if lossy is not None and dtype == "float32":
+        return Candidate(lossy, False)
     word = rules.word(name)
     if word == asked.RAW:
         return Candidate(RAW, False)

@@ -11,7 +11,6 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptlib.codecs.float_bits import Bytes
 
@@ -21,8 +20,8 @@ MIN_ROW = 64
 """A level costs some 6 bits, so that shorter rows share one."""
 _ROWS_SEEN = 64
 """For the level of a column."""
-_STEP = 1 << 16
-"""Elements at a time, so that temporaries stay in the cache of a core."""
+_STEP = 1 << 17
+"""Elements at a time: see `float_bits`."""
 
 
 class Model(IntEnum):
@@ -40,16 +39,16 @@ class Levels(NamedTuple):
     """Of the rows that a block lies in, whole or in part."""
 
     rows: Bytes
-    """Each is the level of the elements of a row; with columns see there."""
+    """Each is the level of the elements of a row. With columns two bytes of each, the upper ones first."""
     columns: Bytes
-    """None, or one for each element of a row. An element's level is then (row's + column's) / 16, rounded down: whole
-    ones would be wrong by half an exponent each."""
+    """None, or one for each element of a row. An element's level is then the sum of its row's and its column's by 16,
+    rounded down: whole ones would be wrong by half an exponent each."""
 
 
 def row_of(row: int) -> int:
     """Of how many elements of a tensor with such rows to take a common level off; from MIN_ROW to MAX_ROW."""
     if row < MIN_ROW:
-        return row * -(-MIN_ROW // row)
+        return row * -(-MIN_ROW // row) if row > 0 else MIN_ROW
     fewest = -(-row // MAX_ROW)
     return next((row // pieces for pieces in range(fewest, fewest + 64) if row % pieces == 0), MIN_ROW)
 
@@ -57,6 +56,11 @@ def row_of(row: int) -> int:
 def num_rows(first: int, count: int, row: int) -> int:
     """In which `count` elements lie, the first of them at `first` in its row."""
     return -(-(first + count) // row)
+
+
+def row_bytes(first: int, count: int, row: int, model: Model) -> int:
+    """Of `Levels.rows` for these."""
+    return num_rows(first, count, row) * (2 if model is Model.ROWS_AND_COLUMNS else 1)
 
 
 class Leveller:
@@ -81,8 +85,14 @@ class Leveller:
             levels = Levels(np.rint(means).astype(np.uint8), NO_COLUMNS)
         else:
             some = grid[:: max(1, len(grid) // _ROWS_SEEN)]
-            of_columns = some.mean(axis=0, dtype=np.float32)
-            levels = Levels(_sixteenths(means, 136), _sixteenths(of_columns, 128))
+            of_columns = np.add.reduce(some, axis=0, dtype=np.uint32) / np.float32(len(some))
+            of_columns = np.rint(16 * (of_columns - of_columns.mean())) + 128
+            of_rows = np.rint(16 * means).astype(np.int64) + 8 - 128  # 8: a half, to round; 128: the columns' own
+            of_rows %= 1 << 16
+            levels = Levels(
+                np.concatenate([of_rows >> 8, of_rows & 255]).astype(np.uint8),
+                np.clip(of_columns, 0, 255).astype(np.uint8),
+            )
         self._apply(np.subtract, grid, levels)
         return levels
 
@@ -98,17 +108,19 @@ class Leveller:
     def _fill_margins(self, first: int, count: int, row: int) -> None:
         """What lies before and behind the exponents in their rows must not move the means of these."""
         end = first + count
-        last = end - (end - 1) % row - 1
         if first:
             self._block[:first] = self._block[first : min(row, end)].mean()
-        self._block[end : last + row] = self._block[max(first, last) : end].mean()
+        if end % row:
+            last = end - end % row
+            self._block[end : last + row] = self._block[max(first, last) : end].mean()
 
     def _apply(self, operation: np.ufunc, grid: Bytes, levels: Levels) -> None:
         if not len(levels.columns):
             operation(grid, levels.rows[:, None], out=grid)
             return
         at_once = max(1, _STEP // grid.shape[1])
-        rows, columns = levels.rows.astype(np.uint16)[:, None], levels.columns.astype(np.uint16)
+        upper, lower = levels.rows.astype(np.uint16).reshape(2, -1)
+        rows, columns = (upper * 256 + lower)[:, None], levels.columns.astype(np.uint16)
         for at in range(0, len(grid), at_once):
             part = grid[at : at + at_once]
             sums = self._sums[: part.size].reshape(part.shape)
@@ -117,9 +129,3 @@ class Leveller:
             level = self._levels[: part.size].reshape(part.shape)
             np.copyto(level, sums, casting="unsafe")
             operation(part, level, out=part)
-
-
-def _sixteenths(means: NDArray[np.float32], offset: int) -> Bytes:
-    """About their mean. `offset`: in all a multiple of 256, and half of 16 to round."""
-    found: Bytes = np.clip(np.rint(16 * (means - means.mean())) + offset, 0, 255).astype(np.uint8)
-    return found

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ckptlib.codecs.float_bits import Bytes
 
 _STRAY = 15
-_SAMPLE = 4096
+_SAMPLE = 2048
 _MOST_STRAYS = 0.02
 """Of the symbols: with more, single ones are smaller."""
 

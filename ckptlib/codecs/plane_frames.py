@@ -3,6 +3,7 @@
     0  the plane's own bytes
     1  a zstd frame of them
     2  base u8, number of strays u32, strays, a zstd frame of the pairs: see `pairs`
+    3  seven eighths of them: see `sevenths`
 
 Knows no floats. Everything that is read is compared with what the reader expects before memory is taken for it.
 """
@@ -13,7 +14,7 @@ import struct
 
 import numpy as np
 
-from ckptlib.codecs import zstd
+from ckptlib.codecs import sevenths, zstd
 from ckptlib.codecs.float_bits import Bytes
 from ckptlib.codecs.pairs import Pairer, Pairs
 from ckptlib.errors import FormatError
@@ -22,7 +23,7 @@ Parts = list[bytes | memoryview]
 
 _HEAD = struct.Struct("<BI")
 _PAIRS_HEAD = struct.Struct("<BI")
-_RAW, _ZSTD, _PAIRS = 0, 1, 2
+_RAW, _ZSTD, _PAIRS, _SEVENTHS = 0, 1, 2, 3
 
 
 def stored(plane: Bytes) -> Parts:
@@ -47,6 +48,12 @@ def paired(plane: Bytes, pairer: Pairer) -> Parts:
     if nbytes >= len(plane):
         return stored(plane)
     return [_HEAD.pack(_PAIRS, nbytes), _PAIRS_HEAD.pack(pairs.base, len(strays)), strays, packed]
+
+
+def without_lowest_bit(plane: Bytes) -> Parts:
+    """Noise of even bytes; else as it is."""
+    packed = sevenths.pack(plane)
+    return stored(plane) if packed is None else [_HEAD.pack(_SEVENTHS, len(packed)), packed.data]
 
 
 class FrameReader:
@@ -94,6 +101,8 @@ class FrameReader:
     def _plain(self, flag: int, length: int, nbytes: int, what: str) -> Bytes:
         if flag == _ZSTD:
             return np.frombuffer(zstd.inflate(self.take(length, what), nbytes), np.uint8)
-        if flag != _RAW or length != nbytes:
-            raise FormatError(f"a frame says {flag} and {length} bytes of {what}; expected {nbytes} bytes")
-        return np.frombuffer(self.take(length, what), np.uint8)
+        fits = {_RAW: nbytes, _SEVENTHS: sevenths.packed_bytes(nbytes)}
+        if fits.get(flag) != length:
+            raise FormatError(f"a frame says {flag} and {length} bytes of {what}, of which there are {nbytes}")
+        plain = np.frombuffer(self.take(length, what), np.uint8)
+        return plain if flag == _RAW else sevenths.unpack(plain, nbytes)

@@ -25,9 +25,10 @@ from typing_extensions import override
 from ckptlib.codecs import sample
 from ckptlib.codecs.codec import Codec, Content
 from ckptlib.codecs.float_bits import BY_CODE, KINDS, Bytes, Cutter, Kind
-from ckptlib.codecs.levels import MAX_ROW, MIN_ROW, NO_COLUMNS, Leveller, Levels, Model, num_rows, row_of
+from ckptlib.codecs.levels import MAX_ROW, MIN_ROW, NO_COLUMNS, Leveller, Levels, Model, row_bytes, row_of
 from ckptlib.codecs.pairs import Pairer
-from ckptlib.codecs.plane_frames import FrameReader, Parts, coded, paired, stored
+from ckptlib.codecs.plane_frames import FrameReader, Parts, coded, paired, stored, without_lowest_bit
+from ckptlib.codecs.sample import Way
 from ckptlib.codecs.zstd import WORTH
 from ckptlib.errors import FormatError
 
@@ -36,6 +37,9 @@ BLOCK = 1 << 18
 _HEAD = struct.Struct("<BHH")
 _SMALLEST = 256
 """Bytes; smaller chunks save less than they take to look at."""
+
+
+_WAYS = {Way.AS_IS: stored, Way.CODED: coded, Way.WITHOUT_LOWEST_BIT: without_lowest_bit}
 
 
 class _Work(threading.local):
@@ -63,7 +67,7 @@ class Planes(Codec):
         row = row_of(content.row) if kind.itemsize > 1 else 0
         first = content.first % row if row else 0
         plan = sample.plan(kind, items, first, row, min(BLOCK, len(items) // kind.itemsize), work.cutter)
-        if not (plan.exponents or plan.mantissas or plan.low):
+        if not plan.pays:
             return None
         found: Parts = [_HEAD.pack(kind.code, row, first)]
         for at in range(0, len(items), BLOCK * kind.itemsize):
@@ -101,10 +105,9 @@ def _encode_block(work: _Work, kind: Kind, plan: sample.Plan, block: Bytes, firs
         found += coded(levels.rows)
         if plan.model is Model.ROWS_AND_COLUMNS:
             found += coded(levels.columns)
-    of_exponents = paired(exponents, work.pairer) if plan.exponents else stored(exponents)
+    of_exponents = paired(exponents, work.pairer) if plan.exponents is Way.CODED else stored(exponents)
     found += [bytes(part) for part in of_exponents]  # the exponents' own memory serves the next block
-    found += coded(mantissas) if plan.mantissas else stored(mantissas)
-    return found + (coded(low) if plan.low else stored(low))
+    return found + _WAYS[plan.mantissas](mantissas) + _WAYS[plan.low](low)
 
 
 def _decode_block(work: _Work, kind: Kind, reader: FrameReader, block: Bytes, first: int, row: int) -> None:
@@ -125,7 +128,7 @@ def _read_levels(reader: FrameReader, first: int, count: int, row: int) -> Level
         return None
     if model not in (Model.ROWS, Model.ROWS_AND_COLUMNS) or not row:
         raise FormatError(f"a frame says {model} of the levels of its rows of {row}: no such levels")
-    rows = reader.plane(num_rows(first, count, row), "levels of rows")
+    rows = reader.plane(row_bytes(first, count, row, Model(model)), "levels of rows")
     if model == Model.ROWS:
         return Levels(rows, NO_COLUMNS)
     return Levels(rows, reader.plane(row, "levels of columns"))

@@ -30,7 +30,32 @@ def _patch() -> BaseCodec:
     return PatchCodec()
 
 
-_MAKERS: Mapping[str, Callable[[], Codec | BaseCodec]] = {"planes": _planes, "zstd": _zstd, "patch": _patch}
+def _linear8() -> Codec:
+    from ckptlib.codecs.lossy8 import Linear8
+
+    return Linear8()
+
+
+def _logarithmic8() -> Codec:
+    from ckptlib.codecs.lossy8 import Logarithmic8
+
+    return Logarithmic8()
+
+
+def _bfloat16() -> Codec:
+    from ckptlib.codecs.bfloat16 import Bfloat16
+
+    return Bfloat16()
+
+
+_MAKERS: Mapping[str, Callable[[], Codec | BaseCodec]] = {
+    "planes": _planes,
+    "zstd": _zstd,
+    "patch": _patch,
+    "lossy8-linear": _linear8,
+    "lossy8-log": _logarithmic8,
+    "lossy-bfloat16": _bfloat16,
+}
 """Each imports what it needs when it is called: a writer that stores raw chunks loads no compressor."""
 
 

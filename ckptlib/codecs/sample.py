@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
 from ckptlib.codecs.float_bits import Bytes, Cutter, Kind
 from ckptlib.codecs.levels import Model
 
-_ROWS, _COLUMNS = 32, 128
+_ROWS, _COLUMNS = 32, 64
 """Of the sample, at most."""
 _ENOUGH = _ROWS * _COLUMNS
 _NOISE_BITS = 7.8
@@ -20,19 +21,33 @@ _WORTH_BITS = 0.03
 """Per element and kind of level: below, it is not worth the work."""
 
 
+class Way(Enum):
+    """How to store a plane."""
+
+    AS_IS = 0
+    """It is noise."""
+    CODED = 1
+    WITHOUT_LOWEST_BIT = 2
+    """It is noise but for that: mantissas of positive numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Of the planes of one chunk."""
 
     model: Model
-    exponents: bool
-    """Whether to code them; they are noise otherwise, and stay as they are. So are the others."""
-    mantissas: bool
-    low: bool
+    exponents: Way
+    mantissas: Way
+    low: Way
+
+    @property
+    def pays(self) -> bool:
+        """Whether any of them is worth it."""
+        return {self.exponents, self.mantissas, self.low} != {Way.AS_IS}
 
 
 def plan(kind: Kind, raw: Bytes, first: int, row: int, block: int, cutter: Cutter) -> Plan:
-    """From up to 4,096 of the elements in `raw`, of which there is at least one.
+    """From up to 2,048 of the elements in `raw`, of which there is at least one.
 
     `first`: place of the first one in its row. `row`: elements of which one level is taken off; 0: none is. `block`:
     elements that share their columns' levels.
@@ -47,7 +62,14 @@ def plan(kind: Kind, raw: Bytes, first: int, row: int, block: int, cutter: Cutte
     model, bits = Model.NONE, _entropy(exponents)
     if by_rows:
         model, bits = _model(exponents.reshape(grid.shape[:2]), row, block, bits)
-    return Plan(model, bits < _NOISE_BITS, _entropy(mantissas) < _NOISE_BITS, _entropy(low[:_ENOUGH]) < _NOISE_BITS)
+    of_mantissas = _way(_entropy(mantissas))
+    if of_mantissas is Way.CODED and _entropy(mantissas) > _NOISE_BITS - 1 and not (mantissas & 1).any():
+        of_mantissas = Way.WITHOUT_LOWEST_BIT
+    return Plan(model, _way(bits), of_mantissas, _way(_entropy(low[:_ENOUGH])))
+
+
+def _way(bits: float) -> Way:
+    return Way.CODED if bits < _NOISE_BITS else Way.AS_IS
 
 
 def _spread(elements: Bytes, row: int) -> Bytes:
@@ -58,9 +80,10 @@ def _spread(elements: Bytes, row: int) -> Bytes:
 
 def _model(exponents: Bytes, row: int, block: int, bits: float) -> tuple[Model, float]:
     """What is best to take off, and the bits of an element then; `bits`: without."""
-    of_rows = exponents.mean(axis=1, dtype=np.float32)[:, None]
+    of_rows = (np.add.reduce(exponents, axis=1, dtype=np.uint32) / np.float32(exponents.shape[1]))[:, None]
     by_rows = _entropy((exponents - np.rint(of_rows).astype(np.uint8)).reshape(-1)) + _LEVEL_BITS / row
-    of_columns = exponents.mean(axis=0, dtype=np.float32) - of_rows.mean()
+    of_columns = np.add.reduce(exponents, axis=0, dtype=np.uint32) / np.float32(len(exponents))
+    of_columns -= np.add.reduce(of_columns) / np.float32(len(of_columns))
     both = np.rint(of_rows + of_columns).astype(np.int16).astype(np.uint8)
     # means of few rows follow the sample itself, and seem to save half of log2(1 - 1 / rows) bits more than they will
     doubt = 0.72 / len(exponents)

@@ -177,6 +177,12 @@ class Fields:
             raise self._wrong(name, "a number")
         return value
 
+    def numbers(self, name: str) -> list[float]:
+        value = self.items(name)
+        if not all(type(v) in (int, float) and abs(v) <= 2**1000 for v in value):  # type: ignore[arg-type]
+            raise self._wrong(name, "a list of numbers")
+        return [float(v) for v in value]  # type: ignore[arg-type]
+
     def text(self, name: str, pattern: str | None = None) -> str:
         value = self.raw(name)
         if not isinstance(value, str) or (pattern is not None and re.fullmatch(pattern, value) is None):

@@ -145,7 +145,7 @@ class Part:
         if name.uses is None:
             if self.uses:
                 raise fields.fail(f"its name does not tell of chunks in packs of {self.uses[0]}")
-        elif (name.uses, name.nbytes) != (uses_digest(self.uses), self.nbytes_put) or self.uses != _uses(fields):
+        elif (name.uses, name.nbytes) != (uses_digest(self.uses), self.nbytes_put) or self.uses != _uses(name, fields):
             raise fields.fail("name, uses and packs tell of different packs")
 
     def _check_places(self, where: str) -> None:
@@ -177,14 +177,15 @@ class PartHead:
     def decode(cls, name: PartName, data: bytes) -> PartHead:
         """Of the part of this name. Raises as `Part.decode` does."""
         fields = decode("part", checked(name, data), name.key)
-        uses = _uses(fields)
+        uses = _uses(name, fields)
         if name.uses not in (None, uses_digest(uses)):
             raise fields.fail("name and uses tell of different packs")
         return cls(fields.number("created"), fields.tree("metrics"), uses)
 
 
-def _uses(fields: Fields) -> tuple[PackSet, ...]:
-    return tuple(map(parse_pack_set, fields.texts("uses"))) if "uses" in fields else ()
+def _uses(name: PartName, fields: Fields) -> tuple[PackSet, ...]:
+    """What the part says of itself; a name of version 1 promises that there is nothing to say."""
+    return () if name.uses is None else tuple(map(parse_pack_set, fields.texts("uses")))
 
 
 def checked(name: PartName, data: bytes) -> bytes:
@@ -201,7 +202,9 @@ def checked(name: PartName, data: bytes) -> bytes:
 def _decode_pack(row: Json, created: float, fields: Fields) -> Pack:
     """`created`: of the part, for rows of version 1, which do not tell it."""
     match row:
-        case [str(key), int(nbytes), *more] if pack_set(key) is not None and 0 <= nbytes <= 2**62:
+        case [str(key), int(nbytes), *more] if (
+            pack_set(key) is not None and type(nbytes) is int and 0 <= nbytes <= 2**62
+        ):
             match more:
                 case []:
                     return Pack(key, nbytes, created)

@@ -34,6 +34,17 @@ class Base(NamedTuple):
     """Of the chunk, decoded. It has as many bytes as the one that refers to it."""
 
 
+class Loss(NamedTuple):
+    """What a frame gives back that is not what was saved."""
+
+    raw_digest: str
+    """Of the bytes that were saved; a later save compares with these."""
+    absolute: float
+    """No number differs by more, in the tensor's own unit."""
+    relative: float
+    """Nor by more than this, of the largest absolute value in the number's block."""
+
+
 @dataclass(frozen=True, slots=True)
 class Coding:
     """What a chunk is stored as, where that is not its own bytes."""
@@ -42,8 +53,8 @@ class Coding:
     stored: int
     """Bytes of the frame."""
     base: Base | None = None
-    raw_digest: str | None = None
-    """Of the bytes before they were coded, where decoding gives others; a later save compares with these."""
+    loss: Loss | None = None
+    """None: decoding gives back the very bytes."""
 
 
 class Places(NamedTuple):
@@ -89,9 +100,14 @@ def encode_places(places: Places, nbytes: Sequence[int]) -> dict[str, Json]:
             "codec": [number[base.codec] for base in based.values()],
             "digests": "".join(base.digest for base in based.values()),
         }
-    lossy = {chunk: c.raw_digest for chunk, c in sorted(codings.items()) if c.raw_digest is not None}
+    lossy = {chunk: coding.loss for chunk, coding in sorted(codings.items()) if coding.loss is not None}
     if lossy:
-        found["lossy"] = {"chunk": list(lossy), "digests": "".join(lossy.values())}
+        found["lossy"] = {
+            "chunk": list(lossy),
+            "absolute": [loss.absolute for loss in lossy.values()],
+            "relative": [loss.relative for loss in lossy.values()],
+            "digests": "".join(loss.raw_digest for loss in lossy.values()),
+        }
     return found
 
 
@@ -128,7 +144,10 @@ def _decode_runs(fields: Fields, stored: Sequence[int]) -> tuple[tuple[int, ...]
     for row in fields.items("runs"):
         match row:
             case [int(pack), int(offset), int(count)] if (
-                0 <= pack < MAX_PACKS and 0 <= offset <= 2**62 and 1 <= count <= len(stored)
+                {*map(type, row)} == {int}  # True is an int, too
+                and 0 <= pack < MAX_PACKS
+                and 0 <= offset <= 2**62
+                and 1 <= count <= len(stored)
             ):
                 rows.append((pack, offset, count))
             case _:
@@ -187,12 +206,16 @@ def _decode_bases(part: Fields, names: Sequence[str], nbytes: Sequence[int]) -> 
     return found
 
 
-def _decode_lossy(part: Fields, num: int) -> dict[int, str]:
+def _decode_lossy(part: Fields, num: int) -> dict[int, Loss]:
     if "lossy" not in part:
         return {}
     fields = part.inner("lossy")
     chunks = _decode_chunks(fields, num)
-    return dict(zip(chunks, _decode_digests(fields, len(chunks)), strict=True))
+    digests = _decode_digests(fields, len(chunks))
+    bounds = [fields.numbers("absolute"), fields.numbers("relative")]
+    if any(len(column) != len(chunks) or min(column, default=0.0) < 0 for column in bounds):
+        raise fields.fail(f"not the bounds of {len(chunks)} chunks")
+    return dict(zip(chunks, itertools.starmap(Loss, zip(digests, *bounds, strict=True)), strict=True))
 
 
 def _decode_chunks(fields: Fields, num: int) -> list[int]:

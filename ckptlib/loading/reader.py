@@ -92,6 +92,8 @@ class Reader:
         self._own = frozenset({self.own_rank})
         self._own_layout = next(digest for digest, ranks in self._ranks.items() if self._own <= ranks)
         self.nbytes_read = 0
+        self.rounded: dict[str, float] = {}
+        """By name of the tensors that are not as they were when they were saved: see `LoadReport.rounded`."""
 
     @property
     def own_rank(self) -> int:
@@ -192,6 +194,11 @@ class Reader:
             if of is not before:  # alone, a rank has one set for all that it wants
                 before, shares = of, self._shares_of(of)
             self._plan_want(want, shares, reads)
+        for (_, chunk), read in reads.items():
+            coding = read.coding
+            if coding is not None and coding.loss is not None:
+                for name in read.share.names_in(chunk):
+                    self.rounded[name] = max(self.rounded.get(name, 0.0), coding.loss.relative)
         return merge(reads.values(), self._source.limits)
 
     def _plan_want(self, want: Want, shares: Sequence[PartIndex], reads: Reads) -> None:

@@ -34,6 +34,9 @@ class LoadReport:
     """Whether it came from the memory of the job's hosts."""
     committed: bool = True
     """Whether the store has it."""
+    rounded: Mapping[str, float] = field(default_factory=dict)
+    """By name, of the tensors that this rank read and that `codec=Lossy` had rounded: no number is off by more than
+    this, of the largest absolute value among the 256 around it."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase: look (for snapshots in memory), wait (for writers of the job before), list (the steps), bring
     (from peers), plan, read, spread (over ranks)."""
@@ -44,4 +47,7 @@ class LoadReport:
             return f"nothing to restore in {self.source}: a fresh run"
         rate = self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
         text = f"step {self.step} from {self.source}: {self.nbytes:,} bytes in {self.seconds:.2f} s ({rate:.2f} GB/s)"
+        if self.rounded:
+            most = max(self.rounded.values())
+            text += f"; {len(self.rounded)} tensors were saved rounded, by at most {most:.2%} of the values around"
         return text + "".join(f"; skipped {reason}" for reason in self.skipped)

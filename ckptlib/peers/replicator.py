@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,8 +27,11 @@ from ckptlib.format.keys import SaveId
 from ckptlib.format.table import Table
 from ckptlib.jobs import Job, JobThread
 from ckptlib.pages import round_up
-from ckptlib.peers.transfer import ByteRange, Ranges, everything, receive_slot, send_slot, withdraw
-from ckptlib.policy.peers import Peers
+from ckptlib.peers.increment_receiver import StepReceiver
+from ckptlib.peers.increment_sender import StepSender
+from ckptlib.peers.ranges import ByteRange, Ranges, everything
+from ckptlib.peers.transfer import receive_slot, send_slot, withdraw
+from ckptlib.policy.peers import OPTIMIZER, Peers
 from ckptlib.ranks.link import Link
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.placement import ReplicaMap
@@ -56,6 +60,12 @@ class Round:
     """Its replica stays, and those of later steps."""
     settled: int
     """Those of steps after `held_by_all` and up to this one failed on some rank, and may go."""
+    void: frozenset[int] = frozenset()
+    """Steps after `held_by_all` whose snapshots were found to differ between ranks, and may go."""
+
+    def may_go(self, step: int) -> bool:
+        """Whether its slots may be overwritten at any time: then nothing is to build on it."""
+        return step in self.void or self.held_by_all < step <= self.settled
 
 
 FindAlike = Callable[[int, Table], tuple[Sequence[CopySource], tuple[int, ...]] | None]
@@ -69,14 +79,22 @@ class ReplicaOutcome:
         self._left = num_holders
         self._lock = threading.Lock()
         self.sent = 0
-        """Bytes of its body."""
+        """Bytes of its body, or in their place."""
+        self.coded = 0
+        """Bytes of it that went as increments, before they were coded."""
+        self.uncoded: Counter[str] = Counter()
+        """Bytes that did not, by reason."""
         self.failed = False
         """Whether a holder has no replica; not before it is settled can it be said that all have."""
 
-    def note(self, sealed: bool, sent: int = 0) -> None:
+    def note(self, sealed: bool, sent: int = 0, steps: StepSender | None = None) -> None:
+        """Of one holder. `steps`: how it went there, where increments may be."""
         with self._lock:
             self._left -= 1
             self.sent += sent
+            if sealed and steps is not None:
+                self.coded += steps.coded
+                self.uncoded.update(steps.left)
             self.failed = self.failed or not sealed
 
     @property
@@ -104,6 +122,9 @@ class Replicator:
         self._readers = {origin: SnapshotReader() for origin in self._arenas}
         self._senders = {to: _Stream(f"to-{to}") for to in placement.holders[rank]}
         self._receivers = {origin: _Stream(f"from-{origin}") for origin in self._arenas}
+        coded = peers.link == OPTIMIZER
+        self._sent = {to: StepSender() for to in self._senders if coded}
+        self._held = {origin: StepReceiver() for origin in self._receivers if coded}
         self._unlike: set[int] = set()
         """Ranks of which this one has turned out not to hold what it should."""
         self._failing: set[str] = set()
@@ -159,7 +180,7 @@ class Replicator:
         return _Filled(twin, staging, table.digest)
 
     def _send(self, link: Link, to: int, now: Round, staging: Staging | None, fate: ReplicaOutcome) -> None:
-        step, sealed, sent = now.save.step, False, 0
+        step, sealed, sent, steps = now.save.step, False, 0, self._sent.get(to)
         try:
             if staging is not None:
                 with suppress(WaitTimeout):  # then its holders are told, or they would take the next one for it
@@ -167,16 +188,18 @@ class Replicator:
             if staging is None or not staging.done or staging.error is not None:
                 withdraw(link, to, self._rank, f"there is no snapshot of step {step}")
             else:
-                sent = send_slot(link, to, staging.slot, staging.slot.read_header())
+                if steps is not None:
+                    steps.begin(now.may_go)
+                sent = send_slot(link, to, staging.slot, staging.slot.read_header(), steps)
                 sealed = True
                 self._told(f"replicas on rank {to}", step, None)
         except CkptError as error:
             self._told(f"replicas on rank {to}", step, error)
         finally:
-            fate.note(sealed, sent)
+            fate.note(sealed, sent, steps)
 
     def _receive(self, link: Link, origin: int, now: Round, twin: _Filled | None) -> None:
-        arena, taken = self._arenas[origin], list[Slot]()
+        arena, taken, steps = self._arenas[origin], list[Slot](), self._held.get(origin)
 
         def take(offered: SlotHeader) -> Slot:
             if (offered.root_id, offered.save, offered.number) != (now.root_id, now.save, now.number):
@@ -192,13 +215,18 @@ class Replicator:
             return twin.lacks(offered) if twin is not None and taken[0] is twin.slot else everything(offered)
 
         try:
-            receive_slot(link, origin, origin, take, self._readers[origin], lacks)
+            if steps is not None:
+                steps.begin(now.may_go)
+            receive_slot(link, origin, origin, take, self._readers[origin], lacks, steps)
             arena.mark_ready(taken[0], now.save.step)
             self._told(f"replicas of rank {origin}", now.save.step, None)
         except CkptError as error:
             if isinstance(error, CorruptData) and twin is not None and twin.slot in taken:
                 self._unlike.add(origin)
                 log.error("replicas of rank %d are sent whole from here on; what this rank has differs", origin)
+            if isinstance(error, (CorruptData, FormatError)) and steps is not None and steps.used:
+                steps.distrusted = True
+                log.error("snapshots of rank %d come without increments from here on; one came out wrong", origin)
             self._told(f"replicas of rank {origin}", now.save.step, error)
         finally:
             if twin is not None:
@@ -210,7 +238,10 @@ class Replicator:
         """A slot for a replica. Raises NoRoom."""
         arena = self._arenas[origin]
         arena.forget(now.held_by_all, now.settled)
-        slot = arena.take(nbytes, now.held_by_all, ())
+        steps = self._held.get(origin)
+        base = None if steps is None else steps.base()
+        slot = None if base is None else arena.take(nbytes, now.held_by_all, [base])
+        slot = arena.take(nbytes, now.held_by_all, ()) if slot is None else slot
         if slot is None:
             raise NoRoom("all slots for replicas hold what is still needed")
         return slot
@@ -223,6 +254,12 @@ class Replicator:
         elif error is not None and what not in self._failing:
             self._failing.add(what)
             log.warning("%s: there is none of step %d: %s", what, step, error)
+
+    @property
+    def bases(self) -> list[Slot]:
+        """Slots of this rank with which those are compared that are being sent. Main thread."""
+        found = (steps.base for to, steps in self._sent.items() if self._senders[to].busy)
+        return [slot for slot in found if slot is not None]
 
     # The link
 

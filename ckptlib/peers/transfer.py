@@ -3,7 +3,10 @@
     sender                            receiver
     offer: the header's page     -->  takes a slot with room, and marks its content as being written
                                  <--  verdict: go on, with the ranges of the body that it lacks, or why not
-    documents, those ranges      -->  straight into the slot; each chunk's digest is checked while later ones arrive
+    documents                    -->
+    increments, where both have  -->  see `increments`: some of these ranges, in fewer bytes
+    the snapshot before
+    those ranges                 -->  straight into the slot; each chunk's digest is checked while later ones arrive
     verdict: still the same      -->  all of it checked? then the header, which makes it ready
                                  <--  verdict: sealed, or what is wrong
 
@@ -14,18 +17,33 @@ peer sends is hostile until checked. The same number of messages whatever a snap
 from __future__ import annotations
 
 import json
+import logging
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
 from typing import NamedTuple
 
 from ckptlib.errors import AgreementFailed, CkptError, CorruptData, FormatError, NoRoom, PeerRefused, ReplicationFailed
 from ckptlib.pages import PAGE_BYTES
+from ckptlib.peers.increment_receiver import StepReceiver
+from ckptlib.peers.increment_sender import StepSender
+from ckptlib.peers.increments import (
+    MAX_PLAN_BYTES,
+    Base,
+    beside,
+    receive_increments,
+    send_increments,
+    stretches,
+)
+from ckptlib.peers.parameters import Span
+from ckptlib.peers.ranges import ByteRange, Ranges, everything, joined
 from ckptlib.ranks.link import Link
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
-from ckptlib.slots.snapshot import SnapshotReader, check_body
+from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
+
+log = logging.getLogger(__name__)
 
 MAX_DOCUMENTS_BYTES = 2**30
 """Of all documents of a snapshot; a peer that offers more is not believed."""
@@ -36,23 +54,9 @@ _VERDICT = struct.Struct(f"<II{PAGE_BYTES - 8}s")
 """One of the above, and why, or what is lacking: so many bytes of UTF-8. Never begins as a header does."""
 
 
-class ByteRange(NamedTuple):
-    """[start, end) of a body."""
-
-    start: int
-    end: int
-
-
-Ranges = Sequence[ByteRange]
-"""Ascending and apart."""
-
-MAX_RANGES = 100
-"""What is lacking is told on one page; ranges that are closest to one another are sent as one where there are more."""
-
-
-def send_slot(link: Link, to: int, slot: Slot, header: SlotHeader) -> int:
-    """Returns when the peer holds a sealed replica of the snapshot that has this `header`: how much of the body was
-    sent for it, in bytes.
+def send_slot(link: Link, to: int, slot: Slot, header: SlotHeader, steps: StepSender | None = None) -> int:
+    """Returns when the peer holds a sealed replica of the snapshot that has this `header`: how much was sent of the
+    body or in its place, in bytes. `steps`: what that peer was sent before, where increments may be.
 
     The caller sees to it that nobody overwrites the slot meanwhile; were it done all the same, the replica would not
     be sealed. One transfer at a time for each pair of ranks and `header.rank`.
@@ -63,31 +67,53 @@ def send_slot(link: Link, to: int, slot: Slot, header: SlotHeader) -> int:
     data, answer = _tags(header.rank)
     try:
         documents = b"".join(slot.read_document(header, name) for name in header.documents)
+        if steps is not None:
+            steps.offer(slot, header)
     except CkptError as error:
         _tell(link, to, data, _DAMAGED, str(error))
         raise
     link.send(to, memoryview(header.encode()), data)
-    lacking = _asked(_hear(link, to, answer), header.body_nbytes, f"rank {link.global_rank(to)}")
+    lacking, base = _asked(_hear(link, to, answer), header.body_nbytes, f"rank {link.global_rank(to)}")
     link.send(to, memoryview(documents), data)
+    sent = 0
+    if steps is not None:
+        sent, lacking = _send_steps(link, to, _tags(header.rank), steps, lacking, base)
     for start, end in lacking:
         link.send(to, slot.body[start:end], data)
-    if slot.read_header() != header:
-        why = f"{slot.path}: {header.save} was overwritten while it was sent"
+        sent += end - start
+    if slot.read_header() != header or (steps is not None and steps.coded and not steps.intact()):
+        why = f"{slot.path}: {header.save}, or what it was compared with, was overwritten while it was sent"
         _tell(link, to, data, _FAILED, why)
         raise ReplicationFailed(why)
     _tell(link, to, data, _GOOD)
     _hear(link, to, answer)
-    return sum(end - start for start, end in lacking)
+    if steps is not None:
+        steps.sealed()
+    return sent
+
+
+def _send_steps(
+    link: Link, to: int, tags: _Tags, steps: StepSender, lacking: Ranges, base: Base | None
+) -> tuple[int, Ranges]:
+    """Bytes sent, and what is lacking still. Without a base, the peer expects nothing."""
+    updates = steps.plan(lacking, base)
+    if base is None:
+        return 0, lacking
+    plan = json.dumps([[span.shard for span in parameter.spans] for parameter, _ in updates]).encode()
+    _tell(link, to, tags.data, _GOOD, str(len(plan)))
+    link.send(to, memoryview(plan), tags.data)
+    refusal = _hear(link, to, tags.answer)
+    if refusal:
+        log.warning("increments for rank %d: %s", link.global_rank(to), refusal)
+        steps.refused(updates)
+        return 0, lacking
+    sent = send_increments(link, to, tags.data, steps.frames(updates))
+    return sent, beside(lacking, [parameter.spans for parameter, _ in updates])
 
 
 def withdraw(link: Link, to: int, origin: int, why: str) -> None:
     """Tells a peer that waits for a snapshot of rank `origin` that none will come. Raises AgreementFailed."""
     _tell(link, to, _tags(origin).data, _FAILED, why)
-
-
-def everything(header: SlotHeader) -> Ranges:
-    """Of a body of which nothing is there."""
-    return [ByteRange(0, header.body_nbytes)] if header.body_nbytes else []
 
 
 def receive_slot(
@@ -97,12 +123,14 @@ def receive_slot(
     take: Callable[[SlotHeader], Slot],
     snapshots: SnapshotReader,
     lacks: Callable[[SlotHeader], Ranges] = everything,
+    steps: StepReceiver | None = None,
 ) -> SlotHeader:
     """The header of a snapshot of rank `origin` that `frm` has sent, and that is sealed in a slot here now.
 
     `take` gives a slot for it, locked for writing and with room, which stays the caller's; or raises what it has
     against this snapshot (its root, its generation, its size: nothing but its form was looked at before), or NoRoom.
     `lacks` is asked after it which ranges of the body are to be sent: the rest is in the slot, or is between chunks.
+    `steps`: what this rank has of `origin`, where increments may be.
 
     Raises what `take` raised; CorruptData or FormatError for what does not match its digests; ReplicationFailed when
     the sender gave up; AgreementFailed when it is gone. The slot is not ready then, if it was taken.
@@ -116,18 +144,22 @@ def receive_slot(
         slot = take(header)
         if header.body_nbytes > slot.capacity:
             raise NoRoom(f"{slot.path}: a body of {header.body_nbytes:,} bytes in a slot for {slot.capacity:,}")
-        lacking = _joined(lacks(header))
+        lacking = joined(lacks(header))
     except CkptError as error:
         _tell(link, frm, answer, _REFUSED, str(error))
         raise
     slot.write_header(replace(header, sequence=header.sequence - 1))
-    _tell(link, frm, answer, _GOOD, json.dumps(lacking))
-    damage = _receive_content(link, frm, data, slot, header, snapshots, lacking)
+    base = None if steps is None else steps.offer(header, slot)
+    _tell(link, frm, answer, _GOOD, json.dumps([lacking, base]))
+    increments = None if steps is None or base is None else steps
+    damage = _receive_content(link, frm, slot, header, snapshots, lacking, increments)
     _hear(link, frm, data)
     if damage is not None:
         _tell(link, frm, answer, _REFUSED if isinstance(damage, NoRoom) else _DAMAGED, str(damage))
         raise damage
     slot.write_header(header)
+    if steps is not None:
+        steps.sealed(slot, header)
     _tell(link, frm, answer, _GOOD)
     return header
 
@@ -147,34 +179,19 @@ def _offered(page: bytes, where: str, origin: int) -> SlotHeader:
     return header
 
 
-def _joined(ranges: Ranges) -> Ranges:
-    """At most MAX_RANGES that cover these."""
-    left = list(ranges)
-    while len(left) > MAX_RANGES:
-        gaps = sorted(later.start - earlier.end for earlier, later in pairwise(left))
-        widest = gaps[len(left) - MAX_RANGES - 1]
-        joined = left[:1]
-        for later in left[1:]:
-            if later.start - joined[-1].end <= widest:
-                joined[-1] = ByteRange(joined[-1].start, later.end)
-            else:
-                joined.append(later)
-        left = joined
-    return left
-
-
-def _asked(text: str, body_nbytes: int, who: str) -> Ranges:
-    """What a peer says that it lacks. Raises FormatError."""
+def _asked(text: str, body_nbytes: int, who: str) -> tuple[Ranges, Base | None]:
+    """What a peer says that it lacks, and what it has. Raises FormatError."""
     try:
-        ranges = [ByteRange(int(start), int(end)) for start, end in json.loads(text)]
-    except (ValueError, TypeError, RecursionError) as error:
+        lacking, base = json.loads(text)
+        ranges = [ByteRange(int(start), int(end)) for start, end in lacking]
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise FormatError(f"{who} asks for no ranges of a snapshot, but: {text[:80]}") from error
     at = 0
     for start, end in ranges:
         if not at <= start < end <= body_nbytes:
             raise FormatError(f"{who} asks for [{start}, {end}) of a body of {body_nbytes:,} bytes")
         at = end
-    return ranges
+    return ranges, Base.decode(base, who)
 
 
 def _arriving(link: Link, frm: int, tag: int, slot: Slot, lacking: Ranges) -> Iterator[int]:
@@ -186,16 +203,35 @@ def _arriving(link: Link, frm: int, tag: int, slot: Slot, lacking: Ranges) -> It
 
 
 def _receive_content(
-    link: Link, frm: int, tag: int, slot: Slot, header: SlotHeader, snapshots: SnapshotReader, lacking: Ranges
+    link: Link,
+    frm: int,
+    slot: Slot,
+    header: SlotHeader,
+    snapshots: SnapshotReader,
+    lacking: Ranges,
+    steps: StepReceiver | None,
 ) -> CkptError | None:
-    """What is wrong with it, if anything. All that was sent has been received then, good or not."""
+    """What is wrong with it, if anything. All that was sent has been received then, good or not.
+
+    `steps`: None where no increments come.
+    """
+    tags = _tags(header.rank)
     documents = bytearray(sum(nbytes for _, nbytes, _ in header.documents.values()))
-    link.recv(frm, memoryview(documents), tag)
-    arriving = _arriving(link, frm, tag, slot, lacking)
-    damage = None
+    link.recv(frm, memoryview(documents), tags.data)
+    snapshot: Snapshot | None = None
+    damage: CkptError | None = None
     try:
         _put_documents(slot, header, bytes(documents))
-        check_body(slot, snapshots.read(slot, header), arriving)
+        snapshot = snapshots.read(slot, header)
+    except CkptError as error:
+        damage = error
+    if steps is not None:
+        wrong, lacking = _receive_steps(link, frm, tags, steps, slot, snapshot, lacking)
+        damage = damage or wrong
+    arriving = _arriving(link, frm, tags.data, slot, lacking)
+    try:
+        if snapshot is not None and damage is None:
+            check_body(slot, snapshot, arriving)
     except AgreementFailed:
         raise
     except CkptError as error:
@@ -203,6 +239,28 @@ def _receive_content(
     for _ in arriving:
         pass
     return damage
+
+
+def _receive_steps(
+    link: Link, frm: int, tags: _Tags, steps: StepReceiver, slot: Slot, snapshot: Snapshot | None, lacking: Ranges
+) -> tuple[CkptError | None, Ranges]:
+    """What is wrong with an increment, if anything, and what is lacking still."""
+    text = _hear(link, frm, tags.data)
+    if not (text.isascii() and text.isdigit() and 2 <= int(text) <= MAX_PLAN_BYTES):
+        raise link.give_up(frm, f"it announces a plan of {text[:20]} bytes, expected up to {MAX_PLAN_BYTES:,}")
+    plan = bytearray(int(text))
+    link.recv(frm, memoryview(plan), tags.data)
+    states: list[tuple[Span, ...]] = []
+    try:
+        if snapshot is None:
+            raise FormatError("its documents are damaged")
+        states = steps.accept(bytes(plan), snapshot, lacking)
+    except FormatError as error:
+        _tell(link, frm, tags.answer, _GOOD, str(error))
+        return None, lacking
+    _tell(link, frm, tags.answer, _GOOD)
+    wrong = receive_increments(link, frm, tags.data, [*stretches(states)], partial(steps.decode, slot))
+    return wrong, beside(lacking, states)
 
 
 def _put_documents(slot: Slot, header: SlotHeader, data: bytes) -> None:

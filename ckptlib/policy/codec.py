@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from ckptlib.policy.lossy import Lossy
 from ckptlib.policy.patterns import covers
 
 AUTO = "auto"
@@ -15,16 +17,16 @@ PLANES = "planes"
 """Lossless and dense, whether it pays or not: floats by byte planes, everything else by zstd."""
 WORDS = (AUTO, RAW, PLANES)
 
-Asked = str | Mapping[str, str]
-"""As users write it: one of WORDS, or such words by pattern of tensor names."""
+Asked = str | Mapping[str, str | Lossy]
+"""As users write it: one of WORDS, or such words and `Lossy` by pattern of tensor names."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecRules:
-    """A word for each tensor."""
+    """A word for each tensor; and for some a lossy codec, which counts where their dtype is one that it rounds."""
 
-    rules: tuple[tuple[str, str], ...] = ()
-    """(pattern, word). The first that covers a name counts; a name that none covers is AUTO."""
+    rules: tuple[tuple[str, str | Lossy], ...] = ()
+    """(pattern, what). The first that covers a name counts; a name that none covers is AUTO."""
 
     @classmethod
     def of(cls, asked: Asked) -> CodecRules:
@@ -32,28 +34,47 @@ class CodecRules:
         if isinstance(asked, str):
             return cls((("*", _word(asked, "codec")),))
         if not isinstance(asked, Mapping):
-            raise TypeError(f"codec={asked!r}: expected {_expected()}, or a dict of these by pattern of tensor names")
+            raise TypeError(f"codec={asked!r}: expected {_expected()}, or a dict of {_or_lossy()} by pattern of names")
         for pattern in asked:
             if not isinstance(pattern, str) or not pattern:
                 raise ValueError(f"codec={{{pattern!r}: ...}}: expected a pattern of tensor names, such as 'optim/**'")
-        return cls(tuple((pattern, _word(word, f"codec[{pattern!r}]")) for pattern, word in asked.items()))
+        return cls(tuple((pattern, _value(pattern, value)) for pattern, value in asked.items()))
 
     def word(self, name: str) -> str:
-        """What is asked for the tensor of this name."""
-        return next((word for pattern, word in self.rules if covers(pattern, name)), AUTO)
+        """What is asked for the tensor of this name, where it is to lose nothing."""
+        words = ((pattern, value) for pattern, value in self.rules if isinstance(value, str))
+        return next((word for pattern, word in words if covers(pattern, name)), AUTO)
 
-    def to_json(self) -> list[list[str]]:
+    def lossy(self, name: str) -> str | None:
+        """The lossy codec for the float32 tensor of this name; None: it is to lose nothing."""
+        for pattern, value in self.rules:
+            if not covers(pattern, name):
+                continue
+            if isinstance(value, str):
+                return None
+            if codec := value.codec(pattern, name):
+                return codec
+        return None
+
+    def to_json(self) -> list[list[object]]:
         """For the writer process; `from_json` is its inverse."""
-        return [list(rule) for rule in self.rules]
+        return [[pattern, value if isinstance(value, str) else value.to_json()] for pattern, value in self.rules]
 
     @classmethod
-    def from_json(cls, data: list[list[str]]) -> CodecRules:
-        return cls(tuple((pattern, word) for pattern, word in data))
+    def from_json(cls, data: list[list[Any]]) -> CodecRules:
+        return cls(tuple((pattern, v if isinstance(v, str) else Lossy.from_json(v)) for pattern, v in data))
 
 
-def _word(word: object, where: str) -> str:
-    if not isinstance(word, str):
-        raise TypeError(f"{where}={word!r}: expected {_expected()}")
+def _value(pattern: str, value: object) -> str | Lossy:
+    where = f"codec[{pattern!r}]"
+    if isinstance(value, Lossy):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"{where}={value!r}: expected {_or_lossy()}")
+    return _word(value, where)
+
+
+def _word(word: str, where: str) -> str:
     if word not in WORDS:
         raise ValueError(f"{where}={word!r}: expected {_expected()}")
     return word
@@ -61,3 +82,7 @@ def _word(word: object, where: str) -> str:
 
 def _expected() -> str:
     return ", ".join(map(repr, WORDS[:-1])) + f" or {WORDS[-1]!r}"
+
+
+def _or_lossy() -> str:
+    return ", ".join(map(repr, WORDS)) + " or ckptlib.Lossy(...)"

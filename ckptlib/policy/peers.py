@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 HOST, DEVICE = "host", "device"
+RAW, OPTIMIZER = "raw", "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,9 @@ class Peers:
               room for a second copy beside the peak of the training, and to the host from there. Then the next
               optimizer.step() waits for a copy at the speed of that memory, not of the link to the host: for
               iterations that are shorter than the latter.
+    link:     "raw", or "optimizer": what an optimizer wrote since the snapshot before travels as what that and the new
+              gradients do not tell, about a quarter of the bytes, without loss. Encoding and decoding take the time of
+              a core, at some 1 GB/s of state: for links that are slower than that. Needs every=1.
     keep_for: how long, after the trainers of a host died, its snapshots wait for a job that goes on from them.
     """
 
@@ -33,6 +38,7 @@ class Peers:
     timeout: timedelta = timedelta(seconds=60)
     everything: bool = False
     memory: str = HOST
+    link: str = RAW
     keep_for: timedelta = timedelta(minutes=15)
 
     def __post_init__(self) -> None:
@@ -41,6 +47,13 @@ class Peers:
         if self.memory not in (HOST, DEVICE):
             raise ValueError(
                 f"memory is {HOST!r} or {DEVICE!r}, got {self.memory!r}; for a directory of slots there is arena="
+            )
+        if self.link not in (RAW, OPTIMIZER):
+            raise ValueError(f"link is {RAW!r} or {OPTIMIZER!r}, got {self.link!r}")
+        if self.link == OPTIMIZER and self.every > 1:
+            raise ValueError(
+                f"link={OPTIMIZER!r} needs every=1, got every={self.every}: only from one step to the next does a "
+                "snapshot tell most of the other"
             )
 
 
@@ -58,3 +71,7 @@ class Coverage:
     """Whether new snapshots get replicas; not while a peer cannot be reached."""
     sent: int
     """Bytes of this rank's newest snapshot that were sent for its replicas; their holders had the rest."""
+    coded: int = 0
+    """Bytes of it that travelled as increments, before they were coded: with `link="optimizer"`."""
+    uncoded: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of it that did not, by the reason, with `link="optimizer"`; also what their holders had."""

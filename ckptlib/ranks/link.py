@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import torch
@@ -77,6 +78,26 @@ class Link:
         assert not buffer.readonly
         return self._stream(self._begin_recv, frm, buffer, tag, "receiving from")
 
+    def begin_send(self, to: int, buffer: memoryview, tag: int) -> Callable[[], None]:
+        """Like `send`, of at most CHUNK_BYTES, or what is worth a message: gives what waits until the peer has them.
+
+        Several may be under way; they are waited for in the order in which they were begun. Both raise AgreementFailed.
+        """
+        with self._reaching(to, "sending to"):
+            return partial(self._end_one, to, "sending to", self._begin_send(to, _tensor(buffer), 3 * tag), buffer)
+
+    def begin_recv(self, frm: int, buffer: memoryview, tag: int) -> Callable[[], None]:
+        """Like `recv`, as `begin_send`."""
+        with self._reaching(frm, "receiving from"):
+            return partial(
+                self._end_one, frm, "receiving from", self._begin_recv(frm, _tensor(buffer), 3 * tag), buffer
+            )
+
+    def _end_one(self, peer: int, what: str, wait: Callable[[], None], buffer: memoryview) -> None:
+        """`buffer`: kept until then."""
+        with self._reaching(peer, what):
+            wait()
+
     def ask(self, peer: int, request: memoryview, answer: Sequence[memoryview], tag: int) -> None:
         """Sends a request to who waits for it in `recv_request`, and fills the buffers with what it gives to `answer`.
 
@@ -96,6 +117,13 @@ class Link:
         """Sends what was asked for. Raises AgreementFailed."""
         with self._reaching(to, "answering"):
             self._wait(*[self._gloo.send([_tensor(buffer)], to, 3 * tag + _DATA) for buffer in answer])
+
+    def give_up(self, peer: int, why: str) -> AgreementFailed:
+        """To be raised where nobody can tell any more what a peer sends next: all are to connect anew."""
+        self.broken = True
+        return AgreementFailed(
+            f"the link to rank {self._ranks[peer]} is given up on rank {self._ranks[self.rank]}: {why}"
+        )
 
     def _stream(self, begin: Begin, peer: int, buffer: memoryview, tag: int, what: str) -> Iterator[int]:
         under_way: deque[tuple[Callable[[], None], int]] = deque()

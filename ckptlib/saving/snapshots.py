@@ -79,8 +79,8 @@ class Snapshots:
         self._settled_by_all = NONE
         self._voided: set[int] = set()
         """Steps whose snapshots all ranks hold, and found to differ."""
-        self._sent = 0
-        """Bytes, for the replicas of the newest snapshot that has come to its end."""
+        self._sent: ReplicaOutcome | None = None
+        """Of the newest snapshot that has come to its end."""
         self._reclaim_at: float | None = None
         """When slots of the job before are looked for again; None: not yet, or no more."""
         self._unkept = False
@@ -117,7 +117,7 @@ class Snapshots:
         self._unsettled.append(Begun(save.step, staging, persists, fate))
 
     def _round(self, save: SaveId, number: int) -> Round:
-        return Round(self._root_id, save, number, self.held_by_all, self._settled_by_all)
+        return Round(self._root_id, save, number, self.held_by_all, self._settled_by_all, frozenset(self._voided))
 
     def released(self, save: str, durable: bool) -> None:
         """The writer reads the slot of this save no more, if it did. `durable`: what was in it is in the store.
@@ -133,7 +133,7 @@ class Snapshots:
         """Takes note of the snapshots that have come to their end."""
         while self._unsettled and self._unsettled[0].settled:
             begun = self._unsettled.popleft()
-            self._sent = self._sent if begun.fate is None else begun.fate.sent
+            self._sent = begun.fate or self._sent
             self.own.note(begun.step, begun.held)
             if begun.staging is not None:
                 if begun.ready:
@@ -165,9 +165,10 @@ class Snapshots:
             self.arena.grow()
 
     def _in_use(self) -> list[Slot]:
-        """Those that are written, sent to a peer or persisted."""
+        """Those that are written, sent to a peer, compared with what is sent, or persisted."""
         unsettled = [begun.staging.slot for begun in self._unsettled if begun.staging is not None]
-        return [*self._persisting.values(), *unsettled]
+        bases = [] if self.replicator is None else self.replicator.bases
+        return [*self._persisting.values(), *unsettled, *bases]
 
     def is_persisting(self, save: str) -> bool:
         """Whether the writer has yet to let go of the slot of this save."""
@@ -228,7 +229,10 @@ class Snapshots:
         held = None if self.held_by_all == NONE else self.held_by_all
         newest = max((begun.step for begun in self._unsettled), default=self.own.settled)
         losses = 0 if held is None else self.placement.num_losses_survived
-        return Coverage(held, max(newest - (held or 0), 0), losses, self.replicator.linked, self._sent)
+        lag, linked, sent = max(newest - (held or 0), 0), self.replicator.linked, self._sent
+        if sent is None:
+            return Coverage(held, lag, losses, linked, 0)
+        return Coverage(held, lag, losses, linked, sent.sent, sent.coded, dict(sent.uncoded))
 
     def close(self, clean: bool) -> None:
         """Lets go; `clean`: nothing stays in memory, else it is left to the next job."""

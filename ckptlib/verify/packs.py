@@ -23,6 +23,7 @@ from ckptlib.format.part import Part
 from ckptlib.stores.io_limits import RUN_BYTES, THREADS
 from ckptlib.verify.findings import Damage, Finding, attempt, damage_of
 from ckptlib.verify.pack_headers import MAX_HEAD_BYTES, check_head, expected_head
+from ckptlib.verify.shared_chunks import SharedChunks
 
 GAP_BYTES = 64 * 1024
 """A hole between two chunks that is cheaper to read than another request."""
@@ -45,8 +46,6 @@ class _PackRead:
     """Position in the part's packs."""
     chunks: tuple[int, ...]
     """Positions in the part's table, by offset in the pack."""
-    shards_in: Sequence[Sequence[int]]
-    """Per chunk of the part: the shards that lie in it."""
     layout: Layout
 
     @property
@@ -65,8 +64,8 @@ class _PackRead:
 
     def shards(self, chunks: Iterable[int]) -> tuple[tuple[str, Box], ...]:
         """Those that lie in the chunks; each once."""
-        found = dict.fromkeys(shard for chunk in chunks for shard in self.shards_in[chunk])
         table = self.part.table
+        found = dict.fromkeys(shard for chunk in chunks for shard in table.shards_in(chunk))
         return tuple((self.layout.tensors[table.tensors[shard]].name, table.boxes[shard]) for shard in found)
 
 
@@ -96,12 +95,18 @@ def verify_packs(
     parts: Sequence[Part],
     layouts: Mapping[str, Layout],
     executor: ThreadPoolExecutor,
+    expect: Advance,
     advance: Advance,
+    shared: SharedChunks | None,
 ) -> Iterator[Finding]:
-    owners = {keys.pack_save(pack.key) for part in parts for pack in part.packs} - {None}
-    sizes = {e.key: e.nbytes for owner in owners if owner for e in catalog.store.scan(owner.packs_prefix)}
+    """`expect` is told once how many bytes will be read, of which `advance` is told as they are done. What is known of
+    `shared` is not read."""
+    owners = {keys.pack_save(pack.key) for part in parts for pack in part.packs}
+    prefixes = [owner.packs_prefix for owner in owners if owner is not None]
+    sizes = {entry.key: entry.nbytes for listed in executor.map(catalog.store.scan, prefixes) for entry in listed}
     lost: list[Finding] = []
-    runs = _runs(_packs(parts, layouts), sizes, lost)
+    runs = _runs(_packs(parts, layouts), sizes, shared, lost)
+    expect(sum(run.stop - run.start for run in _runs(_packs(parts, layouts), sizes, shared, [])))
     last: _PackRead | None = None
     bad: list[_Bad] = []
     for run, found in in_order(executor, lambda run: (run, _read_run(catalog, run)), runs):
@@ -110,6 +115,9 @@ def verify_packs(
             bad = []
         last = run.pack
         bad += found
+        if shared is not None:
+            damaged = {one.chunk for one in found}
+            shared.add(run.pack.part, run.pack.key, [chunk for chunk in run.chunks if chunk not in damaged])
         advance(run.stop - run.start)
         while lost:
             yield lost.pop(0)
@@ -121,19 +129,17 @@ def verify_packs(
 def _packs(parts: Iterable[Part], layouts: Mapping[str, Layout]) -> Iterator[_PackRead]:
     for part in parts:
         table = part.table
-        shards_in: list[list[int]] = [[] for _ in table.nbytes]
-        for shard in range(len(table.tensors)):
-            for chunk in table.chunks(shard):
-                shards_in[chunk].append(shard)
         chunks: list[list[int]] = [[] for _ in part.packs]
         for chunk, pack in enumerate(table.packs):
             chunks[pack].append(chunk)
         for number, pack_chunks in enumerate(chunks):
             ordered = tuple(sorted(pack_chunks, key=table.offsets.__getitem__))
-            yield _PackRead(part, number, ordered, shards_in, layouts[table.layout])
+            yield _PackRead(part, number, ordered, layouts[table.layout])
 
 
-def _runs(packs: Iterable[_PackRead], sizes: Mapping[str, int], lost: list[Finding]) -> Iterator[_Run]:
+def _runs(
+    packs: Iterable[_PackRead], sizes: Mapping[str, int], shared: SharedChunks | None, lost: list[Finding]
+) -> Iterator[_Run]:
     """What is to be read of the packs that are there; `lost` takes what is known without reading."""
     for pack in packs:
         size, table = sizes.get(pack.key), pack.part.table
@@ -144,7 +150,7 @@ def _runs(packs: Iterable[_PackRead], sizes: Mapping[str, int], lost: list[Findi
             continue
         if size == pack.nbytes and pack.is_own:  # of another save's, its own part tells what the header is to say
             yield _Run(pack, (), 0, min((table.offsets[c] for c in readable), default=size))
-        yield from _data_runs(pack, readable)
+        yield from _data_runs(pack, readable if shared is None else shared.unknown(pack.part, pack.key, readable))
 
 
 def _data_runs(pack: _PackRead, chunks: Sequence[int]) -> Iterator[_Run]:
@@ -160,7 +166,7 @@ def _data_runs(pack: _PackRead, chunks: Sequence[int]) -> Iterator[_Run]:
         if not run:
             start = offsets[chunk]
         run.append(chunk)
-        end = stop
+        end = max(end, stop)  # chunks overlap only where somebody meant harm
     if run:
         yield _Run(pack, tuple(run), start, end)
 
@@ -232,7 +238,7 @@ def _pack_findings(save: SaveId, pack: _PackRead, bad: Iterable[_Bad]) -> Iterat
         chunks = [one.chunk for one in ones if one.chunk is not None]
         start = min(table.offsets[c] for c in chunks)
         stop = max(table.offsets[c] + pack.part.stored[c] for c in chunks)
-        num_chunks = len(table.chunks(pack.shards_in[chunks[0]][0]))
+        num_chunks = len(table.chunks(table.shards_in(chunks[0])[0]))
         of = f", {len(chunks)} of {num_chunks} chunks" if num_chunks > 1 else ""
         names = table.describe(chunks[0], pack.layout)
         message = f"{names} of rank {pack.part.rank}: {pack.key} [{start}:+{stop - start}]{of}: {ones[0].message}"

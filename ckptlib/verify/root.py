@@ -33,6 +33,7 @@ from ckptlib.format.part import Part
 from ckptlib.stores.io_limits import THREADS
 from ckptlib.verify.findings import Finding, attempt, finding_of
 from ckptlib.verify.packs import Advance, in_order, verify_packs
+from ckptlib.verify.shared_chunks import SharedChunks
 
 MAX_REGIONS = 100
 """Of a tensor, in which the same two ranks differ, that are told."""
@@ -65,9 +66,17 @@ def verify_root(catalog: Catalog) -> Iterator[Finding]:
         yield Finding("missing", generation.key, message + "from it; history ends with it")
 
 
-def verify_save(catalog: Catalog, save: SaveId, advance: Advance = lambda nbytes: None) -> Iterator[Finding]:
-    """What is wrong with a committed step. `advance` is told of bytes of packs as they are done, their sum is `nbytes`
-    of the manifest when nothing is missing.
+def verify_save(
+    catalog: Catalog,
+    save: SaveId,
+    advance: Advance = lambda nbytes: None,
+    expect: Advance = lambda nbytes: None,
+    shared: SharedChunks | None = None,
+) -> Iterator[Finding]:
+    """What is wrong with a committed step.
+
+    `advance` is told of bytes of packs as they are done; `expect`, once and before that, of their sum. `shared`: what
+    was read of the same packs for steps before this one; of those, only what was not good is read again.
 
     The memory it takes is that of the step's tables, and RUN_BYTES for each of THREADS requests. Raises
     CheckpointNotFound where there is no such step (any more), StoreError when the store cannot be listed.
@@ -94,7 +103,9 @@ def verify_save(catalog: Catalog, save: SaveId, advance: Advance = lambda nbytes
         if len(sound) == manifest.world_size:
             yield from _check_manifest(manifest, sound)
             yield from _check_cover(manifest, sound, readable, ShardComparer(catalog.store.get_into))
-        yield from verify_packs(catalog, save, sound, readable, executor, advance)
+        yield from verify_packs(catalog, save, sound, readable, executor, expect, advance, shared)
+    if shared is not None:
+        shared.finish(save)
 
 
 def _altered_versions(catalog: Catalog, documents: Iterable[str], save: SaveId | None) -> Iterator[Finding]:

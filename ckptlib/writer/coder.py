@@ -22,7 +22,7 @@ from ckptlib.codecs.registry import RAW
 from ckptlib.format.digests import digester
 from ckptlib.format.keys import SaveId
 from ckptlib.format.part import Part
-from ckptlib.format.places import Base, Coding
+from ckptlib.format.places import Base, Coding, Loss
 from ckptlib.policy.codec import AUTO, CodecRules
 from ckptlib.slots.snapshot import Snapshot
 from ckptlib.writer.contents import TensorChunk, tensor_chunk
@@ -81,13 +81,22 @@ class _Learned:
     """Saves since it was last seen whether it pays."""
 
 
+class _Rounded(NamedTuple):
+    """What a frame decodes to, where that is not the chunk."""
+
+    digest: str
+    absolute: float
+    relative: float
+    """See `Loss`."""
+
+
 class _Work(NamedTuple):
     """What one thread did with a chunk."""
 
     attempt: Attempt | None
     frame: bytes | None
     codec: str
-    digest: str | None
+    rounded: _Rounded | None
     ended: float
     """By the monotonic clock."""
 
@@ -243,8 +252,11 @@ class Coder:
         self._encoding.add(busy_s, job.nbytes)
         if done.frame is None:
             return Encoded(chunk, None, None)
-        raw_digest = None if done.digest is None else snapshot.digests[chunk]
-        return Encoded(chunk, done.frame, Coding(done.codec, len(done.frame), None, raw_digest), done.digest)
+        if done.rounded is None:
+            return Encoded(chunk, done.frame, Coding(done.codec, len(done.frame)))
+        digest, *bound = done.rounded
+        loss = Loss(snapshot.digests[chunk], *bound)
+        return Encoded(chunk, done.frame, Coding(done.codec, len(done.frame), None, loss), digest)
 
     def _note_attempt(
         self,
@@ -276,12 +288,17 @@ def _work(
     if tried is not None and tried.frame is not None:
         return _Work(tried, None, PATCH, None, time.monotonic())
     frame = codec.encode(raw, of.content)
-    digest = None
-    if frame is not None and not codec.lossless:
-        out = memoryview(bytearray(len(raw)))
-        codec.decode(memoryview(frame), out)
-        digest = digester(algorithm)(out)
-    return _Work(tried, frame, codec.name, digest, time.monotonic())
+    rounded = None if frame is None or codec.lossless else _rounded(codec, memoryview(frame), len(raw), algorithm)
+    return _Work(tried, frame, codec.name, rounded, time.monotonic())
+
+
+def _rounded(codec: Codec, frame: memoryview, nbytes: int, algorithm: str) -> _Rounded:
+    from ckptlib.codecs.lossy_codec import LossyCodec  # for the few who ask for it
+
+    assert isinstance(codec, LossyCodec)
+    out = memoryview(bytearray(nbytes))
+    codec.decode(frame, out)
+    return _Rounded(digester(algorithm)(out), *codec.bound(frame))
 
 
 def _may_encode(rules: CodecRules, is_local: bool) -> bool:

@@ -72,7 +72,7 @@ def unchanged(digests: Sequence[str], parent: Part) -> list[int]:
         return [chunk for chunk, (a, b) in enumerate(zip(digests, parent.digests, strict=True)) if a == b]
     before = [*parent.digests]
     for chunk, coding in parent.codings.items():
-        before[chunk] = coding.raw_digest or before[chunk]
+        before[chunk] = before[chunk] if coding.loss is None else coding.loss.raw_digest
     return [chunk for chunk, (a, b) in enumerate(zip(digests, before, strict=True)) if a == b]
 
 

@@ -39,8 +39,15 @@ class Parents:
         self._searched = False
 
     def remember(self, part: Part) -> None:
-        """A part that was put; once its step is committed, it may be a parent."""
-        self._parts.append(part)
+        """A part that was put; once its step is committed, it may be a parent.
+
+        Of two of one save neither may: who knows which one the manifest names. Nothing keeps what only the other uses.
+        """
+        twins = [other for other in self._parts if other.save == part.save]
+        for other in twins:
+            self._parts.remove(other)
+        if not twins:
+            self._parts.append(part)
 
     def choose(self, snapshot: Snapshot, patience_s: float) -> tuple[Part | None, Steps]:
         """The parent of a snapshot, and the steps there are; None: nothing can be taken over.

@@ -149,7 +149,7 @@ def base_of(parent: Part | None, chunk: int) -> Base | None:
     coding = parent.codings.get(chunk)
     if coding is not None and coding.base is not None:
         return coding.base
-    if coding is not None and coding.raw_digest is not None:
+    if coding is not None and coding.loss is not None:
         return None  # what it decodes to is not what was summarized
     codec, table = None if coding is None else coding.codec, parent.table
     return Base(table.packs[chunk], table.offsets[chunk], parent.stored[chunk], codec, parent.digests[chunk])

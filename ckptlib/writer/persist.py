@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from collections import deque
@@ -13,7 +14,7 @@ from contextlib import closing
 from typing_extensions import Buffer
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.errors import CorruptData, FormatError
+from ckptlib.errors import CorruptData, FormatError, StoreError
 from ckptlib.format.keys import PartName, SaveId, new_nonce
 from ckptlib.format.part import FailedPart, Pack, Part
 from ckptlib.policy.codec import RAW, CodecRules
@@ -26,6 +27,8 @@ from ckptlib.writer.increment import Increment, Rules, plan, whole, without_base
 from ckptlib.writer.packs import Framed, Packer, PackShape, Piece
 from ckptlib.writer.parents import Parents
 from ckptlib.writer.share import PutChunks, assemble
+
+log = logging.getLogger(__name__)
 
 FRAMES_BYTES = 32 * 1024 * 1024
 """Frames that are put as one pack: they are in memory until they are."""
@@ -127,10 +130,14 @@ class Persister:
 
     def _plan(self, snapshot: Snapshot) -> tuple[Part | None, Increment, Set[int]]:
         """What is written of a snapshot, what is taken over from which part, and which chunks are not patched."""
-        parent, steps = None, None
-        if snapshot.header.rank == self._rank:  # of another, whose stand-in this is, no parent is known
+        if snapshot.header.rank != self._rank:  # this is the stand-in of a rank whose parts it does not know
+            return None, whole(len(snapshot.digests)), frozenset()
+        try:
             parent, steps = self._parents.choose(snapshot, self._patience_s)
-        if parent is None or steps is None:
+        except StoreError as error:
+            log.warning("step %d is written whole: %s", snapshot.header.save.step, error)
+            return None, whole(len(snapshot.digests)), frozenset()
+        if parent is None:
             return None, whole(len(snapshot.digests)), frozenset()
         distrusted = max(steps.refreshes, default=None)
         rules = Rules(snapshot.created, self._refresh_s, {*steps.saves}, distrusted)

@@ -162,6 +162,8 @@ class WriterProcess:
         return slot
 
     def _setup(self, message: Message) -> None:
+        if "codec" not in message:  # a long job, a package that was upgraded meanwhile, and a writer that died
+            raise SystemExit("the trainer runs an older ckptlib, which writes another format: restart the job")
         self._rank = int(message["rank"])
         self._world_size = int(message["world_size"])
         self._deadline_s = float(message["deadline_s"])

@@ -51,7 +51,7 @@ def assemble(digests: Sequence[str], parent: Part | None, taken: Sequence[int], 
         for chunk in taken:
             numbers[chunk], offsets[chunk] = moved[table.packs[chunk]], table.offsets[chunk]
         for chunk, coding in codings.items():
-            if coding.raw_digest is not None:
+            if coding.loss is not None:
                 loaded[chunk] = parent.digests[chunk]
     for some in put:
         first = len(packs)

@@ -15,14 +15,17 @@ from support import (
     make_save,
     put_parts,
     read_save,
+    replace_object,
     state,
 )
 
+from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
 from ckptlib.catalog.retention import Sweep, sweep
-from ckptlib.errors import Superseded
+from ckptlib.errors import CorruptData, Superseded
 from ckptlib.format import keys
+from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import TrashRecord
 from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.stores import Store
@@ -241,16 +244,46 @@ def test_a_layout_that_is_deleted_too_early_comes_back_with_the_commit(store: St
     assert listed_steps_are_whole(store) == [1, 2]
 
 
-def test_layouts_are_left_alone_where_a_manifest_is_damaged(store: Store, catalog: Catalog) -> None:
+def with_a_torn_manifest(store: Store, catalog: Catalog) -> tuple[GenerationId, list[SaveId]]:
+    """Steps 0 to 2 of a generation; that of step 1 is torn, step 0 is trash whose time has come, and there is a layout
+    that nobody names."""
     generation = make_generation(catalog)
-    saves = [make_save(catalog, generation, step, state(step)) for step in (1, 2)]
-    store.delete(saves[0].manifest_key)
-    store.put(saves[0].manifest_key, b"torn")
+    saves = [make_save(catalog, generation, step, state(step)) for step in range(3)]
+    sweep(catalog, Keep(last=2), generation)
+    replace_object(store, saves[1].manifest_key, b"torn")
     catalog.put_layout("0" * 32, b"nobody's")
     age(store, LATER_S)
-    sweep(catalog, None, None)
+    return generation, saves
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_nothing_goes_where_a_manifest_cannot_be_read(store: Store, catalog: Catalog, dry_run: bool) -> None:
+    """Nobody knows which packs its step uses."""
+    _, saves = with_a_torn_manifest(store, catalog)
+    before = {key for key in all_keys(store) if not key.startswith(clock.CLOCK)}
+    with pytest.raises(CorruptData, match=f"none is deleted: .*{saves[1].manifest_key}.* delete the object"):
+        sweep(Catalog(store), Keep(last=1), None, dry_run=dry_run)
+    assert {key for key in all_keys(store) if not key.startswith(clock.CLOCK)} == before
+    store.delete(saves[1].manifest_key)  # as the message says
+    found = sweep(Catalog(store), None, None)
+    assert {keys.pack_save(entry.key) for entry in found.deleted} >= {saves[0]}
+    assert listed_steps_are_whole(store) == [2]
+
+
+def test_a_live_job_goes_on_where_a_manifest_cannot_be_read(
+    store: Store, catalog: Catalog, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It saves, and drops steps; what is dropped keeps its packs until the manifest can be read or is gone."""
+    generation, saves = with_a_torn_manifest(store, catalog)
+    make_save(catalog, generation, 3, state(3))
+    before = all_keys(store)
+    found = sweep(Catalog(store), Keep(last=1), generation)
+    assert saves[1].manifest_key in caplog.text
+    assert found.deleted == ()
+    assert saves[2] in found.dropped
+    assert before - all_keys(store) <= {save.manifest_key for save in found.dropped}
     assert layouts(store) == 2
-    assert read_save(store, saves[1]).keys() == state(0).keys()
+    assert read_save(store, SaveId(3, generation)).keys() == state(0).keys()
 
 
 def test_what_is_not_ours_is_left_alone(store: Store, catalog: Catalog) -> None:

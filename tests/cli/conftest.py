@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import Ckptlib, Result
+from helpers.increments import save_steps
 from launch import fork_ranks
 from support import make_generation, make_root, make_save, state
 
@@ -58,3 +59,17 @@ def made(tmp_path: Path) -> LocalStore:
     for step in range(1, 6):
         make_save(catalog, generation, step, state(step))
     return store
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1 to 5 of one process, each of which shares most with the one before. Not to be changed."""
+    root = tmp_path_factory.mktemp("shared") / "root"
+    save_steps(root)
+    return root
+
+
+@pytest.fixture
+def sharing(shared: Path, tmp_path: Path) -> Path:
+    """A copy to be changed."""
+    return Path(shutil.copytree(shared, tmp_path / "sharing"))

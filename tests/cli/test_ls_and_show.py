@@ -4,24 +4,49 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from helpers.commands import Ckptlib, files
+from helpers.commands import Ckptlib, files, of_step
+from helpers.increments import SIDE
 from support import make_root
 
+from ckptlib.cli.output import size
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import flip_bit
+
+LARGE = SIDE * SIDE * 4
 
 # -- ls
 
 
 def test_ls(ckptlib: Ckptlib, saved: Path) -> None:
-    header, *rows = ckptlib("ls", saved).lines()
-    assert header == ["STEP", "GEN", "AGE", "RANKS", "SIZE", "METRICS"]
+    header, *rows, total = ckptlib("ls", saved).lines()
+    assert header == ["STEP", "GEN", "AGE", "RANKS", "SIZE", "WRITTEN", "METRICS"]
     assert [row[:2] for row in rows] == [["2", "1"], ["3", "2"]]
     assert [row[4:] for row in rows] == [
-        ["2", "12.0", "MB", "loss", "2.5"],
-        ["1", "12.0", "MB", "loss", "2.25", "note", r"rewound\x1b[31m"],
+        ["2", "12.0", "MB", "12.0", "MB", "loss", "2.5"],
+        ["1", "12.0", "MB", "12.0", "MB", "loss", "2.25", "note", r"rewound\x1b[31m"],
     ]
+    assert total == ["2", "steps,", "24.0", "MB", "in", "24.1", "MB"]
+
+
+def test_ls_of_steps_that_share(ckptlib: Ckptlib, sharing: Path) -> None:
+    header, *rows, total = ckptlib("ls", sharing).lines()
+    assert header == ["STEP", "GEN", "AGE", "RANKS", "SIZE", "WRITTEN", "USES", "OLDEST", "METRICS"]
+    document = ckptlib("ls", sharing, "--json").json["steps"]
+    packs = {step: of_step(sharing, "packs", step).stat().st_size for step in range(1, 6)}
+    for row, shown in zip(document, rows, strict=True):
+        step = row["step"]
+        assert row["nbytes"] == packs[step]
+        assert row["nbytes_state"] >= 4 * LARGE
+        assert [int(name[:12]) for name in row["stands_on"]] == ([] if step == 1 else [1])
+        assert row["oldest"] == document[0]["created"]
+        assert shown[9] == str(len(row["stands_on"]))
+    assert total == ["5", "steps,", "7.25", "MB", "in", size(sum(packs.values())).split()[0], "MB"]
+
+    ckptlib("gc", sharing, "--keep-last", 2)
+    assert ckptlib("ls", sharing).out.endswith(", and in packs of 1 other save (ckptlib du)\n")
+    every = ckptlib("ls", sharing, "--all")
+    assert every.lines()[-1][-2:] == [size(sum(packs.values())).split()[0], "MB"]  # each pack once
 
 
 def test_ls_all(ckptlib: Ckptlib, root: Path) -> None:
@@ -47,7 +72,7 @@ def test_ls_of_a_damaged_manifest(ckptlib: Ckptlib, root: Path) -> None:
     flip_bit(next((root / "steps").glob("*2-000001-*")), 300)
     result = ckptlib("ls", root)
     assert result.code == 1
-    assert result.lines()[1][:6] == ["2", "1", "-", "-", "-"]
+    assert result.lines()[1][:6] == ["2", "1", "-", "-", "-", "-"]
     assert "does not match its digest" in result.err
     assert [row["state"] for row in ckptlib("ls", root, "--json").json["steps"]] == ["damaged", "committed"]
 
@@ -65,6 +90,28 @@ def test_ls_where_there_is_nothing(ckptlib: Ckptlib, tmp_path: Path) -> None:
 
 
 # -- show
+
+
+def test_show_of_a_step_that_stands_on_others(ckptlib: Ckptlib, shared: Path) -> None:
+    shown = ckptlib("show", shared)
+    assert "stands on   1 other save (step 1); its oldest chunk is " in shown.out
+    assert "all chunks are stored as they are" in shown.out
+    document = ckptlib("show", shared, "--json").json
+    assert document["codecs"].keys() == {"raw"}
+    raw = document["codecs"]["raw"]
+    assert raw["nbytes"] == raw["nbytes_stored"] == document["nbytes_state"]
+    assert document["kinds"]["model/*w1"] == {"raw": {"num_chunks": 1, "nbytes": LARGE, "nbytes_stored": LARGE}}
+    assert document["kinds"]["small tensors"]["raw"]["num_chunks"] == 1  # of the model and of @rng
+    assert document["objects"]["packs"]["number"] == 1
+
+
+def test_show_of_a_damaged_part(ckptlib: Ckptlib, sharing: Path) -> None:
+    """All that is known is told."""
+    flip_bit(of_step(sharing, "parts", 5), 300)
+    result = ckptlib("show", sharing)
+    assert result.code == 1
+    assert "total" in result.out
+    assert "does not match the digest in its name" in result.err
 
 
 def test_show(ckptlib: Ckptlib, saved: Path) -> None:

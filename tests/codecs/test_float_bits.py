@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptlib.codecs.float_bits import KINDS, Cutter
@@ -27,6 +27,7 @@ def pick(value: int, bits: object) -> int:
 
 
 @pytest.mark.parametrize("dtype", WHERE)
+@settings(deadline=None)
 @given(data=st.data())
 def test_cut_and_join(dtype: str, data: st.DataObject) -> None:
     kind = KINDS[dtype]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zstandard
 from chunks import gaussian, moments
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptlib.codecs.codec import Content
@@ -57,6 +57,7 @@ def test_torn_or_of_another_length(name: str) -> None:
         assert not decode(frame, other)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(FRAMES)), st.integers(0, 2**32 - 1))
 def test_mutated(name: str, seed: int) -> None:
     """Ten at once. What is not noticed decodes to other bytes, which their digest tells."""
@@ -79,6 +80,7 @@ def test_mutated(name: str, seed: int) -> None:
         decode(bytes(frame), nbytes)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 3000))
 def test_made_up(frame: bytes, nbytes: int) -> None:
     decode(frame, nbytes)
@@ -110,10 +112,11 @@ def test_what_is_made_by_hand_decodes() -> None:
     for good in (
         head() + NONE + plane(0, bytes(N)) + REST,
         head() + NONE + plane(1, zeros(N)) + REST,
+        head() + NONE + plane(3, bytes(7 * N // 8)) + REST,
         head() + NONE + pairs(0, b"", bytes(N // 2)) + REST,
         head() + NONE + pairs(1, b"\7", b"\x0f" + bytes(N // 2 - 1)) + REST,
         head(0, 100, 99) + ROWS + plane(1, zeros(11)) + plane(0, bytes(N)) + REST,
-        head(0, 64) + BOTH + plane(0, bytes(16)) + plane(1, zeros(64)) + plane(0, bytes(N)) + REST,
+        head(0, 64) + BOTH + plane(0, bytes(32)) + plane(1, zeros(64)) + plane(0, bytes(N)) + REST,
     ):
         assert decode(good, 4 * N)
 
@@ -129,10 +132,13 @@ def test_what_is_made_by_hand_decodes() -> None:
         head(0, 0, 1) + NONE + plane(0, bytes(N)) + REST,
         head() + ROWS + plane(0, bytes(N)) + plane(0, bytes(N)) + REST,
         head(0, 64) + b"\3" + plane(0, bytes(16)) + plane(0, bytes(N)) + REST,
+        head(0, 64) + BOTH + plane(0, bytes(16)) + plane(1, zeros(64)) + plane(0, bytes(N)) + REST,
         head(0, 64) + ROWS + plane(0, bytes(15)) + plane(0, bytes(N)) + REST,
         head(0, 64) + ROWS + pairs(0, b"", bytes(8)) + plane(0, bytes(N)) + REST,
-        head(0, 64) + BOTH + plane(0, bytes(16)) + plane(1, zeros(65)) + plane(0, bytes(N)) + REST,
+        head(0, 64) + BOTH + plane(0, bytes(32)) + plane(1, zeros(65)) + plane(0, bytes(N)) + REST,
         head() + NONE + plane(3, bytes(N)) + REST,
+        head() + NONE + plane(3, bytes(7 * N // 8 - 1)) + REST,
+        head() + NONE + plane(4, bytes(N)) + REST,
         head() + NONE + plane(0, bytes(N), 2**32 - 1) + REST,
         head() + NONE + plane(0, bytes(N - 1)) + REST,
         head() + NONE + plane(0, bytes(N + 1)) + REST,

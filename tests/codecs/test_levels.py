@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptlib.codecs.levels import MAX_ROW, MIN_ROW, Leveller, Levels, Model, num_rows, row_of
+from ckptlib.codecs.levels import MAX_ROW, MIN_ROW, Leveller, Levels, Model, row_bytes, row_of
 
 SIZE = 40_000
 LEVELLER = Leveller(SIZE)
 MODELS = st.sampled_from([Model.ROWS, Model.ROWS_AND_COLUMNS])
 
 
+@settings(deadline=None)
 @given(st.integers(1, SIZE), st.integers(MIN_ROW, MAX_ROW), st.data(), MODELS, st.integers(0, 255))
 def test_off_and_on(count: int, row: int, data: st.DataObject, model: Model, spread: int) -> None:
     first = data.draw(st.integers(0, row - 1))
@@ -21,7 +22,8 @@ def test_off_and_on(count: int, row: int, data: st.DataObject, model: Model, spr
     memory = LEVELLER.memory(first, count)
     memory[:] = exponents
     levels = LEVELLER.take_off(first, count, row, model)
-    assert len(levels.rows) == num_rows(first, count, row)
+    assert len(levels.rows) == row_bytes(first, count, row, model)
+    assert len(levels.rows) == len({(first + i) // row for i in range(count)}) * (1 + (model is Model.ROWS_AND_COLUMNS))
     assert len(levels.columns) == (row if model is Model.ROWS_AND_COLUMNS else 0)
     expected = [
         (int(exponents[i]) - level(levels, (first + i) // row, (first + i) % row)) % 256
@@ -38,7 +40,8 @@ def level(levels: Levels, i: int, j: int) -> int:
     """As the docstring has it."""
     if not len(levels.columns):
         return int(levels.rows[i])
-    return (int(levels.rows[i]) + int(levels.columns[j])) // 16
+    upper, lower = levels.rows[: len(levels.rows) // 2], levels.rows[len(levels.rows) // 2 :]
+    return (256 * int(upper[i]) + int(lower[i]) + int(levels.columns[j])) // 16
 
 
 @pytest.mark.parametrize("first", [0, 1, 99, 150])
@@ -57,9 +60,19 @@ def test_what_all_of_a_row_share_is_taken_off(first: int, model: Model) -> None:
     assert len(set(left.tolist())) <= (1 if model is Model.ROWS else 2)
 
 
+def test_rows_may_be_far_apart() -> None:
+    """As those of frequent words and of words that were never seen are."""
+    scales = np.array([0, 120, 7, 255, 60] * 20, np.uint8)
+    memory = LEVELLER.memory(0, 6400)
+    memory[:] = scales.repeat(64)
+    LEVELLER.take_off(0, 6400, 64, Model.ROWS_AND_COLUMNS)
+    assert len(set(memory.tolist())) == 1
+
+
 @pytest.mark.parametrize(
     ("row", "by"),
     [
+        (0, 64),
         (1, 64),
         (2, 64),
         (63, 126),
@@ -76,6 +89,7 @@ def test_row_of(row: int, by: int) -> None:
     assert row_of(row) == by
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2**62))
 def test_row_of_any(row: int) -> None:
     found = row_of(row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptlib.codecs.pairs import Pairer
@@ -12,6 +12,7 @@ from ckptlib.codecs.pairs import Pairer
 PAIRER = Pairer(3000)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 255), st.integers(0, 60), st.integers(0, 2**32 - 1))
 def test_there_and_back(count: int, base: int, num_strays: int, seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from chunks import CONTENTS, FLOATS, chunks, gaussian, moments, round_trip
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptlib.codecs.codec import Content
@@ -17,6 +17,7 @@ from ckptlib.codecs.planes import BLOCK, Planes
 CODEC = Planes()
 
 
+@settings(deadline=None)
 @given(chunks(), CONTENTS)
 def test_round_trip(raw: bytes, content: Content) -> None:
     frame = round_trip(CODEC, raw, content)
@@ -90,6 +91,19 @@ def test_low_bits_that_are_no_noise_are_coded() -> None:
     assert len(frame) < 0.35 * len(raw)
 
 
+def test_the_sign_of_positive_numbers_takes_no_room() -> None:
+    raw = np.abs(np.frombuffer(gaussian("float32", 2 * BLOCK), "<f4"))
+    both, positive = (
+        round_trip(CODEC, data, Content("float32", 1)) for data in (gaussian("float32", 2 * BLOCK), raw.tobytes())
+    )
+    assert both is not None
+    assert positive is not None
+    assert len(positive) <= len(both) - len(raw) // 8 + 100
+    late = raw.copy()
+    late[-1] = -1.0  # the sample saw nothing of it
+    round_trip(CODEC, late.tobytes(), Content("float32", 1))
+
+
 def test_a_sample_may_be_wrong() -> None:
     """What it saw none of comes later: planes that it calls noise turn to zeros, and the other way round."""
     random = np.random.default_rng(0)
@@ -100,6 +114,7 @@ def test_a_sample_may_be_wrong() -> None:
         round_trip(CODEC, np.ascontiguousarray(zeros[:, ::-1]).tobytes(), content)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 7), st.integers(0, 7))
 def test_memory_need_not_be_aligned(before: int, out_before: int) -> None:
     raw = gaussian("float64", 1000) + b"\x01"

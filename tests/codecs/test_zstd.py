@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import zstandard
 from chunks import CONTENTS, chunks, round_trip
-from hypothesis import given
+from hypothesis import given, settings
 
 from ckptlib.codecs import zstd
 from ckptlib.codecs.codec import Content
@@ -16,6 +16,7 @@ CODEC = zstd.Zstd()
 PLAIN = b"step 500, " * 20
 
 
+@settings(deadline=None)
 @given(chunks(), CONTENTS)
 def test_round_trip(raw: bytes, content: Content) -> None:
     round_trip(CODEC, raw, content)

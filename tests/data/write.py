@@ -1,7 +1,9 @@
 """Writes a root to be kept: run once per release, never again over what is there.
 
-    torchrun --standalone --nproc-per-node 2 tests/data/write.py tests/data/written-by-0.1
+    torchrun --standalone --nproc-per-node 2 tests/data/write.py tests/data/written-by-0.2
 
+Four steps, three of them increments. The first is dropped, and the others use its packs; the third carries what had not
+changed into packs of its own, as if `ckptlib refresh` had been asked for.
 What it holds is written beside it, by json and bytes alone, so that the test needs nothing of ckptlib to know it.
 """
 
@@ -43,13 +45,20 @@ def main(target: Path) -> None:
         "cut": ckptlib.Sharded(torch.full((2, 3), float(rank)), offset=(2 * rank, 0), shape=(4, 3)),
         "tied": [torch.ones(3), None, (1, "two", 3.5)],
         "epoch": 4,
+        "frozen": [torch.arange(20_000.0), -torch.arange(20_000.0)],
     }
     state["tied"][1] = state["tied"][0]
-    with ckptlib.Checkpointer(target / "root", state, every=1, tags={"why": "kept"}) as ckpt:
-        for step in ckpt.loop(0, 2):
+    tags, keep = {"why": "kept"}, ckptlib.Keep(last=3)
+    with ckptlib.Checkpointer(target / "root", state, every=1000, keep=keep, tags=tags) as ckpt:
+        for step in range(4):
             for i, param in enumerate(model.parameters()):
                 param.grad = torch.full_like(param, 0.1 * (i + 1) * (step + 1))
             optim.step()
+            if step == 2 and rank == 0:
+                [second] = (target / "root/steps").glob("000000000002-*.json")
+                second.with_suffix(".refresh").touch()
+            dist.barrier()
+            ckpt.save(step + 1).wait_committed()
     names = {f"model/{name}": describe(p) for name, p in model.named_parameters()}
     for name, param in model.named_parameters():
         names |= {f"optim/model/{name}/{key}": describe(value) for key, value in optim.state[param].items()}

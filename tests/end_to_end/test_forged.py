@@ -13,6 +13,8 @@ from helpers.damage import NEWEST, newest, try_all
 from support import of_version, resealed
 from workers.crash_oracle import read_document
 
+from ckptlib.format.documents import VERSION
+
 
 def put_part(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Replaces rank 0's part of the newest step, and has the manifest name the new one."""
@@ -24,6 +26,7 @@ def put_part(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
     table = document[document.index(b'"table":') + 8 : document.rindex(b"}}\n")]
     stem[3] = xxhash.xxh3_128_hexdigest(json.dumps(json.loads(table), separators=(",", ":")).encode())
     stem[4] = xxhash.xxh3_128_hexdigest(document)  # the check behind it stays
+    stem[7] = f"{sum(nbytes for _, nbytes, _ in body['packs']):016x}.json"
     new = path.with_name("-".join(stem))
     path.unlink()
     new.write_bytes(document)
@@ -40,18 +43,27 @@ def climb(body: dict[str, Any]) -> None:
     body["packs"][0][0] = "packs/../../../../../../etc/passwd"
 
 
-def huge(column: str, value: int) -> Callable[[dict[str, Any]], None]:
-    def change(body: dict[str, Any]) -> None:
-        body["table"]["chunks"][column][0] = value
-        body["packs"] = [[key, 2**62] for key, _ in body["packs"]]
+def large_packs(body: dict[str, Any]) -> None:
+    body["packs"] = [[key, 2**62, created] for key, _, created in body["packs"]]
 
-    return change
+
+def huge_nbytes(body: dict[str, Any]) -> None:
+    body["table"]["chunks"]["nbytes"][0] = 2**61
+    large_packs(body)
+
+
+def huge_offset(body: dict[str, Any]) -> None:
+    body["places"]["runs"][0][1] = 2**61
+    large_packs(body)
+
+
+def countless(body: dict[str, Any]) -> None:
+    body["places"]["runs"][0][2] = 2**60
 
 
 def huge_box(body: dict[str, Any]) -> None:
     body["table"]["shards"]["shape"][0] = [2**59]
-    body["table"]["chunks"]["nbytes"][0] = 2**61
-    body["packs"] = [[key, 2**62] for key, _ in body["packs"]]
+    huge_nbytes(body)
 
 
 HOSTILE: dict[str, Callable[[Path], None]] = {
@@ -64,8 +76,9 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "climbing-layout": lambda root: rewrite_manifest(root, layouts={"../../../../etc/passwd": [[0, 1]]}),
     "absurd-ranks": lambda root: rewrite_manifest(root, layouts={"0" * 32: [[0, 10**6 - 1]]}),
     "climbing-pack": lambda root: put_part(root, climb),
-    "absurd-nbytes": lambda root: put_part(root, huge("nbytes", 2**61)),
-    "absurd-offset": lambda root: put_part(root, huge("offset", 2**61)),
+    "absurd-nbytes": lambda root: put_part(root, huge_nbytes),
+    "absurd-offset": lambda root: put_part(root, huge_offset),
+    "absurd-run": lambda root: put_part(root, countless),
     "absurd-box": lambda root: put_part(root, huge_box),
 }
 
@@ -96,7 +109,7 @@ def test_a_newer_manifest_is_skipped_loudly_and_one_that_only_says_so_is_read(tm
         shutil.copytree(template, tmp_path / case)
         path = newest(tmp_path / case, "manifest")
         data = path.read_bytes()
-        path.write_bytes(of_version(data, 2) if case == "newer" else data.replace(b":1,", b":3,", 1))
+        path.write_bytes(of_version(data, VERSION + 1) if case == "newer" else data.replace(b":2,", b":3,", 1))
     told = try_all(tmp_path, [tmp_path / "newer", tmp_path / "flipped"])
     for line in told["newer"]["load"]:
         assert line["kind"] == "NewerFormat"

@@ -15,6 +15,7 @@ from support import of_version
 
 import ckptlib
 from ckptlib.errors import NewerFormat
+from ckptlib.format.documents import VERSION
 
 
 def state(step: int) -> dict[str, object]:
@@ -35,7 +36,7 @@ def rewrite(root: Path, pattern: str, change: Callable[[bytes], bytes]) -> None:
 
 
 def newer(data: bytes) -> bytes:
-    return of_version(data, 2)
+    return of_version(data, VERSION + 1)
 
 
 def run(*arguments: object) -> tuple[int, str, str]:
@@ -62,7 +63,7 @@ def test_a_newer_manifest_is_a_row_a_finding_and_skipped(root: Path, caplog: pyt
     code, out, _ = run("verify", root, "--all", "--json")
     assert code == 1
     assert [(one["damage"], one["step"]) for one in json.loads(out)["findings"]] == [("newer", 2)]
-    with pytest.raises(NewerFormat, match=r"version 2.*update ckptlib"):
+    with pytest.raises(NewerFormat, match=r"version 3.*update ckptlib"):
         ckptlib.load(root, state(0))
     assert ckptlib.load(root, state(0), step=1).step == 1
 
@@ -87,7 +88,7 @@ def test_a_newer_root_or_generation_refuses_the_root(root: Path, what: str) -> N
         lambda: ckptlib.Checkpointer(root, state(3), every=1000),
     ]
     for attempt in attempts:
-        with pytest.raises(NewerFormat, match=r"version 2; .*update ckptlib"):
+        with pytest.raises(NewerFormat, match=r"version 3; .*update ckptlib"):
             attempt()
     save = f"import ckptlib, torch; ckptlib.save({str(root)!r}, {{'w': torch.zeros(100)}}, step=3)"
     done = subprocess.run([sys.executable, "-c", save], capture_output=True, text=True, timeout=60)  # a new session
@@ -107,7 +108,7 @@ def test_a_newer_root_or_generation_refuses_the_root(root: Path, what: str) -> N
 
 @pytest.mark.parametrize("what", ["ckptlib.json", "generations/*", "steps/*2-000001-*", "layouts/*", "parts/*2-*/*"])
 def test_one_flipped_bit_in_a_version_blocks_nothing(root: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
-    rewrite(root, what, lambda data: data.replace(b'"ckptlib":1', b'"ckptlib":3', 1))
+    rewrite(root, what, lambda data: b'{"ckptlib":3' + data[len(b'{"ckptlib":1') :])
     target = state(0)
     assert ckptlib.load(root, target).step == 2
     assert torch.equal(target["w"], torch.arange(100.0) + 2)  # type: ignore[arg-type]

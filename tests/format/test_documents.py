@@ -14,7 +14,16 @@ from support import flips, of_version
 
 from ckptlib.errors import CorruptData, FormatError, NewerFormat, UnsupportedState
 from ckptlib.format import documents
-from ckptlib.format.documents import VERSION, Fields, as_written, decode, dump_body, encode, seal
+from ckptlib.format.documents import (
+    VERSION,
+    Fields,
+    as_written,
+    decode,
+    dump_body,
+    encode,
+    is_version_altered,
+    seal,
+)
 from ckptlib.format.values import Json
 
 JSON = st.recursive(
@@ -31,6 +40,13 @@ BODIES = st.dictionaries(st.text("abcd", max_size=3), JSON, max_size=5)
 
 EXAMPLE = encode("manifest", {"step": 500, "names": ["a", "b"], "nothing": None})
 BODY_AT = EXAMPLE.index(b'"body":') + len(b'"body":')
+FIRST = encode("layout", {"step": 500, "names": ["a", "b"], "nothing": None})
+"""Of a kind that is still written in version 1."""
+of_both_versions = pytest.mark.parametrize("example", [FIRST, EXAMPLE], ids=["version 1", "version 2"])
+
+
+def kind_of(example: bytes) -> str:
+    return "manifest" if example is EXAMPLE else "layout"
 
 
 @given(BODIES)
@@ -49,60 +65,77 @@ def test_no_document_is_written_that_nobody_would_read(monkeypatch: pytest.Monke
         encode("part", {"values": "x" * len(EXAMPLE)})
 
 
-def test_a_document_can_be_checked_by_hand() -> None:
+@of_both_versions
+def test_a_document_can_be_checked_by_hand(example: bytes) -> None:
     """With what the format's description says, and without this library."""
-    envelope = json.loads(EXAMPLE)
+    envelope = json.loads(example)
     assert list(envelope) == ["ckptlib", "kind", "digest", "body"]
-    assert (envelope["ckptlib"], envelope["kind"]) == (VERSION, "manifest")
-    body = EXAMPLE[BODY_AT:-2]
-    assert EXAMPLE[-2:] == b"}\n"
-    assert envelope["digest"] == "xxh3:" + xxhash.xxh3_128_hexdigest(body)
+    assert envelope["kind"] == kind_of(example)
+    body = example[example.index(b'"body":') + len(b'"body":') : -2]
+    assert example[-2:] == b"}\n"
+    covered = b"" if envelope["ckptlib"] == 1 else example[: example.index(b',"digest"')]
+    assert envelope["digest"] == "xxh3:" + xxhash.xxh3_128_hexdigest(covered + body)
     assert json.loads(body) == envelope["body"]
 
 
-def test_bytes_never_change() -> None:
+@pytest.mark.parametrize(("kind", "version"), [("layout", 1), ("root", 1), ("manifest", 2), ("trash", 2)])
+def test_bytes_never_change(kind: str, version: int) -> None:
     """Names of layouts and parts are digests of these bytes."""
-    assert (
-        b'{"ckptlib":1,"kind":"manifest","digest":"xxh3:'
-        + xxhash.xxh3_128_hexdigest(EXAMPLE[BODY_AT:-2]).encode()
-        + b'","body":{"step":500,"names":["a","b"],"nothing":null}}\n'
-    ) == EXAMPLE
+    body = b'{"step":500,"names":["a","b"],"nothing":null}'
+    head = b'{"ckptlib":%d,"kind":"%s"' % (version, kind.encode())
+    digest = xxhash.xxh3_128_hexdigest(body if version == 1 else head + body).encode()
+    expected = head + b',"digest":"xxh3:' + digest + b'","body":' + body + b"}\n"
+    assert encode(kind, {"step": 500, "names": ["a", "b"], "nothing": None}) == expected
     assert dump_body({"b": 1, "a": [1.5, "\u00e9"]}) == '{"b":1,"a":[1.5,"\\u00e9"]}'
 
 
+def test_only_what_readers_of_version_1_would_take_wrongly_is_of_version_2() -> None:
+    versions = {kind: json.loads(encode(kind, {}))["ckptlib"] for kind in KINDS}
+    assert versions == {kind: 2 if kind in ("generation", "part", "manifest", "trash") else 1 for kind in KINDS}
+
+
+KINDS = ("root", "generation", "layout", "part", "failure", "manifest", "trash", "snapshot")
 VERSION_AT = EXAMPLE.index(b":") + 1
 
 
-def test_every_flipped_bit_is_found() -> None:
-    for position, data in flips(EXAMPLE):
+@of_both_versions
+def test_every_flipped_bit_is_found(example: bytes) -> None:
+    body_at = example.index(b'"body":') + len(b'"body":')
+    for position, data in flips(example):
         if position == VERSION_AT:
             continue  # the next test
-        expected = CorruptData if position >= BODY_AT else (CorruptData, FormatError)
+        expected = CorruptData if position >= body_at else (CorruptData, FormatError)
         with pytest.raises(expected, match="here"):
-            decode("manifest", data, "here")
+            decode(kind_of(example), data, "here")
 
 
-def test_a_document_is_of_the_version_that_its_digest_says(caplog: pytest.LogCaptureFixture) -> None:
+@of_both_versions
+def test_a_document_is_of_the_version_that_its_digest_says(example: bytes, caplog: pytest.LogCaptureFixture) -> None:
     """One flipped bit in its number blocks nothing."""
-    altered = [data for position, data in flips(EXAMPLE) if position == VERSION_AT and data[position] != ord(",")]
-    altered += [EXAMPLE.replace(b":1,", b":%s," % text, 1) for text in (b"2", b"0", b"10", b"999999999", b"x")]
+    said = example[VERSION_AT : VERSION_AT + 1]
+    altered = [data for position, data in flips(example) if position == VERSION_AT and data[position] != ord(",")]
+    texts = {b"1", b"2", b"0", b"02", b"01", b"10", b"999999999", b"x"} - {said}
+    altered += [example.replace(b":%s," % said, b":%s," % text, 1) for text in texts]
     for data in altered:
         caplog.clear()
-        assert decode("manifest", data, "here").integer("step") == 500
+        assert decode(kind_of(example), data, "here").integer("step") == 500
         assert "here: the version in it was altered" in caplog.text
-        assert as_written(data, "here") == EXAMPLE
+        assert as_written(data, "here") == example
+        assert is_version_altered(data)
     caplog.clear()
-    assert as_written(EXAMPLE, "here") == EXAMPLE
+    assert as_written(example, "here") == example
+    assert not is_version_altered(example)
     assert not caplog.text
 
 
-def test_every_truncation_is_found() -> None:
-    for length in range(len(EXAMPLE)):
+@of_both_versions
+def test_every_truncation_is_found(example: bytes) -> None:
+    for length in range(len(example)):
         with pytest.raises((CorruptData, FormatError), match="here"):
-            decode("manifest", EXAMPLE[:length], "here")
-    for tail in (b"\n", b"}", b"\0", EXAMPLE):
+            decode(kind_of(example), example[:length], "here")
+    for tail in (b"\n", b"}", b"\0", example):
         with pytest.raises(CorruptData):
-            decode("manifest", EXAMPLE + tail, "here")
+            decode(kind_of(example), example + tail, "here")
 
 
 @given(st.binary(max_size=200))
@@ -113,7 +146,7 @@ def test_noise_is_no_document(data: bytes) -> None:
 
 def test_a_newer_version_is_told_apart_from_damage() -> None:
     """Whoever is told to update ckptlib has a document that is whole."""
-    for version in (2, 10, 999_999_999):
+    for version in (VERSION + 1, 10, 999_999_999):
         newer = of_version(EXAMPLE, version)
         for kind in ("manifest", "part"):
             with pytest.raises(NewerFormat, match=f"here has format version {version};.*update ckptlib"):
@@ -126,11 +159,14 @@ def test_a_newer_version_is_told_apart_from_damage() -> None:
             with pytest.raises((CorruptData, FormatError)) as caught:
                 decode("manifest", newer[:length], "here")
             assert not isinstance(caught.value, NewerFormat)
-    for version in (0, 1):
-        with pytest.raises(CorruptData):
-            decode("manifest", of_version(EXAMPLE, version), "here")
     with pytest.raises(CorruptData):
-        decode("manifest", of_version(EXAMPLE, 2).replace(b":2,", b":02,"), "here")
+        decode("manifest", of_version(EXAMPLE, VERSION + 1).replace(b":3,", b":03,"), "here")
+
+
+def test_every_version_up_to_this_one_is_read() -> None:
+    assert of_version(EXAMPLE, 2) == EXAMPLE
+    for version in range(1, VERSION + 1):
+        assert decode("manifest", of_version(EXAMPLE, version), "here").integer("step") == 500
 
 
 def test_another_kind_or_another_digest_is_refused() -> None:

@@ -16,10 +16,12 @@ from places import ROOT
 
 from ckptlib.errors import UnsupportedState
 from ckptlib.format import body_layout, dtypes, sharding
+from ckptlib.format.documents import Fields, encode
 from ckptlib.format.keys import parse_save
 from ckptlib.format.layout import decode_layout
-from ckptlib.format.manifest import Generation, Manifest, Root
+from ckptlib.format.manifest import Generation, Manifest, Root, TrashRecord
 from ckptlib.format.part import Part
+from ckptlib.format.places import MAX_CODED_BYTES, Base, Coding, Places, decode_places
 
 TEXT = (ROOT / "FORMAT.md").read_text()
 BLOCKS = re.findall(r"```json\n(.*?)\n```", TEXT, re.S)
@@ -27,13 +29,23 @@ EXAMPLES = {json.loads(block)["kind"]: (block + "\n").encode() for block in BLOC
 
 
 def test_every_kind_is_shown() -> None:
-    assert EXAMPLES.keys() == {"root", "generation", "manifest", "layout", "part"}
+    assert EXAMPLES.keys() == {"root", "generation", "manifest", "layout", "part", "trash"}
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
-def test_the_digest_is_of_the_body(kind: str) -> None:
-    body = EXAMPLES[kind].split(b'"body":', 1)[1][:-2]
-    assert json.loads(EXAMPLES[kind])["digest"] == "xxh3:" + xxhash.xxh3_128_hexdigest(body)
+def test_the_digest_is_of_what_the_document_says(kind: str) -> None:
+    body, version = EXAMPLES[kind].split(b'"body":', 1)[1][:-2], json.loads(EXAMPLES[kind])["ckptlib"]
+    head = b'{"ckptlib":%d,"kind":"%s"' % (version, kind.encode())
+    covered = body if version == 1 else head + body
+    assert json.loads(EXAMPLES[kind])["digest"] == "xxh3:" + xxhash.xxh3_128_hexdigest(covered)
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_the_versions_are_those_that_are_written(kind: str) -> None:
+    assert json.loads(EXAMPLES[kind])["ckptlib"] == json.loads(encode(kind, {}))["ckptlib"]
+    [sentence] = re.findall(r"^(.*) are written in version 2, all other documents in version 1\.$", TEXT, re.M)
+    shown = "trash record" if kind == "trash" else kind
+    assert (shown in sentence.lower()) == (json.loads(EXAMPLES[kind])["ckptlib"] == 2)
 
 
 def test_documents_decode() -> None:
@@ -44,6 +56,9 @@ def test_documents_decode() -> None:
     assert [part.rank for part in manifest.parts] == [0, 1]
     layout = decode_layout(EXAMPLES["layout"], "FORMAT.md")
     assert layout.find(layout.aliases["model/embed.weight"]) == layout.tensors[2]
+    [used] = manifest.uses
+    trash = TrashRecord.decode(used.save, EXAMPLES["trash"], "FORMAT.md")
+    assert (trash.uses, trash.created) == ({}, manifest.uses[used])
 
 
 def test_the_documents_of_a_save_fit_together() -> None:
@@ -62,9 +77,14 @@ def test_the_documents_of_a_save_fit_together() -> None:
         (layout.tensors[t].name, box)
         for t, box in zip(reversed(part.table.tensors), reversed(part.table.boxes), strict=True)
     ]
-    packing = pack(body_layout.lay_out(layout, shards), layout, 1 << 40)
-    assert packing.table == part.table
-    assert [shape.nbytes for shape in packing.packs] == [p.nbytes for p in part.packs]
+    table = body_layout.lay_out(layout, shards)
+    assert table.cuts_digest == part.table.cuts_digest == manifest.parts[0].table
+    before, now = pack(table, layout, 1 << 40), pack(table, layout, 1 << 40, (2,))
+    assert [shape.nbytes for shape in (*before.packs, *now.packs)] == [p.nbytes for p in part.packs]
+    assert part.table.packs == (0, 0, 1)
+    assert part.table.offsets == (*before.table.offsets[:2], now.table.offsets[2])
+    assert part.uses == (*manifest.uses,)
+    assert sum(name.nbytes or 0 for name in manifest.parts) == manifest.nbytes
 
 
 def test_the_table_of_a_part_is_named_by_its_text() -> None:
@@ -72,6 +92,28 @@ def test_the_table_of_a_part_is_named_by_its_text() -> None:
     text = data[data.rindex(b'"table":') + len(b'"table":') : -len(b"}}\n")]
     assert json.loads(data)["body"]["table"] == json.loads(text)
     assert f"-ok-{xxhash.xxh3_128_hexdigest(text)}-" in manifest["parts"][0]
+
+
+def test_the_name_of_a_part_tells_what_it_uses() -> None:
+    manifest, part = (json.loads(EXAMPLES[kind])["body"] for kind in ("manifest", "part"))
+    own = sum(nbytes for key, nbytes, _ in part["packs"] if key.startswith(f"packs/{part['save']}/"))
+    uses = xxhash.xxh3_128_hexdigest(" ".join(part["uses"]).encode())[:16]
+    assert manifest["parts"][0].endswith(f"-{uses}-{own:016x}.json")
+
+
+def test_frames_and_bases_are_as_they_are_shown() -> None:
+    [text] = re.findall(r'^    ("places":.*\n    "bases":.*)$', TEXT, re.M)
+    fields = json.loads(f"{{{text}}}".replace("<32 hex>", "a" * 32))
+    found = decode_places(Fields(fields, "FORMAT.md"), [266240, 259072, 5568])
+    assert found == Places(
+        (0, 0, 2),
+        (4096, 270336, 8192),
+        {
+            1: Coding("patch", 5120, Base(1, 4096, 180224, "planes", "a" * 32)),
+            2: Coding("planes", 4410),
+        },
+    )
+    assert f"has at most {MAX_CODED_BYTES:,} bytes" in TEXT
 
 
 def test_sizes_of_elements_are_those_of_the_table() -> None:

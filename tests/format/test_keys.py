@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,14 +12,24 @@ from support import SAVES_APART
 
 from ckptlib.errors import FormatError
 from ckptlib.format import keys
-from ckptlib.format.keys import MAX_GENERATION, MAX_RANK, MAX_STEP, GenerationId, PartName, SaveId
+from ckptlib.format.check import Check
+from ckptlib.format.keys import MAX_GENERATION, MAX_RANK, MAX_STEP, GenerationId, PackSet, PartName, SaveId
 from ckptlib.stores import check_key
 
 NONCES = st.text("0123456789abcdef", min_size=8, max_size=8)
 DIGESTS = st.text("0123456789abcdef", min_size=32, max_size=32)
 GENERATIONS = st.builds(GenerationId, st.integers(0, MAX_GENERATION), NONCES)
 SAVES = st.builds(SaveId, st.integers(0, MAX_STEP), GENERATIONS)
-PARTS = st.builds(PartName, SAVES, st.integers(0, MAX_RANK), NONCES, st.none() | DIGESTS, DIGESTS)
+CHECKS = st.builds(Check, st.integers(0, 2**32 - 1), st.integers(0, 2**40 - 88), st.integers(0, 2**40 - 88))
+RANKS = st.integers(0, MAX_RANK)
+USES = st.text("0123456789abcdef", min_size=16, max_size=16)
+FAILED = st.builds(PartName, SAVES, RANKS, NONCES, st.none(), DIGESTS)
+FIRST = st.builds(PartName, SAVES, RANKS, NONCES, DIGESTS, DIGESTS, st.none() | CHECKS)
+"""Of version 1."""
+SECOND = st.builds(
+    PartName, SAVES, RANKS, NONCES, DIGESTS, DIGESTS, st.none() | CHECKS, USES, st.integers(0, 2**64 - 1)
+)
+PARTS = FAILED | FIRST | SECOND
 
 SAVE = SaveId(500, GenerationId(7, "0123abcd"))
 PART = PartName(SAVE, 3, "a77e3b70", "1" * 32, "2" * 32)
@@ -29,6 +40,7 @@ PARSERS: dict[str, Callable[[str], object]] = {
     "trash": keys.parse_trash_key,
     "part": keys.parse_part_key,
     "pack": keys.pack_save,
+    "refresh": keys.parse_refresh_key,
 }
 
 
@@ -41,7 +53,45 @@ def test_names_are_those_of_the_format() -> None:
     assert failed.key == f"parts/000000000500-000007-0123abcd/000003-a77e3b70-failed-{'2' * 32}.json"
     assert (PART.ok, failed.ok) == (True, False)
     assert SAVE.pack_key(3, "a77e3b70", 12) == "packs/000000000500-000007-0123abcd/000003-a77e3b70-000012.safetensors"
+    carried = SAVE.pack_key(3, "a77e3b70", 12, carried=True)
+    assert carried == "packs/000000000500-000007-0123abcd/000003-a77e3b70-carried-000012.safetensors"
     assert keys.layout_key("3" * 32) == f"layouts/{'3' * 32}.json"
+    assert SAVE.refresh_key == "steps/000000000500-000007-0123abcd.refresh"
+
+
+def test_the_name_of_a_part_tells_what_it_uses_and_what_was_put_for_it() -> None:
+    stem = f"parts/000000000500-000007-0123abcd/000003-a77e3b70-ok-{'1' * 32}-{'2' * 32}"
+    using = replace(PART, check=Check(1, 2, 3), uses="99aa06d3014798d8", nbytes=4096)
+    assert using.key == f"{stem}-0000000100000000020000000003-99aa06d3014798d8-0000000000001000.json"
+    assert replace(using, check=None).key == f"{stem}-99aa06d3014798d8-0000000000001000.json"
+    for tail in ("-99aa06d3014798d8", "-99aa06d3014798d8-1000", "-99AA06D3014798D8-0000000000001000", "-1-2"):
+        assert keys.parse_part_key(f"{stem}{tail}.json") is None
+        assert keys.parse_part_key(f"{stem}-0000000100000000020000000003{tail}.json") is None
+    failed = PartName(SAVE, 3, "a77e3b70", None, "2" * 32).key
+    for tail in ("-0000000100000000020000000003", "-99aa06d3014798d8-0000000000001000"):
+        assert keys.parse_part_key(failed.replace(".json", f"{tail}.json")) is None
+
+
+@given(SAVES, st.booleans(), RANKS, st.integers(0, 999_999))
+def test_sets_of_packs_are_told_by_their_names(save: SaveId, carried: bool, rank: int, n: int) -> None:
+    of = PackSet(save, carried)
+    assert keys.parse_pack_set(str(of)) == of
+    assert str(of) == f"{save}-carried" if carried else str(save)
+    key = save.pack_key(rank, "0ddba110", n, carried)
+    assert keys.pack_set(key) == of
+    assert keys.pack_save(key) == save
+
+
+@pytest.mark.parametrize("tail", ["-carried-carried", "-Carried", "-", "carried", "-carried\n", "-stolen", "/"])
+def test_what_is_almost_a_set_is_none(tail: str) -> None:
+    with pytest.raises(FormatError, match="is not <step>-<generation>-<nonce> or that and -carried"):
+        keys.parse_pack_set(f"{SAVE}{tail}")
+
+
+@given(st.lists(st.builds(PackSet, SAVES, st.booleans()), max_size=8))
+def test_sets_sort_as_their_names_do(sets: list[PackSet]) -> None:
+    """The digest in the name of a part is of them in order."""
+    assert sorted(map(str, sets)) == list(map(str, sorted(sets)))
 
 
 @given(SAVES, PARTS, st.integers(0, 999_999))
@@ -53,12 +103,15 @@ def test_there_and_back(save: SaveId, part: PartName, n: int) -> None:
     assert keys.parse_part_key(part.key) == part
     assert part.key.startswith(part.save.parts_prefix)
     assert keys.pack_save(save.pack_key(part.rank, part.attempt, n)) == save
+    assert keys.parse_refresh_key(save.refresh_key) == save
 
 
 @given(PARTS)
 def test_every_name_is_a_key_of_a_store_and_of_one_kind_only(part: PartName) -> None:
     save = part.save
-    names = [save.generation.key, save.manifest_key, save.trash_key, part.key, save.pack_key(part.rank, "0" * 8, 1)]
+    packs = [save.pack_key(part.rank, "0" * 8, 1, carried) for carried in (False, True)]
+    names = [save.generation.key, save.manifest_key, save.trash_key, part.key, packs[0], save.refresh_key]
+    assert keys.pack_save(packs[1]) == save
     for name, kind in zip(names, PARSERS, strict=True):
         assert check_key(name) == name
         assert [k for k, parse in PARSERS.items() if parse(name) is not None] == [kind]

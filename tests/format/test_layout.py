@@ -14,6 +14,7 @@ from support import flips, of_version, resealed
 from ckptlib.errors import CorruptData, FormatError, NewerFormat
 from ckptlib.format import sharding
 from ckptlib.format.box import Box
+from ckptlib.format.documents import VERSION
 from ckptlib.format.layout import ByHand, Layout, Mesh, OwnPerRank, Placed, TensorEntry, decode_layout, ranks_touching
 from ckptlib.format.sharding import Placement, Replicate, Shard, StridedShard
 from ckptlib.saving.assign import assign, writes
@@ -158,7 +159,7 @@ def test_every_truncation_is_found() -> None:
 def test_unknown_fields_are_ignored_and_newer_versions_refused() -> None:
     assert decode(resealed(DOCUMENT, novelty=[1, 2])) == LAYOUT
     with pytest.raises(NewerFormat):
-        decode(of_version(DOCUMENT, 2))
+        decode(of_version(DOCUMENT, VERSION + 1))
 
 
 BODY = json.loads(DOCUMENT)["body"]

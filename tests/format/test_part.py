@@ -9,11 +9,18 @@ import pytest
 import xxhash
 from helpers.documents import (
     FAILED_NAME,
+    FIRST_DOCUMENT,
+    FIRST_NAME,
     GENERATION,
     LAYOUT,
     NAME,
+    OLD,
     PACKS,
+    PART,
     PART_DOCUMENT,
+    REUSING,
+    REUSING_DOCUMENT,
+    REUSING_NAME,
     SAVE,
     TABLE,
     decode_renamed,
@@ -23,9 +30,9 @@ from support import resealed
 from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format.box import Box
 from ckptlib.format.documents import Fields
-from ckptlib.format.keys import SaveId
+from ckptlib.format.keys import PackSet, PartName, SaveId
 from ckptlib.format.layout import ByHand, Layout, TensorEntry
-from ckptlib.format.part import Part
+from ckptlib.format.part import Part, PartHead
 from ckptlib.format.table import Table, shard_nbytes
 
 
@@ -125,7 +132,10 @@ def test_torn_columns_are_refused(columns: dict[str, object]) -> None:
     with pytest.raises(FormatError):
         Table.decode(Fields(table, "here"))
     with pytest.raises(FormatError):
-        decode_renamed(resealed(PART_DOCUMENT, table=table))
+        decode_renamed(resealed(FIRST_DOCUMENT, table=table), FIRST_NAME)
+    if table["chunks"] == [] or table["chunks"]["nbytes"] != CHUNKS["nbytes"] or table["shards"] != SHARDS:
+        with pytest.raises(FormatError):
+            decode_renamed(resealed(PART_DOCUMENT, table=table))
 
 
 @pytest.mark.parametrize(
@@ -147,6 +157,12 @@ def test_torn_columns_are_refused(columns: dict[str, object]) -> None:
         {"packs": [[SAVE.manifest_key, 8192], [PACKS[1].key, 8192]]},
         {"packs": [[PACKS[0].key, 4159], [PACKS[1].key, 8192]]},
         {"packs": [[PACKS[0].key, -1], [PACKS[1].key, 8192]]},
+        {"packs": [[PACKS[0].key, True], [PACKS[1].key, 8192]]},
+        {"packs": [[PACKS[0].key, 8192, 1.5, 0], [PACKS[1].key, 8192]]},
+        {"uses": [str(OLD)]},
+        {"places": {"runs": [[0, 4096, 2], [1, 4096, 1], [2, 4112, 1]]}},  # of two packs
+        {"places": {"runs": [[0, 8129, 2], [1, 4096, 1], [1, 4112, 1]]}},  # ends beyond its pack
+        {"places": {"runs": [[0, 4096, 1], [0, 2**62, 1], [1, 4096, 1], [1, 4112, 1]]}},
         {"packs": [[PACKS[0].key, 8192]]},
         {"packs": [PACKS[0].key, PACKS[1].key]},
         {"values": []},
@@ -158,6 +174,24 @@ def test_a_hostile_part_is_refused(fields: dict[str, object]) -> None:
         decode_renamed(resealed(PART_DOCUMENT, **fields))
 
 
+def test_chunks_that_are_larger_together_than_their_pack_are_refused() -> None:
+    """A few rows could have the same gigabytes read thousands of times; frames count as they are stored."""
+    table = TABLE.placed((0, 0, 1, 1), (0, 0, 4096, 4112))
+    table.check_packs([64, 8192], "here")
+    table.check_packs([56, 8192], "here", (48, 8, 10, 8))
+    with pytest.raises(FormatError, match="here: chunks of pack 0 are larger together than it is"):
+        table.check_packs([63, 8192], "here")
+    with pytest.raises(FormatError, match="here: chunks of pack 0 are larger together than it is"):
+        table.check_packs([55, 8192], "here", (48, 8, 10, 8))
+
+
+@pytest.mark.parametrize(("number", "offset"), [(4, 0), (3, 8192 - 11), (3, 2**62)])
+def test_a_base_out_of_the_packs_is_refused(number: int, offset: int) -> None:
+    bases = {**json.loads(REUSING_DOCUMENT)["body"]["bases"], "pack": [number, 1], "offset": [offset, 8184]}
+    with pytest.raises(FormatError, match=f"base .* of pack {number} lies outside of it"):
+        decode_renamed(resealed(REUSING_DOCUMENT, bases=bases), REUSING_NAME)
+
+
 def test_a_part_under_the_name_of_another_is_refused() -> None:
     for name in (replace(NAME, digest="0" * 32), FAILED_NAME):
         with pytest.raises(CorruptData, match="does not match the digest in its name"):
@@ -165,3 +199,86 @@ def test_a_part_under_the_name_of_another_is_refused() -> None:
     for other in (replace(NAME, rank=0), replace(NAME, attempt="0" * 8), replace(NAME, table="0" * 32)):
         with pytest.raises(FormatError, match="different parts"):
             Part.decode(other, PART_DOCUMENT)
+
+
+# -- what a part says of other saves
+
+
+def test_a_part_says_which_packs_of_other_saves_it_needs() -> None:
+    fresh, carried = PackSet(OLD), PackSet(OLD, carried=True)
+    assert PART.uses == ()
+    assert REUSING.uses == (fresh, carried)
+    assert REUSING.nbytes_put == PART.nbytes_put == NAME.nbytes == 2 * 8192
+    assert NAME.uses == xxhash.xxh3_128_hexdigest(b"")[:16]
+    assert REUSING_NAME.uses == xxhash.xxh3_128_hexdigest(f"{OLD} {OLD}-carried".encode())[:16]
+    assert json.loads(REUSING_DOCUMENT)["body"]["uses"] == [str(OLD), f"{OLD}-carried"]
+    assert PartHead.decode(REUSING_NAME, REUSING_DOCUMENT).uses == REUSING.uses
+
+
+def test_the_table_of_a_part_is_the_same_wherever_its_chunks_lie() -> None:
+    """So the proof that a step is whole holds from one save to the next."""
+    assert REUSING_NAME.table == NAME.table == xxhash.xxh3_128_hexdigest(TABLE.cuts.encode())
+    assert replace(TABLE, nbytes=(32, 32, 10, 8)).cuts_digest != NAME.table
+
+
+def test_chunks_are_as_large_as_their_packs_have_them() -> None:
+    assert REUSING.stored == (48, 9, 5, 8)
+    assert PART.stored == TABLE.nbytes
+    assert Part.decode(REUSING_NAME, REUSING_DOCUMENT) == REUSING
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (replace(REUSING_NAME, uses="0" * 16), "different packs"),
+        (replace(REUSING_NAME, uses=NAME.uses), "different packs"),
+        (replace(REUSING_NAME, nbytes=0), "different packs"),
+        (replace(REUSING_NAME, nbytes=2 * 8192 + 1), "different packs"),
+        (replace(REUSING_NAME, nbytes=4 * 8192), "different packs"),
+        (replace(REUSING_NAME, uses=None, nbytes=None), f"does not tell of chunks in packs of {OLD}"),
+    ],
+)
+def test_a_name_that_lies_of_packs_is_refused(name: PartName, told: str) -> None:
+    with pytest.raises(FormatError, match=told):
+        Part.decode(name, REUSING_DOCUMENT)
+    if name.uses is not None and name.uses != REUSING_NAME.uses:
+        with pytest.raises(FormatError, match="different packs"):
+            PartHead.decode(name, REUSING_DOCUMENT)
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [
+        [],
+        [str(OLD)],
+        [f"{OLD}-carried", str(OLD)],  # not in order
+        [str(OLD), str(OLD), f"{OLD}-carried"],
+        [str(OLD), f"{OLD}-carried", str(SAVE)],
+        [str(OLD), f"{OLD}-stolen"],
+        [1],
+        None,
+    ],
+)
+def test_a_part_whose_uses_are_not_those_of_its_packs_is_refused(uses: object) -> None:
+    """Also where the name agrees with them."""
+    told = " ".join(map(str, uses)) if isinstance(uses, list) else ""
+    agreeing = replace(REUSING_NAME, uses=xxhash.xxh3_128_hexdigest(told.encode())[:16])
+    for name in (REUSING_NAME, agreeing):
+        with pytest.raises(FormatError):
+            decode_renamed(resealed(REUSING_DOCUMENT, uses=uses), name)
+
+
+def test_a_part_of_version_1_is_read_as_it_was() -> None:
+    part = Part.decode(FIRST_NAME, FIRST_DOCUMENT)
+    assert part == PART
+    assert (part.uses, part.codings, part.stored) == ((), {}, TABLE.nbytes)
+    assert FIRST_NAME.table == xxhash.xxh3_128_hexdigest(TABLE.encoded.encode())
+    packs = [[pack.key, pack.nbytes] for pack in REUSING.packs]
+    with pytest.raises(FormatError, match="does not tell of chunks in packs of"):
+        decode_renamed(resealed(FIRST_DOCUMENT, packs=packs), FIRST_NAME)
+
+
+@pytest.mark.parametrize("when", [True, "1", None, [1], 10**400, -(2**63)])
+def test_when_a_pack_was_made_is_a_time(when: object) -> None:
+    with pytest.raises(FormatError, match="not a pack"):
+        decode_renamed(resealed(PART_DOCUMENT, packs=[[PACKS[0].key, 8192, when], [PACKS[1].key, 8192, 1.5]]))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import xxhash
+from support import of_version, resealed
 
 from ckptlib.format.box import Box
-from ckptlib.format.keys import GenerationId, PartName, SaveId
+from ckptlib.format.keys import GenerationId, PackSet, PartName, SaveId
 from ckptlib.format.layout import ByHand, Layout, TensorEntry
-from ckptlib.format.manifest import Generation, Manifest, Root
+from ckptlib.format.manifest import Generation, Manifest, Root, TrashRecord
 from ckptlib.format.part import FailedPart, Pack, Part
+from ckptlib.format.places import Base, Coding, Loss
 from ckptlib.format.table import Table
 
 GENERATION = GenerationId(7, "0123abcd")
@@ -49,6 +52,36 @@ PART = Part(
     created=1.5,
 )
 NAME, PART_DOCUMENT = PART.encode()
+OLD = SaveId(400, GENERATION)
+REUSING = replace(
+    PART,
+    table=TABLE.placed((2, 0, 2, 3), (4096, 4096, 4144, 4096)),
+    packs=(
+        PACKS[0],
+        PACKS[1],
+        Pack(OLD.pack_key(1, "0ddba110", 0), 8192, 0.5),
+        Pack(OLD.pack_key(1, "0ddba110", 7, carried=True), 8192, 0.25),
+    ),
+    codings={
+        1: Coding("patch", 9, Base(3, 4104, 12, "planes", "a" * 32)),
+        2: Coding("bits8", 5, None, Loss("b" * 32, 0.0, 0.125)),
+        3: Coding("patch", 8, Base(1, 8184, 8, None, "c" * 32)),
+    },
+)
+"""Chunks of every sort: in packs of other saves, as frames, with bases, and with a loss."""
+REUSING_NAME, REUSING_DOCUMENT = REUSING.encode()
+FIRST_DOCUMENT = of_version(
+    resealed(
+        PART_DOCUMENT,
+        uses=...,
+        places=...,
+        packs=[[pack.key, pack.nbytes] for pack in PACKS],
+        table=json.loads(TABLE.encoded),
+    ),
+    1,
+)
+"""As version 1 wrote it."""
+FIRST_NAME = PartName(SAVE, 1, "a77e3b70", TABLE.digest, xxhash.xxh3_128_hexdigest(FIRST_DOCUMENT))
 FAILED_NAME, FAILED_DOCUMENT = FailedPart(SAVE, 1, "a77e3b70", "no space on /scratch").encode()
 MANIFEST = Manifest(
     save=SAVE,
@@ -58,15 +91,18 @@ MANIFEST = Manifest(
     nbytes=12345,
     created=1.5,
     metrics={"loss": 2.5, "note": "fine"},
+    uses={PackSet(OLD): 0.5, PackSet(OLD, carried=True): 0.25},
+    nbytes_state=98765,
 )
+TRASH = TrashRecord(SAVE, "dropped by retention", MANIFEST.uses, 1.5)
 ROOT = Root("5" * 32, "xxh3", 1800.0)
 INCARNATION = Generation(GENERATION, 3, SAVE, 1.5, {"python": "3.11"}, "node-1", {"run": "x"})
 WITH_PEERS = replace(INCARNATION, domains=("a", "b", "c"), copies=1, kinds=(0, 1, 0))
 
 
-def decode_renamed(data: bytes) -> Part:
+def decode_renamed(data: bytes, name: PartName = NAME) -> Part:
     """A part whose name fits its bytes, whatever these say."""
-    return Part.decode(replace(NAME, digest=xxhash.xxh3_128_hexdigest(data)), data)
+    return Part.decode(replace(name, digest=xxhash.xxh3_128_hexdigest(data)), data)
 
 
 DOCUMENTS: dict[str, tuple[object, bytes, Callable[[bytes], object]]] = {
@@ -74,12 +110,15 @@ DOCUMENTS: dict[str, tuple[object, bytes, Callable[[bytes], object]]] = {
     "generation": (INCARNATION, INCARNATION.encode(), lambda data: Generation.decode(data, "here")),
     "part": (PART, PART_DOCUMENT, lambda data: Part.decode(NAME, data)),
     "part, renamed": (PART, PART_DOCUMENT, decode_renamed),
+    "part that reuses": (REUSING, REUSING_DOCUMENT, lambda data: decode_renamed(data, REUSING_NAME)),
+    "part of version 1": (PART, FIRST_DOCUMENT, lambda data: decode_renamed(data, FIRST_NAME)),
     "failed part": (
         FailedPart(SAVE, 1, "a77e3b70", "no space on /scratch"),
         FAILED_DOCUMENT,
         lambda data: FailedPart.decode(FAILED_NAME, data),
     ),
     "manifest": (MANIFEST, MANIFEST.encode(), lambda data: Manifest.decode(SAVE, data)),
+    "trash": (TRASH, TRASH.encode(), lambda data: TrashRecord.decode(SAVE, data, "here")),
 }
 
 kinds = pytest.mark.parametrize("kind", DOCUMENTS)

@@ -81,21 +81,22 @@ def test_killed_while_it_is_restored(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "count"),
+    ("hosts", "count", "link"),
     [
-        ("AB", 6),
-        pytest.param("AB", 60, marks=[slow, pytest.mark.timeout(1800)]),
-        pytest.param("AABB", 40, marks=[slow, pytest.mark.timeout(1800)]),
-        pytest.param("ABCD", 40, marks=[slow, pytest.mark.timeout(1800)]),
+        ("AB", 6, "raw"),
+        pytest.param("AB", 60, "raw", marks=[slow, pytest.mark.timeout(1800)]),
+        pytest.param("AABB", 40, "raw", marks=[slow, pytest.mark.timeout(1800)]),
+        pytest.param("ABCD", 40, "raw", marks=[slow, pytest.mark.timeout(1800)]),
+        pytest.param("AABB", 40, "optimizer", marks=[slow, pytest.mark.timeout(1800)]),
     ],
 )
-def test_faults_at_random(make: Any, hosts: str, count: int) -> None:
+def test_faults_at_random(make: Any, hosts: str, count: int, link: str) -> None:
     """Whoever is killed, wherever that finds it: no step is lost that the ranks knew to be safe from such a fault.
 
     A step is safe from the loss of a host when all ranks were known to hold it since the last one.
     """
     chance = random.Random(f"{hosts} {count}")
-    cluster = make(every=7)
+    cluster = make(every=7, link_codec=link)
     newest, lost_since = 0, set[str]()
     for _ in range(count):
         drags = [chance.choice((0, 0.01, 0.03)) for _ in hosts]  # a transfer takes as long as some steps

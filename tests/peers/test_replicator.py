@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from support import ROOT_ID
 
 from ckptlib.errors import AgreementFailed, ReplicationFailed
 from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.peers.increment_sender import _Sent
 from ckptlib.peers.replicator import Replicator, Round
 from ckptlib.peers.transfer import _heed
 from ckptlib.policy.peers import Peers
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.placement import place
+from ckptlib.slots.slot import Slot
 from ckptlib.staging.arena import Arena
 from ckptlib.staging.stager import Content, CopyJob, Staging
 
@@ -46,8 +49,8 @@ class Wire:
 
 
 class Bench:
-    def __init__(self, directory: Path) -> None:
-        peers = Peers(timeout=timedelta(seconds=0.05))
+    def __init__(self, directory: Path, link: str = "raw") -> None:
+        peers = Peers(timeout=timedelta(seconds=0.05), link=link)
         self.arena = Arena(ROOT_ID, GENERATION, directory, 3)
         self.replicator: Any = Replicator(None, 0, place(["A", "B"], 1), peers, lambda: self.arena)
         self.wire = self.replicator._link = Wire()
@@ -90,3 +93,45 @@ def test_a_slot_is_nobody_elses_while_this_rank_still_copies_into_it(tmp_path: P
     assert not bench.replicator.calm
     seal(bench.staging)
     until(lambda: bench.replicator.calm)
+
+
+def held(bench: Bench, step: int) -> Slot:
+    """A slot that is ready, and that rank 1 sent last, and was sent last."""
+    slot = bench.arena.take(4096, -1, ())
+    assert slot is not None
+    header = replace(HEADER, rank=1, save=replace(SAVE, step=step), sequence=2 * step)
+    slot.write_header(header)
+    slot.unlock()
+    bench.arena.mark_ready(slot, step)
+    bench.replicator._held[1].sealed(slot, header)
+    bench.replicator._sent[1]._last = _Sent(slot, header, {})
+    return slot
+
+
+def test_what_an_increment_builds_on_is_overwritten_last(tmp_path: Path) -> None:
+    """Though its snapshot failed elsewhere, and any slot would do."""
+    bench = Bench(tmp_path, "optimizer")
+    slots = [held(bench, step) for step in (4, 5, 6)]
+    bench.replicator._held[1].sealed(slots[0], slots[0].read_header())
+    now = Round(ROOT_ID, SAVE, 7, -1, 6)
+    assert bench.replicator._take(1, now, 4096) == slots[1]
+    bench.arena.take(4096, 100, [slots[0], slots[1]])
+    assert bench.replicator._take(1, now, 4096) != slots[0]
+    slots[0].write_header(replace(HEADER, sequence=21))
+    assert bench.replicator._held[1].base() is None, "it is another snapshot's by now"
+
+
+def test_a_base_is_in_use_while_something_is_sent(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "optimizer")
+    slot = held(bench, 6)
+    assert bench.replicator.bases == []
+    fate = bench.begin([])
+    assert bench.replicator.bases == [slot]
+    until(lambda: fate.settled and bench.replicator.calm)
+    assert bench.replicator.bases == []
+    seal(bench.staging)
+
+
+def test_nothing_builds_on_what_failed_or_is_void() -> None:
+    now = Round(ROOT_ID, SAVE, 7, 3, 5, frozenset({6}))
+    assert [now.may_go(step) for step in range(2, 8)] == [False, False, True, True, True, False]

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from ckptlib.policy.codec import AUTO, PLANES, RAW, CodecRules
+from ckptlib.policy.lossy import Lossy
 
 NAME = "optim/state/layers.0.weight/exp_avg"
 
@@ -28,8 +29,36 @@ def test_what_no_pattern_covers_is_auto() -> None:
     assert CodecRules().word("model/w") == AUTO
 
 
+def test_lossy_counts_where_it_reaches_and_no_rule_before_covers() -> None:
+    rules = CodecRules.of({"optim/frozen": RAW, "optim/**": Lossy(bits=8), "**": PLANES})
+    assert rules.lossy("optim/w/exp_avg") == "lossy8-linear"
+    assert rules.lossy("optim/w/exp_avg_sq") == "lossy8-log"
+    assert rules.lossy("optim/frozen/exp_avg") is None
+    assert rules.lossy("optim/w/step") is None
+    assert rules.lossy("model/w") is None
+    assert rules.word("optim/w/exp_avg") == PLANES, "for another dtype than it rounds"
+    assert rules.word("optim/w/step") == PLANES
+    assert rules.word("optim/frozen/exp_avg") == RAW
+    assert CodecRules.of({"**": Lossy(bits=8)}).word("model/w") == AUTO
+
+
+def test_the_first_lossy_that_reaches_a_name_counts() -> None:
+    rules = CodecRules.of({"optim/w/exp_avg": Lossy("bfloat16"), "**": Lossy(bits=8), "model/w": Lossy("bfloat16")})
+    assert rules.lossy("optim/w/exp_avg") == "lossy-bfloat16"
+    assert rules.lossy("optim/v/exp_avg") == "lossy8-linear"
+    assert rules.lossy("model/w") == "lossy-bfloat16", "named in full; the rule before does not reach it"
+    assert rules.lossy("model/w/x") is None
+
+
+@pytest.mark.parametrize("word", [AUTO, RAW, PLANES])
+def test_no_word_loses_anything(word: str) -> None:
+    assert CodecRules.of(word).lossy(NAME) is None
+    assert CodecRules.of({"**": word}).lossy(NAME) is None
+    assert CodecRules().lossy(NAME) is None
+
+
 def test_survives_the_way_to_the_writer() -> None:
-    rules = CodecRules.of({"optim/**": PLANES, "model": RAW})
+    rules = CodecRules.of({"optim/**": PLANES, "model": RAW, "ema/**": Lossy(bits=8), "ema/w": Lossy("bfloat16")})
     assert CodecRules.from_json(json.loads(json.dumps(rules.to_json()))) == rules
 
 
@@ -48,7 +77,7 @@ def test_refuses_words_that_mean_nothing(asked: object, message: str) -> None:
         CodecRules.of(asked)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("asked", [None, 3, ["planes"], {"optim": None}, {"optim": 8}])
+@pytest.mark.parametrize("asked", [None, 3, ["planes"], {"optim": None}, {"optim": 8}, Lossy(bits=8)])
 def test_refuses_other_kinds_of_values(asked: object) -> None:
     with pytest.raises(TypeError, match="expected"):
         CodecRules.of(asked)  # type: ignore[arg-type]

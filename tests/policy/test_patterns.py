@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptlib.loading.selection import Selection
@@ -34,6 +34,7 @@ def test_covers(pattern: str, name: str, covered: bool) -> None:
     assert covers(pattern, name) is covered
 
 
+@settings(deadline=None)
 @given(PATTERNS, NAMES)
 def test_only_of_a_load_means_the_same(pattern: str, name: str) -> None:
     assert covers(pattern, name) == Selection(pattern, None).wanted(name)

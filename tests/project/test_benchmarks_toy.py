@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.benchmark_ranks import fork_all_ranks
 from places import ROOT
 
-from benchmarks import recover
+from benchmarks import codecs, lossy, recover
 from benchmarks.common import launch
 
 SUBJECTS = {
@@ -29,6 +30,7 @@ SUBJECTS = {
     "replicas": {"ckptlib", "DCP async thread"},
     "slowdown": {"ckptlib"},
     "scale": {"ckptlib"},
+    "lossy": {lossy.EXACT, *lossy.NOISE, *lossy.LOSSY, lossy.NOTHING},
     "gpu": {
         "ckptlib",
         "ckptlib, every iteration, memory='host'",
@@ -46,6 +48,7 @@ SUBJECTS = {
     "smaller": {"ckptlib", "ckptlib, planes", "DCP", "DCP + its zstd"},
     "throttled": {"ckptlib"},
     "restore_increments": {"ckptlib"},
+    "codecs": {"planes", "zstd", "memcpy"},
     "recover": {"ckptlib", "bare copy", "bare read of /dev/shm", "bare gloo", "bare gloo beside a read"},
 }
 """Who must show up in the figures of each."""
@@ -126,6 +129,17 @@ def test_peer_saves(module: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) >= 3 * 5 * 4096
+
+
+@pytest.mark.parametrize("peer", [codecs.ZipNN, codecs.Blosc2])
+def test_peer_of_the_codecs_gives_everything_back(peer: type[codecs.Subject]) -> None:
+    assert peer.needs is not None
+    if importlib.util.find_spec(peer.needs) is None:
+        pytest.skip(f"{peer.needs} is not installed; it is in the extra called bench")
+    for chunk in codecs.chunks({"w": torch.randn(300, 200), "b": torch.randn(5000, dtype=torch.bfloat16)}):
+        frame = peer().encode(chunk)
+        assert len(frame) < 0.9 * len(chunk.raw)
+        assert peer().decode(frame, chunk, bytearray(len(chunk.raw))) == chunk.raw
 
 
 def test_nvrx_restores_what_it_kept(tmp_path: Path) -> None:

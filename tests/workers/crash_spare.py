@@ -44,7 +44,7 @@ def setup(root: Path, rank: int = 0, **more: object) -> dict[str, object]:
         "refresh_s": 1e9,
         "codec": [["*", "raw"]],
     }
-    return {**order, "keep": None, **more}
+    return {**order, "keep": None, "refresh_s": 1e9, "codec": [["*", "raw"]], **more}
 
 
 def ready_slot(directory: Path, save: SaveId, arrays: dict[str, np.ndarray]) -> Slot:

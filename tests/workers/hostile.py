@@ -38,7 +38,7 @@ def spoiled(path: Path, kind: str, attack: Attack | str) -> Root:
         root.bodies["layout"]["tensors"].sort()
         for one in root.parts[1:]:
             one["table"] = {"layout": one["table"]["layout"], **NOTHING}
-            one.update(digests="", packs=[])
+            one.update(digests="", packs=[], places={"runs": []})
     if isinstance(attack, str):
         text = attack
     else:

@@ -89,9 +89,10 @@ def many_boxes(part: Body) -> None:
 
 def rows(part: Body, sizes: list[int]) -> None:
     """One chunk for each size, in a pack that is said to be large enough."""
-    part["table"]["chunks"] = {"pack": [0] * len(sizes), "offset": [4096] * len(sizes), "nbytes": sizes}
+    part["table"]["chunks"] = {"nbytes": sizes}
+    part["places"] = {"runs": [[0, 4096, len(sizes)]]}
     part["digests"] = "0" * 32 * len(sizes)
-    part["packs"] = [[part["packs"][0][0], 2**40]]
+    part["packs"] = [[part["packs"][0][0], 2**40, 0.0]]
 
 
 def scalars(part: Body) -> None:
@@ -104,8 +105,8 @@ def scalars(part: Body) -> None:
         "chunks": [1] * count,
     }
     rows(part, [4] * count)
-    part["table"]["chunks"]["offset"] = [4096 + 4 * (i % 1024) for i in range(count)]
-    part["packs"] = [[part["packs"][0][0], 12288]]
+    part["places"] = {"runs": [[0, 4096 + 4 * (i % 1024), 1] for i in range(count)]}
+    part["packs"] = [[part["packs"][0][0], 12288, 0.0]]
 
 
 def hard_tensors(num: int, boxes: int, within: int) -> Attack:
@@ -195,6 +196,6 @@ def deep_key(depth: int) -> Any:
 
 NOTHING: Body = {
     "shards": {"tensor": [], "offset": [], "shape": [], "chunks": []},
-    "chunks": {"pack": [], "offset": [], "nbytes": []},
+    "chunks": {"nbytes": []},
 }
 """Of a table."""

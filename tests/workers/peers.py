@@ -30,7 +30,7 @@ from workers.traps import CHUNK_BYTES, mark_sealed, on_chunk, set_trap, wrap
 
 import ckptlib
 from ckptlib import Peers
-from ckptlib.peers import replicator
+from ckptlib.peers import increments, parameters, replicator
 from ckptlib.ranks import link
 from ckptlib.recovery import memory_source
 from ckptlib.saving import snapshots
@@ -60,6 +60,7 @@ def train(
     timeout_s: float = 60.0,
     settle: bool = True,
     drags: Sequence[float] = (),
+    link_codec: str = "raw",
 ) -> None:
     """Restores, trains up to `total`, and tells the digest.
 
@@ -71,9 +72,11 @@ def train(
     load_step:       loaded from the store, instead of a restore.
     settle:          whether a step waits until the snapshot of the one before has come to its end.
     drags:           by rank, seconds that each message of a body takes longer.
+    link_codec:      see `Peers.link`.
     """
     link.CHUNK_BYTES = CHUNK_BYTES
     replicator.FIRST_BACKOFF_S = 0.2
+    parameters.MIN_ELEMENTS, increments.STRETCH = 256, 1500
     snapshots.RECLAIM_EVERY_S = 0.0
     logging.getLogger("ckptlib").setLevel(logging.INFO)
     training = training_of(kind, rank, own_data)
@@ -81,7 +84,9 @@ def train(
     if load_step is not None:
         ckptlib.load(url, training.state, step=load_step, random=True)
     host = hosts[rank]
-    peers = Peers(copies=copies, everything=everything, domain=host, timeout=timedelta(seconds=timeout_s))
+    peers = Peers(
+        copies=copies, everything=everything, domain=host, timeout=timedelta(seconds=timeout_s), link=link_codec
+    )
     with ckptlib.Checkpointer(
         url, training.state, every=every, peers=peers, arena=arenas.get(host), timeout=TIMEOUT
     ) as ckpt:
@@ -109,7 +114,15 @@ def train(
                 _await_settled(ckpt)
             held = snapshots_of(ckpt)
             assert held.coverage is not None
-            tell("step", step=step, held=held.own.newest, held_by_all=held.held_by_all, sent=held.coverage.sent)
+            tell(
+                "step",
+                step=step,
+                held=held.own.newest,
+                held_by_all=held.held_by_all,
+                sent=held.coverage.sent,
+                coded=held.coverage.coded,
+                uncoded=dict(held.coverage.uncoded),
+            )
             again = pause_when_held is not None and held.held_by_all >= pause_when_held
             if step in pauses or again:
                 if _pause(tell, ckpt, rank, step, gates) == "drift":

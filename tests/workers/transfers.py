@@ -26,7 +26,8 @@ from workers.three_ranks import PATIENCE, linked, rank, run_cases, world
 
 from ckptlib.errors import AgreementFailed, CorruptData
 from ckptlib.pages import PAGE_BYTES
-from ckptlib.peers.transfer import ByteRange, receive_slot, send_slot
+from ckptlib.peers.ranges import ByteRange
+from ckptlib.peers.transfer import receive_slot, send_slot
 from ckptlib.ranks import link as link_module
 from ckptlib.ranks.link import Link
 from ckptlib.slots.slot import Slot

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ckptlib.codecs.optimizer_step import OptimizerStep
 from ckptlib.loading.reader import Reader
 from ckptlib.peers import replicator
 from ckptlib.ranks import link
@@ -40,6 +41,8 @@ def set_trap(gates: Path, size: int, *, stage: str, rank: int, step: int | None 
     sealed      after it
     sending     in the middle of a body
     receiving   in the middle of a body
+    coding      in the middle of increments
+    decoding    in the middle of increments
     received    before the header of the replica
     replicated  after it, before the peer is told
     reading     in the middle of what another host reads out to it, for a restore
@@ -74,6 +77,9 @@ def set_trap(gates: Path, size: int, *, stage: str, rank: int, step: int | None 
     def on_thread(thread: str) -> Callable[..., None]:
         return lambda *args: die() if _in(thread) else None
 
+    def on_increment(thread: str) -> Callable[..., None]:
+        return lambda *args: die() if _in(thread) and begun[-1] == step else None
+
     begun: list[int] = []
     wrap(
         replicator.Replicator, "begin", before=lambda itself, now, staging, local_replicas: begun.append(now.save.step)
@@ -94,6 +100,10 @@ def set_trap(gates: Path, size: int, *, stage: str, rank: int, step: int | None 
             wrap(link.Link, "_begin_send", after=on_message("to"))
         case "receiving":
             wrap(link.Link, "_begin_recv", after=on_message("from"))
+        case "coding":
+            wrap(OptimizerStep, "encode", after=on_increment("encode"))
+        case "decoding":
+            wrap(OptimizerStep, "decode", after=on_increment("decode"))
         case "received":
             wrap(Slot, "write_header", before=on_header("from"))
         case "replicated":

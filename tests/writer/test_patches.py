@@ -16,7 +16,7 @@ from ckptlib.codecs.keyframes import Trials
 from ckptlib.codecs.patch import PatchCodec
 from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.format.places import Base, Coding
+from ckptlib.format.places import Base, Coding, Loss
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.writer.contents import TensorChunk
 from ckptlib.writer.patches import KEYFRAMES_KEPT, PROBES, Patches, base_of
@@ -239,5 +239,5 @@ def test_the_base_of_a_chunk_is_what_its_parent_stored_whole(tmp_path: Path) -> 
     assert patched is not None
     assert patched.digest == first.digests[0]
     assert second.packs[patched.pack].key == first.packs[whole.pack].key
-    lossy = replace(first, codings={0: Coding("other", first.stored[0], None, "0" * 32)})
+    lossy = replace(first, codings={0: Coding("other", first.stored[0], None, Loss("0" * 32, 0.0, 0.0))})
     assert base_of(lossy, 0) is None, "what was summarized is not what is stored"

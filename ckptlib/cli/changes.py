@@ -1,0 +1,198 @@
+"""What of tensors and values differs between two steps. It is given documents and a way to read packs. No torch.
+
+Chunks of equal digest are equal without being read. Chunks that differ count whole, unless elements are asked for.
+Where the steps cut a tensor differently, the digests of one say nothing of the other, and the bytes are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from ckptlib.catalog.shards import PartIndex, SavedShard, ShardComparer
+from ckptlib.format.box import Box
+from ckptlib.format.layout import OwnPerRank
+from ckptlib.format.part import Part
+from ckptlib.format.values import Json
+
+PIECE_BYTES = 4 * 1024 * 1024
+"""Of two shards, so much is compared at once."""
+
+
+@dataclass(slots=True)
+class Changed:
+    """Of a tensor."""
+
+    nbytes: int = 0
+    """Of elements that differ; of whole chunks that do, where elements were not looked at."""
+    elements: int = 0
+    """That differ; 0 where they were not looked at."""
+
+    def add(self, nbytes: int, elements: int) -> None:
+        self.nbytes += nbytes
+        self.elements += elements
+
+
+class ShardDiffer(ShardComparer):
+    """Counts what differs between shards; owned by one thread."""
+
+    def count(self, first: SavedShard, second: SavedShard, region: Box, deep: bool, into: Changed) -> None:
+        """Adds what differs in a region that lies in the boxes of both, which are of tensors of one dtype.
+
+        Raises as `same` does.
+        """
+        comparable = first.part.algorithm == second.part.algorithm
+        if comparable and first.box == second.box == region:
+            if first.digests == second.digests and first.skipped == second.skipped:
+                return
+            if not (first.is_shared or second.is_shared) and _sizes(first) == _sizes(second):
+                self._count_chunks(first, second, deep, into)
+                return
+        for piece in split(region, max(PIECE_BYTES // first.itemsize, 1)):
+            _count(self._bytes(first, piece), self._bytes(second, piece), into)
+
+    def _count_chunks(self, first: SavedShard, second: SavedShard, deep: bool, into: Changed) -> None:
+        chunks = zip(first.part.table.chunks(first.shard), second.part.table.chunks(second.shard), strict=True)
+        for one, other in chunks:
+            if first.part.digests[one] == second.part.digests[other]:
+                continue
+            if not deep:
+                into.add(first.part.table.nbytes[one], 0)
+                continue
+            _count(self._rows(first, one), self._rows(second, other), into)
+
+    def _rows(self, saved: SavedShard, chunk: int) -> np.ndarray:
+        """The elements of a chunk that has no other shard's."""
+        return np.frombuffer(self._chunk(saved.part, chunk, saved.layout), np.uint8).reshape(-1, saved.itemsize)
+
+
+def _count(one: np.ndarray, other: np.ndarray, into: Changed) -> None:
+    """Of elements that are rows of bytes."""
+    elements = int(np.count_nonzero((one != other).any(axis=-1)))
+    into.add(elements * one.shape[-1], elements)
+
+
+def _sizes(saved: SavedShard) -> tuple[int, ...]:
+    chunks = saved.part.table.chunks(saved.shard)
+    return saved.part.table.nbytes[chunks.start : chunks.stop]
+
+
+def split(region: Box, most: int) -> Iterator[Box]:
+    """A region in pieces of at most so many elements, in order."""
+    if region.numel <= most:
+        yield region
+        return
+    dim = next(d for d, n in enumerate(region.shape) if n > 1)
+    rows = max(most * region.shape[dim] // region.numel, 1)
+    for start in range(0, region.shape[dim], rows):
+        offset = (*region.offset[:dim], region.offset[dim] + start, *region.offset[dim + 1 :])
+        shape = (*region.shape[:dim], min(rows, region.shape[dim] - start), *region.shape[dim + 1 :])
+        yield from split(Box(offset, shape), most)
+
+
+def count_rank(differ: ShardDiffer, first: PartIndex, second: PartIndex, deep: bool) -> dict[str, Changed]:
+    """By tensor, of two parts that are cut alike: shard by shard."""
+    found: dict[str, Changed] = {}
+    for shard, tensor in enumerate(first.part.table.tensors):
+        changed = Changed()
+        one, other = first.shard(shard), second.shard(shard)
+        differ.count(one, other, one.box, deep, changed)
+        if changed.nbytes:
+            name = first.layout.tensors[tensor].name
+            found.setdefault(name, Changed()).add(changed.nbytes, changed.elements)
+    return found
+
+
+def count_tensor(
+    differ: ShardDiffer, name: str, first: Mapping[int, PartIndex], second: Mapping[int, PartIndex], deep: bool
+) -> Changed:
+    """Of one tensor that both steps have, of one dtype and shape, however they cut it. `first`, `second`: by rank.
+
+    One that each rank has of its own is compared on the ranks that both steps have.
+    """
+    changed = Changed()
+    ones, others = _shards(name, first.values()), _shards(name, second.values())
+    if any(_is_own(saved, name) for saved in (*ones, *others)):
+        for rank in first.keys() & second.keys():
+            _count_all(differ, _shards(name, [first[rank]]), _shards(name, [second[rank]]), deep, changed)
+    else:
+        _count_all(differ, ones, others, deep, changed)
+    return changed
+
+
+def _is_own(saved: SavedShard, name: str) -> bool:
+    return isinstance(saved.layout.tensors[saved.layout.index[name]].holding, OwnPerRank)
+
+
+def _shards(name: str, parts: Iterable[PartIndex]) -> list[SavedShard]:
+    return [part.shard(shard) for part in parts for shard in part.shards(name)]
+
+
+def _count_all(
+    differ: ShardDiffer, ones: list[SavedShard], others: list[SavedShard], deep: bool, into: Changed
+) -> None:
+    for i, j, region in _meetings(tuple(saved.box for saved in ones), tuple(saved.box for saved in others)):
+        one, other = ones[i], others[j]
+        if one.box.ndim == other.box.ndim and one.itemsize == other.itemsize:
+            differ.count(one, other, region, deep, into)
+
+
+@lru_cache(maxsize=256)  # layers are alike
+def _meetings(ones: tuple[Box, ...], others: tuple[Box, ...]) -> tuple[tuple[int, int, Box], ...]:
+    """Which boxes have what in common; boxes are looked at once where both have the same."""
+    if ones == others and len({*ones}) == len(ones):
+        return tuple((i, i, box) for i, box in enumerate(ones))
+    found = []
+    for i, one in enumerate(ones):
+        for j, other in enumerate(others):
+            common = one.intersect(other) if one.ndim == other.ndim else None
+            if common is not None:
+                found.append((i, j, common))
+    return tuple(found)
+
+
+@dataclass(slots=True)
+class ValueChange:
+    """Of one value, or of one entry of a dict."""
+
+    rank: int
+    """The lowest that has it."""
+    before: Json
+    after: Json
+    """On that rank; None where there is none."""
+    kind: str
+    """changed, added or removed."""
+    num_ranks: int = 1
+    """On which it changed, though maybe otherwise."""
+
+
+@dataclass(slots=True)
+class ValueChanges:
+    """By path; the entries of dicts have paths of their own, behind a dot."""
+
+    found: dict[str, ValueChange] = field(default_factory=dict)
+
+    def add(self, first: Part, second: Part) -> None:
+        """Counts what differs between the values of one rank; the ranks come in order."""
+        before, after = dict(_leaves(first.values)), dict(_leaves(second.values))
+        for path in sorted({*before, *after}):
+            kind = "changed" if path in before and path in after else "added" if path in after else "removed"
+            one, other = before.get(path), after.get(path)
+            if kind == "changed" and json.dumps(one) == json.dumps(other):
+                continue
+            if path in self.found:
+                self.found[path].num_ranks += 1
+            else:
+                self.found[path] = ValueChange(first.rank, one, other, kind)
+
+
+def _leaves(values: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, Json]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value and not any(key.startswith("$") for key in value):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,64 @@
+"""`ckptlib refresh`: makes the next save write again what it would else take over from a step and those before it."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.cli.options import with_output, with_store
+from ckptlib.cli.output import Output, count, size
+from ckptlib.cli.stands import stands_of
+from ckptlib.errors import ObjectExists
+from ckptlib.format import documents
+from ckptlib.format.keys import SaveId
+from ckptlib.stores import Store
+
+
+@click.command("refresh", short_help="Have the next save write again what older steps hold.")
+@with_store
+@click.argument("step")
+@with_output
+def command(store: Store, output: Output, step: str) -> bool:
+    """Marks a step, so that later saves no longer refer to what was written for it or for steps before it.
+
+    The next save of each rank writes these bytes again, though they have not changed. Use it when a pack may be
+    damaged, or before packs of an old step are moved away. The bytes come from the job's memory, never from the store.
+    Nothing is deleted; the mark goes when its step goes. STEP: a number, a name as `ls --json` prints it, or latest.
+    """
+    catalog = Catalog(store)
+    save = catalog.resolve(step)
+    marked = catalog.steps().refreshes
+    new = save not in marked and _mark(store, save)
+    newest = catalog.manifest(max(catalog.visible()))
+    covered = [other for other in (*stands_of(newest).on, newest.save) if other <= save]
+    nbytes = newest.nbytes if newest.nbytes_state is None else newest.nbytes_state
+    output.document(
+        {
+            "url": store.url,
+            "step": save.step,
+            "name": str(save),
+            "key": save.refresh_key,
+            "new": new,
+            "written_again": [*map(str, covered)],
+        }
+    )
+    output.line(f"step {save.step} is marked" if new else f"step {save.step} was marked already")
+    if covered:
+        output.line(
+            f"the next save of each rank writes again what lies in packs of {count(len(covered), 'save')} up to "
+            f"step {save.step}: at most {size(nbytes)} together"
+        )
+    else:
+        output.line(f"step {newest.save.step}, the newest, needs nothing of step {save.step} or before: nothing to do")
+    return True
+
+
+def _mark(store: Store, save: SaveId) -> bool:
+    """Whether the mark was put; not when it is there already."""
+    try:
+        store.put(save.refresh_key, documents.encode("refresh", {"save": str(save), "created": time.time()}))
+    except ObjectExists:
+        return False
+    return True

@@ -1,0 +1,32 @@
+"""On which saves a step stands: those whose packs hold chunks of it that have not changed since. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptlib.cli.output import age
+from ckptlib.format.keys import SaveId
+from ckptlib.format.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Stands:
+    """What one step stands on."""
+
+    on: tuple[SaveId, ...]
+    """Other saves, ascending."""
+    oldest: float | None
+    """When the oldest save was taken that has a chunk of the step, its own included; seconds since the epoch. None: the
+    manifest of one of them could not be read when the step was committed."""
+
+    @property
+    def oldest_age(self) -> str:
+        """For people."""
+        return "?" if self.oldest is None else age(self.oldest)
+
+
+def stands_of(manifest: Manifest) -> Stands:
+    """Of the step of this manifest."""
+    on = tuple(sorted({needed.save for needed in manifest.uses}))
+    times = [manifest.created, *manifest.uses.values()]
+    return Stands(on, None if 0.0 in manifest.uses.values() else min(times))

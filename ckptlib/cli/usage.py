@@ -1,0 +1,165 @@
+"""Which bytes of packs are needed by which steps, counted range by range. Pure: it is told of parts and of a listing.
+
+It takes memory for each pack that a step needs: a few hundred bytes, and 24 more for each stretch of it that other
+steps need than the stretch before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ckptlib.format import keys
+from ckptlib.format.keys import PackSet, SaveId
+from ckptlib.format.part import Part
+from ckptlib.stores import Entry
+
+NOBODY, SEVERAL = -1, -2
+"""Instead of the number of the one step that needs a byte."""
+
+
+@dataclass(slots=True)
+class StepUsage:
+    """Bytes of one committed step."""
+
+    logical: int = 0
+    """Of its chunks, as a load gives them back."""
+    stored: int = 0
+    """That they take in packs, whichever step those were put for."""
+    own: int = 0
+    """Of `stored`: what no other committed step needs."""
+
+    @property
+    def shared(self) -> int:
+        """Of `stored`: what other committed steps need, too."""
+        return self.stored - self.own
+
+
+@dataclass(slots=True)
+class PacksUsage:
+    """Bytes in the packs that were put for one save, as far as they are still there."""
+
+    written: int = 0
+    """All of them."""
+    needed: int = 0
+    """In which chunks of committed steps lie."""
+    framing: int = 0
+    """Headers, and gaps that align chunks, in packs of a committed step that has chunks in them."""
+    dead: int = 0
+    """Kept only because other bytes of the same set of packs are needed."""
+    idle: int = 0
+    """Of sets of packs that no committed step needs."""
+
+
+@dataclass(slots=True)
+class _Stretches:
+    """Who needs each byte of a pack."""
+
+    edges: np.ndarray
+    """Ascending."""
+    owners: np.ndarray
+    """One between two edges each: NOBODY, SEVERAL, or the number of a step."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """Of the packs of a root."""
+
+    steps: dict[SaveId, StepUsage] = field(default_factory=dict)
+    """The committed ones that parts were counted of."""
+    missing: list[str] = field(default_factory=list)
+    """Packs that steps need, and that are not there, or are shorter than what is needed of them."""
+    _numbers: dict[SaveId, int] = field(default_factory=dict)
+    _packs: dict[str, _Stretches] = field(default_factory=dict)
+
+    def add(self, part: Part) -> None:
+        """Counts what a part of a committed step needs."""
+        step = self.steps.setdefault(part.save, StepUsage())
+        number = self._numbers.setdefault(part.save, len(self._numbers))
+        step.logical += part.table.nbytes_data
+        for pack, (starts, stops) in _ranges(part).items():
+            step.stored += int((stops - starts).sum())
+            self._packs[pack] = _needed_by(self._packs.get(pack), starts, stops, number)
+
+    def finish(
+        self, entries: Iterable[Entry], committed: Set[SaveId], needed: Set[PackSet]
+    ) -> dict[SaveId, PacksUsage]:
+        """By save: what lies in its packs. All parts were added; `entries` list the packs that are there.
+
+        `needed`: the sets of packs that committed steps have or use, by their manifests. Called once.
+        """
+        found: dict[SaveId, PacksUsage] = {}
+        saves = [*self._numbers]
+        for entry in entries:
+            of = keys.pack_set(entry.key)
+            if of is None:
+                continue
+            packs = found.setdefault(of.save, PacksUsage())
+            packs.written += entry.nbytes
+            stretches = self._packs.pop(entry.key, None)
+            if stretches is None:
+                if of in needed:
+                    packs.dead += entry.nbytes
+                else:
+                    packs.idle += entry.nbytes
+                continue
+            if stretches.edges[-1] > entry.nbytes:
+                self.missing.append(entry.key)
+            here = min(self._count(stretches, saves), entry.nbytes)
+            packs.needed += here
+            if of.save in committed:
+                packs.framing += entry.nbytes - here
+            else:
+                packs.dead += entry.nbytes - here
+        for key, stretches in self._packs.items():
+            self._count(stretches, saves)
+            self.missing.append(key)
+        self._packs.clear()
+        return found
+
+    def _count(self, stretches: _Stretches, saves: list[SaveId]) -> int:
+        """Bytes of a pack that anybody needs, each once. Gives each step those that it alone needs."""
+        nbytes = np.diff(stretches.edges)
+        for number in np.unique(stretches.owners[stretches.owners >= 0]):
+            self.steps[saves[number]].own += int(nbytes[stretches.owners == number].sum())
+        return int(nbytes[stretches.owners != NOBODY].sum())
+
+
+def _ranges(part: Part) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """By pack: the ranges that chunks of a part, and what these are stored as changes of, lie in; ascending, apart."""
+    bases = [coding.base for coding in part.codings.values() if coding.base is not None]
+    packs = np.array([*part.table.packs, *(base.pack for base in bases)], np.int64)
+    starts = np.array([*part.table.offsets, *(base.offset for base in bases)], np.int64)
+    stops = starts + np.array([*part.stored, *(base.stored for base in bases)], np.int64)
+    order = np.lexsort((starts, packs))
+    packs, starts, stops = packs[order], starts[order], stops[order]
+    cuts = np.flatnonzero(np.diff(packs)) + 1
+    found = {}
+    for first, last in zip([0, *cuts], [*cuts, len(packs)], strict=True):
+        if first < last:
+            found[part.packs[packs[first]].key] = _merged(starts[first:last], stops[first:last])
+    return found
+
+
+def _merged(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ranges, ascending by where they start, with those joined that meet or overlap."""
+    ends = np.maximum.accumulate(stops)
+    new = np.concatenate(([True], starts[1:] > ends[:-1]))
+    return starts[new], ends[np.concatenate((new[1:], [True]))]
+
+
+def _needed_by(before: _Stretches | None, starts: np.ndarray, stops: np.ndarray, number: int) -> _Stretches:
+    """Who needs the bytes of a pack, once the step of this number needs these ranges of it, too."""
+    if before is None:
+        before = _Stretches(np.array([starts[0], stops[-1]]), np.array([NOBODY], np.int32))
+    edges = np.unique(np.concatenate((before.edges, starts, stops)))
+    at = np.searchsorted(before.edges, edges[:-1], "right") - 1
+    inside = (at >= 0) & (at < len(before.owners))
+    owners = np.where(inside, before.owners[np.clip(at, 0, len(before.owners) - 1)], NOBODY)
+    at = np.searchsorted(starts, edges[:-1], "right") - 1
+    mine = (at >= 0) & (edges[:-1] < stops[np.maximum(at, 0)])
+    owners[mine] = np.where((owners[mine] == NOBODY) | (owners[mine] == number), number, SEVERAL)
+    kept = np.concatenate(([True], owners[1:] != owners[:-1]))
+    return _Stretches(edges[np.concatenate((kept, [True]))], owners[kept].astype(np.int32))

@@ -1,0 +1,92 @@
+"""Differences between floats and their prediction, as integers: small where the prediction is good, and exact.
+
+Floats are handled as words, their bit patterns: uint32 for float32, uint16 for bfloat16. Whoever predicts from the same
+floats comes to the same words on any machine: numpy's single operations are IEEE's and are not contracted, and what a
+NaN's other bits are, in which processors differ, is settled here. Only denormals are not, see `flushes_denormals`.
+Works on arrays that fit into a cache, and allocates nothing for each. No files, no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Words: TypeAlias = "npt.NDArray[np.uint32] | npt.NDArray[np.uint16]"
+Floats: TypeAlias = "npt.NDArray[np.float32]"
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+
+NARROW = 255
+"""A residual below it takes one byte; this byte stands for an exception."""
+
+_NAN = 0x7FC00000
+_SIGNED: dict[int, type[np.int32] | type[np.int16]] = {4: np.int32, 2: np.int16}
+
+
+class Scratch:
+    """Memory for the operations on arrays of up to `size` elements; for one thread."""
+
+    def __init__(self, size: int) -> None:
+        self.floats = [np.empty(size, np.float32) for _ in range(3)]
+        """For whoever predicts."""
+        self._words = {dtype: np.empty(size, dtype) for dtype in (np.dtype(np.uint32), np.dtype(np.uint16))}
+        self._zigzag = {dtype: np.empty(size, dtype) for dtype in self._words}
+
+    def residual(self, words: Words, predicted: Floats) -> Words:
+        """Zigzagged: 0, -1, 1, -2, ... become 0, 1, 2, 3, ... `predicted` is spent; the result is, with the next."""
+        found = self._words[words.dtype][: len(words)]
+        np.subtract(words, self._words_of(predicted, words.dtype), out=found)
+        signed = found.view(_SIGNED[found.itemsize])
+        signs = self._zigzag[words.dtype][: len(words)].view(signed.dtype)
+        np.right_shift(signed, 8 * found.itemsize - 1, out=signs)
+        np.left_shift(signed, 1, out=signed)
+        np.bitwise_xor(signed, signs, out=signed)
+        return found
+
+    def room(self, like: Words) -> Words:
+        """For residuals that are to be `restored`."""
+        return self._words[like.dtype][: len(like)]
+
+    def restore(self, residual: Words, predicted: Floats, out: Words) -> None:
+        """The words of which this is the residual. Both are spent."""
+        signed = residual.view(_SIGNED[residual.itemsize])
+        signs = self._zigzag[residual.dtype][: len(residual)].view(signed.dtype)
+        np.bitwise_and(signed, 1, out=signs)
+        np.negative(signs, out=signs)
+        np.right_shift(residual, 1, out=residual)
+        np.bitwise_xor(signed, signs, out=signed)
+        np.add(residual, self._words_of(predicted, residual.dtype), out=out)
+
+    def _words_of(self, predicted: Floats, dtype: np.dtype[np.uint32] | np.dtype[np.uint16]) -> Words:
+        """Rounded to nearest, ties to even, where the words are narrower."""
+        words = predicted.view(np.uint32)
+        if np.isnan(predicted.max()):  # one pass, and hardly ever a second
+            np.copyto(words, _NAN, where=np.isnan(predicted))
+        if dtype.itemsize == 4:
+            return words
+        odd = self._zigzag[np.dtype(np.uint32)][: len(words)]
+        np.right_shift(words, 16, out=odd)
+        np.bitwise_and(odd, 1, out=odd)
+        np.add(odd, 0x7FFF, out=odd)
+        np.add(words, odd, out=words)
+        np.right_shift(words, 16, out=words)
+        narrow = self._zigzag[np.dtype(np.uint16)][: len(words)]
+        np.copyto(narrow, words, casting="unsafe")
+        return narrow
+
+
+def floats_of(words: Words, room: Floats) -> Floats:
+    """The floats that these words are: the same memory for float32, `room` filled for bfloat16."""
+    if words.itemsize == 4:
+        return words.view(np.float32)
+    wide = room[: len(words)].view(np.uint32)
+    np.copyto(wide, words)
+    np.left_shift(wide, 16, out=wide)
+    return wide.view(np.float32)
+
+
+def flushes_denormals() -> bool:
+    """Whether this thread takes denormals for zeros, as torch.set_flush_denormal(True) has it: numpy does then, too."""
+    tiny = np.full(8, 1e-40, np.float32)
+    return not bool((tiny * np.float32(1)).any())

@@ -1,0 +1,95 @@
+"""What a holder has of one rank, and how it makes the rank's next snapshot of that and of increments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+
+from ckptlib.codecs.optimizer_step import OptimizerStep
+from ckptlib.errors import CkptError, FormatError
+from ckptlib.peers.increments import RAW, STEP, Base, Stretch
+from ckptlib.peers.parameters import Span
+from ckptlib.peers.ranges import Ranges
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
+from ckptlib.slots.snapshot import Snapshot
+
+
+class StepReceiver:
+    """What this rank holds of another one, and how it decodes what comes next. For one thread."""
+
+    def __init__(self) -> None:
+        self._coder = OptimizerStep()
+        self._last: tuple[Slot, SlotHeader] | None = None
+        self.used = False
+        """Whether increments came for the newest snapshot."""
+        self.distrusted = False
+        """Whether an increment has come out wrong: everything is sent as it is from then on."""
+
+    def begin(self, void: Callable[[int], bool]) -> None:
+        """Another snapshot is about to come. `void`: of which steps nothing is to build on the snapshot."""
+        self.used = False
+        if self._last is not None and void(self._last[1].save.step):
+            self._last = None
+
+    def sealed(self, slot: Slot, header: SlotHeader) -> None:
+        """This is the newest one."""
+        self._last = slot, header
+
+    def base(self, but: Slot | None = None) -> Slot | None:
+        """The slot of what was sealed last, if that is in it still; not `but`, which is to be overwritten."""
+        if self._last is None or self.distrusted or self._last[0] is but:
+            return None
+        slot, header = self._last
+        try:
+            return slot if slot.read_header() == header else None
+        except CkptError:  # it is being overwritten, or was closed, since it was too small
+            return None
+
+    def offer(self, header: SlotHeader, but: Slot) -> Base | None:
+        """What the sender is told that this rank has, when it offers a snapshot that goes to `but`."""
+        if self.base(but) is None or self._last is None:
+            return None
+        last = self._last[1]
+        return Base.of(last) if last.documents["table"] == header.documents["table"] else None
+
+    def accept(self, data: bytes, snapshot: Snapshot, lacking: Ranges) -> list[tuple[Span, ...]]:
+        """The states that are to come as increments. Raises FormatError for what cannot be such."""
+        where = f"plan of increments of rank {snapshot.header.rank}"
+        try:
+            rows = [[int(shard) for shard in row] for row in json.loads(data)]
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise FormatError(f"{where}: {data[:80]!s}, expected lists of shards") from error
+        layout, table = snapshot.layout, snapshot.table
+        sizes = table.sizes(layout)
+        begins = table.begins(sizes)
+        seen: set[int] = set()
+        found = []
+        for row in rows:
+            if not 2 <= len(row) <= 3 or not all(0 <= shard < len(sizes) for shard in row) or seen & {*row}:
+                raise FormatError(f"{where}: {row}, expected two or three of {len(sizes)} shards, each once")
+            seen |= {*row}
+            spans = tuple(Span(n, begins[n], sizes[n], layout.tensors[table.tensors[n]].dtype) for n in row)
+            counts = {span.nbytes // span.itemsize if span.itemsize else 0 for span in spans}
+            if len(counts) > 1 or 0 in counts or len({*row}) < len(row):
+                raise FormatError(f"{where}: {row} are not alike")
+            if not all(any(a <= span.offset and span.end <= b for a, b in lacking) for span in spans):
+                raise FormatError(f"{where}: {row} are not lacking")
+            found.append(spans)
+        self.used = bool(found)
+        return found
+
+    def decode(self, slot: Slot, how: int, frame: memoryview, stretch: Stretch) -> None:
+        """Raises FormatError."""
+        out = stretch.words(slot)
+        if how == STEP and self._last is not None:
+            self._coder.decode(frame, stretch.words(self._last[0]), out)
+        elif how == RAW and len(frame) == stretch.nbytes:
+            at = 0
+            for words in out:
+                words[:] = np.frombuffer(frame[at : at + words.nbytes], words.dtype)
+                at += words.nbytes
+        else:
+            raise FormatError(f"an increment of kind {how} and {len(frame):,} bytes for {stretch.nbytes:,}")

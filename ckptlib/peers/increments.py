@@ -1,0 +1,164 @@
+"""Increments: the step of an optimizer from one snapshot to the next, from a rank to a holder of the one before.
+
+    sender                            receiver
+                                 <--  with what it lacks: its base, the snapshot of this rank that it sealed last
+    plan: the shards of each     -->  parameters of which it has all in both slots?
+    parameter that fits          <--  go on, or why not; then everything goes as it is
+    for each stretch of those:   -->  decodes it into the slot, with the help of its base, while the next one arrives
+    a head, a frame
+
+All the rest then goes as it is, and every chunk is checked against its digest, whichever way it came. A base is the
+very same on both sides by the digest of its header, which has the digests of all else. What a peer sends is hostile.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import starmap
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckptlib.codecs.bit_residuals import Words, flushes_denormals
+from ckptlib.codecs.optimizer_step import MAX_ELEMENTS
+from ckptlib.errors import FormatError
+from ckptlib.format.body_layout import ALIGN_FROM_BYTES
+from ckptlib.format.digests import XXH3, digester
+from ckptlib.pages import round_up
+from ckptlib.peers.parameters import Span
+from ckptlib.peers.ranges import ByteRange, Ranges, joined, without
+from ckptlib.ranks.link import Link
+from ckptlib.slots.header import SlotHeader
+from ckptlib.slots.slot import Slot
+
+STRETCH = MAX_ELEMENTS
+"""Elements in a frame: 3 MiB of AdamW's state, so that encoding, sending and decoding overlap from 10 MiB on."""
+
+IN_FLIGHT = 2
+"""Frames on their way while the next one is encoded."""
+
+MAX_PLAN_BYTES = 1 << 26
+
+HEAD = struct.Struct("<BI")
+"""How it is coded, and bytes of the frame."""
+RAW, STEP = range(2)
+
+
+class Base(NamedTuple):
+    """A snapshot that both sides may have."""
+
+    identity: str
+    flushes: bool
+    """Whether the holder takes denormals for zeros."""
+
+    @classmethod
+    def of(cls, header: SlotHeader) -> Base:
+        return cls(digester(XXH3)(header.encode()), flushes_denormals())
+
+    @classmethod
+    def decode(cls, data: object, who: str) -> Base | None:
+        """Raises FormatError."""
+        match data:
+            case None:
+                return None
+            case [str(identity), bool(flushes)]:
+                return cls(identity, flushes)
+        raise FormatError(f"{who} names no base of increments, but: {str(data)[:80]}")
+
+
+class Stretch(NamedTuple):
+    """Some elements of the state of a parameter."""
+
+    spans: tuple[Span, ...]
+    start: int
+    stop: int
+
+    def words(self, slot: Slot) -> list[Words]:
+        """In the body of a slot, as they lie there."""
+        found: list[Any] = []
+        for span in self.spans:
+            part = slot.body[span.offset + self.start * span.itemsize : span.offset + self.stop * span.itemsize]
+            found.append(np.frombuffer(part, np.uint32 if span.itemsize == 4 else np.uint16))
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        return sum((self.stop - self.start) * span.itemsize for span in self.spans)
+
+
+def stretches(states: Sequence[tuple[Span, ...]]) -> Iterator[Stretch]:
+    """Of these parameters, one after the other."""
+    for spans in states:
+        count = spans[0].nbytes // spans[0].itemsize
+        for start in range(0, count, STRETCH):
+            yield Stretch(spans, start, min(start + STRETCH, count))
+
+
+def beside(lacking: Ranges, states: Collection[tuple[Span, ...]]) -> Ranges:
+    """What is lacking once the state of these has come, in a few ranges."""
+    # behind a large shard nothing lies until the next page begins
+    ends = {
+        span.offset: round_up(span.end) if span.nbytes >= ALIGN_FROM_BYTES else span.end for s in states for span in s
+    }
+    return joined(without(lacking, starmap(ByteRange, ends.items())))
+
+
+def send_increments(link: Link, to: int, tag: int, frames: Iterator[tuple[bytes, bytes]]) -> int:
+    """Encodes the next one while those before are on their way. Bytes sent. Raises AgreementFailed."""
+    under_way: deque[Callable[[], None]] = deque()
+    sent = 0
+    # in a thread of its own: gloo's sends wait for its own thread as long as that hands bytes to the kernel
+    with ThreadPoolExecutor(1, "ckptlib-encode") as encoder:
+        coming = encoder.submit(next, frames, None)
+        try:
+            while (pair := coming.result()) is not None:
+                coming = encoder.submit(next, frames, None)
+                while len(under_way) >= 2 * IN_FLIGHT:
+                    under_way.popleft()()
+                under_way.extend(link.begin_send(to, memoryview(part), tag) for part in pair)
+                sent += sum(map(len, pair))
+        finally:
+            while under_way:  # until then, gloo reads them
+                under_way.popleft()()
+    return sent
+
+
+def receive_increments(
+    link: Link, frm: int, tag: int, expected: Sequence[Stretch], decode: Callable[[int, memoryview, Stretch], None]
+) -> FormatError | None:
+    """Decodes one while the next is on its way; what is wrong with the first that cannot be. All have come then.
+
+    Raises AgreementFailed.
+    """
+    damage: FormatError | None = None
+    heads = [bytearray(HEAD.size) for _ in range(2)]
+    coming = link.begin_recv(frm, memoryview(heads[0]), tag) if expected else None
+    decoding: Future[FormatError | None] | None = None
+    with ThreadPoolExecutor(1, "ckptlib-decode") as decoder:
+        for n, stretch in enumerate(expected):
+            assert coming is not None
+            coming()
+            how, nbytes = HEAD.unpack(heads[n % 2])
+            if not 0 < nbytes <= stretch.nbytes:
+                raise link.give_up(frm, f"it announces {nbytes:,} bytes for an increment of {stretch.nbytes:,}")
+            frame = np.empty(nbytes, np.uint8).data
+            arrives = link.begin_recv(frm, frame, tag)
+            if n + 1 < len(expected):
+                coming = link.begin_recv(frm, memoryview(heads[(n + 1) % 2]), tag)
+            arrives()
+            damage = damage or (None if decoding is None else decoding.result())
+            decoding = None if damage else decoder.submit(_try, decode, how, frame, stretch)
+    return damage or (None if decoding is None else decoding.result())
+
+
+def _try(
+    decode: Callable[[int, memoryview, Stretch], None], how: int, frame: memoryview, stretch: Stretch
+) -> FormatError | None:
+    try:
+        decode(how, frame, stretch)
+    except FormatError as error:
+        return error
+    return None

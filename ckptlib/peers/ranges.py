@@ -1,0 +1,62 @@
+"""Ranges of a body: what a holder lacks of a snapshot. Pure integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from ckptlib.slots.header import SlotHeader
+
+
+class ByteRange(NamedTuple):
+    """[start, end) of a body."""
+
+    start: int
+    end: int
+
+
+Ranges = Sequence[ByteRange]
+"""Ascending and apart."""
+
+MAX_RANGES = 100
+"""What is lacking is told on one page; ranges that are closest to one another are sent as one where there are more."""
+
+
+def everything(header: SlotHeader) -> Ranges:
+    """Of a body of which nothing is there."""
+    return [ByteRange(0, header.body_nbytes)] if header.body_nbytes else []
+
+
+def joined(ranges: Ranges) -> Ranges:
+    """At most MAX_RANGES that cover these."""
+    left = list(ranges)
+    while len(left) > MAX_RANGES:
+        gaps = sorted(later.start - earlier.end for earlier, later in pairwise(left))
+        widest = gaps[len(left) - MAX_RANGES - 1]
+        merged = left[:1]
+        for later in left[1:]:
+            if later.start - merged[-1].end <= widest:
+                merged[-1] = ByteRange(merged[-1].start, later.end)
+            else:
+                merged.append(later)
+        left = merged
+    return left
+
+
+def without(ranges: Ranges, holes: Iterable[ByteRange]) -> Ranges:
+    """What is left of them. The holes are apart, too, in any order."""
+    left, cut = list[ByteRange](), sorted(holes, reverse=True)
+    for start, end in ranges:
+        at = start
+        while cut and cut[-1].start < end:
+            hole = cut[-1]
+            if at < hole.start:
+                left.append(ByteRange(at, hole.start))
+            at = max(at, hole.end)
+            if hole.end > end:
+                break  # the rest of it may lie in the next range
+            cut.pop()
+        if at < end:
+            left.append(ByteRange(at, end))
+    return left

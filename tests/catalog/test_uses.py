@@ -1,0 +1,263 @@
+"""What keeps packs that other steps use, and what a commit says of a step whose packs nothing keeps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, ActorStore, SmallJob, no_chance
+from support import replace_object
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import Committer, finish_saves
+from ckptlib.catalog.retention import sweep
+from ckptlib.catalog.uses import needed_by, record_of, times_of
+from ckptlib.errors import CorruptData, FormatError, SaveFailed
+from ckptlib.format.keys import GenerationId, PackSet, SaveId
+from ckptlib.format.manifest import TrashRecord
+from ckptlib.policy.keep import Keep
+
+KEEP = Keep(last=1, grace=GRACE)
+
+
+@pytest.fixture
+def job() -> Iterator[SmallJob]:
+    """Step 2 uses packs of step 1, and each of them took an hour."""
+    with no_chance():
+        job = SmallJob()
+        for rows in (range(16), [0]):
+            job.change(rows)
+            job.save_and_commit()
+            job.advance(HOUR_S)
+        yield job
+
+
+def saves(job: SmallJob) -> list[SaveId]:
+    return sorted(job.oracle)
+
+
+def catalog_of(job: SmallJob) -> Catalog:
+    return Catalog(job.store)
+
+
+NEW = SaveId(9, GenerationId(1, "00000001"))
+
+
+# -- what may be used
+
+
+def test_nothing_is_asked_where_nothing_is_used(job: SmallJob) -> None:
+    store = ActorStore(job.store, left=0)
+    assert times_of(Catalog(store), NEW, []) == {}
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_packs_of_a_committed_step_may_be_used(job: SmallJob, carried: bool) -> None:
+    first = PackSet(saves(job)[0], carried)
+    assert times_of(catalog_of(job), NEW, [first]) == {first: 1e9}
+
+
+def test_packs_that_a_committed_step_uses_may_be_used(job: SmallJob) -> None:
+    job.advance(GRACE_S)
+    job.sweep(KEEP)
+    job.advance(GRACE_S + HOUR_S)
+    job.sweep(KEEP)
+    first, second = saves(job)
+    assert job.found_listed() == {second}
+    assert times_of(catalog_of(job), NEW, [PackSet(first)]) == {PackSet(first): 1e9}
+    with pytest.raises(SaveFailed, match=f"packs of {first}-carried, which no committed step uses"):
+        times_of(catalog_of(job), NEW, [PackSet(first), PackSet(first, carried=True)])
+
+
+@pytest.mark.parametrize(("age_s", "kept"), [(0.9 * DEADLINE_S, True), (1.1 * DEADLINE_S, False)])
+def test_a_trash_record_keeps_packs_for_as_long_as_a_save_may_take(job: SmallJob, age_s: float, kept: bool) -> None:
+    """And no longer: the time till the grace period is over is the committer's, from its look to its manifest."""
+    first, second = saves(job)
+    job.change(range(16))
+    job.change_small()
+    third = job.save_and_commit()
+    job.sweep(KEEP)
+    job.advance(age_s)
+    assert job.found_listed() == {third}
+    wanted = [PackSet(first), PackSet(second), PackSet(second, carried=True)]
+    if kept:
+        assert times_of(catalog_of(job), NEW, wanted) == dict(
+            zip(wanted, [1e9, 1e9 + HOUR_S, 1e9 + HOUR_S], strict=True)
+        )
+        return
+    for needed in wanted:
+        with pytest.raises(SaveFailed, match=f"packs of {needed}, which no committed step uses any more"):
+            times_of(catalog_of(job), NEW, [needed])
+
+
+def test_a_damaged_trash_record_keeps_nothing(job: SmallJob) -> None:
+    first, _ = saves(job)
+    job.sweep(KEEP)
+    assert times_of(catalog_of(job), NEW, [PackSet(first, carried=True)])
+    replace_object(job.store, first.trash_key, b"torn")
+    with pytest.raises(SaveFailed, match="which no committed step uses any more"):
+        times_of(catalog_of(job), NEW, [PackSet(first, carried=True)])
+    assert times_of(catalog_of(job), NEW, [PackSet(first)]), "which step 2 uses"
+
+
+def test_a_step_whose_own_manifest_is_damaged_keeps_its_packs(job: SmallJob) -> None:
+    """Its name is listed, and while it cannot be read no pack is deleted."""
+    first, _ = saves(job)
+    replace_object(job.store, first.manifest_key, b"torn")
+    assert times_of(catalog_of(job), NEW, [PackSet(first)]) == {PackSet(first): 0.0}
+
+
+def test_a_damaged_manifest_keeps_whatever_it_used(job: SmallJob) -> None:
+    """Else a job whose newest step is damaged could commit none after it: each takes over what that one used."""
+    job.sweep(KEEP)
+    job.advance(GRACE_S + HOUR_S)
+    job.sweep(KEEP)
+    first, second = saves(job)
+    replace_object(job.store, second.manifest_key, b"torn")
+    assert times_of(catalog_of(job), NEW, [PackSet(first)]) == {PackSet(first): 0.0}
+    job.writers[0].committer = Committer(catalog_of(job))
+    job.change([1])
+    third = job.save()
+    job.commit(third)
+    assert third.id in job.found_listed()
+    with pytest.raises(CorruptData, match="none is deleted"):
+        sweep(catalog_of(job), KEEP, None)
+    job.store.delete(second.manifest_key)
+    for _ in range(2):
+        job.advance(GRACE_S + HOUR_S)
+        sweep(catalog_of(job), KEEP, None)
+    job.check_loads(third.id, job.store.get(third.id.manifest_key))
+
+
+# -- what is needed
+
+
+def test_needed_is_what_manifests_and_young_records_say(job: SmallJob) -> None:
+    first, second = saves(job)
+    assert needed_by(catalog_of(job), [first], []) == set()
+    assert needed_by(catalog_of(job), [first, second], []) == {PackSet(first)}
+    job.store.put(
+        SaveId(7, job.generation).trash_key, TrashRecord(SaveId(7, job.generation), "", {PackSet(second): 1.0}).encode()
+    )
+    assert needed_by(catalog_of(job), [], [SaveId(7, job.generation)]) == {PackSet(second)}
+
+
+def test_a_step_dropped_since_it_was_listed_is_known_by_its_record(job: SmallJob) -> None:
+    first, second = saves(job)
+    listed = catalog_of(job).saves()
+    job.store.put(second.trash_key, record_of(catalog_of(job), second, "").encode())
+    job.store.delete(second.manifest_key)
+    assert needed_by(catalog_of(job), listed, []) == {PackSet(first)}
+
+
+@pytest.mark.parametrize("damaged", ["manifest", "record"])
+def test_what_cannot_be_read_raises(job: SmallJob, damaged: str) -> None:
+    """An empty answer would be taken for leave to delete."""
+    first, second = saves(job)
+    if damaged == "manifest":
+        replace_object(job.store, second.manifest_key, b"torn")
+    else:
+        job.store.put(first.trash_key, b"torn")
+    with pytest.raises(FormatError, match="is not a document"):
+        needed_by(catalog_of(job), [second], [first] if damaged == "record" else [])
+
+
+def test_records_that_are_gone_are_not_kept_in_memory(job: SmallJob) -> None:
+    """A job that saves every minute drops a million steps in two years."""
+    catalog = catalog_of(job)
+    for _ in range(6):
+        job.change([0])
+        job.save_and_commit()
+        sweep(catalog, KEEP, None)
+        job.note_dropped({})
+        job.listed = job.found_listed()
+        job.advance(GRACE_S / 2 + HOUR_S)
+    assert len(catalog._trash) <= 2
+
+
+def test_a_save_that_is_committed_and_dropped_after_it_was_condemned(job: SmallJob) -> None:
+    """By a committer that was paused for days: what was read of the first record does not stand for the second."""
+    first, second = saves(job)
+    catalog = catalog_of(job)
+    job.store.put(second.trash_key, TrashRecord(second, "never committed").encode())
+    assert needed_by(catalog, [], [second]) == set()
+    replace_object(job.store, second.trash_key, record_of(catalog, second, "dropped").encode())
+    assert needed_by(catalog, [], [second]) == {PackSet(first)}
+
+
+# -- the record
+
+
+def test_the_record_of_a_dropped_step_says_what_it_used(job: SmallJob) -> None:
+    first, second = saves(job)
+    assert record_of(catalog_of(job), second, "why") == TrashRecord(second, "why", {PackSet(first): 1e9}, 1e9 + HOUR_S)
+    replace_object(job.store, second.manifest_key, b"torn")
+    assert record_of(catalog_of(job), second, "why") == TrashRecord(second, "why")
+
+
+def test_the_record_of_a_step_that_another_sweep_has_dropped_is_what_that_said(job: SmallJob) -> None:
+    first, second = saves(job)
+    record = record_of(catalog_of(job), second, "why")
+    job.store.put(second.trash_key, record.encode())
+    job.store.delete(second.manifest_key)
+    assert record_of(catalog_of(job), second, "again") == record
+    assert record_of(catalog_of(job), first, "alone").uses == {}
+
+
+# -- the commit
+
+
+def test_a_commit_is_refused_when_nothing_keeps_what_it_uses(job: SmallJob) -> None:
+    """A save was persisted, its committer died, and only after the grace period somebody finishes it."""
+    first, _ = saves(job)
+    job.change([1])
+    third = job.save()
+    job.change(range(16))
+    job.change_small()
+    job.save_and_commit()
+    job.sweep(KEEP)
+    job.advance(GRACE_S / 2)
+    with pytest.raises(SaveFailed, match=f"step 3: needs packs of {first}, .* the step is not committed"):
+        Committer(catalog_of(job)).commit_when_whole(third.id, 2, lambda: 0.0)
+    assert finish_saves(catalog_of(job), GenerationId(99, "0" * 8)) == []
+    assert third.id not in job.found_listed()
+    job.check()
+
+
+def test_a_parent_that_is_dropped_before_the_commit_is_no_matter(job: SmallJob) -> None:
+    job.change([1])
+    third = job.save()
+    job.change(range(16))
+    job.change_small()
+    fourth = job.save()
+    job.commit(fourth)
+    job.sweep(KEEP)
+    job.commit(third)
+    assert {third.id, fourth.id} == job.found_listed()
+    job.settle(Keep(last=2, grace=GRACE))
+    assert {third.id, fourth.id} == job.found_listed()
+
+
+def test_one_part_is_read_of_all_that_use_the_same() -> None:
+    with no_chance():
+        job = SmallJob(world_size=4)
+        job.save_and_commit()
+        for rank in (1, 2, 2):
+            job.change([rank])
+            job.save_and_commit()
+        save = job.save()
+        read: Counter[str] = Counter()
+
+        def before(op: str, key: str) -> None:
+            if op == "get" and key.startswith("parts/"):
+                read[key] += 1
+
+        job.writers[0].store.before = before
+        job.commit(save)
+        assert len(read) == 3, "of ranks 0 and 3, of rank 1, of rank 2"
+        assert {*read.values()} == {1}
+        manifest = catalog_of(job).manifest(save.id)
+        first, second, _, fourth = sorted(job.oracle)[:4]
+        assert manifest.uses.keys() == {PackSet(first), PackSet(second), PackSet(fourth)}
+        job.check()
