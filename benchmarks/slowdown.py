@@ -63,7 +63,7 @@ def measure(options: Options, directory: Path, figures: Figures) -> None:
 # In the ranks
 
 
-class _Training:
+class Training:
     """A model whose AdamW state is of a given size, and steps of a given length."""
 
     def __init__(self, nbytes: int, step_s: float) -> None:
@@ -106,7 +106,7 @@ def work() -> None:
     given = told()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    training = _Training(given["nbytes"], given["step_s"])
+    training = Training(given["nbytes"], given["step_s"])
     without = _block(training, lambda step: None, lambda: False)[0]
     with_saves = {"ckptlib": _with_ckptlib, IN_MEMORY: _in_memory, BARE: _bare, NVRX: _with_nvrx}
     idle, busy = with_saves.get(given["peer"], _with_peer)(training, given)
@@ -120,7 +120,7 @@ def work() -> None:
 
 
 def _block(
-    training: _Training, after: Callable[[int], None], under_way: Callable[[], bool], start: int = 0
+    training: Training, after: Callable[[int], None], under_way: Callable[[], bool], start: int = 0
 ) -> tuple[list[float], list[float]]:
     """(seconds of steps beside which nothing was written, and of those beside which something was)."""
     idle: list[float] = []
@@ -134,7 +134,7 @@ def _block(
     return idle, busy
 
 
-def _with_ckptlib(training: _Training, given: dict[str, str]) -> tuple[list[float], list[float]]:
+def _with_ckptlib(training: Training, given: dict[str, str]) -> tuple[list[float], list[float]]:
     state = {"model": training.model, "optim": training.optimizer}
     with ckptlib.Checkpointer(given["directory"], state, every=EVERY) as saver:
 
@@ -147,7 +147,7 @@ def _with_ckptlib(training: _Training, given: dict[str, str]) -> tuple[list[floa
         return _block(training, saver.after_step, under_way, start=STEPS_PER_BLOCK)
 
 
-def _in_memory(training: _Training, given: dict[str, str]) -> tuple[list[float], list[float]]:
+def _in_memory(training: Training, given: dict[str, str]) -> tuple[list[float], list[float]]:
     """A snapshot of every step, and its replica; nothing goes to the store."""
     state = {"model": training.model, "optim": training.optimizer}
     peers_ = ckptlib.Peers(copies=1, every=1, domain=f"host{dist.get_rank()}")
@@ -156,7 +156,7 @@ def _in_memory(training: _Training, given: dict[str, str]) -> tuple[list[float],
         return _block(training, saver.after_step, lambda: False, start=STEPS_PER_BLOCK)
 
 
-def _bare(training: _Training, given: dict[str, str]) -> tuple[list[float], list[float]]:
+def _bare(training: Training, given: dict[str, str]) -> tuple[list[float], list[float]]:
     """Each rank sends as much as its snapshot to the other, in chunks of 16 MiB, from a thread."""
     nbytes, peer = int(given["nbytes"]), 1 - dist.get_rank()
     group = dist.new_group(backend="gloo")
@@ -180,7 +180,7 @@ def _bare(training: _Training, given: dict[str, str]) -> tuple[list[float], list
     return found
 
 
-def _with_nvrx(training: _Training, given: dict[str, str]) -> tuple[list[float], list[float]]:
+def _with_nvrx(training: Training, given: dict[str, str]) -> tuple[list[float], list[float]]:
     from benchmarks.nvrx import Nvrx
 
     with tempfile.TemporaryDirectory(prefix="ckptlib-slowdown-", dir="/dev/shm") as directory:
@@ -195,7 +195,7 @@ def _with_nvrx(training: _Training, given: dict[str, str]) -> tuple[list[float],
         return found
 
 
-def _with_peer(training: _Training, given: dict[str, str]) -> tuple[list[float], list[float]]:
+def _with_peer(training: Training, given: dict[str, str]) -> tuple[list[float], list[float]]:
     peer = PEERS[given["peer"]]()
     waits: list[peers.Wait] = []
 

@@ -1,6 +1,9 @@
 """Stores that are slow or that fail, and ways to damage a file: for tests of ckptlib and of what is built on it.
 
     latency+file:///tmp/run?latency=0.005        every request takes 5 ms more
+    latency+file:///tmp/run?latency=0.005&bandwidth=2e8
+                                                 and all requests of a process share 0.2 GB/s to the store, and as much
+                                                 from it; such a store is not local, whatever lies below
     fault+file:///tmp/run?plan=/tmp/plan.json    faults by the rules of a plan, which may change while the test runs
 
 A plan is a JSON list of rules, each an object with
@@ -51,7 +54,10 @@ def open_testing_store(url: str, options: Mapping[str, object] | None, open_stor
     kind, _, rest = url.partition("+")
     if kind == "latency":
         inner, latency = _split_parameter(rest, "latency")
-        return LatencyStore(open_store(inner, options), float(latency))
+        bandwidth = None
+        if "bandwidth=" in inner.partition("?")[2]:
+            inner, bandwidth = _split_parameter(inner, "bandwidth")
+        return LatencyStore(open_store(inner, options), float(latency), None if bandwidth is None else float(bandwidth))
     if kind == "fault":
         inner, plan = _split_parameter(rest, "plan")
         return FaultStore(open_store(inner, options), unquote(plan))
@@ -131,21 +137,77 @@ class _HookedUpload(Upload):
         self._inner.abort()
 
 
+class _Link:
+    """One direction between a process and a store: takes so many bytes per second, in the order in which they come."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def reserve(self, nbytes: int) -> float:
+        """When the last of these bytes is through; by the monotonic clock."""
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + nbytes / self._bytes_per_second
+            return self._free_at
+
+
 class LatencyStore(_HookedStore):
     """An object store's round trips on a laptop: every operation waits `latency_s` seconds first.
 
-    The writes of an upload do not: an object store sees none of them before the commit.
+    The writes of an upload do not: an object store sees none of them before the commit. With a bandwidth, in bytes per
+    second, what is put and got takes the time that it then would, beside all other requests of this process.
     """
 
-    def __init__(self, inner: Store, latency_s: float) -> None:
+    _links: ClassVar[dict[tuple[str, float, str], _Link]] = {}
+    """By URL, bandwidth and direction: of the process, however often the store is opened."""
+
+    _links_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, inner: Store, latency_s: float, bandwidth: float | None = None) -> None:
         super().__init__(inner, "latency")
+        if latency_s < 0 or (bandwidth is not None and not bandwidth > 0):
+            raise ValueError(f"{self.url}: latency={latency_s}, bandwidth={bandwidth}; expected >= 0 s, > 0 bytes/s")
         self._latency_s = latency_s
+        self._to, self._from = self._link(bandwidth, "to"), self._link(bandwidth, "from")
+        if bandwidth is not None:
+            self.is_local = False
+
+    def _link(self, bandwidth: float | None, direction: str) -> _Link | None:
+        if bandwidth is None:
+            return None
+        with LatencyStore._links_lock:
+            return LatencyStore._links.setdefault((self.url, bandwidth, direction), _Link(bandwidth))
 
     @override
     def _run(self, op: str, key: str, act: Callable[[Buffer], T], data: Buffer = b"") -> T:
         if op != "write":
             time.sleep(self._latency_s)
-        return act(data)
+        nbytes = as_bytes(data).nbytes
+        through = 0.0 if self._to is None or not nbytes else self._to.reserve(nbytes)
+        result = act(data)
+        _sleep_until(through)
+        return result
+
+    @override
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        data = super().get(key, offset, nbytes)
+        if self._from is not None:
+            _sleep_until(self._from.reserve(len(data)))
+        return data
+
+    @override
+    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        through = 0.0 if self._from is None else self._from.reserve(buffer.nbytes)
+        super().get_into(key, offset, buffer)
+        _sleep_until(through)
+
+
+def _sleep_until(when: float) -> None:
+    """By the monotonic clock."""
+    left = when - time.monotonic()
+    if left > 0:
+        time.sleep(left)
 
 
 class Rule(TypedDict):

@@ -7,11 +7,12 @@ each kind of tensor, and what patches need. Owned by the thread that persists. N
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckptlib.codecs import registry
@@ -19,23 +20,32 @@ from ckptlib.codecs.choice import Candidate, Measured, candidate, weigh
 from ckptlib.codecs.codec import Codec
 from ckptlib.codecs.registry import RAW
 from ckptlib.format.digests import digester
+from ckptlib.format.keys import SaveId
 from ckptlib.format.part import Part
-from ckptlib.format.places import Coding, Loss
-from ckptlib.policy.codec import CodecRules
+from ckptlib.format.places import Base, Coding, Loss
+from ckptlib.policy.codec import AUTO, CodecRules
 from ckptlib.slots.snapshot import Snapshot
 from ckptlib.writer.contents import TensorChunk, tensor_chunk
-from ckptlib.writer.patches import PATCH, Attempt, Patches
+from ckptlib.writer.patches import PATCH, Attempt, Patches, base_of
+from ckptlib.writer.rates import Rate
 
 log = logging.getLogger(__name__)
 
 ENCODERS = 2
 """Threads. They run at the writer's low priority, and one core encodes about a gigabyte per second."""
 
-AHEAD = 2 * ENCODERS
-"""Chunks that are encoded before they are asked for; bounds the memory."""
+AHEAD_BYTES = 32 * 1024 * 1024
+"""Of chunks that are encoded before they are asked for: about what one pack of frames takes, so that the next one is
+encoded while it is put. Bounds the memory."""
 
-HALF_LIFE = 0.5
-"""What a new measurement counts for against those before it."""
+MEASURED_FROM_BYTES = 4 * 1024 * 1024
+"""A smaller pack says more of the time of a request than of the speed of the store."""
+
+SAMPLES = 4
+"""Chunks of a kind, evenly spread, that are encoded to see whether it pays."""
+
+SAMPLED_EVERY = 16
+"""Saves, where it did not: the store and the load of the host may change."""
 
 
 class Encoded(NamedTuple):
@@ -49,13 +59,26 @@ class Encoded(NamedTuple):
     """Of what the frame decodes to, where that is not the chunk itself."""
 
 
-@dataclass(slots=True)
-class _Kind:
-    """What is known of tensors with names and dtypes alike."""
+Kind = tuple[str, str]
+"""The last word of a tensor's name, and its dtype: what layers have in common."""
 
-    ratio: float
-    encode_bps: float
-    why: str = ""
+
+class _Plan(NamedTuple):
+    """For the chunks of one shard."""
+
+    kind: Kind
+    wanted: Candidate
+
+
+@dataclass(slots=True)
+class _Learned:
+    """What is known of a kind."""
+
+    stored: Rate = field(default_factory=Rate)
+    """Bytes of frames."""
+    pays: bool | None = None
+    num_skipped: int = 0
+    """Saves since it was last seen whether it pays."""
 
 
 class _Rounded(NamedTuple):
@@ -74,8 +97,21 @@ class _Work(NamedTuple):
     frame: bytes | None
     codec: str
     rounded: _Rounded | None
-    seconds: float
-    """Of encoding it whole."""
+    ended: float
+    """By the monotonic clock."""
+
+
+class _Job(NamedTuple):
+    """A chunk that is being encoded."""
+
+    chunk: int
+    of: TensorChunk
+    kind: Kind
+    base: Base | None
+    nbytes: int
+    began: float
+    """When it was given to the threads; by the monotonic clock."""
+    work: Future[_Work]
 
 
 class Coder:
@@ -83,74 +119,104 @@ class Coder:
 
     def __init__(self, rules: CodecRules, is_local: bool) -> None:
         self._rules, self._is_local = rules, is_local
-        self._store_bps: float | None = None
-        self._kinds: dict[tuple[str, str], _Kind] = {}
+        self.encodes = _may_encode(rules, is_local)
+        """Whether any chunk ever is, whatever the tensors are called; if not, none needs to be looked at."""
+        self._store = Rate()
+        self._uploads_until = 0.0
+        """Up to then the time of uploads is accounted for; by the monotonic clock."""
+        self._uploads_lock = threading.Lock()
+        self._kinds: dict[Kind, _Learned] = {}
         self._table: object = None
-        self._chunks: dict[int, tuple[TensorChunk, Candidate] | None] = {}
+        self._encoding = Rate()
+        """Seconds in which chunks are waiting to be encoded, by all threads: longer where the host has no idle core."""
+        self._busy_until = 0.0
+        """Up to then the time of the encoders is accounted for; by the monotonic clock."""
+        self._plans: list[_Plan | None] = []
+        """By chunk. None: it is stored as it is."""
         self._patches: Patches | None = None
         self._executor: ThreadPoolExecutor | None = None
 
-    def note_upload(self, nbytes: int, seconds: float) -> None:
-        """So many bytes went into the store, in a pack."""
-        if nbytes and seconds > 0:
-            bps = nbytes / seconds
-            self._store_bps = bps if self._store_bps is None else _blend(self._store_bps, bps)
+    def note_upload(self, nbytes: int, began: float, ended: float) -> None:
+        """So many bytes went into the store, in a pack; times by the monotonic clock. Any thread may tell.
+
+        Time in which several were under way counts once: what counts is what they reach together.
+        """
+        if nbytes >= MEASURED_FROM_BYTES:
+            with self._uploads_lock:
+                self._store.add(max(0.0, ended - max(began, self._uploads_until)), nbytes)
+                self._uploads_until = max(self._uploads_until, ended)
 
     def forget_patches(self) -> None:
         """What was saved was not what it said, or was not put: nothing is patched before the next whole copy."""
         self._patches = None
 
     def candidates(self, snapshot: Snapshot, chunks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The chunks that a codec is to be tried on, and those that are stored as they are."""
+        """The chunks that a codec is to be tried on, and those that are stored as they are; both ascending."""
+        if not self.encodes:
+            return [], [*chunks]
         if self._table is not snapshot.table:
-            self._table, self._chunks, self._patches = snapshot.table, {}, None
+            self._table, self._plans, self._patches = snapshot.table, _plans(self._rules, snapshot), None
         coded: list[int] = []
-        raw: list[int] = []
+        if_it_pays: dict[Kind, list[int]] = {}
         for chunk in chunks:
-            (coded if self._is_tried(snapshot, chunk) else raw).append(chunk)
-        return coded, raw
+            plan = self._plans[chunk]
+            if plan is not None:
+                (if_it_pays.setdefault(plan.kind, []) if plan.wanted.if_it_pays else coded).append(chunk)
+        if not self._is_local and self._store.nbytes:
+            for kind, some in if_it_pays.items():
+                coded += self._worth_trying(kind, some)
+        taken = {*coded}
+        return sorted(coded), [chunk for chunk in chunks if chunk not in taken]
 
-    def _is_tried(self, snapshot: Snapshot, chunk: int) -> bool:
-        if chunk not in self._chunks:
-            self._chunks[chunk] = self._look_at(snapshot, chunk)
-        found = self._chunks[chunk]
-        if found is None or found[1].codec == RAW:
-            return False
-        of, wanted = found
-        if not wanted.if_it_pays:
-            return True
-        return not self._is_local and self._store_bps is not None and self._pays(of)
-
-    def _look_at(self, snapshot: Snapshot, chunk: int) -> tuple[TensorChunk, Candidate] | None:
-        of = tensor_chunk(snapshot.table, snapshot.layout, chunk)
-        return None if of is None else (of, candidate(self._rules, of.tensor, of.content.dtype))
-
-    def _pays(self, of: TensorChunk) -> bool:
-        """Whether encoding does, where nobody asked for it. What was never encoded is, once, to see."""
-        kind = self._kinds.get(_kind_of(of))
-        if kind is None:
-            return True
-        verdict = weigh(Measured(self._is_local, self._store_bps, ENCODERS * kind.encode_bps, kind.ratio))
-        if verdict.why != kind.why:
-            kind.why = verdict.why
-            log.info("%s of %s: %s", *_kind_of(of), verdict.why)
-        return verdict.encode
+    def _worth_trying(self, kind: Kind, chunks: Sequence[int]) -> Sequence[int]:
+        """All chunks of a kind where encoding pays; a few, now and then, where that is not known; or none."""
+        learned = self._kinds.setdefault(kind, _Learned())
+        if learned.stored.nbytes:
+            bps = 1 / max(self._encoding.per_byte, 1e-15)
+            store_bps = 1 / max(self._store.per_byte, 1e-15)
+            verdict = weigh(Measured(self._is_local, store_bps, bps, learned.stored.per_byte))
+            if verdict.encode != learned.pays:
+                learned.pays = verdict.encode
+                log.info("%s of %s: %s", *kind, verdict.why)
+            if verdict.encode:
+                return chunks
+            learned.num_skipped += 1
+            if learned.num_skipped < SAMPLED_EVERY:
+                return ()
+        learned.num_skipped = 0
+        return chunks[:: -(-len(chunks) // SAMPLES)]
 
     def encode(
-        self, body: memoryview, snapshot: Snapshot, chunks: Sequence[int], parent: Part | None
-    ) -> Iterator[Encoded]:
-        """What becomes of each of these, in their order. A base's pack is counted as the parent's."""
+        self,
+        body: memoryview,
+        snapshot: Snapshot,
+        chunks: Sequence[int],
+        parent: Part | None,
+        refused: Set[int] = frozenset(),
+    ) -> Generator[Encoded, None, None]:
+        """What becomes of each of these, in their order. A base's pack is counted as the parent's.
+
+        `refused`: chunks that are not to be stored as changes of what the parent has. `body` is read until the iterator
+        ends or is closed.
+        Raises what a codec raises.
+        """
         if not chunks:
             return
-        self._patches = self._patches or Patches()
+        self._patches = patches = self._patches or Patches()
         self._executor = self._executor or ThreadPoolExecutor(ENCODERS, "ckptlib-encode")
-        waiting: deque[tuple[int, Future[_Work]]] = deque()
-        for chunk in chunks:
-            waiting.append((chunk, self._submit(self._executor, self._patches, body, snapshot, chunk, parent)))
-            if len(waiting) > AHEAD:
-                yield self._finish(self._patches, snapshot, parent, *waiting.popleft())
-        while waiting:
-            yield self._finish(self._patches, snapshot, parent, *waiting.popleft())
+        jobs: deque[_Job] = deque()
+        nbytes_ahead = 0
+        try:
+            for chunk in chunks:
+                jobs.append(self._submit(self._executor, patches, body, snapshot, chunk, parent, refused))
+                nbytes_ahead += jobs[-1].nbytes
+                while nbytes_ahead > AHEAD_BYTES:
+                    nbytes_ahead -= jobs[0].nbytes
+                    yield self._finish(patches, snapshot, parent, jobs.popleft())
+            while jobs:
+                yield self._finish(patches, snapshot, parent, jobs.popleft())
+        finally:  # where the save failed, the slot may be written to again as soon as this is over
+            wait([job.work for job in jobs if not job.work.cancel()])
 
     def _submit(
         self,
@@ -160,33 +226,30 @@ class Coder:
         snapshot: Snapshot,
         chunk: int,
         parent: Part | None,
-    ) -> Future[_Work]:
-        of, wanted = self._of(chunk)
-        start = snapshot.table.offsets[chunk]
-        raw = body[start : start + snapshot.table.nbytes[chunk]]
-        codec = registry.find(wanted.codec)
+        refused: Set[int],
+    ) -> _Job:
+        of, plan = tensor_chunk(snapshot.table, snapshot.layout, chunk), self._plans[chunk]
+        assert of is not None
+        assert plan is not None
+        start, nbytes = snapshot.table.offsets[chunk], snapshot.table.nbytes[chunk]
+        codec, base = registry.find(plan.wanted.codec), None if chunk in refused else base_of(parent, chunk)
         assert isinstance(codec, Codec)
-        attempt = patches.attempt(chunk, of, patches.base_of(parent, chunk)) if codec.lossless else None
-        return executor.submit(_work, raw, of, codec, snapshot.algorithm, attempt)
+        attempt = patches.attempt(chunk, of, base) if codec.lossless else None
+        began = time.monotonic()
+        work = executor.submit(_work, body[start : start + nbytes], of, codec, snapshot.algorithm, attempt)
+        return _Job(chunk, of, plan.kind, base, nbytes, began, work)
 
-    def _of(self, chunk: int) -> tuple[TensorChunk, Candidate]:
-        found = self._chunks[chunk]
-        assert found is not None
-        return found
-
-    def _finish(
-        self, patches: Patches, snapshot: Snapshot, parent: Part | None, chunk: int, work: Future[_Work]
-    ) -> Encoded:
-        of, _ = self._of(chunk)
-        done, nbytes = work.result(), snapshot.table.nbytes[chunk]
+    def _finish(self, patches: Patches, snapshot: Snapshot, parent: Part | None, job: _Job) -> Encoded:
+        done, chunk, save = job.work.result(), job.chunk, snapshot.header.save
+        busy_s = max(0.0, done.ended - max(job.began, self._busy_until))
+        self._busy_until = max(self._busy_until, done.ended)
         if done.attempt is not None:
-            base = patches.base_of(parent, chunk)
-            patches.note(chunk, of, base, done.attempt)
-            if done.attempt.frame is not None:
-                return Encoded(chunk, done.attempt.frame, Coding(PATCH, len(done.attempt.frame), base))
-            stored = nbytes if done.frame is None else len(done.frame)
-            patches.stored_whole(chunk, of, snapshot.digests[chunk], stored, done.attempt.summary)
-        self._learn(of, nbytes, done)
+            found = self._note_attempt(patches, save, parent, job, done, done.attempt, snapshot.digests[chunk])
+            if found is not None:
+                return found
+        learned = self._kinds.setdefault(job.kind, _Learned())
+        learned.stored.add(job.nbytes if done.frame is None else len(done.frame), job.nbytes)
+        self._encoding.add(busy_s, job.nbytes)
         if done.frame is None:
             return Encoded(chunk, None, None)
         if done.rounded is None:
@@ -195,15 +258,27 @@ class Coder:
         loss = Loss(snapshot.digests[chunk], *bound)
         return Encoded(chunk, done.frame, Coding(done.codec, len(done.frame), None, loss), digest)
 
-    def _learn(self, of: TensorChunk, nbytes: int, done: _Work) -> None:
-        """How well and how fast this kind of tensor is encoded."""
-        ratio = 1.0 if done.frame is None else len(done.frame) / nbytes
-        bps = nbytes / max(done.seconds, 1e-9)
-        kind = self._kinds.get(_kind_of(of))
-        if kind is None:
-            self._kinds[_kind_of(of)] = _Kind(ratio, bps)
+    def _note_attempt(
+        self,
+        patches: Patches,
+        save: SaveId,
+        parent: Part | None,
+        job: _Job,
+        done: _Work,
+        attempt: Attempt,
+        digest: str,
+    ) -> Encoded | None:
+        """What is stored, if that is a patch."""
+        found = None
+        if attempt.frame is not None:
+            assert job.base is not None
+            patches.patched(save, job.chunk, job.of, job.base, len(attempt.frame))
+            found = Encoded(job.chunk, attempt.frame, Coding(PATCH, len(attempt.frame), job.base))
         else:
-            kind.ratio, kind.encode_bps = _blend(kind.ratio, ratio), _blend(kind.encode_bps, bps)
+            stored = job.nbytes if done.frame is None else len(done.frame)
+            patches.stored_whole(save, job.chunk, job.base, digest, stored, attempt.summary)
+        patches.drop_unneeded(job.chunk, job.base, None if parent is None else parent.save)
+        return found
 
 
 def _work(
@@ -211,12 +286,10 @@ def _work(
 ) -> _Work:
     tried = None if attempt is None else attempt(raw)
     if tried is not None and tried.frame is not None:
-        return _Work(tried, None, PATCH, None, 0.0)
-    began = time.monotonic()
+        return _Work(tried, None, PATCH, None, time.monotonic())
     frame = codec.encode(raw, of.content)
-    seconds = time.monotonic() - began
     rounded = None if frame is None or codec.lossless else _rounded(codec, memoryview(frame), len(raw), algorithm)
-    return _Work(tried, frame, codec.name, rounded, seconds)
+    return _Work(tried, frame, codec.name, rounded, time.monotonic())
 
 
 def _rounded(codec: Codec, frame: memoryview, nbytes: int, algorithm: str) -> _Rounded:
@@ -228,10 +301,20 @@ def _rounded(codec: Codec, frame: memoryview, nbytes: int, algorithm: str) -> _R
     return _Rounded(digester(algorithm)(out), *codec.bound(frame))
 
 
-def _kind_of(of: TensorChunk) -> tuple[str, str]:
-    """The last word of its name, and its dtype: what layers have in common."""
-    return of.tensor.rpartition("/")[2].rpartition(".")[2], of.content.dtype
+def _may_encode(rules: CodecRules, is_local: bool) -> bool:
+    words = {word for _, word in rules.rules}
+    if not any(pattern == "*" for pattern, _ in rules.rules):
+        words.add(AUTO)
+    return not words <= ({RAW, AUTO} if is_local else {RAW})
 
 
-def _blend(before: float, now: float) -> float:
-    return before * (1 - HALF_LIFE) + now * HALF_LIFE
+def _plans(rules: CodecRules, snapshot: Snapshot) -> list[_Plan | None]:
+    """By chunk. Of chunks in which several small shards lie: None; such chunks are never coded."""
+    table, found = snapshot.table, list[_Plan | None]()
+    for shard, num in enumerate(table.num_chunks):
+        tensor = snapshot.layout.tensors[table.tensors[shard]]
+        wanted = candidate(rules, tensor.name, tensor.dtype)
+        kind = tensor.name.rpartition("/")[2].rpartition(".")[2], tensor.dtype
+        plan = None if wanted.codec == RAW or table.is_shared(shard) else _Plan(kind, wanted)
+        found += [plan] * num
+    return found

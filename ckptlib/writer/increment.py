@@ -80,12 +80,8 @@ def plan(digests: Sequence[str], parent: Part, rules: Rules) -> Increment:
     """What is written of a snapshot with these digests. The parent's table is equal."""
     same = unchanged(digests, parent)
     packs = _packs_of(parent, same)
-    doomed = _doomed(parent, packs, same, rules)
-    old = {
-        number: (rules.now - pack.created) / rules.refresh_s
-        for number, pack in enumerate(parent.packs)
-        if rules.now - pack.created > rules.refresh_s * (1 - STAGGER)
-    }
+    doomed = _doomed(parent, same, rules)
+    old = _old(parent, rules)
     if not doomed and not old:
         taken = same
     else:
@@ -100,6 +96,28 @@ def plan(digests: Sequence[str], parent: Part, rules: Rules) -> Increment:
         tuple(chunk for chunk in range(len(digests)) if chunk not in stays),
         tuple(chunk for chunk in same if chunk not in kept),
     )
+
+
+def without_base(digests: Sequence[str], parent: Part, rules: Rules) -> frozenset[int]:
+    """Chunks that, changed or not, are not to be stored as changes of what the parent has.
+
+    A base is referred to as much as a chunk that has not changed is.
+    """
+    doomed, old = _doomed(parent, unchanged(digests, parent), rules), _old(parent, rules)
+    if not doomed and not old:
+        return frozenset()
+    bases = {chunk: coding.base.pack for chunk, coding in parent.codings.items() if coding.base is not None}
+    packs = ((chunk, bases.get(chunk, pack)) for chunk, pack in enumerate(parent.table.packs))
+    return frozenset(chunk for chunk, pack in packs if pack in doomed or old.get(pack, 0) > _due(chunk))
+
+
+def _old(parent: Part, rules: Rules) -> dict[int, float]:
+    """The age of each pack of which something is to be refreshed, as a share of the time to a refresh."""
+    return {
+        number: (rules.now - pack.created) / rules.refresh_s
+        for number, pack in enumerate(parent.packs)
+        if rules.now - pack.created > rules.refresh_s * (1 - STAGGER)
+    }
 
 
 def _packs_of(parent: Part, chunks: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -118,12 +136,14 @@ def _due(chunk: int) -> float:
     return 1 - STAGGER * ((chunk * 0x9E3779B1) % 2**32) / 2**32
 
 
-def _doomed(parent: Part, packs: dict[int, tuple[int, ...]], same: Collection[int], rules: Rules) -> set[int]:
+def _doomed(parent: Part, same: Collection[int], rules: Rules) -> set[int]:
     """The parent's packs that are not referred to any more."""
     live = [0] * len(parent.packs)
     for chunk in same:
-        for number in packs[chunk]:
-            live[number] += parent.stored[chunk]
+        live[parent.table.packs[chunk]] += parent.stored[chunk]
+    for coding in parent.codings.values():  # a chunk that has changed is likely to be patched against the same base
+        if coding.base is not None:
+            live[coding.base.pack] += coding.base.stored
     sets = [pack_set(pack.key) for pack in parent.packs]
     found = {number for number, of in enumerate(sets) if of is None or _is_doomed(parent, number, of, live, rules)}
     by_set: dict[PackSet, list[int]] = {}
@@ -137,6 +157,6 @@ def _doomed(parent: Part, packs: dict[int, tuple[int, ...]], same: Collection[in
 
 
 def _is_doomed(parent: Part, number: int, of: PackSet, live: Sequence[int], rules: Rules) -> bool:
-    if rules.distrusted is not None and of.save <= rules.distrusted:
-        return True
-    return of.save not in rules.committed and live[number] < LIVE_SHARE * parent.packs[number].nbytes
+    dead = live[number] < LIVE_SHARE * parent.packs[number].nbytes
+    distrusted = rules.distrusted is not None and of.save <= rules.distrusted
+    return distrusted or (of.save not in rules.committed and dead)

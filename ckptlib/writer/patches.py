@@ -5,8 +5,12 @@ twentieth of it, in this process: in a file beside the slots it would take as mu
 such chunks whole once more.
 
 Most tensors change as a whole at every save, and a summary of them is made for nothing. So a few chunks of each tensor
-are tried first; where patches of them pay, the next whole copy of the tensor's other chunks is summarized, too. One
-thread uses this, but for `Attempt`, which may be made by several. No torch, no I/O.
+are tried first; where a patch of one of them pays, the next whole copy of the tensor's other chunks is summarized, too.
+A chunk whose first patch does not pay, such as the hot rows of a table, is tried more and more rarely.
+
+A save is made against its parent, which may lie several saves back while commits are late. So a summary is kept for as
+long as a save that may still become a parent needs it. One thread uses this, but for what `attempt` returns, which
+other threads run. No torch, no I/O.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ from typing import NamedTuple
 from ckptlib.codecs import registry
 from ckptlib.codecs.codec import SummaryCodec
 from ckptlib.codecs.keyframes import Cycle, Trials
+from ckptlib.format.keys import SaveId
 from ckptlib.format.part import Part
 from ckptlib.format.places import Base
+from ckptlib.writer import parents
 from ckptlib.writer.contents import TensorChunk
 
 PATCH = "patch"
@@ -27,8 +33,8 @@ PATCH = "patch"
 PROBES = 4
 """Chunks of a shard that are tried first, evenly spread."""
 
-KEYFRAMES_KEPT = 2
-"""Of a chunk: the newest one, and the one before it while the step with the newest is not committed."""
+KEYFRAMES_KEPT = parents.KEPT
+"""Of a chunk, at most: each of the parts that may become a parent may need another one."""
 
 
 class Attempt(NamedTuple):
@@ -37,90 +43,116 @@ class Attempt(NamedTuple):
     frame: bytes | None
     """None: a patch does not pay, or there is nothing to make it against. Else it is what is stored."""
     summary: bytes | None
-    """Of the chunk, should it be stored whole; None: nobody asked for it."""
+    """Of the chunk, should it be stored whole; None: it is not to be kept."""
 
 
 @dataclass(slots=True)
-class _History:
+class _Keyframe:
+    """A whole copy of a chunk."""
+
+    summary: bytes
+    cycle: Cycle
+    """What it and the patches against it took."""
+    last: SaveId
+    """The newest save that needs it."""
+
+
+@dataclass(slots=True)
+class _Chunk:
     """What is known of one chunk."""
 
-    keyframes: dict[str, tuple[bytes, Cycle]] = field(default_factory=dict)
-    """By digest: the summary of a whole copy, and what it and the patches against it took; newest last."""
-
-
-@dataclass(slots=True)
-class _Tensor:
-    """What is known of one tensor."""
-
+    keyframes: dict[str, _Keyframe] = field(default_factory=dict)
+    """By digest; newest last."""
     trials: Trials = field(default_factory=Trials)
-    pays: bool = False
 
 
 class Patches:
     """Of the chunks of one table."""
 
     def __init__(self) -> None:
-        self._codec = registry.find(PATCH)
-        assert isinstance(self._codec, SummaryCodec)
-        self._chunks: dict[int, _History] = {}
-        self._tensors: dict[str, _Tensor] = {}
+        codec = registry.find(PATCH)
+        assert isinstance(codec, SummaryCodec)
+        self._codec = codec
+        self._chunks: dict[int, _Chunk] = {}
+        self._paying: set[str] = set()
+        """Tensors of which a patch has paid."""
 
-    def base_of(self, parent: Part | None, chunk: int) -> Base | None:
-        """The last whole copy of a chunk, as its parent knows it; its pack is counted as the parent's."""
-        if parent is None:
-            return None
-        coding = parent.codings.get(chunk)
-        if coding is not None and coding.base is not None:
-            return coding.base
-        if coding is not None and coding.loss is not None:
-            return None  # what it decodes to is not what was summarized
-        stored, codec = parent.stored[chunk], None if coding is None else coding.codec
-        pack, offset = parent.table.packs[chunk], parent.table.offsets[chunk]
-        return Base(pack, offset, stored, codec, parent.digests[chunk])
+    @property
+    def summaries_nbytes(self) -> int:
+        """Memory that is taken by what is kept."""
+        return sum(len(k.summary) for chunk in self._chunks.values() for k in chunk.keyframes.values())
 
     def attempt(self, chunk: int, of: TensorChunk, base: Base | None) -> Callable[[memoryview], Attempt]:
         """What may be run in another thread, with the chunk's bytes."""
-        codec, history = self._codec, self._chunks.get(chunk)
-        known = None if base is None or history is None else history.keyframes.get(base.digest)
-        tensor = self._tensors.setdefault(of.tensor, _Tensor())
-        wanted = known is not None or ((tensor.pays or _is_probe(of)) and tensor.trials.due)
-        assert isinstance(codec, SummaryCodec)
+        known, codec = self._known(chunk, base), self._codec
+        tried = self._chunks.get(chunk)
+        is_due = (tried is None or tried.trials.due) and (of.tensor in self._paying or _is_probe(of))
+        if known is None and not is_due:
+            return lambda raw: Attempt(None, None)
+        if known is None:
+            return lambda raw: Attempt(None, codec.summarize(raw, of.content))
+        before, cycle = known.summary, known.cycle
 
         def run(raw: memoryview) -> Attempt:
-            summary = codec.summarize(raw, of.content) if wanted else None
-            if summary is None or known is None:
-                return Attempt(None, summary)
-            frame = codec.encode_by_summaries(raw, memoryview(summary), memoryview(known[0]), of.content)
-            return Attempt(None if frame is None or known[1].ends_before(len(frame)) else frame, summary)
+            summary = codec.summarize(raw, of.content)
+            assert summary is not None, "its keyframe, of equal content, has one"
+            frame = codec.encode_by_summaries(raw, memoryview(summary), memoryview(before), of.content)
+            return Attempt(None if frame is None or cycle.ends_before(len(frame)) else frame, summary)
 
         return run
 
-    def note(self, chunk: int, of: TensorChunk, base: Base | None, found: Attempt) -> None:
-        """What came of an attempt."""
-        history = self._chunks.get(chunk)
-        if base is None or history is None or base.digest not in history.keyframes:
-            return
-        summary, cycle = history.keyframes[base.digest]
-        tensor = self._tensors[of.tensor]
-        if found.frame is not None:
-            history.keyframes[base.digest] = summary, cycle.then(len(found.frame))
-            tensor.trials, tensor.pays = Trials(), True
-        elif cycle.num_saves == 1 and of.position == 0:  # not even the first one pays; other chunks may say otherwise
-            tensor.trials, tensor.pays = tensor.trials.failed(), False
+    def patched(self, save: SaveId, chunk: int, of: TensorChunk, base: Base, nbytes: int) -> None:
+        """A save stores a chunk as a patch of so many bytes."""
+        known = self._known(chunk, base)
+        assert known is not None
+        known.cycle, known.last = known.cycle.then(nbytes), save
+        self._chunks[chunk].trials = Trials()
+        self._paying.add(of.tensor)
 
-    def stored_whole(self, chunk: int, of: TensorChunk, digest: str, nbytes: int, summary: bytes | None) -> None:
-        """A chunk was stored whole, in so many bytes."""
-        tensor = self._tensors.setdefault(of.tensor, _Tensor())
-        history = self._chunks.setdefault(chunk, _History())
-        history.keyframes.pop(digest, None)
-        while len(history.keyframes) >= KEYFRAMES_KEPT:
-            del history.keyframes[next(iter(history.keyframes))]
-        if summary is not None and tensor.trials.due:
-            history.keyframes[digest] = summary, Cycle(nbytes)
-        elif not history.keyframes:
-            del self._chunks[chunk]
-        if summary is None and of.position == 0:
-            tensor.trials = tensor.trials.skipped()
+    def stored_whole(
+        self, save: SaveId, chunk: int, base: Base | None, digest: str, nbytes: int, summary: bytes | None
+    ) -> None:
+        """A save stores a chunk whole, in so many bytes. `base`: what a patch was tried against. `digest`: its own."""
+        known = self._known(chunk, base)
+        if chunk not in self._chunks and summary is None:
+            return
+        found = self._chunks.setdefault(chunk, _Chunk())
+        if known is not None and known.cycle.num_saves == 1:  # not even the first patch pays
+            found.trials = found.trials.failed()
+        elif summary is None:
+            found.trials = found.trials.skipped()
+        else:
+            found.keyframes.pop(digest, None)
+            found.keyframes[digest] = _Keyframe(summary, Cycle(nbytes), save)
+
+    def drop_unneeded(self, chunk: int, base: Base | None, parent: SaveId | None) -> None:
+        """Summaries of a chunk that no save from this parent on is made against. `base`: the parent's."""
+        if chunk not in self._chunks:
+            return
+        kept = self._chunks[chunk].keyframes
+        if parent is not None:
+            for digest in [d for d, k in kept.items() if k.last < parent and (base is None or d != base.digest)]:
+                del kept[digest]
+        while len(kept) > KEYFRAMES_KEPT:
+            del kept[next(iter(kept))]
+
+    def _known(self, chunk: int, base: Base | None) -> _Keyframe | None:
+        """What is kept of a base."""
+        found = self._chunks.get(chunk)
+        return None if base is None or found is None else found.keyframes.get(base.digest)
+
+
+def base_of(parent: Part | None, chunk: int) -> Base | None:
+    """The last whole copy of a chunk, as its parent knows it; its pack is counted as the parent's."""
+    if parent is None:
+        return None
+    coding = parent.codings.get(chunk)
+    if coding is not None and coding.base is not None:
+        return coding.base
+    if coding is not None and coding.loss is not None:
+        return None  # what it decodes to is not what was summarized
+    codec, table = None if coding is None else coding.codec, parent.table
+    return Base(table.packs[chunk], table.offsets[chunk], parent.stored[chunk], codec, parent.digests[chunk])
 
 
 def _is_probe(of: TensorChunk) -> bool:

@@ -6,8 +6,10 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence, Set
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import closing
 
 from typing_extensions import Buffer
 
@@ -21,7 +23,7 @@ from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
 from ckptlib.stores import Store
 from ckptlib.stores.io_limits import WRITE_BYTES
 from ckptlib.writer.coder import Coder, Encoded
-from ckptlib.writer.increment import Increment, Rules, plan, whole
+from ckptlib.writer.increment import Increment, Rules, plan, whole, without_base
 from ckptlib.writer.packs import Framed, Packer, PackShape, Piece
 from ckptlib.writer.parents import Parents
 from ckptlib.writer.share import PutChunks, assemble
@@ -30,6 +32,12 @@ log = logging.getLogger(__name__)
 
 FRAMES_BYTES = 32 * 1024 * 1024
 """Frames that are put as one pack: they are in memory until they are."""
+
+FIRST_FRAMES_BYTES = 8 * 1024 * 1024
+"""Of the first such pack: until it is gathered the store waits."""
+
+FRAMES_PUTS = 2
+"""Packs of frames that are put at once, so that the store is busy while one is published or the next one encoded."""
 
 GATHER_BYTES = 1024 * 1024
 """Pieces that are smaller are copied together: a write of each would cost more."""
@@ -74,14 +82,14 @@ class Persister:
 
     def _persist(self, slot: Slot, save: SaveId) -> Part:
         snapshot = self.read(slot, save)
-        parent, increment = self._plan(snapshot)
+        parent, increment, refused = self._plan(snapshot)
         began = time.monotonic()
         attempt = new_nonce()
         checked = self._executor.submit(check_body, slot, snapshot, chunks=increment.written)
         try:
             put = [
-                *self._put(slot, snapshot, attempt, increment.changed, parent, carried=False),
-                *self._put(slot, snapshot, attempt, increment.carried, None, carried=True),
+                *self._put(slot, snapshot, attempt, increment.changed, parent, refused, carried=False),
+                *self._put(slot, snapshot, attempt, increment.carried, None, refused, carried=True),
             ]
         finally:
             damage = checked.exception()
@@ -120,35 +128,55 @@ class Persister:
             raise FormatError(f"{slot.path}: holds {header.save} ({header.sequence}), expected {save} and ready")
         return self._snapshots.read(slot, header)
 
-    def _plan(self, snapshot: Snapshot) -> tuple[Part | None, Increment]:
-        """What is written of a snapshot, and what is taken over from which part."""
+    def _plan(self, snapshot: Snapshot) -> tuple[Part | None, Increment, Set[int]]:
+        """What is written of a snapshot, what is taken over from which part, and which chunks are not patched."""
         if snapshot.header.rank != self._rank:  # this is the stand-in of a rank whose parts it does not know
-            return None, whole(len(snapshot.digests))
+            return None, whole(len(snapshot.digests)), frozenset()
         try:
             parent, steps = self._parents.choose(snapshot, self._patience_s)
         except StoreError as error:
             log.warning("step %d is written whole: %s", snapshot.header.save.step, error)
-            return None, whole(len(snapshot.digests))
+            return None, whole(len(snapshot.digests)), frozenset()
         if parent is None:
-            return None, whole(len(snapshot.digests))
+            return None, whole(len(snapshot.digests)), frozenset()
         distrusted = max(steps.refreshes, default=None)
         rules = Rules(snapshot.created, self._refresh_s, {*steps.saves}, distrusted)
-        return parent, plan(snapshot.digests, parent, rules)
+        increment = plan(snapshot.digests, parent, rules)
+        if not self._coder.encodes:
+            return parent, increment, frozenset()
+        return parent, increment, without_base(snapshot.digests, parent, rules)
 
     def _put(
-        self, slot: Slot, snapshot: Snapshot, attempt: str, chunks: tuple[int, ...], parent: Part | None, carried: bool
+        self,
+        slot: Slot,
+        snapshot: Snapshot,
+        attempt: str,
+        chunks: tuple[int, ...],
+        parent: Part | None,
+        refused: Set[int],
+        carried: bool,
     ) -> list[PutChunks]:
-        """Puts chunks: as frames where that is wanted and pays, else as they are."""
+        """Puts chunks: as frames where that is wanted and pays, else as they are. Those `refused` are not patched."""
         if self._packer is None or self._packer.table is not snapshot.table:
             self._packer = Packer(snapshot.table, snapshot.layout, self._store.pack_nbytes)
         keys = (snapshot.header.save.pack_key(snapshot.header.rank, attempt, n, carried) for n in itertools.count())
         coded, raw = self._coder.candidates(snapshot, chunks)
         put: list[PutChunks] = []
-        for some in _in_packs(self._coder.encode(slot.body, snapshot, coded, parent)):
-            raw += [encoded.chunk for encoded in some if encoded.frame is None]
-            frames = [encoded for encoded in some if encoded.frame is not None]
-            if frames:
-                put.append(self._put_frames(snapshot, self._packer, next(keys), frames))
+        with (
+            closing(self._coder.encode(slot.body, snapshot, coded, parent, refused)) as encoding,
+            ThreadPoolExecutor(FRAMES_PUTS, "ckptlib-put") as puts,  # its end waits for what is under way
+        ):
+            under_way: deque[Future[PutChunks]] = deque()
+            for some in _in_packs(encoding):
+                raw += [encoded.chunk for encoded in some if encoded.frame is None]
+                frames = [encoded for encoded in some if encoded.frame is not None]
+                if frames:
+                    key = next(keys)
+                    under_way.append(puts.submit(self._put_frames, snapshot, self._packer, key, frames))
+                del some, frames  # they would hold a pack longer
+                while len(under_way) >= FRAMES_PUTS:
+                    put.append(under_way.popleft().result())
+            put += [work.result() for work in under_way]
         put.append(self._put_raw(slot, snapshot, self._packer, keys, tuple(sorted(raw))))
         return put
 
@@ -180,7 +208,7 @@ class Persister:
             for some in data:
                 upload.write(some)
             upload.commit(shape.head(header.save, header.rank, snapshot.layout.digest))
-        self._coder.note_upload(shape.nbytes, time.monotonic() - began)
+        self._coder.note_upload(shape.nbytes, began, time.monotonic())
         return Pack(key, shape.nbytes, snapshot.created)
 
     def _put_layout(self, snapshot: Snapshot) -> None:
@@ -193,13 +221,13 @@ class Persister:
 def _in_packs(encoded: Iterable[Encoded]) -> Iterator[list[Encoded]]:
     """What one pack of frames is made of, and what turned out not to be a frame meanwhile."""
     some: list[Encoded] = []
-    nbytes = 0
+    nbytes, enough = 0, FIRST_FRAMES_BYTES
     for one in encoded:
         some.append(one)
         nbytes += 0 if one.frame is None else len(one.frame)
-        if nbytes >= FRAMES_BYTES:
+        if nbytes >= enough:
             yield some
-            some, nbytes = [], 0
+            some, nbytes, enough = [], 0, FRAMES_BYTES
     if some:
         yield some
 

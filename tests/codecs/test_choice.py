@@ -60,6 +60,7 @@ def test_encodes_for_a_slow_store() -> None:
         ({"local": True}, "raw: the store is local"),
         ({"store_bps": None}, "raw: the speed of the store is not known yet"),
         ({"store_bps": 2e9}, "raw: the store takes 2.00 GB/s, encoding reaches 1.90 GB/s"),
+        ({"store_bps": 1.8e9}, "raw: the store takes 1.80 GB/s, encoding reaches 1.90 GB/s"),
         ({"ratio": 0.975}, "raw: encoding saves 2.5%, less than 3%"),
         ({"ratio": 1.2}, "raw: encoding saves 0.0%, less than 3%"),
     ],

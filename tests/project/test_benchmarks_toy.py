@@ -46,6 +46,8 @@ SUBJECTS = {
         "unchanged chunks of 4 MiB",
     },
     "smaller": {"ckptlib", "ckptlib, planes", "DCP", "DCP + its zstd"},
+    "throttled": {"ckptlib"},
+    "restore_increments": {"ckptlib"},
     "codecs": {"planes", "zstd", "memcpy"},
     "recover": {"ckptlib", "bare copy", "bare read of /dev/shm", "bare gloo", "bare gloo beside a read"},
 }

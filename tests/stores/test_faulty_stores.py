@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,12 @@ class TestLatencyStore(StoreConformance):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return open_store(f"latency+file://{tmp_path}?latency=0.0001")
+
+
+class TestStoreOfALimitedBandwidth(StoreConformance):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return open_store(f"latency+file://{tmp_path}?latency=0.0001&bandwidth=1e9")
 
 
 class TestFaultStoreWithoutFaults(StoreConformance):
@@ -42,6 +50,47 @@ def test_wrappers_nest(tmp_path: Path) -> None:
     assert store.url == f"latency+fault+file://{tmp_path}/run"
     with pytest.raises(ValueError, match="latency="):
         open_store("latency+memory://x")
+
+
+def test_requests_share_the_bandwidth_of_a_process(tmp_path: Path) -> None:
+    """Four puts at once, through two stores of one URL, then four gets: none is faster than all of them together."""
+    url = f"latency+file://{tmp_path}?latency=0&bandwidth=4e6"
+    stores = [open_store(url), open_store(url)]
+    data, into = bytes(100_000), [memoryview(bytearray(100_000)) for _ in range(2)]
+    with ThreadPoolExecutor(4) as threads:
+        began = time.monotonic()
+        list(threads.map(lambda n: stores[n % 2].put(str(n), data), range(4)))
+        put_s = time.monotonic() - began
+        assert put_s >= 0.1
+        began = time.monotonic()
+        gets = [threads.submit(stores[n].get, str(n)) for n in range(2)]
+        gets_into = [threads.submit(stores[n].get_into, str(n), 0, into[n]) for n in range(2)]
+        assert [get.result() for get in gets] == [data, data]
+        assert [get.result() for get in gets_into] == [None, None]
+        assert time.monotonic() - began >= 0.1
+
+
+def test_an_upload_takes_the_bandwidth_and_nothing_else_does(tmp_path: Path) -> None:
+    store = open_store(f"latency+file://{tmp_path}?bandwidth=1e6&latency=0")
+    began = time.monotonic()
+    with store.upload("a", 1000) as upload:
+        upload.write(bytes(50_000))
+        upload.write(bytes(49_000))
+        upload.commit(bytes(1000))
+    assert time.monotonic() - began >= 0.1
+    slow = open_store(f"latency+file://{tmp_path}?bandwidth=1e-3&latency=0")  # a byte would take a quarter of an hour
+    assert keys(slow) == ["a"]
+    assert slow.get("a", 0, 0) == b""
+    slow.put("empty", b"")
+    slow.delete("a")
+
+
+def test_what_has_a_bandwidth_is_not_local(tmp_path: Path) -> None:
+    assert open_store(f"latency+file://{tmp_path}?latency=0").is_local
+    assert not open_store(f"latency+file://{tmp_path}?latency=0&bandwidth=1e9").is_local
+    for wrong in ("0", "-1", "nan"):
+        with pytest.raises(ValueError, match="bandwidth="):
+            open_store(f"latency+file://{tmp_path}?latency=0&bandwidth={wrong}")
 
 
 def test_the_nth_operation_fails(tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ def setup(root: Path, rank: int = 0, **more: object) -> dict[str, object]:
         "world_size": 1,
         "deadline_s": 60.0,
         "keep_slots_s": 0.0,
+        "refresh_s": 1e9,
+        "codec": [["*", "raw"]],
     }
     return {**order, "keep": None, "refresh_s": 1e9, "codec": [["*", "raw"]], **more}
 
