@@ -60,7 +60,7 @@ def test_against_every_byte_alone(steps: list[list[Chunk]]) -> None:
                     needs[first, at].add(number)
     committed = {*SAVES[: len(steps)]}
     used = {PackSet(SAVES[pack // 2]) for pack, _ in needs} | {PackSet(save) for save in committed}
-    found = usage.finish([Entry(key, PACK_NBYTES, 0.0) for key in PACKS], committed, used)
+    found = usage.finish([Entry(key, PACK_NBYTES, 0.0) for key in PACKS], committed, dict.fromkeys(used))
     for number in range(len(steps)):
         step = usage.steps[SAVES[number]]
         assert step.stored == sum(number in of for of in needs.values())
@@ -82,7 +82,7 @@ def test_packs_that_are_not_there_are_told() -> None:
     usage = Usage()
     usage.add(part(SAVES[0], [(0, 4, 8, None), (1, 0, 8, None), (2, 0, 8, None)]))
     entries = [Entry(PACKS[0], 12, 0.0), Entry(PACKS[1], 7, 0.0), Entry("packs/foreign", 100, 0.0)]
-    found = usage.finish(entries, {SAVES[0]}, {PackSet(SAVES[0])})
+    found = usage.finish(entries, {SAVES[0]}, {PackSet(SAVES[0]): None})
     assert usage.missing == [PACKS[1], PACKS[2]]
     assert found[SAVES[0]].written == 19
 

@@ -59,6 +59,7 @@ def content(root: Path) -> dict[str, str]:
     return {
         str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
         for path in root.rglob("*")
+        if path.name != ".tmp"  # an empty directory, which git does not keep
     }
 
 
