@@ -116,7 +116,6 @@ def _touched(directory: Path, nbytes: int, num_saves: int) -> None:
             touched.append(3 * len(ids) * 4 * width)
         whole = sum(value.nbytes for value in _flat(state).values())
         _tell(subject, "rows touched per step", "ratio", touched[-1] / whole)
-        _tell(subject, "smallest increment over the touched rows", "ratio", min(sizes[2:]) / touched[-1])
         _tell(subject, "state over a save, mean of all saves but the first", "times", whole / _mean(sizes[1:]))
         _tell(subject, "state over a save, mean of all saves", "times", whole / _mean(sizes))
 
@@ -128,7 +127,7 @@ def _trained(directory: Path, size: trained.Size) -> None:
         for subject, save in _savers({"ckptlib, planes": "planes", "ckptlib": None}):
             path = directory / subject / kind
             save({"optim" if kind.startswith("exp") else "model": values}, path, 1)
-            _tell(f"{subject}: {kind}", "save over state", "ratio", _nbytes(path, 1) / whole)
+            _tell(subject, f"save over state, {kind}", "ratio", _nbytes(path, 1) / whole)
 
 
 def _savers(codecs: Mapping[str, str | None]) -> Iterator[tuple[str, Saver]]:

@@ -235,7 +235,8 @@ def commit_unproved(store: MemoryStore, save: SaveId, names: list[PartName]) -> 
     for part in parts:
         layouts[part.table.layout] = (*layouts.get(part.table.layout, ()), part.rank)
     nbytes = sum(pack.nbytes for part in parts for pack in part.packs)
-    manifest = Manifest(save, len(parts), tuple(names), layouts, nbytes, 0.0, {})
+    state = sum(part.table.nbytes_data for part in parts)
+    manifest = Manifest(save, len(parts), tuple(names), layouts, nbytes, 0.0, {}, nbytes_state=state)
     store.put(save.manifest_key, manifest.encode())
 
 
