@@ -30,6 +30,11 @@ NAMES = (
     "slowdown",
     "scale",
     "recover",
+    "smaller",
+    "codecs",
+    "sparse",
+    "throttled",
+    "restore_increments",
     "lossy",
     "gpu",
 )
