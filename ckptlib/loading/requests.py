@@ -24,10 +24,7 @@ from ckptlib.format.places import Coding
 from ckptlib.loading.landing import Landing
 from ckptlib.pages import round_up
 from ckptlib.state.raw_bytes import bytes_of, copyable, is_bytes
-from ckptlib.stores.io_limits import DIRECT_FROM_BYTES, IoLimits
-
-GAP_BYTES = 64 * 1024
-"""A hole between two wanted ranges that is cheaper to read than another request."""
+from ckptlib.stores.io_limits import DIRECT_FROM_BYTES, GAP_BYTES, IoLimits
 
 
 class ByteMove(NamedTuple):

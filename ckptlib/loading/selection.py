@@ -6,7 +6,8 @@ Pure: knows neither the state nor the checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
+
+from ckptlib.policy.patterns import covers
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Only = str | Sequence[str] | None
@@ -26,7 +27,7 @@ class Selection:
         """Whether a path of the state is to be loaded. `whole`: all of it or nothing, so that `path/*` names it."""
         if self.patterns is None:
             return True
-        met = [p for p in self.patterns if _covers(p, path) or (whole and _covers(p, f"{path}/"))]
+        met = [p for p in self.patterns if covers(p, path) or (whole and covers(p, f"{path}/"))]
         self._idle_patterns.difference_update(met)
         return bool(met)
 
@@ -55,8 +56,4 @@ class Selection:
         return self.patterns is None or (self._any_covers(saved_name) and self.named(saved_name) == saved_name)
 
     def _any_covers(self, path: str) -> bool:
-        return any(_covers(pattern, path) for pattern in self.patterns or ())
-
-
-def _covers(pattern: str, path: str) -> bool:
-    return fnmatchcase(path, pattern) or path == pattern or path.startswith(f"{pattern}/")
+        return any(covers(pattern, path) for pattern in self.patterns or ())

@@ -10,6 +10,9 @@ THREADS = 8
 RUN_BYTES = 16 * 1024 * 1024
 """The most that one request asks for; times THREADS, it bounds the memory of a load, and of verify."""
 
+GAP_BYTES = 64 * 1024
+"""A hole between two wanted ranges that is cheaper to read than another request."""
+
 DIRECT_FROM_BYTES = 1024 * 1024
 """From this size on, a chunk that fits its target as it is gets read straight into it."""
 

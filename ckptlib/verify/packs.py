@@ -20,13 +20,10 @@ from ckptlib.format.digests import digester
 from ckptlib.format.keys import SaveId
 from ckptlib.format.layout import Layout
 from ckptlib.format.part import Part
-from ckptlib.stores.io_limits import RUN_BYTES, THREADS
+from ckptlib.stores.io_limits import GAP_BYTES, RUN_BYTES, THREADS
 from ckptlib.verify.findings import Damage, Finding, attempt, damage_of
 from ckptlib.verify.pack_headers import MAX_HEAD_BYTES, check_head, expected_head
 from ckptlib.verify.shared_chunks import SharedChunks
-
-GAP_BYTES = 64 * 1024
-"""A hole between two chunks that is cheaper to read than another request."""
 
 AHEAD = 2 * THREADS
 """Requests handed out before the result of the first is looked at."""

@@ -32,7 +32,9 @@ from ckptlib.writer.rates import Rate
 log = logging.getLogger(__name__)
 
 ENCODERS = 2
-"""Threads. They run at the writer's low priority, and one core encodes about a gigabyte per second."""
+"""Threads, at the writer's low priority. One core encodes about a gigabyte per second. Two threads of `planes` are no
+faster than one (0.8 to 1.0 times, measured): numpy's operations end sooner than threads hand over the interpreter's
+lock. Those of zstd alone are (1.8 times)."""
 
 AHEAD_BYTES = 32 * 1024 * 1024
 """Of chunks that are encoded before they are asked for: about what one pack of frames takes, so that the next one is

@@ -28,8 +28,7 @@ from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
 from ckptlib.loading.committed import Committed
 from ckptlib.loading.reader import Reader, Want
-from ckptlib.loading.requests import GAP_BYTES
-from ckptlib.stores.io_limits import RUN_BYTES, THREADS, IoLimits
+from ckptlib.stores.io_limits import GAP_BYTES, RUN_BYTES, THREADS, IoLimits
 from ckptlib.stores.local import LocalStore
 
 
