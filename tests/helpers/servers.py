@@ -25,8 +25,6 @@ from pathlib import Path
 import botocore.client
 import botocore.session
 import pytest
-from azure.core.exceptions import ResourceExistsError
-from azure.storage.blob import BlobServiceClient
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from helpers.server_process import ServerProcess, answers, free_ports
@@ -263,6 +261,9 @@ def s3_client(storage: ObjectStorage) -> botocore.client.BaseClient:
 
 def _has_container(connection: str) -> bool:
     """Makes it where it is missing, as it may be after a kill."""
+    from azure.core.exceptions import ResourceExistsError  # half a second, which few sessions need
+    from azure.storage.blob import BlobServiceClient
+
     with BlobServiceClient.from_connection_string(connection) as client, suppress(ResourceExistsError):
         client.create_container(BUCKET)
     return True
