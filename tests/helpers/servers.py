@@ -244,7 +244,7 @@ def _takes_objects(storage: ObjectStorage) -> bool:
     return True
 
 
-def s3_client(storage: ObjectStorage) -> botocore.client.BaseClient:
+def s3_client(storage: ObjectStorage, endpoint: str | None = None) -> botocore.client.BaseClient:
     """Amazon's own client, as an oracle: what is in the bucket, whatever the store under test says of it."""
     config = Config(
         retries={"total_max_attempts": 1}, connect_timeout=5, read_timeout=10, s3={"addressing_style": "path"}
@@ -252,7 +252,7 @@ def s3_client(storage: ObjectStorage) -> botocore.client.BaseClient:
     return botocore.session.Session().create_client(
         "s3",
         region_name="us-east-1",
-        endpoint_url=storage.endpoint,
+        endpoint_url=endpoint or storage.endpoint,
         aws_access_key_id=storage.secrets["key"],
         aws_secret_access_key=storage.secrets["secret"],
         config=config,

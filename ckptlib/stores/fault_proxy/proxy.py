@@ -173,7 +173,7 @@ class FaultProxy:
         self._rules_stamp = stamp
         try:
             rules = Rules(json.loads(self._rules_path.read_text(encoding="utf-8")) if stamp else [])
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError) as error:
             _log.warning("%s: the rules stay as they were: %s", self._rules_path, error)
             return
         await self._follow(rules)

@@ -88,12 +88,22 @@ class _Counted:
 
 
 def _checked(rule: Rule) -> Rule:
-    kind = rule.get("fault")
-    if kind not in _KINDS or rule.keys() - Rule.__annotations__.keys():
+    """Raises ValueError: it may come from a file."""
+    if not isinstance(rule, dict) or rule.get("fault") not in _KINDS or rule.keys() - Rule.__annotations__.keys():
         raise ValueError(f"{rule}: not a rule; expected a fault of {_KINDS} and fields of {[*Rule.__annotations__]}")
+    kind = rule["fault"]
+    for name in ("nth", "count", "after", "seconds", "bandwidth"):
+        value: Any = rule.get(name, 0)
+        kinds = (int,) if name in ("nth", "count", "after") else (int, float)
+        if type(value) not in kinds or not value >= 0:
+            raise ValueError(f"{rule}: {name} is {value!r}; expected a number, 0 or above")
+    try:
+        re.compile(rule.get("match", ""))
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{rule}: match is no regular expression: {error}") from None
     if kind == "latency" and "seconds" not in rule:
         raise ValueError(f"{rule}: a latency needs seconds")
-    if kind == "bandwidth" and rule.get("bandwidth", 0) <= 0:
+    if kind == "bandwidth" and not rule.get("bandwidth"):
         raise ValueError(f"{rule}: expected a bandwidth above 0, in bytes per second")
     if "seconds" in rule and kind not in _LASTING:
         raise ValueError(f"{rule}: seconds mean nothing here; they belong to {_LASTING}")
