@@ -17,7 +17,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -29,19 +29,19 @@ from typing_extensions import Buffer, override
 from ckptlib.errors import CkptError, ObjectNotFound, ObjectUnreadable, StoreError, StoreFull
 from ckptlib.stores.base import (
     Entry,
+    LateHead,
     Store,
-    Upload,
     as_bytes,
     check_key,
     check_prefix,
     check_range,
     ends_early,
     is_key,
+    joined,
 )
-from ckptlib.stores.memory import SpooledUpload
 
 PACK_NBYTES = 64 << 20
-"""An upload is held in memory until it is put, several at a time; this bounds each. Large enough that the time of a
+"""An object is held in memory until it is put, several at a time; this bounds each. Large enough that the time of a
 request does not matter."""
 
 _LISTING_TRIES = 10
@@ -60,7 +60,7 @@ class FsspecStore(Store):
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
         self.url = _USERINFO.sub("://", url).rstrip("/")
-        self.pack_nbytes = PACK_NBYTES
+        self.pack_nbytes, self.late_nbytes = PACK_NBYTES, PACK_NBYTES // 2
         self._secrets = _secrets_of({**options, "url": url})
         fs, root = fsspec.core.url_to_fs(url, **{**options, "skip_instance_cache": True})
         fs.dircache.use_listings_cache = False  # the argument of that name is refused by some filesystems (SFTP)
@@ -69,10 +69,17 @@ class FsspecStore(Store):
         self._lists_flat = _lists_flat(fs)
 
     @override
-    def put(self, key: str, data: Buffer) -> None:
-        path, view = self._path(key), as_bytes(data)
-        body = data if isinstance(data, bytes | bytearray) else bytes(view)  # backends ask for len() and slices
-        with self._failures("put", key, view.nbytes):
+    def put(
+        self,
+        key: str,
+        head: Buffer | LateHead,
+        pieces: Iterable[Buffer] = (),
+        *,
+        create: bool = False,
+        deadline: float | None = None,
+    ) -> None:
+        path, body = self._path(key), joined(key, head, pieces)
+        with self._failures("put", key, len(body)):
             try:
                 self._fs.pipe_file(path, body)
             except FileNotFoundError:
@@ -80,10 +87,6 @@ class FsspecStore(Store):
                     raise OSError(errno.ENOENT, "no such bucket") from None
                 self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
                 self._fs.pipe_file(path, body)
-
-    @override
-    def upload(self, key: str, head_nbytes: int) -> Upload:
-        return SpooledUpload(self, check_key(key), head_nbytes)
 
     @override
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
@@ -121,11 +124,11 @@ class FsspecStore(Store):
         return int(info["size"])
 
     @override
-    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
         as_bytes(buffer)[:] = self.get(key, offset, buffer.nbytes)
 
     @override
-    def scan(self, prefix: str) -> list[Entry]:
+    def scan(self, prefix: str, after: str = "") -> list[Entry]:
         directory = check_prefix(prefix).rpartition("/")[0]
         path = f"{self._root}/{directory}".rstrip("/")
         with self._failures("list", prefix):
@@ -133,7 +136,7 @@ class FsspecStore(Store):
             infos = self._find(path) if self._lists_flat else list(self._walk(path))
             entries = [self._entry(info) for info in infos if info["type"] == "file"]
         found = {entry.key: entry for entry in entries if entry.key.startswith(prefix) and is_key(entry.key)}
-        return [found[key] for key in sorted(found)]
+        return [found[key] for key in sorted(found) if key > after]
 
     def _find(self, path: str) -> list[dict[str, Any]]:
         try:
@@ -168,10 +171,10 @@ class FsspecStore(Store):
         return Entry(str(info["name"])[len(self._root) + 1 :], int(info["size"]), _modified(info))
 
     @override
-    def delete(self, key: str) -> None:
-        path = self._path(key)
-        with self._failures("delete", key), contextlib.suppress(*_ABSENT):
-            self._fs.rm_file(path)
+    def delete(self, *keys: str) -> None:
+        for key, path in [(key, self._path(key)) for key in keys]:
+            with self._failures("delete", key), contextlib.suppress(*_ABSENT):
+                self._fs.rm_file(path)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"

@@ -204,10 +204,7 @@ class Persister:
 
     def _upload(self, snapshot: Snapshot, key: str, shape: PackShape, data: Iterable[Buffer]) -> Pack:
         header, began = snapshot.header, time.monotonic()
-        with self._store.upload(key, shape.head_nbytes) as upload:
-            for some in data:
-                upload.write(some)
-            upload.commit(shape.head(header.save, header.rank, snapshot.layout.digest))
+        self._store.put(key, shape.head(header.save, header.rank, snapshot.layout.digest), data)
         self._coder.note_upload(shape.nbytes, began, time.monotonic())
         return Pack(key, shape.nbytes, snapshot.created)
 

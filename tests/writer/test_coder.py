@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,11 +151,11 @@ class FailsOnce(MemoryStore):
 
     word: str | None = None
 
-    def put(self, key: str, data: object) -> None:
+    def put(self, key: str, *args: Any, **kwargs: Any) -> None:
         if self.word is not None and self.word in key:
             self.word = None
             raise StoreError(f"{key}: refused, as planned")
-        super().put(key, data)  # type: ignore[arg-type]
+        super().put(key, *args, **kwargs)
 
 
 def sparse_job(directory: Path, store: Store) -> tuple[OneRank, dict[str, np.ndarray]]:
