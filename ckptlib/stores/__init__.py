@@ -44,6 +44,6 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
         from ckptlib.stores.testing import open_testing_store
 
         return open_testing_store(url, options, open_store)
-    from ckptlib.stores.remote import FsspecStore
+    from ckptlib.stores.fsspec import FsspecStore
 
     return FsspecStore(url, options or {})
