@@ -25,6 +25,9 @@ from ckptlib.stores.base import (
 from ckptlib.stores.local_errors import ABSENT, failure
 from ckptlib.stores.local_upload import TEMP_DIRECTORY, TEMP_NAME, LocalUpload
 
+LATE_NBYTES = 32 * 1024 * 1024
+"""A small file is flushed while the next one is made; a large one, after all of it is."""
+
 
 class LocalStore(Store):
     """The files below `path`, which is made by the first put.
@@ -41,7 +44,7 @@ class LocalStore(Store):
             raise ValueError("a local store needs a path, got ''")
         self._root = os.path.abspath(path)
         self.url = "file://" + self._root
-        self.pack_nbytes = self.late_nbytes = 1 << 40
+        self.pack_nbytes, self.late_nbytes = 1 << 40, LATE_NBYTES
         self.is_local = True
 
     @override
