@@ -7,6 +7,8 @@
     |   +-- ObjectUnreadable    the object is there and cannot be read, for a reason that may be its own
     |   +-- ObjectExists        the key is taken; objects are never overwritten
     |   +-- StoreFull           no space or quota left
+    |   +-- StoreDenied         what fails again until somebody changes something: credentials, rights, the bucket
+    |   +-- StoreTimeout        no answer, or no progress, in the time allowed
     +-- FormatError             bytes that are not what their name says: torn, foreign, hostile
     |   +-- NewerFormat         written by a later major version of ckptlib
     +-- CorruptData             bytes whose digest does not match
@@ -74,6 +76,14 @@ class ObjectExists(StoreError):
 
 class StoreFull(StoreError):
     """No space or no quota left in the store."""
+
+
+class StoreDenied(StoreError):
+    """The store refuses, and will again until somebody changes something: credentials, rights, or the bucket."""
+
+
+class StoreTimeout(StoreError):
+    """The store did not answer, or the transfer made no progress, in the time allowed."""
 
 
 class FormatError(CkptError):

@@ -8,14 +8,18 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from ckptlib.errors import FormatError, ObjectExists, ObjectNotFound
-from ckptlib.stores import Store
+from ckptlib.stores import LateHead, Store
 
 PAGE_NBYTES = 4096
+
+PARTS_NBYTES = (33 << 20) + 5
+PIECE_NBYTES = (5 << 20) + 3
 
 BAD_KEYS = [
     "",
@@ -133,8 +137,10 @@ class StoreConformance:
         if self.tells_existing:
             with pytest.raises(ObjectExists, match="a"):
                 store.put("a", b"second")
-            with store.upload("a", 0) as upload, pytest.raises(ObjectExists, match="a"):
-                upload.commit(b"")
+            with pytest.raises(ObjectExists, match="a"):
+                store.put("a", b"", [b"third"])
+            with pytest.raises(ObjectExists, match="a"):
+                store.put("a", b"fourth", create=True)
             assert store.get("a") == b"first"
         else:
             store.put("a", b"second")
@@ -159,6 +165,14 @@ class StoreConformance:
         assert keys(store, "t") == ["top"]
         for prefix in ["top/", "parts/001-a/0/", "parts/0/", "s/", "steps/003"]:
             assert keys(store, prefix) == []
+
+    def test_a_listing_begins_behind_a_key(self, store: Store) -> None:
+        for key in ["a/1", "a/2", "a/3", "b"]:
+            store.put(key, b"")
+        assert [entry.key for entry in store.scan("a/", after="a/1")] == ["a/2", "a/3"]
+        assert [entry.key for entry in store.scan("", after="a/2")] == ["a/3", "b"]
+        assert [entry.key for entry in store.scan("a/", after="a/11")] == ["a/2", "a/3"]
+        assert store.scan("a/", after="a/3") == store.scan("a/", after="b") == []
 
     def test_an_entry_has_size_and_time(self, store: Store) -> None:
         before = time.time()
@@ -188,24 +202,30 @@ class StoreConformance:
         store.put("a/b/c", b"3")
         assert store.get("a/b/c") == b"3"
 
+    def test_delete_of_many(self, store: Store) -> None:
+        for n in range(5):
+            store.put(f"a/{n}", b"")
+        store.delete()
+        store.delete("a/0", "a/2", "nothing", "a/3", "a/2")
+        assert keys(store) == ["a/1", "a/4"]
+        with pytest.raises(ValueError, match="invalid object key"):
+            store.delete("a/1", "../a")
+        assert "a/4" in keys(store)
+
     def test_delete_of_a_prefix_deletes_nothing(self, store: Store) -> None:
         store.put("a/b", b"1")
         store.delete("a")
         assert keys(store) == ["a/b"]
 
-    # -- upload
+    # -- objects in pieces
 
-    def test_upload_of_whole_pages(self, store: Store) -> None:
+    def test_whole_pages(self, store: Store) -> None:
         memory = pages(8)
         view = memoryview(memory)
-        with store.upload("packs/p", PAGE_NBYTES) as upload:
-            upload.write(view[: 5 * PAGE_NBYTES])
-            upload.write(view[5 * PAGE_NBYTES :])
-            assert keys(store) == []
-            upload.commit(b"h" * PAGE_NBYTES)
+        store.put("packs/p", b"h" * PAGE_NBYTES, [view[: 5 * PAGE_NBYTES], view[5 * PAGE_NBYTES :]])
         assert store.get("packs/p") == b"h" * PAGE_NBYTES + memory[:]
 
-    def test_upload_of_odd_pieces(self, store: Store) -> None:
+    def test_odd_pieces(self, store: Store) -> None:
         memory = pages(4)
         view = memoryview(memory)
         pieces = [
@@ -219,82 +239,70 @@ class StoreConformance:
             bytearray(b"tail"),
             memoryview(bytearray(16)).cast("d"),
         ]
-        with store.upload("p", PAGE_NBYTES) as upload:
-            for piece in pieces:
-                upload.write(piece)
-            upload.commit(memoryview(b"h" * PAGE_NBYTES))
-        assert store.get("p") == b"h" * PAGE_NBYTES + b"".join(
-            bytes(memoryview(p).cast("B")) if len(p) else b"" for p in pieces
-        )
+        body = b"".join(bytes(memoryview(p).cast("B")) if len(p) else b"" for p in pieces)
+        store.put("p", memoryview(b"h" * PAGE_NBYTES), pieces)
+        assert store.get("p") == b"h" * PAGE_NBYTES + body
+        store.put("q", memoryview(b"h" * 7), iter(pieces))
+        assert store.get("q") == b"h" * 7 + body
 
+    @pytest.mark.parametrize("late", [False, True])
     @pytest.mark.parametrize("head_nbytes", [0, 1, 100, PAGE_NBYTES])
     @pytest.mark.parametrize("num_pages", [0, 2])
-    def test_heads(self, store: Store, head_nbytes: int, num_pages: int) -> None:
-        body = pages(num_pages)[:] if num_pages else b""
-        with store.upload("p", head_nbytes) as upload:
-            upload.write(body)
-            upload.commit(b"h" * head_nbytes)
-        assert store.get("p") == b"h" * head_nbytes + body
+    def test_heads(self, store: Store, head_nbytes: int, num_pages: int, late: bool) -> None:
+        head, body = b"h" * head_nbytes, pages(num_pages)[:] if num_pages else b""
+        store.put("p", LateHead(head_nbytes, lambda: head) if late else head, [body])
+        assert store.get("p") == head + body
 
-    def test_the_buffer_may_be_reused_after_write(self, store: Store) -> None:
-        memory = pages(1)
-        first = memory[:]
-        with store.upload("p", 0) as upload:
-            upload.write(memory)
-            memory[:] = bytes(PAGE_NBYTES)
-            upload.commit(b"")
-        assert store.get("p") == first
+    @pytest.mark.parametrize("late", [False, True])
+    def test_many_parts(self, store: Store, late: bool) -> None:
+        """As many bytes as object stores are given in several requests, in pieces that fit none of them."""
+        memory = bytearray(os.urandom(PARTS_NBYTES))
+        taken: list[int] = []
+
+        def pieces() -> Iterator[memoryview]:
+            for start in range(0, len(memory), PIECE_NBYTES):
+                taken.append(start)
+                yield memoryview(memory)[start : start + PIECE_NBYTES]
+
+        def head() -> bytes:
+            assert len(taken) == -(-len(memory) // PIECE_NBYTES)
+            return b"h" * 1000
+
+        store.put("p", LateHead(1000, head) if late else b"h" * 1000, pieces())
+        assert store.get("p", 0, 1000) == b"h" * 1000
+        into = bytearray(len(memory))
+        store.get_into("p", 1000, memoryview(into))
+        assert into == memory
 
     @pytest.mark.parametrize("head", [b"", b"123", b"12345"])
-    def test_a_head_of_another_size_is_refused(self, store: Store, head: bytes) -> None:
-        with store.upload("p", 4) as upload, pytest.raises(ValueError, match="expected a head of 4 bytes"):
-            upload.commit(head)
+    def test_a_late_head_of_another_size_is_refused(self, store: Store, head: bytes) -> None:
+        with pytest.raises(ValueError, match="expected a head of 4 bytes"):
+            store.put("p", LateHead(4, lambda: head), [b"body"])
         assert keys(store) == []
 
-    def test_abort_leaves_nothing(self, store: Store) -> None:
-        upload = store.upload("p", 4)
-        upload.write(pages(2))
-        upload.abort()
-        upload.abort()
-        for use in [upload.write, upload.commit]:
-            with pytest.raises(ValueError, match="closed"):
-                use(b"1234")
-        assert keys(store) == []
-
-    def test_leaving_without_a_commit_leaves_nothing(self, store: Store) -> None:
-        with store.upload("p", 0) as upload:
-            upload.write(b"data")
-        assert keys(store) == []
-
-    def test_an_exception_leaves_nothing(self, store: Store) -> None:
-        def fail() -> None:
-            with store.upload("p", 0) as upload:
-                upload.write(b"data")
-                raise ZeroDivisionError
+    @pytest.mark.parametrize("nbytes_before", [0, 4, PARTS_NBYTES])
+    def test_an_exception_leaves_nothing(self, store: Store, nbytes_before: int) -> None:
+        def fail() -> Iterator[bytes]:
+            yield bytes(nbytes_before)
+            raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
-            fail()
+            store.put("p", b"head", fail())
+
+        def no_head() -> bytes:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            store.put("p", LateHead(4, no_head), [bytes(nbytes_before)])
         assert keys(store) == []
         with pytest.raises(ObjectNotFound):
             store.get("p")
 
-    def test_an_exception_after_the_commit_leaves_the_object(self, store: Store) -> None:
-        def fail() -> None:
-            with store.upload("p", 0) as upload:
-                upload.write(b"data")
-                upload.commit(b"")
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            fail()
-        assert store.get("p") == b"data"
-
-    def test_commit_happens_once(self, store: Store) -> None:
-        with store.upload("p", 0) as upload:
-            upload.commit(b"")
-            with pytest.raises(ValueError, match="closed"):
-                upload.commit(b"")
-        assert store.get("p") == b""
+    def test_a_deadline_that_is_far_does_not_matter(self, store: Store) -> None:
+        store.put("p", b"head", [b"body"], deadline=time.monotonic() + 60)
+        into = bytearray(8)
+        store.get_into("p", 0, memoryview(into), deadline=time.monotonic() + 60)
+        assert into == b"headbody"
 
     # -- keys, threads
 
@@ -302,7 +310,7 @@ class StoreConformance:
     def test_what_is_no_key_is_refused(self, store: Store, key: str) -> None:
         calls = [
             lambda: store.put(key, b""),
-            lambda: store.upload(key, 0),
+            lambda: store.put(key, b"", [b"data"]),
             lambda: store.get(key),
             lambda: store.get_into(key, 0, memoryview(bytearray(1))),
             lambda: store.delete(key),
@@ -320,10 +328,7 @@ class StoreConformance:
         def work(n: int) -> None:
             data = bytes([n]) * 10_000
             store.put(f"t/{n}/small", data)
-            with store.upload(f"t/{n}/large", 4) as upload:
-                for start in range(0, len(data), 3000):
-                    upload.write(data[start : start + 3000])
-                upload.commit(b"head")
+            store.put(f"t/{n}/large", b"head", [data[start : start + 3000] for start in range(0, len(data), 3000)])
             assert store.get(f"t/{n}/large") == b"head" + data
             assert store.get(f"t/{n}/small", 5, 5) == data[:5]
             assert keys(store, f"t/{n}/") == [f"t/{n}/large", f"t/{n}/small"]

@@ -110,10 +110,7 @@ def speed(store: Store, nbytes: int) -> tuple[float, float]:
     data.write(secrets.token_bytes(len(data)))
     try:
         began = time.perf_counter()
-        with store.upload(key, 0) as upload:
-            for at in range(0, nbytes, len(data)):
-                upload.write(memoryview(data)[: nbytes - at])
-            upload.commit(b"")
+        store.put(key, b"", (memoryview(data)[: nbytes - at] for at in range(0, nbytes, len(data))))
         written = time.perf_counter()
         for at in range(0, nbytes, len(data)):
             store.get(key, at, min(len(data), nbytes - at))

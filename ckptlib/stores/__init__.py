@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ckptlib.stores.base import Entry, Store, Upload, check_key
+from ckptlib.stores.base import Entry, LateHead, Store, check_key
 
-__all__ = ["Entry", "Store", "Upload", "absolute", "check_key", "open_store"]
+__all__ = ["Entry", "LateHead", "Store", "absolute", "check_key", "open_store"]
 
 _LOCAL = ("file", "local")
 """fsspec knows both; its own filesystem flushes nothing and puts nothing whole."""
@@ -44,6 +44,6 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
         from ckptlib.stores.testing import open_testing_store
 
         return open_testing_store(url, options, open_store)
-    from ckptlib.stores.remote import FsspecStore
+    from ckptlib.stores.fsspec import FsspecStore
 
     return FsspecStore(url, options or {})

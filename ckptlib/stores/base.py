@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -73,39 +74,37 @@ class Entry:
     """When it was put, in seconds since the epoch, by the store's own clock."""
 
 
-class Upload(ABC):
-    """One object under way: a head of a size fixed beforehand, and a body in order.
+@dataclass(frozen=True, slots=True)
+class LateHead:
+    """The first bytes of an object that can be told only when all the rest has been."""
 
-    Nothing is visible under the key until `commit` returns; then the whole object is there, and durable. Leaving the
-    context without a commit, by exception or not, leaves no object behind. Used by one thread.
-    """
+    nbytes: int
+    """How many; fixed beforehand."""
+    make: Callable[[], Buffer]
+    """Called once, when every piece was taken."""
 
-    @abstractmethod
-    def write(self, data: Buffer) -> None:
-        """Appends to the body. The caller may reuse `data` when this returns.
+    @classmethod
+    def of(cls, head: Buffer | LateHead) -> LateHead:
+        """The same for one that is known already."""
+        return head if isinstance(head, LateHead) else cls(as_bytes(head).nbytes, lambda: head)
 
-        Buffers that are page-aligned and hold whole pages take the fast way.
-        """
+    def made(self, key: str) -> memoryview:
+        """Raises ValueError where it is not of the size announced."""
+        view = as_bytes(self.make())
+        if view.nbytes != self.nbytes:
+            raise ValueError(f"{key}: expected a head of {self.nbytes} bytes, got {view.nbytes}")
+        return view
 
-    @abstractmethod
-    def commit(self, head: Buffer) -> None:
-        """Puts `head`, of exactly the size announced, before the body, and publishes the object.
 
-        Raises ObjectExists where the store can tell without another request; FormatError where what is there is no
-        object; StoreFull; StoreError.
-        """
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Drops what was written. Does nothing after a commit."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
+def joined(key: str, head: Buffer | LateHead, pieces: Iterable[Buffer]) -> bytearray:
+    """A whole object in memory: for stores that put nothing else."""
+    if not isinstance(head, LateHead):
+        return bytearray().join([as_bytes(head), *map(as_bytes, pieces)])
+    data = bytearray(head.nbytes)
+    for piece in pieces:
+        data += as_bytes(piece)
+    data[: head.nbytes] = head.made(key)
+    return data
 
 
 class Store(ABC):
@@ -114,9 +113,13 @@ class Store(ABC):
     Required of what lies below: atomic whole-object put, ranged get, fresh listing by prefix, delete. Never required:
     rename, append, locks, conditional put.
 
-    Raises, from every method: ValueError for what is not a key, ObjectNotFound, StoreFull, StoreError for the rest.
-    An outage is never an empty listing. What may be the matter with one object alone makes `get` and `get_into` raise
-    ObjectUnreadable; what can only be the whole store's, such as a time-out, does not.
+    Raises, from every method: ValueError for what is not a key, ObjectNotFound, StoreFull, StoreDenied, StoreTimeout,
+    StoreError for the rest. An outage is never an empty listing. What may be the matter with one object alone makes
+    `get` and `get_into` raise ObjectUnreadable; what can only be the whole store's, such as a time-out, does not.
+
+    No call waits for ever: a request that makes no progress for `io_limits.IDLE_S` seconds is given up and sent again,
+    a few times; so is one that met a fault which may pass. `deadline`, where a method takes one, is a time by the
+    monotonic clock; nothing of the call goes on after it.
     """
 
     url: str
@@ -125,16 +128,31 @@ class Store(ABC):
     pack_nbytes: int
     """The size in bytes above which a pack is better cut into several objects."""
 
+    late_nbytes: int
+    """The same for an object with a late head: some stores hold such a one in memory until they put it."""
+
     is_local: bool = False
     """Whether it is a file system: encoding takes longer there than writing what it would save."""
 
     @abstractmethod
-    def put(self, key: str, data: Buffer) -> None:
-        """Puts a small object, whole or not at all; it is durable on return. Same errors as `Upload.commit`."""
+    def put(
+        self,
+        key: str,
+        head: Buffer | LateHead,
+        pieces: Iterable[Buffer] = (),
+        *,
+        create: bool = False,
+        deadline: float | None = None,
+    ) -> None:
+        """Puts an object, `head` and then `pieces`: whole or not at all, and durable on return.
 
-    @abstractmethod
-    def upload(self, key: str, head_nbytes: int) -> Upload:
-        """Begins a large object whose first `head_nbytes` bytes are known last."""
+        The pieces are read in place, from any thread: what each of them holds stays as it is until the call returns.
+        Those of an iterator are taken as they are needed. Pieces that are page-aligned and hold whole pages take the
+        fast way. An error that the iterator raises is raised on, and nothing is published.
+
+        Raises ObjectExists where the key is taken and the store tells; one that can tell, but does so only when asked
+        to, is asked where `create` says so. Raises FormatError where what is there is no object.
+        """
 
     @abstractmethod
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
@@ -144,22 +162,23 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
         """Fills `buffer` (writable bytes, contiguous) from `offset`.
 
         Raises FormatError when the object ends earlier.
         """
 
     @abstractmethod
-    def scan(self, prefix: str) -> list[Entry]:
+    def scan(self, prefix: str, after: str = "") -> list[Entry]:
         """Every object whose key starts with `prefix` (a key, or a key and '/'; '' for all), sorted by key.
 
-        The listing is fresh: it holds every object whose put returned before the call.
+        Only those whose key comes after `after`, in the order of ASCII; the store is not asked for the others, where it
+        can be. The listing is fresh: it holds every object whose put returned before the call.
         """
 
     @abstractmethod
-    def delete(self, key: str) -> None:
-        """Removes the object; an absent one is no error."""
+    def delete(self, *keys: str) -> None:
+        """Removes objects, in any order; an absent one is no error. After an error some may be gone, others not."""
 
     def clean(self, before: float) -> None:  # noqa: B027  (most stores leave nothing behind)
         """Removes what crashed uploads left that were last written to before `before`, by the store's own clock.

@@ -23,6 +23,15 @@ DOCUMENT_THREADS = 16
 WRITE_BYTES = 16 * 1024 * 1024
 """Per write: from 4 MiB on, one thread saturates a local NVMe with direct I/O."""
 
+IDLE_S = 10.0
+"""Seconds without progress after which a request to a remote store is given up, and sent again."""
+
+SLOWEST_BPS = 1e6
+"""Bytes per second below which the transfer of one part counts as stalled, where bytes cannot be seen to move."""
+
+RETRY_S = 60.0
+"""Seconds from the first failure of a request to the last time that it is sent again."""
+
 
 @dataclass(frozen=True, slots=True)
 class IoLimits:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from typing_extensions import Buffer, override
 
@@ -13,8 +13,8 @@ from ckptlib.errors import ObjectNotFound
 from ckptlib.stores import tree
 from ckptlib.stores.base import (
     Entry,
+    LateHead,
     Store,
-    Upload,
     as_bytes,
     check_key,
     check_prefix,
@@ -24,6 +24,9 @@ from ckptlib.stores.base import (
 )
 from ckptlib.stores.local_errors import ABSENT, failure
 from ckptlib.stores.local_upload import TEMP_DIRECTORY, TEMP_NAME, LocalUpload
+
+LATE_NBYTES = 32 * 1024 * 1024
+"""A small file is flushed while the next one is made; a large one, after all of it is."""
 
 
 class LocalStore(Store):
@@ -41,18 +44,24 @@ class LocalStore(Store):
             raise ValueError("a local store needs a path, got ''")
         self._root = os.path.abspath(path)
         self.url = "file://" + self._root
-        self.pack_nbytes = 1 << 40
+        self.pack_nbytes, self.late_nbytes = 1 << 40, LATE_NBYTES
         self.is_local = True
 
     @override
-    def put(self, key: str, data: Buffer) -> None:
-        with self.upload(key, 0) as upload:
-            upload.write(data)
-            upload.commit(b"")
-
-    @override
-    def upload(self, key: str, head_nbytes: int) -> Upload:
-        return LocalUpload(self._root, check_key(key), head_nbytes)
+    def put(
+        self,
+        key: str,
+        head: Buffer | LateHead,
+        pieces: Iterable[Buffer] = (),
+        *,
+        create: bool = False,
+        deadline: float | None = None,
+    ) -> None:
+        late = LateHead.of(head)
+        with LocalUpload(self._root, check_key(key), late.nbytes) as upload:
+            for piece in pieces:
+                upload.write(piece)
+            upload.commit(late.made(key))
 
     @override
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
@@ -70,7 +79,7 @@ class LocalStore(Store):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     @override
-    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
         check_range(offset, buffer.nbytes)
         path = self._path(key)
         view = as_bytes(buffer)
@@ -83,8 +92,10 @@ class LocalStore(Store):
                 view, offset = view[count:], offset + count
 
     @override
-    def scan(self, prefix: str) -> list[Entry]:
-        check_prefix(prefix)
+    def scan(self, prefix: str, after: str = "") -> list[Entry]:
+        return [entry for entry in self._scan(check_prefix(prefix)) if entry.key > after]
+
+    def _scan(self, prefix: str) -> list[Entry]:
         directory = prefix[: prefix.rfind("/") + 1]
         try:
             if tree.BY_PATH:
@@ -143,7 +154,11 @@ class LocalStore(Store):
             raise failure(error, "clean", path) from error
 
     @override
-    def delete(self, key: str) -> None:
+    def delete(self, *keys: str) -> None:
+        for key in [*map(check_key, keys)]:
+            self._delete(key)
+
+    def _delete(self, key: str) -> None:
         path = self._path(key)
         *names, name = key.split("/")
         try:

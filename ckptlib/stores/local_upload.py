@@ -14,14 +14,15 @@ import errno
 import os
 import re
 import secrets
+from types import TracebackType
 
 import numpy as np
-from typing_extensions import Buffer, override
+from typing_extensions import Buffer, Self
 
 from ckptlib.errors import CkptError, FormatError, ObjectExists, StoreError
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.stores import tree
-from ckptlib.stores.base import Upload, as_bytes
+from ckptlib.stores.base import as_bytes
 from ckptlib.stores.local_errors import failure
 
 SLICE_NBYTES = 16 << 20
@@ -39,11 +40,14 @@ _PUBLISH_TRIES = 100
 """How often `delete` may remove the directory that a put has just made before the put gives up."""
 
 
-class LocalUpload(Upload):
-    """One file below `root` that has no key yet."""
+class LocalUpload:
+    """One file below `root` that has no key yet: a head of a size fixed beforehand, and a body in order.
+
+    Nothing has the key until `commit` returns. Leaving the context without a commit leaves nothing behind.
+    """
 
     def __init__(self, root: str, key: str, head_nbytes: int) -> None:
-        self._root, self._key, self._head_nbytes = root, key, head_nbytes
+        self._root, self._key = root, key
         self._path = os.path.join(root, key)
         self._end = head_nbytes
         self._direct_fd: int | None = None
@@ -54,9 +58,8 @@ class LocalUpload(Upload):
             raise failure(error, "begin to write", self._path, head_nbytes) from error
         self._open = True
 
-    @override
     def write(self, data: Buffer) -> None:
-        self._check_open()
+        """Appends to the body; the file has it when this returns."""
         view = as_bytes(data)
         try:
             done = self._write_direct(view) if self._may_direct else 0
@@ -85,14 +88,13 @@ class LocalUpload(Upload):
             self._may_direct = False
         return done
 
-    @override
-    def commit(self, head: Buffer) -> None:
-        self._check_open()
-        view = as_bytes(head)
-        if view.nbytes != self._head_nbytes:
-            raise ValueError(f"{self._path}: expected a head of {self._head_nbytes} bytes, got {view.nbytes}")
+    def commit(self, head: memoryview) -> None:
+        """Puts `head`, of exactly the size announced, before the body, and publishes the file.
+
+        Raises ObjectExists, FormatError, StoreFull, StoreError.
+        """
         try:
-            _write_all(self._fd, view, 0)
+            _write_all(self._fd, head, 0)
             os.fsync(self._fd)
             _publish(self._root, self._temp, self._key)
             _sync_up(self._root, self._key.split("/")[:-1])
@@ -101,8 +103,8 @@ class LocalUpload(Upload):
         finally:
             self.abort()
 
-    @override
     def abort(self) -> None:
+        """Drops what was written. Does nothing after a commit."""
         if not self._open:
             return
         self._open = False
@@ -112,9 +114,13 @@ class LocalUpload(Upload):
                     os.close(fd)
         _unlink_temp(self._root, self._temp)
 
-    def _check_open(self) -> None:
-        if not self._open:
-            raise ValueError(f"{self._path}: this upload is closed; begin another")
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
 
 
 def _open_temp(root: str) -> tuple[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from typing import ClassVar
 
 from typing_extensions import Buffer, override
@@ -11,13 +12,14 @@ from typing_extensions import Buffer, override
 from ckptlib.errors import ObjectExists, ObjectNotFound
 from ckptlib.stores.base import (
     Entry,
+    LateHead,
     Store,
-    Upload,
     as_bytes,
     check_key,
     check_prefix,
     check_range,
     ends_early,
+    joined,
 )
 
 
@@ -29,7 +31,7 @@ class MemoryStore(Store):
 
     def __init__(self, name: str = "") -> None:
         self.url = f"memory://{name}"
-        self.pack_nbytes = 1 << 40
+        self.pack_nbytes = self.late_nbytes = 1 << 40
         self._objects: dict[str, tuple[bytes, float]] = {}
         self._lock = threading.Lock()
 
@@ -40,17 +42,21 @@ class MemoryStore(Store):
             return cls._by_name.setdefault(name, cls(name))
 
     @override
-    def put(self, key: str, data: Buffer) -> None:
+    def put(
+        self,
+        key: str,
+        head: Buffer | LateHead,
+        pieces: Iterable[Buffer] = (),
+        *,
+        create: bool = False,
+        deadline: float | None = None,
+    ) -> None:
         check_key(key)
-        stored = bytes(as_bytes(data))
+        stored = bytes(joined(key, head, pieces))
         with self._lock:
             if key in self._objects:
                 raise ObjectExists(f"{self.url}/{key}: exists already, and objects are never overwritten")
             self._objects[key] = (stored, time.time())
-
-    @override
-    def upload(self, key: str, head_nbytes: int) -> Upload:
-        return SpooledUpload(self, check_key(key), head_nbytes)
 
     @override
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
@@ -66,51 +72,25 @@ class MemoryStore(Store):
         return data[offset:] if nbytes is None else data[offset : offset + nbytes]
 
     @override
-    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
         as_bytes(buffer)[:] = self.get(key, offset, buffer.nbytes)
 
     @override
-    def scan(self, prefix: str) -> list[Entry]:
+    def scan(self, prefix: str, after: str = "") -> list[Entry]:
         check_prefix(prefix)
         with self._lock:
             found = list(self._objects.items())
         return sorted(
-            (Entry(key, len(data), modified) for key, (data, modified) in found if key.startswith(prefix)),
+            (
+                Entry(key, len(data), modified)
+                for key, (data, modified) in found
+                if key.startswith(prefix) and key > after
+            ),
             key=lambda entry: entry.key,
         )
 
     @override
-    def delete(self, key: str) -> None:
-        check_key(key)
-        with self._lock:
-            self._objects.pop(key, None)
-
-
-class SpooledUpload(Upload):
-    """An upload for stores that only put whole objects: held in memory, then put by `commit`."""
-
-    def __init__(self, store: Store, key: str, head_nbytes: int) -> None:
-        self._store, self._key, self._head_nbytes = store, key, head_nbytes
-        self._data: bytearray | None = bytearray(head_nbytes)
-
-    @override
-    def write(self, data: Buffer) -> None:
-        self._spooled().extend(as_bytes(data))
-
-    @override
-    def commit(self, head: Buffer) -> None:
-        data, view = self._spooled(), as_bytes(head)
-        if view.nbytes != self._head_nbytes:
-            raise ValueError(f"{self._key}: expected a head of {self._head_nbytes} bytes, got {view.nbytes}")
-        data[: self._head_nbytes] = view
-        self.abort()
-        self._store.put(self._key, data)
-
-    @override
-    def abort(self) -> None:
-        self._data = None
-
-    def _spooled(self) -> bytearray:
-        if self._data is None:
-            raise ValueError(f"{self._key}: this upload is closed; begin another")
-        return self._data
+    def delete(self, *keys: str) -> None:
+        for key in [*map(check_key, keys)]:
+            with self._lock:
+                self._objects.pop(key, None)

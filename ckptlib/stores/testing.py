@@ -8,7 +8,8 @@
 
 A plan is a JSON list of rules, each an object with
 
-    op        put, write, commit (both of an upload), get, get_into, scan, delete
+    op        put; write and commit, of an object that is put in pieces: of each piece, and of the whole; get, get_into,
+              scan, delete (of each key)
     key       a regular expression that is searched for in the key, or in the prefix of a scan; absent: any
     nth       which of the operations of this process that the rule is about, from 0; absent: each of them
     action    error (StoreError), unreadable (ObjectUnreadable), full (StoreFull), stall,
@@ -29,18 +30,17 @@ import threading
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import ClassVar, TypeAlias, TypedDict, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import ClassVar, TypeAlias, TypedDict
 from urllib.parse import unquote
 
 from typing_extensions import Buffer, NotRequired, override
 
 from ckptlib.errors import ObjectUnreadable, StoreError, StoreFull
-from ckptlib.stores.base import Entry, Store, Upload, as_bytes
+from ckptlib.stores.base import Entry, LateHead, Store, as_bytes
 
 __all__ = ["FaultStore", "LatencyStore", "flip_bit", "open_testing_store", "truncate"]
-
-T = TypeVar("T")
 
 OpenStore: TypeAlias = Callable[[str, "Mapping[str, object] | None"], Store]
 
@@ -75,41 +75,66 @@ def _split_parameter(url: str, name: str) -> tuple[str, str]:
 
 
 class _HookedStore(Store):
-    """A store around another one; every operation passes through `_run`."""
+    """A store around another one; every operation passes through `_around`."""
 
     def __init__(self, inner: Store, prefix: str) -> None:
         self._inner = inner
         self.url = f"{prefix}+{inner.url}"
-        self.pack_nbytes = inner.pack_nbytes
+        self.pack_nbytes, self.late_nbytes = inner.pack_nbytes, inner.late_nbytes
         self.is_local = inner.is_local
 
     @abstractmethod
-    def _run(self, op: str, key: str, act: Callable[[Buffer], T], data: Buffer = b"") -> T:
-        """Calls `act(data)`, the operation itself."""
+    def _around(self, op: str, key: str, data: Buffer = b"") -> AbstractContextManager[Buffer]:
+        """What happens before and after the operation; gives the data that it puts."""
 
     @override
-    def put(self, key: str, data: Buffer) -> None:
-        self._run("put", key, lambda data: self._inner.put(key, data), data)
+    def put(
+        self,
+        key: str,
+        head: Buffer | LateHead,
+        pieces: Iterable[Buffer] = (),
+        *,
+        create: bool = False,
+        deadline: float | None = None,
+    ) -> None:
+        if not isinstance(head, LateHead) and pieces == ():
+            with self._around("put", key, head) as data:
+                self._inner.put(key, data, create=create, deadline=deadline)
+            return
 
-    @override
-    def upload(self, key: str, head_nbytes: int) -> Upload:
-        return _HookedUpload(self, key, self._inner.upload(key, head_nbytes))
+        def written(piece: Buffer) -> Buffer:
+            with self._around("write", key, piece) as data:
+                return data
+
+        def committed() -> Buffer:
+            return commit.enter_context(
+                self._around("commit", key, head.make() if isinstance(head, LateHead) else head)
+            )
+
+        late = LateHead(head.nbytes if isinstance(head, LateHead) else as_bytes(head).nbytes, committed)
+        with ExitStack() as commit:
+            self._inner.put(key, late, map(written, pieces), create=create, deadline=deadline)
 
     @override
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        return self._run("get", key, lambda _: self._inner.get(key, offset, nbytes))
+        with self._around("get", key):
+            return self._inner.get(key, offset, nbytes)
 
     @override
-    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        self._run("get_into", key, lambda _: self._inner.get_into(key, offset, buffer))
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
+        with self._around("get_into", key):
+            self._inner.get_into(key, offset, buffer, deadline=deadline)
 
     @override
-    def scan(self, prefix: str) -> list[Entry]:
-        return self._run("scan", prefix, lambda _: self._inner.scan(prefix))
+    def scan(self, prefix: str, after: str = "") -> list[Entry]:
+        with self._around("scan", prefix):
+            return self._inner.scan(prefix, after)
 
     @override
-    def delete(self, key: str) -> None:
-        self._run("delete", key, lambda _: self._inner.delete(key))
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            with self._around("delete", key):
+                self._inner.delete(key)
 
     @override
     def clean(self, before: float) -> None:
@@ -118,23 +143,6 @@ class _HookedStore(Store):
     @override
     def close(self) -> None:
         self._inner.close()
-
-
-class _HookedUpload(Upload):
-    def __init__(self, store: _HookedStore, key: str, inner: Upload) -> None:
-        self._store, self._key, self._inner = store, key, inner
-
-    @override
-    def write(self, data: Buffer) -> None:
-        self._store._run("write", self._key, self._inner.write, data)
-
-    @override
-    def commit(self, head: Buffer) -> None:
-        self._store._run("commit", self._key, self._inner.commit, head)
-
-    @override
-    def abort(self) -> None:
-        self._inner.abort()
 
 
 class _Link:
@@ -155,8 +163,8 @@ class _Link:
 class LatencyStore(_HookedStore):
     """An object store's round trips on a laptop: every operation waits `latency_s` seconds first.
 
-    The writes of an upload do not: an object store sees none of them before the commit. With a bandwidth, in bytes per
-    second, what is put and got takes the time that it then would, beside all other requests of this process.
+    The pieces of an object do not: an object store publishes none of them before the commit. With a bandwidth, in bytes
+    per second, what is put and got takes the time that it then would, beside all other requests of this process.
     """
 
     _links: ClassVar[dict[tuple[str, float, str], _Link]] = {}
@@ -180,14 +188,14 @@ class LatencyStore(_HookedStore):
             return LatencyStore._links.setdefault((self.url, bandwidth, direction), _Link(bandwidth))
 
     @override
-    def _run(self, op: str, key: str, act: Callable[[Buffer], T], data: Buffer = b"") -> T:
+    @contextmanager
+    def _around(self, op: str, key: str, data: Buffer = b"") -> Iterator[Buffer]:
         if op != "write":
             time.sleep(self._latency_s)
         nbytes = as_bytes(data).nbytes
         through = 0.0 if self._to is None or not nbytes else self._to.reserve(nbytes)
-        result = act(data)
+        yield data
         _sleep_until(through)
-        return result
 
     @override
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
@@ -197,9 +205,9 @@ class LatencyStore(_HookedStore):
         return data
 
     @override
-    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
         through = 0.0 if self._from is None else self._from.reserve(buffer.nbytes)
-        super().get_into(key, offset, buffer)
+        super().get_into(key, offset, buffer, deadline=deadline)
         _sleep_until(through)
 
 
@@ -239,7 +247,8 @@ class FaultStore(_HookedStore):
         self._read_plan()
 
     @override
-    def _run(self, op: str, key: str, act: Callable[[Buffer], T], data: Buffer = b"") -> T:
+    @contextmanager
+    def _around(self, op: str, key: str, data: Buffer = b"") -> Iterator[Buffer]:
         rule = self._next_rule(op, key)
         action = rule["action"] if rule else None
         where = f"{self.url}/{key}: {op}"
@@ -255,10 +264,9 @@ class FaultStore(_HookedStore):
             data = _flipped(data)
         elif action == "kill-before":
             os.kill(os.getpid(), signal.SIGKILL)
-        result = act(data)
+        yield data
         if action == "kill-after":
             os.kill(os.getpid(), signal.SIGKILL)
-        return result
 
     def _next_rule(self, op: str, key: str) -> Rule | None:
         """Counts and logs the operation; returns the first rule that is due, if any."""

@@ -63,7 +63,11 @@ class PackShape:
 
     def head(self, save: SaveId, rank: int, layout: str) -> bytes:
         """The first bytes of the pack."""
-        return _head(self.entries, self.told, save, rank, layout).ljust(self.head_nbytes)
+        return _head(self.entries, self.told, save, rank, layout, self.head_nbytes)
+
+
+LONGEST_CODEC = "x" * 32
+"""No codec's name is longer."""
 
 
 class Framed(NamedTuple):
@@ -160,8 +164,17 @@ class Packer:
         if some:
             yield some
 
-    def pack_frames(self, frames: Sequence[Framed]) -> tuple[PackShape, list[int]]:
-        """One pack of frames, one behind the other, and where each of them lies in its file."""
+    def frames_head_nbytes(self, chunks: Sequence[int]) -> int:
+        """What suffices for the header of a pack of frames of any of these chunks: none is larger than its chunk."""
+        return self.pack_frames([Framed(chunk, LONGEST_CODEC, self.table.nbytes[chunk]) for chunk in chunks])[
+            0
+        ].head_nbytes
+
+    def pack_frames(self, frames: Sequence[Framed], head_nbytes: int = 0) -> tuple[PackShape, list[int]]:
+        """One pack of frames, one behind the other, and where each of them lies in its file.
+
+        `head_nbytes`: of the header, where that was fixed beforehand and suffices.
+        """
         texts, ends = [], [*itertools.accumulate(frame.nbytes for frame in frames)]
         told: dict[str, dict[str, Json]] = {"dtypes": {}, "boxes": {}, "codecs": {}}
         for frame, end in zip(frames, ends, strict=True):
@@ -170,7 +183,7 @@ class Packer:
             told["dtypes"][entry.name] = entry.dtype
             told["boxes"][entry.name] = entry.box
             told["codecs"][entry.name] = frame.codec
-        shape = _shape((), ends[-1], texts, told)
+        shape = _shape((), ends[-1], texts, told, head_nbytes)
         return shape, [shape.head_nbytes + end - frame.nbytes for frame, end in zip(frames, ends, strict=True)]
 
     def _entries_of(self, chunk: int) -> list[_Entry]:
@@ -265,12 +278,16 @@ def _flat_index(shape: tuple[int, ...], box: Box, element: int) -> int:
 
 
 def _shape(
-    pieces: tuple[Piece, ...], data_nbytes: int, texts: Sequence[str], told: Mapping[str, Mapping[str, Json]]
+    pieces: tuple[Piece, ...],
+    data_nbytes: int,
+    texts: Sequence[str],
+    told: Mapping[str, Mapping[str, Json]],
+    head_nbytes: int = 0,
 ) -> PackShape:
     text = ",".join(texts)
     # every save's head is as long as this one's: its numbers have fixed width
-    longest = _head(text, told, _WIDEST, 0, "0" * 32)
-    return PackShape(pieces, data_nbytes, round_up(len(longest)), text, told)
+    longest = _head(text, told, _WIDEST, 0, "0" * 32, head_nbytes)
+    return PackShape(pieces, data_nbytes, len(longest), text, told)
 
 
 def _text(name: str, dtype: str, shape: tuple[int, ...]) -> str:
@@ -279,12 +296,15 @@ def _text(name: str, dtype: str, shape: tuple[int, ...]) -> str:
     return f'{json.dumps(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":'
 
 
-def _head(entries: str, told: Mapping[str, Mapping[str, Json]], save: SaveId, rank: int, layout: str) -> bytes:
+def _head(
+    entries: str, told: Mapping[str, Mapping[str, Json]], save: SaveId, rank: int, layout: str, nbytes: int
+) -> bytes:
+    """Of `nbytes`, or of as many pages as it takes where they are more."""
     version = "2" if told.get("codecs") else "1"
     metadata = {"ckptlib": version, "save": str(save), "rank": f"{rank:06d}", "layout": layout}
     metadata |= {what: json.dumps(of, separators=(",", ":")) for what, of in told.items() if of}
     text = f'{{"__metadata__":{json.dumps(metadata)},{entries}}}'.encode()
-    padded = text.ljust(round_up(8 + len(text)) - 8)
+    padded = text.ljust(max(round_up(8 + len(text)), nbytes) - 8)
     return len(padded).to_bytes(8, "little") + padded
 
 

@@ -20,21 +20,16 @@ from ckptlib.format.part import FailedPart, Pack, Part
 from ckptlib.policy.codec import RAW, CodecRules
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
-from ckptlib.stores import Store
+from ckptlib.stores import LateHead, Store
 from ckptlib.stores.io_limits import WRITE_BYTES
 from ckptlib.writer.coder import Coder, Encoded
+from ckptlib.writer.frame_packs import FRAMES_BYTES, FramePack, frames_of, in_packs
 from ckptlib.writer.increment import Increment, Rules, plan, whole, without_base
-from ckptlib.writer.packs import Framed, Packer, PackShape, Piece
+from ckptlib.writer.packs import Packer, PackShape, Piece
 from ckptlib.writer.parents import Parents
 from ckptlib.writer.share import PutChunks, assemble
 
 log = logging.getLogger(__name__)
-
-FRAMES_BYTES = 32 * 1024 * 1024
-"""Frames that are put as one pack: they are in memory until they are."""
-
-FIRST_FRAMES_BYTES = 8 * 1024 * 1024
-"""Of the first such pack: until it is gathered the store waits."""
 
 FRAMES_PUTS = 2
 """Packs of frames that are put at once, so that the store is busy while one is published or the next one encoded."""
@@ -161,75 +156,84 @@ class Persister:
             self._packer = Packer(snapshot.table, snapshot.layout, self._store.pack_nbytes)
         keys = (snapshot.header.save.pack_key(snapshot.header.rank, attempt, n, carried) for n in itertools.count())
         coded, raw = self._coder.candidates(snapshot, chunks)
+        with closing(self._coder.encode(slot.body, snapshot, coded, parent, refused)) as encoding:
+            if self._store.late_nbytes > FRAMES_BYTES:
+                put, more = self._put_stream(snapshot, self._packer, keys, coded, encoding)
+            else:
+                put, more = self._put_side_by_side(snapshot, self._packer, keys, encoding)
+        put.append(self._put_raw(slot, snapshot, self._packer, keys, tuple(sorted([*raw, *more]))))
+        return put
+
+    def _put_stream(
+        self,
+        snapshot: Snapshot,
+        packer: Packer,
+        keys: Iterator[str],
+        coded: Sequence[int],
+        encoding: Iterator[Encoded],
+    ) -> tuple[list[PutChunks], list[int]]:
+        """Frames in one pack, of which the store takes each as it is made; and the chunks that turned out to be none.
+
+        What the pack's header says is known last, so room is left for the longest that it can be.
+        """
         put: list[PutChunks] = []
-        with (
-            closing(self._coder.encode(slot.body, snapshot, coded, parent, refused)) as encoding,
-            ThreadPoolExecutor(FRAMES_PUTS, "ckptlib-put") as puts,  # its end waits for what is under way
-        ):
+        raw: list[int] = []
+        frames = frames_of(encoding, raw)
+        for first in frames:
+            pack = FramePack(packer, packer.frames_head_nbytes(coded))
+            pieces = pack.take(itertools.chain([first], frames), self._store.late_nbytes)
+            put.append(self._put_frames(snapshot, next(keys), pack, pieces))
+        return put, raw
+
+    def _put_side_by_side(
+        self, snapshot: Snapshot, packer: Packer, keys: Iterator[str], encoding: Iterator[Encoded]
+    ) -> tuple[list[PutChunks], list[int]]:
+        """The same in packs that are each made before they are put, so that the store is busy while one is flushed."""
+        put: list[PutChunks] = []
+        raw: list[int] = []
+        with ThreadPoolExecutor(FRAMES_PUTS, "ckptlib-put") as puts:  # its end waits for what is under way
             under_way: deque[Future[PutChunks]] = deque()
-            for some in _in_packs(encoding):
-                raw += [encoded.chunk for encoded in some if encoded.frame is None]
-                frames = [encoded for encoded in some if encoded.frame is not None]
-                if frames:
-                    key = next(keys)
-                    under_way.append(puts.submit(self._put_frames, snapshot, self._packer, key, frames))
-                del some, frames  # they would hold a pack longer
+            for some in in_packs(frames_of(encoding, raw)):
+                pack = FramePack(packer)
+                pieces = [*pack.take(some)]
+                under_way.append(puts.submit(self._put_frames, snapshot, next(keys), pack, pieces))
+                del some, pieces  # they would hold a pack longer
                 while len(under_way) >= FRAMES_PUTS:
                     put.append(under_way.popleft().result())
             put += [work.result() for work in under_way]
-        put.append(self._put_raw(slot, snapshot, self._packer, keys, tuple(sorted(raw))))
-        return put
+        return put, raw
 
-    def _put_frames(self, snapshot: Snapshot, packer: Packer, key: str, encoded: Sequence[Encoded]) -> PutChunks:
-        """One pack of frames."""
-        framed = [Framed(e.chunk, e.coding.codec, e.coding.stored) for e in encoded if e.coding is not None]
-        shape, offsets = packer.pack_frames(framed)
-        pack = self._upload(snapshot, key, shape, [e.frame for e in encoded if e.frame is not None])
-        return PutChunks(
-            (pack,),
-            tuple(e.chunk for e in encoded),
-            (0,) * len(encoded),
-            tuple(offsets),
-            {e.chunk: e.coding for e in encoded if e.coding is not None},
-            {e.chunk: e.digest for e in encoded if e.digest is not None},
-        )
+    def _put_frames(self, snapshot: Snapshot, key: str, pack: FramePack, pieces: Iterable[Buffer]) -> PutChunks:
+        def head() -> bytes:
+            return pack.close().head(snapshot.header.save, snapshot.header.rank, snapshot.layout.digest)
+
+        known = LateHead(pack.head_nbytes, head) if pack.head_nbytes else head()
+        began = time.monotonic()
+        self._store.put(key, known, pieces)
+        return pack.put(self._note_pack(snapshot, key, pack.close().nbytes, began))
 
     def _put_raw(
         self, slot: Slot, snapshot: Snapshot, packer: Packer, keys: Iterator[str], chunks: tuple[int, ...]
     ) -> PutChunks:
         """Packs of chunks as they are."""
         packing = packer.pack(chunks)
-        packs = [self._upload(snapshot, next(keys), s, _in_writes(slot.body, s.pieces)) for s in packing.packs]
+        packs = [self._put_pack(snapshot, next(keys), s, _in_writes(slot.body, s.pieces)) for s in packing.packs]
         return PutChunks(tuple(packs), packing.chunks, packing.numbers, packing.offsets)
 
-    def _upload(self, snapshot: Snapshot, key: str, shape: PackShape, data: Iterable[Buffer]) -> Pack:
+    def _put_pack(self, snapshot: Snapshot, key: str, shape: PackShape, data: Iterable[Buffer]) -> Pack:
         header, began = snapshot.header, time.monotonic()
-        with self._store.upload(key, shape.head_nbytes) as upload:
-            for some in data:
-                upload.write(some)
-            upload.commit(shape.head(header.save, header.rank, snapshot.layout.digest))
-        self._coder.note_upload(shape.nbytes, began, time.monotonic())
-        return Pack(key, shape.nbytes, snapshot.created)
+        self._store.put(key, shape.head(header.save, header.rank, snapshot.layout.digest), data)
+        return self._note_pack(snapshot, key, shape.nbytes, began)
+
+    def _note_pack(self, snapshot: Snapshot, key: str, nbytes: int, began: float) -> Pack:
+        self._coder.note_upload(nbytes, began, time.monotonic())
+        return Pack(key, nbytes, snapshot.created)
 
     def _put_layout(self, snapshot: Snapshot) -> None:
         digest = snapshot.layout.digest
         if digest not in self._layouts_put:
             Catalog(self._store).put_layout(digest, snapshot.layout.encoded)
             self._layouts_put.add(digest)
-
-
-def _in_packs(encoded: Iterable[Encoded]) -> Iterator[list[Encoded]]:
-    """What one pack of frames is made of, and what turned out not to be a frame meanwhile."""
-    some: list[Encoded] = []
-    nbytes, enough = 0, FIRST_FRAMES_BYTES
-    for one in encoded:
-        some.append(one)
-        nbytes += 0 if one.frame is None else len(one.frame)
-        if nbytes >= enough:
-            yield some
-            some, nbytes, enough = [], 0, FRAMES_BYTES
-    if some:
-        yield some
 
 
 def _in_writes(body: memoryview, pieces: Iterable[Piece]) -> Iterator[Buffer]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 from helpers.inside import objects_of
@@ -34,8 +34,6 @@ from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.stores.testing import _HookedStore
 
-T = TypeVar("T")
-
 LATER_S = GRACE.total_seconds() + 3600
 
 
@@ -51,12 +49,13 @@ class FullStore(_HookedStore):
         self._full = True
 
     @override
-    def _run(self, op: str, key: str, act: Callable[[Buffer], T], data: Buffer = b"") -> T:
+    @contextmanager
+    def _around(self, op: str, key: str, data: Buffer = b"") -> Iterator[Buffer]:
         if op == "put" and self._full and (len(memoryview(data)) or not self._takes_empty):
             raise StoreFull(f"{key}: no space")
         if op == "delete" and key.startswith("packs/"):
             self._full = False
-        return act(data)
+        yield data
 
 
 @pytest.mark.parametrize("takes_empty", [True, False])
@@ -93,11 +92,12 @@ class CrashingStore(_HookedStore):
         self._left = left
 
     @override
-    def _run(self, op: str, key: str, act: Callable[[Buffer], T], data: Buffer = b"") -> T:
+    @contextmanager
+    def _around(self, op: str, key: str, data: Buffer = b"") -> Iterator[Buffer]:
         self._left -= 1
         if self._left < 0:
             raise Crash(f"{op} {key}")
-        return act(data)
+        yield data
 
 
 def make_busy_root(store: Store) -> GenerationId:

@@ -129,7 +129,7 @@ def test_against_numpy(data: st.DataObject) -> None:
 
 def test_chunks_of_equal_digest_are_not_read(shared: Path) -> None:
     class Deaf(LocalStore):
-        def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
             raise AssertionError(f"{key} was read")
 
     catalog = Catalog(LocalStore(str(shared)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,8 +38,6 @@ from ckptlib.stores.testing import _HookedStore
 from ckptlib.writer import rescue as rescue_module
 from ckptlib.writer.persist import Persister
 from ckptlib.writer.rescue import rescue
-
-T = TypeVar("T")
 
 HOUR_S = 3600.0
 DEADLINE_S = HOUR_S
@@ -69,13 +67,14 @@ class ActorStore(_HookedStore):
         self.before: Callable[[str, str], None] = lambda op, key: None
 
     @override
-    def _run(self, op: str, key: str, act: Callable[[Buffer], T], data: Buffer = b"") -> T:
+    @contextmanager
+    def _around(self, op: str, key: str, data: Buffer = b"") -> Iterator[Buffer]:
         if self.left is not None:
             self.left -= 1
             if self.left < 0:
                 raise Crash(f"{op} {key}")
         self.before(op, key)
-        return act(data)
+        yield data
 
 
 class Inline(Executor):

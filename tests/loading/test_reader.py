@@ -42,7 +42,7 @@ class CountingStore(LocalStore):
         self._counting = threading.Lock()
 
     @override
-    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
         with self._counting:
             self.requests.append((key, offset, buffer.nbytes))
             self.in_flight += buffer.nbytes

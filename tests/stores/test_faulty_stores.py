@@ -73,10 +73,7 @@ def test_requests_share_the_bandwidth_of_a_process(tmp_path: Path) -> None:
 def test_an_upload_takes_the_bandwidth_and_nothing_else_does(tmp_path: Path) -> None:
     store = open_store(f"latency+file://{tmp_path}?bandwidth=1e6&latency=0")
     began = time.monotonic()
-    with store.upload("a", 1000) as upload:
-        upload.write(bytes(50_000))
-        upload.write(bytes(49_000))
-        upload.commit(bytes(1000))
+    store.put("a", bytes(1000), [bytes(50_000), bytes(49_000)])
     assert time.monotonic() - began >= 0.1
     slow = open_store(f"latency+file://{tmp_path}?bandwidth=1e-3&latency=0")  # a byte would take a quarter of an hour
     assert keys(slow) == ["a"]
@@ -115,12 +112,11 @@ def test_the_nth_operation_fails(tmp_path: Path) -> None:
 
 def test_a_plan_may_change(tmp_path: Path) -> None:
     store = faulty(tmp_path, {"op": "commit", "action": "full"})
-    with pytest.raises(StoreFull), store.upload("a", 0) as upload:
-        upload.commit(b"")
+    with pytest.raises(StoreFull):
+        store.put("a", b"", [b"data"])
     assert keys(store) == []
     faulty(tmp_path)
-    with store.upload("a", 0) as upload:
-        upload.commit(b"")
+    store.put("a", b"", [b"data"])
     assert keys(store) == ["a"]
 
 
@@ -136,9 +132,7 @@ def test_kill_and_once(tmp_path: Path, action: str, kept: list[str]) -> None:
     script = """
 import sys
 from ckptlib.stores import open_store
-with open_store(sys.argv[1]).upload(sys.argv[2], 0) as upload:
-    upload.write(b"data")
-    upload.commit(b"")
+open_store(sys.argv[1]).put(sys.argv[2], b"", [b"data"])
 """
     url = f"fault+file://{tmp_path}/run?plan={tmp_path}/plan.json"
     assert subprocess.run([sys.executable, "-c", script, url, "a"], check=False).returncode == -signal.SIGKILL

@@ -16,7 +16,7 @@ import pytest
 from store_conformance import PAGE_NBYTES, StoreConformance, keys, pages
 
 from ckptlib.errors import ObjectExists, StoreError, StoreFull
-from ckptlib.stores import Store, local_upload
+from ckptlib.stores import LateHead, Store, local_upload
 from ckptlib.stores.local import LocalStore
 
 
@@ -52,11 +52,13 @@ def test_nothing_is_made_before_the_first_put(files: Path) -> None:
 def test_objects_are_plain_files_and_temporary_ones_are_gone(files: Path) -> None:
     store = LocalStore(str(files))
     store.put("a/b", b"1")
-    with store.upload("a/c", 4) as upload:
-        upload.write(b"body")
+
+    def head() -> bytes:
         assert len(temp_files(files)) == 1
         assert keys(store) == ["a/b"]
-        upload.commit(b"head")
+        return b"head"
+
+    store.put("a/c", LateHead(4, head), [b"body"])
     assert (files / "a" / "c").read_bytes() == b"headbody"
     assert temp_files(files) == []
     assert os.stat(files / "a" / "c").st_nlink == 1
@@ -64,11 +66,10 @@ def test_objects_are_plain_files_and_temporary_ones_are_gone(files: Path) -> Non
 
 def test_whole_pages_go_past_the_page_cache(files: Path) -> None:
     memory = pages(2)
-    with LocalStore(str(files)).upload("p", PAGE_NBYTES) as upload:
-        assert isinstance(upload, local_upload.LocalUpload)
+    with local_upload.LocalUpload(str(files), "p", PAGE_NBYTES) as upload:
         upload.write(memory)
         direct = upload._direct_fd is not None
-        upload.commit(bytes(PAGE_NBYTES))
+        upload.commit(memoryview(bytes(PAGE_NBYTES)))
     if not upload._may_direct:
         pytest.skip("this file system refuses O_DIRECT")
     assert direct
@@ -79,9 +80,7 @@ def test_slices_of_a_large_buffer(files: Path, monkeypatch: pytest.MonkeyPatch) 
     memory = pages(5)
     store = LocalStore(str(files))
     for key, body in [("direct", memoryview(memory)), ("buffered", memoryview(memory)[1:])]:
-        with store.upload(key, PAGE_NBYTES) as upload:
-            upload.write(body)
-            upload.commit(bytes(PAGE_NBYTES))
+        store.put(key, bytes(PAGE_NBYTES), [body])
         assert store.get(key, PAGE_NBYTES) == bytes(body)
 
 
@@ -119,6 +118,7 @@ def test_a_directory_that_cannot_be_listed_is_an_error() -> None:
     script = """
 import os, sys
 from ckptlib.errors import StoreError
+from ckptlib.stores import LateHead
 from ckptlib.stores.local import LocalStore
 if os.geteuid() == 0:
     os.setuid(65534)
@@ -151,10 +151,11 @@ def test_a_killed_upload_leaves_no_object(files: Path) -> None:
     script = """
 import mmap, os, signal, sys
 from ckptlib.stores import open_store
-upload = open_store(sys.argv[1]).upload("packs/p", 4096)
-upload.write(mmap.mmap(-1, 1 << 20))
-upload.write(b"tail")
-os.kill(os.getpid(), signal.SIGKILL)
+def pieces():
+    yield mmap.mmap(-1, 1 << 20)
+    yield b"tail"
+    os.kill(os.getpid(), signal.SIGKILL)
+open_store(sys.argv[1]).put("packs/p", bytes(4096), pieces())
 """
     run = subprocess.run([sys.executable, "-c", script, str(files)], check=False)
     assert run.returncode == -signal.SIGKILL
@@ -196,11 +197,8 @@ def test_a_full_disk(small_disk: Path, first: int) -> None:
     store = LocalStore(str(small_disk / "root"))
     store.put("a", b"1")
     memory = memoryview(pages(512))[first:]
-    with store.upload("p", PAGE_NBYTES) as upload:
-        with pytest.raises(StoreFull, match=rf"root/p: cannot write {memory.nbytes} bytes: .* bytes are free"):
-            upload.write(memory)
-        with pytest.raises(ValueError, match="closed"):
-            upload.commit(bytes(PAGE_NBYTES))
+    with pytest.raises(StoreFull, match=rf"root/p: cannot write {memory.nbytes} bytes: .* bytes are free"):
+        store.put("p", bytes(PAGE_NBYTES), [memory])
     assert keys(store) == ["a"]
     assert temp_files(small_disk / "root") == []
     with pytest.raises(StoreFull):

@@ -41,7 +41,7 @@ class Reads(MemoryStore):
         self.ranges: list[tuple[str, int, int]] = []
 
     @override
-    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
         self.ranges.append((key, offset, offset + len(buffer)))
         super().get_into(key, offset, buffer)
 

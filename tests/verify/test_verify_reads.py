@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from helpers.findings import T, findings, only, parts_of, tensors
+from helpers.findings import findings, only, parts_of, tensors
 from helpers.objects import objects_of
 from support import (
     make_generation,
@@ -94,11 +95,12 @@ class BadSector(_HookedStore):
         self._key, self._at = key, at
 
     @override
-    def _run(self, op: str, key: str, act: Callable[[Buffer], T], data: Buffer = b"") -> T:
-        return act(data)
+    @contextmanager
+    def _around(self, op: str, key: str, data: Buffer = b"") -> Iterator[Buffer]:
+        yield data
 
     @override
-    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
         if key == self._key and offset <= self._at < offset + buffer.nbytes:
             raise StoreError(f"{key}: cannot read: Input/output error (errno 5)")
         self._inner.get_into(key, offset, buffer)
@@ -113,18 +115,19 @@ class Meter(_HookedStore):
         self.largest = self.busy = self.most_busy = 0
 
     @override
-    def _run(self, op: str, key: str, act: Callable[[Buffer], T], data: Buffer = b"") -> T:
+    @contextmanager
+    def _around(self, op: str, key: str, data: Buffer = b"") -> Iterator[Buffer]:
         with self._lock:
             self.busy += 1
             self.most_busy = max(self.busy, self.most_busy)
         try:
-            return act(data)
+            yield data
         finally:
             with self._lock:
                 self.busy -= 1
 
     @override
-    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
         self.largest = max(self.largest, buffer.nbytes)
         super().get_into(key, offset, buffer)
 

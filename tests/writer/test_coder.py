@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from ckptlib.stores import Store, open_store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.writer import coder as module
-from ckptlib.writer import persist
+from ckptlib.writer import frame_packs
 from ckptlib.writer.coder import SAMPLED_EVERY, SAMPLES, Coder
 
 MIB = 1 << 20
@@ -150,11 +151,11 @@ class FailsOnce(MemoryStore):
 
     word: str | None = None
 
-    def put(self, key: str, data: object) -> None:
+    def put(self, key: str, *args: Any, **kwargs: Any) -> None:
         if self.word is not None and self.word in key:
             self.word = None
             raise StoreError(f"{key}: refused, as planned")
-        super().put(key, data)  # type: ignore[arg-type]
+        super().put(key, *args, **kwargs)
 
 
 def sparse_job(directory: Path, store: Store) -> tuple[OneRank, dict[str, np.ndarray]]:
@@ -180,8 +181,8 @@ def test_nothing_is_patched_after_a_save_whose_part_was_not_put(tmp_path: Path) 
 def test_packs_that_are_put_at_once_all_come_and_one_that_fails_surfaces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(persist, "FRAMES_BYTES", MIB)
-    monkeypatch.setattr(persist, "FIRST_FRAMES_BYTES", MIB)
+    monkeypatch.setattr(frame_packs, "FRAMES_BYTES", MIB)
+    monkeypatch.setattr(frame_packs, "FIRST_FRAMES_BYTES", MIB)
     plan = tmp_path / "plan.json"
     store = open_store(f"fault+file://{tmp_path}/root?plan={plan}")
     job, arrays = OneRank(tmp_path, store, "planes"), {"w": mib(8)}

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import inspect
+import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import fsspec
@@ -26,23 +29,28 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 from typing_extensions import Buffer, override
 
-from ckptlib.errors import CkptError, ObjectNotFound, ObjectUnreadable, StoreError, StoreFull
+from ckptlib.errors import CkptError, ObjectNotFound, ObjectUnreadable, StoreDenied, StoreError, StoreFull, StoreTimeout
 from ckptlib.stores.base import (
     Entry,
+    LateHead,
     Store,
-    Upload,
     as_bytes,
     check_key,
     check_prefix,
     check_range,
     ends_early,
     is_key,
+    joined,
 )
-from ckptlib.stores.memory import SpooledUpload
+from ckptlib.stores.bounded import in_thread, on_loop
+from ckptlib.stores.io_limits import IDLE_S, RETRY_S, SLOWEST_BPS
 
 PACK_NBYTES = 64 << 20
-"""An upload is held in memory until it is put, several at a time; this bounds each. Large enough that the time of a
+"""An object is held in memory until it is put, several at a time; this bounds each. Large enough that the time of a
 request does not matter."""
+
+LISTING_NBYTES = 50_000_000
+"""A listing may take as long as so many bytes: nothing is seen of it before its last page."""
 
 _LISTING_TRIES = 10
 _MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")
@@ -56,11 +64,15 @@ class FsspecStore(Store):
 
     As atomic and as durable as the backend's `pipe_file`: on object stores an object appears whole or not at all;
     on SFTP and its like a crash in the middle of a put leaves a torn file.
+
+    A request that takes too long is given up and sent again. Where the backend cannot be interrupted, what was given up
+    may still be carried out: an object may appear after its put has failed. Its key is random, or its bytes are always
+    the same, so that nothing is harmed.
     """
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
         self.url = _USERINFO.sub("://", url).rstrip("/")
-        self.pack_nbytes = PACK_NBYTES
+        self.pack_nbytes, self.late_nbytes = PACK_NBYTES, PACK_NBYTES // 2
         self._secrets = _secrets_of({**options, "url": url})
         fs, root = fsspec.core.url_to_fs(url, **{**options, "skip_instance_cache": True})
         fs.dircache.use_listings_cache = False  # the argument of that name is refused by some filesystems (SFTP)
@@ -68,64 +80,98 @@ class FsspecStore(Store):
         self._root = str(root).rstrip("/")
         self._lists_flat = _lists_flat(fs)
 
-    @override
-    def put(self, key: str, data: Buffer) -> None:
-        path, view = self._path(key), as_bytes(data)
-        body = data if isinstance(data, bytes | bytearray) else bytes(view)  # backends ask for len() and slices
-        with self._failures("put", key, view.nbytes):
+    def _call(self, name: str, *args: Any, nbytes: int = 0, deadline: float | None = None, **kwargs: Any) -> Any:
+        """Calls a method of the filesystem that moves so many bytes; again where it takes too long.
+
+        Raises what that raises, and StoreTimeout.
+        """
+        began = time.monotonic()
+        until = began + RETRY_S if deadline is None else min(began + RETRY_S, deadline)
+        limit_s = IDLE_S + nbytes / SLOWEST_BPS
+        while True:
+            tried = time.monotonic()
+            left = math.inf if deadline is None else deadline - tried
             try:
-                self._fs.pipe_file(path, body)
-            except FileNotFoundError:
-                if self._fs.async_impl:  # an object store has no directories to miss: there is no such bucket
-                    raise OSError(errno.ENOENT, "no such bucket") from None
-                self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-                self._fs.pipe_file(path, body)
+                return self._attempt(name, min(limit_s, max(left, 0.0)), *args, **kwargs)
+            except TimeoutError:
+                now = time.monotonic()
+                if now >= until:
+                    raise StoreTimeout(f"no answer within {now - began:.0f} s, for {nbytes} bytes") from None
+                time.sleep(max(0.0, min(1.0, tried + limit_s - now)))  # the backend itself may be in a hurry
+
+    def _attempt(self, name: str, limit_s: float, *args: Any, **kwargs: Any) -> Any:
+        """Raises TimeoutError, and what the method raises."""
+        coroutine = getattr(self._fs, f"_{name}", None) if self._fs.async_impl else None
+        if coroutine is None or not inspect.iscoroutinefunction(coroutine):
+            return in_thread(partial(getattr(self._fs, name), *args, **kwargs), limit_s)
+        return on_loop(partial(coroutine, *args, **kwargs), self._fs.loop, limit_s)
 
     @override
-    def upload(self, key: str, head_nbytes: int) -> Upload:
-        return SpooledUpload(self, check_key(key), head_nbytes)
+    def put(
+        self,
+        key: str,
+        head: Buffer | LateHead,
+        pieces: Iterable[Buffer] = (),
+        *,
+        create: bool = False,
+        deadline: float | None = None,
+    ) -> None:
+        path, body = self._path(key), bytes(joined(key, head, pieces))  # some backends take nothing but bytes
+        pipe = partial(self._call, "pipe_file", path, body, nbytes=len(body), deadline=deadline)
+        with self._failures("put", key, len(body)):
+            try:
+                pipe()
+            except FileNotFoundError:
+                if self._fs.async_impl:  # an object store has no directories to miss
+                    raise NoBucket("no such bucket") from None
+                self._call("makedirs", path.rpartition("/")[0], exist_ok=True, deadline=deadline)
+                pipe()
 
     @override
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        return self._get(key, offset, nbytes, None)
+
+    def _get(self, key: str, offset: int, nbytes: int | None, deadline: float | None) -> bytes:
         check_range(offset, nbytes)
         path, where = self._path(key), f"{self.url}/{key}"
         with self._failures("get", key):
             if not _needs_size_first(nbytes):
-                data = self._cat(path, offset, nbytes)
+                data = self._cat(path, offset, nbytes, deadline)
                 if data and nbytes in (None, len(data)):
                     return data
             size = self._size(path)
             if offset + (nbytes or 0) > size:
                 raise ends_early(where, offset, nbytes, size)
             count = size - offset if nbytes is None else nbytes
-            data = self._cat(path, offset, count) if count else b""
+            data = self._cat(path, offset, count, deadline) if count else b""
             if len(data) != count:
                 raise StoreError(f"{where}: cannot get: expected {count} bytes from {offset}, got {len(data)}")
             return data
 
-    def _cat(self, path: str, offset: int, nbytes: int | None) -> bytes:
+    def _cat(self, path: str, offset: int, nbytes: int | None, deadline: float | None) -> bytes:
         end = None if nbytes is None else offset + nbytes
         try:
             # An open range is one request where the whole object would be two: its size is asked for first.
-            return bytes(self._fs.cat_file(path, start=offset, end=end))
+            read = self._call("cat_file", path, start=offset, end=end, nbytes=nbytes or PACK_NBYTES, deadline=deadline)
+            return bytes(read)
         except OSError as error:
-            # What s3fs makes of status 416: the range begins at the object's end, or behind it.
+            # What some make of status 416: the range begins at the object's end, or behind it.
             if error.errno == errno.EINVAL and offset >= self._size(path):
                 return b""
             raise
 
     def _size(self, path: str) -> int:
-        info = self._fs.info(path)
+        info = self._call("info", path)
         if info["type"] != "file":  # a prefix is none
             raise FileNotFoundError(path)
         return int(info["size"])
 
     @override
-    def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        as_bytes(buffer)[:] = self.get(key, offset, buffer.nbytes)
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
+        as_bytes(buffer)[:] = self._get(key, offset, buffer.nbytes, deadline)
 
     @override
-    def scan(self, prefix: str) -> list[Entry]:
+    def scan(self, prefix: str, after: str = "") -> list[Entry]:
         directory = check_prefix(prefix).rpartition("/")[0]
         path = f"{self._root}/{directory}".rstrip("/")
         with self._failures("list", prefix):
@@ -133,15 +179,15 @@ class FsspecStore(Store):
             infos = self._find(path) if self._lists_flat else list(self._walk(path))
             entries = [self._entry(info) for info in infos if info["type"] == "file"]
         found = {entry.key: entry for entry in entries if entry.key.startswith(prefix) and is_key(entry.key)}
-        return [found[key] for key in sorted(found)]
+        return [found[key] for key in sorted(found) if key > after]
 
     def _find(self, path: str) -> list[dict[str, Any]]:
         try:
-            return list(self._fs.find(path, detail=True).values())
+            return list(self._call("find", path, detail=True, nbytes=LISTING_NBYTES).values())
         except FileNotFoundError:
             bucket = path.lstrip("/").partition("/")[0]
-            if self._fs.async_impl and not self._fs.exists(bucket):
-                raise OSError(errno.ENOENT, "no such bucket") from None
+            if self._fs.async_impl and not self._call("exists", bucket):
+                raise NoBucket("no such bucket") from None
             return []
 
     def _walk(self, path: str) -> Iterator[dict[str, Any]]:
@@ -155,10 +201,10 @@ class FsspecStore(Store):
     def _list(self, path: str) -> list[dict[str, Any]]:
         for _ in range(_LISTING_TRIES):
             try:
-                return list(self._fs.ls(path, detail=True))
+                return list(self._call("ls", path, detail=True, nbytes=LISTING_NBYTES))
             except _ABSENT:  # the directory, or a file that was deleted while its directory was listed
                 try:
-                    if self._fs.info(path)["type"] != "directory":
+                    if self._call("info", path)["type"] != "directory":
                         return []
                 except _ABSENT:
                     return []
@@ -168,10 +214,10 @@ class FsspecStore(Store):
         return Entry(str(info["name"])[len(self._root) + 1 :], int(info["size"]), _modified(info))
 
     @override
-    def delete(self, key: str) -> None:
-        path = self._path(key)
-        with self._failures("delete", key), contextlib.suppress(*_ABSENT):
-            self._fs.rm_file(path)
+    def delete(self, *keys: str) -> None:
+        for key, path in [(key, self._path(key)) for key in keys]:
+            with self._failures("delete", key), contextlib.suppress(*_ABSENT):
+                self._call("rm_file", path)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
@@ -184,6 +230,10 @@ class FsspecStore(Store):
         """
         try:
             yield
+        except StoreTimeout as error:
+            raise StoreTimeout(
+                f"{self.url}/{key}: cannot {doing}: {error}; the store may be down, or too slow"
+            ) from None
         except CkptError:
             raise
         except _ABSENT as error:
@@ -201,7 +251,12 @@ class FsspecStore(Store):
         cause = f"{type(error).__name__}: {error}"
         for secret in self._secrets:
             cause = cause.replace(secret, "***")
-        kind = ObjectUnreadable if doing == "get" and _is_forbidden(error) else StoreError
+        kind: type[StoreError] = StoreError
+        if isinstance(error, NoBucket):
+            return StoreDenied(f"{self.url}/{key}: cannot {doing}: {cause}; make it, or correct the URL")
+        if _is_forbidden(error):
+            kind = ObjectUnreadable if doing == "get" else StoreDenied
+            cause += "; check the credentials, and what they may do there"
         return kind(f"{self.url}/{key}: cannot {doing}: {cause}")
 
     def _harmless(self, error: Exception) -> Exception | None:
@@ -209,10 +264,14 @@ class FsspecStore(Store):
         return None if any(secret in str(error) for secret in self._secrets) else error
 
 
+class NoBucket(Exception):
+    """What the URL begins with is not there."""
+
+
 def _is_forbidden(error: Exception) -> bool:
-    """Whether the object may not be read; time-outs, throttling and all else are the store's own trouble."""
+    """Whether the object may not be touched; time-outs, throttling and all else are the store's own trouble."""
     status = (getattr(error, name, None) for name in ("status_code", "status", "code"))
-    return isinstance(error, PermissionError) or 403 in status
+    return isinstance(error, PermissionError) or not {401, 403}.isdisjoint(status)
 
 
 def _needs_size_first(nbytes: int | None) -> bool:

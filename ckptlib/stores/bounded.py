@@ -1,0 +1,52 @@
+"""Calls that end in time, whatever they call: by threads, for what cannot be cancelled, and on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+LOOP_GRACE_S = 5.0
+"""How long past its limit a cancelled coroutine may take to end, before its loop counts as stuck."""
+
+
+def in_thread(call: Callable[[], T], limit_s: float) -> T:
+    """What `call` returns or raises. Raises TimeoutError after `limit_s` seconds; the call goes on by itself then."""
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="ckptlib-bounded", daemon=True).start()
+    return _result(outcome, limit_s)
+
+
+def on_loop(make: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop, limit_s: float) -> T:
+    """What the coroutine returns or raises. Raises TimeoutError after `limit_s` seconds; it is cancelled then."""
+
+    async def run() -> T:
+        return await asyncio.wait_for(make(), limit_s)
+
+    future = asyncio.run_coroutine_threadsafe(run(), loop)
+    try:
+        return _result(future, limit_s + LOOP_GRACE_S)
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def _result(future: concurrent.futures.Future[T], limit_s: float) -> T:
+    """As of a future; a time-out is the same class in all versions of Python."""
+    try:
+        return future.result(limit_s)
+    except (concurrent.futures.TimeoutError, asyncio.TimeoutError) as error:
+        if isinstance(error, TimeoutError):
+            raise
+        raise TimeoutError(*error.args) from None

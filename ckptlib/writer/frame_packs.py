@@ -1,0 +1,81 @@
+"""How frames are gathered into packs: before a pack is put, or while it is. Moves no bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from ckptlib.format.part import Pack
+from ckptlib.writer.coder import Encoded
+from ckptlib.writer.packs import Framed, Packer, PackShape
+from ckptlib.writer.share import PutChunks
+
+FRAMES_BYTES = 32 * 1024 * 1024
+"""Frames that are put as one pack: they are in memory until they are."""
+
+FIRST_FRAMES_BYTES = 8 * 1024 * 1024
+"""Of the first such pack: until it is gathered the store waits."""
+
+
+class FramePack:
+    """Frames that become one pack, in the order in which they are taken."""
+
+    def __init__(self, packer: Packer, head_nbytes: int = 0) -> None:
+        """`head_nbytes`: of its header, where room is left for that before it is known."""
+        self.head_nbytes = head_nbytes
+        self._packer = packer
+        self._taken: list[Encoded] = []
+        self._closed: tuple[PackShape, list[int]] | None = None
+
+    def take(self, frames: Iterable[Encoded], nbytes: float = math.inf) -> Iterator[bytes]:
+        """The bytes of these, up to the first that exceeds so many; they are not kept."""
+        for one in frames:
+            assert one.frame is not None
+            self._taken.append(one._replace(frame=b""))
+            nbytes -= len(one.frame)
+            yield one.frame
+            if nbytes <= 0:
+                return
+
+    def close(self) -> PackShape:
+        """All frames are taken."""
+        if self._closed is None:
+            framed = [Framed(e.chunk, e.coding.codec, e.coding.stored) for e in self._taken if e.coding is not None]
+            self._closed = self._packer.pack_frames(framed, self.head_nbytes)
+        return self._closed[0]
+
+    def put(self, pack: Pack) -> PutChunks:
+        """It is in the store."""
+        assert self._closed is not None
+        taken = self._taken
+        return PutChunks(
+            (pack,),
+            tuple(e.chunk for e in taken),
+            (0,) * len(taken),
+            tuple(self._closed[1]),
+            {e.chunk: e.coding for e in taken if e.coding is not None},
+            {e.chunk: e.digest for e in taken if e.digest is not None},
+        )
+
+
+def frames_of(encoded: Iterable[Encoded], raw: list[int]) -> Iterator[Encoded]:
+    """Those that are frames; the chunks of others are added to `raw`."""
+    for one in encoded:
+        if one.frame is None:
+            raw.append(one.chunk)
+        else:
+            yield one
+
+
+def in_packs(frames: Iterable[Encoded]) -> Iterator[list[Encoded]]:
+    """What one pack is made of, each."""
+    some: list[Encoded] = []
+    nbytes, enough = 0, FIRST_FRAMES_BYTES
+    for one in frames:
+        some.append(one)
+        nbytes += len(one.frame or b"")
+        if nbytes >= enough:
+            yield some
+            some, nbytes, enough = [], 0, FRAMES_BYTES
+    if some:
+        yield some

@@ -1,0 +1,166 @@
+"""Every call of a store behind fsspec ends in time, whether its backend can be interrupted or not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fsspec.asyn import AsyncFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from helpers.objects import client_of
+from store_conformance import keys
+
+from ckptlib.errors import StoreTimeout
+from ckptlib.stores import fsspec as fsspec_store
+from ckptlib.stores.bounded import in_thread, on_loop
+from ckptlib.stores.fsspec import FsspecStore
+
+IDLE_S, RETRY_S = 0.05, 0.2
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsspec_store, "IDLE_S", IDLE_S)
+    monkeypatch.setattr(fsspec_store, "RETRY_S", RETRY_S)
+    monkeypatch.setattr(fsspec_store, "SLOWEST_BPS", 1e12)
+
+
+class Deaf:
+    """Methods that do not answer: so often, or always."""
+
+    def __init__(self, times: float) -> None:
+        self.left = times
+        self.asked = 0
+        self.freed = threading.Event()
+
+    def __call__(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def maybe(*args: Any, **kwargs: Any) -> Any:
+            self.asked += 1
+            if self.asked <= self.left:
+                self.freed.wait()
+                raise OSError("far too late")
+            return method(*args, **kwargs)
+
+        return maybe
+
+
+METHODS = {"put": "pipe_file", "get": "cat_file", "get_into": "cat_file", "scan": "find", "delete": "rm_file"}
+
+
+def call(store: FsspecStore, op: str, **how: Any) -> Any:
+    if op == "put":
+        return store.put("a/b", b"5678", [b"9"], **how)
+    if op == "get_into":
+        into = bytearray(4)
+        store.get_into("a/b", 0, memoryview(into), **how)
+        return bytes(into)
+    return getattr(store, op)("a/" if op == "scan" else "a/b")
+
+
+@pytest.fixture
+def store() -> Iterator[FsspecStore]:
+    with FsspecStore(f"memory://{uuid.uuid4().hex}", {}) as store:
+        store.put("a/b", b"1234")
+        yield store
+
+
+@pytest.mark.parametrize("op", METHODS)
+def test_a_call_that_is_not_answered_once_is_made_again(
+    store: FsspecStore, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = call(store, op)
+    store.put("a/b", b"1234")
+    deaf = Deaf(1)
+    monkeypatch.setattr(client_of(store), METHODS[op], deaf(getattr(client_of(store), METHODS[op])))
+    found = call(store, op)
+    deaf.freed.set()
+    assert deaf.asked >= 2
+    if op != "scan":  # its times differ
+        assert found == expected
+    assert keys(store) == ([] if op == "delete" else ["a/b"])
+
+
+@pytest.mark.parametrize("op", METHODS)
+def test_a_call_that_is_never_answered_ends(store: FsspecStore, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    deaf = Deaf(float("inf"))
+    monkeypatch.setattr(client_of(store), METHODS[op], deaf(getattr(client_of(store), METHODS[op])))
+    with pytest.raises(StoreTimeout, match=r"a/b?: cannot .*: no answer within .* s"):
+        call(store, op)
+    deaf.freed.set()
+    assert deaf.asked > 1
+
+
+@pytest.mark.parametrize("op", ["put", "get_into"])
+def test_nothing_is_asked_after_the_deadline(store: FsspecStore, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsspec_store, "RETRY_S", 1e9)
+    deaf = Deaf(float("inf"))
+    monkeypatch.setattr(client_of(store), METHODS[op], deaf(getattr(client_of(store), METHODS[op])))
+    with pytest.raises(StoreTimeout):
+        call(store, op, deadline=time.monotonic() + 3 * IDLE_S)
+    asked = deaf.asked
+    deaf.freed.set()
+    assert asked >= 1
+    time.sleep(3 * IDLE_S)
+    assert deaf.asked == asked
+
+
+class Slow(AsyncFileSystem, MemoryFileSystem):
+    """An object store's client, whose puts do not end by themselves."""
+
+    protocol = "slow"
+    cancelled = 0
+
+    async def _pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+        try:
+            await asyncio.sleep(1e9)
+        except asyncio.CancelledError:
+            Slow.cancelled += 1
+            raise
+
+
+def test_what_can_be_interrupted_is() -> None:
+    import fsspec
+
+    fsspec.register_implementation("slow", Slow, clobber=True)
+    with FsspecStore(f"slow://{uuid.uuid4().hex}", {}) as store, pytest.raises(StoreTimeout):
+        store.put("a", b"data")
+    assert Slow.cancelled > 1
+
+
+def test_what_is_called_in_time_returns_or_raises() -> None:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def fail() -> None:
+        raise KeyError("its own")
+
+    async def five() -> int:
+        return 5
+
+    assert on_loop(five, loop, 60) == in_thread(lambda: 5, 60) == 5
+    with pytest.raises(KeyError, match="its own"):
+        on_loop(fail, loop, 60)
+    with pytest.raises(KeyError, match="its own"):
+        in_thread(lambda: {}["its own"], 60)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+def test_a_loop_that_is_stuck_does_not_hold_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptlib.stores import bounded
+
+    monkeypatch.setattr(bounded, "LOOP_GRACE_S", 0.05)
+    loop = asyncio.new_event_loop()  # nobody runs it
+
+    async def never() -> None:
+        raise AssertionError
+
+    with pytest.raises(TimeoutError):
+        on_loop(never, loop, 0.01)
+    loop.close()
