@@ -121,8 +121,11 @@ def start_juicefs(directory: Path) -> Iterator[ObjectStorage]:
 @contextmanager
 def start_gcs_emulator(directory: Path) -> Iterator[ObjectStorage]:
     (port,) = free_ports(1)
-    command = [_program("gcp-storage-emulator"), "-d", f"{directory}/data", "start", "-q", "--default-bucket", BUCKET]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
+    emulator = Path(__file__).with_name("gcs_emulator.py")
+    command = [
+        *(sys.executable, str(emulator), "-d", f"{directory}/data", "start", "-q", "--default-bucket", BUCKET),
+        *("--host", "127.0.0.1", "--port", str(port)),
+    ]
     with ServerProcess(command, directory, lambda: answers(port), {}) as server:
         yield ObjectStorage("gs", f"http://127.0.0.1:{port}", BUCKET, {"token": "anon", "project": "test"}, server)
 
