@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from helpers.commands import Ckptlib
+from helpers.servers import ObjectStorage
 from places import ROOT
 from rich.text import Text
 from support import make_generation, make_root, make_save, state
@@ -87,15 +87,15 @@ def test_wrong_options_in_the_environment(ckptlib: Ckptlib, monkeypatch: pytest.
     assert OPTIONS_VARIABLE in result.err
 
 
-def test_on_s3(ckptlib: Ckptlib, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_s3(ckptlib: Ckptlib, s3: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Options come from both places; a secret of digits stays text."""
-    url = f"s3://bucket/{uuid.uuid4().hex}"
-    store = open_store(url, {"key": "testing", "secret": "123456", "endpoint_url": s3_endpoint})
+    url, (key, secret) = s3.url(), (s3.secrets["key"], s3.secrets["secret"])
+    store = open_store(url, s3.options())
     catalog = make_root(store)
     generation = make_generation(catalog)
     saves = [make_save(catalog, generation, step, state(step)) for step in (1, 2)]
-    monkeypatch.setenv(OPTIONS_VARIABLE, json.dumps({"key": "testing", "endpoint_url": s3_endpoint}))
-    options = ["--option", "secret=123456", "--option", 'client_kwargs={"region_name": "us-east-1"}']
+    monkeypatch.setenv(OPTIONS_VARIABLE, json.dumps({"key": key, "endpoint_url": s3.endpoint}))
+    options = ["--option", f"secret={secret}", "--option", 'client_kwargs={"region_name": "us-east-1"}']
 
     assert [row["step"] for row in ckptlib("ls", url, *options, "--json").json["steps"]] == [1, 2]
     assert ckptlib("verify", url, "--all", *options, "--json").json["good"]
@@ -109,7 +109,7 @@ def test_on_s3(ckptlib: Ckptlib, s3_endpoint: str, monkeypatch: pytest.MonkeyPat
     assert {entry.key for entry in store.scan(keys.STEPS)} == {saves[1].manifest_key}
     failed = ckptlib("ls", "s3://nobucket/x", *options)
     assert failed.code == 1
-    assert "123456" not in failed.err
+    assert secret not in failed.err
 
 
 # -- words

@@ -30,7 +30,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 from helpers.server_process import ServerProcess, answers, free_ports
 
 BUCKET = "ckpt"
-KEY, SECRET = "testing", "s3cr3t-of-the-tests"
+KEY, SECRET = "testing", "90210557316402"
+"""A secret of digits: text all the same."""
 AZURITE = Path(sys.prefix) / "azurite" / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
 """Where scripts/azurite installs it."""
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="

@@ -26,7 +26,7 @@ def test_a_missing_bucket_is_not_an_empty_store(s3: ObjectStorage) -> None:
         for prefix in ["", "steps/"]:
             with pytest.raises(StoreError, match="no such bucket"):
                 store.scan(prefix)
-        with pytest.raises(StoreError, match=r"cannot put: .*(bucket|container|404)"):
+        with pytest.raises(StoreError, match="no such bucket"):
             store.put("a", b"1")
         with pytest.raises(StoreError, match="no such bucket"):
             store.scan("")  # the put made none
