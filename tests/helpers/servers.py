@@ -32,8 +32,6 @@ from helpers.server_process import ServerProcess, answers, free_ports
 BUCKET = "ckpt"
 KEY, SECRET = "testing", "90210557316402"
 """A secret of digits: text all the same."""
-AZURITE = Path(sys.prefix) / "azurite" / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
-"""Where scripts/azurite installs it."""
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """Of the account devstoreaccount1, which every Azurite has. Public."""
 _GRPC = 10_000
@@ -138,20 +136,15 @@ def start_azurite(directory: Path) -> Iterator[ObjectStorage]:
     Skips the test where scripts/azurite has not installed it.
     """
     node = shutil.which("node")
-    if node is None or not AZURITE.exists():
+    places = [home / "azurite/node_modules/azurite/dist/src/blob/main.js" for home in _homes()]
+    found = [place for place in places if place.exists()]
+    if node is None or not found:
         pytest.skip("Azurite is not installed: run scripts/azurite, which needs node and npm")
     (port,) = free_ports(1)
     command = [
-        node,
-        str(AZURITE),
-        "--blobHost",
-        "127.0.0.1",
-        "--blobPort",
-        str(port),
-        "--location",
-        f"{directory}/data",
+        *(node, str(found[0]), "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", f"{directory}/data"),
+        *("--skipApiVersionCheck", "--disableTelemetry", "--silent"),
     ]
-    command += ["--skipApiVersionCheck", "--disableTelemetry", "--silent"]
     endpoint = f"http://127.0.0.1:{port}"
     connection = (
         f"DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;AccountKey={AZURITE_KEY};"
@@ -221,11 +214,15 @@ def _named(kind: str, first: str, *others: str) -> dict[str, str]:
     return {name: os.environ[prefix + name] for name in (first, *others)}
 
 
+def _homes() -> list[Path]:
+    """Of each virtual environment that packages are taken from; a worktree may borrow those of another one."""
+    return [Path(entry).parents[2] for entry in sys.path if entry.endswith("site-packages")]
+
+
 def _program(name: str) -> str:
-    """A program that came with a package, wherever this environment has its packages from."""
-    places = [Path(entry).parents[2] / "bin" for entry in sys.path if entry.endswith("site-packages")]
-    found = shutil.which(name, path=os.pathsep.join(str(place) for place in places))
-    assert found, f"there is no {name} in {places}; scripts/test installs it"
+    """One that came with a package."""
+    found = shutil.which(name, path=os.pathsep.join(str(home / "bin") for home in _homes()))
+    assert found, f"there is no {name} in the bin of {_homes()}; scripts/test installs it"
     return found
 
 
