@@ -47,3 +47,5 @@ class IoLimits:
     """Those for less go through a buffer, and may be for several tensors."""
     threads: int = THREADS
     """Requests under way at once."""
+    reads: int = 1
+    """How often bytes are read before what does not match its digest counts as damaged: on the way, a bit may flip."""
