@@ -1,5 +1,9 @@
-"""Stores that are slow or that fail, and ways to damage a file. See `ckptlib.stores.testing`, where they live."""
+"""Stores and servers that are slow or that fail, and ways to damage a file.
 
+They live in `ckptlib.stores.testing` and `ckptlib.stores.fault_proxy`; see there.
+"""
+
+from ckptlib.stores.fault_proxy import FaultProxy
 from ckptlib.stores.testing import FaultStore, LatencyStore, flip_bit, open_testing_store, truncate
 
-__all__ = ["FaultStore", "LatencyStore", "flip_bit", "open_testing_store", "truncate"]
+__all__ = ["FaultProxy", "FaultStore", "LatencyStore", "flip_bit", "open_testing_store", "truncate"]

@@ -154,9 +154,8 @@ class FsspecStore(Store):
             # An open range is one request where the whole object would be two: its size is asked for first.
             read = self._call("cat_file", path, start=offset, end=end, nbytes=nbytes or PACK_NBYTES, deadline=deadline)
             return bytes(read)
-        except OSError as error:
-            # What some make of status 416: the range begins at the object's end, or behind it.
-            if error.errno == errno.EINVAL and offset >= self._size(path):
+        except Exception as error:
+            if _is_behind_the_end(error) and offset >= self._size(path):
                 return b""
             raise
 
@@ -183,12 +182,12 @@ class FsspecStore(Store):
 
     def _find(self, path: str) -> list[dict[str, Any]]:
         try:
-            return list(self._call("find", path, detail=True, nbytes=LISTING_NBYTES).values())
+            found = self._call("find", path, detail=True, nbytes=LISTING_NBYTES)
         except FileNotFoundError:
-            bucket = path.lstrip("/").partition("/")[0]
-            if self._fs.async_impl and not self._call("exists", bucket):
-                raise NoBucket("no such bucket") from None
-            return []
+            found = {}
+        if not found and self._fs.async_impl and not self._call("exists", path.lstrip("/").partition("/")[0]):
+            raise NoBucket("no such bucket")  # of which some find nothing without a word
+        return list(found.values()) if isinstance(found, dict) else []  # a list: adlfs, when the path is an object
 
     def _walk(self, path: str) -> Iterator[dict[str, Any]]:
         """Every file below a directory. `fs.walk` would leave out what it cannot list."""
@@ -270,8 +269,17 @@ class NoBucket(Exception):
 
 def _is_forbidden(error: Exception) -> bool:
     """Whether the object may not be touched; time-outs, throttling and all else are the store's own trouble."""
-    status = (getattr(error, name, None) for name in ("status_code", "status", "code"))
-    return isinstance(error, PermissionError) or not {401, 403}.isdisjoint(status)
+    return isinstance(error, PermissionError) or not {401, 403}.isdisjoint(_statuses(error))
+
+
+def _is_behind_the_end(error: Exception) -> bool:
+    """Whether it may be status 416: a range that begins at the object's end, or behind it. s3fs makes EINVAL of it."""
+    return getattr(error, "errno", None) == errno.EINVAL or 416 in _statuses(error)
+
+
+def _statuses(error: Exception) -> list[object]:
+    """Where the clients of each backend put the status of HTTP."""
+    return [getattr(error, name, None) for name in ("status_code", "status", "code")]
 
 
 def _needs_size_first(nbytes: int | None) -> bool:

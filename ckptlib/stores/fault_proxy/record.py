@@ -1,0 +1,29 @@
+"""What the proxy saw of a request. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Request:
+    """What the proxy saw of one request."""
+
+    op: str
+    """In the words of S3: PutObject, UploadPart, CreateMultipartUpload, ..., or Other."""
+    method: str
+    path: str
+    """With the query."""
+    started: float
+    """Seconds since the epoch."""
+    range: str | None = None
+    """The header of that name."""
+    status: int | None = None
+    """None when no answer came from the server."""
+    nbytes_up: int = 0
+    """Of the body, as they were passed on; without the framing of chunks."""
+    nbytes_down: int = 0
+    seconds: float | None = None
+    """None while it is under way."""
+    fault: str | None = None
+    """What befell it; None when that was nothing, or only latency and bandwidth. `server gone`: no fault of a rule."""
