@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import secrets
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +16,12 @@ from ckptlib.cli import host
 from ckptlib.cli.host import Check
 from ckptlib.cli.options import open_url, storage_options, with_output, with_storage_options
 from ckptlib.cli.output import Output, duration, plain, size
+from ckptlib.cli.probe import document
 from ckptlib.errors import CkptError
 from ckptlib.stores import Store
-from ckptlib.stores.io_limits import WRITE_BYTES
-from ckptlib.stores.probe import PREFIX, probe
+from ckptlib.stores.io_limits import PART_NBYTES, RUN_BYTES, THREADS
+from ckptlib.stores.measure import Line, Speeds, Transfer, line, measure
+from ckptlib.stores.probe import probe
 
 SLOW_REQUEST_S = 1.0
 """A store whose small requests take longer makes every commit wait."""
@@ -38,7 +38,7 @@ STYLES = {"ok": "green", "warning": "yellow", "bad": "red"}
     default=64,
     show_default=True,
     metavar="MIB",
-    help="Size of the object to write to URL and read back.",
+    help="The most to write to URL, and to read back, at a time.",
 )
 @with_storage_options
 @with_output
@@ -89,34 +89,50 @@ def store_checks(store: Store, nbytes: int) -> Iterator[Check]:
         {"seconds": dict(seconds)},
     )
     try:
-        write_s, read_s = speed(store, nbytes)
+        speeds = measure(store, nbytes)
     except CkptError as error:
         yield Check("speed", "bad", str(error), "small objects work: check quota, size limits and time-outs")
         return
+    up, down = line(speeds.up), line(speeds.down)
     yield Check(
         "speed",
         "ok",
-        f"write {size(nbytes / write_s)}/s, read {size(nbytes / read_s)}/s with one object of {size(nbytes)}; "
-        "a local read may come from the page cache",
+        f"up {size(speeds.best_up)}/s, down {size(speeds.best_down)}/s at best; {speeds.puts_per_second:.0f} puts and "
+        f"{speeds.gets_per_second:.0f} gets of small objects per second",
         "",
-        {"nbytes": nbytes, "write_seconds": write_s, "read_seconds": read_s},
+        {"nbytes": nbytes, **document(speeds)},
+        details=(
+            *(_transfer("up", transfer) for transfer in speeds.up),
+            f"up: one object of {size(nbytes)}, as a pack is put: {size(speeds.whole_up)}/s",
+            *(_transfer("down", transfer) for transfer in speeds.down),
+            f"one request alone: up {_described(up)}; down {_described(down)}",
+            *(["a read from a local disk may come from the page cache"] if store.is_local else []),
+        ),
+    )
+    yield Check("defaults", "ok", "what ckptlib does with this store", "", details=tuple(defaults(store, speeds)))
+
+
+def _transfer(direction: str, transfer: Transfer) -> str:
+    return (
+        f"{direction}: {transfer.at_once:>2} x {size(transfer.nbytes):>8} at once: {size(transfer.bytes_per_second)}/s"
     )
 
 
-def speed(store: Store, nbytes: int) -> tuple[float, float]:
-    """Seconds to write an object as a pack is written, and to read it back. It is deleted."""
-    key = f"{PREFIX}{secrets.token_hex(8)}"
-    data = mmap.mmap(-1, min(nbytes, WRITE_BYTES))  # page-aligned, as a slot is
-    data.write(secrets.token_bytes(len(data)))
-    try:
-        began = time.perf_counter()
-        store.put(key, b"", (memoryview(data)[: nbytes - at] for at in range(0, nbytes, len(data))))
-        written = time.perf_counter()
-        for at in range(0, nbytes, len(data)):
-            store.get(key, at, min(len(data), nbytes - at))
-        return written - began, time.perf_counter() - written
-    finally:
-        store.delete(key)
+def _described(found: Line) -> str:
+    return f"{duration(found.latency_s)} and {size(found.bytes_per_second)}/s"
+
+
+def defaults(store: Store, speeds: Speeds) -> list[str]:
+    """What a job does here, in sentences."""
+    return [
+        f"a rank's packs are objects of up to {size(store.pack_nbytes)}"
+        + ("" if store.is_local else f", sent in parts of {size(PART_NBYTES)} where the client can"),
+        f"a load asks for {THREADS} ranges at once, of up to {size(RUN_BYTES)} each",
+        'codec="auto" stores tensors as they are: the store is local'
+        if store.is_local
+        else 'codec="auto" compresses what a core encodes faster than this store takes it: '
+        f"{size(speeds.best_up)}/s here, by one process",
+    ]
 
 
 def direct_io(directory: Path) -> Check:

@@ -23,7 +23,7 @@ class Committed:
         self.save = manifest.save
         self.world_size, self.layouts = manifest.world_size, manifest.layouts
         self.where = catalog.store.url
-        self.limits = IoLimits()
+        self.limits = IoLimits(reads=1 if catalog.store.is_local else 2)
 
     def layout(self, digest: str) -> Layout:
         return self._catalog.layout(digest)

@@ -6,6 +6,8 @@ checked against its digest before a byte of it is believed; every element of eve
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ from ckptlib.loading.landing import Landing
 from ckptlib.loading.requests import ChunkRead, Request, Target, copies_of, merge
 from ckptlib.loading.source import StepSource, own_rank
 from ckptlib.state.leaf import torch_dtype
+
+log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
@@ -246,11 +250,19 @@ class Reader:
             )
 
     def _run(self, request: Request, verify: Callable[[memoryview], str], landing: Landing) -> int:
-        """One request: its chunks are checked, then placed."""
-        check_there(self._source.read_into, request.pack, request.offset, request.nbytes)
-        buffer = request.buffer(landing)
-        self._source.read_into(request.pack, request.start, buffer)
-        request.place(buffer, self._source.read_into, verify, self._source.save.step, landing)
+        """One request: its chunks are checked, then placed. What is damaged is read again where that may help."""
+        source = self._source
+        check_there(source.read_into, request.pack, request.offset, request.nbytes)
+        for last in (n + 1 >= source.limits.reads for n in itertools.count()):
+            buffer = request.buffer(landing)
+            source.read_into(request.pack, request.start, buffer)
+            try:
+                request.place(buffer, source.read_into, verify, source.save.step, landing)
+                break
+            except CorruptData as error:
+                if last:
+                    raise
+                log.warning("%s; it is read once more, since the network may have altered it", error)
         return len(buffer)
 
 

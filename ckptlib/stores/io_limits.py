@@ -23,6 +23,10 @@ DOCUMENT_THREADS = 16
 WRITE_BYTES = 16 * 1024 * 1024
 """Per write: from 4 MiB on, one thread saturates a local NVMe with direct I/O."""
 
+PART_NBYTES = 16 * 1024 * 1024
+"""Of a multipart upload; all parts but the last have as many bytes, since some stores refuse others. What has fewer is
+put by one request."""
+
 IDLE_S = 10.0
 """Seconds without progress after which a request to a remote store is given up, and sent again."""
 
@@ -43,3 +47,5 @@ class IoLimits:
     """Those for less go through a buffer, and may be for several tensors."""
     threads: int = THREADS
     """Requests under way at once."""
+    reads: int = 1
+    """How often bytes are read before what does not match its digest counts as damaged: on the way, a bit may flip."""

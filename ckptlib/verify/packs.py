@@ -178,7 +178,7 @@ def _wrong_size(pack: _PackRead, size: int | None, readable: set[int]) -> Findin
     return Finding("malformed", pack.key, message, pack.part.save, pack.part.rank, shards)
 
 
-def _read_run(catalog: Catalog, run: _Run) -> list[_Bad]:
+def _read_run(catalog: Catalog, run: _Run, again: bool = False) -> list[_Bad]:
     """What is wrong with it. Where the store gives the whole of it not, each chunk is asked for alone."""
     if not run.chunks:
         problem = attempt(lambda: _read_head(catalog, run))
@@ -190,15 +190,22 @@ def _read_run(catalog: Catalog, run: _Run) -> list[_Bad]:
     except (StoreError, FormatError) as error:
         if len(run.chunks) == 1:
             return [_Bad(damage_of(error), run.chunks[0], str(error))]
-        alone = (_Run(run.pack, (c,), table.offsets[c], table.offsets[c] + part.stored[c]) for c in run.chunks)
-        return [bad for one in alone for bad in _read_run(catalog, one)]
+        return [bad for c in run.chunks for bad in _read_run(catalog, _alone(run.pack, c), again)]
     found = []
     for c in run.chunks:
         at = table.offsets[c] - run.start
         bad = _problem(catalog, part, c, buffer[at : at + part.stored[c]])
         if bad is not None:
             found.append(bad)
+    if found and not again and not catalog.store.is_local:  # the network may have altered it
+        chunks = [bad.chunk for bad in found if bad.chunk is not None]
+        return [bad for c in chunks for bad in _read_run(catalog, _alone(run.pack, c), again=True)]
     return found
+
+
+def _alone(pack: _PackRead, chunk: int) -> _Run:
+    at = pack.part.table.offsets[chunk]
+    return _Run(pack, (chunk,), at, at + pack.part.stored[chunk])
 
 
 def _problem(catalog: Catalog, part: Part, chunk: int, data: memoryview) -> _Bad | None:

@@ -1,0 +1,101 @@
+"""What a network altered on the way is read again, once; what is altered where it lies is damaged."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import layout_of, make_generation, put_part
+from typing_extensions import override
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import Committer
+from ckptlib.errors import CorruptData
+from ckptlib.format.box import Box
+from ckptlib.format.digests import XXH3
+from ckptlib.format.keys import SaveId
+from ckptlib.format.manifest import Root
+from ckptlib.loading.committed import Committed
+from ckptlib.loading.reader import Reader, Want
+from ckptlib.stores.local import LocalStore
+from ckptlib.stores.testing import flip_bit
+from ckptlib.verify.root import verify_save
+
+SIZES = {"small": 1000, "large": 1 << 20}
+CHUNK_BYTES = 1 << 19
+
+
+class Noisy(LocalStore):
+    """Flips a bit in so many of the reads from packs of at least so many bytes."""
+
+    def __init__(self, path: str, is_local: bool) -> None:
+        super().__init__(path)
+        self.is_local = is_local
+        self.flips = 0
+        self.reads = 0
+
+    @override
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
+        super().get_into(key, offset, buffer, deadline=deadline)
+        if key.startswith("packs/") and buffer.nbytes >= 1000:
+            self.reads += 1
+            if self.flips:
+                self.flips -= 1
+                buffer[buffer.nbytes // 2] ^= 1
+
+
+def saved(path: Path, is_local: bool) -> tuple[Noisy, SaveId, dict[str, np.ndarray]]:
+    store = Noisy(str(path), is_local)
+    catalog = Catalog(store)
+    catalog.open_root(Root("0" * 32, XXH3, 60.0))
+    save = SaveId(1, make_generation(catalog))
+    tensors = {name: np.random.default_rng(n).standard_normal(n).astype(np.float32) for name, n in SIZES.items()}
+    name = put_part(catalog, save, 0, layout_of(tensors, 1), tensors, chunk_bytes=CHUNK_BYTES)
+    Committer(catalog).commit(save, [name])
+    store.reads = 0
+    return store, save, tensors
+
+
+def load(store: Noisy, save: SaveId) -> dict[str, np.ndarray]:
+    import torch
+
+    catalog = Catalog(store)
+    found = {name: np.zeros(n, np.float32) for name, n in SIZES.items()}
+    wants = [Want(name, ((Box.whole(a.shape), torch.from_numpy(a)),)) for name, a in found.items()]
+    Reader(Committed(catalog, catalog.manifest(save)), 0).read(wants, lambda nbytes: None)
+    return found
+
+
+def test_a_bit_that_flipped_on_the_way_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, save, tensors = saved(tmp_path, is_local=False)
+    load(store, save)
+    quiet, store.reads, store.flips = store.reads, 0, 1
+    with caplog.at_level(logging.WARNING):
+        found = load(store, save)
+    assert all(np.array_equal(found[name], tensors[name]) for name in tensors)
+    assert store.reads == quiet + 1
+    assert "read once more" in caplog.text
+
+
+@pytest.mark.parametrize(("is_local", "flips"), [(True, 1), (False, 1000)])
+def test_what_stays_altered_is_damaged(tmp_path: Path, is_local: bool, flips: int) -> None:
+    store, save, _ = saved(tmp_path, is_local)
+    store.flips = flips
+    with pytest.raises(CorruptData, match="does not match"):
+        load(store, save)
+
+
+def test_verify_reads_again_and_tells_only_what_stays(tmp_path: Path) -> None:
+    store, save, _ = saved(tmp_path, is_local=False)
+
+    def findings() -> list[str]:
+        return [finding.damage for finding in verify_save(Catalog(store), save, lambda nbytes: None)]
+
+    assert findings() == []
+    store.flips = 1
+    assert findings() == []
+    [pack] = tmp_path.glob("packs/*/*")
+    flip_bit(pack, 5000)
+    assert findings() == ["altered"]
