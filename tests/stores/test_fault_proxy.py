@@ -305,8 +305,20 @@ def test_a_server_that_closes_in_the_middle_of_an_answer() -> None:
         with FaultProxy(f"http://127.0.0.1:{listener.getsockname()[1]}") as proxy:
             answer, end = get_and_see(proxy)
             assert (body_of(answer), end) == (b"1234", "closed")
-            assert "ServerGone" in str(proxy.requests[0].fault)
+            assert proxy.requests[0].fault == "server gone"
         thread.join()
+
+
+def test_it_works_only_while_it_is_entered(server: TinyServer) -> None:
+    proxy = FaultProxy(server.url)
+    with pytest.raises(ValueError, match="while its context is entered"):
+        proxy.rules([])
+    for _ in range(2):
+        with proxy:
+            assert ask(proxy.url, "GET", "/b/k") == (200, BODY)
+        with pytest.raises(ConnectionRefusedError):
+            ask(proxy.url, "GET", "/b/k")
+    assert len(proxy.requests) == 2
 
 
 def test_nothing_is_left(server: TinyServer) -> None:

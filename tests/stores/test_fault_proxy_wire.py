@@ -7,14 +7,18 @@ import os
 import re
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
 
 import fsspec
 import obstore
 import pytest
-from helpers.servers import ObjectStorage, s3_client
+from botocore.exceptions import BotoCoreError
+from helpers.servers import ObjectStorage, s3_client, start_seaweedfs
 from helpers.tiny_server import TinyServer, all_until_the_end, ask, raw_connection, tiny_server
 from obstore.store import S3Store
 
@@ -232,3 +236,26 @@ def test_gcs_and_azure(name: str, request: pytest.FixtureRequest) -> None:
         proxy.rules([{"match": "^GetObject", "fault": "403"}])
         with pytest.raises(Exception, match=r"(?i)injected|forbidden|authorization"):
             fs.cat_file(f"{root}/a")
+
+
+def test_a_server_that_is_killed_during_an_upload(tmp_path: Path) -> None:
+    data = os.urandom(8 << 20)
+    with start_seaweedfs(tmp_path) as storage, FaultProxy(storage.endpoint) as proxy:
+        proxy.rules([{"match": "^PutObject", "fault": "bandwidth", "bandwidth": 4e6, "count": 1}])
+        with ThreadPoolExecutor(1) as thread, closing(s3_client(storage, proxy.url)) as client:
+            put = thread.submit(client.put_object, Bucket=storage.bucket, Key="k", Body=data)
+            end = time.monotonic() + 30
+            while not any(request.nbytes_up > 1 << 20 for request in proxy.requests):
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            storage.process.kill()
+            with pytest.raises(BotoCoreError):
+                put.result(30)
+            with pytest.raises(BotoCoreError):
+                client.list_objects_v2(Bucket=storage.bucket)
+            storage.process.start()
+            assert "Contents" not in client.list_objects_v2(Bucket=storage.bucket)
+            client.put_object(Bucket=storage.bucket, Key="k", Body=data)
+            assert client.get_object(Bucket=storage.bucket, Key="k")["Body"].read() == data
+        assert [request.fault for request in proxy.requests][:2] == ["server gone", "server down"]
+        assert proxy.requests[0].status is None

@@ -142,9 +142,8 @@ class Exchange:
                     if is_body:
                         total += len(piece)
                         await pace.wait(len(data), limit)
-                    await sink.write(data)
-                    if is_body:
                         count(len(data))
+                    await sink.write(data)
 
     async def _strike(self, sink: Peer, piece: bytes, num_before: int, count: Callable[[int], None]) -> bytes:
         """What is to be passed on of a piece, when anything is."""
@@ -152,8 +151,8 @@ class Exchange:
         kind, seconds = self._fault.kind, self._fault.seconds
         if kind in ("flip_up", "flip_down"):
             return piece[:num_before] + bytes([piece[num_before] ^ 1]) + piece[num_before + 1 :]
-        await sink.write(piece[:num_before])
         count(num_before)
+        await sink.write(piece[:num_before])
         if kind == "truncate":
             raise Cut
         if kind in ("reset_up", "reset_down"):

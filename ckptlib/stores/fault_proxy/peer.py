@@ -14,9 +14,13 @@ from collections.abc import Iterator
 class ClientGone(Exception):
     """The client closed the connection too early, or what it sends is no HTTP."""
 
+    what = "client gone"
+
 
 class ServerGone(Exception):
     """The same of the server; or it could not be reached."""
+
+    what = "server gone"
 
 
 class Peer:
@@ -39,7 +43,7 @@ class Peer:
         try:
             yield
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
-            raise self._gone(f"{self._gone.__name__}: {type(error).__name__}") from error
+            raise self._gone(self._gone.what) from error
 
     async def write(self, data: bytes) -> None:
         """Returns when the kernel has all of it."""

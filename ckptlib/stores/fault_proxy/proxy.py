@@ -69,8 +69,8 @@ class FaultProxy:
         self._links: set[Link] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: asyncio.Server | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="ckptlib fault proxy", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
 
     @property
     def url(self) -> str:
@@ -79,7 +79,10 @@ class FaultProxy:
 
     @property
     def requests(self) -> list[Request]:
-        """Every request so far, as it stands now, in the order in which they came."""
+        """Every request so far, as it stands now, in the order in which they came.
+
+        One that was answered a moment ago may still count as under way.
+        """
         return [dataclasses.replace(request) for request in self._requests]
 
     def rules(self, rules: Sequence[Rule]) -> None:
@@ -89,6 +92,8 @@ class FaultProxy:
     def __enter__(self) -> Self:
         if self._log_path is not None:
             self._log = open(self._log_path, "a", buffering=1, encoding="utf-8")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ckptlib fault proxy", daemon=True)
         self._thread.start()
         try:
             self._run(self._start())
@@ -98,14 +103,20 @@ class FaultProxy:
         return self
 
     def __exit__(self, *_: object) -> None:
+        assert self._loop is not None
+        assert self._thread is not None
         self._run(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_TIMEOUT_S)
         self._loop.close()
+        self._loop = self._thread = None
         if self._log is not None:
             self._log.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop is None:
+            work.close()
+            raise ValueError("the fault proxy works only while its context is entered")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(_STOP_TIMEOUT_S)
@@ -126,13 +137,14 @@ class FaultProxy:
     async def _stop(self) -> None:
         if self._listener is not None:
             self._listener.close()
+            self._listener = None
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.sleep(0)  # sockets are closed in the turn of the loop behind the one that resets them
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -217,9 +229,9 @@ class FaultProxy:
             link.drop_server()
             await link.client.leaves()
             raise Reset from None
-        except ServerGone as error:
+        except (ClientGone, ServerGone) as error:
             request.fault = request.fault or str(error)
-            if isinstance(error.__cause__, EOFError):
+            if isinstance(error, ServerGone) and isinstance(error.__cause__, EOFError):
                 raise _InOrder from error
             raise
         finally:

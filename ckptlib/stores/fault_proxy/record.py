@@ -21,9 +21,13 @@ class Request:
     status: int | None = None
     """None when no answer came from the server."""
     nbytes_up: int = 0
-    """Of the body, as they were passed on; without the framing of chunks."""
+    """Of the body, as they are passed on; without the framing of chunks."""
     nbytes_down: int = 0
     seconds: float | None = None
     """None while it is under way."""
     fault: str | None = None
-    """What befell it; None when that was nothing, or only latency and bandwidth. `server gone`: no fault of a rule."""
+    """What befell it; None when that was nothing, or only latency and bandwidth.
+
+    No rule's fault: `server down` (it could not be reached), `server gone` and `client gone` (one of them closed the
+    connection too early, or sent what is no HTTP).
+    """
