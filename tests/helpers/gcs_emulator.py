@@ -1,12 +1,14 @@
-"""gcp-storage-emulator as a program, with one repair: an object of one request keeps its last byte.
+"""gcp-storage-emulator as a program, with two repairs.
 
-It reads such a body with Python's parser of mails. That takes a last byte 13 of an object for a part of the line's end,
-since gcsfs ends lines by a bare line feed: one in 256 objects comes back a byte short.
+An object of one request keeps its last byte. The emulator reads such a body with Python's parser of mails, which takes
+a last byte 13 of an object for a part of the line's end, since gcsfs ends lines by a bare line feed: one in 256 objects
+came back a byte short. And more than five clients may connect at once; the kernel reset some of the others.
 """
 
 from __future__ import annotations
 
 import json
+import socketserver
 from email.message import Message
 from typing import Any
 
@@ -39,6 +41,7 @@ def read_whole_data(request_handler: Any, query: Any) -> Any:
 
 
 server._read_data = read_whole_data
+socketserver.TCPServer.request_queue_size = 512
 
 if __name__ == "__main__":
     main()

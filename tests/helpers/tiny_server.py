@@ -13,6 +13,7 @@ from typing import Any
 
 class TinyServer(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 512
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}

@@ -166,6 +166,21 @@ def test_answers_of_every_form(server: TinyServer) -> None:
         assert [r.nbytes_up for r in proxy.requests] == [0] * 5 + [7, 0, 0]
 
 
+def test_many_connections_at_once(server: TinyServer) -> None:
+    with FaultProxy(server.url) as proxy:
+
+        def work(n: int) -> None:
+            body = bytes([n]) * 100_000
+            for number in range(5):
+                assert ask(proxy.url, "PUT", f"/b/{n}-{number}", body)[0] == 200
+                assert ask(proxy.url, "GET", f"/b/{n}-{number}") == (200, body)
+
+        with ThreadPoolExecutor(40) as threads:
+            list(threads.map(work, range(40)))
+        assert Counter(r.op for r in proxy.requests) == {"PutObject": 200, "GetObject": 200}
+        assert {r.fault for r in proxy.requests} == {None}
+
+
 # -- real clients and servers
 
 

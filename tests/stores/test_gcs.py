@@ -20,6 +20,13 @@ class TestGCS(StoreConformance):
         return open_store(gcs.url(), gcs.options())
 
 
+@pytest.mark.parametrize("end", [b"\r", b"\n", b"\r\n", b"\n--", b""], ids=repr)
+def test_the_last_bytes_of_an_object(gcs: ObjectStorage, end: bytes) -> None:
+    with open_store(gcs.url(), gcs.options()) as store:
+        store.put("a", b"data" + end)
+        assert store.get("a") == b"data" + end
+
+
 def test_a_missing_bucket_is_not_an_empty_store(gcs: ObjectStorage) -> None:
     elsewhere = replace(gcs, bucket="no-such-bucket")
     with open_store(elsewhere.url(), elsewhere.options()) as store:
