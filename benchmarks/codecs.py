@@ -2,7 +2,8 @@
 
 Size: of raw bytes, and of the order-0 limit, that is of what a perfect coder of single bytes could do if it knew how
 often each occurs: of exponents, of the sign with the top of the mantissa, and of each byte below, over all tensors of a
-kind. Speed: raw bytes per second of CPU time, of all threads that a subject has. Two threads: their speed over that of
+kind. Speed: raw bytes per second of CPU time, of all threads that a subject has; of ours also as a save has it, which
+decodes each frame again and compares. Two threads: their speed over that of
 one, by the clock; it means something only on a machine with two idle cores, so see `load`.
 """
 
@@ -26,6 +27,8 @@ from benchmarks.figures import Figures, Options, rotated, run
 from ckptlib.codecs import registry
 from ckptlib.codecs.codec import Codec, Content
 from ckptlib.format.body_layout import CHUNK_BYTES, SHARED_CHUNK_BYTES
+from ckptlib.format.digests import XXH3
+from ckptlib.writer import frames
 
 STEP = 400
 
@@ -64,6 +67,9 @@ class Ours(Subject):
     @override
     def encode(self, chunk: Chunk) -> bytes:
         return self._codec.encode(memoryview(chunk.raw), chunk.content) or chunk.raw
+
+    def encode_for_a_save(self, chunk: Chunk) -> None:
+        frames.encode(self._codec, memoryview(chunk.raw), chunk.content, XXH3)
 
     @override
     def decode(self, frame: bytes, chunk: Chunk, out: bytearray) -> bytearray:
@@ -191,11 +197,11 @@ def _found(module: str) -> bool:
 def _one(subject: Subject, some: Sequence[Chunk], limit: float, kind: str, options: Options, figures: Figures) -> None:
     """Sizes once, and the speeds of one turn."""
     nbytes = sum(len(chunk.raw) for chunk in some)
-    frames = [subject.encode(chunk) for chunk in some]
+    encoded = [subject.encode(chunk) for chunk in some]
     outs = [bytearray(len(chunk.raw)) for chunk in some]
-    for chunk, frame, out in zip(some, frames, outs, strict=True):
+    for chunk, frame, out in zip(some, encoded, outs, strict=True):
         assert subject.decode(frame, chunk, out) == chunk.raw, f"{subject.name} lost something"
-    stored = sum(map(len, frames))
+    stored = sum(map(len, encoded))
     figures.add(kind, subject.name, "size", "of raw", [stored / nbytes])
     figures.add(kind, subject.name, "size over the order-0 limit", "x", [stored / limit])
     times = max(1, round(options.gb * 1e9 / nbytes)) if not options.toy else 1
@@ -206,10 +212,18 @@ def _one(subject: Subject, some: Sequence[Chunk], limit: float, kind: str, optio
 
     def decode() -> None:
         own = outs if subject.needs is None else [bytearray(len(chunk.raw)) for chunk in some]
-        for chunk, frame, out in islice(cycle(zip(some, frames, own, strict=True)), times * len(some)):
+        for chunk, frame, out in islice(cycle(zip(some, encoded, own, strict=True)), times * len(some)):
             subject.decode(frame, chunk, out)
 
-    for what, work in (("encode", encode), ("decode", decode)):
+    def encode_for_a_save() -> None:
+        assert isinstance(subject, Ours)
+        for chunk in islice(cycle(some), times * len(some)):
+            subject.encode_for_a_save(chunk)
+
+    works = [("encode", encode), ("decode", decode)]
+    if isinstance(subject, Ours):
+        works.insert(1, ("encode and decode again", encode_for_a_save))
+    for what, work in works:
         cpu_s, wall_s = _timed(work)
         figures.add(kind, subject.name, what, "GB/s", [times * nbytes / cpu_s / 1e9])
         if isinstance(subject, Ours):

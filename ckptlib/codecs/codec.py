@@ -79,3 +79,14 @@ class SummaryCodec(BaseCodec):
 
         Raises FormatError for a summary that is not of a chunk of this size and content.
         """
+
+    @abstractmethod
+    def stand_in(
+        self, raw: memoryview, summary: memoryview, base_summary: memoryview, content: Content, out: memoryview
+    ) -> None:
+        """Fills `out` with what proves a frame of `encode_by_summaries`, where the bytes of the base are gone.
+
+        It is `raw`, but for the places in which the base is another by its summary, or may be without its summary
+        telling: no byte of `raw` stands there. A frame that makes `raw` of it makes `raw` of the base, too, as far as
+        the summaries tell the truth.
+        """

@@ -65,8 +65,18 @@ class PatchCodec(SummaryCodec):
         rows = _rows(content, raw)
         if rows is None:
             return None
-        differs = (_hashes(summary, rows) != _hashes(base_summary, rows)).any(axis=0)
-        return _encode(raw, rows, np.flatnonzero(differs))
+        return _encode(raw, rows, _hashed_otherwise(rows, summary, base_summary))
+
+    @override
+    def stand_in(
+        self, raw: memoryview, summary: memoryview, base_summary: memoryview, content: Content, out: memoryview
+    ) -> None:
+        rows = _rows(content, raw)
+        assert rows is not None, "it has summaries"
+        np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(raw, np.uint8))
+        rows.table(out)[_hashed_otherwise(rows, summary, base_summary)] ^= 0xFF
+        for edge in rows.edges(out):  # in no summary
+            np.invert(edge, out=edge)
 
     @override
     def decode(self, frame: memoryview, base: memoryview, out: memoryview) -> None:
@@ -158,6 +168,11 @@ def _numbers(frame: memoryview, gaps: NDArray[np.unsignedinteger], rows: Rows) -
 
 def _summary_head(rows: Rows) -> bytes:
     return _SUMMARY.pack(rows.nbytes, rows.lead, rows.chunk_nbytes)
+
+
+def _hashed_otherwise(rows: Rows, summary: memoryview, base_summary: memoryview) -> NDArray[np.intp]:
+    """Numbers of the rows that differ from the base's, ascending."""
+    return np.flatnonzero((_hashes(summary, rows) != _hashes(base_summary, rows)).any(axis=0))
 
 
 def _hashes(summary: memoryview, rows: Rows) -> NDArray[np.uint32]:

@@ -55,14 +55,15 @@ class Planes(Codec):
     name: ClassVar[str] = "planes"
 
     def __init__(self) -> None:
-        self._work = _Work()
+        self._encoding, self._decoding = _Work(), _Work()
+        """Apart: a decoder must not find in its memory what the frame ought to tell."""
 
     @override
     def encode(self, raw: memoryview, content: Content) -> bytes | None:
         kind = KINDS.get(content.dtype)
         if kind is None or len(raw) < _SMALLEST:
             return None
-        work = self._work
+        work = self._encoding
         items = np.frombuffer(raw, np.uint8, len(raw) // kind.itemsize * kind.itemsize)
         row = row_of(content.row) if kind.itemsize > 1 else 0
         first = content.first % row if row else 0
@@ -80,7 +81,7 @@ class Planes(Codec):
 
     @override
     def decode(self, frame: memoryview, out: memoryview) -> None:
-        reader, work = FrameReader(frame), self._work
+        reader, work = FrameReader(frame), self._decoding
         code, row, first = _HEAD.unpack(reader.take(_HEAD.size, "its head"))
         kind = BY_CODE.get(code)
         if kind is None or not (row == 0 or MIN_ROW <= row <= MAX_ROW) or first >= max(row, 1):

@@ -3,9 +3,9 @@
 The writer process does not hold the bytes of the chunk that a patch is made against. It keeps these hashes, 12 bytes
 per row. A row that changed and hashes alike would be left out of the patch. The digest of the chunk would then refuse
 the load: nothing wrong is ever loaded, but the step is lost. No check at save time could tell, for what the changed
-rows were before is not known. So the hash must be one whose collisions are proven to be rare, whatever the data. It is
-Multilinear (Lemire and Kaser, "Strongly universal string hashing is fast", 2014). With c[i] the 32-bit characters of a
-row, and m[i] random 64-bit keys:
+rows were before is not known; `stand_in` proves the rest of a patch. So the hash must be one whose collisions are
+proven to be rare, whatever the data. It is Multilinear (Lemire and Kaser, "Strongly universal string hashing is fast",
+2014). With c[i] the 32-bit characters of a row, and m[i] random 64-bit keys:
 
     h = (m[0] + m[1] c[1] + m[2] c[2] + ... mod 2**64) >> 32
 

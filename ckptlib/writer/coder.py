@@ -19,22 +19,23 @@ from ckptlib.codecs import registry
 from ckptlib.codecs.choice import Candidate, Measured, candidate, weigh
 from ckptlib.codecs.codec import Codec
 from ckptlib.codecs.registry import RAW
-from ckptlib.format.digests import digester
 from ckptlib.format.keys import SaveId
 from ckptlib.format.part import Part
 from ckptlib.format.places import Base, Coding, Loss
 from ckptlib.policy.codec import AUTO, CodecRules
 from ckptlib.slots.snapshot import Snapshot
+from ckptlib.writer import frames
 from ckptlib.writer.contents import TensorChunk, tensor_chunk
+from ckptlib.writer.frames import Rounded, WrongFrame
 from ckptlib.writer.patches import PATCH, Attempt, Patches, base_of
 from ckptlib.writer.rates import Rate
 
 log = logging.getLogger(__name__)
 
 ENCODERS = 2
-"""Threads, at the writer's low priority. One core encodes about a gigabyte per second. Two threads of `planes` are no
-faster than one (0.8 to 1.0 times, measured): numpy's operations end sooner than threads hand over the interpreter's
-lock. Those of zstd alone are (1.8 times)."""
+"""Threads, at the writer's low priority. One core encodes about a gigabyte per second, and half of that with each frame
+decoded again. Two threads of `planes` are no faster than one (0.8 to 1.0 times, measured): numpy's operations end
+sooner than threads hand over the interpreter's lock. Those of zstd alone are (1.8 times)."""
 
 AHEAD_BYTES = 32 * 1024 * 1024
 """Of chunks that are encoded before they are asked for: about what one pack of frames takes, so that the next one is
@@ -83,22 +84,14 @@ class _Learned:
     """Saves since it was last seen whether it pays."""
 
 
-class _Rounded(NamedTuple):
-    """What a frame decodes to, where that is not the chunk."""
-
-    digest: str
-    absolute: float
-    relative: float
-    """See `Loss`."""
-
-
 class _Work(NamedTuple):
     """What one thread did with a chunk."""
 
     attempt: Attempt | None
     frame: bytes | None
-    codec: str
-    rounded: _Rounded | None
+    rounded: Rounded | None
+    wrong: str | None
+    """Why a frame was not taken: it does not give the chunk back."""
     ended: float
     """By the monotonic clock."""
 
@@ -109,6 +102,8 @@ class _Job(NamedTuple):
     chunk: int
     of: TensorChunk
     kind: Kind
+    codec: str | None
+    """None: that of its tensor is not trusted any more."""
     base: Base | None
     nbytes: int
     began: float
@@ -136,6 +131,8 @@ class Coder:
         self._plans: list[_Plan | None] = []
         """By chunk. None: it is stored as it is."""
         self._patches: Patches | None = None
+        self._distrusted: set[str] = set()
+        """Codecs of which a frame did not give back what was saved."""
         self._executor: ThreadPoolExecutor | None = None
 
     def note_upload(self, nbytes: int, began: float, ended: float) -> None:
@@ -236,29 +233,48 @@ class Coder:
         start, nbytes = snapshot.table.offsets[chunk], snapshot.table.nbytes[chunk]
         codec, base = registry.find(plan.wanted.codec), None if chunk in refused else base_of(parent, chunk)
         assert isinstance(codec, Codec)
-        attempt = patches.attempt(chunk, of, base) if codec.lossless else None
+        attempt = patches.attempt(chunk, of, base) if codec.lossless and PATCH not in self._distrusted else None
+        trusted = None if codec.name in self._distrusted else codec
         began = time.monotonic()
-        work = executor.submit(_work, body[start : start + nbytes], of, codec, snapshot.algorithm, attempt)
-        return _Job(chunk, of, plan.kind, base, nbytes, began, work)
+        work = executor.submit(_work, body[start : start + nbytes], of, trusted, snapshot.algorithm, attempt)
+        return _Job(chunk, of, plan.kind, None if trusted is None else codec.name, base, nbytes, began, work)
 
     def _finish(self, patches: Patches, snapshot: Snapshot, parent: Part | None, job: _Job) -> Encoded:
         done, chunk, save = job.work.result(), job.chunk, snapshot.header.save
         busy_s = max(0.0, done.ended - max(job.began, self._busy_until))
         self._busy_until = max(self._busy_until, done.ended)
+        self._note_wrong(save, job, done)
         if done.attempt is not None:
             found = self._note_attempt(patches, save, parent, job, done, done.attempt, snapshot.digests[chunk])
             if found is not None:
                 return found
+        if job.codec is None:
+            return Encoded(chunk, None, None)
         learned = self._kinds.setdefault(job.kind, _Learned())
         learned.stored.add(job.nbytes if done.frame is None else len(done.frame), job.nbytes)
         self._encoding.add(busy_s, job.nbytes)
         if done.frame is None:
             return Encoded(chunk, None, None)
         if done.rounded is None:
-            return Encoded(chunk, done.frame, Coding(done.codec, len(done.frame)))
+            return Encoded(chunk, done.frame, Coding(job.codec, len(done.frame)))
         digest, *bound = done.rounded
         loss = Loss(snapshot.digests[chunk], *bound)
-        return Encoded(chunk, done.frame, Coding(done.codec, len(done.frame), None, loss), digest)
+        return Encoded(chunk, done.frame, Coding(job.codec, len(done.frame), None, loss), digest)
+
+    def _note_wrong(self, save: SaveId, job: _Job, done: _Work) -> None:
+        """A codec that was wrong once is not used again, and said once."""
+        found = {PATCH: None if done.attempt is None else done.attempt.wrong, job.codec: done.wrong}
+        for codec, wrong in found.items():
+            if codec is None or wrong is None or codec in self._distrusted:
+                continue
+            self._distrusted.add(codec)
+            if codec == PATCH:
+                self.forget_patches()
+            log.error(
+                "step %d: codec %s made a wrong frame of %s, chunk %d of %d: %s. Nothing is lost: the frame is not "
+                "stored, and this process does not use %s again. A bug of ckptlib, or bad memory: please report it",
+                *(save.step, codec, job.of.tensor, job.of.position + 1, job.of.num, wrong, codec),
+            )
 
     def _note_attempt(
         self,
@@ -284,23 +300,20 @@ class Coder:
 
 
 def _work(
-    raw: memoryview, of: TensorChunk, codec: Codec, algorithm: str, attempt: Callable[[memoryview], Attempt] | None
+    raw: memoryview,
+    of: TensorChunk,
+    codec: Codec | None,
+    algorithm: str,
+    attempt: Callable[[memoryview], Attempt] | None,
 ) -> _Work:
     tried = None if attempt is None else attempt(raw)
-    if tried is not None and tried.frame is not None:
-        return _Work(tried, None, PATCH, None, time.monotonic())
-    frame = codec.encode(raw, of.content)
-    rounded = None if frame is None or codec.lossless else _rounded(codec, memoryview(frame), len(raw), algorithm)
-    return _Work(tried, frame, codec.name, rounded, time.monotonic())
-
-
-def _rounded(codec: Codec, frame: memoryview, nbytes: int, algorithm: str) -> _Rounded:
-    from ckptlib.codecs.lossy_codec import LossyCodec  # for the few who ask for it
-
-    assert isinstance(codec, LossyCodec)
-    out = memoryview(bytearray(nbytes))
-    codec.decode(frame, out)
-    return _Rounded(digester(algorithm)(out), *codec.bound(frame))
+    if codec is None or (tried is not None and tried.frame is not None):
+        return _Work(tried, None, None, None, time.monotonic())
+    try:
+        frame, rounded = frames.encode(codec, raw, of.content, algorithm) or (None, None)
+    except WrongFrame as error:
+        return _Work(tried, None, None, str(error), time.monotonic())
+    return _Work(tried, frame, rounded, None, time.monotonic())
 
 
 def _may_encode(rules: CodecRules, is_local: bool) -> bool:

@@ -27,6 +27,7 @@ from ckptlib.format.part import Part
 from ckptlib.format.places import Base
 from ckptlib.writer import parents
 from ckptlib.writer.contents import TensorChunk
+from ckptlib.writer.frames import WrongFrame, check_patch
 
 PATCH = "patch"
 
@@ -44,6 +45,8 @@ class Attempt(NamedTuple):
     """None: a patch does not pay, or there is nothing to make it against. Else it is what is stored."""
     summary: bytes | None
     """Of the chunk, should it be stored whole; None: it is not to be kept."""
+    wrong: str | None = None
+    """Why a patch was not taken that would have paid: it does not give the chunk back."""
 
 
 @dataclass(slots=True)
@@ -97,7 +100,13 @@ class Patches:
             summary = codec.summarize(raw, of.content)
             assert summary is not None, "its keyframe, of equal content, has one"
             frame = codec.encode_by_summaries(raw, memoryview(summary), memoryview(before), of.content)
-            return Attempt(None if frame is None or cycle.ends_before(len(frame)) else frame, summary)
+            if frame is None or cycle.ends_before(len(frame)):
+                return Attempt(None, summary)
+            try:
+                check_patch(codec, raw, frame, memoryview(summary), memoryview(before), of.content)
+            except WrongFrame as error:
+                return Attempt(None, None, str(error))
+            return Attempt(frame, summary)
 
         return run
 

@@ -133,6 +133,25 @@ def test_takes_what_was_touched(row: int, lead: int) -> None:
     assert decoded(frame, base) == raw
 
 
+@pytest.mark.parametrize("lead", [0, 5])
+def test_a_stand_in_has_no_byte_of_what_a_frame_must_hold(lead: int) -> None:
+    """Rows that differ by their hashes, and edges, of which there are none; all else is as it is."""
+    content, base = Content("float32", 64, -lead % 64), random_bytes(256 * 100 + 20)
+    raw = touched(base, [3, 4, 98], 256, 4 * lead)
+    summary, before = CODEC.summarize(memoryview(raw), content), CODEC.summarize(memoryview(base), content)
+    assert summary is not None
+    assert before is not None
+    out = bytearray(b"\xa5" * len(raw))
+    CODEC.stand_in(memoryview(raw), memoryview(summary), memoryview(before), content, memoryview(out))
+    same = np.frombuffer(out, np.uint8) == np.frombuffer(raw, np.uint8)
+    num = (len(raw) - 4 * lead) // 256
+    expected = np.zeros(len(raw), bool)
+    expected[4 * lead : 4 * lead + 256 * num] = True
+    for row in (3, 4, 98):
+        expected[4 * lead + 256 * row :][:256] = False
+    assert np.array_equal(same, expected)
+
+
 @pytest.mark.parametrize("distance", [256, 257, 65_536, 65_537])
 def test_gaps_of_every_width(distance: int) -> None:
     base = bytes(64 * (distance + 2))

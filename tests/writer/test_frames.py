@@ -1,0 +1,427 @@
+"""Codecs that are broken on purpose: the save commits, loads bit for bit, and says so. With real slots and stores."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from helpers.persists import OneRank, codecs_of, snapshot_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typing_extensions import override
+
+from ckptlib.codecs import registry
+from ckptlib.codecs.codec import BaseCodec, Codec, Content
+from ckptlib.codecs.lossy8 import Linear8
+from ckptlib.codecs.patch import PatchCodec
+from ckptlib.codecs.planes import Planes
+from ckptlib.codecs.zstd import Zstd
+from ckptlib.errors import FormatError
+from ckptlib.format.digests import XXH3
+from ckptlib.policy.codec import CodecRules
+from ckptlib.policy.lossy import Lossy
+from ckptlib.stores.memory import MemoryStore
+from ckptlib.writer import frames
+from ckptlib.writer.coder import SAMPLES, Coder
+
+MIB = 1 << 20
+MOMENT = "optim/state/0/exp_avg"
+Break = Callable[[bytes], bytes]
+Use = Callable[[Codec | BaseCodec], None]
+
+
+def weights(num_mib: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 0.02, (num_mib * MIB // 256, 64)).astype(np.float32)
+
+
+def flipped(frame: bytes, byte: int) -> bytes:
+    found = bytearray(frame)
+    found[byte] ^= 1
+    return bytes(found)
+
+
+WRONG: dict[str, Break] = {
+    "one bit of a mantissa": lambda frame: flipped(frame, len(frame) - 9),
+    "one bit of its head": lambda frame: flipped(frame, 0),
+    "too short": lambda frame: frame[: len(frame) // 2],
+    "too long": lambda frame: frame + b"\0",
+    "nothing": lambda frame: b"",
+    "longer than the chunk": lambda frame: frame + bytes(4 * MIB),
+}
+
+
+class BrokenPlanes(Planes):
+    """Breaks the frame of its `nth` chunk, from 0; all of them: None."""
+
+    def __init__(self, how: Break, nth: int | None = None) -> None:
+        super().__init__()
+        self._how, self._nth = how, nth
+        self._calls = itertools.count()
+        self.num_calls = 0
+
+    @override
+    def encode(self, raw: memoryview, content: Content) -> bytes | None:
+        call, frame = next(self._calls), super().encode(raw, content)
+        self.num_calls = max(self.num_calls, call + 1)
+        return frame if frame is None or self._nth not in (None, call) else self._how(frame)
+
+
+class Raises(Planes):
+    @override
+    def decode(self, frame: memoryview, out: memoryview) -> None:
+        raise IndexError("a bug, as planned")
+
+
+class LeavesOut(Planes):
+    """Decodes half of the chunk, and leaves the rest as it finds it."""
+
+    @override
+    def decode(self, frame: memoryview, out: memoryview) -> None:
+        whole = bytearray(len(out))
+        super().decode(frame, memoryview(whole))
+        half = len(out) // 2
+        out[:half] = whole[:half]
+
+
+class Slow(Planes):
+    """Decodes at a few megabytes per second."""
+
+    num_decoded = 0
+
+    @override
+    def decode(self, frame: memoryview, out: memoryview) -> None:
+        time.sleep(0.5)
+        self.num_decoded += 1
+        super().decode(frame, out)
+
+
+class Long(Zstd):
+    """Loses nothing, but no part may say that a frame is longer than its chunk."""
+
+    @override
+    def encode(self, raw: memoryview, content: Content) -> bytes | None:
+        return bytes(raw) + b"!"
+
+    @override
+    def decode(self, frame: memoryview, out: memoryview) -> None:
+        out[:] = frame[: len(out)]
+
+
+class BrokenZstd(Zstd):
+    @override
+    def encode(self, raw: memoryview, content: Content) -> bytes | None:
+        other = bytearray(raw)
+        other[len(other) // 3] ^= 128
+        return super().encode(memoryview(other), content)
+
+
+class BrokenLinear8(Linear8):
+    """Stores other codes than it has checked."""
+
+    shift: ClassVar[int] = 100
+
+    @override
+    def encode(self, raw: memoryview, content: Content) -> bytes | None:
+        frame = super().encode(raw, content)
+        if frame is None:
+            return None
+        at = 16 + 4 * (len(raw) // 1024) + 5000
+        code = bytes([(frame[at] + self.shift) % 255])
+        return frame[:at] + code + frame[at + 1 :]
+
+
+class BrokenBound(Linear8):
+    """Says that it is closer than it is."""
+
+    @override
+    def encode(self, raw: memoryview, content: Content) -> bytes | None:
+        frame = super().encode(raw, content)
+        return None if frame is None else np.zeros(2).tobytes() + frame[16:]
+
+
+class BrokenPatch(PatchCodec):
+    def __init__(self, how: Break) -> None:
+        self._how = how
+
+    @override
+    def encode_by_summaries(
+        self, raw: memoryview, summary: memoryview, base_summary: memoryview, content: Content
+    ) -> bytes | None:
+        frame = super().encode_by_summaries(raw, summary, base_summary, content)
+        return None if frame is None else self._how(frame)
+
+
+def without_a_row(frame: bytes) -> bytes:
+    """The last row that changed is left out, and its gap; as if it had been overlooked."""
+    width, row, num = frame[1], int.from_bytes(frame[4:8], "little"), int.from_bytes(frame[12:16], "little")
+    assert frame[0] == 0, "not by zstd"
+    body, gaps = frame[24 : -num * width], frame[-num * width :]
+    rows, edges = body[: num * row], body[num * row :]
+    head = frame[:12] + (num - 1).to_bytes(4, "little") + frame[16:24]
+    return head + rows[:-row] + edges + gaps[:-width]
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Use:
+    """Makes the writer take this one for the codec of its name; a load takes the real one."""
+    find = registry.find
+
+    def use(codec: Codec | BaseCodec) -> None:
+        monkeypatch.setattr(registry, "find", lambda name: codec if name == codec.name else find(name))
+
+    return use
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+# -- saves
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_wrong_frames_are_not_stored(
+    tmp_path: Path, use: Use, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    job, codec = OneRank(tmp_path, MemoryStore(), "planes"), BrokenPlanes(WRONG[how])
+    states = [{"layers.0.w": weights(6, seed), "ids": np.arange(MIB) + seed} for seed in range(2)]
+    use(codec)
+    parts = [job.save(states[0])]
+    [error] = errors(caplog)
+    assert "step 1: codec planes made a wrong frame of layers.0.w, chunk 1 of" in error
+    calls = codec.num_calls
+    parts.append(job.save(states[1]))
+    assert codec.num_calls == calls, "it is not used again"
+    assert len(errors(caplog)) == 1, "and this is said once"
+    monkeypatch.undo()
+    for part, state in zip(parts, states, strict=True):
+        assert {*codecs_of(part)} == {"raw", "zstd"}
+        job.check(part, state)
+
+
+@pytest.mark.parametrize("codec", [Raises(), LeavesOut()], ids=["raises", "leaves half"])
+def test_what_decodes_wrongly_is_not_stored(
+    tmp_path: Path, use: Use, caplog: pytest.LogCaptureFixture, codec: Codec
+) -> None:
+    use(codec)
+    job, arrays = OneRank(tmp_path, MemoryStore(), "planes"), {"w": weights(6)}
+    part = job.save(arrays)
+    assert {*codecs_of(part)} == {"raw"}
+    job.check(part, arrays)
+    assert len(errors(caplog)) == 1
+    encoding = job.persister._coder._encoding
+    speed = encoding.nbytes, encoding.per_byte
+    arrays["w"] += 1
+    job.check(job.save(arrays), arrays)
+    assert speed == (encoding.nbytes, encoding.per_byte), "what is not encoded tells nothing of the speed of encoders"
+
+
+def test_what_the_last_frame_decoded_to_makes_no_other_right() -> None:
+    """The memory that frames are decoded into is used again."""
+    raw, content = memoryview(weights(1).tobytes()), Content("float32", 64)
+    assert frames.encode(Planes(), raw, content, XXH3) is not None
+    with pytest.raises(frames.WrongFrame, match=rf"of {len(raw)} bytes come out wrong, the first at {len(raw) // 2}"):
+        frames.encode(LeavesOut(), raw, content, XXH3)
+
+
+def test_no_frame_is_longer_than_its_chunk() -> None:
+    with pytest.raises(frames.WrongFrame, match="it has 4097 bytes, for a chunk of 4096"):
+        frames.encode(Long(), memoryview(bytes(4096)), Content("int64", 1), XXH3)
+
+
+def test_frames_that_were_right_are_stored_beside_one_that_was_not(
+    tmp_path: Path, use: Use, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, arrays = OneRank(tmp_path, MemoryStore(), "planes"), {"w": weights(32)}
+    use(BrokenPlanes(WRONG["one bit of a mantissa"], 3))
+    part = job.save(arrays)
+    assert codecs_of(part).count("planes") >= 3
+    assert codecs_of(part).count("raw") >= 1
+    job.check(part, arrays)
+    assert len(errors(caplog)) == 1
+
+
+def test_zstd_is_decoded_again_too(tmp_path: Path, use: Use, caplog: pytest.LogCaptureFixture) -> None:
+    job, arrays = OneRank(tmp_path, MemoryStore(), "planes"), {"ids": np.arange(MIB), "w": weights(2)}
+    use(BrokenZstd())
+    part = job.save(arrays)
+    assert {*codecs_of(part)} == {"raw", "planes"}
+    job.check(part, arrays)
+    [error] = errors(caplog)
+    assert "codec zstd made a wrong frame of ids" in error
+
+
+@pytest.mark.parametrize("codec", [BrokenLinear8(), BrokenBound()], ids=["another code", "a bound that is too small"])
+def test_what_is_rounded_is_as_close_as_its_frame_says(
+    tmp_path: Path, use: Use, caplog: pytest.LogCaptureFixture, codec: Codec
+) -> None:
+    """Nothing at a load could tell: the digest is of what the frame decodes to."""
+    job = OneRank(tmp_path, MemoryStore(), {"**": Lossy(bits=8)})
+    arrays = {MOMENT: weights(6)}
+    use(codec)
+    part = job.save(arrays)
+    assert {*codecs_of(part)} == {"raw"}
+    job.check(part, arrays)
+    [error] = errors(caplog)
+    assert "codec lossy8-linear made a wrong frame of optim/state/0/exp_avg" in error
+
+
+def test_rounded_numbers_are_stored_where_they_are_close(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = OneRank(tmp_path, MemoryStore(), {"**": Lossy(bits=8)})
+    arrays = {MOMENT: weights(6)}
+    arrays[MOMENT][7, 7], arrays[MOMENT][70] = np.nan, np.inf
+    assert {*codecs_of(job.save(arrays))} == {"lossy8-linear"}
+    assert errors(caplog) == []
+
+
+PATCHES: dict[str, Break] = {
+    "one bit of a row": lambda frame: flipped(frame, 30),
+    "one bit of a gap": lambda frame: flipped(frame, len(frame) - 1),
+    "a row less": without_a_row,
+    "too short": lambda frame: frame[:-1],
+}
+
+
+@pytest.mark.parametrize("how", PATCHES)
+def test_wrong_patches_are_stored_whole(
+    tmp_path: Path, use: Use, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    use(BrokenPatch(PATCHES[how]))
+    job = OneRank(tmp_path, MemoryStore(), "planes")
+    states = [{"table": weights(2)}]
+    parts = [job.save(states[0])]
+    for seed in range(1, 4):
+        table = states[-1]["table"].copy()
+        table[seed::500] = np.random.default_rng(seed).normal(size=table[seed::500].shape)
+        states.append({"table": table})
+        parts.append(job.save(states[-1]))
+    monkeypatch.undo()
+    for part, state in zip(parts, states, strict=True):
+        assert {*codecs_of(part)} == {"planes"}
+        job.check(part, state)
+    [error] = errors(caplog)
+    assert "step 2: codec patch made a wrong frame of table" in error
+    assert job.persister._coder._patches is not None
+    assert job.persister._coder._patches.summaries_nbytes == 0, "they serve nothing any more"
+
+
+def test_auto_counts_what_it_takes_to_decode_again(tmp_path: Path, use: Use) -> None:
+    """A codec that encodes fast and decodes slowly, for a store that lies between the two."""
+    codec = Slow()
+    use(codec)
+    job, arrays = OneRank(tmp_path, MemoryStore(), "auto"), {"w": weights(16)}
+    save, slot = job.slot(arrays)
+    snapshot, coder = snapshot_of(save, slot), Coder(CodecRules.of("auto"), False)
+    chunks = range(len(snapshot.digests))
+    nbytes = SAMPLES * max(snapshot.table.nbytes)
+    coder.note_upload(nbytes, 0.0, 1.0)  # the samples in a second
+    assert len([*coder.encode(slot.body, snapshot, coder.candidates(snapshot, chunks)[0], None)]) == SAMPLES
+    assert codec.num_decoded == SAMPLES
+    assert coder.candidates(snapshot, chunks)[0] == []
+    slot.unlink()
+
+
+# -- rounded
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_what_the_lossy_codecs_make_is_within_their_bounds(data: st.DataObject) -> None:
+    """Of any numbers: denormal, huge, not finite, and such as a rounding error of the bound itself would show in."""
+    codec = registry.find(data.draw(st.sampled_from(["lossy8-linear", "lossy8-log", "lossy-bfloat16"])))
+    assert isinstance(codec, Codec)
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    values = np.exp2(random.normal(0, data.draw(st.sampled_from([0.01, 1, 40])), data.draw(st.integers(1, 3000))))
+    numbers = np.clip(values, 0, 3e38).astype(np.float32) * random.choice(np.array([1, -1], np.float32), len(values))
+    for at in data.draw(st.lists(st.integers(0, len(numbers) - 1), max_size=3)):
+        numbers.view(np.uint32)[at] = data.draw(st.integers(0, 2**32 - 1))
+    if codec.name == "lossy8-log":
+        numbers = np.abs(numbers)
+    raw = memoryview(numbers.tobytes())
+    found = frames.encode(codec, raw, Content("float32", 1), XXH3)
+    assert found is None or found[1] is not None
+
+
+# -- patches
+
+
+ROW = 64
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[bytes, bytes, Content]:
+    """A base, and what has become of it: a few rows and edges are others, some of them by one bit."""
+    content = Content("uint8", ROW, draw(st.integers(0, ROW - 1)))
+    nbytes = draw(st.integers(20 * ROW, 40 * ROW))
+    base = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 256, nbytes, dtype=np.uint8)
+    raw = base.copy()
+    for at in draw(st.lists(st.integers(0, nbytes - 1), max_size=6)):
+        raw[at : at + draw(st.sampled_from([1, ROW]))] ^= draw(st.integers(1, 255))
+    return base.tobytes(), raw.tobytes(), content
+
+
+@st.composite
+def alterations(draw: st.DrawFn) -> Break:
+    """Bits, bytes, ends; and rows that are left out or told twice."""
+
+    def alter(frame: bytes) -> bytes:
+        found = bytearray(frame)
+        for _ in range(draw(st.integers(1, 3))):
+            how = draw(st.sampled_from(["flip", "flip", "head", "gap", "cut", "add", "row", "double"]))
+            at = draw(st.integers(0, max(len(found) - 1, 0)))
+            if not found or how == "add":
+                found += draw(st.binary(max_size=3))
+            elif how == "flip":
+                found[at] ^= 1 << draw(st.integers(0, 7))
+            elif how == "head":
+                found[at % min(24, len(found))] = draw(st.integers(0, 255))
+            elif how == "gap":
+                found[-1 - at % min(6, len(found))] = draw(st.integers(0, 40))
+            elif how == "cut":
+                del found[at:]
+            elif how == "row" and len(found) > 24 + ROW and found[12] and not found[0]:
+                found = bytearray(without_a_row(bytes(found)))
+            elif how == "double" and len(found) > 24 + ROW:
+                found[24:24] = found[24 : 24 + ROW]
+                found[12] = (found[12] + 1) % 256
+                found.append(0)
+        return bytes(found)
+
+    return alter
+
+
+@settings(max_examples=1500, deadline=None)
+@given(tables(), st.one_of(st.just(bytes), alterations()))
+def test_a_patch_is_taken_if_and_only_if_it_gives_the_chunk_back(
+    table: tuple[bytes, bytes, Content], how: Break
+) -> None:
+    """Judged by decoding it against the base, of which the check knows a summary."""
+    base, raw, content = table
+    codec = PatchCodec()
+    summaries = [codec.summarize(memoryview(data), content) for data in (raw, base)]
+    assert summaries[0] is not None
+    assert summaries[1] is not None
+    views = memoryview(summaries[0]), memoryview(summaries[1])
+    honest = codec.encode_by_summaries(memoryview(raw), *views, content)
+    if honest is None:
+        return
+    frame = how(honest)
+    try:
+        frames.check_patch(codec, memoryview(raw), frame, *views, content)
+        taken = True
+    except frames.WrongFrame:
+        taken = False
+    out = bytearray(len(raw))
+    try:
+        codec.decode(memoryview(frame), memoryview(base), memoryview(out))
+        right = out == raw and 0 < len(frame) <= len(raw)
+    except FormatError:
+        right = False
+    assert taken == right
+    assert taken or frame != honest
