@@ -68,6 +68,21 @@ def find(name: str) -> Codec | BaseCodec:
     return make()
 
 
+def bound(name: str, frame: memoryview) -> tuple[float, float] | None:
+    """How far a frame says that it is off: see `Loss`. None: its codec loses nothing.
+
+    Raises FormatError as the codecs do.
+    """
+    codec = find(name)
+    if codec.lossless:
+        return None
+    from ckptlib.codecs.lossy_codec import LossyCodec  # for the few who ask for it
+
+    assert isinstance(codec, LossyCodec)
+    absolute, relative = codec.bound(frame)
+    return absolute, relative
+
+
 def decode(name: str, frame: memoryview, out: memoryview, base: memoryview | None = None) -> None:
     """Fills `out` with what a frame of this codec stands for. `base`: what it was made against, if that.
 

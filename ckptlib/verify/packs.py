@@ -13,6 +13,7 @@ import numpy as np
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.chunks import decode_chunk
+from ckptlib.codecs import registry
 from ckptlib.errors import CorruptData, FormatError, StoreError
 from ckptlib.format import keys
 from ckptlib.format.box import Box
@@ -20,6 +21,7 @@ from ckptlib.format.digests import digester
 from ckptlib.format.keys import SaveId
 from ckptlib.format.layout import Layout
 from ckptlib.format.part import Part
+from ckptlib.format.places import Coding
 from ckptlib.stores.io_limits import GAP_BYTES, RUN_BYTES, THREADS
 from ckptlib.verify.findings import Damage, Finding, attempt, damage_of
 from ckptlib.verify.pack_headers import MAX_HEAD_BYTES, check_head, expected_head
@@ -214,12 +216,26 @@ def _problem(catalog: Catalog, part: Part, chunk: int, data: memoryview) -> _Bad
         out = _buffer("decoded", part.table.nbytes[chunk])
         try:
             decode_chunk(catalog.store.get_into, part, chunk, data, out)
+            _check_bound(part.codings[chunk], data)
         except (CorruptData, FormatError, StoreError) as error:
             return _Bad(damage_of(error), chunk, str(error))
         data = out
     if digester(part.algorithm)(data) != part.digests[chunk]:
         return _Bad("altered", chunk, "does not match its digest")
     return None
+
+
+def _check_bound(coding: Coding, frame: memoryview) -> None:
+    """Raises FormatError where a frame and its part do not say the same of what was rounded: no digest covers it."""
+    told = None if coding.loss is None else (coding.loss.absolute, coding.loss.relative)
+    found = registry.bound(coding.codec, frame)
+    if found != told:
+        says, expected = map(_in_words, (found, told))
+        raise FormatError(f"its frame of {coding.codec} {says}; expected as its part has it: {expected}")
+
+
+def _in_words(bound: tuple[float, float] | None) -> str:
+    return "loses nothing" if bound is None else f"is off by {bound[0]}, and by {bound[1]} of a block's largest value"
 
 
 def _read_head(catalog: Catalog, run: _Run) -> None:

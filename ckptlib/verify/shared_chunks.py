@@ -82,5 +82,5 @@ def _number(part: Part, chunk: int, offset: int) -> int:
     text = f"{offset} {part.stored[chunk]} {part.table.nbytes[chunk]} {part.algorithm} {part.digests[chunk]}"
     if coding is not None:
         base = coding.base
-        text += f" {coding.codec} {base and (part.packs[base.pack].key, *base[1:])}"
+        text += f" {coding.codec} {base and (part.packs[base.pack].key, *base[1:])} {coding.loss and coding.loss[1:]}"
     return int(digester(XXH3)(text.encode())[:16], 16)
