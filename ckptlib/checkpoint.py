@@ -31,6 +31,7 @@ from ckptlib.saving.agreement import Row
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.planner import Overlap, Plan
 from ckptlib.saving.session import Session
+from ckptlib.saving.unreached import warn_of_unreached
 from ckptlib.saving.whole_state import RNG
 from ckptlib.slots.slot import Slot
 from ckptlib.staging.stager import Content
@@ -129,7 +130,10 @@ def _agree(session: Session, order: SaveOrder, compare: bool) -> tuple[Flat, dic
         return flat, metrics, planner.rows(flat)
 
     flat, metrics, rows = together(group, f"saving step {order.step}", look)
+    is_first = not planner.agreed
     plan = planner.agree(flat, rows)
+    if is_first:
+        warn_of_unreached(group, session.settings.codec, plan.layout, order.step)
     what = f"making room for step {order.step}"
     return flat, metrics, plan, together(group, what, lambda: session.snapshots.take_slot(plan.body_nbytes))
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ckptlib.codecs.registry import RAW
 from ckptlib.policy import codec as asked
+from ckptlib.policy.lossy import ROUNDED_DTYPE
 
 PLANES, ZSTD = "planes", "zstd"
 
@@ -52,7 +53,7 @@ class Verdict(NamedTuple):
 def candidate(rules: asked.CodecRules, name: str, dtype: str) -> Candidate:
     """The codec to try on a tensor's chunks. `dtype`: torch's name of it, "" where a chunk holds several."""
     lossy = rules.lossy(name)
-    if lossy is not None and dtype == "float32":
+    if lossy is not None and dtype == ROUNDED_DTYPE:
         return Candidate(lossy, False)
     word = rules.word(name)
     if word == asked.RAW:

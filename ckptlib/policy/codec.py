@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptlib.policy.lossy import Lossy
+from ckptlib.policy.lossy import ROUNDED_DTYPE, Lossy
 from ckptlib.policy.patterns import covers
 
 AUTO = "auto"
@@ -54,6 +54,15 @@ class CodecRules:
                 return None
             if codec := value.codec(pattern, name):
                 return codec
+        return None
+
+    def decides(self, name: str, dtype: str) -> str | None:
+        """The pattern that counts for the tensor of this name and dtype; None: none covers it."""
+        for pattern, value in self.rules:
+            if not covers(pattern, name):
+                continue
+            if isinstance(value, str) or (dtype == ROUNDED_DTYPE and value.codec(pattern, name)):
+                return pattern
         return None
 
     def to_json(self) -> list[list[object]]:

@@ -12,6 +12,9 @@ dozens of steps. Of what other optimizers keep, nothing was measured, and some o
 RMSprop takes the root of the difference of two averages."""
 _BFLOAT16 = "lossy-bfloat16"
 
+ROUNDED_DTYPE = "float32"
+"""Nothing else is rounded."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lossy:

@@ -1,0 +1,42 @@
+"""Patterns of `codec=` that decide for no tensor of any rank: most likely a name is misspelt."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from ckptlib.format.layout import Layout
+from ckptlib.policy.codec import CodecRules
+from ckptlib.policy.lossy import Lossy
+from ckptlib.ranks.group import Group
+
+log = logging.getLogger(__name__)
+
+
+def warn_of_unreached(group: Group, rules: CodecRules, layout: Layout, step: int) -> None:
+    """Rank 0 says which. Collective: another rank may have other tensors."""
+    mine: set[str] = set()
+    for tensor in layout.tensors:
+        if len(mine) == len(rules.rules):
+            break
+        pattern = rules.decides(tensor.name, tensor.dtype)
+        if pattern is not None:
+            mine.add(pattern)
+    anywhere = set[str]().union(*(json.loads(data) for data in group.gather(json.dumps(sorted(mine)).encode())))
+    if group.rank != 0:
+        return
+    for pattern, value in rules.rules:
+        if pattern not in anywhere:
+            log.warning(
+                "codec={%r: %r} decides for no tensor of step %d: %s. Tensors are called %s; see ckptlib show",
+                *(pattern, value, step, _WHY[isinstance(value, Lossy)]),
+                ", ".join(tensor.name for tensor in layout.tensors[:: max(1, len(layout.tensors) // 4)][:4]),
+            )
+
+
+_WHY = {
+    False: "it covers none, or an earlier pattern does",
+    True: "it covers none that it may round (float32 moments of Adam's kind, which exist from the first step on; for "
+    "bfloat16 also a tensor that it names in full), or an earlier pattern does",
+}
+"""By whether it is a lossy one."""
