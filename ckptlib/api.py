@@ -18,6 +18,7 @@ from ckptlib.format.keys import SaveId, checked_step
 from ckptlib.loading.committed import resolve
 from ckptlib.loading.report import LoadReport
 from ckptlib.loading.selection import Only, Rename
+from ckptlib.policy.codec import AUTO, Asked, CodecRules
 from ckptlib.ranks.meeting import meet
 from ckptlib.ranks.together import together
 from ckptlib.saving.pending import Pending
@@ -37,6 +38,7 @@ def save(
     *,
     storage_options: Mapping[str, object] | None = None,
     process_group: dist.ProcessGroup | None = None,
+    codec: Asked = AUTO,
     metrics: Mapping[str, object] | None = None,
     timeout: timedelta = CALL_TIMEOUT,
 ) -> None:
@@ -46,6 +48,9 @@ def save(
     `timeout`. `state` is a dict of tensors, plain values, modules, optimizers, generators and objects with
     state_dict() and load_state_dict(), nested in dicts, lists and tuples.
 
+    codec: "auto", "raw" or "planes", or a dict of these and of `Lossy` by pattern of tensor names, as for
+           `Checkpointer`. The same at every save to a root by one process; else ValueError.
+
     Raises UnsupportedState for what cannot be saved, and SaveFailed if the step will never exist; on all ranks.
     """
     pending = save_async(
@@ -54,6 +59,7 @@ def save(
         step,
         storage_options=storage_options,
         process_group=process_group,
+        codec=codec,
         metrics=metrics,
         timeout=timeout,
     )
@@ -82,6 +88,7 @@ def save_async(
     *,
     storage_options: Mapping[str, object] | None = None,
     process_group: dist.ProcessGroup | None = None,
+    codec: Asked = AUTO,
     metrics: Mapping[str, object] | None = None,
     timeout: timedelta = CALL_TIMEOUT,
 ) -> Pending:
@@ -90,9 +97,10 @@ def save_async(
     Like `save`, but the step does not exist until it is committed: call `pending.wait_committed()`. Blocks while both
     slots are in use by earlier saves.
     """
-    step = checked_step(step)
-    meet(process_group, str(url), f"save of step {step}", timeout)
-    session = registry.session(absolute(url), storage_options, process_group, state, step)
+    step, rules = checked_step(step), CodecRules.of(codec)
+    what = f"save of step {step}" if rules.asked == AUTO else f"save of step {step} with codec={rules.asked!r}"
+    meet(process_group, str(url), what, timeout)
+    session = registry.session(absolute(url), storage_options, process_group, rules, state, step)
     session.await_room()
     pending = save_step(session, SaveOrder(state, step, metrics))
     pending.staging.go()

@@ -40,6 +40,14 @@ class CodecRules:
                 raise ValueError(f"codec={{{pattern!r}: ...}}: expected a pattern of tensor names, such as 'optim/**'")
         return cls(tuple((pattern, _value(pattern, value)) for pattern, value in asked.items()))
 
+    @property
+    def asked(self) -> Asked:
+        """What `of` makes these of."""
+        match self.rules:
+            case (("*", str(word)),):
+                return word
+        return dict(self.rules)
+
     def word(self, name: str) -> str:
         """What is asked for the tensor of this name, where it is to lose nothing."""
         words = ((pattern, value) for pattern, value in self.rules if isinstance(value, str))

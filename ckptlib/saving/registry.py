@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ckptlib.errors import CkptError
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.loading.loaded import Loads, Parts, tells
+from ckptlib.policy.codec import CodecRules
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.meeting import group_of, group_or_world
 from ckptlib.ranks.together import together
@@ -66,14 +67,23 @@ class Registry:
         url: str,
         options: Mapping[str, object] | None,
         over: dist.ProcessGroup | None,
+        codec: CodecRules,
         state: Mapping[str, object],
         step: int,
     ) -> Session:
-        """To save `step` with. Where an older step was loaded to go on from, that is a new generation's. Collective."""
+        """To save `step` with. Where an older step was loaded to go on from, that is a new generation's. Collective.
+
+        `codec`: the same on all ranks. Raises ValueError, on all of them, where an open session has another.
+        """
         key = self.key(url, over)
         session, loads, origin = self.sessions.get(key), self.loads.get(key), None
         if session is not None and session.closed:
             session = None
+        if session is not None and session.settings.codec != codec:
+            raise ValueError(
+                f"step {step}: codec={codec.asked!r}, but this process saves to {url} with "
+                f"codec={session.settings.codec.asked!r}; give the same codec to every save of a run"
+            )
         if loads is not None:
             origin = gone_back_to(self.group(over), loads, session, state, step)
             if session is not None and origin is not None:
@@ -81,7 +91,7 @@ class Registry:
                 session = None
         if session is None:
             self._close_at_exit()
-            session = self.sessions[key] = Session(Settings(url=url, options=options or {}), over)
+            session = self.sessions[key] = Session(Settings(url=url, options=options or {}, codec=codec), over)
             session.lineage.resumed_from = origin
         self.loads.pop(key, None)
         return session

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
+from ckptlib.policy.codec import AUTO, CodecRules
 from ckptlib.saving.registry import registry
 from ckptlib.saving.session import Session
 from ckptlib.stores import absolute
@@ -24,7 +25,7 @@ def forget_session(url: object) -> Session | None:
 
 def session_for(url: str, group: dist.ProcessGroup | None, state: Mapping[str, object], step: int) -> Session:
     """The one that a save of this step would go through; it is begun if there is none."""
-    return registry.session(url, None, group, state, step)
+    return registry.session(url, None, group, CodecRules.of(AUTO), state, step)
 
 
 def close_sessions() -> None:

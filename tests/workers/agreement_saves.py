@@ -220,6 +220,10 @@ def alone(url: Path) -> None:
     assert committed(url) == [1, 2]
     with pytest.raises(AgreementFailed, match="rank 1 called save of step 4"):
         ckptlib.save(url, state, 3 if rank() != 1 else 4)
+    with pytest.raises(AgreementFailed, match="rank 1 called save of step 3 with codec='raw'"):
+        ckptlib.save(url, state, 3, codec="raw" if rank() == 1 else "auto")
+    with pytest.raises(ValueError, match=r"codec='raw', but this process saves to .* with codec='auto'"):
+        ckptlib.save(url, state, 3, codec="raw")
     state["w"].fill_(0)
     assert ckptlib.load(url, state).step == 2
     assert torch.equal(state["w"], torch.full((3,), 2.0))
