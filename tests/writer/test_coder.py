@@ -117,7 +117,7 @@ def test_so_much_is_encoded_ahead_and_no_more(tmp_path: Path, planes: Watched, m
 
 def test_closed_it_reads_the_slot_no_more(tmp_path: Path, planes: Watched) -> None:
     job = OneRank(tmp_path, MemoryStore(), "planes")
-    save, slot = job.slot({"w": mib(32)})
+    save, slot = job.slot({"w": mib(64)})
     snapshot, coder = snapshot_of(save, slot), Coder(CodecRules.of("planes"), False)
     coded, _ = coder.candidates(snapshot, range(len(snapshot.digests)))
     with closing(coder.encode(slot.body, snapshot, coded, None)) as encoding:
