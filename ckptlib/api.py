@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ckptlib.catalog.catalog import Catalog, CheckpointInfo
+from ckptlib.catalog.reading import each
 from ckptlib.checkpoint import LoadOrder, SaveOrder, load_step, save_step
 from ckptlib.errors import WaitTimeout
 from ckptlib.format import values
@@ -174,7 +175,6 @@ def checkpoints(url: str | Path, *, storage_options: Mapping[str, object] | None
     """Yields the committed steps of a root's history in ascending order. Any process may call it alone."""
     with open_store(str(url), storage_options) as store:
         catalog = Catalog(store)
-        for save_id in catalog.visible():
-            info = catalog.info(save_id, visible=True)
+        for info in each(lambda save_id: catalog.info(save_id, visible=True), catalog.visible()):
             metrics = {name: values.decode(value, name) for name, value in info.metrics.items()}
             yield replace(info, metrics=metrics)

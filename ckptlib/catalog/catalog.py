@@ -7,12 +7,13 @@ step comes to exist, for `commit`. No torch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from ckptlib.catalog.history import check_head, history, named, numbered, read_records, successor
+from ckptlib.catalog.reading import warm
 from ckptlib.errors import (
     CheckpointNotFound,
     CkptError,
@@ -65,12 +66,13 @@ class Steps(NamedTuple):
 
 
 class Stand(NamedTuple):
-    """What of a manifest matters to later saves: on which packs its step stands, besides its own."""
+    """What of a manifest matters to others: on which packs its step stands, besides its own, and on which layouts."""
 
     created: float
     uses: Mapping[PackSet, float]
     users: Mapping[PackSet, frozenset[int]]
     nbytes: int
+    layouts: tuple[str, ...]
 
 
 class Catalog:
@@ -82,15 +84,18 @@ class Catalog:
         self._trash: dict[SaveId, TrashRecord] = {}
         self._generations: dict[GenerationId, Generation] = {}
         self._layouts: dict[str, Layout] = {}
+        self._root_read = False
 
     # Reading
 
     def root(self) -> Root:
         """Raises CheckpointNotFound where there is none."""
         try:
-            return Root.decode(self.store.get(keys.ROOT), f"{self.store.url}/{keys.ROOT}")
+            root = Root.decode(self.store.get(keys.ROOT), f"{self.store.url}/{keys.ROOT}")
         except ObjectNotFound as error:
             raise CheckpointNotFound(f"{self.store.url} holds no checkpoints: there is no {keys.ROOT}") from error
+        self._root_read = True
+        return root
 
     def open_root(self, make: Root) -> Root:
         """The root's document; `make` is put where there is none."""
@@ -118,15 +123,25 @@ class Catalog:
 
     def generations(self) -> dict[GenerationId, Generation]:
         """Their records. Raises CorruptData or FormatError for a damaged one."""
-        return {generation: self.generation(generation) for generation in self.generation_ids()}
+        ids = self.generation_ids()
+        self._warm_generations(ids)
+        return {generation: self.generation(generation) for generation in ids}
 
-    def records(self) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
+    def records(self, saves: Iterable[SaveId]) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
         """Of each generation its record, or why it is not known what it resumed from; history ends with these.
 
-        Raises NewerFormat.
+        `saves`: the committed ones, listed before: who commits has put its record. Raises NewerFormat.
         """
-        saves = self.saves()  # first: who commits has put its record
-        return read_records(self.generation_ids(), saves, self.generation, self.store.url)
+        return self._records(saves, self.generation_ids(), newer=False)
+
+    def _records(
+        self, saves: Iterable[SaveId], ids: Sequence[GenerationId], newer: bool
+    ) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
+        self._warm_generations(ids)
+        return read_records(ids, saves, self.generation, self.store.url, newer)
+
+    def _warm_generations(self, ids: Iterable[GenerationId]) -> None:
+        warm(self.generation, [generation for generation in ids if generation not in self._generations])
 
     def generation(self, generation: GenerationId) -> Generation:
         """Its record. Raises ObjectNotFound, CorruptData or FormatError."""
@@ -144,8 +159,12 @@ class Catalog:
         What this one would take for the newest step may then be one that the job left behind, and what it would delete
         may be needed. Other damage of these documents is told where they are needed.
         """
-        reads: list[Callable[[], object]] = [self.root, *(partial(self.generation, g) for g in self.generation_ids())]
-        for read in reads:
+        self._check_versions(self.generation_ids())
+
+    def _check_versions(self, ids: Sequence[GenerationId]) -> None:
+        self._warm_generations(ids)
+        reads: list[Callable[[], object]] = [partial(self.generation, generation) for generation in ids]
+        for read in reads if self._root_read else [self.root, *reads]:
             try:
                 read()
             except NewerFormat:
@@ -164,26 +183,38 @@ class Catalog:
         """
         saves = self.saves()
         generations = self.generation_ids()
-        records, lost = read_records(generations, saves, self.generation, self.store.url, newer)
+        further = [save for save in further if save.generation in generations]
+        return self._visible([*saves, *further], saves, generations, newer)
+
+    def _visible(
+        self, whole: Iterable[SaveId], saves: Iterable[SaveId], ids: Sequence[GenerationId], newer: bool = False
+    ) -> list[SaveId]:
+        records, lost = self._records(saves, ids, newer)
         for generation, error in lost.items():
             log.error("what generation %s resumed from is not known: %s", generation, error)
-        return history({*saves, *(save for save in further if save.generation in generations)}, records)
+        return history({*whole}, records)
 
     def resolve(self, step: int | str) -> SaveId:
         """The save of a visible step; "latest", a step number, or a full name for one that is not visible.
 
         Raises CheckpointNotFound that says which steps there are, NewerFormat as `check_versions` does.
         """
-        self.check_versions()
-        visible = self.visible()
+        saves = self.saves()  # first: who commits has put its record
+        ids = self.generation_ids()
+        self._check_versions(ids)
+        visible = self._visible(saves, saves, ids)
         if step != "latest" and isinstance(step, str) and not step.isdigit():
-            return named(step, self.saves, self.store.url)
+            return named(step, lambda: saves, self.store.url)
         return numbered(step, visible, self.store.url)
 
     def manifest(self, save: SaveId) -> Manifest:
         """Raises CheckpointNotFound, CorruptData, FormatError."""
+        return Manifest.decode(save, self.manifest_document(save), f"{self.store.url}/{save.manifest_key}")
+
+    def manifest_document(self, save: SaveId) -> bytes:
+        """As it was put. Raises CheckpointNotFound."""
         try:
-            return Manifest.decode(save, self.store.get(save.manifest_key), f"{self.store.url}/{save.manifest_key}")
+            return self.store.get(save.manifest_key)
         except ObjectNotFound as error:
             raise CheckpointNotFound(f"{self.store.url} holds no save {save}") from error
 
@@ -191,8 +222,14 @@ class Catalog:
         """Of a committed save. Raises CheckpointNotFound, CorruptData, FormatError."""
         if save not in self._stands:
             manifest = self.manifest(save)
-            self._stands[save] = Stand(manifest.created, manifest.uses, manifest.users, manifest.nbytes)
+            self._stands[save] = Stand(
+                manifest.created, manifest.uses, manifest.users, manifest.nbytes, tuple(manifest.layouts)
+            )
         return self._stands[save]
+
+    def warm_stands(self, saves: Iterable[SaveId]) -> None:
+        """Reads at once what will be asked for of these; after a start, of all steps."""
+        warm(self.stand, [save for save in saves if save not in self._stands])
 
     def trash_record(self, save: SaveId) -> TrashRecord:
         """Of a dropped save. Raises ObjectNotFound, CorruptData, FormatError."""
@@ -203,6 +240,10 @@ class Catalog:
         if record.created:  # one that never was a step may be committed after all, and dropped again
             self._trash[save] = record
         return record
+
+    def warm_records(self, saves: Iterable[SaveId]) -> None:
+        """Reads their trash records at once."""
+        warm(self.trash_record, [save for save in saves if save not in self._trash])
 
     def forget_records(self, left: Collection[SaveId]) -> None:
         """All trash records but these."""
@@ -223,7 +264,10 @@ class Catalog:
 
     def part(self, name: PartName) -> Part:
         """Verified against its name and its layout. Raises CorruptData, FormatError, ObjectNotFound."""
-        data = self.store.get(name.key)
+        return self.decode_part(name, self.store.get(name.key))
+
+    def decode_part(self, name: PartName, data: bytes) -> Part:
+        """As `part`, of what was read of it."""
         with gc_pause.kept():  # of a thousand ranks, collections took twice as long as all else
             part = Part.decode(name, data)
             part.table.check(self.layout(part.table.layout), name.key)
@@ -253,8 +297,14 @@ class Catalog:
         return {rank: sorted(names, key=lambda n: n.attempt) for rank, names in found.items()}
 
     def is_committed(self, save: SaveId) -> bool:
+        """Whether its manifest is there. Costs a tenth of a listing, where these are paid for."""
         key = save.manifest_key
-        return any(entry.key == key for entry in self.store.scan(key))
+        try:
+            return bool(self.store.get(key, 0, 1))
+        except ObjectNotFound:
+            return False
+        except (FormatError, ObjectUnreadable):  # nobody can read it, but it is there, or something that is no object
+            return any(entry.key == key for entry in self.store.scan(key))
 
     # Writing
 

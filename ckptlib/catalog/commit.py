@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
 from ckptlib.catalog.catalog import Catalog, put_new
 from ckptlib.catalog.completeness import Doubt, Proof
+from ckptlib.catalog.pauses import Pauses
+from ckptlib.catalog.reading import each
 from ckptlib.catalog.shards import PartIndex, ShardComparer
 from ckptlib.catalog.uses import times_of
 from ckptlib.errors import (
@@ -31,13 +32,11 @@ from ckptlib.format.check import alike
 from ckptlib.format.keys import GenerationId, PackSet, PartName, SaveId
 from ckptlib.format.manifest import Manifest, ranks_by_layout
 from ckptlib.format.part import FailedPart, PartHead, uses_digest
-from ckptlib.stores.io_limits import DOCUMENT_THREADS
 
 log = logging.getLogger(__name__)
 
-POLL_FIRST_S = 0.005
-POLL_LAST_S = 0.5
-"""How often a committer looks for parts: at once on a local disk, seldom when ranks are slow."""
+HEAD_EVERY_S = 10.0
+"""How often a committer that waits for parts asks an object store whether its job was superseded."""
 
 SHARES_KEPT = 4
 """Parts that are kept while what several ranks wrote is compared, rank by rank."""
@@ -110,9 +109,8 @@ class Committer:
         """
         known: dict[str | None, tuple[PackSet, ...]] = {None: (), uses_digest(()): (), names[0].uses: first.uses}
         others = {name.uses: name for name in names if name.uses not in known}
-        with ThreadPoolExecutor(DOCUMENT_THREADS, "ckptlib-parts") as executor:
-            heads = executor.map(lambda n: PartHead.decode(n, self.catalog.store.get(n.key)), others.values())
-            known.update(zip(others, (head.uses for head in heads), strict=True))
+        heads = each(lambda n: PartHead.decode(n, self.catalog.store.get(n.key)), others.values())
+        known.update(zip(others, (head.uses for head in heads), strict=True))
         ranks: dict[str | None, list[int]] = {}
         for name in names:
             ranks.setdefault(name.uses, []).append(name.rank)
@@ -122,14 +120,17 @@ class Committer:
                 found[of] = found.get(of, frozenset()).union(some)
         return found
 
-    def commit_when_whole(self, save: SaveId, world_size: int, seconds_left: Callable[[], float]) -> Manifest:
-        """Waits for a part of every rank, then commits.
+    def commit_when_whole(
+        self, save: SaveId, world_size: int, seconds_left: Callable[[], float], usual_s: float = 0.0
+    ) -> Manifest:
+        """Waits for a part of every rank, then commits. `usual_s`: what this rank took for its own share.
 
         Raises SaveFailed with the ranks that failed, or that did not come while there were seconds left.
         """
         if self.catalog.is_committed(save):  # by one that died before it could say so
             return self.catalog.manifest(save)
-        pause = POLL_FIRST_S
+        pauses, store = Pauses(self.catalog.store, usual_s), self.catalog.store
+        next_check = time.monotonic() + (0.0 if store.is_local else HEAD_EVERY_S)
         while True:
             names, missing = _find_parts(self.catalog, save, world_size)
             if not missing:
@@ -137,9 +138,10 @@ class Committer:
             if seconds_left() <= 0:
                 some = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
                 raise SaveFailed(f"step {save.step}: no part came from {len(missing)} of {world_size} ranks: {some}")
-            self.catalog.check_head(save.generation)
-            time.sleep(pause)
-            pause = min(pause * 1.5, POLL_LAST_S)
+            if time.monotonic() >= next_check:
+                self.catalog.check_head(save.generation)
+                next_check += 0.0 if store.is_local else HEAD_EVERY_S
+            time.sleep(min(pauses.next(), max(seconds_left(), 0.0)))
 
     def _prove(self, save: SaveId, names: Sequence[PartName]) -> _Proved:
         key = tuple(name.table for name in names)
@@ -155,8 +157,9 @@ def _prove(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> tuple[_
     """Reads every part; also what only a look at the bytes could settle. Raises SaveFailed for what is not whole."""
     found: list[tuple[str, int]] = []
     nbytes, nbytes_state, proof = 0, 0, Proof()
-    for name in names:
-        part = catalog.part(name)
+    # Decoded here: to do so is work for one core, and garbage collection is put off meanwhile.
+    for name, document in zip(names, each(lambda name: catalog.store.get(name.key), names), strict=True):
+        part = catalog.decode_part(name, document)
         if part.world_size != len(names):
             what = f"the part of rank {part.rank} is for {part.world_size} ranks, expected {len(names)}"
             raise SaveFailed(f"step {save.step}: {what}")

@@ -109,7 +109,7 @@ def sweep(
     stale = stock.records.keys() & stock.committed
     under_way = {save for save in stale if stock.records[save].modified >= now - deadline_s}
     needed = _needed(catalog, stock, oldest, live=generation is not None)
-    generations = _generations(catalog, live=generation is not None and not abandoned)
+    generations = _generations(catalog, stock, live=generation is not None and not abandoned)
     dropped = [save for save in _unwanted(stock, generations, keep, abandoned) if save not in under_way]
     condemned = _crashed(stock, oldest)
     due = [] if needed is None else _due(stock, oldest)
@@ -199,9 +199,9 @@ def _take_stock(catalog: Catalog) -> _Stock:
     return _Stock(objects, layouts, records, clocks, {*steps.saves}, steps.refreshes)
 
 
-def _generations(catalog: Catalog, live: bool) -> Mapping[GenerationId, Generation]:
+def _generations(catalog: Catalog, stock: _Stock, live: bool) -> Mapping[GenerationId, Generation]:
     """All records. A `live` job goes on without those that are lost: what it drops is on the history that is left."""
-    found, lost = catalog.records()
+    found, lost = catalog.records(sorted(stock.committed))
     if lost:
         what = "; ".join(str(error) for _, error in sorted(lost.items()))
         if not live:
@@ -255,7 +255,8 @@ def _unnamed_layouts(catalog: Catalog, stock: _Stock, oldest: float) -> list[Ent
     if not old:
         return []
     try:
-        named = {keys.layout_key(digest) for save in stock.committed for digest in catalog.manifest(save).layouts}
+        catalog.warm_stands(stock.committed)
+        named = {keys.layout_key(digest) for save in stock.committed for digest in catalog.stand(save).layouts}
     except (CheckpointNotFound, CorruptData, FormatError, ObjectUnreadable) as error:
         log.warning("layouts are left alone, since a manifest cannot be read: %s", error)
         return []

@@ -40,6 +40,9 @@ def needed_by(catalog: Catalog, committed: Iterable[SaveId], trashed: Collection
     """
     needed: dict[PackSet, frozenset[int] | None] = {}
     catalog.forget_records(trashed)
+    committed = [*committed]
+    catalog.warm_stands(committed)
+    catalog.warm_records(trashed)
     for save in committed:
         try:
             users: Stand | TrashRecord = catalog.stand(save)

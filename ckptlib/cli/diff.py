@@ -12,6 +12,7 @@ import click
 from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.reading import in_order
 from ckptlib.catalog.shards import PartIndex
 from ckptlib.cli.changes import Changed, ShardDiffer, ValueChange, ValueChanges, count_rank, count_tensor
 from ckptlib.cli.options import with_output, with_store
@@ -21,7 +22,6 @@ from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
 from ckptlib.stores import Store
 from ckptlib.stores.io_limits import DOCUMENT_THREADS, THREADS
-from ckptlib.verify.packs import in_order
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ import click
 from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.reading import in_order
 from ckptlib.catalog.uses import add_needed
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Cell, Output, count, plain, size
@@ -22,7 +23,6 @@ from ckptlib.format.part import Part
 from ckptlib.stores import Store
 from ckptlib.stores.io_limits import DOCUMENT_THREADS
 from ckptlib.verify.findings import attempt
-from ckptlib.verify.packs import in_order
 
 MAX_MISSING = 5
 """Packs that are not there, and that people are told of by name."""

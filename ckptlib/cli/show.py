@@ -14,6 +14,7 @@ import click
 from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.reading import in_order
 from ckptlib.cli.codings import Codings, Count
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, age, count, metrics, moment, plain, ranks, size
@@ -27,7 +28,6 @@ from ckptlib.format.part import Part
 from ckptlib.stores import Store
 from ckptlib.stores.io_limits import DOCUMENT_THREADS
 from ckptlib.verify.findings import attempt
-from ckptlib.verify.packs import in_order
 
 MAX_VALUE_WIDTH = 100
 """Longer values are cut for people; JSON has them whole."""
@@ -198,7 +198,7 @@ def stored(store: Store, manifest: Manifest) -> dict[str, Objects]:
     names = {name.key for name in manifest.parts}
     parts = [e for e in store.scan(save.parts_prefix) if e.key in names]
     wanted = {keys.layout_key(digest) for digest in manifest.layouts}
-    layouts = [e for key in wanted for e in store.scan(key) if e.key == key]
+    layouts = [e for e in store.scan(keys.LAYOUTS) if e.key in wanted]
     found = {"packs": packs, "parts": parts, "layouts": layouts}
     return {name: Objects(len(entries), sum(e.nbytes for e in entries)) for name, entries in found.items()}
 

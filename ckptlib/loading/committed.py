@@ -48,8 +48,9 @@ def resolve(group: Group, catalog: Catalog, step: int | str) -> Committed:
         if group.rank != 0:
             return None
         found = catalog.resolve(step)
-        catalog.manifest(found)
-        return str(found).encode() + b"\n" + catalog.store.get(found.manifest_key)
+        document = catalog.manifest_document(found)
+        Manifest.decode(found, document, f"{catalog.store.url}/{found.manifest_key}")
+        return str(found).encode() + b"\n" + document
 
     data = group.broadcast(together(group, f"resolving step {step}", find))
     name, _, document = data.partition(b"\n")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.chunks import decode_chunk
+from ckptlib.catalog.reading import in_order
 from ckptlib.codecs import registry
 from ckptlib.errors import CorruptData, FormatError, StoreError
 from ckptlib.format import keys
@@ -22,13 +23,10 @@ from ckptlib.format.keys import SaveId
 from ckptlib.format.layout import Layout
 from ckptlib.format.part import Part
 from ckptlib.format.places import Coding
-from ckptlib.stores.io_limits import GAP_BYTES, RUN_BYTES, THREADS
+from ckptlib.stores.io_limits import GAP_BYTES, RUN_BYTES
 from ckptlib.verify.findings import Damage, Finding, attempt, damage_of
 from ckptlib.verify.pack_headers import MAX_HEAD_BYTES, check_head, expected_head
 from ckptlib.verify.shared_chunks import SharedChunks
-
-AHEAD = 2 * THREADS
-"""Requests handed out before the result of the first is looked at."""
 
 Advance = Callable[[int], None]
 
@@ -263,17 +261,6 @@ def _pack_findings(save: SaveId, pack: _PackRead, bad: Iterable[_Bad]) -> Iterat
         names = table.describe(chunks[0], pack.layout)
         message = f"{names} of rank {pack.part.rank}: {pack.key} [{start}:+{stop - start}]{of}: {ones[0].message}"
         yield Finding(damage, pack.key, message, save, pack.part.rank, shards, start, stop - start)
-
-
-def in_order(executor: ThreadPoolExecutor, call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Results in the order of the items, of which only AHEAD are taken before they are asked for."""
-    waiting: deque[Future[R]] = deque()
-    for item in items:
-        waiting.append(executor.submit(call, item))
-        if len(waiting) >= AHEAD:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
 
 
 _local = threading.local()

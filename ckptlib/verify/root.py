@@ -14,6 +14,7 @@ from functools import partial
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.completeness import Proof
+from ckptlib.catalog.reading import each, in_order
 from ckptlib.catalog.shards import PartIndex, ShardComparer
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -26,13 +27,13 @@ from ckptlib.errors import (
 from ckptlib.format import keys, values
 from ckptlib.format.check import alike
 from ckptlib.format.documents import is_version_altered
-from ckptlib.format.keys import PackSet, PartName, SaveId
+from ckptlib.format.keys import GenerationId, PackSet, PartName, SaveId
 from ckptlib.format.layout import Layout
-from ckptlib.format.manifest import Manifest, ranks_by_layout
+from ckptlib.format.manifest import Generation, Manifest, ranks_by_layout
 from ckptlib.format.part import Part
 from ckptlib.stores.io_limits import THREADS
 from ckptlib.verify.findings import Finding, attempt, finding_of
-from ckptlib.verify.packs import Advance, in_order, verify_packs
+from ckptlib.verify.packs import Advance, verify_packs
 from ckptlib.verify.shared_chunks import SharedChunks
 
 MAX_REGIONS = 100
@@ -53,17 +54,25 @@ def verify_root(catalog: Catalog) -> Iterator[Finding]:
         yield from _altered_versions(catalog, [keys.ROOT], None)
     wanted = {save.generation for save in catalog.saves()}  # first: who commits has put its record
     ids = catalog.generation_ids()
-    for generation in ids:
-        record = attempt(partial(catalog.generation, generation))
+    for generation, record, altered in each(partial(_read_generation, catalog), ids):
         if isinstance(record, CkptError):
             yield finding_of(record, generation.key, None)
             continue
-        yield from _altered_versions(catalog, [generation.key], None)
+        yield from altered
         if record.resumed_from is not None:
             wanted.add(record.resumed_from.generation)
     for generation in sorted(wanted - {*ids}):
         message = f"{generation.key}: there is no such object, but steps of this generation are, or one that went on "
         yield Finding("missing", generation.key, message + "from it; history ends with it")
+
+
+def _read_generation(
+    catalog: Catalog, generation: GenerationId
+) -> tuple[GenerationId, Generation | CkptError, list[Finding]]:
+    """Its record or what is wrong with it; and what is wrong with one that can be read."""
+    record = attempt(partial(catalog.generation, generation))
+    altered = [] if isinstance(record, CkptError) else [*_altered_versions(catalog, [generation.key], None)]
+    return generation, record, altered
 
 
 def verify_save(
@@ -87,12 +96,15 @@ def verify_save(
         yield finding_of(error, save.manifest_key, save)
         return
     with ThreadPoolExecutor(THREADS, "ckptlib-verify") as executor:
-        layouts = {digest: attempt(partial(catalog.layout, digest)) for digest in manifest.layouts}
+        found = executor.map(lambda digest: attempt(partial(catalog.layout, digest)), manifest.layouts)
+        layouts = dict(zip(manifest.layouts, found, strict=True))
         readable = {digest: layout for digest, layout in layouts.items() if isinstance(layout, Layout)}
         for digest, layout in layouts.items():
             if isinstance(layout, CkptError):
                 yield finding_of(layout, keys.layout_key(digest), save)
-        yield from _altered_versions(catalog, [save.manifest_key, *map(keys.layout_key, readable)], save)
+        documents = [save.manifest_key, *map(keys.layout_key, readable)]
+        for altered in executor.map(lambda key: [*_altered_versions(catalog, [key], save)], documents):
+            yield from altered
         sound = []
         for name, part, altered in in_order(executor, partial(_read_part, catalog, manifest, readable), manifest.parts):
             if isinstance(part, Part):

@@ -28,6 +28,7 @@ class SharedChunks:
         self._last: dict[PackSet, SaveId] = {}
         """By set of packs that several need: the last one to need it."""
         owners: dict[PackSet, SaveId] = {}
+        catalog.warm_stands(saves)
         for save in saves:
             try:
                 uses = catalog.stand(save).uses.keys()

@@ -12,6 +12,7 @@ import time
 from collections import deque
 
 from ckptlib.catalog.catalog import Catalog, Steps
+from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.uses import UNREADABLE
 from ckptlib.errors import FormatError, StoreError
 from ckptlib.format.keys import SaveId
@@ -23,9 +24,6 @@ log = logging.getLogger(__name__)
 
 KEPT = 5
 """Parts that are remembered: commits may come several saves late."""
-
-POLL_FIRST_S = 0.01
-POLL_LAST_S = 0.5
 
 
 class Parents:
@@ -62,7 +60,7 @@ class Parents:
             if found is not None:
                 self._parts.appendleft(found)
         candidates = [part for part in reversed(self._parts) if _fits(part, snapshot)]
-        deadline, pause = time.monotonic() + patience_s, POLL_FIRST_S
+        deadline, pauses = time.monotonic() + patience_s, Pauses(self._catalog.store, patience_s)
         while True:
             parent = next((part for part in candidates if part.save in steps.saves), None)
             newest = candidates[0] if candidates else None
@@ -70,8 +68,7 @@ class Parents:
                 return parent, steps
             if not _nbytes_gained(snapshot, newest, parent):
                 return parent, steps
-            time.sleep(pause)
-            pause = min(pause * 1.5, POLL_LAST_S)
+            time.sleep(min(pauses.next(), max(deadline - time.monotonic(), 0.0)))
             steps = self._catalog.steps()
 
     def _find(self, snapshot: Snapshot, steps: Steps) -> Part | None:

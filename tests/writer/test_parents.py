@@ -133,7 +133,7 @@ def test_it_is_waited_for_when_something_is_won(job: SmallJob, clock: Clock) -> 
     late = job.save()
     clock.at[30.0] = lambda: job.commit(late)
     assert chosen(job, patience_s=100.0) == late.id
-    assert 30.0 <= clock.now <= 31.0
+    assert 30.0 <= clock.now <= 40.0  # a store that is paid for is not asked all the time
 
 
 def test_the_first_save_is_waited_for(job: SmallJob, clock: Clock) -> None:
