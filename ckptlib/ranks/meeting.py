@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ckptlib.errors import AgreementFailed
 from ckptlib.ranks.connections import store_of
 from ckptlib.ranks.group import Group, SoloGroup, TorchGroup
+from ckptlib.ranks.notices import Notices
 
 
 def group_or_world(over: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -51,6 +52,14 @@ def group_of(over: dist.ProcessGroup | None, timeout: timedelta) -> Group:
     """The group over a process group; a job of one where torch.distributed is not initialised."""
     found = group_or_world(over)
     return SoloGroup() if found is None else TorchGroup(found, timeout)
+
+
+def notices_over(over: dist.ProcessGroup | None, name: str, timeout: timedelta) -> Notices:
+    """Those of the ranks of a process group, who met before, under a name that is new."""
+    found = group_or_world(over)
+    if found is None or found.size() == 1:
+        return Notices(None, name, 1)
+    return Notices(store_of(found, timeout), name, found.size())
 
 
 _meetings: Counter[str] = Counter()

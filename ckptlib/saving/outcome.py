@@ -12,12 +12,17 @@ from ckptlib.errors import ReplicasDiffer, SaveFailed, Superseded, WaitTimeout
 from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
 from ckptlib.saving.forks import Owner
+from ckptlib.saving.looks import Looks
+from ckptlib.saving.news import News
 from ckptlib.saving.planner import Planner
 from ckptlib.saving.snapshots import Snapshots
 from ckptlib.staging.stager import Staging
 from ckptlib.writer.client import Writer
 
 log = logging.getLogger(__name__)
+
+LISTEN_FIRST_S, LISTEN_LAST_S = 0.005, 0.05
+"""How long one turn of waiting listens to the writer."""
 
 
 @dataclass(eq=False)
@@ -36,8 +41,11 @@ class Outcome:
 class Outcomes:
     """Of all saves of a session; main thread."""
 
-    def __init__(self, rank: int, writer: Writer, snapshots: Snapshots, planner: Planner, owner: Owner) -> None:
+    def __init__(
+        self, rank: int, writer: Writer, snapshots: Snapshots, planner: Planner, owner: Owner, news: News
+    ) -> None:
         self._rank = rank
+        self._news = news
         self._writer = writer
         self._snapshots = snapshots
         self._planner = planner
@@ -64,6 +72,7 @@ class Outcomes:
         self._owner.check()
         self._snapshots.poll()
         for event in self._writer.poll(timeout_s):
+            self._news.tell(event)
             self.note(event)
 
     def note(self, event: Mapping[str, object]) -> None:
@@ -133,18 +142,30 @@ class Outcomes:
             raise
         except Exception as error:
             raise SaveFailed(f"step {step} was not saved: {error}") from error
-        if self._rank != 0 and not outcome.committed and outcome.error is None:
-            outcome.watches += 1
-            self.expect(outcome)
-            self._writer.watch(outcome.save, timeout_s)
+        looks, listen_s = self._news.looks(deadline - time.monotonic()), LISTEN_FIRST_S
         while not outcome.committed:
             if outcome.error is not None:
                 raise outcome.error
             if time.monotonic() > deadline:
                 raise WaitTimeout(f"step {step} was not committed within {timeout_s:.0f} s; it may still be")
-            self.poll(0.05)
+            if self._rank != 0:
+                self._ask(outcome, looks)
+            self.poll(listen_s)
+            listen_s = min(2 * listen_s, LISTEN_LAST_S)
+
+    def _ask(self, outcome: Outcome, looks: Looks) -> None:
+        """What became of a save that rank 0 commits; it tells, or now and then the store."""
+        event = self._news.of(str(outcome.save))
+        if event is not None:
+            self.expect(outcome)
+            self.note(event)
+        elif self._news.is_due(looks) and not outcome.watches:
+            outcome.watches += 1
+            self.expect(outcome)
+            self._writer.watch(outcome.save, 0.0)
 
     def close(self, timeout: timedelta) -> None:
         """The writer finishes what it has, and what it tells then is noted."""
         for event in self._writer.close(timeout.total_seconds()):
+            self._news.tell(event)
             self.note(event)

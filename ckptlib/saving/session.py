@@ -20,12 +20,13 @@ from ckptlib.format.table import Table
 from ckptlib.policy.peers import DEVICE
 from ckptlib.ranks.beat import Word
 from ckptlib.ranks.group import Group
-from ckptlib.ranks.meeting import group_of, group_or_world
+from ckptlib.ranks.meeting import group_of, group_or_world, notices_over
 from ckptlib.ranks.together import together
 from ckptlib.saving.ballots import Poll
 from ckptlib.saving.forks import Owner, check_root
 from ckptlib.saving.lineage import Lineage
 from ckptlib.saving.memory import open_memory
+from ckptlib.saving.news import News
 from ckptlib.saving.outcome import Outcomes
 from ckptlib.saving.placement import agree_placement
 from ckptlib.saving.planner import Overlap, Plan, Planner
@@ -86,7 +87,9 @@ class Session:
         """That was given to be persisted; -1 before there is one."""
         self.closed = False
         self.owner = Owner(settings.url)
-        self.outcomes = Outcomes(self.group.rank, self.writer, self.snapshots, self.planner, self.owner)
+        notices = notices_over(over, f"{self.root.id}/{self.generation}", settings.timeout)
+        self.news = News(notices, self.group.rank, self.group.size, self.store.is_local)
+        self.outcomes = Outcomes(self.group.rank, self.writer, self.snapshots, self.planner, self.owner, self.news)
         self.verdicts = Verdicts(self.group, self.generation, self.planner, self.snapshots, self.outcomes)
 
     # What a save asks for, in this order; see `checkpoint.save_step`
@@ -244,5 +247,6 @@ class Session:
                 self.writer.leave()
         finally:
             self.snapshots.close(clean)
+            self.news.close()
             self.store.close()
             self.group.close()

@@ -124,10 +124,11 @@ class Writer:
         kind = event["event"]
         if kind == "ready":
             return
-        save, self._deaths = event["save"], 0
-        if kind == "undecided":
+        save = event["save"]
+        if kind == "undecided":  # no proof that it can do more than look
             self._open.pop(_OrderKey(save, elsewhere=True), None)
             return
+        self._deaths = 0
         if kind == "released" and event["error"] is None and self._setup["rank"] == 0:
             key = _OrderKey(save, elsewhere=False)
             self._open[key] = {"op": "commit", "save": save}  # its slot may be overwritten now

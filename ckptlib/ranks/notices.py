@@ -1,0 +1,84 @@
+"""What rank 0 tells all others without a collective: it leaves a notice that each finds when it looks.
+
+By a key in the store that the ranks share, so that nobody waits for anybody. Looking is a hint at best: the store may
+be gone with the host of another rank, and its client waits for an answer for ever. So a thread asks, and whoever looks
+gets what it found last.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ckptlib.jobs import JobThread
+
+log = logging.getLogger(__name__)
+
+KEPT = 8
+"""Notices; who looks for an older one has waited for long, and asks elsewhere."""
+
+LOOKS_PER_S = 2000
+"""Of all ranks together, that one store answers with ease."""
+
+LET_GO_S = 1.0
+
+
+class Notices:
+    """Of one rank; main thread. Only one rank leaves any."""
+
+    def __init__(self, store: Store | None, name: str, size: int) -> None:
+        """`store`: of the ranks; None: there is but one. `name`: the same on all ranks, and new."""
+        self._store = None if store is None else PrefixStore("notices", store)
+        self._name = name
+        self._left: deque[str] = deque(maxlen=KEPT)
+        self._found: tuple[str, ...] = ()
+        self._pause_s = size / LOOKS_PER_S
+        self._looked = -self._pause_s
+        self._thread: JobThread | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether no notice can be found any more."""
+        return self._store is None
+
+    def leave(self, notice: str) -> None:
+        """One line. It is found from now on, unless the store is gone."""
+        self._left.append(notice)
+        if self._store is not None:
+            try:
+                self._store.set(self._name, "\n".join(self._left))
+            except RuntimeError as error:
+                self._lose(error)
+
+    def look(self) -> tuple[str, ...]:
+        """The last ones, as far as they are known by now; oldest first. Returns at once, and has them looked for."""
+        if self._store is not None and time.monotonic() - self._looked >= self._pause_s:
+            self._thread = self._thread or JobThread("notices")
+            if not self._thread.busy:
+                self._looked = time.monotonic()
+                self._thread.put(self._read)
+        return self._found
+
+    def _read(self) -> None:
+        store = self._store
+        try:
+            if store is not None and store.check([self._name]):
+                self._found = tuple(store.get(self._name).decode().splitlines())
+        except RuntimeError as error:
+            self._lose(error)
+
+    def _lose(self, error: RuntimeError) -> None:
+        log.info("the store of the ranks is gone, so no rank finds the notices of another any more: %s", error)
+        self._store = None
+
+    def close(self) -> None:
+        """Lets go of the thread, unless it waits for a store that does not answer."""
+        deadline = time.monotonic() + LET_GO_S
+        while self._thread is not None and self._thread.busy and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if self._thread is not None and not self._thread.busy:
+            self._thread.finish()
+        self._store = None

@@ -1,0 +1,44 @@
+"""How a rank that does not commit learns what became of a save: by rank 0's notices, or now and then from the store."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+
+from ckptlib.ranks.notices import Notices
+from ckptlib.saving.looks import Looks
+
+TOLD = {"save": 100, "kind": 100, "error": 1000, "event": 100}
+"""What notices tell of an event of rank 0's writer, and how many characters of it."""
+
+
+class News:
+    """Of the saves of a session; main thread."""
+
+    def __init__(self, notices: Notices, rank: int, num_ranks: int, is_local: bool) -> None:
+        """`is_local`: whether the store is."""
+        self._notices, self._rank = notices, rank
+        self._num_ranks, self._is_local = num_ranks, is_local
+
+    def tell(self, event: Mapping[str, object]) -> None:
+        """What rank 0's writer told is known to all who look; that of other writers is not."""
+        if self._rank == 0 and event["event"] in ("committed", "failed"):
+            told = {name: str(event[name])[:most] for name, most in TOLD.items() if name in event}
+            self._notices.leave(json.dumps(told))
+
+    def of(self, save: str) -> Mapping[str, object] | None:
+        """The event by which a save came to its end, if rank 0 has told so. Returns at once."""
+        told = (json.loads(notice) for notice in self._notices.look())
+        return next((event for event in told if event["save"] == save), None)
+
+    def looks(self, timeout_s: float) -> Looks:
+        """When this rank asks the store, from now on."""
+        return Looks(time.monotonic(), timeout_s, self._num_ranks, self._is_local)
+
+    def is_due(self, looks: Looks) -> bool:
+        """Whether the store is to be asked now."""
+        return looks.due(time.monotonic(), self._notices.lost)
+
+    def close(self) -> None:
+        self._notices.close()

@@ -1,0 +1,51 @@
+"""What rank 0 tells of its saves, as the others hear it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from ckptlib.ranks.notices import Notices
+from ckptlib.saving.news import News
+
+PATIENCE_S = 30.0
+
+
+def ranks() -> tuple[News, News]:
+    store = dist.HashStore()
+    rank0, rank1 = (News(Notices(store, "job", 2), rank, 2, is_local=True) for rank in (0, 1))
+    return rank0, rank1
+
+
+def heard(news: News, save: str) -> Mapping[str, object]:
+    deadline = time.monotonic() + PATIENCE_S
+    while (event := news.of(save)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return event
+
+
+def test_ends_of_saves_are_told_and_nothing_else() -> None:
+    rank0, rank1 = ranks()
+    rank0.tell({"event": "ready"})
+    rank0.tell({"event": "released", "save": "a", "slot": "/dev/shm/x", "error": None})
+    rank0.tell({"event": "committed", "save": "a", "seconds": 1.0, "nbytes": 5})
+    rank0.tell({"event": "failed", "save": "b", "kind": "SaveFailed", "error": "rank 3\nsaid so " + "x" * 5000})
+    assert heard(rank1, "a") == {"event": "committed", "save": "a"}
+    failed = heard(rank1, "b")
+    assert (failed["event"], failed["kind"]) == ("failed", "SaveFailed")
+    assert str(failed["error"]).startswith("rank 3\nsaid so x")
+    assert len(str(failed["error"])) == 1000
+    assert rank1.of("c") is None
+    for rank in (rank0, rank1):
+        rank.close()
+
+
+def test_what_other_ranks_hear_from_their_own_writers_is_not_told() -> None:
+    rank0, rank1 = ranks()
+    rank1.tell({"event": "failed", "save": "a", "kind": "SaveFailed", "error": "no space"})
+    rank0.tell({"event": "committed", "save": "b"})
+    assert heard(rank1, "b") == {"event": "committed", "save": "b"}
+    assert rank1.of("a") is None
