@@ -102,18 +102,19 @@ class Catalog:
         try:
             return self.root()
         except CheckpointNotFound:
-            put_new(self.store, keys.ROOT, make.encode())
+            put_new(self.store, keys.ROOT, make.encode(), create=True)  # two jobs may begin at the same moment
             return self.root()
 
     def saves(self) -> list[SaveId]:
         """Every committed save, by step."""
         return self.steps().saves
 
-    def steps(self) -> Steps:
-        """What is told by the names below `steps/`."""
-        names = [entry.key for entry in self.store.scan(keys.STEPS)]
+    def steps(self, since: SaveId | None = None) -> Steps:
+        """What is told by the names below `steps/`: of all, or of this save and those that come after it."""
+        names = [entry.key for entry in self.store.scan(keys.STEPS, "" if since is None else f"{keys.STEPS}{since}")]
         saves = sorted(filter(None, map(keys.parse_manifest_key, names)))
-        self._stands = {save: self._stands[save] for save in saves if save in self._stands}
+        if since is None:
+            self._stands = {save: self._stands[save] for save in saves if save in self._stands}
         return Steps(saves, sorted(filter(None, map(keys.parse_refresh_key, names))))
 
     def generation_ids(self) -> list[GenerationId]:
@@ -336,9 +337,9 @@ class Catalog:
         check_head(generation, self.generation_ids(), self.store.url)
 
 
-def put_new(store: Store, key: str, data: bytes) -> None:
-    """Puts an object, unless somebody else was first: theirs stands."""
+def put_new(store: Store, key: str, data: bytes, create: bool = False) -> None:
+    """Puts an object, unless somebody else was first: theirs stands, where the store can tell; see `Store.put`."""
     try:
-        store.put(key, data)
+        store.put(key, data, create=create)
     except ObjectExists:
         return

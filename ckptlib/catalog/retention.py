@@ -2,8 +2,9 @@
 
 Two passes, a grace period apart. The first turns what is no longer wanted into trash: a record is put, then the
 manifest goes, and the step with it. The second deletes parts, then packs, then the record, once the record is older
-than the grace period and a fresh listing shows no manifest. So a reader that has just looked a step up has that long
-to read it, and whoever was about to commit the parts of a dead generation is seen to have done so.
+than the grace period and a fresh listing shows no manifest. Many objects go by one request, which has no order and may
+do half of its work: one request never has objects of two of these stages. So a reader that has just looked a step up
+has that long to read it, and whoever was about to commit the parts of a dead generation is seen to have done so.
 
 Packs that other steps use stay, and so does the record of their step, which says why they are there. While a manifest
 cannot be read, nobody knows what its step uses, and no pack is deleted.
@@ -23,14 +24,17 @@ long. Ages are by the store's own clock. No torch.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.history import history
+from ckptlib.catalog.reading import each
 from ckptlib.catalog.uses import UNREADABLE, Needed, is_needed, needed_by, record_of
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -46,6 +50,11 @@ from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.stores import Entry, Store
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BATCH = 1000
+"""Objects that one request deletes; the most that S3 takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,23 +122,21 @@ def sweep(
     dropped = [save for save in _unwanted(stock, generations, keep, abandoned) if save not in under_way]
     condemned = _crashed(stock, oldest)
     due = [] if needed is None else _due(stock, oldest)
-    gone, deleted = _deletable(stock, due, needed or {})
+    gone, stages = _deletable(stock, due, needed or {})
     waiting = sorted(({*stock.objects, *stock.records} - stock.committed | {*dropped}) - gone)
     if not {*waiting} - {*due}:  # of what is due no part is left, whatever its packs are needed for
-        deleted += _unnamed_layouts(catalog, stock, oldest)
+        stages.append(_unnamed_layouts(catalog, stock, oldest))
     if not dry_run:
         old_clocks = [entry.key for entry in stock.clocks if entry.modified < oldest]
         refreshes = [save.refresh_key for save in stock.refreshes if _is_done(save, stock, needed)]
         _delete(catalog, generation, [*old_clocks, *refreshes])
-        _delete(catalog, generation, [entry.key for entry in deleted])  # before anything is put: the store may be full
-        for save in sorted(stale - under_way):
-            _drop_stale(catalog, generation, save, stock.records[save])
-        for save in dropped:
-            _drop(catalog, generation, save)
-        for save in condemned:
-            _put_record(catalog.store, TrashRecord(save, "never committed"))
+        for stage in stages:  # before anything is put: the store may be full
+            _delete(catalog, generation, [entry.key for entry in stage])
+        _drop_stale(catalog, generation, [stock.records[save] for save in sorted(stale - under_way)])
+        _drop(catalog, generation, dropped)
+        _put_records(catalog.store, [TrashRecord(save, "never committed") for save in condemned])
         catalog.store.clean(oldest)
-    return Sweep(tuple(dropped), tuple(condemned), tuple(deleted), tuple(waiting))
+    return Sweep(tuple(dropped), tuple(condemned), tuple(itertools.chain(*stages)), tuple(waiting))
 
 
 def _needed(catalog: Catalog, stock: _Stock, oldest: float, live: bool) -> Needed | None:
@@ -156,18 +163,21 @@ def _is_done(refresh: SaveId, stock: _Stock, needed: Needed | None) -> bool:
     return needed is not None and refresh not in stock.committed and all(of.save > refresh for of in needed)
 
 
-def _deletable(stock: _Stock, due: Iterable[SaveId], needed: Needed) -> tuple[set[SaveId], list[Entry]]:
-    """What may go of the trash that is due: whole saves, and all objects, in the order of their deletion."""
+def _deletable(stock: _Stock, due: Iterable[SaveId], needed: Needed) -> tuple[set[SaveId], list[list[Entry]]]:
+    """What may go of the trash that is due: whole saves; and the objects, stage by stage, in the order of deletion."""
     gone: set[SaveId] = set()
-    deleted: list[Entry] = []
+    parts: list[Entry] = []
+    packs: list[Entry] = []
+    records: list[Entry] = []
     for save in due:
         objects = stock.objects.get(save, ())
         free = [entry for entry in objects if not is_needed(needed, entry.key)]
-        deleted += free
+        for entry in free:
+            (packs if entry.key.startswith(keys.PACKS) else parts).append(entry)
         if len(free) == len(objects):
             gone.add(save)
-            deleted.append(stock.records[save])
-    return gone, deleted
+            records.append(stock.records[save])
+    return gone, [parts, packs, records]
 
 
 def _grace_s(keep: Keep | None, save_deadline_s: float) -> float:
@@ -263,37 +273,50 @@ def _unnamed_layouts(catalog: Catalog, stock: _Stock, oldest: float) -> list[Ent
     return [entry for entry in old if entry.key not in named]
 
 
-def _drop(catalog: Catalog, generation: keys.GenerationId | None, save: SaveId) -> None:
-    """The record first: without it, the next generation would take the parts for a save to be committed."""
-    _check_head(catalog, generation)
-    _put_record(catalog.store, record_of(catalog, save, "dropped by retention"))
-    catalog.store.delete(save.manifest_key)
-    log.info("step %d is dropped; its bytes go after the grace period", save.step)
+def _drop(catalog: Catalog, generation: keys.GenerationId | None, saves: Sequence[SaveId]) -> None:
+    """The records first: without them, the next generation would take the parts for saves to be committed."""
+    catalog.warm_stands(saves)
+    for some in _batches(saves):
+        _check_head(catalog, generation)
+        _put_records(catalog.store, [record_of(catalog, save, "dropped by retention") for save in some])
+        _delete(catalog, generation, [save.manifest_key for save in some])
+        for save in some:
+            log.info("step %d is dropped; its bytes go after the grace period", save.step)
 
 
-def _drop_stale(catalog: Catalog, generation: keys.GenerationId | None, save: SaveId, listed: Entry) -> None:
-    """Deletes the record of a step that is there. Where another sweep was faster and has dropped the step, it stays, or
-    is put back."""
-    _check_head(catalog, generation)
-    record = record_of(catalog, save, "dropped by retention")
-    if listed not in catalog.store.scan(save.trash_key):
-        return
-    catalog.store.delete(save.trash_key)
-    if not catalog.is_committed(save):
-        _put_record(catalog.store, record)
+def _drop_stale(catalog: Catalog, generation: keys.GenerationId | None, listed: Sequence[Entry]) -> None:
+    """Deletes the records of steps that are there. Where another sweep was faster and has dropped the step, its record
+    stays, or is put back."""
+    for some in _batches(listed):
+        _check_head(catalog, generation)
+        there = {*catalog.store.scan(keys.TRASH)}
+        saves = [save for entry in some if entry in there and (save := keys.parse_trash_key(entry.key)) is not None]
+        if saves:
+            records = [record_of(catalog, save, "dropped by retention") for save in saves]
+            catalog.store.delete(*(save.trash_key for save in saves))
+            committed = {*catalog.saves()}
+            _put_records(catalog.store, [record for record in records if record.save not in committed])
 
 
-def _put_record(store: Store, record: TrashRecord) -> None:
-    with contextlib.suppress(ObjectExists):  # another sweep was first
-        store.put(record.save.trash_key, record.encode())
+def _put_records(store: Store, records: Iterable[TrashRecord]) -> None:
+    def put(record: TrashRecord) -> None:
+        with contextlib.suppress(ObjectExists):  # another sweep was first
+            store.put(record.save.trash_key, record.encode())
+
+    for _ in each(put, records):
+        pass
 
 
-def _delete(catalog: Catalog, generation: keys.GenerationId | None, objects: Iterable[str]) -> None:
-    """In the order given."""
-    for i, key in enumerate(objects):
-        if i % 100 == 0:  # a listing each: seldom enough to cost little
-            _check_head(catalog, generation)
-        catalog.store.delete(key)
+def _delete(catalog: Catalog, generation: keys.GenerationId | None, objects: Sequence[str]) -> None:
+    """Objects of one stage, in any order."""
+    for some in _batches(objects):
+        _check_head(catalog, generation)
+        catalog.store.delete(*some)
+
+
+def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for at in range(0, len(items), BATCH):
+        yield items[at : at + BATCH]
 
 
 def _check_head(catalog: Catalog, generation: keys.GenerationId | None) -> None:

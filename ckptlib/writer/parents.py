@@ -15,7 +15,7 @@ from ckptlib.catalog.catalog import Catalog, Steps
 from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.uses import UNREADABLE
 from ckptlib.errors import FormatError, StoreError
-from ckptlib.format.keys import SaveId
+from ckptlib.format.keys import SaveId, pack_save
 from ckptlib.format.part import Part
 from ckptlib.slots.snapshot import Snapshot
 from ckptlib.writer.increment import unchanged
@@ -48,28 +48,32 @@ class Parents:
             self._parts.append(part)
 
     def choose(self, snapshot: Snapshot, patience_s: float) -> tuple[Part | None, Steps]:
-        """The parent of a snapshot, and the steps there are; None: nothing can be taken over.
+        """The parent of a snapshot, and the steps that matter to it; None: nothing can be taken over.
 
-        Waits up to `patience_s` for the commit of the newest part, if that has more in common with the snapshot than
-        the parts that are committed. Raises StoreError.
+        Lists no steps before those of the packs that the candidates use: each rank asks at each save. Waits up to
+        `patience_s` for the commit of the newest part, if that has more in common with the snapshot than the parts that
+        are committed. Raises StoreError.
         """
-        steps = self._catalog.steps()
         if not self._searched:
+            found = self._find(snapshot, self._catalog.steps())
             self._searched = True
-            found = self._find(snapshot, steps)
             if found is not None:
                 self._parts.appendleft(found)
         candidates = [part for part in reversed(self._parts) if _fits(part, snapshot)]
+        if not candidates:
+            return None, Steps([], [])
+        oldest = min(map(_oldest_save, candidates))
+        steps = self._catalog.steps(oldest)
         deadline, pauses = time.monotonic() + patience_s, Pauses(self._catalog.store, patience_s)
         while True:
             parent = next((part for part in candidates if part.save in steps.saves), None)
-            newest = candidates[0] if candidates else None
-            if newest is None or parent is newest or time.monotonic() >= deadline:
+            newest = candidates[0]
+            if parent is newest or time.monotonic() >= deadline:
                 return parent, steps
             if not _nbytes_gained(snapshot, newest, parent):
                 return parent, steps
             time.sleep(min(pauses.next(), max(deadline - time.monotonic(), 0.0)))
-            steps = self._catalog.steps()
+            steps = self._catalog.steps(oldest)
 
     def _find(self, snapshot: Snapshot, steps: Steps) -> Part | None:
         """The part of a committed step that this writer has not put, if it can be a parent."""
@@ -117,6 +121,11 @@ class Parents:
 def _fits(part: Part, snapshot: Snapshot) -> bool:
     """Whether chunks of equal numbers are of the same bytes of the same tensors, named by the same digests."""
     return part.algorithm == snapshot.algorithm and part.table.cuts_digest == snapshot.table.cuts_digest
+
+
+def _oldest_save(part: Part) -> SaveId:
+    """Of those that a part needs: its own, and those of its packs."""
+    return min([part.save, *(of for of in (pack_save(pack.key) for pack in part.packs) if of is not None)])
 
 
 def _nbytes_gained(snapshot: Snapshot, newest: Part, parent: Part | None) -> int:
