@@ -230,7 +230,9 @@ class WriterProcess:
 
     def _commit(self, save: SaveId, began: float) -> None:
         try:
-            manifest = self._committer.commit_when_whole(save, self._world_size, lambda: self._seconds_left(began))
+            manifest = self._committer.commit_when_whole(
+                save, self._world_size, lambda: self._seconds_left(began), usual_s=time.monotonic() - began
+            )
         except (CkptError, OSError) as error:
             self._fail(save, error)  # its own part is there, but the others wait for the step
             return
