@@ -29,6 +29,7 @@ NAMES = (
     "beat",
     "slowdown",
     "scale",
+    "requests",
     "recover",
     "smaller",
     "codecs",

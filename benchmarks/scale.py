@@ -52,14 +52,14 @@ def measure(options: Options, directory: Path, figures: Figures) -> None:
     committer = Committer(catalog)
     catalog.open_root(Root("0" * 32, XXH3, 3600.0))
     catalog.put_generation(Generation(GENERATION, num_ranks, None, 0.0, {}, "here"))
-    layout, seconds = _timed(lambda: _layout(num_ranks, num_tensors))
+    layout, seconds = _timed(lambda: layout_of(num_ranks, num_tensors))
     note("layout, once per layout", "cpu s", seconds)
     note("layout", "KB", len(layout.encoded) / 1e3)
     catalog.put_layout(layout.digest, layout.encoded)
 
     first, names, parts = SaveId(1, GENERATION), [], []
     for rank in range(num_ranks):
-        part, seconds = _timed(lambda rank=rank: _part(first, rank, layout))
+        part, seconds = _timed(lambda rank=rank: part_of(first, rank, layout))
         parts.append(part if rank == 0 else None)
         names.append(_put(store, part))
         if rank < 3:
@@ -94,7 +94,7 @@ def _timed(function: Callable[[], T]) -> tuple[T, float]:
     return found, time.process_time() - began
 
 
-def _layout(num_ranks: int, num_tensors: int) -> Layout:
+def layout_of(num_ranks: int, num_tensors: int) -> Layout:
     """Tensors of a large model under FSDP: cut along dim 0 over all ranks."""
     held = Placed(Mesh((num_ranks,), tuple(range(num_ranks))), (Shard(0),), None)
     names = sorted(f"{kind}/layers.{i}.weight" for i in range(num_tensors // 3 + 1) for kind in ("model", "m", "v"))
@@ -111,7 +111,7 @@ def _boxes(layout: Layout, rank: int, num_ranks: int) -> Iterator[tuple[str, Box
             yield entry.name, piece.box
 
 
-def _part(save: SaveId, rank: int, layout: Layout) -> Part:
+def part_of(save: SaveId, rank: int, layout: Layout) -> Part:
     """As a rank makes it; its digests are zeroes."""
     table = body_layout.lay_out(layout, list(_boxes(layout, rank, layout.world_size)))
     packs = (Pack(save.pack_key(rank, ATTEMPT, 0), body_layout.body_nbytes(table), 0.0),)

@@ -30,6 +30,7 @@ SUBJECTS = {
     "replicas": {"ckptlib", "DCP async thread"},
     "slowdown": {"ckptlib"},
     "scale": {"ckptlib"},
+    "requests": {"ckptlib"},
     "lossy": {lossy.EXACT, *lossy.NOISE, *lossy.LOSSY, lossy.NOTHING},
     "gpu": {
         "ckptlib",
