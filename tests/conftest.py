@@ -18,6 +18,9 @@ def _answers(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+pytest_plugins = ["helpers.servers"]
+
+
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     with socket.socket() as free:
