@@ -23,6 +23,13 @@ DOCUMENT_THREADS = 16
 WRITE_BYTES = 16 * 1024 * 1024
 """Per write: from 4 MiB on, one thread saturates a local NVMe with direct I/O."""
 
+PART_BYTES = 16 * 1024 * 1024
+"""Of an object that a bucket is given in several requests; a smaller one is put in one. All but the last are of this
+size: R2 refuses others."""
+
+PARTS_IN_FLIGHT = 8
+"""Of one object: a connection to a bucket gives 5 to 100 MB/s, so that one alone is slow."""
+
 IDLE_S = 10.0
 """Seconds without progress after which a request to a remote store is given up, and sent again."""
 
