@@ -17,7 +17,6 @@ import errno
 import inspect
 import math
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
@@ -44,6 +43,7 @@ from ckptlib.stores.base import (
 )
 from ckptlib.stores.bounded import in_thread, on_loop
 from ckptlib.stores.io_limits import IDLE_S, RETRY_S, SLOWEST_BPS
+from ckptlib.stores.secrets import Secrets, without_userinfo
 
 PACK_NBYTES = 64 << 20
 """An object is held in memory until it is put, several at a time; this bounds each. Large enough that the time of a
@@ -54,8 +54,6 @@ LISTING_NBYTES = 50_000_000
 
 _LISTING_TRIES = 10
 _MODIFIED = ("LastModified", "last_modified", "updated", "mtime", "created")
-_SECRET = re.compile(r"secret|token|password|passwd|passphrase|key|credential|connection_string|auth", re.IGNORECASE)
-_USERINFO = re.compile(r"://[^/@:]*:([^/]*)@")
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
@@ -71,9 +69,9 @@ class FsspecStore(Store):
     """
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
-        self.url = _USERINFO.sub("://", url).rstrip("/")
+        self.url = without_userinfo(url).rstrip("/")
         self.pack_nbytes, self.late_nbytes = PACK_NBYTES, PACK_NBYTES // 2
-        self._secrets = _secrets_of({**options, "url": url})
+        self._secrets = Secrets(url, options)
         fs, root = fsspec.core.url_to_fs(url, **{**options, "skip_instance_cache": True})
         fs.dircache.use_listings_cache = False  # the argument of that name is refused by some filesystems (SFTP)
         self._fs: Any = fs
@@ -238,18 +236,16 @@ class FsspecStore(Store):
         except _ABSENT as error:
             if doing == "get":
                 raise ObjectNotFound(f"{self.url}/{key}: no such object") from None
-            raise self._failure(error, doing, key) from self._harmless(error)
+            raise self._failure(error, doing, key) from self._secrets.harmless(error)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StoreFull(f"{self.url}/{key}: cannot put {nbytes} bytes: {os.strerror(error.errno)}") from None
-            raise self._failure(error, doing, key) from self._harmless(error)
+            raise self._failure(error, doing, key) from self._secrets.harmless(error)
         except Exception as error:
-            raise self._failure(error, doing, key) from self._harmless(error)
+            raise self._failure(error, doing, key) from self._secrets.harmless(error)
 
     def _failure(self, error: Exception, doing: str, key: str) -> StoreError:
-        cause = f"{type(error).__name__}: {error}"
-        for secret in self._secrets:
-            cause = cause.replace(secret, "***")
+        cause = self._secrets.hide(f"{type(error).__name__}: {error}")
         kind: type[StoreError] = StoreError
         if isinstance(error, NoBucket):
             return StoreDenied(f"{self.url}/{key}: cannot {doing}: {cause}; make it, or correct the URL")
@@ -257,10 +253,6 @@ class FsspecStore(Store):
             kind = ObjectUnreadable if doing == "get" else StoreDenied
             cause += "; check the credentials, and what they may do there"
         return kind(f"{self.url}/{key}: cannot {doing}: {cause}")
-
-    def _harmless(self, error: Exception) -> Exception | None:
-        """The error, to be chained; None when a traceback would print a secret with it."""
-        return None if any(secret in str(error) for secret in self._secrets) else error
 
 
 class NoBucket(Exception):
@@ -292,16 +284,6 @@ def _lists_flat(fs: AbstractFileSystem) -> bool:
     if isinstance(fs, AsyncFileSystem):
         return type(fs)._find is not AsyncFileSystem._find
     return type(fs).find is not AbstractFileSystem.find
-
-
-def _secrets_of(options: Mapping[str, object]) -> list[str]:
-    secrets: list[str] = []
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            secrets += _secrets_of(value)
-        elif isinstance(value, str):
-            secrets += [value] if _SECRET.search(name) else _USERINFO.findall(value)
-    return [secret for secret in secrets if secret]
 
 
 def _modified(info: Mapping[str, Any]) -> float:

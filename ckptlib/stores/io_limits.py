@@ -27,6 +27,9 @@ PART_NBYTES = 16 * 1024 * 1024
 """Of a multipart upload; all parts but the last have as many bytes, since some stores refuse others. What has fewer is
 put by one request."""
 
+PARTS_IN_FLIGHT = 8
+"""Of one object: a connection to a bucket gives 5 to 100 MB/s, so that one alone is slow."""
+
 IDLE_S = 10.0
 """Seconds without progress after which a request to a remote store is given up, and sent again."""
 

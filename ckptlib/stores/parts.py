@@ -1,0 +1,33 @@
+"""How an object is cut into the parts in which it is sent: all alike but the last, and nothing copied. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from typing_extensions import Buffer
+
+from ckptlib.stores.base import as_bytes
+
+
+def cut(pieces: Iterable[Buffer], first_nbytes: int, nbytes: int) -> Iterator[list[memoryview]]:
+    """Views of `first_nbytes` bytes of what the pieces hold, then of `nbytes` each; the last of the rest.
+
+    None of them is empty. A piece is taken when its bytes are due, and not before.
+    """
+    views: list[memoryview] = []
+    left = first_nbytes
+    for piece in pieces:
+        view = as_bytes(piece)
+        while view.nbytes:
+            views.append(view[:left])
+            left, view = left - views[-1].nbytes, view[left:]
+            if not left:
+                yield views
+                views, left = [], nbytes
+    if views:
+        yield views
+
+
+def num_head_parts(head_nbytes: int, nbytes: int) -> int:
+    """How many parts of `nbytes` bytes a head of `head_nbytes` lies in; the last of them has a byte of the body."""
+    return head_nbytes // nbytes + 1

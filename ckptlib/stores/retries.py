@@ -1,0 +1,38 @@
+"""How long a request that met a fault which may pass is sent again."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from ckptlib.stores import io_limits
+
+_FIRST_S = 0.2
+_MOST_S = 10.0
+
+
+class Retries:
+    """Of one request, from its first failure on: longer and longer waits at random, so that clients do not march in
+    step (full jitter, as in https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/).
+    """
+
+    def __init__(self, deadline: float | None) -> None:
+        """`deadline`: by the monotonic clock; nothing is sent after it."""
+        self.began = time.monotonic()
+        self.failures = 0
+        self._end = deadline
+
+    def wait_s(self) -> float | None:
+        """After a failure: seconds to wait before the next try; None when there is to be none."""
+        now = time.monotonic()
+        if not self.failures:
+            self._end = min(now + io_limits.RETRY_S, self._end if self._end is not None else now + io_limits.RETRY_S)
+        assert self._end is not None
+        self.failures += 1
+        wait_s = random.random() * min(_MOST_S, _FIRST_S * 2**self.failures)
+        return None if now + wait_s >= self._end else wait_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the first try began."""
+        return time.monotonic() - self.began
