@@ -12,6 +12,8 @@ __all__ = ["Entry", "LateHead", "Store", "absolute", "check_key", "open_store"]
 _LOCAL = ("file", "local")
 """fsspec knows both; its own filesystem flushes nothing and puts nothing whole."""
 
+_CLIENTS = ("s3fs", "obstore", "fsspec")
+
 
 def absolute(url: str | Path) -> str:
     """The URL that names the same place from any working directory, and in the writer's process."""
@@ -28,8 +30,9 @@ def _split(url: str) -> tuple[str, str]:
 def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
     """The store at `url`: a path, `file://`, `local://`, `memory://`, or any URL that fsspec knows.
 
-    `options` go to fsspec's filesystem as they are (credentials, endpoint, ...); local paths take none. The schemes
-    `latency+...` and `fault+...` are those of `ckptlib.testing`. Nothing is read or written yet.
+    `options` go to fsspec's filesystem as they are (credentials, endpoint, ...); local paths take none. One of them is
+    ours: `client` names what reaches buckets, "s3fs" (S3), "fsspec" (the rest), or "obstore", for S3, GCS and Azure.
+    The schemes `latency+...` and `fault+...` are those of `ckptlib.testing`. Nothing is read or written yet.
     """
     scheme, rest = _split(url)
     if scheme in _LOCAL:
@@ -44,6 +47,22 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
         from ckptlib.stores.testing import open_testing_store
 
         return open_testing_store(url, options, open_store)
+    given = dict(options or {})
+    client = given.pop("client", "fsspec")
+    if client not in _CLIENTS:
+        raise ValueError(f"client {client!r}: expected one of {', '.join(_CLIENTS)}")
+    if client == "obstore":
+        return _obstore(url, given)
     from ckptlib.stores.fsspec import FsspecStore
 
-    return FsspecStore(url, options or {})
+    return FsspecStore(url, given)
+
+
+def _obstore(url: str, options: Mapping[str, object]) -> Store:
+    try:
+        from ckptlib.stores.obstore import ObstoreStore
+    except ModuleNotFoundError as error:
+        if error.name != "obstore":
+            raise
+        raise ModuleNotFoundError("client 'obstore' needs a package: pip install 'ckptlib[obstore]'") from None
+    return ObstoreStore(url, options)

@@ -1,0 +1,398 @@
+"""Objects in S3, GCS and Azure by their native clients: the package obstore, Rust below.
+
+It sends the parts of an object side by side and in place, and sends most requests again that failed. What it cannot do
+is done here: keep a deadline, send again what arrived damaged, and tell a full bucket from a wrong key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+from typing_extensions import Buffer, override
+
+from ckptlib.errors import ObjectExists, ObjectNotFound, StoreError, StoreTimeout
+from ckptlib.stores import io_limits
+from ckptlib.stores.base import (
+    Entry,
+    LateHead,
+    Store,
+    as_bytes,
+    check_key,
+    check_prefix,
+    check_range,
+    ends_early,
+    is_key,
+    joined,
+)
+from ckptlib.stores.obstore_config import client_of
+from ckptlib.stores.obstore_errors import Failure
+from ckptlib.stores.obstore_loop import ClientLoop, Feed, GivenUp, Lent
+from ckptlib.stores.obstore_pieces import Pieces
+from ckptlib.stores.retries import Retries
+from ckptlib.stores.secrets import Secrets, without_userinfo
+
+T = TypeVar("T")
+
+PACK_NBYTES = 50 * 10**9
+"""In parts of 16 MiB, 3,000 of the 10,000 that S3 takes."""
+
+LATE_NBYTES = 32 << 20
+"""obstore sends the first part first: an object whose head is told last is gathered in memory."""
+
+DELETES = 16
+"""Objects that are deleted at once, where each is a request."""
+
+_SMALL_NBYTES = 1 << 20
+"""What is put by a request that may take IDLE_S."""
+_READ_NBYTES = 1 << 20
+_LISTED = 1000
+
+
+class ObstoreStore(Store):
+    """The objects below `url` (s3://, gs://, az://); `options` are those that s3fs, gcsfs and adlfs take.
+
+    What a put sent before it failed is invisible, with one exception: of a request whose answer was lost, nobody knows
+    whether the server goes on with it. It may publish the whole object a moment later, never a part of one. Its key is
+    random, or its bytes are always the same, so that nothing is harmed; sweeps remove it.
+
+    An upload that ends at its deadline, or with its process, leaves parts behind that are paid for and that obstore
+    cannot list: `clean` removes none of them. The bucket needs a lifecycle rule that aborts incomplete uploads.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, object]) -> None:
+        self.url = without_userinfo(url).rstrip("/")
+        self.pack_nbytes, self.late_nbytes = PACK_NBYTES, LATE_NBYTES
+        self._secrets = Secrets(url, options)
+        client = client_of(url, options)
+        self._root = client.root
+        self._lists_in_order = client.lists_in_order
+        one_by_one = {"disable_bulk_delete": True} if client.is_s3 else {}
+        self._quick = client.open(io_limits.RUN_BYTES, idle=True, **one_by_one)
+        self._uploads = client.open(io_limits.PART_NBYTES, idle=False)
+        self._deletes_many = client.is_s3
+        self._loop = ClientLoop("ckptlib-obstore")
+
+    # -- put
+
+    @override
+    def put(
+        self,
+        key: str,
+        head: Buffer | LateHead,
+        pieces: Iterable[Buffer] = (),
+        *,
+        create: bool = False,
+        deadline: float | None = None,
+    ) -> None:
+        path = self._path(key)
+        if isinstance(head, LateHead):
+            head, pieces = joined(key, head, pieces), ()
+        body = Pieces(head, pieces)
+        body.take(io_limits.PART_NBYTES)
+        if body.nbytes > io_limits.PART_NBYTES:
+            self._put_parts(key, path, body, create, deadline)
+        elif create:
+            self._create(key, path, body, deadline)
+        else:
+            self._request("put", key, lambda: self._put_whole(path, body), deadline, body.nbytes)
+
+    async def _put_whole(self, path: str, body: Pieces, **mode: Any) -> None:
+        client = self._quick if body.nbytes <= _SMALL_NBYTES else self._uploads
+        await obstore.put_async(client, path, iter(body.views), use_multipart=False, **mode)
+
+    def _create(self, key: str, path: str, body: Pieces, deadline: float | None) -> None:
+        """An answer may get lost; the request that is sent again then finds the object that it wanted to create."""
+        tries = 0
+
+        async def create() -> None:
+            nonlocal tries
+            tries += 1
+            await self._put_whole(path, body, mode="create")
+
+        try:
+            self._request("put", key, create, deadline, body.nbytes)
+        except AlreadyExistsError as error:
+            if tries == 1 and not Failure.of(error).was_sent_again:
+                raise self._exists(key) from None
+            if self.get(key) != b"".join(body.views):
+                raise self._exists(key) from None
+
+    def _exists(self, key: str) -> ObjectExists:
+        return ObjectExists(f"{self.url}/{key}: exists already, and objects are never overwritten")
+
+    def _put_parts(self, key: str, path: str, body: Pieces, create: bool, deadline: float | None) -> None:
+        """`create`: the client cannot publish parts on a condition, so it is looked up beforehand."""
+        if create and self._size(key, path, deadline) is not None:
+            raise self._exists(key)
+        retries = Retries(deadline)
+        while True:
+            try:
+                return self._put_parts_once(path, body, deadline)
+            except GivenUp:
+                raise self._too_late("put", key) from None
+            except _Failed as failed:
+                error, failure = failed.error, Failure.of(failed.error)
+                if failure.has_no_upload and self._size(key, path, deadline) == body.nbytes:
+                    return None  # it is complete: the answer to that was lost
+                wait_s = retries.wait_s() if failure.was_damaged and body.can_repeat else None
+                if wait_s is None:
+                    raise self._error(error, "put", key, body.nbytes) from None
+                time.sleep(wait_s)
+
+    def _put_parts_once(self, path: str, body: Pieces, deadline: float | None) -> None:
+        """Raises _Failed, GivenUp, and what the pieces raise; nothing reads them then."""
+        lent = Lent(body.views if body.is_whole else ())
+        feed = Feed(lent)
+        source = lent if body.is_whole else feed
+
+        async def put() -> None:
+            try:
+                await obstore.put_async(
+                    self._uploads,
+                    path,
+                    source,
+                    use_multipart=True,
+                    chunk_size=io_limits.PART_NBYTES,
+                    max_concurrency=io_limits.PARTS_IN_FLIGHT,
+                )
+            except (BaseError, OSError) as error:
+                raise _Failed(error) from None
+
+        running = self._loop.start(put())
+        feed.watch(running)
+        try:
+            if not body.is_whole:
+                for view in body:
+                    if not feed.give(view, deadline):
+                        break
+                else:
+                    feed.give(None, deadline)
+            running.result(deadline)
+        finally:
+            running.cancel()
+            feed.close()
+            lent.release()
+
+    # -- get
+
+    @override
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        check_range(offset, nbytes)
+        path, most = self._path(key), io_limits.RUN_BYTES
+
+        async def get() -> bytes | int:
+            """The bytes; how many they are where that is too many for one request."""
+            result = await obstore.get_async(self._quick, path, **_range(offset, nbytes))
+            count: int = result.meta["size"] - offset if nbytes is None else nbytes
+            self._check_inside(key, offset, nbytes, result.meta["size"])
+            return count if count > most else bytes(await result.bytes_async())
+
+        if nbytes is None or 0 < nbytes <= most:
+            data = self._in_range(key, path, offset, nbytes, get, None)
+            if isinstance(data, bytes) and len(data) == (len(data) if nbytes is None else nbytes):
+                return data
+        size = self._known_size(key, path, None)
+        self._check_inside(key, offset, nbytes, size)
+        into = bytearray(size - offset if nbytes is None else nbytes)
+        self.get_into(key, offset, memoryview(into))
+        return bytes(into)
+
+    @override
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
+        check_range(offset, buffer.nbytes)
+        path, view = self._path(key), as_bytes(buffer)
+        if not view.nbytes:
+            self._check_inside(key, offset, 0, self._known_size(key, path, deadline))
+        for start in range(0, view.nbytes, io_limits.RUN_BYTES):
+            part = view[start : start + io_limits.RUN_BYTES]
+            self._get_part(key, path, offset + start, part, deadline)
+
+    def _get_part(self, key: str, path: str, offset: int, view: memoryview, deadline: float | None) -> None:
+        """The client itself goes on at the byte where an answer breaks off."""
+
+        async def get() -> int:
+            result = await obstore.get_async(self._quick, path, **_range(offset, view.nbytes))
+            self._check_inside(key, offset, view.nbytes, result.meta["size"])
+            done = 0
+            async for chunk in result.stream(min_chunk_size=_READ_NBYTES):
+                got = memoryview(chunk)
+                view[done : done + got.nbytes] = got
+                done += got.nbytes
+            return done
+
+        done = self._in_range(key, path, offset, view.nbytes, get, deadline)
+        if done != view.nbytes:
+            raise StoreError(f"{self.url}/{key}: cannot get: expected {view.nbytes} bytes from {offset}, got {done}")
+
+    def _in_range(
+        self,
+        key: str,
+        path: str,
+        offset: int,
+        nbytes: int | None,
+        get: Callable[[], Coroutine[Any, Any, T]],
+        deadline: float | None,
+    ) -> T | None:
+        """What `get` returns; None where there is nothing behind `offset`, and nothing was asked for."""
+        try:
+            return self._request("get", key, get, deadline)
+        except _Beyond:
+            size = self._known_size(key, path, deadline)
+            self._check_inside(key, offset, nbytes, size)
+            if nbytes is None and offset == size:
+                return None
+            raise StoreError(f"{self.url}/{key}: cannot get bytes from {offset}: not in the object's {size}") from None
+
+    def _check_inside(self, key: str, offset: int, nbytes: int | None, size: int) -> None:
+        if offset + (nbytes or 0) > size:
+            raise ends_early(f"{self.url}/{key}", offset, nbytes, size)
+
+    def _known_size(self, key: str, path: str, deadline: float | None) -> int:
+        size = self._size(key, path, deadline)
+        if size is None:
+            raise ObjectNotFound(f"{self.url}/{key}: no such object")
+        return size
+
+    def _size(self, key: str, path: str, deadline: float | None) -> int | None:
+        """None where there is no such object."""
+
+        async def head() -> int:
+            return int((await obstore.head_async(self._quick, path))["size"])
+
+        with suppress(ObjectNotFound):
+            return self._request("get", key, head, deadline)
+        return None
+
+    # -- scan and delete
+
+    @override
+    def scan(self, prefix: str, after: str = "") -> list[Entry]:
+        directory, _, name = check_prefix(prefix).rpartition("/")
+
+        async def scan() -> dict[str, Entry]:
+            found: dict[str, Entry] = {}
+            async for metas in self._list(directory, max(prefix[:-1] if name else "", after)):
+                for meta in metas:
+                    key = meta["path"][len(self._root) + 1 if self._root else 0 :]
+                    if self._lists_in_order and name and _is_behind(key, directory, name):
+                        return found
+                    if key.startswith(prefix) and key > after and is_key(key):
+                        found[key] = Entry(key, meta["size"], meta["last_modified"].timestamp())
+            return found
+
+        found = self._request("list", prefix, scan, None)
+        return [found[key] for key in sorted(found)]
+
+    def _list(self, directory: str, start: str) -> Any:
+        """A stream of pages. What the client takes for a prefix ends with a segment."""
+        inside = not directory or start.startswith(directory + "/")  # JuiceFS refuses what does not begin as the prefix
+        offset = {"offset": self._below(start)} if inside and is_key(start) else {}
+        return obstore.list(self._quick, self._below(directory) or None, chunk_size=_LISTED, **offset)
+
+    @override
+    def delete(self, *keys: str) -> None:
+        paths = {self._path(key): key for key in keys}
+        if len(paths) > 1 and self._deletes_many:
+            try:
+                return self._request("delete", min(keys), lambda: _delete(self._uploads, [*paths]), None)
+            except _NoSuchRequest:
+                self._deletes_many = False
+
+        async def delete() -> None:
+            for some in _batches([*paths], DELETES):
+                await asyncio.gather(*(_delete(self._quick, path) for path in some))
+
+        if paths:
+            self._request("delete", min(keys), delete, None)
+        return None
+
+    @override
+    def close(self) -> None:
+        self._loop.close()
+
+    # -- requests
+
+    def _path(self, key: str) -> str:
+        return self._below(check_key(key))
+
+    def _below(self, key: str) -> str:
+        return "/".join(filter(None, [self._root, key]))
+
+    def _request(
+        self,
+        doing: str,
+        key: str,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        deadline: float | None,
+        nbytes: int = 0,
+    ) -> T:
+        """What `work` returns. The client sends again what it takes for harmless; so is all that is asked for here."""
+        retries = Retries(deadline)
+        while True:
+            try:
+                return self._loop.run(work(), deadline)
+            except GivenUp:
+                raise self._too_late(doing, key) from None
+            except (BaseError, OSError) as error:
+                failure = Failure.of(error)
+                if failure.is_beyond:
+                    raise _Beyond from None
+                if doing == "delete" and failure.cannot_delete_many:
+                    raise _NoSuchRequest from None
+                if isinstance(error, AlreadyExistsError) and not failure.may_pass:
+                    raise
+                wait_s = retries.wait_s() if failure.may_pass and retries.elapsed_s < io_limits.RETRY_S else None
+                if wait_s is None:
+                    raise self._error(error, doing, key, nbytes) from None
+                time.sleep(wait_s)
+
+    def _error(self, error: BaseException, doing: str, key: str, nbytes: int) -> StoreError:
+        return Failure.of(error).as_error(error, doing, f"{self.url}/{key}", nbytes, self._secrets)
+
+    def _too_late(self, doing: str, key: str) -> StoreTimeout:
+        return StoreTimeout(f"{self.url}/{key}: cannot {doing}: not done by its deadline; it was given up")
+
+
+class _Failed(Exception):
+    """The client did, and not the pieces that it was given."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class _Beyond(Exception):
+    """The range asked for does not lie in the object."""
+
+
+class _NoSuchRequest(Exception):
+    """The server does not know how to delete many objects by one request."""
+
+
+def _range(offset: int, nbytes: int | None) -> dict[str, Any]:
+    if nbytes is not None:
+        return {"options": {"range": (offset, offset + nbytes)}}
+    return {"options": {"range": {"offset": offset}}} if offset else {}
+
+
+def _is_behind(key: str, directory: str, name: str) -> bool:
+    """Whether a key of a directory comes behind all whose names begin with `name`, however '/' is sorted."""
+    sibling = key[len(directory) + 1 if directory else 0 :].partition("/")[0]
+    return sibling > name and not sibling.startswith(name)
+
+
+async def _delete(client: Any, paths: str | list[str]) -> None:
+    try:
+        await obstore.delete_async(client, paths)
+    except FileNotFoundError as error:
+        if Failure.of(error).has_no_bucket:
+            raise
+
+
+def _batches(paths: list[str], num: int) -> Iterator[list[str]]:
+    return (paths[start : start + num] for start in range(0, len(paths), num))

@@ -1,0 +1,259 @@
+"""From a URL and the options that s3fs, gcsfs and adlfs take to a client of obstore.
+
+What cannot be said to obstore is refused by name: an option that was dropped would be missed much later, if ever.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from ckptlib.stores import io_limits
+
+_RETRIES = 100
+"""More than fit in RETRY_S."""
+
+_S3 = {
+    *("key", "secret", "token", "username", "password", "anon", "profile", "endpoint_url", "use_ssl"),
+    *("requester_pays", "client_kwargs", "config_kwargs", "s3_additional_kwargs"),
+}
+_S3_CLIENT = {
+    "region_name": "region",
+    "endpoint_url": "endpoint",
+    "aws_access_key_id": "access_key_id",
+    "aws_secret_access_key": "secret_access_key",
+    "aws_session_token": "session_token",
+}
+_S3_ADDED = {"ServerSideEncryption": "server_side_encryption", "SSEKMSKeyId": "sse_kms_key_id"}
+_GCS = {"token", "endpoint_url", "project", "anon"}
+_AZURE = {
+    **{name: name for name in ("account_name", "account_key", "client_id", "client_secret", "tenant_id")},
+    "sas_token": "sas_key",
+}
+_AZURE_OTHERS = {"connection_string", "account_host", "anon"}
+_CONNECTION = {"AccountName": "account_name", "AccountKey": "account_key", "SharedAccessSignature": "sas_key"}
+_CONNECTION_OTHERS = {"DefaultEndpointsProtocol", "EndpointSuffix", "BlobEndpoint"}
+
+
+@dataclass
+class Client:
+    """What obstore is told; `open` makes a client of it."""
+
+    make: Callable[..., Any]
+    bucket: str
+    root: str
+    """Of all keys, in the bucket; '' for all of it."""
+    config: dict[str, Any] = field(default_factory=dict)
+    client_options: dict[str, Any] = field(default_factory=dict)
+    credential_provider: object = None
+
+    @property
+    def is_s3(self) -> bool:
+        return self.make is S3Store
+
+    @property
+    def lists_in_order(self) -> bool:
+        """Whether the names in a directory are listed in order. S3's directory buckets do not; Azure may not."""
+        return self.make is GCSStore or (self.is_s3 and not self.bucket.endswith("--x-s3"))
+
+    def open(self, nbytes: int, idle: bool, **config: object) -> Any:
+        """A client whose requests carry at most `nbytes`; `idle`: where they are so small, or come down, that an answer
+        which does not begin, or stops, within IDLE_S is none."""
+        timeouts = {"timeout": timedelta(seconds=io_limits.IDLE_S + nbytes / io_limits.SLOWEST_BPS)}
+        if idle:
+            timeouts["read_timeout"] = timedelta(seconds=io_limits.IDLE_S)
+        given = {} if self.credential_provider is None else {"credential_provider": self.credential_provider}
+        return self.make(
+            self.bucket,
+            config={**self.config, **config},
+            client_options={
+                "connect_timeout": timedelta(seconds=io_limits.IDLE_S / 2),
+                **timeouts,
+                **self.client_options,
+            },
+            retry_config={
+                "max_retries": _RETRIES,
+                "retry_timeout": timedelta(seconds=io_limits.RETRY_S),
+                "backoff": {
+                    "init_backoff": timedelta(milliseconds=100),
+                    "max_backoff": timedelta(seconds=max(0.1, io_limits.RETRY_S / 12)),
+                    "base": 2,
+                },
+            },
+            **given,
+        )
+
+
+def client_of(url: str, options: Mapping[str, object]) -> Client:
+    """Raises ValueError for a URL or an option that obstore has no word for."""
+    parts = urlsplit(url)
+    kinds = {"s3": _s3, "s3a": _s3, "gs": _gcs, "gcs": _gcs, "az": _azure, "abfs": _azure, "abfss": _azure}
+    if parts.scheme not in kinds:
+        raise ValueError(f"{parts.scheme}://...: client 'obstore' knows {', '.join(f'{kind}://' for kind in kinds)}")
+    bucket, _, host = parts.netloc.partition("@")  # abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/...
+    if not bucket or (host and kinds[parts.scheme] is not _azure):
+        raise ValueError(f"{parts.scheme}://{host or '...'}: expected {parts.scheme}://BUCKET/PREFIX")
+    rest = url.partition("://")[2].partition("/")[2]  # as it stands: '?' and '#' may be in a name
+    given = {name: value for name, value in options.items() if value is not None}
+    if host:
+        given.setdefault("account_name", host.partition(".")[0])
+    return kinds[parts.scheme](bucket, "/".join(filter(None, rest.split("/"))), given)
+
+
+def _s3(bucket: str, root: str, options: dict[str, Any]) -> Client:
+    _refuse_others("s3fs", options, _S3)
+    client = Client(S3Store, bucket, root)
+    config = client.config
+    style, has_checksums = _config_kwargs(options)
+    config["unsigned_payload"] = True  # a SHA-256 of all that is sent takes 0.5 s of CPU for a GB
+    if has_checksums and "AWS_CHECKSUM_ALGORITHM" not in os.environ:
+        config["checksum_algorithm"] = "CRC64NVME"  # takes 0.03 s
+    kwargs = dict(options.get("client_kwargs") or {})
+    verify = kwargs.pop("verify", None)
+    use_ssl = kwargs.pop("use_ssl", options.get("use_ssl", True))
+    _refuse_others("s3fs", kwargs, _S3_CLIENT, "client_kwargs")
+    config.update({_S3_CLIENT[name]: value for name, value in kwargs.items() if value is not None})
+    added = dict(options.get("s3_additional_kwargs") or {})
+    _refuse_others("s3fs", added, _S3_ADDED, "s3_additional_kwargs")
+    config.update({_S3_ADDED[name]: value for name, value in added.items()})
+    for names, ours in (
+        (("key", "username"), "access_key_id"),
+        (("secret", "password"), "secret_access_key"),
+        (("token",), "session_token"),
+        (("endpoint_url",), "endpoint"),
+    ):
+        for name in names:
+            if name in options:
+                config[ours] = options[name]
+    if options.get("requester_pays"):
+        config["request_payer"] = True
+    _set_endpoint(client, style, bool(use_ssl))
+    if verify is False:
+        client.client_options["allow_invalid_certificates"] = True
+    elif isinstance(verify, str):
+        client.client_options["root_certificate"] = Path(verify).read_bytes()
+    if options.get("anon"):
+        config["skip_signature"] = True
+    elif "access_key_id" not in config:
+        _use_boto(client, options.get("profile") or os.environ.get("AWS_PROFILE"))
+    elif "profile" in options:
+        raise ValueError("got a key and a profile; expected one of them")
+    return client
+
+
+def _config_kwargs(options: Mapping[str, Any]) -> tuple[str, bool]:
+    """How a bucket is addressed, and whether what is sent carries a checksum: as botocore is told it."""
+    kwargs = dict(options.get("config_kwargs") or {})
+    s3 = dict(kwargs.pop("s3", None) or {})
+    style = str(s3.pop("addressing_style", "auto"))
+    default = os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", "when_supported")
+    checksums = str(kwargs.pop("request_checksum_calculation", default))
+    _refuse_others("s3fs", {**kwargs, **s3}, ("s3.addressing_style", "request_checksum_calculation"), "config_kwargs")
+    return style, checksums.lower() != "when_required"
+
+
+def _set_endpoint(client: Client, style: str, use_ssl: bool) -> None:
+    endpoint = str(client.config.get("endpoint", "")).rstrip("/")
+    if not use_ssl and not endpoint:
+        raise ValueError("use_ssl=False: client 'obstore' needs an endpoint_url of http:// for that")
+    if style == "virtual":
+        client.config["virtual_hosted_style_request"] = True
+        endpoint = endpoint.replace("://", f"://{client.bucket}.", 1)
+    if endpoint:
+        client.config["endpoint"] = endpoint
+    elsewhere = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"))
+    if any(place.startswith("http://") for place in (endpoint, *elsewhere)):
+        client.client_options["allow_http"] = True
+
+
+def _use_boto(client: Client, profile: str | None) -> None:
+    """Lets boto3 look for credentials where obstore does not: in the files of ~/.aws, and what they lead to."""
+    files = [os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), "~/.aws/config"]
+    if not profile and ("AWS_ACCESS_KEY_ID" in os.environ or not any(Path(f).expanduser().exists() for f in files)):
+        return
+    if importlib.util.find_spec("boto3") is None:
+        if profile:
+            raise ValueError(f"profile {profile!r}: client 'obstore' reads profiles by boto3; pip install boto3")
+        return
+    import boto3  # type: ignore[import-untyped]
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    session = boto3.Session(profile_name=profile)
+    if session.get_credentials() is not None:
+        client.credential_provider = Boto3CredentialProvider(session)
+    elif profile:
+        raise ValueError(f"profile {profile!r}: boto3 finds no credentials in it")
+    if session.region_name is not None:
+        client.config.setdefault("region", session.region_name)
+
+
+def _gcs(bucket: str, root: str, options: dict[str, Any]) -> Client:
+    _refuse_others("gcsfs", options, _GCS)  # the project matters only to who makes or lists buckets
+    client = Client(GCSStore, bucket, root)
+    token = options.get("token")
+    if options.get("anon") or token == "anon":
+        client.config["skip_signature"] = True
+    elif isinstance(token, Mapping):
+        client.config["service_account_key"] = json.dumps(dict(token))
+    elif isinstance(token, str) and Path(token).is_file():
+        kind = json.loads(Path(token).read_text()).get("type")
+        client.config["service_account" if kind == "service_account" else "application_credentials"] = token
+    elif isinstance(token, str) and token not in ("google_default", "cloud"):
+        if token in ("cache", "browser"):
+            raise ValueError(f"token={token!r}: client 'obstore' cannot; expected a file, a dict, 'anon', or a token")
+        client.config["bearer_token"] = token
+    elif token is not None and not isinstance(token, str):
+        raise ValueError(f"token of type {type(token).__name__}: client 'obstore' cannot; expected a file or a dict")
+    if "endpoint_url" in options:
+        client.config["base_url"] = str(options["endpoint_url"]).rstrip("/")
+        client.client_options["allow_http"] = str(options["endpoint_url"]).startswith("http://")
+    return client
+
+
+def _azure(bucket: str, root: str, options: dict[str, Any]) -> Client:
+    _refuse_others("adlfs", options, {*_AZURE, *_AZURE_OTHERS})
+    client = Client(AzureStore, bucket, root)
+    config = client.config
+    if "connection_string" in options:
+        config.update(_connection(str(options["connection_string"])))
+    config.update({_AZURE[name]: value for name, value in options.items() if name in _AZURE})
+    if "account_host" in options:
+        config["endpoint"] = f"https://{options['account_host']}"
+    if "sas_key" in config:
+        config["sas_key"] = str(config["sas_key"]).removeprefix("?")
+    if options.get("anon"):
+        config["skip_signature"] = True
+    if str(config.get("endpoint", "")).startswith("http://"):
+        client.client_options["allow_http"] = True
+    return client
+
+
+def _connection(text: str) -> dict[str, str]:
+    parts = {name.strip(): value for name, _, value in (part.partition("=") for part in text.split(";") if part)}
+    _refuse_others("adlfs", parts, {*_CONNECTION, *_CONNECTION_OTHERS}, "connection_string")
+    config = {_CONNECTION[name]: value for name, value in parts.items() if name in _CONNECTION}
+    if "BlobEndpoint" in parts:
+        config["endpoint"] = parts["BlobEndpoint"].rstrip("/")
+    elif "EndpointSuffix" in parts:
+        scheme = parts.get("DefaultEndpointsProtocol", "https")
+        config["endpoint"] = f"{scheme}://{parts.get('AccountName', '')}.blob.{parts['EndpointSuffix']}"
+    return config
+
+
+def _refuse_others(whose: str, given: Mapping[str, object], known: object, where: str = "") -> None:
+    others = sorted(given.keys() - set(known))  # type: ignore[call-overload]
+    if others:
+        place = f" of {where}" if where else ""
+        raise ValueError(
+            f"{', '.join(others)}{place}: client 'obstore' has no such option; "
+            f"expected {', '.join(sorted(set(known)))}, as {whose} takes them"  # type: ignore[call-overload]
+        )

@@ -1,0 +1,147 @@
+"""What an error of obstore means to whoever uses a store.
+
+obstore has few classes of errors; what happened stands in the text, after which comes a dump of all that Rust knows.
+Of both, only the status, the server's own code and sentence, and the kind of a broken connection are looked at and
+told: addresses may hold a token.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from obstore import exceptions
+
+from ckptlib.errors import ObjectNotFound, ObjectUnreadable, StoreDenied, StoreError, StoreFull, StoreTimeout
+from ckptlib.stores.secrets import Secrets
+
+_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_CODE = re.compile(r"<Code>([^<]{1,100})</Code>|\(code: ([A-Za-z]{1,100})\)")
+_SENTENCE = re.compile(r"<Message>([^<]{1,500})")
+_KIND = re.compile(r"kind: (Timeout|Connect|Interrupted|Request|Decode|Unknown),")
+_SENT_AGAIN = re.compile(r"\bretries: [1-9]")
+
+_CREDENTIALS = {
+    *("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"),
+    *("RequestTimeTooSkewed", "AuthenticationFailed", "NoAuthenticationInformation", "InvalidAuthenticationInfo"),
+    *("UnauthorizedAccess", "AuthenticationRequired", "AuthorizationFailure"),
+}
+_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "ContainerDisabled"}
+_NO_UPLOAD = {"NoSuchUpload"}
+_WRONG_REGION = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
+_FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "AccountQuotaExceeded"}
+_DAMAGED = {"BadDigest", "XAmzContentChecksumMismatch", "Md5Mismatch", "Crc64Mismatch", "XAmzContentSHA256Mismatch"}
+_BUSY_STATUS = {408, 429, 500, 502, 503, 504}
+_BUSY = {"ConditionalRequestConflict", "OperationAborted"}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What obstore's error says."""
+
+    status: int
+    """Of HTTP; 0 where there was no answer."""
+    code: str
+    """The server's; '' where it gave none."""
+    sentence: str
+    """One line."""
+    kind: str
+    """How the connection broke; '' where it did not."""
+    was_sent_again: bool
+    """Whether the request had been sent before: what it wanted may have been done by then."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        text = str(error)
+        first = text.partition("\n\nDebug source")[0]
+        status, code, said = _STATUS.search(text), _CODE.search(text), _SENTENCE.search(text)
+        found = (code.group(1) or code.group(2)) if code else ""
+        if "incorrectly configured region" in text:
+            found = "PermanentRedirect"
+        elif status and status.group(1) == "404" and "bucket does not exist" in text:
+            found = "NoSuchBucket"
+        kind = _KIND.search(text)
+        broken = kind.group(1) if kind else "Timeout" if "TimedOut" in text or "timed out" in text else ""
+        return cls(
+            int(status.group(1)) if status else 0,
+            found,
+            _plain(said.group(1) if said else first),
+            "" if status else broken,
+            _SENT_AGAIN.search(text) is not None,
+        )
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the same request may succeed; what obstore itself sends again has been sent often by then."""
+        return self.kind in ("Timeout", "Interrupted", "Decode", "Unknown") or self.code in _DAMAGED | _BUSY
+
+    @property
+    def was_damaged(self) -> bool:
+        """Whether what arrived was not what had been sent."""
+        return self.code in _DAMAGED
+
+    @property
+    def has_no_upload(self) -> bool:
+        """Whether the upload in parts is not, or no longer, under way."""
+        return self.code in _NO_UPLOAD
+
+    @property
+    def has_no_bucket(self) -> bool:
+        return self.code in _NO_BUCKET
+
+    @property
+    def cannot_delete_many(self) -> bool:
+        """Whether the server does not know the request for it."""
+        return "DeleteObjects response" in self.sentence or (self.status == 501 and self.code == "NotImplemented")
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether the range asked for does not lie in the object."""
+        return self.status == 416 or "Wanted range starting at" in self.sentence or "CONTENT_RANGE" in self.sentence
+
+    def as_error(self, error: BaseException, doing: str, where: str, nbytes: int, secrets: Secrets) -> StoreError:
+        """The error of the contract. `doing`: a verb; `nbytes`: how many were to be put."""
+        code, what = self.code, f"{where}: cannot {doing}"
+        answer = " ".join(filter(None, [str(self.status or ""), code]))
+        cause = secrets.hide(": ".join(filter(None, [answer, self.sentence])))
+        refused = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
+        denied = refused or code == "AccessDenied"
+        if code in _NO_BUCKET:
+            return StoreDenied(f"{what}: there is no such bucket ({cause}); make it, or correct the URL")
+        if code in _WRONG_REGION:
+            remedy = "name the bucket's region: client_kwargs={'region_name': ...}, or AWS_REGION"
+            return StoreDenied(f"{what}: the bucket is in another region ({cause}); {remedy}")
+        if code in _CREDENTIALS or (denied and self.status == 401):
+            return StoreDenied(f"{what}: the credentials are not accepted ({cause}); renew or correct them")
+        if _lacks_credentials(str(error)):
+            return StoreDenied(
+                f"{what}: found no credentials; pass them as options, set the variables of the environment that the "
+                f"service documents, or give the machine a role ({cause})"
+            )
+        if denied or self.status == 403:
+            if doing == "get":
+                return ObjectUnreadable(f"{what}: the credentials may not read it ({cause}); grant them the right to")
+            return StoreDenied(f"{what}: the credentials may not do that ({cause}); grant them the right to {doing}")
+        if isinstance(error, FileNotFoundError) and doing == "get":
+            return ObjectNotFound(f"{where}: no such object")
+        if code in _FULL or self.status == 507:
+            return StoreFull(f"{what} {nbytes} bytes: {cause}; make room, raise the quota, and try again")
+        if self.kind == "Connect":
+            return StoreTimeout(f"{what}: no connection ({cause}); is the endpoint right, and up?")
+        if self.kind:
+            return StoreTimeout(f"{what}: no answer, or no progress, however often it was sent ({cause})")
+        if self.status in _BUSY_STATUS:
+            return StoreTimeout(f"{what}: the store is busy or down, however often it was asked ({cause})")
+        if self.was_damaged:
+            return StoreError(f"{what}: what arrived was not what had been sent ({cause}); nothing was stored")
+        return StoreError(f"{what}: {cause}")
+
+
+def _plain(text: str) -> str:
+    """One line without addresses."""
+    return " ".join(re.sub(r"[a-z0-9+]+://\S+", "...", text).split())[:500].rstrip(" -:")
+
+
+def _lacks_credentials(text: str) -> bool:
+    places = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "token request", "CredentialProvider")
+    return any(place in text for place in places)

@@ -1,0 +1,58 @@
+"""The pieces of an object, which are taken once and may have to be sent twice. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+
+from typing_extensions import Buffer
+
+from ckptlib.stores.base import as_bytes
+
+KEPT_NBYTES = 32 << 20
+"""Of pieces that may be all that holds their memory."""
+
+
+class Pieces:
+    """What was taken is kept as long as it costs little: views of memory that somebody else keeps cost nothing."""
+
+    def __init__(self, head: Buffer, pieces: Iterable[Buffer]) -> None:
+        self._left = chain([head], pieces)
+        self._is_kept = isinstance(pieces, Sequence)
+        self._kept_nbytes = 0
+        self.nbytes = 0
+        """Of what was taken."""
+        self.views: list[memoryview] = []
+        """Those that are kept, from the first on."""
+        self.is_whole = False
+        """Whether `views` are all there is."""
+        self.can_repeat = True
+        """Whether `views` are all that was taken."""
+
+    def take(self, nbytes: int) -> None:
+        """Takes pieces until they are more than `nbytes`; all of those that are there already."""
+        while (self._is_kept or self.nbytes <= nbytes) and self._next() is not None:
+            pass
+
+    def __iter__(self) -> Iterator[memoryview]:
+        """From the first to the last; those that are not kept, once."""
+        yield from list(self.views)
+        while (view := self._next()) is not None:
+            yield view
+
+    def _next(self) -> memoryview | None:
+        for piece in self._left:
+            view = as_bytes(piece)
+            if not view.nbytes:
+                continue
+            self.nbytes += view.nbytes
+            if not self._is_kept and not isinstance(piece, memoryview):
+                self._kept_nbytes += view.nbytes
+            if self._kept_nbytes > KEPT_NBYTES:
+                self.can_repeat = False
+                self.views.clear()
+            if self.can_repeat:
+                self.views.append(view)
+            return view
+        self.is_whole = self.can_repeat
+        return None

@@ -1,0 +1,177 @@
+"""What users say to s3fs, gcsfs and adlfs, said to obstore: by real requests where a server is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.servers import ObjectStorage
+
+from ckptlib.errors import StoreDenied
+from ckptlib.stores import open_store
+from ckptlib.stores.obstore_config import client_of
+
+
+@pytest.fixture(autouse=True)
+def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+def test_an_unknown_client_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"client 'boto': expected one of s3fs, obstore, fsspec"):
+        open_store("s3://bucket/run", {"client": "boto"})
+
+
+@pytest.mark.parametrize("url", ["sftp://host/path", "s3:///path", "s3://user@bucket/path", "gs://"])
+def test_urls_that_obstore_does_not_know(url: str) -> None:
+    with pytest.raises(ValueError, match="://"):
+        client_of(url, {})
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "named"),
+    [
+        ("s3://b/r", {"version_aware": True}, "version_aware"),
+        ("s3://b/r", {"client_kwargs": {"region_name": "x", "api_version": "1"}}, "api_version of client_kwargs"),
+        ("s3://b/r", {"config_kwargs": {"signature_version": "s3"}}, "signature_version of config_kwargs"),
+        ("s3://b/r", {"s3_additional_kwargs": {"ACL": "public-read"}}, "ACL of s3_additional_kwargs"),
+        ("s3://b/r", {"key": "k", "secret": "s", "profile": "p"}, "a key and a profile"),
+        ("s3://b/r", {"use_ssl": False}, "use_ssl"),
+        ("gs://b/r", {"consistency": "md5"}, "consistency"),
+        ("gs://b/r", {"token": "browser"}, "browser"),
+        ("gs://b/r", {"token": object()}, "token of type object"),
+        ("az://b/r", {"credential": "x"}, "credential"),
+        ("az://b/r", {"connection_string": "AccountName=a;QueueEndpoint=q"}, "QueueEndpoint of connection_string"),
+    ],
+)
+def test_what_cannot_be_said_is_refused_by_name(url: str, options: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        client_of(url, options)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "bucket", "root", "expected"),
+    [
+        ("s3://b", {"anon": True}, "b", "", {"skip_signature": True}),
+        (
+            "s3://b/a//r/",
+            {
+                "key": "k",
+                "secret": "s",
+                "token": "t",
+                "requester_pays": True,
+                "client_kwargs": {"region_name": "eu-x-1"},
+            },
+            "b",
+            "a/r",
+            {
+                "access_key_id": "k",
+                "secret_access_key": "s",
+                "session_token": "t",
+                "region": "eu-x-1",
+                "request_payer": True,
+                "checksum_algorithm": "CRC64NVME",
+            },
+        ),
+        (
+            "s3://b/r",
+            {
+                "username": "k",
+                "password": "s",
+                "config_kwargs": {"s3": {"addressing_style": "virtual"}},
+                "client_kwargs": {"endpoint_url": "https://s3.example"},
+                "s3_additional_kwargs": {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "arn"},
+            },
+            "b",
+            "r",
+            {
+                "access_key_id": "k",
+                "endpoint": "https://b.s3.example",
+                "virtual_hosted_style_request": True,
+                "server_side_encryption": "aws:kms",
+                "sse_kms_key_id": "arn",
+            },
+        ),
+        ("gs://b/r", {"token": "ya29.x", "project": "p"}, "b", "r", {"bearer_token": "ya29.x"}),
+        ("gcs://b/r", {"token": "anon"}, "b", "r", {"skip_signature": True}),
+        (
+            *("abfss://c@acc.dfs.core.windows.net/r", {"sas_token": "?sv=1&sig=x"}, "c", "r"),
+            {"account_name": "acc", "sas_key": "sv=1&sig=x"},
+        ),
+        (
+            *(
+                "az://c/r",
+                {"connection_string": "AccountName=acc;AccountKey=a2V5;EndpointSuffix=cloud.x"},
+                "c",
+                "r",
+            ),
+            {"account_name": "acc", "account_key": "a2V5", "endpoint": "https://acc.blob.cloud.x"},
+        ),
+        (
+            *("az://c/r", {"account_name": "a", "tenant_id": "t", "client_id": "i", "client_secret": "s"}, "c", "r"),
+            {"account_name": "a", "tenant_id": "t", "client_id": "i", "client_secret": "s"},
+        ),
+    ],
+)
+def test_what_obstore_is_told(
+    url: str, options: dict[str, object], bucket: str, root: str, expected: dict[str, object]
+) -> None:
+    client = client_of(url, options)
+    assert (client.bucket, client.root) == (bucket, root)
+    assert {name: client.config.get(name) for name in expected} == expected
+    client.open(1000, idle=True)  # obstore takes every word of it
+
+
+def test_a_service_account(tmp_path: Path) -> None:
+    account = {"type": "service_account", "client_email": "a@b", "private_key": "x", "private_key_id": "y"}
+    (tmp_path / "account.json").write_text(json.dumps(account))
+    assert client_of("gs://b/r", {"token": f"{tmp_path}/account.json"}).config["service_account"].endswith("json")
+    assert json.loads(client_of("gs://b/r", {"token": account}).config["service_account_key"]) == account
+
+
+def test_a_profile(s3: ObjectStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "credentials"
+    key, secret = s3.secrets["key"], s3.secrets["secret"]
+    file.write_text(f"[lab]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    options = {"client": "obstore", "endpoint_url": s3.endpoint}
+    url = s3.url()
+    with open_store(url, {**options, "profile": "lab"}) as store:
+        store.put("a", b"data")
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    with open_store(url, options) as store:
+        assert store.get("a") == b"data"
+
+
+def test_keys_of_the_environment(s3: ObjectStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.secrets["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.secrets["secret"])
+    with open_store(s3.url(), {"client": "obstore", "endpoint_url": s3.endpoint}) as store:
+        store.put("a", b"data")
+        assert store.get("a") == b"data"
+
+
+def test_nobody(s3: ObjectStorage) -> None:
+    with (
+        open_store(s3.url(), {"client": "obstore", "endpoint_url": s3.endpoint, "anon": True}) as store,
+        pytest.raises(StoreDenied),
+    ):
+        store.put("a", b"data")
+
+
+@pytest.mark.parametrize("name", ["My run (1)", "50%25 off", "é+~@=,;#?&"])
+def test_roots_of_all_sorts(s3: ObjectStorage, name: str) -> None:
+    url = f"{s3.url()}/{name}"
+    with (
+        open_store(url, {**s3.options(), "client": "obstore"}) as store,
+        open_store(url, {**s3.options(), "client": "fsspec"}) as other,
+    ):
+        store.put("a/b", b"data")
+        assert other.get("a/b") == store.get("a/b") == b"data"
+        assert [entry.key for entry in store.scan("a/")] == ["a/b"]
+        store.delete("a/b")
+        assert store.scan("") == []
