@@ -12,6 +12,7 @@ __all__ = ["Entry", "LateHead", "Store", "absolute", "check_key", "open_store"]
 _LOCAL = ("file", "local")
 """fsspec knows both; its own filesystem flushes nothing and puts nothing whole."""
 
+_S3 = ("s3", "s3a")
 _CLIENTS = ("s3fs", "obstore", "fsspec")
 
 
@@ -30,9 +31,10 @@ def _split(url: str) -> tuple[str, str]:
 def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
     """The store at `url`: a path, `file://`, `local://`, `memory://`, or any URL that fsspec knows.
 
-    `options` go to fsspec's filesystem as they are (credentials, endpoint, ...); local paths take none. One of them is
-    ours: `client` names what reaches buckets, "s3fs" (S3), "fsspec" (the rest), or "obstore", for S3, GCS and Azure.
-    The schemes `latency+...` and `fault+...` are those of `ckptlib.testing`. Nothing is read or written yet.
+    `options` are those of fsspec's filesystem (credentials, endpoint, ...), which is s3fs's for S3; local paths take
+    none. One of them is ours: `client` names what reaches buckets, "s3fs" (S3), "fsspec" (the rest), or "obstore", for
+    S3, GCS and Azure. The schemes `latency+...` and `fault+...` are those of `ckptlib.testing`. Nothing is read or
+    written yet.
     """
     scheme, rest = _split(url)
     if scheme in _LOCAL:
@@ -48,14 +50,26 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
 
         return open_testing_store(url, options, open_store)
     given = dict(options or {})
-    client = given.pop("client", "fsspec")
+    client = given.pop("client", "s3fs" if scheme in _S3 else "fsspec")
     if client not in _CLIENTS:
         raise ValueError(f"client {client!r}: expected one of {', '.join(_CLIENTS)}")
     if client == "obstore":
         return _obstore(url, given)
+    if client == "s3fs":
+        return _s3(url, scheme, given)
     from ckptlib.stores.fsspec import FsspecStore
 
     return FsspecStore(url, given)
+
+
+def _s3(url: str, scheme: str, options: Mapping[str, object]) -> Store:
+    if scheme not in _S3:
+        raise ValueError(f"client 's3fs' reaches S3; expected s3://..., got {scheme}://...")
+    try:
+        from ckptlib.stores.s3 import S3Store
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{url} needs s3fs: pip install 'ckptlib[s3]'") from error
+    return S3Store(url, options)
 
 
 def _obstore(url: str, options: Mapping[str, object]) -> Store:

@@ -18,16 +18,18 @@ class Retries:
 
     def __init__(self, deadline: float | None) -> None:
         """`deadline`: by the monotonic clock; nothing is sent after it."""
-        self.began = time.monotonic()
         self.failures = 0
-        self._end = deadline
+        self._began = time.monotonic()
+        self._deadline = deadline
+        self._end: float | None = None
 
     def wait_s(self) -> float | None:
         """After a failure: seconds to wait before the next try; None when there is to be none."""
         now = time.monotonic()
-        if not self.failures:
-            self._end = min(now + io_limits.RETRY_S, self._end if self._end is not None else now + io_limits.RETRY_S)
-        assert self._end is not None
+        if self._end is None:
+            self._end = now + io_limits.RETRY_S
+            if self._deadline is not None:
+                self._end = min(self._end, self._deadline)
         self.failures += 1
         wait_s = random.random() * min(_MOST_S, _FIRST_S * 2**self.failures)
         return None if now + wait_s >= self._end else wait_s
@@ -35,4 +37,4 @@ class Retries:
     @property
     def elapsed_s(self) -> float:
         """Since the first try began."""
-        return time.monotonic() - self.began
+        return time.monotonic() - self._began

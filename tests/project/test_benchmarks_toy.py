@@ -20,6 +20,7 @@ from benchmarks import codecs, lossy, recover
 from benchmarks.common import launch
 
 SUBJECTS = {
+    "object_store": {"ckptlib, s3", "ckptlib, fsspec", "obstore, bare"},
     "limits": {"direct write", "direct read", "copy", "digest"},
     "save": {"ckptlib", "DCP", "torch.save+fsync", "safetensors+fsync", "bare direct write"},
     "load": {"ckptlib", "DCP", "torch.load", "safetensors", "bare direct read"},

@@ -180,7 +180,8 @@ def test_torch_free_when_run() -> None:
 
 @every_module
 def test_clients_of_stores_stay_in_stores(module: str) -> None:
-    found = {name for name, _ in imports_of(module) if name.partition(".")[0] in ("fsspec", "s3fs", "obstore")}
+    clients = ("fsspec", "s3fs", "obstore", "aiobotocore", "botocore", "aiohttp")
+    found = {name for name, _ in imports_of(module) if name.partition(".")[0] in clients}
     assert not found or room(module) == "stores", f"{module} imports {sorted(found)}; only stores/ may"
 
 

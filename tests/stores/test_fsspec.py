@@ -16,7 +16,7 @@ from helpers.servers import ObjectStorage
 from store_conformance import StoreConformance, keys
 
 from ckptlib.errors import ObjectNotFound, ObjectUnreadable, StoreDenied, StoreError, StoreFull, StoreTimeout
-from ckptlib.stores import Store, open_store
+from ckptlib.stores import Store
 from ckptlib.stores import fsspec as fsspec_store
 from ckptlib.stores.fsspec import FsspecStore
 
@@ -43,7 +43,7 @@ class TestFsspecLocal(StoreConformance):
 
 
 def test_s3_multipart(s3: ObjectStorage) -> None:
-    store = open_store(s3.url(), s3.options())
+    store = FsspecStore(s3.url(), s3.options())
     body = bytes(101 << 20)
     store.put("large", body)
     assert store.scan("")[0].nbytes == len(body)
@@ -51,7 +51,7 @@ def test_s3_multipart(s3: ObjectStorage) -> None:
 
 
 def test_s3_listing_of_many_pages(s3: ObjectStorage) -> None:
-    store = open_store(s3.url(), s3.options())
+    store = FsspecStore(s3.url(), s3.options())
     client_of(store).req_kw = {"MaxKeys": 3}  # a page holds 1000 otherwise
     for n in range(10):
         store.put(f"a/{n}", b"")
@@ -63,7 +63,7 @@ def test_an_outage_is_an_error_that_tells_no_secret() -> None:
         free.bind(("127.0.0.1", 0))  # bound, not listening: refused
         options = s3_options(f"http://user:{SECRET}@127.0.0.1:{free.getsockname()[1]}")
         options["config_kwargs"] = {"retries": {"mode": "standard", "max_attempts": 1}}
-        store = open_store("s3://bucket/run", options)
+        store = FsspecStore("s3://bucket/run", options)
         client_of(store).retries = 1
         calls = [
             ("list", lambda: store.scan("a")),

@@ -1,0 +1,177 @@
+"""Objects of a bucket of S3, or of a server that speaks like it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from botocore.exceptions import ClientError
+from typing_extensions import Buffer, override
+
+from ckptlib.errors import StoreDenied, StoreError
+from ckptlib.stores import io_limits
+from ckptlib.stores.base import Entry, LateHead, Store, as_bytes, check_key, check_prefix, check_range, is_key
+from ckptlib.stores.s3_client import Call, S3Client
+from ckptlib.stores.s3_errors import code_of, meaning_of, status_of
+from ckptlib.stores.s3_read import Reading
+from ckptlib.stores.s3_upload import put
+
+PACK_NBYTES = 50 * 10**9
+"""One object per rank and save: no step needs as many listings as it has gigabytes. 10,000 parts of 16 MiB are more."""
+
+PAGE_KEYS = 1000
+"""In one request of a listing or a deletion: the most that S3 allows."""
+
+_BEFORE_SLASH = re.compile(r"[-.]")
+
+
+def start_after(prefix: str, after: str) -> str:
+    """A key at or before `after` behind which every server may begin a listing of `prefix`; '' for none.
+
+    S3 sorts by bytes, so that `a-1` comes before `a/1`. SeaweedFS sorts by directories: behind `a-1` it leaves out all
+    of `a/`, and behind `a` as well. Nothing that is wanted is left out behind this key. JuiceFS refuses one that does
+    not have the prefix.
+    """
+    if not after.startswith(prefix):
+        return ""
+    cut = _BEFORE_SLASH.search(after, len(prefix))
+    start = after[: cut.start() if cut else len(after)].rstrip("/")[:-1]
+    return start if len(start) > len(prefix) else ""
+
+
+class S3Store(Store):
+    """The objects below `url`, `s3://bucket/prefix`; `options` are those of s3fs.
+
+    A key that is put twice is overwritten, but where `create` says so and the server knows If-None-Match.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, object]) -> None:
+        self._client = S3Client(url, options)
+        self.url = self._client.url
+        self.pack_nbytes = self.late_nbytes = PACK_NBYTES
+        self._deletes_many = True
+
+    @override
+    def put(
+        self,
+        key: str,
+        head: Buffer | LateHead,
+        pieces: Iterable[Buffer] = (),
+        *,
+        create: bool = False,
+        deadline: float | None = None,
+    ) -> None:
+        put(self._client, Call("put", check_key(key), deadline=deadline), LateHead.of(head), pieces, create)
+
+    @override
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        check_range(offset, nbytes)
+        chunks: list[bytes] = []
+        self._read(Call("get", check_key(key), nbytes), offset, nbytes, lambda at, chunk: chunks.append(chunk))
+        return b"".join(chunks)
+
+    @override
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
+        check_range(offset, buffer.nbytes)
+        call = Call("get", check_key(key), buffer.nbytes, deadline)
+        with as_bytes(buffer) as view:  # released at the end, so that nothing is written to it after an error
+
+            def place(at: int, chunk: bytes) -> None:
+                view[at : at + len(chunk)] = chunk
+
+            self._read(call, offset, view.nbytes, place)
+
+    def _read(self, call: Call, offset: int, nbytes: int | None, place: Callable[[int, bytes], None]) -> None:
+        self._client.run(call, Reading(self._client, call, offset, nbytes, place).run())
+
+    @override
+    def scan(self, prefix: str, after: str = "") -> list[Entry]:
+        call = Call("list", check_prefix(prefix))
+        found = self._client.run(call, self._list(call, after))
+        return sorted(
+            (entry for entry in found if is_key(entry.key) and entry.key > after), key=lambda entry: entry.key
+        )
+
+    async def _list(self, call: Call, after: str) -> list[Entry]:
+        root = self._client.prefix
+        where: dict[str, object] = {"Prefix": root + call.key, "MaxKeys": PAGE_KEYS}
+        start = start_after(call.key, after)
+        if start:
+            where["StartAfter"] = root + start
+        entries: list[Entry] = []
+        while True:
+            page = await self._client.ask(call, "list_objects_v2", where)
+            for found in page.get("Contents", ()):
+                entries.append(Entry(found["Key"][len(root) :], int(found["Size"]), found["LastModified"].timestamp()))
+            if not page.get("IsTruncated"):
+                return entries
+            token = page.get("NextContinuationToken")
+            if not token or token == where.get("ContinuationToken"):
+                raise StoreError(
+                    f"{self.url}/{call.key}: cannot list: the server says that there is more, but not where"
+                )
+            where["ContinuationToken"] = token
+
+    @override
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            check_key(key)
+        for start in range(0, len(keys), PAGE_KEYS):
+            some = keys[start : start + PAGE_KEYS]
+            call = Call("delete", some[0] if len(some) == 1 else f"{some[0]} ... {some[-1]}")
+            self._client.run(call, self._delete(call, some))
+
+    async def _delete(self, call: Call, keys: Sequence[str]) -> None:
+        left = keys
+        if self._deletes_many and len(keys) > 1:
+            left = await self._delete_many(call, keys)
+        for start in range(0, len(left), io_limits.DOCUMENT_THREADS):
+            await asyncio.gather(*map(self._delete_one, left[start : start + io_limits.DOCUMENT_THREADS]))
+
+    async def _delete_many(self, call: Call, keys: Sequence[str]) -> list[str]:
+        """Returns those that are left to be deleted one by one, which tells what is the matter with each."""
+        wanted = {"Objects": [{"Key": self._client.prefix + key} for key in keys], "Quiet": True}
+        try:
+            answer = await self._client.ask(call, "delete_objects", {"Delete": wanted})
+        except ClientError as error:
+            if meaning_of(error).kind is not StoreError:
+                raise
+            self._deletes_many = False  # a server that does not know how
+            return list(keys)
+        return [error["Key"][len(self._client.prefix) :] for error in answer.get("Errors", ())]
+
+    async def _delete_one(self, key: str) -> None:
+        call = Call("delete", key)
+        try:
+            await self._client.ask(call, "delete_object", {"Key": self._client.prefix + key})
+        except ClientError as error:
+            if status_of(error) != 404 or meaning_of(error).kind is StoreDenied:
+                raise self._client.failure(call, error) from None
+
+    @override
+    def clean(self, before: float) -> None:
+        call = Call("list uploads", "")
+        self._client.run(call, self._clean(call, before))
+
+    async def _clean(self, call: Call, before: float) -> None:
+        where: dict[str, object] = {"Prefix": self._client.prefix}
+        while True:
+            page = await self._client.ask(call, "list_multipart_uploads", where)
+            for upload in page.get("Uploads", ()):
+                if upload["Initiated"].timestamp() < before:
+                    await self._abort(upload["Key"], upload["UploadId"])
+            if not page.get("IsTruncated"):
+                return
+            where |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    async def _abort(self, key: str, upload: str) -> None:
+        try:
+            await self._client.ask(Call("abort", key), "abort_multipart_upload", {"Key": key, "UploadId": upload})
+        except ClientError as error:
+            if code_of(error) != "NoSuchUpload":
+                raise
+
+    @override
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,276 @@
+"""One connection to one bucket: s3fs's own client, and how each of its requests is bounded and sent again.
+
+s3fs makes the client from what the user gave (key, profile, endpoint, ...); its own ways to put, get and list are not
+used, since they have traps:
+
+* Its tries multiply with botocore's, and a body whose sending stalls is waited for without limit. Here botocore tries
+  once, each try is watched, and what may pass is tried again for `io_limits.RETRY_S`.
+* botocore adds `Expect: 100-continue` to bodies, and aiohttp waits without limit for the answer. It is removed.
+* Payloads are signed by SHA-256 or not checked at all. Here each has a checksum, which costs less than half of that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import botocore.config
+import fsspec
+from botocore.exceptions import ClientError
+
+from ckptlib.errors import CkptError, StoreError, StoreTimeout
+from ckptlib.stores import io_limits
+from ckptlib.stores.retries import Retries
+from ckptlib.stores.s3_body import Body, Progress
+from ckptlib.stores.s3_errors import Stalled, meaning_of
+from ckptlib.stores.s3_sums import Sums
+from ckptlib.stores.secrets import Secrets, without_userinfo
+
+T = TypeVar("T")
+
+_CONNECTIONS = 64
+_SILENCE_S = 3
+"""How many times the idle limit a server may think before it answers CompleteMultipartUpload: it joins the parts."""
+
+_LOOP_S = 10.0
+"""How long the loop may be busy with something else, such as the start of a client."""
+
+_CANCEL_S = 2.0
+"""How long a request that was given up may take to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a store's method: for messages, and when all of it must have ended."""
+
+    doing: str
+    key: str
+    nbytes: int | None = None
+    deadline: float | None = None
+
+
+Attempt: TypeAlias = "Callable[[Progress], Coroutine[Any, Any, T]]"
+"""One try of a request, which tells when it moves."""
+
+
+class S3Client:
+    """The objects below `url`; `options` are those of s3fs."""
+
+    def __init__(self, url: str, options: Mapping[str, object]) -> None:
+        self.url = without_userinfo(url).rstrip("/")
+        self._secrets = Secrets(url, options)
+        config = _config(options.get("config_kwargs"))
+        fs, root = fsspec.core.url_to_fs(url, **{**options, "config_kwargs": config, "skip_instance_cache": True})
+        self._fs: Any = fs
+        self.bucket, prefix, _ = fs.split_path(str(root).rstrip("/"))
+        self.prefix = f"{prefix}/" if prefix else ""
+        self._s3: Any = None
+        self.sums = Sums()
+        self._pid = os.getpid()
+
+    # -- on the loop's thread
+
+    async def ask(
+        self, call: Call, operation: str, parameters: Mapping[str, object], retries: Retries | None = None
+    ) -> dict[str, Any]:
+        """The answer to one request without a body, which is sent again after what may pass.
+
+        Raises botocore's error for an answer that will not, and StoreTimeout.
+        """
+        idle_s = io_limits.IDLE_S * (_SILENCE_S if operation == "complete_multipart_upload" else 1)
+
+        async def request(progress: Progress) -> dict[str, Any]:
+            return await self.send(operation, parameters)
+
+        return await self.tried(call, request, retries or Retries(call.deadline), idle_s)
+
+    async def give(
+        self,
+        call: Call,
+        operation: str,
+        parameters: Mapping[str, object],
+        body: Body,
+        sums: dict[str, str],
+        retries: Retries,
+    ) -> dict[str, Any]:
+        """The same with a body, until the server has checked it; `sums`: what `self.sums` said of it."""
+
+        async def request(progress: Progress) -> dict[str, Any]:
+            return await self.send(operation, {**parameters, **sums, "Body": body.sent(progress)})
+
+        while True:
+            try:
+                answer = await self.tried(call, request, retries)
+            except ClientError as error:
+                if not self.sums.refused(sums, error):
+                    raise
+            else:
+                if self.sums.checked(sums, answer):
+                    return answer
+                retries.failures += 1
+            sums = self.sums.of(body)
+
+    async def tried(self, call: Call, attempt: Attempt[T], retries: Retries, idle_s: float | None = None) -> T:
+        """What an attempt returns that is watched, and made again after what may pass."""
+        while True:
+            progress = Progress(io_limits.IDLE_S if idle_s is None else idle_s)
+            try:
+                return await _watched(attempt(progress), progress, call.deadline)
+            except Exception as error:
+                if not meaning_of(error).passes:
+                    raise
+                wait_s = retries.wait_s()
+                if wait_s is None:
+                    raise self._gave_up(call, error, retries) from self._secrets.harmless(error)
+            await asyncio.sleep(wait_s)
+
+    async def send(self, operation: str, parameters: Mapping[str, object]) -> dict[str, Any]:
+        """One request, neither watched nor sent again."""
+        await self._fs.set_session()
+        client = await self._fs.get_s3(self.bucket)
+        if client is not self._s3:
+            client.meta.events.register_last("before-call.s3", _expect_nothing)
+            self._s3 = client
+        method = getattr(client, operation)
+        answer: dict[str, Any] = await method(
+            **self._fs._get_s3_method_kwargs(method, Bucket=self.bucket, **parameters)
+        )
+        return answer
+
+    # -- on any other thread
+
+    def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Begins it on the thread of fsspec's loop."""
+        try:
+            if self._pid != os.getpid():
+                raise StoreError(f"{self.url}: opened in another process; open the store again after a fork")
+            return asyncio.run_coroutine_threadsafe(work, self._fs.loop)
+        except BaseException:
+            work.close()
+            raise
+
+    def wait(self, call: Call, futures: Collection[concurrent.futures.Future[Any]]) -> None:
+        """Until one of them is done. Raises StoreTimeout when the loop does not run, whatever holds it."""
+        while True:
+            wait_s = _LOOP_S
+            if call.deadline is not None:
+                wait_s = max(0.1, min(wait_s, call.deadline - time.monotonic() + _CANCEL_S))
+            if concurrent.futures.wait(futures, wait_s, concurrent.futures.FIRST_COMPLETED).done:
+                return
+            if not self._loop_runs(wait_s):
+                for future in futures:
+                    future.cancel()
+                raise StoreTimeout(
+                    f"{self.url}/{call.key}: cannot {call.doing}: fsspec's event loop has not answered for "
+                    f"{wait_s:.1f} s; something in this process blocks it or has ended it"
+                )
+
+    def _loop_runs(self, wait_s: float) -> bool:
+        answered = threading.Event()
+        try:
+            self._fs.loop.call_soon_threadsafe(answered.set)
+        except RuntimeError:  # it is closed
+            return False
+        return answered.wait(wait_s)
+
+    def run(self, call: Call, work: Coroutine[Any, Any, T]) -> T:
+        """What the coroutine returns."""
+        with self.failures(call):
+            future = self.start(work)
+            self.wait(call, [future])
+            return future.result()
+
+    @contextlib.contextmanager
+    def failures(self, call: Call) -> Iterator[None]:
+        """Errors of the clients become those of the contract."""
+        try:
+            yield
+        except CkptError:
+            raise
+        except Exception as error:
+            raise self.failure(call, error) from self._secrets.harmless(error)
+
+    def failure(self, call: Call, error: BaseException, kind: type[StoreError] | None = None) -> StoreError:
+        """`kind`: what it is here, if not what it is everywhere."""
+        return (kind or meaning_of(error).kind)(self._told(call, error, ""))
+
+    def _gave_up(self, call: Call, error: BaseException, retries: Retries) -> StoreError:
+        return StoreTimeout(
+            self._told(call, error, f"gave up after {retries.elapsed_s:.1f} s, {retries.failures} tries: ")
+        )
+
+    def _told(self, call: Call, error: BaseException, tries: str) -> str:
+        cause = self._secrets.hide(f"{type(error).__name__}: {error}")
+        nbytes = "" if call.nbytes is None else f", {call.nbytes} bytes"
+        advice = meaning_of(error).advice
+        return f"{self.url}/{call.key}: cannot {call.doing}: {tries}{cause}{nbytes}{'; ' if advice else ''}{advice}"
+
+    def close(self) -> None:
+        """Ends the connections. Those of a parent process are left alone."""
+        if self._s3 is None or self._pid != os.getpid():
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            future = asyncio.run_coroutine_threadsafe(self._s3.close(), self._fs.loop)
+            concurrent.futures.wait([future], _CANCEL_S)
+
+
+async def _watched(work: Coroutine[Any, Any, T], progress: Progress, deadline: float | None) -> T:
+    """What it returns. Raises Stalled when it stands still for too long, and at the deadline."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            left_s = progress.left_s()
+            if deadline is not None:
+                left_s = min(left_s, deadline - time.monotonic())
+            if left_s <= 0:
+                raise Stalled(_why(progress))
+            await asyncio.wait({task}, timeout=left_s)
+        return task.result()
+    finally:
+        await ended([task])
+
+
+def _why(progress: Progress) -> str:
+    return f"no progress for {progress.limit_s:g} s" if progress.left_s() <= 0 else "the time for it was over"
+
+
+async def ended(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Ends those that are not done; their connections are closed."""
+    left = [task for task in tasks if not task.done()]
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=_CANCEL_S)
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.exception()  # nobody else may ask for it
+
+
+def _expect_nothing(params: dict[str, Any], **_: object) -> None:
+    params["headers"].pop("Expect", None)
+
+
+def _config(given: object) -> dict[str, Any]:
+    """What the user wants of botocore, but for tries and time-outs, which are ours."""
+    wanted: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
+    defaults = {
+        "parameter_validation": False,
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+    }
+    return {
+        **{name: value for name, value in defaults.items() if name in botocore.config.Config.OPTION_DEFAULTS},
+        **wanted,
+        "s3": {"payload_signing_enabled": False, **(wanted.get("s3") or {})},
+        "retries": {"total_max_attempts": 1, "mode": "standard"},
+        "max_pool_connections": max(_CONNECTIONS, wanted.get("max_pool_connections") or 0),
+        "connect_timeout": io_limits.IDLE_S,
+        "read_timeout": io_limits.IDLE_S * _SILENCE_S,
+    }

@@ -1,0 +1,174 @@
+"""What an error of S3 means: whether it may pass, which class it is to a caller, and what to do about it.
+
+botocore, aiobotocore and aiohttp have a tree of errors each; codes are those of Amazon and of servers like it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import aiohttp
+import botocore.exceptions as boto
+from botocore.parsers import ResponseParserError
+
+from ckptlib.errors import StoreDenied, StoreError, StoreFull, StoreTimeout
+
+_RIGHTS = (
+    "the credentials may not do this; they need s3:GetObject, s3:PutObject, s3:DeleteObject, s3:ListBucket, "
+    "s3:AbortMultipartUpload and s3:ListBucketMultipartUploads on the bucket, and the rights to its KMS key"
+)
+_RENEW = "the session's token is no longer valid: renew the credentials"
+_BUCKET = "no such bucket: correct the URL, or make the bucket"
+_REGION = "the bucket is in another region: name it in storage_options={'client_kwargs': {'region_name': ...}}"
+
+_DENIED = {
+    "InvalidAccessKeyId": "the server does not know this access key: correct it, or the endpoint_url",
+    "SignatureDoesNotMatch": "the secret does not belong to the access key, or a proxy changes requests on their way",
+    "ExpiredToken": _RENEW,
+    "ExpiredTokenException": _RENEW,
+    "InvalidToken": _RENEW,
+    "TokenRefreshRequired": _RENEW,
+    "RequestTimeTooSkewed": "the clock of this host is wrong: set it by NTP",
+    "NoSuchBucket": _BUCKET,
+    "InvalidBucketName": _BUCKET,
+    "PermanentRedirect": _REGION,
+    "AuthorizationHeaderMalformed": _REGION,
+    "IllegalLocationConstraintException": _REGION,
+}
+"""What fails again until somebody changes something, and has little to do with one object."""
+
+_FULL = {"InsufficientStorage", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded", "DiskQuota"}
+
+_PASSING = {
+    *("SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "BandwidthLimitExceeded"),
+    *("TooManyRequestsException", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted"),
+    *("ConditionalRequestConflict", "IncompleteBody"),
+    # Bytes that changed on their way: sent again.
+    *("BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "ChecksumMismatch"),
+}
+_PASSING_STATUS = {408, 429, 500, 502, 503, 504}
+
+_PUTS = ("PutObject", "UploadPart", "CompleteMultipartUpload")
+"""JuiceFS answers that there is no such key when another client deletes the last object beside the new one."""
+
+_NO_CREDENTIALS = (
+    boto.NoCredentialsError,
+    boto.PartialCredentialsError,
+    boto.ProfileNotFound,
+    boto.UnauthorizedSSOTokenError,
+    boto.TokenRetrievalError,
+)
+
+
+class Stalled(Exception):
+    """A request made no progress for as long as is allowed."""
+
+
+class Torn(Exception):
+    """An answer ended before its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """Of one error."""
+
+    kind: type[StoreError]
+    """What a caller is told."""
+    passes: bool
+    """Whether the same request may succeed in a while."""
+    advice: str = ""
+
+
+def code_of(error: BaseException) -> str:
+    """What the server calls its answer; '' where it did not answer."""
+    return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, boto.ClientError) else ""
+
+
+def status_of(error: BaseException) -> int:
+    """Of the server's answer; 0 where it did not answer."""
+    if not isinstance(error, boto.ClientError):
+        return 0
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def meaning_of(error: BaseException) -> Meaning:
+    """Of whatever a request raises."""
+    if isinstance(error, boto.ClientError):
+        if code_of(error) == "NoSuchKey" and error.operation_name in _PUTS:
+            return Meaning(StoreTimeout, passes=True)
+        return _of_answer(code_of(error), status_of(error))
+    if isinstance(error, _NO_CREDENTIALS):
+        return Meaning(
+            StoreDenied,
+            passes=False,
+            advice="give key and secret, or a profile, in storage_options, or set AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY; a bucket that anybody may use needs anon=True",
+        )
+    causes = list(_causes(error))
+    if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes):
+        advice = (
+            "the server's certificate is not trusted: set AWS_CA_BUNDLE to the file of its authority, "
+            "correct the endpoint_url, or ask whether a proxy is in the way"
+        )
+        return Meaning(StoreDenied, passes=False, advice=advice)
+    if isinstance(error, _SILENCE):
+        return Meaning(StoreTimeout, passes=True, advice=_advice(causes))
+    return Meaning(StoreError, passes=False)
+
+
+_SILENCE = (
+    Stalled,
+    Torn,
+    OSError,
+    asyncio.TimeoutError,
+    aiohttp.ClientError,
+    boto.HTTPClientError,
+    boto.ConnectionError,
+    boto.IncompleteReadError,
+    boto.CredentialRetrievalError,
+    ResponseParserError,
+)
+"""No answer, or none that makes sense: the network's, a proxy's or a server's that goes down."""
+
+
+def _of_answer(code: str, status: int) -> Meaning:
+    if code in _DENIED:
+        return Meaning(StoreDenied, passes=False, advice=_DENIED[code])
+    if code in _FULL or status == 507:
+        return Meaning(StoreFull, passes=False, advice="make room, or raise the quota")
+    if code in _PASSING or status in _PASSING_STATUS:
+        return Meaning(StoreTimeout, passes=True)
+    if status in (401, 403):
+        return Meaning(StoreDenied, passes=False, advice=_RIGHTS)
+    if status in (301, 307):
+        return Meaning(StoreDenied, passes=False, advice=_REGION)
+    return Meaning(StoreError, passes=False)
+
+
+def _advice(causes: list[BaseException]) -> str:
+    if any(isinstance(cause, socket.gaierror) for cause in causes):
+        return "the name of the server is not known here: check the endpoint_url, the region and DNS"
+    if any(isinstance(cause, ConnectionRefusedError) for cause in causes):
+        return "nobody listens there: check the endpoint_url and its port, whether the server runs, and proxies"
+    if any(isinstance(cause, ssl.SSLError | boto.SSLError) for cause in causes):
+        return "TLS failed: check whether the endpoint_url wants http://, and whether a proxy is in the way"
+    return ""
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it came from, as chained by Python, by botocore and by aiohttp."""
+    seen: set[int] = set()
+    left: list[object] = [error]
+    while left:
+        cause = left.pop()
+        if not isinstance(cause, BaseException) or id(cause) in seen:
+            continue
+        seen.add(id(cause))
+        yield cause
+        kept = getattr(cause, "kwargs", None)
+        inner = kept.get("error") if isinstance(kept, dict) else None
+        left += [cause.__cause__, cause.__context__, inner, getattr(cause, "os_error", None)]

@@ -1,0 +1,213 @@
+"""How an object becomes one of a bucket: by one request, or in parts that appear together."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import hashlib
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+from types import TracebackType
+from typing import Any
+
+from botocore.exceptions import ClientError
+from typing_extensions import Self
+
+from ckptlib.errors import ObjectExists, StoreError
+from ckptlib.stores import io_limits
+from ckptlib.stores.base import LateHead
+from ckptlib.stores.parts import cut, num_head_parts
+from ckptlib.stores.retries import Retries
+from ckptlib.stores.s3_body import Body
+from ckptlib.stores.s3_client import Call, S3Client, ended
+from ckptlib.stores.s3_errors import code_of, status_of
+
+MOST_PARTS = 10_000
+_CREATE: dict[str, object] = {"IfNoneMatch": "*"}
+"""Only where nothing has the key; left out for a server that says that it does not know this."""
+
+_MD5 = re.compile(r'"?[0-9a-f]{32}"?')
+
+_ABORT_S = 5.0
+"""How long the end of a failed upload may take; `clean` removes what stays."""
+
+
+def put(client: S3Client, call: Call, head: LateHead, pieces: Iterable[Any], create: bool) -> None:
+    """Puts the object whole. Parts that hold the head are kept back to the end, and so is what is in one with it."""
+    size = io_limits.PART_NBYTES
+    num_head = num_head_parts(head.nbytes, size)
+    parts = cut(pieces, num_head * size - head.nbytes, size)
+    with_head, further = next(parts, []), next(parts, None)
+    if further is None and num_head == 1:
+        data = Body([head.made(call.key), *with_head])
+        call = replace(call, nbytes=data.nbytes)
+        client.run(call, _put_whole(client, call, data, client.sums.of(data), _CREATE if create else {}))
+        return
+    with Upload(client, call, create) as upload:
+        for number, views in enumerate(chain([further] if further else [], parts), num_head + 1):
+            upload.send(number, Body(views))
+        for number, views in enumerate(cut([head.made(call.key), *with_head], size, size), 1):
+            upload.send(number, Body(views))
+        upload.complete()
+
+
+def _exists(client: S3Client, call: Call) -> ObjectExists:
+    where = f"{client.url}/{call.key}"
+    return ObjectExists(f"{where}: exists already, and objects are never overwritten; put it under another key")
+
+
+def _is_there(error: ClientError) -> bool:
+    return status_of(error) == 412 or code_of(error) == "PreconditionFailed"
+
+
+async def _put_whole(
+    client: S3Client, call: Call, data: Body, sums: dict[str, str], condition: dict[str, object]
+) -> None:
+    retries = Retries(call.deadline)
+    try:
+        await client.give(call, "put_object", {"Key": client.prefix + call.key, **condition}, data, sums, retries)
+    except ClientError as error:
+        if condition and code_of(error) == "NotImplemented":
+            await _put_whole(client, call, data, client.sums.of(data), {})
+            return
+        if not (condition and _is_there(error)):
+            raise
+        if not (retries.failures and await _holds(client, call, data)):
+            raise _exists(client, call) from None
+
+
+async def _holds(client: S3Client, call: Call, data: Body) -> bool:
+    """Whether the object is what we put: the answer to an earlier try was lost, and this one found its object."""
+    answer = await client.ask(call, "get_object", {"Key": client.prefix + call.key})
+    there = await asyncio.wait_for(answer["Body"].read(), io_limits.IDLE_S + data.nbytes / io_limits.SLOWEST_BPS)
+    return bool(there == b"".join(data.views))
+
+
+class Upload:
+    """Parts of an object that nobody sees before `complete`; leaving the context by an error drops them.
+
+    Used by one thread, which waits while `io_limits.PARTS_IN_FLIGHT` parts are under way.
+    """
+
+    def __init__(self, client: S3Client, call: Call, create: bool) -> None:
+        self._client, self._call, self._create = client, call, create
+        self._key = client.prefix + call.key
+        self._futures: set[concurrent.futures.Future[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """Of the loop's thread."""
+        self._parts: dict[int, dict[str, object]] = {}
+        self._nbytes = 0
+
+    def __enter__(self) -> Self:
+        self._upload = self._client.run(self._call, self._begin())
+        return self
+
+    async def _begin(self) -> dict[str, object]:
+        while True:
+            sums = self._client.sums.of_upload
+            try:
+                answer = await self._client.ask(self._call, "create_multipart_upload", {"Key": self._key, **sums})
+            except ClientError as error:
+                if not self._client.sums.refused(sums, error):
+                    raise
+            else:
+                return {"Key": self._key, "UploadId": answer["UploadId"]}
+
+    def send(self, number: int, data: Body) -> None:
+        """Begins to send a part; its memory must stay as it is."""
+        if number > MOST_PARTS:
+            most = MOST_PARTS * io_limits.PART_NBYTES
+            raise StoreError(f"{self._client.url}/{self._call.key}: cannot put more than {most} bytes in one object")
+        self._wait(io_limits.PARTS_IN_FLIGHT - 1)
+        self._nbytes += data.nbytes
+        with self._client.failures(self._call):
+            self._futures.add(self._client.start(self._send(number, data, self._client.sums.of(data))))
+
+    def _wait(self, num_left: int) -> None:
+        """Until at most so many parts are under way. Raises what one of them met."""
+        while len(self._futures) > num_left:
+            self._client.wait(self._call, self._futures)
+            done = {future for future in self._futures if future.done()}
+            self._futures -= done
+            for future in done:
+                with self._client.failures(self._call):
+                    future.result()
+
+    async def _send(self, number: int, data: Body, sums: dict[str, str]) -> None:
+        call = replace(self._call, doing=f"put part {number}", nbytes=data.nbytes)
+        request = {"PartNumber": number, **self._upload}
+        with self._noted():
+            answer = await self._client.give(call, "upload_part", request, data, sums, Retries(call.deadline))
+        crc32 = {"ChecksumCRC32": answer["ChecksumCRC32"]} if "ChecksumCRC32" in answer else {}
+        self._parts[number] = {"PartNumber": number, "ETag": answer["ETag"], **crc32}
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Of the task that runs it, so that `_drop` can end it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+
+    def complete(self) -> None:
+        """Makes an object of the parts."""
+        self._wait(0)
+        self._client.run(self._call, self._complete(_CREATE if self._create else {}))
+
+    async def _complete(self, condition: dict[str, object]) -> None:
+        parts = [self._parts[number] for number in sorted(self._parts)]
+        call = replace(self._call, nbytes=self._nbytes)
+        retries = Retries(call.deadline)
+        request = {"MultipartUpload": {"Parts": parts}, **self._upload, **condition}
+        with self._noted():
+            try:
+                await self._client.ask(call, "complete_multipart_upload", request, retries=retries)
+            except ClientError as error:
+                # The answer to an earlier try may have been lost: then the object is there, and the upload is not.
+                exists = condition and _is_there(error)
+                gone = code_of(error) == "NoSuchUpload"
+                if (exists or gone) and retries.failures and await self._is_whole(parts):
+                    return
+                if exists:
+                    raise _exists(self._client, self._call) from None
+                if not (condition and code_of(error) == "NotImplemented"):
+                    raise
+                await self._complete({})
+
+    async def _is_whole(self, parts: list[dict[str, object]]) -> bool:
+        """Whether the object is made of these parts."""
+        try:
+            found = await self._client.ask(self._call, "head_object", {"Key": self._key})
+        except ClientError as error:
+            if status_of(error) == 404:
+                return False
+            raise
+        return bool(found["ContentLength"] == self._nbytes and found["ETag"].strip('"') == _etag(parts))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            return
+        call = Call("abort", self._call.key, deadline=time.monotonic() + _ABORT_S)
+        with contextlib.suppress(StoreError):
+            self._client.run(call, self._drop(call))
+
+    async def _drop(self, call: Call) -> None:
+        await ended(list(self._tasks))
+        await self._client.ask(call, "abort_multipart_upload", self._upload)
+
+
+def _etag(parts: list[dict[str, object]]) -> str:
+    """What S3 calls an object of these parts; '' where it calls them by anything else than their MD5."""
+    if not all(_MD5.fullmatch(str(part["ETag"])) for part in parts):
+        return ""
+    md5s = b"".join(bytes.fromhex(str(part["ETag"]).strip('"')) for part in parts)
+    return f"{hashlib.md5(md5s, usedforsecurity=False).hexdigest()}-{len(parts)}"
