@@ -6,6 +6,8 @@ Everything that could differ between ranks is said in one step and acted upon, b
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,6 +28,7 @@ from ckptlib.errors import (
     StateChanged,
     StateError,
     Superseded,
+    WaitTimeout,
 )
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import SaveId, checked_step
@@ -43,10 +46,11 @@ from ckptlib.saving.agreement import kind_of
 from ckptlib.saving.ballots import Poll
 from ckptlib.saving.due import DueSaves
 from ckptlib.saving.estimate import estimate
+from ckptlib.saving.failures import MAX_FAILURES
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.registry import registry
 from ckptlib.saving.session import Session
-from ckptlib.saving.settings import REFRESH, SAVE_DEADLINE, TIMEOUT, Settings
+from ckptlib.saving.settings import MAX_OUTAGE, REFRESH, SAVE_DEADLINE, TIMEOUT, Settings
 from ckptlib.staging.fence import Fence
 from ckptlib.state.flatten import flatten
 from ckptlib.state.leaf import Leaf
@@ -54,9 +58,6 @@ from ckptlib.state.rng import LoadedRng
 from ckptlib.stores import absolute
 
 log = logging.getLogger(__name__)
-
-MAX_FAILURES = 3
-"""Background saves that may fail in a row before all ranks raise; one alone is a warning."""
 
 CLOSE_TIMEOUT = timedelta(minutes=30)
 """How long a normal exit waits for the last save to be committed."""
@@ -82,6 +83,7 @@ class Checkpointer:
     arena:           the directory for snapshots in memory; default: /dev/shm, or a file where /dev/shm is too small.
     timeout:         how long ranks wait for one another.
     save_deadline:   a save that is not committed by then is given up. Fixed when the root is created.
+    max_outage:      how long saves may fail, one after the other, before all ranks raise. Training goes on meanwhile.
     algorithm:       "xxh3", or "blake3" for a store that others can write to. Fixed when the root is created.
     tags:            recorded with this run: a git revision, a name.
 
@@ -104,6 +106,7 @@ class Checkpointer:
         arena: str | Path | None = None,
         timeout: timedelta = TIMEOUT,
         save_deadline: timedelta = SAVE_DEADLINE,
+        max_outage: timedelta = MAX_OUTAGE,
         algorithm: str = XXH3,
         tags: Mapping[str, str] | None = None,
     ) -> None:
@@ -112,6 +115,7 @@ class Checkpointer:
             options=storage_options or {},
             timeout=timeout,
             save_deadline=save_deadline,
+            max_outage=max_outage,
             algorithm=algorithm,
             arena=None if arena is None else Path(arena).absolute(),
             keep=keep,
@@ -237,8 +241,8 @@ class Checkpointer:
 
         Call it on every rank, after optimizer.step(), with consecutive steps. A save that falls due while no slot is
         free is taken a few steps later. If you do not use `loop`, call `save` for the last step. Raises SaveFailed
-        after several background saves failed in a row, and Superseded when a newer job has taken over the root; all
-        ranks raise at the same step.
+        when background saves have failed for longer than `max_outage`, and Superseded when a newer job has taken over
+        the root; all ranks raise at the same step.
         """
         self._check_open()
         step, session = checked_step(step), self._session
@@ -258,7 +262,7 @@ class Checkpointer:
         session.follow(word)
         last = bool(word.stop) or step == self._due.final
         if last:
-            session.await_room()
+            session.await_room(self._stop_timeout_s)
         taken = None
         if last or ((word.due or word.snap) and word.needs_held <= session.snapshots.held_by_all):
             # a last one is compared before it is taken: no other could be, should it turn out to differ
@@ -266,6 +270,10 @@ class Checkpointer:
             taken = self._save(step, metrics, word, to_store=bool(last or word.due), compare=compare)
         elif word.due or word.snap:
             session.snapshots.make_room()
+            if self._due.must_tell() and (self._group.rank == 0 or session.snapshots.persisting):
+                log.warning(
+                    "no save for two intervals, and one is due: %s; training goes on", session.outcomes.waits_for()
+                )
         try:
             if not self._stopping:
                 self._say(step + 1)
@@ -317,6 +325,7 @@ class Checkpointer:
             inline=int(due.inline),
             stop=int(self._stop.wanted),
             failures=due.failures,
+            failed=int(due.failures >= MAX_FAILURES),
         )
         word, self._poll = self._session.say(word)
         self._beat.start(word, self._poll.votes)
@@ -326,8 +335,8 @@ class Checkpointer:
             raise self._session.outcomes.superseded or Superseded(
                 f"{self._session.store.url}: a newer generation has begun; this job may no longer save"
             )
-        if word.failures >= MAX_FAILURES:
-            last = self._due.error or (self._last and self._last.error)
+        if word.failed:
+            last = self._due.error or self._session.outcomes.run.error
             raise SaveFailed(
                 f"{word.failures} saves in a row failed on some rank; the last committed step is untouched. Last "
                 f"error on this rank: {last or 'none'}"
@@ -437,13 +446,29 @@ class Checkpointer:
         """Total seconds that training has waited at the fence."""
         return self._fence.waited_s
 
+    @property
+    def _stop_timeout_s(self) -> float | None:
+        """How long the last save is waited for where the job was told to stop; whoever told it will not wait for ever.
+
+        None: it was not.
+        """
+        return self._session.settings.timeout.total_seconds() if self._stopping else None
+
     def close(self, timeout: timedelta = CLOSE_TIMEOUT) -> None:
-        """Waits until the last save is committed. Raises SaveFailed if it never will be, and WaitTimeout."""
+        """Waits until the last save is committed; after SIGTERM not longer than ranks wait for one another.
+
+        Raises SaveFailed if it never will be, and WaitTimeout: the writer goes on alone then.
+        """
+        deadline = time.monotonic() + min(timeout.total_seconds(), self._stop_timeout_s or math.inf)
+        clean = True
         try:
             if self._last is not None and self._session.owner.here:
-                self._last.wait_committed(timeout.total_seconds())
+                self._last.wait_committed(deadline - time.monotonic())
+        except WaitTimeout:
+            clean = False
+            raise
         finally:
-            self._let_go(clean=True, timeout=timeout)
+            self._let_go(clean, timedelta(seconds=max(deadline - time.monotonic(), 0.0)))
 
     def _let_go(self, clean: bool, timeout: timedelta) -> None:
         self._stop.remove()

@@ -175,6 +175,11 @@ class Snapshots:
         return save in self._persisting
 
     @property
+    def persisting_saves(self) -> list[str]:
+        """Those whose slots the writer has yet to let go of, oldest first."""
+        return list(self._persisting)
+
+    @property
     def persisting(self) -> bool:
         """Whether the writer has yet to let go of a slot."""
         return bool(self._persisting)

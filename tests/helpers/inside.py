@@ -49,7 +49,7 @@ def num_saves(ckpt: ckptlib.Checkpointer) -> int:
 
 def num_failures(ckpt: ckptlib.Checkpointer) -> int:
     """How many saves in a row failed, up to now."""
-    return session_of(ckpt).outcomes.failures
+    return session_of(ckpt).outcomes.run.count
 
 
 def poll(ckpt: ckptlib.Checkpointer, seconds: float = 0.005) -> None:

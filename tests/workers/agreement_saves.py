@@ -17,8 +17,8 @@ from helpers.inside import num_failures, writer_of
 from rank_cases import EVERY, PATIENCE_S, checkpointer, committed, everywhere, rank, save_after, warnings_of_ckptlib
 
 import ckptlib
-from ckptlib.checkpointer import MAX_FAILURES
 from ckptlib.errors import AgreementFailed, SaveFailed, UnsupportedState
+from ckptlib.saving.failures import MAX_FAILURES
 from ckptlib.saving.session import WHOLE_EVERY
 
 # Policies, signals, steps
