@@ -27,7 +27,6 @@ from ckptlib.errors import (
     SaveFailed,
     StateChanged,
     StateError,
-    Superseded,
     WaitTimeout,
 )
 from ckptlib.format.digests import XXH3
@@ -37,20 +36,17 @@ from ckptlib.loading.report import LoadReport
 from ckptlib.policy.codec import AUTO, Asked, CodecRules
 from ckptlib.policy.keep import Keep
 from ckptlib.policy.peers import Coverage, Peers
-from ckptlib.policy.stop_signal import StopSignal
 from ckptlib.policy.when import Policy, Steps
-from ckptlib.ranks.beat import Beat, Word
+from ckptlib.ranks.beat import Word
 from ckptlib.ranks.together import together
 from ckptlib.recovery.restore import restore
 from ckptlib.saving.agreement import kind_of
-from ckptlib.saving.ballots import Poll
-from ckptlib.saving.due import DueSaves
 from ckptlib.saving.estimate import estimate
-from ckptlib.saving.failures import MAX_FAILURES
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.registry import registry
 from ckptlib.saving.session import Session
 from ckptlib.saving.settings import MAX_OUTAGE, REFRESH, SAVE_DEADLINE, TIMEOUT, Settings
+from ckptlib.saving.turns import Turns
 from ckptlib.staging.fence import Fence
 from ckptlib.state.flatten import flatten
 from ckptlib.state.leaf import Leaf
@@ -130,16 +126,13 @@ class Checkpointer:
             raise TypeError(f"every={every!r}: expected a number of steps, or a policy such as Steps(500)")
         self._session = Session(settings, process_group, lambda: kind_of(flatten(self._state).leaves))
         self._group = self._session.group
-        self._beat = Beat(self._group)
+        self._turns = Turns(self._session, policy, None if peers is None else peers.every)
+        self._due = self._turns.due
         self._fence = Fence()
-        self._stop = StopSignal()
         self._stopping = False
-        self._due = DueSaves(policy, None if peers is None else peers.every)
         self._generators: LoadedRng | None = None
         self._last: Pending | None = None
         self._restored: int | None = None
-        self._poll = Poll((), [])
-        """What was voted with the last word."""
         self._install()
         self.note_load(settings.url, registry.take_loads(settings.url, process_group))
         registry.keepers.add(self)
@@ -169,7 +162,7 @@ class Checkpointer:
         `ckptlib.load`.
         """
         self._check_open()
-        if self._beat.started:  # what was agreed for the next step would be met by another one
+        if self._turns.started:  # what was agreed for the next step would be met by another one
             raise ValueError("call restore before the first after_step; to go back, create another Checkpointer")
         report, self._generators = restore(self._session, self._state, strict, device)
         self._restored = report.step
@@ -246,16 +239,15 @@ class Checkpointer:
         """
         self._check_open()
         step, session = checked_step(step), self._session
-        if not self._beat.started:
+        if not self._turns.started:
             self._warm()
-            self._say(step)
-        word = self._beat.agreed(step)
-        session.verdicts.conclude(self._poll, self._beat.votes)
+            self._turns.say(step)
+        word = self._turns.agreed(step)
         self._check_counted(step)
         session.outcomes.poll()
         self._note_torn()
         compare = self._note_differing() or bool(word.agree)
-        self._raise_agreed(word)
+        self._turns.check(word)
         self._stopping = bool(word.stop)
         if self._stopping and self._group.rank == 0:
             log.warning("asked to stop: saving step %d, the last one", step)
@@ -270,13 +262,10 @@ class Checkpointer:
             taken = self._save(step, metrics, word, to_store=bool(last or word.due), compare=compare)
         elif word.due or word.snap:
             session.snapshots.make_room()
-            if self._due.must_tell() and (self._group.rank == 0 or session.snapshots.persisting):
-                log.warning(
-                    "no save for two intervals, and one is due: %s; training goes on", session.outcomes.waits_for()
-                )
+            self._turns.tell_waiting()
         try:
             if not self._stopping:
-                self._say(step + 1)
+                self._turns.say(step + 1)
         finally:
             if taken is not None:
                 taken.staging.go()
@@ -296,7 +285,7 @@ class Checkpointer:
             raise SaveFailed(f"some rank could not save step {step}, which will never be committed; save a later one")
         if self._last is None or not known:
             self._session.await_room()
-            trained = self._beat.started  # by after_step: an iteration has been
+            trained = self._turns.started  # by after_step: an iteration has been
             self._last = save_step(self._session, SaveOrder(self._state, step, metrics, spare=trained))
             self._last.staging.go()
         return self._last
@@ -314,33 +303,6 @@ class Checkpointer:
                 "call after_step(step + 1)"
             )
         self._restored = None
-
-    def _say(self, step: int) -> None:
-        due = self._due
-        due.look_ahead(step)
-        word = Word(
-            step=step,
-            due=int(due.to_store),
-            snap=int(due.in_memory),
-            inline=int(due.inline),
-            stop=int(self._stop.wanted),
-            failures=due.failures,
-            failed=int(due.failures >= MAX_FAILURES),
-        )
-        word, self._poll = self._session.say(word)
-        self._beat.start(word, self._poll.votes)
-
-    def _raise_agreed(self, word: Word) -> None:
-        if word.superseded:
-            raise self._session.outcomes.superseded or Superseded(
-                f"{self._session.store.url}: a newer generation has begun; this job may no longer save"
-            )
-        if word.failed:
-            last = self._due.error or self._session.outcomes.run.error
-            raise SaveFailed(
-                f"{word.failures} saves in a row failed on some rank; the last committed step is untouched. Last "
-                f"error on this rank: {last or 'none'}"
-            )
 
     def _save(
         self, step: int, metrics: Mapping[str, object] | None, word: Word, to_store: bool, compare: bool
@@ -471,11 +433,10 @@ class Checkpointer:
             self._let_go(clean, timedelta(seconds=max(deadline - time.monotonic(), 0.0)))
 
     def _let_go(self, clean: bool, timeout: timedelta) -> None:
-        self._stop.remove()
+        self._turns.close()
         self._fence.remove()
         registry.keepers.discard(self)
         if self._session.owner.here:
-            self._beat.forget()
             registry.take_loads(self._session.settings.url, self._session.over)
         self._session.close(timeout, clean)
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ckptlib.errors import TornSnapshot
+from ckptlib.errors import NoRoom, TornSnapshot
 from ckptlib.format.keys import SaveId
 from ckptlib.peers.replicator import FindAlike, ReplicaOutcome, Replicator, Round
 from ckptlib.policy.peers import Coverage
@@ -94,8 +94,8 @@ class Snapshots:
     def take_slot(self, nbytes: int) -> Slot:
         """For a snapshot; the caller knows that there is one. Raises NoRoom."""
         slot = self.arena.take(nbytes, self.held_by_all, self._in_use())
-        if slot is None:
-            raise AssertionError("no slot is free, and nobody asked")
+        if slot is None:  # a writer that was killed, and that the kernel does not let go of
+            raise NoRoom("every slot is still open in a writer that does not end: a disk below the store hangs")
         return slot
 
     def local_replicas(self, save: SaveId, number: int, find: FindAlike) -> list[CopyJob]:

@@ -232,7 +232,6 @@ class WriterProcess:
         began = time.monotonic()
         try:
             with self._watchdog.work("persist", save, began + self._deadline_s):
-                self._put_record()
                 part = self._persist_slot(save, path, began + self._deadline_s)
         except (CkptError, OSError, ValueError) as error:
             self._fail(save, error)
@@ -252,6 +251,7 @@ class WriterProcess:
         if slot is None:
             raise FormatError(f"{path}: the slot of step {save.step} is gone")
         try:
+            self._put_record()
             return self._persister.persist(slot, save, deadline)
         finally:
             slot.unlock()
@@ -317,7 +317,7 @@ class WriterProcess:
         """Tells the trainer of a rank that does not commit what became of a save."""
         deadline, pause = time.monotonic() + timeout_s, 0.01
         try:
-            with self._watchdog.work("await", save, deadline, minor=True):
+            with self._watchdog.work("await", save, deadline + self._deadline_s, minor=True):
                 while not self._catalog.is_committed(save):
                     raise_if_failed(self._catalog, save)
                     if time.monotonic() > deadline:  # for whoever asked; the save goes on

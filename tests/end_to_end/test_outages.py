@@ -19,7 +19,7 @@ from helpers.inside import poll, writer_of
 from helpers.one_job import WAIT_S, Job, faulty, slots, steps
 
 import ckptlib
-from ckptlib.errors import SaveFailed, StoreError, StoreTimeout, WaitTimeout
+from ckptlib.errors import SaveFailed, StoreDenied, StoreError, StoreTimeout, WaitTimeout
 
 FOR_EVER_S = 1e9
 DEADLINE = timedelta(seconds=3)
@@ -59,7 +59,9 @@ class Outage:
         return ckptlib.Checkpointer(self.url, self.job.state, **given)
 
     def plan(self, *rules: dict[str, object]) -> None:
-        faulty(self.job, [*rules])
+        path = self.job.root.parent / "plan.json"
+        path.with_suffix(".new").write_text(json.dumps(rules))
+        path.with_suffix(".new").rename(path)
 
     def train_until(self, ckpt: ckptlib.Checkpointer, true: Callable[[], bool], limit_s: float = WAIT_S) -> int:
         """How many steps were made until something is true."""
@@ -75,6 +77,16 @@ class Outage:
         """Another one."""
         before = len(self.names())
         self.train_until(ckpt, lambda: len(self.names()) > before)
+
+    def hold(self, ckpt: ckptlib.Checkpointer, true: Callable[[], bool]) -> None:
+        """Until something is true no save is taken; the writer may end, and another one begin with the next."""
+        deadline = time.monotonic() + WAIT_S
+        while not true():
+            assert time.monotonic() < deadline, self.said()
+            self.train_until_committed(ckpt)
+            settled = time.monotonic() + 2 * DEADLINE.total_seconds()
+            while time.monotonic() < settled and not true():
+                poll(ckpt, 0.05)
 
     def names(self) -> list[str]:
         return [path.name for path in self.job.root.glob("steps/*.json")]
@@ -198,6 +210,58 @@ def wait_gone(outage: Outage) -> None:
     while slots(outage.job.root.parent):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_refusal_is_told_at_once_and_may_pass(outage: Outage) -> None:
+    with outage.checkpointer() as ckpt:
+        outage.plan({"op": "put", "action": "denied"}, {"op": "commit", "action": "denied"})
+        outage.train_until(ckpt, lambda: bool(outage.said(logging.ERROR)))
+        first = outage.said(logging.ERROR)[0]
+        assert "denied, as planned" in first
+        assert "no save will succeed before somebody changes that, and training ends when saves have failed" in first
+        outage.train_until(ckpt, lambda: len(outage.said(logging.ERROR)) > 5)
+        outage.plan()
+        outage.train_until_committed(ckpt)
+
+
+def test_a_root_that_is_refused_is_not_opened(outage: Outage) -> None:
+    outage.plan({"op": "put", "action": "denied"})
+    with pytest.raises(StoreDenied, match="denied, as planned"):
+        outage.checkpointer()
+
+
+# -- what no save waits for
+
+
+def test_a_sweep_that_hangs_delays_no_commit(outage: Outage) -> None:
+    keep = ckptlib.Keep(last=1, grace=timedelta(minutes=1))
+    with outage.checkpointer(keep=keep) as ckpt:
+        outage.plan(stall("put", "^trash/"))
+        outage.train_until(ckpt, outage.met)
+        for _ in range(3):
+            outage.train_until_committed(ckpt)
+        assert not outage.heard("never be committed")
+        outage.plan()
+        outage.train_until(ckpt, lambda: ckpt.pending is not None and ckpt.pending.committed)
+        outage.hold(ckpt, lambda: any((outage.job.root / "trash").glob("*")))
+        ckpt.save(outage.step)
+    assert outage.listed() == [outage.step], "the next writer removed the others"
+
+
+def test_a_snapshot_in_memory_counts_once_its_record_is_there(outage: Outage) -> None:
+    """A job that comes back finds no snapshot of a generation without one."""
+    with outage.checkpointer(every=10**6, peers=ckptlib.Peers(copies=0)) as ckpt:
+        assert ckpt.restore().step == 0
+        outage.plan(stall("put", "^generations/"))
+        made = outage.train_until(ckpt, lambda: outage.heard("the record of generation", "put generations/"))
+        assert made >= FREE_STEPS
+        assert ckpt.coverage is not None
+        assert ckpt.coverage.step is None
+        outage.plan()
+        outage.train_until(ckpt, lambda: ckpt.coverage is not None and ckpt.coverage.step is not None)
+        (record,) = (outage.job.root / "generations").glob("*.json")
+        assert record.read_bytes()
+        assert len([line for line in outage.said() if "the record of generation" in line]) == 1
 
 
 # -- the end, and the beginning

@@ -105,7 +105,7 @@ def a_store_that_fails_one_rank(url: Path) -> None:
 
     def train() -> None:
         nonlocal raised_at
-        with checkpointer(fault, state) as ckpt:
+        with checkpointer(fault, state, max_outage=timedelta()) as ckpt:
             for number in range(1, 4):
                 fail_on_rank_1(plan, number == 2)
                 state["w"].fill_(number)
