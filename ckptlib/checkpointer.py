@@ -6,6 +6,8 @@ Everything that could differ between ranks is said in one step and acted upon, b
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,7 +27,7 @@ from ckptlib.errors import (
     SaveFailed,
     StateChanged,
     StateError,
-    Superseded,
+    WaitTimeout,
 )
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import SaveId, checked_step
@@ -34,19 +36,17 @@ from ckptlib.loading.report import LoadReport
 from ckptlib.policy.codec import AUTO, Asked, CodecRules
 from ckptlib.policy.keep import Keep
 from ckptlib.policy.peers import Coverage, Peers
-from ckptlib.policy.stop_signal import StopSignal
 from ckptlib.policy.when import Policy, Steps
-from ckptlib.ranks.beat import Beat, Word
+from ckptlib.ranks.beat import Word
 from ckptlib.ranks.together import together
 from ckptlib.recovery.restore import restore
 from ckptlib.saving.agreement import kind_of
-from ckptlib.saving.ballots import Poll
-from ckptlib.saving.due import DueSaves
 from ckptlib.saving.estimate import estimate
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.registry import registry
 from ckptlib.saving.session import Session
-from ckptlib.saving.settings import REFRESH, SAVE_DEADLINE, TIMEOUT, Settings
+from ckptlib.saving.settings import MAX_OUTAGE, REFRESH, SAVE_DEADLINE, TIMEOUT, Settings
+from ckptlib.saving.turns import Turns
 from ckptlib.staging.fence import Fence
 from ckptlib.state.flatten import flatten
 from ckptlib.state.leaf import Leaf
@@ -54,9 +54,6 @@ from ckptlib.state.rng import LoadedRng
 from ckptlib.stores import absolute
 
 log = logging.getLogger(__name__)
-
-MAX_FAILURES = 3
-"""Background saves that may fail in a row before all ranks raise; one alone is a warning."""
 
 CLOSE_TIMEOUT = timedelta(minutes=30)
 """How long a normal exit waits for the last save to be committed."""
@@ -82,6 +79,7 @@ class Checkpointer:
     arena:           the directory for snapshots in memory; default: /dev/shm, or a file where /dev/shm is too small.
     timeout:         how long ranks wait for one another.
     save_deadline:   a save that is not committed by then is given up. Fixed when the root is created.
+    max_outage:      how long saves may fail, one after the other, before all ranks raise. Training goes on meanwhile.
     algorithm:       "xxh3", or "blake3" for a store that others can write to. Fixed when the root is created.
     tags:            recorded with this run: a git revision, a name.
 
@@ -104,6 +102,7 @@ class Checkpointer:
         arena: str | Path | None = None,
         timeout: timedelta = TIMEOUT,
         save_deadline: timedelta = SAVE_DEADLINE,
+        max_outage: timedelta = MAX_OUTAGE,
         algorithm: str = XXH3,
         tags: Mapping[str, str] | None = None,
     ) -> None:
@@ -112,6 +111,7 @@ class Checkpointer:
             options=storage_options or {},
             timeout=timeout,
             save_deadline=save_deadline,
+            max_outage=max_outage,
             algorithm=algorithm,
             arena=None if arena is None else Path(arena).absolute(),
             keep=keep,
@@ -126,16 +126,13 @@ class Checkpointer:
             raise TypeError(f"every={every!r}: expected a number of steps, or a policy such as Steps(500)")
         self._session = Session(settings, process_group, lambda: kind_of(flatten(self._state).leaves))
         self._group = self._session.group
-        self._beat = Beat(self._group)
+        self._turns = Turns(self._session, policy, None if peers is None else peers.every)
+        self._due = self._turns.due
         self._fence = Fence()
-        self._stop = StopSignal()
         self._stopping = False
-        self._due = DueSaves(policy, None if peers is None else peers.every)
         self._generators: LoadedRng | None = None
         self._last: Pending | None = None
         self._restored: int | None = None
-        self._poll = Poll((), [])
-        """What was voted with the last word."""
         self._install()
         self.note_load(settings.url, registry.take_loads(settings.url, process_group))
         registry.keepers.add(self)
@@ -165,7 +162,7 @@ class Checkpointer:
         `ckptlib.load`.
         """
         self._check_open()
-        if self._beat.started:  # what was agreed for the next step would be met by another one
+        if self._turns.started:  # what was agreed for the next step would be met by another one
             raise ValueError("call restore before the first after_step; to go back, create another Checkpointer")
         report, self._generators = restore(self._session, self._state, strict, device)
         self._restored = report.step
@@ -237,28 +234,27 @@ class Checkpointer:
 
         Call it on every rank, after optimizer.step(), with consecutive steps. A save that falls due while no slot is
         free is taken a few steps later. If you do not use `loop`, call `save` for the last step. Raises SaveFailed
-        after several background saves failed in a row, and Superseded when a newer job has taken over the root; all
-        ranks raise at the same step.
+        when background saves have failed for longer than `max_outage`, and Superseded when a newer job has taken over
+        the root; all ranks raise at the same step.
         """
         self._check_open()
         step, session = checked_step(step), self._session
-        if not self._beat.started:
+        if not self._turns.started:
             self._warm()
-            self._say(step)
-        word = self._beat.agreed(step)
-        session.verdicts.conclude(self._poll, self._beat.votes)
+            self._turns.say(step)
+        word = self._turns.agreed(step)
         self._check_counted(step)
         session.outcomes.poll()
         self._note_torn()
         compare = self._note_differing() or bool(word.agree)
-        self._raise_agreed(word)
+        self._turns.check(word)
         self._stopping = bool(word.stop)
         if self._stopping and self._group.rank == 0:
             log.warning("asked to stop: saving step %d, the last one", step)
         session.follow(word)
         last = bool(word.stop) or step == self._due.final
         if last:
-            session.await_room()
+            session.await_room(self._stop_timeout_s)
         taken = None
         if last or ((word.due or word.snap) and word.needs_held <= session.snapshots.held_by_all):
             # a last one is compared before it is taken: no other could be, should it turn out to differ
@@ -266,9 +262,10 @@ class Checkpointer:
             taken = self._save(step, metrics, word, to_store=bool(last or word.due), compare=compare)
         elif word.due or word.snap:
             session.snapshots.make_room()
+            self._turns.tell_waiting()
         try:
             if not self._stopping:
-                self._say(step + 1)
+                self._turns.say(step + 1)
         finally:
             if taken is not None:
                 taken.staging.go()
@@ -288,7 +285,7 @@ class Checkpointer:
             raise SaveFailed(f"some rank could not save step {step}, which will never be committed; save a later one")
         if self._last is None or not known:
             self._session.await_room()
-            trained = self._beat.started  # by after_step: an iteration has been
+            trained = self._turns.started  # by after_step: an iteration has been
             self._last = save_step(self._session, SaveOrder(self._state, step, metrics, spare=trained))
             self._last.staging.go()
         return self._last
@@ -306,32 +303,6 @@ class Checkpointer:
                 "call after_step(step + 1)"
             )
         self._restored = None
-
-    def _say(self, step: int) -> None:
-        due = self._due
-        due.look_ahead(step)
-        word = Word(
-            step=step,
-            due=int(due.to_store),
-            snap=int(due.in_memory),
-            inline=int(due.inline),
-            stop=int(self._stop.wanted),
-            failures=due.failures,
-        )
-        word, self._poll = self._session.say(word)
-        self._beat.start(word, self._poll.votes)
-
-    def _raise_agreed(self, word: Word) -> None:
-        if word.superseded:
-            raise self._session.outcomes.superseded or Superseded(
-                f"{self._session.store.url}: a newer generation has begun; this job may no longer save"
-            )
-        if word.failures >= MAX_FAILURES:
-            last = self._due.error or (self._last and self._last.error)
-            raise SaveFailed(
-                f"{word.failures} saves in a row failed on some rank; the last committed step is untouched. Last "
-                f"error on this rank: {last or 'none'}"
-            )
 
     def _save(
         self, step: int, metrics: Mapping[str, object] | None, word: Word, to_store: bool, compare: bool
@@ -437,20 +408,35 @@ class Checkpointer:
         """Total seconds that training has waited at the fence."""
         return self._fence.waited_s
 
+    @property
+    def _stop_timeout_s(self) -> float | None:
+        """How long the last save is waited for where the job was told to stop; whoever told it will not wait for ever.
+
+        None: it was not.
+        """
+        return self._session.settings.timeout.total_seconds() if self._stopping else None
+
     def close(self, timeout: timedelta = CLOSE_TIMEOUT) -> None:
-        """Waits until the last save is committed. Raises SaveFailed if it never will be, and WaitTimeout."""
+        """Waits until the last save is committed; after SIGTERM not longer than ranks wait for one another.
+
+        Raises SaveFailed if it never will be, and WaitTimeout: the writer goes on alone then.
+        """
+        deadline = time.monotonic() + min(timeout.total_seconds(), self._stop_timeout_s or math.inf)
+        clean = True
         try:
             if self._last is not None and self._session.owner.here:
-                self._last.wait_committed(timeout.total_seconds())
+                self._last.wait_committed(deadline - time.monotonic())
+        except WaitTimeout:
+            clean = False
+            raise
         finally:
-            self._let_go(clean=True, timeout=timeout)
+            self._let_go(clean, timedelta(seconds=max(deadline - time.monotonic(), 0.0)))
 
     def _let_go(self, clean: bool, timeout: timedelta) -> None:
-        self._stop.remove()
+        self._turns.close()
         self._fence.remove()
         registry.keepers.discard(self)
         if self._session.owner.here:
-            self._beat.forget()
             registry.take_loads(self._session.settings.url, self._session.over)
         self._session.close(timeout, clean)
 

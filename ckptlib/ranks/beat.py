@@ -36,6 +36,8 @@ class Word(NamedTuple):
     """The step that all ranks must hold before this rank has a slot for another snapshot; -1: it has one."""
     failures: int = 0
     """Background saves that failed in a row."""
+    failed: int = 0
+    """1: they are too many, over too long a time, for the training to go on."""
     superseded: int = 0
     """1: a newer generation owns the root."""
     link_failed: int = 0

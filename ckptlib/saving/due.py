@@ -15,6 +15,15 @@ class DueSaves:
         """`every_in_memory`: snapshots for memory are due at multiples of it; None: never."""
         self._policy = policy
         self._every_in_memory = every_in_memory
+        self._step = 0
+        """The last that was looked ahead to."""
+        self._last_due: int | None = None
+        """Where the policy said so for the last time; before it has, where this began."""
+        self._interval: int | None = None
+        """Steps from there back to the time before."""
+        self._waits_since = 0
+        """Where what is due fell due."""
+        self._told_waiting = False
         self.final: int | None = None
         """The last step of the loop, which is always saved; None: not known."""
         self.to_store = False
@@ -30,9 +39,31 @@ class DueSaves:
 
     def look_ahead(self, step: int) -> None:
         """`step` comes next."""
-        self.to_store = self.to_store or self._policy.due(step) or step == self.final
+        self._step = step
+        if self._last_due is None:
+            self._last_due = step - 1
+        if not self.to_store and self._policy.due(step):
+            self._interval, self._last_due = step - self._last_due, step
+            self._fall_due()
+        if step == self.final:
+            self._fall_due()
         every = self._every_in_memory
         self.in_memory = self.in_memory or (every is not None and step % every == 0)
+
+    def _fall_due(self) -> None:
+        if not self.to_store:
+            self.to_store, self._waits_since = True, self._step
+
+    @property
+    def _waits_long(self) -> bool:
+        """Whether a save has been due for two intervals by now."""
+        waited = self._step - self._waits_since
+        return self.to_store and self._interval is not None and waited >= 2 * self._interval
+
+    def must_tell(self) -> bool:
+        """Whether a save waits so long; says so once, until one is taken in time."""
+        told, self._told_waiting = self._told_waiting, self._told_waiting or self._waits_long
+        return self._waits_long and not told
 
     def begin(self, to_store: bool) -> None:
         """A snapshot is taken now: what it serves is due no longer."""
@@ -41,12 +72,15 @@ class DueSaves:
 
     def skip(self, to_store: bool) -> None:
         """This step is saved already."""
+        if self.to_store and to_store:
+            self._told_waiting = self._told_waiting and self._waits_long
         self.to_store = self.to_store and not to_store
         self.in_memory = False
 
     def owe(self, to_store: bool, inline: bool = False) -> None:
         """A snapshot came to nothing: another one is due as soon as can be."""
-        self.to_store = self.to_store or to_store
+        if to_store:
+            self._fall_due()
         self.in_memory = True
         self.inline = self.inline or inline
 

@@ -6,7 +6,6 @@ restore says what it goes on from.
 
 from __future__ import annotations
 
-import logging
 import platform
 import secrets
 import socket
@@ -17,14 +16,14 @@ import torch
 
 from ckptlib._version import __version__
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.errors import CheckpointNotFound, StoreError
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation, Root
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
 from ckptlib.slots.placement import ReplicaMap
-
-log = logging.getLogger(__name__)
+from ckptlib.writer.client import Writer
 
 
 class Lineage:
@@ -35,7 +34,8 @@ class Lineage:
     ) -> None:
         """Opens the root, or makes it with this algorithm and deadline. Collective.
 
-        Raises, on all ranks, what is wrong with the root, and NewerFormat where a newer ckptlib has saved in it.
+        Raises, on all ranks, what is wrong with the root, and NewerFormat where a newer ckptlib has saved in it; also
+        StoreError where a rank does not see the root that rank 0 opened.
         """
         self._catalog = catalog
         self._group = group
@@ -44,6 +44,9 @@ class Lineage:
         self.resumed_from: SaveId | None = None
         self.began = False
         """Whether it has saved, to the store or to memory."""
+        self._again = False
+        self.recorded = group.rank != 0
+        """Whether its record is in the store; only rank 0 is told so."""
         self.placement: ReplicaMap | None = None
         """Of replicas, where snapshots are kept in memory."""
 
@@ -57,45 +60,59 @@ class Lineage:
         made = together(self._group, "opening the root", lambda: make() if self._group.rank == 0 else None)
         document, _, tail = self._group.broadcast(made).rpartition(b"\n")
         number, _, nonce = tail.decode().partition("-")
-        return Root.decode(document + b"\n", keys.ROOT), GenerationId(int(number), nonce)
+        root = Root.decode(document + b"\n", keys.ROOT)
+        together(self._group, "opening the root", lambda: self._check_seen(root))
+        return root, GenerationId(int(number), nonce)
 
-    def begin(self, step: int) -> None:
-        """Puts this generation's record before its first save, of `step`."""
-        if not self.began and self._group.rank == 0:
-            if self.resumed_from is None or self.resumed_from.step > step:  # would mix with what follows on this one
-                self.resumed_from = self._continued(step)
-            self.put()
-        self.began = True
-
-    def _continued(self, step: int) -> SaveId | None:
-        """What a job that did not restore continues: the newest step before its own first one."""
-        visible = self._catalog.visible()
-        hidden = [save.step for save in visible if save.step >= step]
-        if hidden:
-            log.warning(
-                "%s holds steps up to %d, but this job saves step %d without having restored an earlier one: steps %d "
-                "and later are no longer listed (they stay in the store)",
-                self._catalog.store.url,
-                hidden[-1],
-                step,
-                hidden[0],
+    def _check_seen(self, root: Root) -> None:
+        """By one read: that this rank reaches the store, may read it, and that it is the same one."""
+        if self._group.rank == 0:
+            return
+        where = f"{self._catalog.store.url} on {socket.gethostname()}"
+        try:
+            seen = self._catalog.root()
+        except CheckpointNotFound as error:
+            raise StoreError(
+                f"{where}: rank 0 opened a root here, but this rank does not see it; is the path on storage that all "
+                "hosts share?"
+            ) from error
+        if seen.id != root.id:
+            raise StoreError(
+                f"{where}: this rank sees root {seen.id}, but rank 0 opened {root.id}; every rank must use one store"
             )
-        return max((save for save in visible if save.step < step), default=None)
 
-    def put(self) -> None:
-        """From here on older generations may not commit. Rank 0."""
+    def begin(self, writer: Writer, step: int) -> None:
+        """Before its first snapshot, of `step`: the writers are told, and rank 0's puts this generation's record.
+
+        That is before anything of this generation can be committed; from then on older ones may not commit. Nothing is
+        waited for. Does nothing where it has begun, unless its record could not be put.
+        """
+        if self.began and not self._again:
+            return
+        continues = self.resumed_from is None or self.resumed_from.step > step  # would mix with what follows on it
+        record = self._record(None if continues else self.resumed_from)
+        writer.begin(record.encode().decode(), step, continues, now=self.placement is not None)
+        self.began, self._again = True, False
+
+    def note_recorded(self) -> None:
+        """Rank 0's writer has put the record."""
+        self.recorded, self._again = True, False
+
+    def note_not_recorded(self) -> None:
+        """It could not: the next snapshot has it try again."""
+        self._again = True
+
+    def _record(self, resumed_from: SaveId | None) -> Generation:
         placement = self.placement
-        self._catalog.put_generation(
-            Generation(
-                id=self.generation,
-                world_size=self._group.size,
-                resumed_from=self.resumed_from,
-                created=time.time(),
-                versions={"ckptlib": __version__, "torch": torch.__version__, "python": platform.python_version()},
-                host=socket.gethostname(),
-                tags=self._tags,
-                domains=() if placement is None else placement.domains,
-                copies=0 if placement is None else placement.copies,
-                kinds=() if placement is None else placement.kinds,
-            )
+        return Generation(
+            id=self.generation,
+            world_size=self._group.size,
+            resumed_from=resumed_from,
+            created=time.time(),
+            versions={"ckptlib": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            host=socket.gethostname(),
+            tags=self._tags,
+            domains=() if placement is None else placement.domains,
+            copies=0 if placement is None else placement.copies,
+            kinds=() if placement is None else placement.kinds,
         )

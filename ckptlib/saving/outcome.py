@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from ckptlib.errors import ReplicasDiffer, SaveFailed, Superseded, WaitTimeout
+from ckptlib.errors import ReplicasDiffer, SaveFailed, StoreDenied, Superseded, WaitTimeout
 from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
+from ckptlib.saving.failures import FailureRun
 from ckptlib.saving.forks import Owner
+from ckptlib.saving.lineage import Lineage
 from ckptlib.saving.looks import Looks
 from ckptlib.saving.news import News
 from ckptlib.saving.planner import Planner
@@ -42,18 +44,31 @@ class Outcomes:
     """Of all saves of a session; main thread."""
 
     def __init__(
-        self, rank: int, writer: Writer, snapshots: Snapshots, planner: Planner, owner: Owner, news: News
+        self,
+        rank: int,
+        writer: Writer,
+        snapshots: Snapshots,
+        planner: Planner,
+        lineage: Lineage,
+        owner: Owner,
+        news: News,
+        max_outage_s: float,
     ) -> None:
         self._rank = rank
         self._news = news
         self._writer = writer
         self._snapshots = snapshots
         self._planner = planner
+        self._lineage = lineage
         self._owner = owner
+        self._max_outage_s = max_outage_s
         self._open: dict[str, Outcome] = {}
         """By save: what is not known yet and may be heard of."""
-        self.failures = 0
+        self.run = FailureRun(max_outage_s)
         """Saves that failed in a row, as far as this rank knows."""
+        self._told_waiting: str | None = None
+        """The save of which was told what it waits for."""
+        self._told_unrecorded = False
         self.superseded: Superseded | None = None
 
     def expect(self, outcome: Outcome) -> None:
@@ -78,19 +93,20 @@ class Outcomes:
     def note(self, event: Mapping[str, object]) -> None:
         """What the writer told."""
         kind = event["event"]
-        if kind == "ready":
+        if kind in ("ready", "waiting", "begun", "not-begun"):
+            self._note_store(event)
             return
         key = str(event["save"])
         outcome = self._open.get(key)
         if kind == "released":
             self._snapshots.released(key, durable=event["error"] is None)
             if event["error"] is None and self._rank != 0:
-                self.failures = 0
+                self.run.succeed()
                 if outcome is not None and not outcome.watches:
                     del self._open[key]
         elif kind == "committed":
             self._open.pop(key, None)
-            self.failures = 0
+            self.run.succeed()
             if self._rank == 0:
                 step, nbytes = keys.parse_save(key).step, event["nbytes"]
                 log.info("step %d is committed: %s bytes in %.3f s", step, f"{nbytes:,}", event["seconds"])
@@ -105,6 +121,39 @@ class Outcomes:
             self._open.pop(key, None)
             self._failed(outcome, str(event["kind"]), str(event["error"]), key)
 
+    def _note_store(self, event: Mapping[str, object]) -> None:
+        """What the writer told of the store, and of no save's end."""
+        kind, lineage = event["event"], self._lineage
+        if kind == "begun":
+            lineage.note_recorded()
+            self._told_unrecorded = False
+            if event["warning"] is not None:
+                log.warning("%s", event["warning"])
+        elif kind == "not-begun":
+            lineage.note_not_recorded()
+            if not self._told_unrecorded:
+                self._told_unrecorded = True
+                log.error(
+                    "the record of generation %s is not in the store; before it is, no snapshot in memory counts as "
+                    "held; said once, until it is: %s",
+                    lineage.generation,
+                    event["error"],
+                )
+        elif kind == "waiting" and event["request"] is not None and event["save"] != self._told_waiting:
+            self._told_waiting = None if event["save"] is None else str(event["save"])
+            log.warning("%s; training goes on", self.waits_for())
+
+    def waits_for(self) -> str:
+        """What keeps this rank's slots busy, as far as is known."""
+        waiting, steps = self._writer.waiting, [keys.parse_save(save).step for save in self._snapshots.persisting_saves]
+        at = "nothing of this rank is being written, so it waits for other ranks"
+        if steps:
+            at = f"step {', then '.join(map(str, steps))} is being written"
+        if waiting is None:
+            return at
+        seconds = time.monotonic() - waiting["since"]
+        return f"{at}; the store has not answered {waiting['request']} for {seconds:.0f} s"
+
     def _failed(self, outcome: Outcome, kind: str, text: str, key: str) -> None:
         error: SaveFailed
         if kind == ReplicasDiffer.__name__:  # the next save compares, and that one counts
@@ -112,13 +161,22 @@ class Outcomes:
             outcome.error = ReplicasDiffer(text)
             log.warning("%s", text)
             return
-        self.failures += 1
         if kind == "Superseded":
             error = self.superseded = Superseded(text)
         else:
             error = SaveFailed(f"save {key} failed and will never be committed; earlier steps are untouched: {text}")
-        log.error("%s", error)
+        denied = "" if kind != StoreDenied.__name__ else self._until_changed
+        self.run.fail(time.monotonic(), error)
+        log.error("%s%s", error, denied)
         outcome.error = error
+
+    @property
+    def _until_changed(self) -> str:
+        minutes = self._max_outage_s / 60
+        return (
+            "; no save will succeed before somebody changes that, and training ends when saves have failed for "
+            f"{minutes:g} min (max_outage)"
+        )
 
     # Waiting for one
 
@@ -147,7 +205,9 @@ class Outcomes:
             if outcome.error is not None:
                 raise outcome.error
             if time.monotonic() > deadline:
-                raise WaitTimeout(f"step {step} was not committed within {timeout_s:.0f} s; it may still be")
+                raise WaitTimeout(
+                    f"step {step} was not committed within {timeout_s:.0f} s; it may still be: {self.waits_for()}"
+                )
             if self._rank != 0:
                 self._ask(outcome, looks)
             self.poll(listen_s)

@@ -20,9 +20,11 @@ from ckptlib.format.table import Table
 from ckptlib.policy.peers import DEVICE
 from ckptlib.ranks.beat import Word
 from ckptlib.ranks.group import Group
+from ckptlib.ranks.held import NONE
 from ckptlib.ranks.meeting import group_of, group_or_world, notices_over
 from ckptlib.ranks.together import together
 from ckptlib.saving.ballots import Poll
+from ckptlib.saving.bounded_store import BoundedStore
 from ckptlib.saving.forks import Owner, check_root
 from ckptlib.saving.lineage import Lineage
 from ckptlib.saving.memory import open_memory
@@ -64,9 +66,10 @@ class Session:
         self.settings = settings
         self.over = group_or_world(over)
         self.group: Group = group_of(over, settings.timeout)
-        self.store = open_store(settings.url, settings.options)
+        self.store = BoundedStore(open_store(settings.url, settings.options), settings.timeout.total_seconds() / 2)
         self.catalog = Catalog(self.store)
-        together(self.group, f"opening {self.store.url}", lambda: probe(self.store))
+        what = f"opening {self.store.url}"  # one dry run for all ranks; each reads the root's document after it
+        together(self.group, what, lambda: probe(self.store) if self.group.rank == 0 else None)
         self.lineage = Lineage(
             self.catalog, self.group, settings.algorithm, settings.save_deadline.total_seconds(), settings.tags
         )
@@ -89,7 +92,16 @@ class Session:
         self.owner = Owner(settings.url)
         notices = notices_over(over, f"{self.root.id}/{self.generation}", settings.timeout)
         self.news = News(notices, self.group.rank, self.group.size, self.store.is_local)
-        self.outcomes = Outcomes(self.group.rank, self.writer, self.snapshots, self.planner, self.owner, self.news)
+        self.outcomes = Outcomes(
+            self.group.rank,
+            self.writer,
+            self.snapshots,
+            self.planner,
+            self.lineage,
+            self.owner,
+            self.news,
+            settings.max_outage.total_seconds(),
+        )
         self.verdicts = Verdicts(self.group, self.generation, self.planner, self.snapshots, self.outcomes)
 
     # What a save asks for, in this order; see `checkpoint.save_step`
@@ -116,7 +128,7 @@ class Session:
         """The state, flattened, with the random generators; and the metrics. The first save begins the generation."""
         if self.outcomes.superseded is not None:
             raise self.outcomes.superseded
-        self.lineage.begin(step)
+        self.lineage.begin(self.writer, step)
         encoded = {name: values.encode(value, f"metrics[{name}]") for name, value in (metrics or {}).items()}
         return flatten(whole_state(state, PerRank(self._rng)), self._memo), encoded
 
@@ -180,33 +192,41 @@ class Session:
         word = word._replace(
             agree=int(self.planner.must_compare),
             needs_held=snapshots.needs_held(),
-            failures=max(outcomes.failures, word.failures),
+            failures=max(outcomes.run.count, word.failures),
+            failed=max(int(outcomes.run.too_long), word.failed),
             superseded=int(outcomes.superseded is not None),
             link_failed=int(self.link.failed),
             calm=int(self.link.calm),
-            oldest_held=snapshots.own.newest,
+            oldest_held=self._newest_held,
             held_since=snapshots.own.since,
             oldest_settled=snapshots.own.settled,
         )
         return word, self.verdicts.poll()  # after `own` was asked: what is held has been voted upon
+
+    @property
+    def _newest_held(self) -> int:
+        """None before the record of the generation is in the store: nobody would come back from the snapshot."""
+        return self.snapshots.own.newest if self.lineage.recorded or self.settings.peers is None else NONE
 
     def follow(self, word: Word) -> None:
         """Acts upon what all ranks said of their snapshots and their links. Collective where links are mended."""
         self.snapshots.note_all(word.oldest_held, word.held_since, word.oldest_settled)
         self.link.mend(bool(word.link_failed), bool(word.calm))
 
-    def await_room(self) -> None:
+    def await_room(self, timeout_s: float | None = None) -> None:
         """Returns when every rank has a slot for another snapshot. Collective.
 
-        Raises WaitTimeout after the deadline of a save: longer than ranks wait for one another in a collective.
+        Raises WaitTimeout after `timeout_s`; by default later than a save is given up, whose slot is free then.
         """
-        deadline = time.monotonic() + self.root.save_deadline_s
+        if timeout_s is None:
+            timeout_s = 1.5 * self.root.save_deadline_s
+        deadline = time.monotonic() + timeout_s
         lacking = True
         while lacking:
-            lacks = together(self.group, "waiting for a slot", lambda: self._lacks_room(deadline))
+            lacks = together(self.group, "waiting for a slot", lambda: self._lacks_room(deadline, timeout_s))
             own = self.snapshots.own
             (any_lacks, since), (newest, settled) = self.group.extremes(
-                [int(lacks), own.since], [own.newest, own.settled]
+                [int(lacks), own.since], [self._newest_held, own.settled]
             )
             lacking = bool(any_lacks)
             poll = self.verdicts.poll()
@@ -214,15 +234,13 @@ class Session:
                 self.verdicts.conclude(poll, self.group.start_sum(poll.votes)())
             self.snapshots.note_all(newest, since, settled)
 
-    def _lacks_room(self, deadline: float) -> bool:
+    def _lacks_room(self, deadline: float, timeout_s: float) -> bool:
         """Whether there is no slot after a while."""
         patience = time.monotonic() + self.group.patience_s
         while self.snapshots.settling or self.snapshots.needs_held() > self.snapshots.own.newest:
             now = time.monotonic()
             if now > deadline:
-                raise WaitTimeout(
-                    f"no slot was free within {self.root.save_deadline_s:.0f} s: the store is slower than the saves"
-                )
+                raise WaitTimeout(f"no slot was free within {timeout_s:.0f} s: {self.outcomes.waits_for()}")
             if now > patience:
                 return True
             self.outcomes.poll(0.02)

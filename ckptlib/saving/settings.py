@@ -11,11 +11,15 @@ from ckptlib.format.digests import ALGORITHMS, XXH3
 from ckptlib.policy.codec import CodecRules
 from ckptlib.policy.keep import Keep
 from ckptlib.policy.peers import Peers
+from ckptlib.writer.channel import PROTOCOL
 
 TIMEOUT = timedelta(minutes=10)
 """How long ranks wait for one another inside a collective; torch's own default for gloo is 30 minutes."""
 
 SAVE_DEADLINE = timedelta(hours=1)
+
+MAX_OUTAGE = timedelta(minutes=30)
+"""Longer than a store is away for a restart of its own or a change of credentials."""
 
 REFRESH = timedelta(days=7)
 
@@ -31,6 +35,8 @@ class Settings:
     """How long ranks wait for one another."""
     save_deadline: timedelta = SAVE_DEADLINE
     """After which a save that is not committed never will be; the root's own counts where there is one."""
+    max_outage: timedelta = MAX_OUTAGE
+    """How long saves may fail, one after the other, before the training ends."""
     algorithm: str = XXH3
     arena: Path | None = None
     keep: Keep | None = None
@@ -49,6 +55,7 @@ class Settings:
         for name, kind, example in (
             ("timeout", timedelta, "timedelta(minutes=10)"),
             ("save_deadline", timedelta, "timedelta(hours=1)"),
+            ("max_outage", timedelta, "timedelta(minutes=30)"),
             ("refresh", timedelta, "timedelta(days=7)"),
             ("keep", Keep, "Keep(last=3)"),
             ("peers", Peers, "Peers(copies=1)"),
@@ -56,13 +63,19 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise TypeError(f"{name}={value!r}: expected {kind.__name__}, such as {example}")
-        if self.refresh <= timedelta():
-            raise ValueError(f"refresh={self.refresh!r}: expected a time above 0, such as timedelta(days=7)")
+        for name, example in (("timeout", "minutes=10"), ("save_deadline", "hours=1"), ("refresh", "days=7")):
+            if getattr(self, name) <= timedelta():
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: expected a time above 0, such as timedelta({example})"
+                )
+        if self.max_outage < timedelta():
+            raise ValueError(f"max_outage={self.max_outage!r}: expected a time, such as timedelta(minutes=30), or none")
 
     def for_writer(self, rank: int, world_size: int, save_deadline_s: float) -> dict[str, object]:
         """The order that a rank's writer begins with."""
         return {
             "op": "setup",
+            "protocol": PROTOCOL,
             "url": self.url,
             "options": dict(self.options),
             "rank": rank,

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ckptlib.errors import TornSnapshot
+from ckptlib.errors import NoRoom, TornSnapshot
 from ckptlib.format.keys import SaveId
 from ckptlib.peers.replicator import FindAlike, ReplicaOutcome, Replicator, Round
 from ckptlib.policy.peers import Coverage
@@ -94,8 +94,8 @@ class Snapshots:
     def take_slot(self, nbytes: int) -> Slot:
         """For a snapshot; the caller knows that there is one. Raises NoRoom."""
         slot = self.arena.take(nbytes, self.held_by_all, self._in_use())
-        if slot is None:
-            raise AssertionError("no slot is free, and nobody asked")
+        if slot is None:  # a writer that was killed, and that the kernel does not let go of
+            raise NoRoom("every slot is still open in a writer that does not end: a disk below the store hangs")
         return slot
 
     def local_replicas(self, save: SaveId, number: int, find: FindAlike) -> list[CopyJob]:
@@ -173,6 +173,11 @@ class Snapshots:
     def is_persisting(self, save: str) -> bool:
         """Whether the writer has yet to let go of the slot of this save."""
         return save in self._persisting
+
+    @property
+    def persisting_saves(self) -> list[str]:
+        """Those whose slots the writer has yet to let go of, oldest first."""
+        return list(self._persisting)
 
     @property
     def persisting(self) -> bool:

@@ -12,7 +12,7 @@ A plan is a JSON list of rules, each an object with
               scan, delete (of each key)
     key       a regular expression that is searched for in the key, or in the prefix of a scan; absent: any
     nth       which of the operations of this process that the rule is about, from 0; absent: each of them
-    action    error (StoreError), unreadable (ObjectUnreadable), full (StoreFull), stall,
+    action    error (StoreError), unreadable (ObjectUnreadable), full (StoreFull), denied (StoreDenied), stall,
               flip (one bit of the data put), kill-before or kill-after (SIGKILL of this process before or after the
               operation)
     seconds   how long a stall lasts
@@ -37,7 +37,7 @@ from urllib.parse import unquote
 
 from typing_extensions import Buffer, NotRequired, override
 
-from ckptlib.errors import ObjectUnreadable, StoreError, StoreFull
+from ckptlib.errors import ObjectUnreadable, StoreDenied, StoreError, StoreFull
 from ckptlib.stores.base import Entry, LateHead, Store, as_bytes
 
 __all__ = ["FaultStore", "LatencyStore", "flip_bit", "open_testing_store", "truncate"]
@@ -46,7 +46,7 @@ OpenStore: TypeAlias = Callable[[str, "Mapping[str, object] | None"], Store]
 
 _OPS = {"put", "write", "commit", "get", "get_into", "scan", "delete"}
 _OPS_WITH_DATA = {"put", "write", "commit"}
-_ACTIONS = {"kill-before", "kill-after", "error", "unreadable", "full", "stall", "flip"}
+_ACTIONS = {"kill-before", "kill-after", "error", "unreadable", "full", "denied", "stall", "flip"}
 
 
 def open_testing_store(url: str, options: Mapping[str, object] | None, open_store: OpenStore) -> Store:
@@ -260,6 +260,8 @@ class FaultStore(_HookedStore):
             raise ObjectUnreadable(f"{where}: cannot be read, as planned")
         elif action == "full":
             raise StoreFull(f"{where}: no space, as planned")
+        elif action == "denied":
+            raise StoreDenied(f"{where}: denied, as planned")
         elif action == "flip":
             data = _flipped(data)
         elif action == "kill-before":

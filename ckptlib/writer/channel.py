@@ -11,6 +11,9 @@ from typing import Any
 
 Message = dict[str, Any]
 
+PROTOCOL = 2
+"""Of what they say; a trainer and a writer of other versions of ckptlib do not understand each other."""
+
 
 class Channel:
     """One end. Any thread may send; one thread receives."""

@@ -19,6 +19,9 @@ from ckptlib.writer.channel import Channel, Message
 
 log = logging.getLogger(__name__)
 
+REAP_S = 5.0
+"""How long a killed writer is waited for: one whose disk hangs may stay in the kernel for ever."""
+
 MAX_DEATHS = 3
 """In a row, without a save in between; then something is wrong that another start will not mend."""
 
@@ -41,7 +44,12 @@ class Writer:
         self._open: dict[_OrderKey, Message] = {}
         """What another writer must do, should this one die."""
         self._held: SaveId | None = None
+        self._begun: Message | None = None
+        self.waiting: Message | None = None
+        """What the writer has waited for in vain for a while, as it told: the request, the save, since when."""
         self._deaths = 0
+        self._stuck = False
+        """Whether the writer gave up a call that hangs, and ends."""
         self.log_path = logfile.new_path(int(setup["rank"]))
         self._lock = threading.Lock()
         self._start()
@@ -83,6 +91,15 @@ class Writer:
         self._held = save
         self._channel.send({"op": "held", "save": str(save)})
 
+    def begin(self, record: str, step: int, continues: bool, now: bool) -> None:
+        """The generation begins with a save of `step`: rank 0's writer puts its record before it puts anything else.
+
+        `continues`: it goes on from what is there. `now`: the record is put at once; answered by `begun`.
+        """
+        with self._lock:
+            self._begun = {"op": "begin", "record": record, "step": step, "continues": continues, "now": False}
+            self._channel.send({**self._begun, "now": now})
+
     def expect(self, save: SaveId) -> None:
         """A snapshot is being staged: should the trainer die now, its part will not come."""
         self._order({"op": "expect", "save": str(save)})
@@ -109,20 +126,26 @@ class Writer:
 
         A writer that died is started again as soon as there is something to do, with all orders that it did not carry
         out, or snapshots to be kept for a successor. When it keeps dying, each of the orders is answered by a failure
-        instead.
+        instead. One that gave up a save, since the store did not answer, is replaced: the next one publishes that.
         """
-        events = self._channel.receive(timeout_s)
+        told, events = self._channel.receive(timeout_s), list[Message]()
         with self._lock:
-            for event in events:
-                self._note(event)
+            for event in told:
+                if not self._stuck:  # what it did after it gave up is done again
+                    self._note(event)
+                    events.append(event)
             keeps = self._held is not None and self._deaths + 1 < MAX_DEATHS
-            if self._channel.closed and (self._open or keeps):
+            if self._stuck or (self._channel.closed and (self._open or keeps)):
                 events += self._revive()
         return events
 
     def _note(self, event: Message) -> None:
         kind = event["event"]
-        if kind == "ready":
+        if event.get("replace"):
+            self._stuck = True
+        if kind == "waiting":
+            self.waiting = None if event["request"] is None else event
+        if kind in ("ready", "begun", "not-begun", "waiting"):
             return
         save = event["save"]
         if kind == "undecided":  # no proof that it can do more than look
@@ -131,17 +154,24 @@ class Writer:
         self._deaths = 0
         if kind == "released" and event["error"] is None and self._setup["rank"] == 0:
             key = _OrderKey(save, elsewhere=False)
-            self._open[key] = {"op": "commit", "save": save}  # its slot may be overwritten now
+            self._open[key] = {"op": "commit", "save": save, "began": event["began"]}  # its slot may be overwritten now
+        elif kind == "failed" and event.get("replace"):  # nobody has told the other ranks
+            self._open[_OrderKey(save, elsewhere=False)] = {"op": "void", "save": save, "error": event["error"]}
         else:
             self._open.pop(_OrderKey(save, elsewhere=False), None)
         if kind != "released":
             self._open.pop(_OrderKey(save, elsewhere=True), None)
 
     def _revive(self) -> list[Message]:
-        code = self._process.wait()
-        self._deaths += 1
+        if self._stuck:
+            log.warning("the writer process (pid %d) hangs in a call to the store; starting another one", self.pid)
+            self._reap(kill=True)
+        else:
+            self._deaths += 1
+            code = self._reap()
+            log.warning("the writer process died (exit %s, log %s); starting it again", code, self.log_path)
+        self._stuck, self.waiting = False, None
         self._channel.close()
-        log.warning("the writer process died (exit %s, log %s); starting it again", code, self.log_path)
         given_up: list[Message] = []
         error = f"the writer process died {self._deaths} times in a row; see {self.log_path}"
         if self._deaths >= MAX_DEATHS:
@@ -149,6 +179,8 @@ class Writer:
             self._open.clear()
             self._deaths = 0
         self._start()
+        if self._begun is not None:
+            self._channel.send(self._begun)
         for path in self._slots:
             self._channel.send({"op": "slot", "path": path})
         if self._held is not None:
@@ -159,6 +191,15 @@ class Writer:
             if order["op"] not in ("commit", "await"):  # so that no other rank waits for the part
                 self._channel.send({"op": "void", "save": order["save"], "error": error})
         return [_failure(order["save"], error) for order in given_up]
+
+    def _reap(self, kill: bool = False) -> int | None:
+        """Its exit status; None where the kernel does not let go of it."""
+        if kill:
+            self._process.kill()
+        try:
+            return self._process.wait(REAP_S)
+        except subprocess.TimeoutExpired:
+            return None
 
     def forget_slot(self, path: Path) -> None:
         """The slot is gone; its memory is given back when the writer has let go of it, too."""
@@ -175,19 +216,21 @@ class Writer:
 
         Raises WaitTimeout when it does not end in time; it goes on then.
         """
-        self._channel.send({"op": "close"})
         deadline = time.monotonic() + timeout_s
         events: list[Message] = []
+        while self._open and time.monotonic() < deadline:  # by another one, should it give up one of them
+            events += self.poll(0.05)
+        self._channel.send({"op": "close"})
         while not self._channel.closed:
             if time.monotonic() > deadline:
                 raise WaitTimeout(
                     f"the writer (pid {self.pid}) did not finish within {timeout_s:.0f} s; it goes on alone"
                 )
-            events += self._channel.receive(timeout_s=0.05)
-        code = self._process.wait()
+            for event in self._channel.receive(timeout_s=0.05):
+                self._note(event)
+                events.append(event)
+        code = self._reap()
         self._channel.close()
-        for event in events:
-            self._note(event)
         error = f"the writer process died (exit {code}) while it was waited for; see {self.log_path}"
         return events + [_failure(order["save"], error) for order in self._open.values()]
 

@@ -35,6 +35,8 @@ class Parents:
         self._parts: deque[Part] = deque(maxlen=KEPT)
         """Newest last."""
         self._searched = False
+        self.origin: SaveId | None = None
+        """What the job resumed from; None: the record of its generation tells."""
 
     def remember(self, part: Part) -> None:
         """A part that was put; once its step is committed, it may be a parent.
@@ -103,8 +105,10 @@ class Parents:
         own = [other for other in steps.saves if other.generation == save.generation and other != save]
         if own:
             return own[-1]
+        if not steps.saves:
+            return None
         try:
-            resumed = self._catalog.generation(save.generation).resumed_from
+            resumed = self.origin or self._catalog.generation(save.generation).resumed_from
         except UNREADABLE as error:
             log.warning("step %d is written whole: what the job resumed from cannot be told: %s", save.step, error)
             return None

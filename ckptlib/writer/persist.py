@@ -14,7 +14,7 @@ from contextlib import closing
 from typing_extensions import Buffer
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.errors import CorruptData, FormatError, StoreError
+from ckptlib.errors import CorruptData, FormatError, SaveFailed, StoreError
 from ckptlib.format.keys import PartName, SaveId, new_nonce
 from ckptlib.format.part import FailedPart, Pack, Part
 from ckptlib.policy.codec import RAW, CodecRules
@@ -60,15 +60,18 @@ class Persister:
         self._packer: Packer | None = None
         self._coder = Coder(CodecRules.of(RAW) if rules is None else rules, store.is_local)
         self._layouts_put: set[str] = set()
+        self._deadline: float | None = None
+        """Of what is persisted now."""
         self._patience_s = 0.0
         """How long the last save took: waiting longer for the commit of a parent would cost more than it saves."""
 
-    def persist(self, slot: Slot, save: SaveId) -> Part:
+    def persist(self, slot: Slot, save: SaveId, deadline: float | None = None) -> Part:
         """Puts the packs and the part of the snapshot in `slot`, whose content the caller has locked for reading.
 
-        What has not changed since the parent is not put again. Raises CorruptData when the slot is not what was sealed,
-        and what the store raises; no part is put then.
+        What has not changed since the parent is not put again. `deadline`: of all that is put, by the monotonic clock.
+        Raises CorruptData when the slot is not what was sealed, and what the store raises; no part is put then.
         """
+        self._deadline = deadline
         try:
             return self._persist(slot, save)
         except BaseException:
@@ -110,11 +113,17 @@ class Persister:
             codings=share.places.codings,
         )
         name, document = part.encode()
-        self._store.put(name.key, document)
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            raise SaveFailed(f"step {save.step}: its packs took longer than a save may (save_deadline); no part is put")
+        self._store.put(name.key, document, deadline=self._deadline)
         if part.rank == self._rank:
             self._parents.remember(part)
             self._patience_s = time.monotonic() - began
         return part
+
+    def go_on_from(self, save: SaveId) -> None:
+        """What the job resumed from; where nobody says so, the record of its generation is asked."""
+        self._parents.origin = save
 
     def read(self, slot: Slot, save: SaveId) -> Snapshot:
         """The snapshot in a slot. Raises CorruptData, FormatError."""
@@ -209,7 +218,7 @@ class Persister:
 
         known = LateHead(pack.head_nbytes, head) if pack.head_nbytes else head()
         began = time.monotonic()
-        self._store.put(key, known, pieces)
+        self._store.put(key, known, pieces, deadline=self._deadline)
         return pack.put(self._note_pack(snapshot, key, pack.close().nbytes, began))
 
     def _put_raw(
@@ -222,7 +231,9 @@ class Persister:
 
     def _put_pack(self, snapshot: Snapshot, key: str, shape: PackShape, data: Iterable[Buffer]) -> Pack:
         header, began = snapshot.header, time.monotonic()
-        self._store.put(key, shape.head(header.save, header.rank, snapshot.layout.digest), data)
+        self._store.put(
+            key, shape.head(header.save, header.rank, snapshot.layout.digest), data, deadline=self._deadline
+        )
         return self._note_pack(snapshot, key, shape.nbytes, began)
 
     def _note_pack(self, snapshot: Snapshot, key: str, nbytes: int, began: float) -> Pack:

@@ -1,10 +1,11 @@
 """The writer process: takes orders until its trainer is gone, and finishes what it took.
 
 The main thread listens to the trainer and watches for its death by pidfd (a pipe's end may have been inherited by the
-trainer's other children). One thread persists, one commits; each takes its jobs in order.
+trainer's other children). One thread persists, one commits, one removes old steps; each takes its jobs in order. No
+job outlives its deadline: see `watchdog`.
 
-    trainer -> writer    setup, slot, forget, held, expect, persist, commit, void, await, close
-    writer -> trainer    ready, released, committed, failed, undecided
+    trainer -> writer    setup, begin, slot, forget, held, expect, persist, commit, void, await, close
+    writer -> trainer    ready, begun, not-begun, released, committed, failed, undecided, waiting
 """
 
 from __future__ import annotations
@@ -20,17 +21,21 @@ from pathlib import Path
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, raise_if_failed
 from ckptlib.catalog.retention import sweep
-from ckptlib.errors import CkptError, FormatError, SaveFailed, describe
+from ckptlib.errors import CkptError, FormatError, SaveFailed, StoreTimeout, describe
 from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.format.manifest import Generation
 from ckptlib.format.part import Part
 from ckptlib.jobs import JobThread
 from ckptlib.policy.codec import CodecRules
 from ckptlib.policy.keep import Keep
 from ckptlib.slots.slot import Slot
 from ckptlib.stores import open_store
-from ckptlib.writer.channel import Channel, Message, readable
+from ckptlib.writer.channel import PROTOCOL, Channel, Message, readable
+from ckptlib.writer.generation import GenerationRecord
 from ckptlib.writer.persist import Persister, put_failure
+from ckptlib.writer.requests import NotedStore, Request, Requests
 from ckptlib.writer.rescue import rescue
+from ckptlib.writer.watchdog import Watchdog, Work
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +50,9 @@ RESCUE_AFTER_S = 15.0
 
 SUCCESSOR_POLL_S = 0.2
 
+STUCK_STATUS = 3
+"""Of a writer that ended since a call hung."""
+
 
 class WriterProcess:
     """Everything one writer knows. Slots are opened once, when they are first named."""
@@ -58,8 +66,11 @@ class WriterProcess:
         self._keep_slots_s = 0.0
         self._held: SaveId | None = None
         """The newest snapshot that all ranks hold in memory."""
+        self._record: GenerationRecord | None = None
+        """Rank 0's to put."""
         self._persists = JobThread("persist")
         self._commits = JobThread("commit")
+        self._sweeps = JobThread("sweep")
 
     def run(self) -> None:
         """Returns when the trainer has closed the channel, or is gone, and all jobs are done."""
@@ -73,29 +84,30 @@ class WriterProcess:
             for slot in self._slots.values():  # a commit needs none, and may wait for other ranks
                 slot.abandon()
         self._commits.finish()
+        self._sweeps.finish()
         if not closed:
-            self._await_successor()
-            for slot in self._slots.values():
-                slot.unlink()
+            self._await_successor(rescued=self._held is None)
 
-    def _await_successor(self) -> None:
+    def _await_successor(self, rescued: bool) -> None:
         """The slots are what a restarted job comes back from soonest; it unlinks them when it needs them no more.
 
-        A step that is in memory only is persisted when no such job has come for a while.
+        A step that is in memory only is persisted when no such job has come for a while. At last they go.
         """
         slots = list(self._slots.values())
         began = time.monotonic()
-        rescued = self._held is None
         while time.monotonic() - began < self._keep_slots_s and any(slot.path.exists() for slot in slots):
             if not rescued and time.monotonic() - began > min(RESCUE_AFTER_S, self._keep_slots_s / 2):
                 rescued = True
                 self._rescue(slots)
             time.sleep(SUCCESSOR_POLL_S)
+        for slot in slots:
+            slot.unlink()
 
     def _rescue(self, slots: list[Slot]) -> None:
         assert self._held is not None
         try:
-            rescue(slots, self._held, self._rank, self._persister, self._committer)
+            with self._watchdog.work("rescue", self._held, time.monotonic() + self._deadline_s):
+                rescue(slots, self._held, self._rank, self._persister, self._committer)
         except (CkptError, OSError, ValueError) as error:
             log.warning("step %d stays in memory only: %s", self._held.step, describe(error))
 
@@ -125,6 +137,9 @@ class WriterProcess:
         if op == "setup":
             self._setup(message)
             return
+        if op == "begin":
+            self._begin(message)
+            return
         if op == "slot":
             self._open_slot(message["path"])
             return
@@ -146,7 +161,7 @@ class WriterProcess:
                 slot.read_lock()  # from now on, so that a successor sees that there is work to do
             self._persists.put(partial(self._persist, save, message["slot"]))
         elif op == "commit":
-            self._commits.put(partial(self._commit, save, time.monotonic()))
+            self._commits.put(partial(self._commit, save, message["began"]))
         elif op == "await":
             self._commits.put(partial(self._await, save, message["timeout_s"]))
         else:
@@ -162,15 +177,18 @@ class WriterProcess:
         return slot
 
     def _setup(self, message: Message) -> None:
-        if "codec" not in message:  # a long job, a package that was upgraded meanwhile, and a writer that died
-            raise SystemExit("the trainer runs an older ckptlib, which writes another format: restart the job")
+        if message.get("protocol") != PROTOCOL:  # a long job, a package upgraded meanwhile, and a writer that died
+            raise SystemExit("the trainer runs another version of ckptlib: restart the job")
         self._rank = int(message["rank"])
         self._world_size = int(message["world_size"])
         self._deadline_s = float(message["deadline_s"])
         self._keep_slots_s = float(message["keep_slots_s"])
         self._keep = None if message["keep"] is None else Keep.from_json(message["keep"])
-        self._store = open_store(message["url"], message["options"])
-        self._catalog = Catalog(self._store)
+        requests = Requests()
+        self._watchdog = Watchdog(requests, self._deadline_s, self._tell_waiting, self._give_up)
+        with self._watchdog.work("opening the store", None, time.monotonic() + self._deadline_s):
+            self._store = NotedStore(open_store(message["url"], message["options"]), requests)
+        self._catalog, self._swept = Catalog(self._store), Catalog(self._store)
         self._committer = Committer(self._catalog)
         self._persister = Persister(
             self._store,
@@ -182,10 +200,39 @@ class WriterProcess:
         )
         self._channel.send({"event": "ready"})
 
+    def _begin(self, message: Message) -> None:
+        """The generation enters history with its first save: rank 0's writer puts its record before that."""
+        record = Generation.decode(message["record"].encode(), "the trainer's order")
+        self._go_on_from(record.resumed_from)
+        if self._rank == 0:
+            self._record = GenerationRecord(record, int(message["step"]), message["continues"])
+            if message["now"]:
+                self._persists.put(self._put_record_now)
+
+    def _go_on_from(self, save: SaveId | None) -> None:
+        if save is not None:
+            self._persister.go_on_from(save)
+
+    def _put_record_now(self) -> None:
+        """Since snapshots in memory are of no use before it is there."""
+        try:
+            with self._watchdog.work("begin", None, time.monotonic() + self._deadline_s):
+                self._put_record()
+        except (CkptError, OSError) as error:
+            self._channel.send({"event": "not-begun", "error": describe(error)})
+
+    def _put_record(self) -> None:
+        if self._record is None or self._record.is_put:
+            return
+        warning = self._record.put(self._catalog)
+        self._go_on_from(self._record.record.resumed_from)
+        self._channel.send({"event": "begun", "warning": warning})
+
     def _persist(self, save: SaveId, path: str) -> None:
         began = time.monotonic()
         try:
-            part = self._persist_slot(save, path)
+            with self._watchdog.work("persist", save, began + self._deadline_s):
+                part = self._persist_slot(save, path, began + self._deadline_s)
         except (CkptError, OSError, ValueError) as error:
             self._fail(save, error)
             self._channel.send({"event": "released", "save": str(save), "slot": path, "error": describe(error)})
@@ -194,18 +241,18 @@ class WriterProcess:
         seconds = time.monotonic() - began
         total = part.table.nbytes_data
         log.info("step %d: %d bytes persisted in %.3f s, for a share of %d bytes", save.step, nbytes, seconds, total)
-        self._channel.send(
-            {"event": "released", "save": str(save), "slot": path, "error": None, "seconds": seconds, "nbytes": nbytes}
-        )
+        told = {"save": str(save), "slot": path, "error": None, "seconds": seconds, "nbytes": nbytes, "began": began}
+        self._channel.send({"event": "released", **told})
         if self._rank == 0:
             self._commits.put(partial(self._commit, save, began))
 
-    def _persist_slot(self, save: SaveId, path: str) -> Part:
+    def _persist_slot(self, save: SaveId, path: str, deadline: float) -> Part:
         slot = self._slots.get(path)
         if slot is None:
             raise FormatError(f"{path}: the slot of step {save.step} is gone")
         try:
-            return self._persister.persist(slot, save)
+            self._put_record()
+            return self._persister.persist(slot, save, deadline)
         finally:
             slot.unlock()
 
@@ -215,13 +262,21 @@ class WriterProcess:
             slot.close()
 
     def _fail(self, save: SaveId, error: BaseException) -> None:
-        """Publishes that this rank's part will not come, or its commit, so that nobody waits for it."""
+        """Publishes that this rank's part will not come, or its commit, so that nobody waits for it.
+
+        That may hang as well: it goes on in a thread of its own, and what comes next does not wait for it.
+        """
         log.error("step %d: %s", save.step, describe(error))
+        publishing = threading.Thread(target=self._publish, args=(save, describe(error)), daemon=True)
+        publishing.start()
+        publishing.join(self._watchdog.slack_s)
+        self._report_failure(save, error)
+
+    def _publish(self, save: SaveId, error: str) -> None:
         try:
-            put_failure(self._store, save, self._rank, describe(error))
+            put_failure(self._store, save, self._rank, error)
         except (CkptError, OSError) as second:
             log.error("step %d: the failure could not be published: %s", save.step, describe(second))
-        self._report_failure(save, error)
 
     def _report_failure(self, save: SaveId, error: BaseException) -> None:
         self._channel.send(
@@ -230,16 +285,18 @@ class WriterProcess:
 
     def _commit(self, save: SaveId, began: float) -> None:
         try:
-            manifest = self._committer.commit_when_whole(
-                save, self._world_size, lambda: self._seconds_left(began), usual_s=time.monotonic() - began
-            )
+            with self._watchdog.work("commit", save, max(began + self._deadline_s, time.monotonic())):
+                manifest = self._committer.commit_when_whole(
+                    save, self._world_size, lambda: self._seconds_left(began), usual_s=time.monotonic() - began
+                )
         except (CkptError, OSError) as error:
             self._fail(save, error)  # its own part is there, but the others wait for the step
             return
         seconds = time.monotonic() - began
         log.info("step %d is committed: %d bytes in %.3f s", save.step, manifest.nbytes, seconds)
         self._channel.send({"event": "committed", "save": str(save), "seconds": seconds, "nbytes": manifest.nbytes})
-        self._retain(save)
+        if self._keep is not None and self._orphan_since is None:
+            self._sweeps.put(partial(self._sweep, self._keep, save))
 
     def _seconds_left(self, began: float) -> float:
         """Until a save is given up; sooner when the trainer is gone, since other ranks may be, too."""
@@ -248,11 +305,11 @@ class WriterProcess:
             deadline = min(deadline, max(began, self._orphan_since) + ORPHAN_DEADLINE_S)
         return deadline - time.monotonic()
 
-    def _retain(self, save: SaveId) -> None:
-        if self._keep is None or self._orphan_since is not None:
-            return
+    def _sweep(self, keep: Keep, save: SaveId) -> None:
+        """Removes old steps, by a catalog of its own: no commit waits for it."""
         try:
-            sweep(self._catalog, self._keep, save.generation)
+            with self._watchdog.work("sweep", None, time.monotonic() + self._deadline_s, minor=True):
+                sweep(self._swept, keep, save.generation)
         except (CkptError, OSError) as error:
             log.warning("old steps could not be removed: %s", describe(error))
 
@@ -260,17 +317,50 @@ class WriterProcess:
         """Tells the trainer of a rank that does not commit what became of a save."""
         deadline, pause = time.monotonic() + timeout_s, 0.01
         try:
-            while not self._catalog.is_committed(save):
-                raise_if_failed(self._catalog, save)
-                if time.monotonic() > deadline:  # for whoever asked; the save goes on
-                    self._channel.send({"event": "undecided", "save": str(save)})
-                    return
-                time.sleep(pause)
-                pause = min(pause * 1.5, 0.5)
+            with self._watchdog.work("await", save, deadline + self._deadline_s, minor=True):
+                while not self._catalog.is_committed(save):
+                    raise_if_failed(self._catalog, save)
+                    if time.monotonic() > deadline:  # for whoever asked; the save goes on
+                        self._channel.send({"event": "undecided", "save": str(save)})
+                        return
+                    time.sleep(pause)
+                    pause = min(pause * 1.5, 0.5)
         except (CkptError, OSError) as error:
             self._report_failure(save, error)
             return
         self._channel.send({"event": "committed", "save": str(save), "seconds": 0.0, "nbytes": 0})
+
+    # What the store does not answer; from the watchdog's thread
+
+    def _tell_waiting(self, work: Work | None, request: Request | None) -> None:
+        save = None if work is None or work.save is None else str(work.save)
+        at, since = (None, None) if request is None else (str(request), request.since)
+        self._channel.send({"event": "waiting", "save": save, "request": at, "since": since})
+
+    def _give_up(self, work: Work, request: Request | None) -> None:
+        """A call that hangs cannot be cancelled, so the process ends; the trainer starts another for what is left."""
+        error = _stuck(work, request)
+        log.error("%s", error)
+        if self._orphan_since is not None:
+            self._await_successor(rescued=True)
+        elif work.what == "await":
+            self._channel.send({"event": "undecided", "save": str(work.save), "replace": True})
+        elif work.save is not None:
+            failure = {"save": str(work.save), "kind": StoreTimeout.__name__, "error": error}
+            self._channel.send({"event": "failed", **failure, "replace": True})
+        elif work.what == "begin":
+            self._channel.send({"event": "not-begun", "error": error, "replace": True})
+        os._exit(STUCK_STATUS)
+
+
+def _stuck(work: Work, request: Request | None) -> str:
+    """What is told of work that is given up."""
+    now = time.monotonic()
+    what = work.what if work.save is None else f"the {work.what} of step {work.save.step}"
+    told = f"{what} did not end within {work.deadline - work.since:.0f} s and is given up: "
+    if request is None:
+        return told + "the store answers, but this took longer than a save may (save_deadline)"
+    return told + f"the store has not answered {request} for {now - request.since:.0f} s"
 
 
 def _die(failure: threading.ExceptHookArgs) -> None:

@@ -147,7 +147,7 @@ def test_trainer_killed_at_every_operation_of_its_own(bench: Bench) -> None:
     assert job.join() == 0
     mine = bench.operations(job.pid)
     did = {(line["op"], line["key"].split("/")[0]) for line in mine}
-    assert {("put", "probe"), ("get", "steps"), ("get_into", "packs"), ("put", "generations")} <= did
+    assert {("put", "probe"), ("get", "steps"), ("get_into", "packs")} <= did
     for rule in points(mine, after=False):
         newest = max(bench.listed())
         bench.fault(rule)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from urllib.parse import quote
 
@@ -27,7 +28,7 @@ def test_failures_in_a_row_are_raised_and_earlier_steps_stay(job: Job) -> None:
     done: list[int] = []
 
     def train() -> None:
-        with ckptlib.Checkpointer(url, job.state, every=3, arena=job.root.parent) as ckpt:
+        with ckptlib.Checkpointer(url, job.state, every=3, arena=job.root.parent, max_outage=timedelta()) as ckpt:
             for step in range(1, 40):
                 job.body()
                 ckpt.after_step(step)

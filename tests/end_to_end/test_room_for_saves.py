@@ -65,8 +65,11 @@ def test_snapshots_in_memory_go_on_at_every_step_while_one_is_written(job: Job) 
     """A writer that takes longer than a step gets a slot of its own: no more than two steps are ever at stake."""
     with job.checkpointer(every=At(2), peers=ckptlib.Peers(copies=0)) as ckpt:
         begun = []
+        job.body()
+        ckpt.after_step(1)
+        settle(ckpt, WAIT_S)  # the writer has put the record, without which no snapshot counts
         with stopped(writer_of(ckpt).pid):
-            for step in range(1, 20):
+            for step in range(2, 21):
                 job.body()
                 num_before = num_saves(ckpt)
                 ckpt.after_step(step)
@@ -74,7 +77,7 @@ def test_snapshots_in_memory_go_on_at_every_step_while_one_is_written(job: Job) 
                 settle(ckpt, WAIT_S)
                 wait_grown(arena_of(ckpt), WAIT_S)
                 assert ckpt.coverage is not None
-                if step >= 10:
+                if step >= 11:
                     assert (snapshots_of(ckpt).own.newest, ckpt.coverage.lag <= 2) == (step, True)
         assert 0 in begun[2:8], "three slots are too few"
         assert begun[9:] == [1] * 10

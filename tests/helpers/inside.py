@@ -49,7 +49,7 @@ def num_saves(ckpt: ckptlib.Checkpointer) -> int:
 
 def num_failures(ckpt: ckptlib.Checkpointer) -> int:
     """How many saves in a row failed, up to now."""
-    return session_of(ckpt).outcomes.failures
+    return session_of(ckpt).outcomes.run.count
 
 
 def poll(ckpt: ckptlib.Checkpointer, seconds: float = 0.005) -> None:
@@ -58,10 +58,20 @@ def poll(ckpt: ckptlib.Checkpointer, seconds: float = 0.005) -> None:
 
 
 def settle(ckpt: ckptlib.Checkpointer, timeout_s: float, persisted: bool = False) -> None:
-    """Until every snapshot that was begun has come to its end, or the time is up. `persisted`: and is in the store."""
-    snapshots, deadline = snapshots_of(ckpt), time.monotonic() + timeout_s
-    while (snapshots.settling or (persisted and snapshots.persisting)) and time.monotonic() < deadline:
+    """Until every snapshot that was begun has come to its end, or the time is up. `persisted`: and is in the store.
+
+    With peers also until the record of the generation is there, without which no snapshot counts as held.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not is_settled(ckpt, persisted) and time.monotonic() < deadline:
         poll(ckpt)
+
+
+def is_settled(ckpt: ckptlib.Checkpointer, persisted: bool) -> bool:
+    """See `settle`."""
+    snapshots, lineage = snapshots_of(ckpt), session_of(ckpt).lineage
+    unrecorded = lineage.placement is not None and lineage.began and not lineage.recorded
+    return not (snapshots.settling or unrecorded or (persisted and snapshots.persisting))
 
 
 def await_room(ckpt: ckptlib.Checkpointer) -> None:

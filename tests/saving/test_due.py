@@ -94,3 +94,48 @@ def test_a_policy_is_not_asked_for_what_is_due_already() -> None:
     saves.begin(to_store=True)
     saves.look_ahead(4)
     assert asked == [1, 4]
+
+
+# -- waiting
+
+
+def test_a_save_that_waits_for_two_intervals_is_told_once() -> None:
+    saves = due(100)
+    told = []
+    for step in range(1, 1000):
+        saves.look_ahead(step)
+        if step == 100:
+            saves.begin(to_store=True)
+        if saves.must_tell():
+            told.append(step)
+    assert told == [400], "due at 200"
+
+
+def test_what_waits_again_is_not_told_again_before_a_save_was_taken_in_time() -> None:
+    saves = due(10)
+    told = []
+    for step in range(1, 300):
+        saves.look_ahead(step)
+        if saves.must_tell():
+            told.append(step)
+        if step in (10, 45, 85, 125) or step > 130:  # 45 to 125: each of them late
+            saves.begin(to_store=True)
+    assert told == [40]
+
+
+def test_a_job_that_goes_on_measures_from_where_it_does() -> None:
+    saves = due(1000)
+    told = []
+    for step in range(10_501, 14_000):
+        saves.look_ahead(step)
+        if saves.must_tell():
+            told.append(step)
+    assert told == [12_000], "due at 11,000, and the interval is that of this job: 500"
+
+
+def test_a_last_save_and_one_that_is_owed_wait_no_interval() -> None:
+    saves = due(1000)
+    saves.final = 50
+    for step in range(1, 51):
+        saves.look_ahead(step)
+        assert not saves.must_tell()

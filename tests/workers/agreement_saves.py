@@ -17,8 +17,8 @@ from helpers.inside import num_failures, writer_of
 from rank_cases import EVERY, PATIENCE_S, checkpointer, committed, everywhere, rank, save_after, warnings_of_ckptlib
 
 import ckptlib
-from ckptlib.checkpointer import MAX_FAILURES
 from ckptlib.errors import AgreementFailed, SaveFailed, UnsupportedState
+from ckptlib.saving.failures import MAX_FAILURES
 from ckptlib.saving.session import WHOLE_EVERY
 
 # Policies, signals, steps
@@ -105,7 +105,7 @@ def a_store_that_fails_one_rank(url: Path) -> None:
 
     def train() -> None:
         nonlocal raised_at
-        with checkpointer(fault, state) as ckpt:
+        with checkpointer(fault, state, max_outage=timedelta()) as ckpt:
             for number in range(1, 4):
                 fail_on_rank_1(plan, number == 2)
                 state["w"].fill_(number)

@@ -217,7 +217,11 @@ def checkpointer(
     url: str, state: State, orphans_timeout_s: float = WAIT_S, **kwargs: Any
 ) -> Iterator[ckptlib.Checkpointer]:
     checkpointer_module.ORPHANS_TIMEOUT_S = orphans_timeout_s
-    seconds = {name: timedelta(seconds=kwargs.pop(name)) for name in ("timeout", "save_deadline") if name in kwargs}
+    seconds = {
+        name: timedelta(seconds=kwargs.pop(name))
+        for name in ("timeout", "save_deadline", "max_outage")
+        if name in kwargs
+    }
     with ckptlib.Checkpointer(url, state.mapping, **{"every": 1, **kwargs}, **seconds) as ckpt:
         yield ckpt
 

@@ -18,6 +18,7 @@ from ckptlib.format.sharding import Replicate
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
 from ckptlib.stores.local import LocalStore
+from ckptlib.writer.channel import PROTOCOL
 
 ROOT_ID = "feedbeef" * 4
 
@@ -35,6 +36,7 @@ def setup(root: Path, rank: int = 0, **more: object) -> dict[str, object]:
     """A writer's first order."""
     order = {
         "op": "setup",
+        "protocol": PROTOCOL,
         "url": str(root),
         "options": {},
         "rank": rank,

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from helpers.inside import poll, session_of, snapshots_of
+from helpers.inside import is_settled, poll, session_of, snapshots_of
 from workers.crash_jobs import Teller
 from workers.peer_trainings import training_of
 from workers.traps import CHUNK_BYTES, mark_sealed, on_chunk, set_trap, wrap
@@ -152,7 +152,7 @@ def _await_settled(ckpt: ckptlib.Checkpointer) -> None:
     So that there is a slot at every step, whatever the writer is busy with.
     """
     deadline = time.monotonic() + WAIT_S
-    while snapshots_of(ckpt).settling or snapshots_of(ckpt).persisting:
+    while not is_settled(ckpt, persisted=True):
         poll(ckpt, 0.002)
         assert time.monotonic() < deadline, "a snapshot does not come to its end"
 

@@ -1,0 +1,77 @@
+"""The trainer's way to its store: no call blocks the training for longer than a limit, whatever the store does.
+
+Stores of ours bound their requests; one of the user's, or a file system that hangs, may not. A call that hangs cannot
+be cancelled: it is left to its thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from typing_extensions import Buffer, override
+
+from ckptlib.errors import StoreTimeout
+from ckptlib.stores import Entry, LateHead, Store
+from ckptlib.stores.bounded import in_thread
+
+T = TypeVar("T")
+
+
+class BoundedStore(Store):
+    """Raises StoreTimeout from a call that has not ended within `limit_s`; it may still take effect."""
+
+    def __init__(self, inner: Store, limit_s: float) -> None:
+        self.url, self.is_local = inner.url, inner.is_local
+        self.pack_nbytes, self.late_nbytes = inner.pack_nbytes, inner.late_nbytes
+        self._inner = inner
+        self._limit_s = limit_s
+
+    def _within(self, what: str, call: Callable[[], T]) -> T:
+        try:
+            return in_thread(call, self._limit_s)
+        except TimeoutError as error:
+            raise StoreTimeout(
+                f"{self.url}: {what} was not answered within {self._limit_s:.0f} s; is the store reachable from this "
+                "host? Check with: ckptlib doctor URL"
+            ) from error
+
+    @override
+    def put(
+        self,
+        key: str,
+        head: Buffer | LateHead,
+        pieces: Iterable[Buffer] = (),
+        *,
+        create: bool = False,
+        deadline: float | None = None,
+    ) -> None:
+        self._within(f"put {key}", lambda: self._inner.put(key, head, pieces, create=create, deadline=deadline))
+
+    @override
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        return self._within(f"get {key}", lambda: self._inner.get(key, offset, nbytes))
+
+    @override
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
+        """By the store itself, which must end by the deadline: a thread that is left alone would write to the buffer,
+        which is a tensor, long after somebody has gone on."""
+        limit = time.monotonic() + self._limit_s
+        self._inner.get_into(key, offset, buffer, deadline=limit if deadline is None else min(limit, deadline))
+
+    @override
+    def scan(self, prefix: str, after: str = "") -> list[Entry]:
+        return self._within(f"list {prefix}", lambda: self._inner.scan(prefix, after))
+
+    @override
+    def delete(self, *keys: str) -> None:
+        self._within(f"delete {keys[0] if keys else ''}", lambda: self._inner.delete(*keys))
+
+    @override
+    def clean(self, before: float) -> None:
+        self._within("clean", lambda: self._inner.clean(before))
+
+    @override
+    def close(self) -> None:
+        self._within("close", self._inner.close)

@@ -1,0 +1,42 @@
+"""Saves in a row that came to nothing, and over what time: when is it time to end the training?
+
+Pure: it is told the time. Not three failures within seconds: a store that is away for a while comes back.
+"""
+
+from __future__ import annotations
+
+MAX_FAILURES = 3
+"""So many saves must fail in a row, however long that takes, before all ranks raise; one alone is a warning."""
+
+
+class FailureRun:
+    """Of one rank."""
+
+    def __init__(self, max_outage_s: float) -> None:
+        self._max_outage_s = max_outage_s
+        self.count = 0
+        self.error: Exception | None = None
+        """Why the last of these failed."""
+        self._first = self._last = 0.0
+
+    def fail(self, now: float, error: Exception) -> None:
+        """Another save failed. `now`: seconds, by a clock that never goes back."""
+        if not self.count:
+            self._first = now
+        self.count += 1
+        self._last = now
+        self.error = error
+
+    def succeed(self) -> None:
+        """A save is durable."""
+        self.count, self.error = 0, None
+
+    @property
+    def lasted_s(self) -> float:
+        """From the first of these failures to the last one."""
+        return self._last - self._first if self.count else 0.0
+
+    @property
+    def too_long(self) -> bool:
+        """Whether it is neither a few failures nor a short outage any more."""
+        return self.count >= MAX_FAILURES and self.lasted_s >= self._max_outage_s

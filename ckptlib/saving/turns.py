@@ -1,0 +1,80 @@
+"""From step to step: what this rank says for the next one, and what all ranks have agreed upon for this one."""
+
+from __future__ import annotations
+
+import logging
+
+from ckptlib.errors import SaveFailed, Superseded
+from ckptlib.policy.stop_signal import StopSignal
+from ckptlib.policy.when import Policy
+from ckptlib.ranks.beat import Beat, Word
+from ckptlib.saving.ballots import Poll
+from ckptlib.saving.due import DueSaves
+from ckptlib.saving.failures import MAX_FAILURES
+from ckptlib.saving.session import Session
+
+log = logging.getLogger(__name__)
+
+
+class Turns:
+    """One per Checkpointer; main thread."""
+
+    def __init__(self, session: Session, policy: Policy, every_in_memory: int | None) -> None:
+        self.due = DueSaves(policy, every_in_memory)
+        self._session = session
+        self._beat = Beat(session.group)
+        self._stop = StopSignal()
+        self._poll = Poll((), [])
+        """What was voted with the last word."""
+
+    @property
+    def started(self) -> bool:
+        """Whether something was said for the next step."""
+        return self._beat.started
+
+    def say(self, step: int) -> None:
+        """This rank's word for `step`, which comes next."""
+        due = self.due
+        due.look_ahead(step)
+        word = Word(
+            step=step,
+            due=int(due.to_store),
+            snap=int(due.in_memory),
+            inline=int(due.inline),
+            stop=int(self._stop.wanted),
+            failures=due.failures,
+            failed=int(due.failures >= MAX_FAILURES),
+        )
+        word, self._poll = self._session.say(word)
+        self._beat.start(word, self._poll.votes)
+
+    def agreed(self, step: int) -> Word:
+        """What all ranks said for `step`. Raises AgreementFailed where they are not at the same one."""
+        word = self._beat.agreed(step)
+        self._session.verdicts.conclude(self._poll, self._beat.votes)
+        return word
+
+    def check(self, word: Word) -> None:
+        """Raises, on all ranks, what they agreed must end the training."""
+        if word.superseded:
+            raise self._session.outcomes.superseded or Superseded(
+                f"{self._session.store.url}: a newer generation has begun; this job may no longer save"
+            )
+        if word.failed:
+            last = self.due.error or self._session.outcomes.run.error
+            raise SaveFailed(
+                f"{word.failures} saves in a row failed on some rank; the last committed step is untouched. Last "
+                f"error on this rank: {last or 'none'}"
+            )
+
+    def tell_waiting(self) -> None:
+        """A save is due, and some rank has no slot for it: that is told once it has lasted for two intervals."""
+        session = self._session
+        if self.due.must_tell() and (session.group.rank == 0 or session.snapshots.persisting):
+            log.warning("no save for two intervals, and one is due: %s; training goes on", session.outcomes.waits_for())
+
+    def close(self) -> None:
+        """Nothing more is said; what was said last is not asked for."""
+        self._stop.remove()
+        if self._session.owner.here:
+            self._beat.forget()

@@ -1,0 +1,51 @@
+"""The record of a job's generation, as rank 0's writer puts it: before anything of this generation can be committed.
+
+From then on older generations may not commit. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.format.keys import SaveId
+from ckptlib.format.manifest import Generation
+
+log = logging.getLogger(__name__)
+
+
+class GenerationRecord:
+    """One per writer."""
+
+    def __init__(self, record: Generation, first_step: int, continues: bool) -> None:
+        """`first_step`: that is saved. `continues`: whether the job, which did not say what it goes on from, goes on
+        from what it finds."""
+        self.record = record
+        self._first_step = first_step
+        self._continues = continues
+        self._warning: str | None = None
+        self.is_put = False
+
+    def put(self, catalog: Catalog) -> str | None:
+        """Puts it; returns what the user should know. Raises what the store raises."""
+        if self._continues:
+            origin, self._warning = _continued(catalog, self._first_step)
+            self.record = replace(self.record, resumed_from=origin)
+            self._continues = False
+        catalog.put_generation(self.record)
+        self.is_put = True
+        return self._warning
+
+
+def _continued(catalog: Catalog, step: int) -> tuple[SaveId | None, str | None]:
+    """What a job that did not restore continues: the newest step before its own first one. And a warning."""
+    visible = catalog.visible()
+    hidden = [save.step for save in visible if save.step >= step]
+    warning = None
+    if hidden:
+        warning = (
+            f"{catalog.store.url} holds steps up to {hidden[-1]}, but this job saves step {step} without having "
+            f"restored an earlier one: steps {hidden[0]} and later are no longer listed (they stay in the store)"
+        )
+    return max((save for save in visible if save.step < step), default=None), warning

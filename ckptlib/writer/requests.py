@@ -1,0 +1,118 @@
+"""What a writer asks of its store right now: each request, and since when it makes no progress. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from typing_extensions import Buffer, override
+
+from ckptlib.stores import Entry, LateHead, Store
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One that the store has not answered yet."""
+
+    op: str
+    key: str
+    since: float
+    """When it began, or last took a piece; by the monotonic clock, which trainer and writer share."""
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.op} {self.key}"
+
+
+class Requests:
+    """Those under way; from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._under_way: dict[int, Request] = {}
+
+    @contextmanager
+    def note(self, op: str, key: str) -> Iterator[Callable[[], None]]:
+        """Within, it is under way; gives what is called when it makes progress."""
+        request, number = Request(op, key, time.monotonic()), next(self._numbers)
+
+        def moved() -> None:
+            with self._lock:
+                if number in self._under_way:  # a thread of the store may be late
+                    self._under_way[number] = replace(request, since=time.monotonic())
+
+        with self._lock:
+            self._under_way[number] = request
+        try:
+            yield moved
+        finally:
+            with self._lock:
+                del self._under_way[number]
+
+    def oldest(self) -> Request | None:
+        """The one that has stood still for longest; None while nothing is asked."""
+        with self._lock:
+            return min(self._under_way.values(), key=lambda request: request.since, default=None)
+
+
+class NotedStore(Store):
+    """A store whose requests are noted while they are under way."""
+
+    def __init__(self, inner: Store, requests: Requests) -> None:
+        self.url, self.is_local = inner.url, inner.is_local
+        self.pack_nbytes, self.late_nbytes = inner.pack_nbytes, inner.late_nbytes
+        self._inner = inner
+        self._requests = requests
+
+    @override
+    def put(
+        self,
+        key: str,
+        head: Buffer | LateHead,
+        pieces: Iterable[Buffer] = (),
+        *,
+        create: bool = False,
+        deadline: float | None = None,
+    ) -> None:
+        with self._requests.note("put", key) as moved:
+
+            def taken() -> Iterator[Buffer]:
+                for piece in pieces:
+                    moved()
+                    yield piece
+
+            self._inner.put(key, head, () if pieces == () else taken(), create=create, deadline=deadline)
+
+    @override
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        with self._requests.note("get", key):
+            return self._inner.get(key, offset, nbytes)
+
+    @override
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
+        with self._requests.note("get", key):
+            self._inner.get_into(key, offset, buffer, deadline=deadline)
+
+    @override
+    def scan(self, prefix: str, after: str = "") -> list[Entry]:
+        with self._requests.note("list", prefix):
+            return self._inner.scan(prefix, after)
+
+    @override
+    def delete(self, *keys: str) -> None:
+        with self._requests.note("delete", keys[0] if keys else ""):
+            self._inner.delete(*keys)
+
+    @override
+    def clean(self, before: float) -> None:
+        with self._requests.note("clean", ""):
+            self._inner.clean(before)
+
+    @override
+    def close(self) -> None:
+        self._inner.close()

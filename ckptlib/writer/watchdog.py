@@ -1,0 +1,104 @@
+"""The writer's watchdog: nothing that a writer does outlives its deadline, whatever the store does.
+
+A call that hangs in a thread cannot be cancelled. So each piece of work says by when it ends at the latest, and whoever
+finds one that did not tells it, and ends the process: the trainer starts another. No torch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ckptlib.format.keys import SaveId
+from ckptlib.writer.requests import Request, Requests
+
+WAITS_S = 60.0
+"""A request that has not been answered for so long is told to the trainer: a pack of 64 MiB at 1 MB/s takes as long."""
+
+SLACK_S = 30.0
+"""How much later than its deadline work may end: what the store bounds by itself fails in an orderly way before."""
+
+TICK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Something that the writer does, which uses the store."""
+
+    what: str
+    save: SaveId | None
+    since: float
+    deadline: float
+    """By the monotonic clock, as `since`."""
+    minor: bool = False
+    """Whether nobody waits for it: it is given up only when nothing else would be given up with it."""
+
+
+def overdue(under_way: Iterable[Work], now: float, slack_s: float) -> Work | None:
+    """What is to be given up now. Pure."""
+    works = list(under_way)
+    late = [work for work in works if now > work.deadline + slack_s]
+    major = [work for work in late if not work.minor]
+    if major:
+        return min(major, key=lambda work: work.deadline)
+    return late[0] if late and all(work.minor for work in works) else None
+
+
+class Watchdog:
+    """One per writer; from any thread."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        deadline_s: float,
+        on_waiting: Callable[[Work | None, Request | None], None],
+        on_overdue: Callable[[Work, Request | None], None],
+    ) -> None:
+        """`deadline_s`: of a save; the shorter it is, the less is waited elsewhere.
+
+        `on_waiting`: told of a request that has not been answered for long, and None when it has been. `on_overdue`:
+        told once of what is given up; it ends the process.
+        """
+        self.slack_s = min(SLACK_S, deadline_s / 10)
+        self._requests = requests
+        self._waits_s = min(WAITS_S, deadline_s / 10)
+        self._on_waiting, self._on_overdue = on_waiting, on_overdue
+        self._lock = threading.Lock()
+        self._works: list[Work] = []
+        self._told: Request | None = None
+        self._tick_s = min(TICK_S, max(deadline_s / 20, 0.05))
+        threading.Thread(target=self._watch, name="ckptlib-watchdog", daemon=True).start()
+
+    @contextmanager
+    def work(self, what: str, save: SaveId | None, deadline: float, minor: bool = False) -> Iterator[None]:
+        """Within, it is under way, and must end by `deadline`."""
+        work = Work(what, save, time.monotonic(), deadline, minor)
+        with self._lock:
+            self._works.append(work)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._works.remove(work)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self._tick_s)
+            with self._lock:
+                works = list(self._works)
+            now, request = time.monotonic(), self._requests.oldest()
+            work = overdue(works, now, self.slack_s)
+            if work is not None:
+                self._on_overdue(work, request)
+                return
+            self._tell(works, request, now)
+
+    def _tell(self, works: list[Work], request: Request | None, now: float) -> None:
+        waiting = request if request is not None and now - request.since > self._waits_s else None
+        if waiting == self._told:
+            return
+        self._told = waiting
+        self._on_waiting(min(works, key=lambda work: (work.minor, work.since), default=None), waiting)

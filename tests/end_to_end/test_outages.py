@@ -1,0 +1,308 @@
+"""A store that swallows requests, or refuses them for a while: training goes on, saves fail by name, and later ones
+commit. Real processes throughout, and a store that never answers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.inside import poll, writer_of
+from helpers.one_job import WAIT_S, Job, faulty, slots, steps
+
+import ckptlib
+from ckptlib.errors import SaveFailed, StoreDenied, StoreError, StoreTimeout, WaitTimeout
+
+FOR_EVER_S = 1e9
+DEADLINE = timedelta(seconds=3)
+
+TOLD = {"commit": "put", "put": "put", "scan": "list", "get": "get", "delete": "delete"}
+"""Operations of a FaultStore, by the words for them in messages."""
+
+FREE_STEPS = 10
+"""More than there would be if one of them waited for what is never answered."""
+
+SWALLOWED = {
+    "pack": ("commit", "^packs/"),
+    "part": ("put", "^parts/.*-ok-"),
+    "record": ("put", "^generations/"),
+    "manifest": ("put", "^steps/"),
+    "listing-of-parts": ("scan", "^parts/"),
+    "listing-of-steps": ("scan", "^steps/"),
+    "read-of-part": ("get", "^parts/"),
+}
+
+
+def stall(op: str, key: str = "") -> dict[str, object]:
+    return {"op": op, "key": key, "action": "stall", "seconds": FOR_EVER_S}
+
+
+class Outage:
+    """A job of one process behind a store with faults, and what it logs."""
+
+    def __init__(self, job: Job, caplog: pytest.LogCaptureFixture) -> None:
+        self.job = job
+        self.url = faulty(job, [])
+        self.step = 0
+        self._caplog = caplog
+
+    def checkpointer(self, **options: Any) -> ckptlib.Checkpointer:
+        given = {"every": 3, "arena": self.job.root.parent, "save_deadline": DEADLINE, **options}
+        return ckptlib.Checkpointer(self.url, self.job.state, **given)
+
+    def plan(self, *rules: dict[str, object]) -> None:
+        path = self.job.root.parent / "plan.json"
+        path.with_suffix(".new").write_text(json.dumps(rules))
+        path.with_suffix(".new").rename(path)
+
+    def train_until(self, ckpt: ckptlib.Checkpointer, true: Callable[[], bool], limit_s: float = WAIT_S) -> int:
+        """How many steps were made until something is true."""
+        deadline, first = time.monotonic() + limit_s, self.step
+        while not true():
+            assert time.monotonic() < deadline, self.said()
+            self.job.body()
+            self.step += 1
+            ckpt.after_step(self.step)
+        return self.step - first
+
+    def train_until_committed(self, ckpt: ckptlib.Checkpointer) -> None:
+        """Another one."""
+        before = len(self.names())
+        self.train_until(ckpt, lambda: len(self.names()) > before)
+
+    def hold(self, ckpt: ckptlib.Checkpointer, true: Callable[[], bool]) -> None:
+        """Until something is true no save is taken; the writer may end, and another one begin with the next."""
+        deadline = time.monotonic() + WAIT_S
+        while not true():
+            assert time.monotonic() < deadline, self.said()
+            self.train_until_committed(ckpt)
+            settled = time.monotonic() + 2 * DEADLINE.total_seconds()
+            while time.monotonic() < settled and not true():
+                poll(ckpt, 0.05)
+
+    def names(self) -> list[str]:
+        return [path.name for path in self.job.root.glob("steps/*.json")]
+
+    def said(self, level: int = logging.WARNING) -> list[str]:
+        return [r.getMessage() for r in self._caplog.records if r.levelno >= level and r.name.startswith("ckptlib")]
+
+    def heard(self, *words: str) -> bool:
+        """Whether one line has all of these."""
+        return any(all(word in line for word in words) for line in self.said())
+
+    def operations(self) -> list[dict[str, Any]]:
+        lines = Path(f"{self.job.root.parent}/plan.json.log").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def met(self) -> bool:
+        return any(line["fault"] for line in self.operations())
+
+    def listed(self) -> list[int]:
+        return steps(self.job.root)
+
+
+@pytest.fixture
+def outage(job: Job, caplog: pytest.LogCaptureFixture) -> Iterator[Outage]:
+    yield Outage(job, caplog)
+    assert slots(job.root.parent) == []
+
+
+@pytest.mark.parametrize("what", SWALLOWED)
+def test_a_swallowed_request_fails_its_save_and_blocks_no_step(outage: Outage, what: str) -> None:
+    op, key = SWALLOWED[what]
+    if what != "record":
+        with outage.checkpointer() as ckpt:  # so that there is a parent, and parts to be read
+            outage.train_until(ckpt, lambda: outage.step == 6)
+    before = outage.listed() if what != "record" else []
+    with outage.checkpointer() as ckpt:
+        ckpt.restore()
+        outage.plan(stall(op, key))
+        outage.train_until(ckpt, outage.met)
+        pid, waiting = writer_of(ckpt).pid, len(outage.said())
+        made = outage.train_until(ckpt, lambda: outage.heard("failed and will never be committed"))
+        assert made >= FREE_STEPS
+        request = f"{TOLD[op]} {key[1:].split('/')[0]}/"
+        assert outage.heard("failed and will never be committed", f"has not answered {request}"), outage.said()
+        assert outage.heard("has not answered", "training goes on"), "it is told before"
+        assert waiting < len(outage.said())
+        assert outage.listed() == before
+        outage.plan()
+        outage.train_until_committed(ckpt)
+        assert writer_of(ckpt).pid != pid
+        ckpt.save(outage.step)
+    assert outage.listed()[-1] == outage.step
+    assert set(before) < set(outage.listed())
+    ckptlib.load(outage.job.root, outage.job.state)
+
+
+def test_the_record_is_put_before_anything_is_committed(outage: Outage) -> None:
+    """Also where its first put was never answered."""
+    outage.plan(stall("put", "^generations/"))
+    with outage.checkpointer() as ckpt:
+        outage.train_until(ckpt, lambda: outage.heard("failed and will never be committed", "put generations/"))
+        outage.plan()
+        outage.train_until_committed(ckpt)
+    puts = [(line["key"].split("/")[0], line["fault"]) for line in outage.operations() if line["op"] == "put"]
+    good = puts.index(("generations", None))
+    assert ("steps", None) not in puts[:good]
+    assert ("steps", None) in puts[good:]
+
+
+def test_nothing_is_answered_at_all(outage: Outage) -> None:
+    """Not even the word that the save failed gets through."""
+    with outage.checkpointer() as ckpt:
+        outage.train_until(ckpt, lambda: bool(outage.names()))
+        outage.plan(*(stall(op) for op in ("put", "commit", "get", "scan", "delete")))
+        made = outage.train_until(ckpt, lambda: len([s for s in outage.said() if "never be committed" in s]) >= 2)
+        assert made >= FREE_STEPS
+        outage.plan()
+        outage.train_until_committed(ckpt)
+        ckpt.save(outage.step)
+
+
+def test_a_save_that_waits_for_two_intervals_is_told_once(outage: Outage) -> None:
+    with outage.checkpointer(save_deadline=timedelta(seconds=10)) as ckpt:
+        outage.plan(stall("commit", "^packs/"))
+        outage.train_until(ckpt, lambda: outage.heard("no save for two intervals", "is being written"))
+        outage.train_until(ckpt, lambda: outage.heard("has not answered put packs/"))
+        outage.train_until(ckpt, lambda: outage.heard("never be committed"))
+        assert len([line for line in outage.said() if "no save for two intervals" in line]) == 1
+        outage.plan()
+        outage.train_until_committed(ckpt)
+
+
+# -- outages
+
+
+def test_failures_within_the_outage_that_is_allowed_end_nothing(outage: Outage) -> None:
+    with outage.checkpointer(max_outage=timedelta(minutes=5)) as ckpt:
+        outage.plan({"op": "commit", "key": "^packs/", "action": "error"})
+        outage.train_until(ckpt, lambda: len([s for s in outage.said() if "never be committed" in s]) >= 6)
+        outage.plan()
+        outage.train_until(ckpt, lambda: bool(outage.names()))
+
+
+def test_a_longer_outage_ends_the_training(outage: Outage) -> None:
+    def train() -> None:
+        with outage.checkpointer(max_outage=timedelta(seconds=1)) as ckpt:
+            outage.plan({"op": "commit", "key": "^packs/", "action": "error"})
+            outage.train_until(ckpt, lambda: False)
+
+    began = time.monotonic()
+    with pytest.raises(SaveFailed, match=r"saves in a row failed .*an error, as planned"):
+        train()
+    assert time.monotonic() - began > 1
+    assert outage.listed() == []
+    wait_gone(outage)
+
+
+def wait_gone(outage: Outage) -> None:
+    """The writer that was left alone has ended."""
+    deadline = time.monotonic() + WAIT_S
+    while slots(outage.job.root.parent):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_refusal_is_told_at_once_and_may_pass(outage: Outage) -> None:
+    with outage.checkpointer() as ckpt:
+        outage.plan({"op": "put", "action": "denied"}, {"op": "commit", "action": "denied"})
+        outage.train_until(ckpt, lambda: bool(outage.said(logging.ERROR)))
+        first = outage.said(logging.ERROR)[0]
+        assert "denied, as planned" in first
+        assert "no save will succeed before somebody changes that, and training ends when saves have failed" in first
+        outage.train_until(ckpt, lambda: len(outage.said(logging.ERROR)) > 5)
+        outage.plan()
+        outage.train_until_committed(ckpt)
+
+
+def test_a_root_that_is_refused_is_not_opened(outage: Outage) -> None:
+    outage.plan({"op": "put", "action": "denied"})
+    with pytest.raises(StoreDenied, match="denied, as planned"):
+        outage.checkpointer()
+
+
+# -- what no save waits for
+
+
+def test_a_sweep_that_hangs_delays_no_commit(outage: Outage) -> None:
+    keep = ckptlib.Keep(last=1, grace=timedelta(minutes=1))
+    with outage.checkpointer(keep=keep) as ckpt:
+        outage.plan(stall("put", "^trash/"))
+        outage.train_until(ckpt, outage.met)
+        for _ in range(3):
+            outage.train_until_committed(ckpt)
+        assert not outage.heard("never be committed")
+        outage.plan()
+        outage.train_until(ckpt, lambda: ckpt.pending is not None and ckpt.pending.committed)
+        outage.hold(ckpt, lambda: any((outage.job.root / "trash").glob("*")))
+        ckpt.save(outage.step)
+    assert outage.listed() == [outage.step], "the next writer removed the others"
+
+
+def test_a_snapshot_in_memory_counts_once_its_record_is_there(outage: Outage) -> None:
+    """A job that comes back finds no snapshot of a generation without one."""
+    with outage.checkpointer(every=10**6, peers=ckptlib.Peers(copies=0)) as ckpt:
+        assert ckpt.restore().step == 0
+        outage.plan(stall("put", "^generations/"))
+        made = outage.train_until(ckpt, lambda: outage.heard("the record of generation", "put generations/"))
+        assert made >= FREE_STEPS
+        assert ckpt.coverage is not None
+        assert ckpt.coverage.step is None
+        outage.plan()
+        outage.train_until(ckpt, lambda: ckpt.coverage is not None and ckpt.coverage.step is not None)
+        (record,) = (outage.job.root / "generations").glob("*.json")
+        assert record.read_bytes()
+        assert len([line for line in outage.said() if "the record of generation" in line]) == 1
+
+
+# -- the end, and the beginning
+
+
+def test_a_last_save_that_hangs_ends_by_a_time_out(outage: Outage) -> None:
+    """And the writer that is left alone ends, too."""
+    told: list[int] = []
+
+    def train() -> None:
+        with outage.checkpointer(every=1000, timeout=timedelta(seconds=2)) as ckpt:
+            told.append(writer_of(ckpt).pid)
+            for step in ckpt.loop(0, 10**6):
+                outage.job.body()
+                if step == 5:
+                    outage.plan(stall("commit", "^packs/"))
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    began = time.monotonic()
+    with pytest.raises(WaitTimeout, match=r"step 7 was not committed within 2 s; .* answered put packs/"):
+        train()
+    assert time.monotonic() - began < 30
+    wait_gone(outage)
+    assert outage.listed() == []
+
+
+@pytest.mark.parametrize("op", ["put", "scan", "get", "delete"])
+def test_a_root_that_does_not_answer_is_not_opened(outage: Outage, op: str) -> None:
+    outage.plan(stall(op))
+    with pytest.raises(StoreTimeout, match=rf"{TOLD[op]} .* was not answered within 1 s"):
+        outage.checkpointer(timeout=timedelta(seconds=2))
+
+
+@pytest.mark.parametrize("op", ["scan", "get"])
+def test_a_restore_that_is_not_answered_ends(outage: Outage, op: str) -> None:
+    with outage.checkpointer() as ckpt:
+        outage.train_until(ckpt, lambda: outage.step == 4)
+    with outage.checkpointer(timeout=timedelta(seconds=2)) as ckpt:
+        outage.plan(stall(op))
+        with pytest.raises(StoreError, match="was not answered within 1 s"):
+            ckpt.restore()
+        outage.plan()
+        assert ckpt.restore().step == 3
+        poll(ckpt)
