@@ -91,7 +91,8 @@ class Lineage:
             return
         continues = self.resumed_from is None or self.resumed_from.step > step  # would mix with what follows on it
         record = self._record(None if continues else self.resumed_from)
-        writer.begin(record.encode().decode(), step, continues, now=self.placement is not None)
+        now = self.placement is not None
+        writer.begin(record.encode().decode(), self.root.id, step, continues, now)
         self.began, self._again = True, False
 
     def note_recorded(self) -> None:

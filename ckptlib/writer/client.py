@@ -91,13 +91,15 @@ class Writer:
         self._held = save
         self._channel.send({"op": "held", "save": str(save)})
 
-    def begin(self, record: str, step: int, continues: bool, now: bool) -> None:
+    def begin(self, record: str, root: str, step: int, continues: bool, now: bool) -> None:
         """The generation begins with a save of `step`: rank 0's writer puts its record before it puts anything else.
 
-        `continues`: it goes on from what is there. `now`: the record is put at once; answered by `begun`.
+        `root`: the id of the root that the job opened. `continues`: it goes on from what is there. `now`: the record is
+        put at once; answered by `begun`.
         """
         with self._lock:
-            self._begun = {"op": "begin", "record": record, "step": step, "continues": continues, "now": False}
+            order = {"op": "begin", "record": record, "root": root, "step": step, "continues": continues}
+            self._begun = {**order, "now": False}
             self._channel.send({**self._begun, "now": now})
 
     def expect(self, save: SaveId) -> None:

@@ -9,6 +9,7 @@ import logging
 from dataclasses import replace
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.errors import Superseded
 from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Generation
 
@@ -18,17 +19,27 @@ log = logging.getLogger(__name__)
 class GenerationRecord:
     """One per writer."""
 
-    def __init__(self, record: Generation, first_step: int, continues: bool) -> None:
-        """`first_step`: that is saved. `continues`: whether the job, which did not say what it goes on from, goes on
-        from what it finds."""
+    def __init__(self, record: Generation, root_id: str, first_step: int, continues: bool) -> None:
+        """`root_id`: of the root that the job opened. `first_step`: that is saved. `continues`: whether the job, which
+        did not say what it goes on from, goes on from what it finds."""
         self.record = record
+        self._root_id = root_id
         self._first_step = first_step
         self._continues = continues
         self._warning: str | None = None
         self.is_put = False
 
     def put(self, catalog: Catalog) -> str | None:
-        """Puts it; returns what the user should know. Raises what the store raises."""
+        """Puts it; returns what the user should know. Raises what the store raises.
+
+        Raises Superseded where two jobs made the root in the same moment, and the store kept that of the other.
+        """
+        found = catalog.root()
+        if found.id != self._root_id:
+            raise Superseded(
+                f"{catalog.store.url}: this job opened root {self._root_id}, but {found.id} is there now: another job "
+                "made it in the same moment. Stop one of the two, or give each a root of its own, and start again"
+            )
         if self._continues:
             origin, self._warning = _continued(catalog, self._first_step)
             self.record = replace(self.record, resumed_from=origin)

@@ -205,7 +205,7 @@ class WriterProcess:
         record = Generation.decode(message["record"].encode(), "the trainer's order")
         self._go_on_from(record.resumed_from)
         if self._rank == 0:
-            self._record = GenerationRecord(record, int(message["step"]), message["continues"])
+            self._record = GenerationRecord(record, message["root"], int(message["step"]), message["continues"])
             if message["now"]:
                 self._persists.put(self._put_record_now)
 
