@@ -35,6 +35,7 @@ NAMES = (
     "codecs",
     "sparse",
     "throttled",
+    "tier",
     "restore_increments",
     "lossy",
     "gpu",

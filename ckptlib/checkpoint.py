@@ -15,7 +15,6 @@ import torch
 
 from ckptlib.errors import CkptError, NotBrought, SaveFailed, StateChanged, describe
 from ckptlib.format import gc_pause, values
-from ckptlib.loading.committed import Committed
 from ckptlib.loading.match import targets
 from ckptlib.loading.progress import Laps, progress
 from ckptlib.loading.read_once import share_out, spread
@@ -65,6 +64,8 @@ class SaveOrder:
     """Whether the ranks compare what they hold before the snapshot; else they vote on it after."""
     overlap: Overlap = without_overlap
     """Which tensors may be copied after this returns."""
+    drains: bool = True
+    """With a local tier: whether it goes to the store, too."""
     spare: bool = True
     """Whether memory of the device may be taken, which is not before the training has shown its peak."""
 
@@ -88,7 +89,7 @@ def save_step(session: Session, order: SaveOrder) -> Pending:
     except CkptError as error:
         if compare:
             raise
-        session.give_up(save, number, order.to_store, describe(error))
+        session.give_up(save, number, order.to_store, order.drains, describe(error))
         if isinstance(error, StateChanged):
             raise
         text = f"step {save.step} could not be saved on rank {session.group.rank}: {error}"
@@ -103,7 +104,7 @@ def save_step(session: Session, order: SaveOrder) -> Pending:
         algorithm=session.root.algorithm,
     )
     if order.to_store:
-        session.expect(save)
+        session.expect(save, order.drains)
     sources = session.planner.sources(flat.leaves, plan, order.overlap)
     replicas = session.local_replicas(save, number, flat.leaves, plan, order.overlap)
     reading = None if compare else session.read_shared(flat.leaves, plan, order.overlap, number)
@@ -114,7 +115,8 @@ def save_step(session: Session, order: SaveOrder) -> Pending:
     else:
         session.verdicts.vote(save, number, order.to_store, staging, reading)
     session.snapshots.begin(save, number, staging, order.to_store, replicas)
-    return Pending(session.outcomes, session.group, save, staging, order.to_store, session.root.save_deadline_s)
+    deadline_s = session.root.save_deadline_s
+    return Pending(session.outcomes, session.group, save, staging, order.to_store, deadline_s, order.drains)
 
 
 def _agree(session: Session, order: SaveOrder, compare: bool) -> tuple[Flat, dict[str, values.Json], Plan, Slot]:
@@ -209,7 +211,7 @@ def _load_step(
         unexpected=(*unexpected, *wanted.foreign),
         values=wanted.values,
         rounded=reader.rounded,
-        in_memory=not isinstance(source, Committed),
+        in_memory=source.in_memory,
         phases=laps.seconds,
     )
     return Loaded(report, [tensor for want in wanted.wants for _, tensor in want.pieces])

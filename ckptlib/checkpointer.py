@@ -36,6 +36,7 @@ from ckptlib.loading.report import LoadReport
 from ckptlib.policy.codec import AUTO, Asked, CodecRules
 from ckptlib.policy.keep import Keep
 from ckptlib.policy.peers import Coverage, Peers
+from ckptlib.policy.tier import KEEP_LAST, tier_of
 from ckptlib.policy.when import Policy, Steps
 from ckptlib.ranks.beat import Word
 from ckptlib.ranks.together import together
@@ -72,6 +73,12 @@ class Checkpointer:
                      these. None: the store only.
     process_group:   the ranks that hold the state; default: the world.
     storage_options: passed to fsspec's filesystem.
+    local:           a directory on a disk of each host: saves go there first, which frees their slots, and to the store
+                     in the background. Committed still means the store. `restore` takes the newest of both.
+    drain:           which saves go from local disks to the store: a policy such as Steps(5000); None: all of them. The
+                     last one of a loop and what `save` takes always do.
+    local_keep:      how many steps stay on local disks, at least.
+    drain_bandwidth: the most that each rank sends to the store, in bytes per second; None: as fast as it goes.
     codec:           "auto", "raw" or "planes", or a dict of these and of `Lossy` by pattern of tensor names. "auto"
                      stores tensors as they are on local disks, and compressed where the store is slower than that.
     refresh:         each save refers to earlier ones for what has not changed since; what is older than this is written
@@ -97,6 +104,10 @@ class Checkpointer:
         peers: Peers | None = None,
         process_group: dist.ProcessGroup | None = None,
         storage_options: Mapping[str, object] | None = None,
+        local: str | Path | None = None,
+        drain: Policy | None = None,
+        local_keep: int = KEEP_LAST,
+        drain_bandwidth: float | None = None,
         codec: Asked = AUTO,
         refresh: timedelta = REFRESH,
         arena: str | Path | None = None,
@@ -119,6 +130,7 @@ class Checkpointer:
             refresh=refresh,
             tags=tags or {},
             peers=peers,
+            local=tier_of(local, drain, local_keep, drain_bandwidth),
         )
         self._state = state
         policy = Steps(every) if isinstance(every, int) else every
@@ -154,12 +166,12 @@ class Checkpointer:
     # Restoring
 
     def restore(self, *, strict: bool = True, device: str | torch.device | None = None) -> LoadReport:
-        """Fills the state from the newest complete step, in memory or in the store. Step 0 if there is none.
+        """Fills the state from the newest complete step, in memory, on local disks or in the store; step 0 for none.
 
         Collective. All ranks skip a damaged copy together, log why, and try the next: another copy, the store, the
-        previous step. With peers, the restored state is kept in memory at once, and persisted if the store lacks it.
-        Call it before the first step. To go back later, close the Checkpointer and create another one. `device`: see
-        `ckptlib.load`.
+        previous step. With peers, the restored state is kept in memory at once; with peers or a local tier, it is saved
+        again if the store lacks it. Call it before the first step. To go back later, close the Checkpointer and create
+        another one. `device`: see `ckptlib.load`.
         """
         self._check_open()
         if self._turns.started:  # what was agreed for the next step would be met by another one
@@ -173,10 +185,12 @@ class Checkpointer:
             self._warm()
             if report.save is not None:
                 self._keep(report)
+        elif report.save is not None and not report.committed:  # only local disks have it
+            self._keep(report)
         return report
 
     def _keep(self, report: LoadReport) -> None:
-        """Redundancy is down, and what memory alone had is in one process only; collective.
+        """Redundancy is down, and what memory or local disks alone had is not in the store; collective.
 
         No room for it, on all ranks alike, is no reason not to go on from what was restored.
         """
@@ -186,7 +200,8 @@ class Checkpointer:
             )
             pending.staging.go()
         except NoRoom as error:
-            log.error("restored step %d, but it is not kept in memory: %s", report.step, error)
+            what = "saved again" if self._session.settings.peers is None else "kept in memory"
+            log.error("restored step %d, but it is not %s: %s", report.step, what, error)
         else:
             self._last = pending if pending.persists else None
 
@@ -286,6 +301,7 @@ class Checkpointer:
         if self._last is None or not known:
             self._session.await_room()
             trained = self._turns.started  # by after_step: an iteration has been
+            self._session.tier.begin_drained()
             self._last = save_step(self._session, SaveOrder(self._state, step, metrics, spare=trained))
             self._last.staging.go()
         return self._last
@@ -321,6 +337,7 @@ class Checkpointer:
             to_store=to_store,
             compare=compare,
             overlap=without_overlap if inline else self._earned,
+            drains=to_store and self._session.tier.decide(step, word, must=bool(word.stop) or step == due.final),
         )
         try:
             pending = save_step(self._session, order)
@@ -425,7 +442,8 @@ class Checkpointer:
         clean = True
         try:
             if self._last is not None and self._session.owner.here:
-                self._last.wait_committed(deadline - time.monotonic())
+                wait = self._last.wait_committed if self._last.drains else self._last.wait_local
+                wait(deadline - time.monotonic())
         except WaitTimeout:
             clean = False
             raise

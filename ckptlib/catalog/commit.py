@@ -203,10 +203,10 @@ def _find_parts(catalog: Catalog, save: SaveId, world_size: int) -> tuple[list[P
     """One good part per rank, and the ranks that have none. Raises SaveFailed for a rank that failed."""
     found = catalog.parts(save)
     _raise_failure(catalog, save, found)
-    return _choose(found, world_size)
+    return choose_parts(found, world_size)
 
 
-def _choose(found: Mapping[int, Sequence[PartName]], world_size: int) -> tuple[list[PartName], list[int]]:
+def choose_parts(found: Mapping[int, Sequence[PartName]], world_size: int) -> tuple[list[PartName], list[int]]:
     """Of the parts that are there, one good one per rank, and the ranks that have none. Pure.
 
     All of one snapshot: there may be parts of two that were taken at the same step.

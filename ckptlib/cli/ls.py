@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import click
 from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.cli.local_disk import DiskShare, on_disk
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Cell, Output, age, count, metrics, plain, size
 from ckptlib.cli.stands import Stands, stands_of
@@ -38,7 +39,8 @@ class Row:
 
     save: SaveId
     state: str
-    """committed, left behind (by a rewind), damaged, newer (than this ckptlib), trash, or uncommitted."""
+    """committed, left behind (by a rewind), damaged, newer (than this ckptlib), trash, uncommitted, or local (on local
+    disks only)."""
     info: Info | None
     """Only where a manifest can be read."""
     nbytes: int | None
@@ -46,31 +48,38 @@ class Row:
     since: float | None
     """When it was taken; for trash, when it was dropped; seconds since the epoch."""
     problem: str | None = None
+    local: DiskShare | None = None
+    """What the local disk that was asked for has of it."""
 
 
 @click.command("ls", short_help="List the steps.")
 @click.option(
     "--all", "everything", is_flag=True, help="Also list abandoned steps, trash, and saves that never committed."
 )
+@click.option("--local", metavar="PATH", help="Also list what this host's disk has: the local= of the Checkpointer.")
 @with_store
 @with_output
-def command(store: Store, output: Output, everything: bool) -> bool:
+def command(store: Store, output: Output, everything: bool, local: str | None) -> bool:
     """Lists the committed steps.
 
     SIZE is what a load gives back, WRITTEN what was written for the step: what has not changed lies in the packs of
-    earlier saves. USES is how many of these saves the step needs, OLDEST the age of the oldest.
+    earlier saves. USES is how many of these saves the step needs, OLDEST the age of the oldest. LOCAL is of how many
+    ranks the disk of this host holds the share, STATE whether the store has the step.
     """
     catalog = Catalog(store)
+    disk = None if local is None else on_disk(local, catalog)
     problem = _refusal(catalog)
     rows = committed(catalog, everything)
     if not (rows or problem):
         catalog.root()  # raises where there is none
     if everything:
         rows = sorted([*rows, *others(catalog, {row.save for row in rows})], key=lambda row: row.save)
+    if disk is not None:
+        rows = with_disk(catalog, rows, disk, everything)
     about = {"url": store.url, **({"problem": problem} if problem else {})}
-    output.document({**about, "steps": [_document(row) for row in rows]})
+    output.document({**about, "steps": [_document(row, disk is not None) for row in rows]})
     if rows:
-        _table(output, rows, everything)
+        _table(output, rows, everything, disk is not None)
     else:
         output.line(f"{store.url} holds no committed step")
     problems = [text for text in (problem, *(row.problem for row in rows)) if text]
@@ -129,8 +138,20 @@ def others(catalog: Catalog, known: set[SaveId]) -> Iterator[Row]:
         )
 
 
-def _document(row: Row) -> dict[str, object]:
-    info = row.info
+def with_disk(catalog: Catalog, rows: Iterable[Row], disk: Mapping[SaveId, DiskShare], everything: bool) -> list[Row]:
+    """The rows, with what a local disk has of each; and of steps that are there only."""
+    found = {row.save: replace(row, local=disk.get(row.save)) for row in rows}
+    visible = {*catalog.visible(disk, newer=True)}
+    committed = {*catalog.saves()}
+    for save in disk.keys() - found.keys():
+        if save not in committed and (everything or save in visible):
+            state = "local" if save in visible else "left behind"
+            found[save] = Row(save, state, None, disk[save].nbytes, disk[save].since, local=disk[save])
+    return [found[save] for save in sorted(found)]
+
+
+def _document(row: Row, with_local: bool) -> dict[str, object]:
+    info, local = row.info, row.local
     return {
         "step": row.save.step,
         "generation": row.save.generation.number,
@@ -145,15 +166,18 @@ def _document(row: Row) -> dict[str, object]:
         "oldest": info.stands.oldest if info else None,
         "metrics": dict(info.metrics) if info else {},
         **({"problem": row.problem} if row.problem else {}),
+        **({"local": {"ranks": [*local.ranks], "nbytes": local.nbytes} if local else None} if with_local else {}),
     }
 
 
-def _table(output: Output, rows: list[Row], everything: bool) -> None:
-    header = ["STEP", "GEN", "AGE", "RANKS", "SIZE", "WRITTEN", "USES", "OLDEST", "STATE", "METRICS"]
+def _table(output: Output, rows: list[Row], everything: bool, with_local: bool) -> None:
+    header = ["STEP", "GEN", "AGE", "RANKS", "SIZE", "WRITTEN", "USES", "OLDEST", "LOCAL", "STATE", "METRICS"]
     if not any(row.info and row.info.stands.on for row in rows):
         header = [name for name in header if name not in ("USES", "OLDEST")]
-    if not everything:
-        header.remove("STATE")
+    if not with_local:
+        header.remove("LOCAL")
+        if not everything:
+            header.remove("STATE")
     if not any(row.info and row.info.metrics for row in rows):
         header.remove("METRICS")
     right = [name for name in header if name not in ("STATE", "METRICS")]
@@ -182,6 +206,7 @@ def _cells(row: Row, header: list[str]) -> list[Cell]:
         "WRITTEN": "-" if row.nbytes is None else size(row.nbytes),
         "USES": str(len(info.stands.on)) if info else "-",
         "OLDEST": info.stands.oldest_age if info else "-",
+        "LOCAL": str(len(row.local.ranks)) if row.local else "-",
         "STATE": row.state,
         "METRICS": metrics(info.metrics) if info else "",
     }

@@ -22,7 +22,7 @@ class Committed:
         self._parts = manifest.parts
         self.save = manifest.save
         self.world_size, self.layouts = manifest.world_size, manifest.layouts
-        self.where = catalog.store.url
+        self.where, self.in_memory = catalog.store.url, False
         self.limits = IoLimits(reads=1 if catalog.store.is_local else 2)
 
     def layout(self, digest: str) -> Layout:

@@ -20,6 +20,8 @@ class StepSource(Protocol):
     """By digest: the saved ranks that have it."""
     where: str
     """For people."""
+    in_memory: bool
+    """Whether it lies in the memory of the job's hosts."""
 
     @property
     def limits(self) -> IoLimits:

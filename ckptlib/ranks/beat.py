@@ -44,12 +44,20 @@ class Word(NamedTuple):
     """1: this rank lost a peer."""
     held_since: int = 0
     """From which step on all snapshots of this rank have been held."""
+    drain: int = 0
+    """1: what is saved next should be drained from local disks to the store."""
+    drains_full: int = 0
+    """1: this rank has as much to drain already as it may."""
+    local_since: int = 0
+    """From which step on all saves of this rank have come to be on its local disk."""
     calm: int = 1
     """1: this rank is ready to connect to its peers anew; when agreed upon, all are."""
     oldest_held: int = NONE
     """The newest step this rank holds (see `Held`); when agreed upon, the oldest of these."""
     oldest_settled: int = NONE
     """The newest step whose snapshot has come to an end on this rank; when agreed upon, the oldest of these."""
+    oldest_local: int = NONE
+    """The newest step of which this rank's share is on its local disk; when agreed upon, the oldest of these."""
 
 
 NUM_HIGHS = Word._fields.index("calm")

@@ -57,7 +57,7 @@ class _Share(NamedTuple):
 class InMemory:
     """Of all ranks together; `layout`, `part` and `read_into` are each rank's own."""
 
-    where = "memory"
+    where, in_memory = "memory", True
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Restoring: from the newest step that is whole, in memory or in the store, on all ranks the same one.
 
-Memory first, since it is the newest and the quickest; then the store; then the step before. What proves damaged is
-named and skipped, and so is what cannot be read for a reason of its own. A store that is away is no reason to go back
-to an older step: it is waited for by whoever starts the job again.
+Memory first, since it is the newest and the quickest; then local disks, then the store; then the step before. What
+proves damaged is named and skipped, and so is what cannot be read for a reason of its own. A store that is away is no
+reason to go back to an older step: it is waited for by whoever starts the job again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import finish_saves
 from ckptlib.checkpoint import LoadOrder, load_step
 from ckptlib.errors import (
@@ -33,10 +34,14 @@ from ckptlib.loading.report import LoadReport
 from ckptlib.loading.source import StepSource, own_rank
 from ckptlib.ranks.together import together
 from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look
+from ckptlib.recovery.local_step import LocalStep, OnDisks
+from ckptlib.recovery.local_step import look as look_at_disk
+from ckptlib.recovery.local_step import whole as whole_on_disks
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.saving.session import Session
 from ckptlib.slots.host import memory_of
 from ckptlib.state.rng import LoadedRng
+from ckptlib.stores.local import LocalStore
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +58,16 @@ class _Candidate:
 
     save: SaveId
     snapshot: SnapshotId | None
-    """None: from the store."""
+    """None: not from memory."""
     committed: bool
+    local: LocalStep | None = None
+    """None: not from local disks."""
+
+    @property
+    def where(self) -> str:
+        if self.snapshot is not None:
+            return "memory"
+        return "the store" if self.local is None else "local disks"
 
 
 def restore(
@@ -75,10 +88,11 @@ def restore(
         _await_orphans(session)  # else what they have under way is older than what is in memory
         laps.end("wait")
     _finish(session)
+    on_disks = _look_at_disks(session)
     skipped: list[str] = []
     lost: type[CkptError] = CorruptData
     newer, absent = False, True
-    candidates = list(_candidates(session, inventory))
+    candidates = list(_candidates(session, inventory, on_disks))
     laps.end("list")
     for n, candidate in enumerate(candidates):
         try:
@@ -87,15 +101,14 @@ def restore(
             if isinstance(error, ObjectUnreadable):
                 _check_store(session)
                 lost = ObjectUnreadable
-            where = "the store" if candidate.snapshot is None else "memory"
             absent = absent and _why(error) == LACKS
-            skipped.append(f"step {candidate.save} in {where}: {error}")
+            skipped.append(f"step {candidate.save} in {candidate.where}: {error}")
             newer = newer or isinstance(error, NewerFormat)
             if session.group.rank == 0:
                 log.error(
                     "step %s in %s %s and is skipped%s: %s",
                     candidate.save,
-                    where,
+                    candidate.where,
                     _why(error),
                     ", the next is tried" if n + 1 < len(candidates) else "",
                     error,
@@ -144,15 +157,27 @@ def _look_around(session: Session) -> Inventory:
     return Inventory(session.group.gather(together(session.group, "looking for snapshots in memory", own)))
 
 
-def _candidates(session: Session, inventory: Inventory) -> Iterator[_Candidate]:
+def _look_at_disks(session: Session) -> Mapping[SaveId, LocalStep]:
+    """The steps that the local disks of all hosts hold; collective. None without a local tier."""
+    local = session.settings.local
+    if local is None:
+        return {}
+    with LocalStore(str(local.path)) as store:
+        own = together(session.group, f"looking at {local.path}", lambda: look_at_disk(Catalog(store)))
+    return whole_on_disks(session.group.gather(own))
+
+
+def _candidates(
+    session: Session, inventory: Inventory, on_disks: Mapping[SaveId, LocalStep] | None = None
+) -> Iterator[_Candidate]:
     """Newest first; the same on all ranks. What history has left behind is none, wherever it is."""
-    in_memory = inventory.whole()
+    in_memory, on_disks = inventory.whole(), on_disks or {}
 
     def names() -> bytes:
         if session.group.rank != 0:
             return b""
         committed = session.catalog.saves()
-        visible = session.catalog.visible({snapshot.save for snapshot in in_memory})
+        visible = session.catalog.visible({*on_disks, *(snapshot.save for snapshot in in_memory)})
         return "\n".join(f"{save} {int(save in committed)}" for save in reversed(visible)).encode()
 
     found = session.group.broadcast(together(session.group, "listing steps", names))
@@ -161,6 +186,8 @@ def _candidates(session: Session, inventory: Inventory) -> Iterator[_Candidate]:
         save = parse_save(name)
         stored = committed == "1"
         yield from (_Candidate(save, snapshot, stored) for snapshot in in_memory if snapshot.save == save)
+        if save in on_disks:
+            yield _Candidate(save, None, stored, on_disks[save])
         if stored:
             yield _Candidate(save, None, stored)
 
@@ -171,6 +198,10 @@ def _restore_from(
     candidate: _Candidate,
     load: Callable[[StepSource], tuple[LoadReport, LoadedRng]],
 ) -> tuple[LoadReport, LoadedRng]:
+    if candidate.local is not None:
+        assert session.settings.local is not None
+        with LocalStore(str(session.settings.local.path)) as store:
+            return load(OnDisks(session.group, Catalog(store), candidate.local))
     if candidate.snapshot is None:
         try:
             return load(_stored(session, candidate.save))

@@ -49,6 +49,8 @@ class Lineage:
         """Whether its record is in the store; only rank 0 is told so."""
         self.placement: ReplicaMap | None = None
         """Of replicas, where snapshots are kept in memory."""
+        self.at_once = False
+        """Whether its record is wanted before anything is put: what is on local disks is of no use without it."""
 
     def _agree(self, wanted: Root) -> tuple[Root, GenerationId]:
         def make() -> bytes:
@@ -91,7 +93,7 @@ class Lineage:
             return
         continues = self.resumed_from is None or self.resumed_from.step > step  # would mix with what follows on it
         record = self._record(None if continues else self.resumed_from)
-        now = self.placement is not None
+        now = self.at_once or self.placement is not None
         writer.begin(record.encode().decode(), self.root.id, step, continues, now)
         self.began, self._again = True, False
 

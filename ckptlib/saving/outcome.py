@@ -18,6 +18,7 @@ from ckptlib.saving.looks import Looks
 from ckptlib.saving.news import News
 from ckptlib.saving.planner import Planner
 from ckptlib.saving.snapshots import Snapshots
+from ckptlib.saving.tier import TierState
 from ckptlib.staging.stager import Staging
 from ckptlib.writer.client import Writer
 
@@ -36,6 +37,8 @@ class Outcome:
     """Whether the step is known to exist. On ranks other than 0 only after `wait_committed`."""
     error: Exception | None = None
     """Why it never will."""
+    local: bool = False
+    """With a local tier: whether this rank's share is durable on its host's disk."""
     watches: int = 0
     """How often a rank that does not commit has asked what becomes of it, and was not answered yet."""
 
@@ -53,6 +56,7 @@ class Outcomes:
         owner: Owner,
         news: News,
         max_outage_s: float,
+        tier: TierState,
     ) -> None:
         self._rank = rank
         self._news = news
@@ -61,6 +65,7 @@ class Outcomes:
         self._planner = planner
         self._lineage = lineage
         self._owner = owner
+        self.tier = tier
         self._max_outage_s = max_outage_s
         self._open: dict[str, Outcome] = {}
         """By save: what is not known yet and may be heard of."""
@@ -78,6 +83,7 @@ class Outcomes:
     def forget(self, save: SaveId, error: Exception) -> bool:
         """A save that this rank found out about by itself. Returns whether it was still open."""
         outcome = self._open.pop(str(save), None)
+        self.tier.own.void(save.step)
         if outcome is not None:
             outcome.error = error
         return outcome is not None
@@ -99,11 +105,18 @@ class Outcomes:
         key = str(event["save"])
         outcome = self._open.get(key)
         if kind == "released":
-            self._snapshots.released(key, durable=event["error"] is None)
-            if event["error"] is None and self._rank != 0:
+            durable = event["error"] is None
+            self._snapshots.released(key, durable=durable)
+            self.tier.note(keys.parse_save(key).step, durable)
+            if outcome is not None:
+                outcome.local = durable
+            if durable and (self._rank != 0 or event.get("drains") is False):
                 self.run.succeed()
-                if outcome is not None and not outcome.watches:
+                if outcome is not None and not outcome.watches and not event.get("drains"):
                     del self._open[key]
+        elif kind == "drained":
+            if self._rank != 0 and outcome is not None and not outcome.watches:
+                del self._open[key]
         elif kind == "committed":
             self._open.pop(key, None)
             self.run.succeed()
@@ -118,6 +131,7 @@ class Outcomes:
                 del self._open[key]
         elif kind == "failed" and outcome is not None:  # else it is known already
             self._snapshots.released(key, durable=False)
+            self.tier.note(outcome.save.step, False)
             self._open.pop(key, None)
             self._failed(outcome, str(event["kind"]), str(event["error"]), key)
 
@@ -192,14 +206,29 @@ class Outcomes:
                 raise WaitTimeout(f"step {outcome.save.step} was not written within {timeout_s:.0f} s; it may still be")
             self.poll(0.05)
 
-    def wait_committed(self, outcome: Outcome, staging: Staging, timeout_s: float) -> None:
+    def wait_local(self, outcome: Outcome, staging: Staging, timeout_s: float) -> None:
         step, deadline = outcome.save.step, time.monotonic() + timeout_s
+        self._wait_saved(outcome, staging, timeout_s)
+        while not outcome.local:
+            if outcome.error is not None:
+                raise outcome.error
+            if time.monotonic() > deadline:
+                raise WaitTimeout(
+                    f"step {step} was not on the local disk within {timeout_s:.0f} s; it may still come to be"
+                )
+            self.poll(0.05)
+
+    def _wait_saved(self, outcome: Outcome, staging: Staging, timeout_s: float) -> None:
         try:
             self.wait_staged(staging, timeout_s)
         except WaitTimeout:
             raise
         except Exception as error:
-            raise SaveFailed(f"step {step} was not saved: {error}") from error
+            raise SaveFailed(f"step {outcome.save.step} was not saved: {error}") from error
+
+    def wait_committed(self, outcome: Outcome, staging: Staging, timeout_s: float) -> None:
+        step, deadline = outcome.save.step, time.monotonic() + timeout_s
+        self._wait_saved(outcome, staging, timeout_s)
         looks, listen_s = self._news.looks(deadline - time.monotonic()), LISTEN_FIRST_S
         while not outcome.committed:
             if outcome.error is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckptlib.errors import SaveFailed
 from ckptlib.format.keys import SaveId
 from ckptlib.ranks.group import Group
 from ckptlib.saving.outcome import Outcome, Outcomes
@@ -12,13 +13,22 @@ class Pending:
     """A snapshot under way, and the save that is made of it."""
 
     def __init__(
-        self, outcomes: Outcomes, group: Group, save: SaveId, staging: Staging, persists: bool, deadline_s: float
+        self,
+        outcomes: Outcomes,
+        group: Group,
+        save: SaveId,
+        staging: Staging,
+        persists: bool,
+        deadline_s: float,
+        drains: bool = True,
     ) -> None:
         self.group = group
         self.save = save
         self.staging = staging
         self.persists = persists
-        """Whether it goes to the store; else it is for memory only, and never committed."""
+        """Whether it is saved; else it is for memory only, and never committed."""
+        self.drains = drains
+        """Whether it goes to the store; with a local tier, some saves stay on local disks, and are never committed."""
         self._outcomes = outcomes
         self._outcome = Outcome(save)
         self._deadline_s = deadline_s
@@ -50,9 +60,23 @@ class Pending:
         """Returns when this rank's part is durable, or failed, and its slot is free. Raises as `wait_staged` does."""
         self._outcomes.wait_released(self._outcome, self.staging, self._deadline_s if timeout is None else timeout)
 
+    def wait_local(self, timeout: float | None = None) -> None:
+        """With a local tier: returns when this rank's share is durable on its host's disk. Any rank may ask alone.
+
+        The step can be restored from local disks when that is so on all ranks. Without one, returns when this rank's
+        part is durable in the store. Raises as `wait_committed` does.
+        """
+        self._outcomes.wait_local(self._outcome, self.staging, self._deadline_s if timeout is None else timeout)
+
     def wait_committed(self, timeout: float | None = None) -> None:
         """Returns when the step exists and is durable. Any rank may ask alone.
 
         Raises SaveFailed when it never will; WaitTimeout after `timeout` seconds (default: the save's deadline).
         """
+        if not self.drains:
+            raise SaveFailed(
+                f"step {self.step} stays on local disks and is never committed, since no drain was due, or too much "
+                "was to be drained already (drain=); wait for it with wait_local, or call save for a step that must be "
+                "in the store"
+            )
         self._outcomes.wait_committed(self._outcome, self.staging, self._deadline_s if timeout is None else timeout)

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.local_disk import open_disk
 from ckptlib.errors import WaitTimeout
 from ckptlib.format import keys, values
 from ckptlib.format.keys import SaveId
@@ -33,6 +34,7 @@ from ckptlib.saving.outcome import Outcomes
 from ckptlib.saving.placement import agree_placement
 from ckptlib.saving.planner import Overlap, Plan, Planner
 from ckptlib.saving.settings import Settings
+from ckptlib.saving.tier import TierState
 from ckptlib.saving.verdicts import Verdicts
 from ckptlib.saving.whole_state import whole_state
 from ckptlib.slots.header import SlotHeader
@@ -74,7 +76,13 @@ class Session:
             self.catalog, self.group, settings.algorithm, settings.save_deadline.total_seconds(), settings.tags
         )
         self.root, self.generation = self.lineage.root, self.lineage.generation
-        peers = settings.peers
+        peers, local = settings.peers, settings.local
+        if not self.group.same(b"" if local is None else b"local"):
+            raise ValueError(f"{self.store.url}: local= was given on some ranks only; every rank must give it, or none")
+        if local is not None:
+            seen = self.store if self.group.rank == 0 else None
+            together(self.group, f"opening {local.path}", lambda: open_disk(str(local.path), self.root, seen))
+        self.lineage.at_once = local is not None
         self.lineage.placement = None if peers is None else agree_placement(self.group, peers, kind)
         self.snapshots, self.writer, self.link = open_memory(settings, self.group, self.over, self.lineage)
         self.stager = Stager(self._on_sealed, spare=peers is not None and peers.memory == DEVICE)
@@ -84,14 +92,15 @@ class Session:
         self.planner = Planner(self.group)
         self._num_saves = 0
         self._sequence = 0
-        self._to_persist: set[SaveId] = set()
-        """Snapshots that the writer is told of as soon as they are ready."""
+        self._to_persist: dict[SaveId, bool] = {}
+        """Snapshots that the writer is told of as soon as they are ready, and whether they are drained then."""
         self.newest_step = -1
         """That was given to be persisted; -1 before there is one."""
         self.closed = False
         self.owner = Owner(settings.url)
         notices = notices_over(over, f"{self.root.id}/{self.generation}", settings.timeout)
         self.news = News(notices, self.group.rank, self.group.size, self.store.is_local)
+        self.tier = TierState(local, self.generation, self.group.rank, self.writer)
         self.outcomes = Outcomes(
             self.group.rank,
             self.writer,
@@ -101,6 +110,7 @@ class Session:
             self.owner,
             self.news,
             settings.max_outage.total_seconds(),
+            self.tier,
         )
         self.verdicts = Verdicts(self.group, self.generation, self.planner, self.snapshots, self.outcomes)
 
@@ -132,10 +142,11 @@ class Session:
         encoded = {name: values.encode(value, f"metrics[{name}]") for name, value in (metrics or {}).items()}
         return flatten(whole_state(state, PerRank(self._rng)), self._memo), encoded
 
-    def give_up(self, save: SaveId, number: int, to_store: bool, reason: str) -> None:
+    def give_up(self, save: SaveId, number: int, to_store: bool, drains: bool, reason: str) -> None:
         """This rank alone has no snapshot: the others are told, and all compare before the next one."""
         if to_store:
-            self.writer.void(save, reason)
+            self.tier.note(save.step, False)
+            self.writer.void(save, reason, drains)
         self.snapshots.begin(save, number, None, to_store)
         self.verdicts.vote(save, number, to_store, None, None)
         self.planner.must_compare = True
@@ -146,10 +157,10 @@ class Session:
         rank, size = self.group.rank, self.group.size
         return SlotHeader(self.root.id, save, rank, size, number, self._sequence, plan.body_nbytes, {})
 
-    def expect(self, save: SaveId) -> None:
-        """The writer is to persist this one as soon as it is sealed."""
-        self.writer.expect(save)
-        self._to_persist.add(save)
+    def expect(self, save: SaveId, drains: bool) -> None:
+        """The writer is to persist this one as soon as it is sealed. `drains`: and to drain it, with a local tier."""
+        self.writer.expect(save, drains)
+        self._to_persist[save] = drains
         self.newest_step = save.step
 
     def local_replicas(
@@ -178,18 +189,18 @@ class Session:
         staging.slot.unlock()
         if save not in self._to_persist:
             return
-        self._to_persist.discard(save)
+        drains = self._to_persist.pop(save)
         if staging.error is None:
-            self.writer.persist(save, staging.slot.path)
+            self.writer.persist(save, staging.slot.path, drains)
         else:
-            self.writer.void(save, str(staging.error))
+            self.writer.void(save, str(staging.error), drains)
 
     # What all ranks found
 
     def say(self, word: Word) -> tuple[Word, Poll]:
         """This rank's word for the next step, with what the session knows; and its votes."""
         snapshots, outcomes = self.snapshots, self.outcomes
-        word = word._replace(
+        word = self.tier.say(word, failed=outcomes.run.count > 0)._replace(
             agree=int(self.planner.must_compare),
             needs_held=snapshots.needs_held(),
             failures=max(outcomes.run.count, word.failures),
@@ -200,6 +211,7 @@ class Session:
             oldest_held=self._newest_held,
             held_since=snapshots.own.since,
             oldest_settled=snapshots.own.settled,
+            oldest_local=self._newest_local,
         )
         return word, self.verdicts.poll()  # after `own` was asked: what is held has been voted upon
 
@@ -208,9 +220,15 @@ class Session:
         """None before the record of the generation is in the store: nobody would come back from the snapshot."""
         return self.snapshots.own.newest if self.lineage.recorded or self.settings.peers is None else NONE
 
+    @property
+    def _newest_local(self) -> int:
+        """As above: what earlier generations left on local disks is needed until this one can be restored."""
+        return self.tier.own.newest if self.lineage.recorded else NONE
+
     def follow(self, word: Word) -> None:
         """Acts upon what all ranks said of their snapshots and their links. Collective where links are mended."""
         self.snapshots.note_all(word.oldest_held, word.held_since, word.oldest_settled)
+        self.tier.note_all(word.oldest_local, word.local_since)
         self.link.mend(bool(word.link_failed), bool(word.calm))
 
     def await_room(self, timeout_s: float | None = None) -> None:
@@ -224,15 +242,16 @@ class Session:
         lacking = True
         while lacking:
             lacks = together(self.group, "waiting for a slot", lambda: self._lacks_room(deadline, timeout_s))
-            own = self.snapshots.own
-            (any_lacks, since), (newest, settled) = self.group.extremes(
-                [int(lacks), own.since], [self._newest_held, own.settled]
+            own, local = self.snapshots.own, self.tier.own
+            (any_lacks, since, local_since), (newest, settled, newest_local) = self.group.extremes(
+                [int(lacks), own.since, local.since], [self._newest_held, own.settled, self._newest_local]
             )
             lacking = bool(any_lacks)
             poll = self.verdicts.poll()
             if poll.votes:
                 self.verdicts.conclude(poll, self.group.start_sum(poll.votes)())
             self.snapshots.note_all(newest, since, settled)
+            self.tier.note_all(newest_local, local_since)
 
     def _lacks_room(self, deadline: float, timeout_s: float) -> bool:
         """Whether there is no slot after a while."""

@@ -11,6 +11,7 @@ from ckptlib.format.digests import ALGORITHMS, XXH3
 from ckptlib.policy.codec import CodecRules
 from ckptlib.policy.keep import Keep
 from ckptlib.policy.peers import Peers
+from ckptlib.policy.tier import LocalTier
 from ckptlib.writer.channel import PROTOCOL
 
 TIMEOUT = timedelta(minutes=10)
@@ -47,6 +48,8 @@ class Settings:
     tags: Mapping[str, str] = field(default_factory=dict)
     peers: Peers | None = None
     """None: snapshots serve storage only."""
+    local: LocalTier | None = None
+    """None: saves go to the store at once."""
 
     def __post_init__(self) -> None:
         """Before anything is made: a root keeps its algorithm for ever."""
@@ -84,5 +87,6 @@ class Settings:
             "codec": self.codec.to_json(),
             "refresh_s": self.refresh.total_seconds(),
             "keep": None if self.keep is None else self.keep.to_json(),
+            "local": None if self.local is None else self.local.to_json(),
             "keep_slots_s": 0.0 if self.peers is None else self.peers.keep_for.total_seconds(),
         }

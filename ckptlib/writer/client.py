@@ -44,6 +44,7 @@ class Writer:
         self._open: dict[_OrderKey, Message] = {}
         """What another writer must do, should this one die."""
         self._held: SaveId | None = None
+        self._whole: SaveId | None = None
         self._begun: Message | None = None
         self.waiting: Message | None = None
         """What the writer has waited for in vain for a while, as it told: the request, the save, since when."""
@@ -91,6 +92,11 @@ class Writer:
         self._held = save
         self._channel.send({"op": "held", "save": str(save)})
 
+    def whole(self, save: SaveId) -> None:
+        """All ranks have it on their local disks: what is older there may go."""
+        self._whole = save
+        self._channel.send({"op": "whole", "save": str(save)})
+
     def begin(self, record: str, root: str, step: int, continues: bool, now: bool) -> None:
         """The generation begins with a save of `step`: rank 0's writer puts its record before it puts anything else.
 
@@ -102,17 +108,26 @@ class Writer:
             self._begun = {**order, "now": False}
             self._channel.send({**self._begun, "now": now})
 
-    def expect(self, save: SaveId) -> None:
-        """A snapshot is being staged: should the trainer die now, its part will not come."""
-        self._order({"op": "expect", "save": str(save)})
+    def expect(self, save: SaveId, drains: bool = True) -> None:
+        """A snapshot is being staged: should the trainer die now, its part will not come.
 
-    def persist(self, save: SaveId, slot: Path) -> None:
+        `drains`, here and below: with a local tier, whether it goes to the store, too.
+        """
+        self._order({"op": "expect", "save": str(save), "drains": drains})
+
+    def persist(self, save: SaveId, slot: Path, drains: bool = True) -> None:
         """Orders that the ready snapshot in `slot` be put; answered by `released`."""
-        self._order({"op": "persist", "save": str(save), "slot": str(slot)})
+        self._order({"op": "persist", "save": str(save), "slot": str(slot), "drains": drains})
 
-    def void(self, save: SaveId, error: str) -> None:
+    def void(self, save: SaveId, error: str, drains: bool = True) -> None:
         """The snapshot failed; tells the other ranks' committer."""
-        self._order({"op": "void", "save": str(save), "error": error})
+        self._order({"op": "void", "save": str(save), "error": error, "drains": drains})
+
+    @property
+    def num_undrained(self) -> int:
+        """Saves that are to be drained and are not committed or, on other ranks than 0, not drained yet."""
+        with self._lock:
+            return sum(order["op"] != "void" and order.get("drains", False) for order in self._open.values())
 
     def watch(self, save: SaveId, timeout_s: float) -> None:
         """Asks what becomes of a save that another rank commits; answered by `committed`, `failed` or `undecided`."""
@@ -154,14 +169,19 @@ class Writer:
             self._open.pop(_OrderKey(save, elsewhere=True), None)
             return
         self._deaths = 0
-        if kind == "released" and event["error"] is None and self._setup["rank"] == 0:
-            key = _OrderKey(save, elsewhere=False)
+        key = _OrderKey(save, elsewhere=False)
+        if kind == "released" and event["error"] is None and self._setup.get("local") is not None:
+            if self._open.pop(key, {}).get("drains"):
+                self._open[key] = {"op": "drain", "save": save, "drains": True}
+        elif kind == "drained" and self._setup["rank"] == 0:
+            pass  # another writer finds it in the store, and commits it
+        elif kind == "released" and event["error"] is None and self._setup["rank"] == 0:
             self._open[key] = {"op": "commit", "save": save, "began": event["began"]}  # its slot may be overwritten now
         elif kind == "failed" and event.get("replace"):  # nobody has told the other ranks
-            self._open[_OrderKey(save, elsewhere=False)] = {"op": "void", "save": save, "error": event["error"]}
+            self._open[key] = {"op": "void", "save": save, "error": event["error"]}
         else:
-            self._open.pop(_OrderKey(save, elsewhere=False), None)
-        if kind != "released":
+            self._open.pop(key, None)
+        if kind not in ("released", "drained"):
             self._open.pop(_OrderKey(save, elsewhere=True), None)
 
     def _revive(self) -> list[Message]:
@@ -182,11 +202,13 @@ class Writer:
             self._deaths = 0
         self._start()
         if self._begun is not None:
-            self._channel.send(self._begun)
+            self._channel.send({**self._begun, "now": self._setup.get("local") is not None})
         for path in self._slots:
             self._channel.send({"op": "slot", "path": path})
         if self._held is not None:
             self.held(self._held)
+        if self._whole is not None:
+            self.whole(self._whole)
         for order in self._open.values():
             self._channel.send(order)
         for order in given_up:

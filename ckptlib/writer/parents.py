@@ -61,7 +61,7 @@ class Parents:
             self._searched = True
             if found is not None:
                 self._parts.appendleft(found)
-        candidates = [part for part in reversed(self._parts) if _fits(part, snapshot)]
+        candidates = [part for part in reversed(self._parts) if fits(part, snapshot)]
         if not candidates:
             return None, Steps([], [])
         oldest = min(map(_oldest_save, candidates))
@@ -87,7 +87,7 @@ class Parents:
             if manifest.world_size != self._world_size:
                 return None
             part = self._catalog.part(manifest.parts[rank])
-            if not _fits(part, snapshot):
+            if not fits(part, snapshot):
                 return None
             self._check_packs(part)
         except (*UNREADABLE, StoreError) as error:
@@ -122,7 +122,7 @@ class Parents:
                 raise FormatError(f"{pack.key}: expected an object of {pack.nbytes} bytes, found {sizes or 'none'}")
 
 
-def _fits(part: Part, snapshot: Snapshot) -> bool:
+def fits(part: Part, snapshot: Snapshot) -> bool:
     """Whether chunks of equal numbers are of the same bytes of the same tensors, named by the same digests."""
     return part.algorithm == snapshot.algorithm and part.table.cuts_digest == snapshot.table.cuts_digest
 

@@ -23,6 +23,7 @@ from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
 from ckptlib.stores import LateHead, Store
 from ckptlib.stores.io_limits import WRITE_BYTES
 from ckptlib.writer.coder import Coder, Encoded
+from ckptlib.writer.drained_parents import DrainedParents
 from ckptlib.writer.frame_packs import FRAMES_BYTES, FramePack, frames_of, in_packs
 from ckptlib.writer.increment import Increment, Rules, plan, whole, without_base
 from ckptlib.writer.packs import Packer, PackShape, Piece
@@ -49,13 +50,16 @@ class Persister:
         world_size: int,
         refresh_s: float = math.inf,
         rules: CodecRules | None = None,
+        drained: DrainedParents | None = None,
     ) -> None:
         """`executor` runs the digest check beside the writes; both release the GIL. `refresh_s`: chunks that are older
-        are written again, though they have not changed. `rules`: None stores chunks as they are."""
+        are written again, though they have not changed. `rules`: None stores chunks as they are. `drained`: where the
+        store is a disk from which saves are drained to another one; whoever drains tells `note_upload`."""
         self._store = store
         self._executor = executor
         self._rank, self._refresh_s = rank, refresh_s
-        self._parents = Parents(Catalog(store), world_size)
+        self._parents = Parents(Catalog(store), world_size) if drained is None else drained
+        self._notes_uploads = drained is None
         self._snapshots = SnapshotReader()
         self._packer: Packer | None = None
         self._coder = Coder(CodecRules.of(RAW) if rules is None else rules, store.is_local)
@@ -65,20 +69,25 @@ class Persister:
         self._patience_s = 0.0
         """How long the last save took: waiting longer for the commit of a parent would cost more than it saves."""
 
-    def persist(self, slot: Slot, save: SaveId, deadline: float | None = None) -> Part:
+    def note_upload(self, nbytes: int, began: float, ended: float) -> None:
+        """See `Coder`."""
+        self._coder.note_upload(nbytes, began, ended)
+
+    def persist(self, slot: Slot, save: SaveId, deadline: float | None = None, may_be_parent: bool = True) -> Part:
         """Puts the packs and the part of the snapshot in `slot`, whose content the caller has locked for reading.
 
         What has not changed since the parent is not put again. `deadline`: of all that is put, by the monotonic clock.
-        Raises CorruptData when the slot is not what was sealed, and what the store raises; no part is put then.
+        `may_be_parent`: whether it will be committed, for all that is known now. Raises CorruptData when the slot is
+        not what was sealed, and what the store raises; no part is put then.
         """
         self._deadline = deadline
         try:
-            return self._persist(slot, save)
+            return self._persist(slot, save, may_be_parent)
         except BaseException:
             self._coder.forget_patches()
             raise
 
-    def _persist(self, slot: Slot, save: SaveId) -> Part:
+    def _persist(self, slot: Slot, save: SaveId, may_be_parent: bool) -> Part:
         snapshot = self.read(slot, save)
         parent, increment, refused = self._plan(snapshot)
         began = time.monotonic()
@@ -117,13 +126,15 @@ class Persister:
             raise SaveFailed(f"step {save.step}: its packs took longer than a save may (save_deadline); no part is put")
         self._store.put(name.key, document, deadline=self._deadline)
         if part.rank == self._rank:
-            self._parents.remember(part)
+            if may_be_parent:
+                self._parents.remember(part)
             self._patience_s = time.monotonic() - began
         return part
 
     def go_on_from(self, save: SaveId) -> None:
         """What the job resumed from; where nobody says so, the record of its generation is asked."""
-        self._parents.origin = save
+        if isinstance(self._parents, Parents):  # else the first save is written whole
+            self._parents.origin = save
 
     def read(self, slot: Slot, save: SaveId) -> Snapshot:
         """The snapshot in a slot. Raises CorruptData, FormatError."""
@@ -237,7 +248,8 @@ class Persister:
         return self._note_pack(snapshot, key, shape.nbytes, began)
 
     def _note_pack(self, snapshot: Snapshot, key: str, nbytes: int, began: float) -> Pack:
-        self._coder.note_upload(nbytes, began, time.monotonic())
+        if self._notes_uploads:
+            self.note_upload(nbytes, began, time.monotonic())
         return Pack(key, nbytes, snapshot.created)
 
     def _put_layout(self, snapshot: Snapshot) -> None:

@@ -1,11 +1,11 @@
 """The writer process: takes orders until its trainer is gone, and finishes what it took.
 
 The main thread listens to the trainer and watches for its death by pidfd (a pipe's end may have been inherited by the
-trainer's other children). One thread persists, one commits, one removes old steps; each takes its jobs in order. No
-job outlives its deadline: see `watchdog`.
+trainer's other children). One thread persists, one commits, one removes old steps, with a local tier one drains; each
+takes its jobs in order. No job outlives its deadline: see `watchdog`.
 
-    trainer -> writer    setup, begin, slot, forget, held, expect, persist, commit, void, await, close
-    writer -> trainer    ready, begun, not-begun, released, committed, failed, undecided, waiting
+    trainer -> writer    setup, begin, slot, forget, held, whole, expect, persist, drain, commit, void, await, close
+    writer -> trainer    ready, begun, not-begun, released, drained, committed, failed, undecided, waiting
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from pathlib import Path
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, raise_if_failed
 from ckptlib.catalog.retention import sweep
-from ckptlib.errors import CkptError, FormatError, SaveFailed, StoreTimeout, describe
+from ckptlib.errors import CkptError, FormatError, SaveFailed, StoreError, StoreTimeout, describe
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.format.manifest import Generation
 from ckptlib.format.part import Part
 from ckptlib.jobs import JobThread
 from ckptlib.policy.codec import CodecRules
 from ckptlib.policy.keep import Keep
+from ckptlib.policy.tier import LocalTier
 from ckptlib.slots.slot import Slot
 from ckptlib.stores import open_store
 from ckptlib.writer.channel import PROTOCOL, Channel, Message, readable
@@ -35,7 +36,8 @@ from ckptlib.writer.generation import GenerationRecord
 from ckptlib.writer.persist import Persister, put_failure
 from ckptlib.writer.requests import NotedStore, Request, Requests
 from ckptlib.writer.rescue import rescue
-from ckptlib.writer.watchdog import Watchdog, Work
+from ckptlib.writer.tier import Tier
+from ckptlib.writer.watchdog import Watchdog, Work, stuck
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ RESCUE_AFTER_S = 15.0
 
 SUCCESSOR_POLL_S = 0.2
 
+RECORD_POLL_S = 0.02
+
 STUCK_STATUS = 3
 """Of a writer that ended since a call hung."""
 
@@ -61,7 +65,8 @@ class WriterProcess:
         self._channel = channel
         self._trainer = _pidfd(trainer_pid)
         self._slots: dict[str, Slot] = {}
-        self._expected: set[SaveId] = set()
+        self._expected: dict[SaveId, bool] = {}
+        """Whether each of them is to go to the store."""
         self._orphan_since: float | None = None
         self._keep_slots_s = 0.0
         self._held: SaveId | None = None
@@ -70,6 +75,8 @@ class WriterProcess:
         """Rank 0's to put."""
         self._persists = JobThread("persist")
         self._commits = JobThread("commit")
+        self._tier: Tier | None = None
+        self._closed_at: float | None = None
         self._sweeps = JobThread("sweep")
 
     def run(self) -> None:
@@ -77,16 +84,37 @@ class WriterProcess:
         os.nice(NICENESS)
         threading.excepthook = _die
         closed = self._listen()
-        if not closed:
+        if closed:
+            self._closed_at = time.monotonic()
+        else:
             self._orphaned()
         self._persists.finish()
         if not closed:
+            self._await_record()
             for slot in self._slots.values():  # a commit needs none, and may wait for other ranks
                 slot.abandon()
+        if self._tier is not None:
+            self._tier.jobs.finish()
         self._commits.finish()
         self._sweeps.finish()
         if not closed:
             self._await_successor(rescued=self._held is None)
+
+    @property
+    def _owes_record(self) -> bool:
+        """Whether the next job is to wait for this writer, which has the trainer's last save on the local disk: without
+        the record of the generation it would count for nothing."""
+        if self._tier is None or self._record is None or self._orphan_since is None:
+            return False
+        return not self._record.is_put
+
+    def _await_record(self) -> None:
+        while self._owes_record and self._tier is not None and self._tier.jobs.busy:
+            if time.monotonic() > self._stops_draining():
+                break
+            time.sleep(RECORD_POLL_S)
+        for slot in self._slots.values():
+            slot.unlock()
 
     def _await_successor(self, rescued: bool) -> None:
         """The slots are what a restarted job comes back from soonest; it unlinks them when it needs them no more.
@@ -107,7 +135,7 @@ class WriterProcess:
         assert self._held is not None
         try:
             with self._watchdog.work("rescue", self._held, time.monotonic() + self._deadline_s):
-                rescue(slots, self._held, self._rank, self._persister, self._committer)
+                rescue(slots, self._held, self._rank, self._direct, self._committer)
         except (CkptError, OSError, ValueError) as error:
             log.warning("step %d stays in memory only: %s", self._held.step, describe(error))
 
@@ -127,9 +155,12 @@ class WriterProcess:
     def _orphaned(self) -> None:
         """The trainer is gone: what it has not finished will not come."""
         self._orphan_since = time.monotonic()
+        if self._owes_record:
+            for slot in self._slots.values():
+                slot.read_lock()
         error = SaveFailed("the trainer died before its snapshot was whole")
-        for save in sorted(self._expected):
-            self._persists.put(partial(self._fail, save, error))
+        for save, drains in sorted(self._expected.items()):
+            self._persists.put(partial(self._fail, save, error, drains))
 
     def _take(self, message: Message) -> None:
         """Carries out an order, or queues it."""
@@ -146,20 +177,28 @@ class WriterProcess:
         if op == "forget":
             self._persists.put(partial(self._forget, message["path"]))
             return
-        save = parse_save(message["save"])
+        save, drains = parse_save(message["save"]), message.get("drains", True)
+        if drains and self._tier is not None and op in ("expect", "persist", "drain"):
+            self._tier.expect(save)
         if op == "expect":
-            self._expected.add(save)
+            self._expected[save] = drains
         elif op == "held":
             self._held = save
+        elif op == "whole":
+            if self._tier is not None:
+                self._tier.note_whole(save)
         elif op == "void":
-            self._expected.discard(save)
-            self._persists.put(partial(self._fail, save, SaveFailed(message["error"])))
+            self._expected.pop(save, None)
+            self._persists.put(partial(self._fail, save, SaveFailed(message["error"]), drains))
         elif op == "persist":
-            self._expected.discard(save)
+            self._expected.pop(save, None)
             slot = self._slots.get(message["slot"]) or self._open_slot(message["slot"])
             if slot is not None:
                 slot.read_lock()  # from now on, so that a successor sees that there is work to do
-            self._persists.put(partial(self._persist, save, message["slot"]))
+            self._persists.put(partial(self._persist, save, message["slot"], drains))
+        elif op == "drain":
+            assert self._tier is not None
+            self._tier.jobs.put(partial(self._drain, self._tier, save))
         elif op == "commit":
             self._commits.put(partial(self._commit, save, message["began"]))
         elif op == "await":
@@ -190,14 +229,21 @@ class WriterProcess:
             self._store = NotedStore(open_store(message["url"], message["options"]), requests)
         self._catalog, self._swept = Catalog(self._store), Catalog(self._store)
         self._committer = Committer(self._catalog)
-        self._persister = Persister(
-            self._store,
-            ThreadPoolExecutor(1, "ckptlib-digest"),
-            self._rank,
-            self._world_size,
-            float(message["refresh_s"]),
-            CodecRules.from_json(message["codec"]),
+        make = partial(
+            Persister,
+            executor=ThreadPoolExecutor(1, "ckptlib-digest"),
+            rank=self._rank,
+            world_size=self._world_size,
+            refresh_s=float(message["refresh_s"]),
+            rules=CodecRules.from_json(message["codec"]),
         )
+        self._persister = self._direct = make(self._store)
+        if message.get("local") is not None:
+            self._tier = tier = Tier(LocalTier.from_json(message["local"]), self._store, self._rank)
+            self._persister = make(tier.disk, drained=tier.parents)
+            tier.open(self._deadline_s, self._persister.note_upload)
+            tier.gives_up_at = self._stops_draining
+            tier.watched = lambda save: self._watchdog.work("drain", save, time.monotonic() + self._deadline_s)
         self._channel.send({"event": "ready"})
 
     def _begin(self, message: Message) -> None:
@@ -207,14 +253,14 @@ class WriterProcess:
         if self._rank == 0:
             self._record = GenerationRecord(record, message["root"], int(message["step"]), message["continues"])
             if message["now"]:
-                self._persists.put(self._put_record_now)
+                (self._persists if self._tier is None else self._tier.jobs).put(self._put_record_now)
 
     def _go_on_from(self, save: SaveId | None) -> None:
         if save is not None:
             self._persister.go_on_from(save)
 
     def _put_record_now(self) -> None:
-        """Since snapshots in memory are of no use before it is there."""
+        """Since what is in memory, or on local disks, is of no use before it is there."""
         try:
             with self._watchdog.work("begin", None, time.monotonic() + self._deadline_s):
                 self._put_record()
@@ -222,19 +268,20 @@ class WriterProcess:
             self._channel.send({"event": "not-begun", "error": describe(error)})
 
     def _put_record(self) -> None:
+        """By whichever thread uses the store for what is saved."""
         if self._record is None or self._record.is_put:
             return
         warning = self._record.put(self._catalog)
         self._go_on_from(self._record.record.resumed_from)
         self._channel.send({"event": "begun", "warning": warning})
 
-    def _persist(self, save: SaveId, path: str) -> None:
+    def _persist(self, save: SaveId, path: str, drains: bool) -> None:
         began = time.monotonic()
         try:
             with self._watchdog.work("persist", save, began + self._deadline_s):
-                part = self._persist_slot(save, path, began + self._deadline_s)
+                part = self._persist_slot(save, path, drains, began + self._deadline_s)
         except (CkptError, OSError, ValueError) as error:
-            self._fail(save, error)
+            self._fail(save, error, drains)
             self._channel.send({"event": "released", "save": str(save), "slot": path, "error": describe(error)})
             return
         nbytes = part.nbytes_put
@@ -242,35 +289,78 @@ class WriterProcess:
         total = part.table.nbytes_data
         log.info("step %d: %d bytes persisted in %.3f s, for a share of %d bytes", save.step, nbytes, seconds, total)
         told = {"save": str(save), "slot": path, "error": None, "seconds": seconds, "nbytes": nbytes, "began": began}
+        if self._tier is not None:
+            told["drains"] = drains
         self._channel.send({"event": "released", **told})
-        if self._rank == 0:
+        if self._tier is not None:
+            if drains:
+                self._tier.jobs.put(partial(self._drain, self._tier, save))
+        elif self._rank == 0:
             self._commits.put(partial(self._commit, save, began))
 
-    def _persist_slot(self, save: SaveId, path: str, deadline: float) -> Part:
+    def _persist_slot(self, save: SaveId, path: str, drains: bool, deadline: float) -> Part:
         slot = self._slots.get(path)
         if slot is None:
             raise FormatError(f"{path}: the slot of step {save.step} is gone")
         try:
-            self._put_record()
-            return self._persister.persist(slot, save, deadline)
+            if self._tier is None:
+                self._put_record()
+                return self._persister.persist(slot, save, deadline)
+            self._tier.make_room(save)
+            there = self._tier.persisted(slot, save)
+            return there or self._persister.persist(slot, save, deadline, may_be_parent=drains)
         finally:
-            slot.unlock()
+            if not self._owes_record:
+                slot.unlock()
+
+    def _drain(self, tier: Tier, save: SaveId) -> None:
+        try:
+            tier.drain(save, self._put_record)
+        except (CkptError, OSError, ValueError) as error:
+            tier.settle(save)
+            self._give_up_save(save, error)
+            return
+        self._channel.send({"event": "drained", "save": str(save)})
+        if self._rank == 0:
+            self._commits.put(partial(self._commit, save, time.monotonic()))
+        else:
+            tier.settle(save)
+
+    def _stops_draining(self) -> float:
+        """While the trainer lives, never."""
+        if self._orphan_since is not None:
+            return self._orphan_since + ORPHAN_DEADLINE_S
+        return float("inf") if self._closed_at is None else self._closed_at + self._deadline_s
 
     def _forget(self, path: str) -> None:
         slot = self._slots.pop(path, None)
         if slot is not None:
             slot.close()
 
-    def _fail(self, save: SaveId, error: BaseException) -> None:
-        """Publishes that this rank's part will not come, or its commit, so that nobody waits for it.
+    def _fail(self, save: SaveId, error: BaseException, drains: bool = True) -> None:
+        """From the thread that persists: this rank's part will not come.
 
-        That may hang as well: it goes on in a thread of its own, and what comes next does not wait for it.
+        With a local tier that thread does not wait for the store, and nobody waits for what is not drained.
         """
-        log.error("step %d: %s", save.step, describe(error))
-        publishing = threading.Thread(target=self._publish, args=(save, describe(error)), daemon=True)
+        if self._tier is None:
+            self._give_up_save(save, error)
+            return
+        self._tier.settle(save)
+        if drains:
+            self._tier.jobs.put(partial(self._publish_in_time, save, describe(error)))
+        self._report_failure(save, error)
+
+    def _give_up_save(self, save: SaveId, error: BaseException) -> None:
+        """Publishes that this rank's part will not come, or its commit, so that nobody waits for it."""
+        self._publish_in_time(save, describe(error))
+        self._report_failure(save, error)
+
+    def _publish_in_time(self, save: SaveId, error: str) -> None:
+        """That may hang as well: it goes on in a thread of its own, and what comes next does not wait for it."""
+        log.error("step %d: %s", save.step, error)
+        publishing = threading.Thread(target=self._publish, args=(save, error), daemon=True)
         publishing.start()
         publishing.join(self._watchdog.slack_s)
-        self._report_failure(save, error)
 
     def _publish(self, save: SaveId, error: str) -> None:
         try:
@@ -284,17 +374,22 @@ class WriterProcess:
         )
 
     def _commit(self, save: SaveId, began: float) -> None:
+        left, usual_s = partial(self._seconds_left, began), time.monotonic() - began
+        commit = partial(self._committer.commit_when_whole, save, self._world_size, left, usual_s)
         try:
             with self._watchdog.work("commit", save, max(began + self._deadline_s, time.monotonic())):
-                manifest = self._committer.commit_when_whole(
-                    save, self._world_size, lambda: self._seconds_left(began), usual_s=time.monotonic() - began
-                )
+                manifest = commit() if self._tier is None else self._tier.commit(save, commit, left)
         except (CkptError, OSError) as error:
-            self._fail(save, error)  # its own part is there, but the others wait for the step
+            self._give_up_save(save, error)  # its own part is there, but the others wait for the step
             return
+        finally:
+            if self._tier is not None:
+                self._tier.settle(save)
         seconds = time.monotonic() - began
         log.info("step %d is committed: %d bytes in %.3f s", save.step, manifest.nbytes, seconds)
         self._channel.send({"event": "committed", "save": str(save), "seconds": seconds, "nbytes": manifest.nbytes})
+        if self._tier is not None:
+            self._tier.look_again()
         if self._keep is not None and self._orphan_since is None:
             self._sweeps.put(partial(self._sweep, self._keep, save))
 
@@ -318,8 +413,7 @@ class WriterProcess:
         deadline, pause = time.monotonic() + timeout_s, 0.01
         try:
             with self._watchdog.work("await", save, deadline + self._deadline_s, minor=True):
-                while not self._catalog.is_committed(save):
-                    raise_if_failed(self._catalog, save)
+                while not self._is_decided(save):
                     if time.monotonic() > deadline:  # for whoever asked; the save goes on
                         self._channel.send({"event": "undecided", "save": str(save)})
                         return
@@ -330,6 +424,17 @@ class WriterProcess:
             return
         self._channel.send({"event": "committed", "save": str(save), "seconds": 0.0, "nbytes": 0})
 
+    def _is_decided(self, save: SaveId) -> bool:
+        """Whether it is committed. Raises SaveFailed when it never will be."""
+        try:
+            if self._catalog.is_committed(save):
+                return True
+            raise_if_failed(self._catalog, save)
+        except StoreError:
+            if self._tier is None:  # else it is drained when the store is back
+                raise
+        return False
+
     # What the store does not answer; from the watchdog's thread
 
     def _tell_waiting(self, work: Work | None, request: Request | None) -> None:
@@ -339,10 +444,12 @@ class WriterProcess:
 
     def _give_up(self, work: Work, request: Request | None) -> None:
         """A call that hangs cannot be cancelled, so the process ends; the trainer starts another for what is left."""
-        error = _stuck(work, request)
+        error = stuck(work, request)
         log.error("%s", error)
         if self._orphan_since is not None:
             self._await_successor(rescued=True)
+        elif work.what == "drain":
+            pass  # it is on the local disk, and the next writer tries again
         elif work.what == "await":
             self._channel.send({"event": "undecided", "save": str(work.save), "replace": True})
         elif work.save is not None:
@@ -351,16 +458,6 @@ class WriterProcess:
         elif work.what == "begin":
             self._channel.send({"event": "not-begun", "error": error, "replace": True})
         os._exit(STUCK_STATUS)
-
-
-def _stuck(work: Work, request: Request | None) -> str:
-    """What is told of work that is given up."""
-    now = time.monotonic()
-    what = work.what if work.save is None else f"the {work.what} of step {work.save.step}"
-    told = f"{what} did not end within {work.deadline - work.since:.0f} s and is given up: "
-    if request is None:
-        return told + "the store answers, but this took longer than a save may (save_deadline)"
-    return told + f"the store has not answered {request} for {now - request.since:.0f} s"
 
 
 def _die(failure: threading.ExceptHookArgs) -> None:

@@ -102,3 +102,13 @@ class Watchdog:
             return
         self._told = waiting
         self._on_waiting(min(works, key=lambda work: (work.minor, work.since), default=None), waiting)
+
+
+def stuck(work: Work, request: Request | None) -> str:
+    """What is told of work that is given up."""
+    now = time.monotonic()
+    what = work.what if work.save is None else f"the {work.what} of step {work.save.step}"
+    told = f"{what} did not end within {work.deadline - work.since:.0f} s and is given up: "
+    if request is None:
+        return told + "the store answers, but this took longer than a save may (save_deadline)"
+    return told + f"the store has not answered {request} for {now - request.since:.0f} s"

@@ -49,6 +49,7 @@ SUBJECTS = {
     },
     "smaller": {"ckptlib", "ckptlib, planes", "DCP", "DCP + its zstd"},
     "throttled": {"ckptlib"},
+    "tier": {"ckptlib, straight", "ckptlib, local tier", "bare direct write"},
     "restore_increments": {"ckptlib"},
     "codecs": {"planes", "zstd", "memcpy"},
     "recover": {"ckptlib", "bare copy", "bare read of /dev/shm", "bare gloo", "bare gloo beside a read"},

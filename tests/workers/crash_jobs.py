@@ -217,6 +217,8 @@ def checkpointer(
     url: str, state: State, orphans_timeout_s: float = WAIT_S, **kwargs: Any
 ) -> Iterator[ckptlib.Checkpointer]:
     checkpointer_module.ORPHANS_TIMEOUT_S = orphans_timeout_s
+    if "local" in kwargs and dist.is_initialized():  # a host of its own for each rank
+        kwargs["local"] = kwargs["local"].replace("{rank}", str(dist.get_rank()))
     seconds = {
         name: timedelta(seconds=kwargs.pop(name))
         for name in ("timeout", "save_deadline", "max_outage")

@@ -1,0 +1,157 @@
+"""What the disk of one host holds of a root's saves, where there is a local tier: which stay there, and for how long.
+
+Names and bytes are those of the root. There is no manifest: a step is whole when the disks of all hosts together hold a
+part of every rank. The disk belongs to its host: each rank's writer removes what its own rank put, and what is left of
+earlier generations. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterable, Mapping, Set
+from dataclasses import dataclass
+
+from ckptlib.catalog.catalog import Catalog, put_new
+from ckptlib.errors import CkptError, StoreError
+from ckptlib.format import keys
+from ckptlib.format.keys import GenerationId, PartName, SaveId
+from ckptlib.format.manifest import Root
+from ckptlib.stores import Entry, Store
+from ckptlib.stores.local import LocalStore
+from ckptlib.stores.probe import PREFIX as PROBE
+
+log = logging.getLogger(__name__)
+
+UNFINISHED_S = 3600.0
+"""What a crash left half written goes when nobody has written to it for so long: other ranks write here, too."""
+
+
+def open_disk(path: str, root: Root, store: Store | None) -> None:
+    """Makes the directory, or checks that it belongs to this root, and is not the root itself.
+
+    `store`: of the root, to be looked at; None: another rank does. Raises StoreError, and ValueError for the root:
+    what is swept from a disk would be lost.
+    """
+    with LocalStore(path) as disk:
+        put_new(disk, keys.ROOT, root.encode())
+        found = Root.decode(disk.get(keys.ROOT), f"{disk.url}/{keys.ROOT}")
+        is_root = bool(disk.scan(keys.GENERATIONS) or disk.scan(keys.STEPS))
+        if store is not None and not is_root:
+            probe = f"{PROBE}{keys.new_nonce()}"
+            disk.put(probe, b"")
+            is_root = any(entry.key == probe for entry in store.scan(probe))
+            disk.delete(probe)
+    if is_root:
+        raise ValueError(f"local={path}: is a root of its own, or the job's; give the local tier another directory")
+    if found.id != root.id:
+        raise StoreError(
+            f"local={path}: holds what was saved for root {found.id}, but this job saves to root {root.id}; give each "
+            "root a directory of its own, or delete that one if nothing in it is needed"
+        )
+
+
+def disk_for(path: str, store: Store) -> LocalStore:
+    """The disk, to be written as `store` will be from it: packs are cut, and chunks encoded, for the store."""
+    disk = LocalStore(path)
+    disk.pack_nbytes, disk.late_nbytes, disk.is_local = store.pack_nbytes, store.late_nbytes, store.is_local
+    return disk
+
+
+def part_there(disk: Catalog, save: SaveId, rank: int) -> PartName | None:
+    """The rank's part of a save on this disk; its packs are there if it is, since it is put last."""
+    good = [name for name in disk.parts(save).get(rank, []) if name.ok]
+    return max(good, key=lambda name: (-1 if name.check is None else name.check.number, name.attempt), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Stays:
+    """What must stay of the steps of the own generation."""
+
+    whole: SaveId | None
+    """The newest one that all ranks hold; None: not known, and all stays."""
+    pinned: Set[SaveId]
+    """Those that are drained, or wait for it, and the one that later saves refer to."""
+    last: int
+    """The newest so many."""
+
+
+def kept(saves: Iterable[SaveId], stays: Stays) -> set[SaveId]:
+    """Of the steps that a rank has a part of. Pure."""
+    ascending = sorted(saves)
+    if stays.whole is None:
+        return {*ascending}
+    newest = {save for save in ascending if save >= stays.whole}
+    return newest | {*ascending[-stays.last :]} | stays.pinned
+
+
+def unwanted(
+    objects: Iterable[Entry], rank: int, generation: GenerationId, saves: Collection[SaveId], packs: Collection[str]
+) -> list[Entry]:
+    """What goes: parts, then packs. Pure.
+
+    `saves`: of this generation, that stay. `packs`: that their parts name. What a newer generation put stays, and so
+    does what other ranks of this one did.
+    """
+    found: list[tuple[bool, Entry]] = []
+    for entry in objects:
+        part = keys.parse_part_key(entry.key)
+        save, owner = (keys.pack_save(entry.key), keys.pack_rank(entry.key)) if part is None else (part.save, part.rank)
+        if save is None or save.generation > generation:
+            continue
+        mine = save.generation < generation or owner == rank
+        if mine and save not in saves and entry.key not in packs:
+            found.append((part is None, entry))
+    return [entry for _, entry in sorted(found, key=lambda pair: (pair[0], pair[1].key))]
+
+
+class DiskSweeper:
+    """Removes from this host's disk what one rank needs there no more. Used by the thread that puts things there."""
+
+    def __init__(self, disk: Catalog, rank: int) -> None:
+        self._disk, self._rank = disk, rank
+        self._packs: dict[str, frozenset[str]] = {}
+        """By the key of a part: the packs that it names."""
+
+    def sweep(self, generation: GenerationId, stays: Stays) -> list[Entry]:
+        """Returns which objects were removed. None, as long as it is not known which step all ranks hold.
+
+        Raises StoreError, and what a damaged part raises: which packs it names is not known then.
+        """
+        store = self._disk.store
+        store.clean(time.time() - UNFINISHED_S)
+        if stays.whole is None or stays.whole.generation != generation:
+            return []
+        objects = [*store.scan(keys.PARTS), *store.scan(keys.PACKS)]
+        names = [name for entry in objects if (name := keys.parse_part_key(entry.key)) is not None and name.ok]
+        mine = [name for name in names if name.rank == self._rank and name.save.generation == generation]
+        saves = kept({name.save for name in mine}, stays)
+        left = [name for name in mine if name.save in saves]
+        self._packs = {name.key: self._packs.get(name.key) or self._packs_of(name) for name in left}
+        gone = unwanted(objects, self._rank, generation, saves, frozenset().union(*self._packs.values()))
+        for entry in gone:
+            store.delete(entry.key)
+        return gone
+
+    def _packs_of(self, name: PartName) -> frozenset[str]:
+        return frozenset(pack.key for pack in self._disk.part(name).packs)
+
+
+def by_save(parts: Iterable[PartName]) -> Mapping[SaveId, Mapping[int, list[PartName]]]:
+    """Good parts, by save and rank."""
+    found: dict[SaveId, dict[int, list[PartName]]] = {}
+    for name in parts:
+        if name.ok:
+            found.setdefault(name.save, {}).setdefault(name.rank, []).append(name)
+    return found
+
+
+def sweep_quietly(sweeper: DiskSweeper, generation: GenerationId, stays: Stays) -> None:
+    """A disk that cannot be tidied is no reason to lose a save; it is told."""
+    try:
+        gone = sweeper.sweep(generation, stays)
+    except (CkptError, OSError) as error:
+        log.warning("nothing is removed from the local disk: %s", error)
+        return
+    if gone:
+        log.info("%d objects, %d bytes removed from the local disk", len(gone), sum(entry.nbytes for entry in gone))

@@ -1,0 +1,52 @@
+"""What the disk of this host holds of a root with a local tier, for `ckptlib ls --local`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.local_disk import by_save
+from ckptlib.format import keys
+from ckptlib.format.keys import SaveId
+from ckptlib.stores.local import LocalStore
+
+
+@dataclass(frozen=True, slots=True)
+class DiskShare:
+    """Of one save, what is on this disk."""
+
+    ranks: tuple[int, ...]
+    """Whose parts are there; ascending."""
+    nbytes: int
+    """Of the packs that were written for it."""
+    since: float
+    """When its newest part was put."""
+
+
+def on_disk(path: str, root: Catalog) -> dict[SaveId, DiskShare]:
+    """By save. Raises UsageError where the directory is not of this root."""
+    if not Path(path).is_dir():
+        raise click.UsageError(f"--local {path}: there is no such directory")
+    with LocalStore(path) as store:
+        found, wanted = Catalog(store).root().id, root.root().id
+        if found != wanted:
+            raise click.UsageError(f"--local {path}: belongs to root {found}; {root.store.url} is root {wanted}")
+        entries, packs = store.scan(keys.PARTS), store.scan(keys.PACKS)
+    times = {entry.key: entry.modified for entry in entries}
+    sizes: dict[SaveId, int] = {}
+    for entry in packs:
+        save = keys.pack_save(entry.key)
+        if save is not None:
+            sizes[save] = sizes.get(save, 0) + entry.nbytes
+    parts = by_save(name for entry in entries if (name := keys.parse_part_key(entry.key)) is not None)
+    return {
+        save: DiskShare(
+            tuple(sorted(ranks)),
+            sizes.get(save, 0),
+            max(times[name.key] for some in ranks.values() for name in some),
+        )
+        for save, ranks in parts.items()
+    }

@@ -1,0 +1,166 @@
+"""A step on the local disks of the job's hosts, as a source for a Reader: which ones are whole, and how one is read.
+
+Each rank looks at its own host's disk once; what they find is exchanged, and all conclude the same from it. A rank
+reads what lies on its own host. What all ranks want is read where it lies, and spread; what one rank needs from another
+host's disk is not fetched: that step is read from the store then.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import choose_parts
+from ckptlib.catalog.local_disk import by_save
+from ckptlib.errors import (
+    CheckpointNotFound,
+    CkptError,
+    CorruptData,
+    FormatError,
+    NotBrought,
+    ObjectNotFound,
+    ObjectUnreadable,
+    StoreError,
+)
+from ckptlib.format import keys
+from ckptlib.format.check import alike
+from ckptlib.format.digests import XXH3, digester
+from ckptlib.format.keys import PartName, SaveId, parse_save
+from ckptlib.format.layout import Layout, decode_layout
+from ckptlib.format.manifest import ranks_by_layout
+from ckptlib.format.part import Part
+from ckptlib.ranks.group import Group
+from ckptlib.ranks.together import together
+from ckptlib.stores.io_limits import IoLimits
+
+log = logging.getLogger(__name__)
+
+LOOKED_AT = 16
+"""Saves on a disk, newest first; older ones are not looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStep:
+    """A step of which the disks of all hosts together hold a part of every rank."""
+
+    save: SaveId
+    parts: tuple[PartName, ...]
+    """By saved rank."""
+    seen: tuple[frozenset[int], ...]
+    """By rank of this job: the saved ranks whose parts are on its host's disk."""
+
+
+def look(disk: Catalog) -> bytes:
+    """What this rank's host has: of each save the number of its ranks, and the keys of its parts. Raises StoreError."""
+    names = [keys.parse_part_key(entry.key) for entry in disk.store.scan(keys.PARTS)]
+    found = by_save(name for name in names if name is not None)
+    told: dict[str, list[object]] = {}
+    for save in sorted(found, reverse=True)[:LOOKED_AT]:
+        there = [name for some in found[save].values() for name in some]
+        try:
+            size = disk.part(there[0]).world_size
+        except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable) as error:
+            log.warning("step %d on the local disk is not used: %s", save.step, error)
+            continue
+        told[str(save)] = [size, [name.key for name in there]]
+    return json.dumps(told).encode()
+
+
+def whole(told: Sequence[bytes]) -> dict[SaveId, LocalStep]:
+    """The steps that are whole. `told`: by rank, what it found. Pure; the same on all ranks."""
+    by_rank = [json.loads(data) for data in told]
+    found: dict[SaveId, LocalStep] = {}
+    for text in {save for rows in by_rank for save in rows}:
+        mine = [{*rows[text][1]} if text in rows else set[str]() for rows in by_rank]
+        sizes = {int(rows[text][0]) for rows in by_rank if text in rows}
+        names = [name for key in sorted(set[str]().union(*mine)) if (name := keys.parse_part_key(key)) is not None]
+        save = parse_save(text)
+        parts, missing = choose_parts(by_save(names).get(save, {}), max(sizes))
+        if len(sizes) == 1 and not missing and alike(name.check for name in parts):
+            seen = tuple(frozenset(name.rank for name in parts if name.key in there) for there in mine)
+            found[save] = LocalStep(save, tuple(parts), seen)
+    return found
+
+
+class OnDisks:
+    """One such step; of all ranks together, though each reads its own host's disk."""
+
+    def __init__(self, group: Group, disk: Catalog, step: LocalStep) -> None:
+        """Collective. Raises, on all ranks, what is the matter with a part or a layout."""
+        self._group, self._disk, self._step = group, disk, step
+        self.save, self.world_size = step.save, len(step.parts)
+        self.where, self.in_memory = f"local disks ({disk.store.url})", False
+        self.limits = IoLimits()
+        told = together(group, f"opening step {step.save.step} on local disks", self._own_layouts)
+        rows = [(str(digest), rank) for data in group.gather(told) for rank, digest in json.loads(data)]
+        self.layouts: Mapping[str, tuple[int, ...]] = ranks_by_layout(sorted(rows, key=lambda row: row[1]))
+        self._decoded = {digest: self._share_layout(digest, ranks[0]) for digest, ranks in self.layouts.items()}
+
+    def _first(self, saved: int) -> int:
+        """The rank of this job that reads a saved rank's part for all."""
+        return next(rank for rank, seen in enumerate(self._step.seen) if saved in seen)
+
+    def _own_layouts(self) -> bytes:
+        mine = [saved for saved in range(self.world_size) if self._first(saved) == self._group.rank]
+        return json.dumps([[saved, self._read(saved).table.layout] for saved in mine]).encode()
+
+    def _share_layout(self, digest: str, saved: int) -> Layout:
+        """Read by one rank, and told to all. Collective."""
+        owner = self._first(saved)
+
+        def read() -> bytes:
+            return self._disk.layout(digest).encoded if self._group.rank == owner else b""
+
+        what = f"reading a layout of step {self.save.step} on local disks"
+        data = self._group.gather(together(self._group, what, read))[owner]
+        if digester(XXH3)(data) != digest:
+            raise CorruptData(f"{self.where}: a layout does not match {digest}")
+        return decode_layout(data, digest)
+
+    # What a Reader asks
+
+    def layout(self, digest: str) -> Layout:
+        return self._decoded[digest]
+
+    def part(self, rank: int) -> Part:
+        if rank not in self._step.seen[self._group.rank]:
+            raise NotBrought(f"the part of rank {rank} is on the disk of another host", rank)
+        return self._read(rank)
+
+    def _read(self, saved: int) -> Part:
+        try:
+            return self._disk.part(self._step.parts[saved])
+        except StoreError as error:
+            raise _damage(error) from error
+
+    def read_into(self, pack: str, offset: int, buffer: memoryview) -> None:
+        try:
+            self._disk.store.get_into(pack, offset, buffer)
+        except StoreError as error:
+            raise _damage(error) from error
+
+    def near(self, ranks: Collection[int]) -> tuple[int, ...]:
+        """The ranks of this job that have the parts of all these saved ranks on their host."""
+        return tuple(rank for rank, seen in enumerate(self._step.seen) if seen.issuperset(ranks))
+
+    def bring(self, ranks: Collection[int]) -> None:
+        """Checks that all of it is here. Collective. Raises CheckpointNotFound, on all ranks, where some is not."""
+
+        def check() -> None:
+            lacking = sorted({*ranks} - self._step.seen[self._group.rank])
+            if lacking:
+                some = ", ".join(map(str, lacking[:16])) + (", ..." if len(lacking) > 16 else "")
+                raise CheckpointNotFound(
+                    f"rank {self._group.rank} needs shares that are on the disks of other hosts: of rank {some} of "
+                    f"{self.world_size}. Ranks that come back on the hosts where they were read from local disks"
+                )
+
+        together(self._group, f"loading step {self.save.step}", check)
+
+
+def _damage(error: StoreError) -> CkptError:
+    """Whatever a disk of one host has is no reason not to try another copy."""
+    return error if isinstance(error, (ObjectNotFound, ObjectUnreadable)) else ObjectUnreadable(str(error))

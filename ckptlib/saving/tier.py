@@ -1,0 +1,77 @@
+"""The trainer's part in the local tier: which saves are drained, and what all ranks have on their local disks.
+
+All of it is said and agreed upon in the beat, so all ranks drain the same steps. Main thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.policy.tier import MAX_UNDRAINED, DueDrains, LocalTier
+from ckptlib.ranks.beat import Word
+from ckptlib.ranks.held import NONE, HeldSteps
+from ckptlib.writer.client import Writer
+
+log = logging.getLogger(__name__)
+
+
+class TierState:
+    """Of one rank. Without a local tier there is nothing to say, and every save goes to the store."""
+
+    def __init__(self, settings: LocalTier | None, generation: GenerationId, rank: int, writer: Writer) -> None:
+        self._settings, self._generation, self._rank = settings, generation, rank
+        self._writer = writer
+        self._due = DueDrains(None if settings is None else settings.drain)
+        self.own = HeldSteps()
+        """What is on this host's disk of this rank."""
+        self._whole_by_all = NONE
+        self._skipped = 0
+        """Saves in a row that stay local since there is too much to drain."""
+
+    def note(self, step: int, held: bool) -> None:
+        """The share of a save came to be on the disk, or never will. In the order of the saves; told twice of some."""
+        if step > self.own.settled:
+            self.own.note(step, held)
+
+    def say(self, word: Word, failed: bool) -> Word:
+        """This rank's word for the next step. `failed`: the last save did."""
+        if self._settings is None:
+            return word
+        self._due.look_ahead(word.step)
+        return word._replace(
+            drain=int(self._due.owed or failed),
+            drains_full=int(self._writer.num_undrained >= MAX_UNDRAINED),
+            local_since=self.own.since,
+        )
+
+    def note_all(self, oldest_local: int, latest_since: int) -> None:
+        """Takes note of what all ranks said of their disks: minimum, and maximum."""
+        whole = HeldSteps.by_all(oldest_local, latest_since)
+        if self._settings is not None and whole > self._whole_by_all:
+            self._whole_by_all = whole
+            self._writer.whole(SaveId(whole, self._generation))
+
+    def decide(self, step: int, word: Word, must: bool) -> bool:
+        """Whether the save of `step` is drained; the same on all ranks. `must`: it is, whatever the policy says."""
+        if self._settings is None:
+            return True
+        drains = must or bool(word.drain and not word.drains_full)
+        if drains:
+            self.begin_drained()
+        elif word.drain:
+            self._skipped += 1
+            if self._rank == 0:
+                log.warning(
+                    "step %d stays on local disks: some rank has %d steps that are not drained yet, so the store is "
+                    "slower than the drains, or away; the next save is drained when there is room (%d skipped so far)",
+                    step,
+                    MAX_UNDRAINED,
+                    self._skipped,
+                )
+        return drains
+
+    def begin_drained(self) -> None:
+        """A save that is drained is taken now."""
+        self._due.begin()
+        self._skipped = 0

@@ -1,0 +1,216 @@
+"""Copies one rank's share of a save from its host's disk to the store: the same keys, the same bytes.
+
+Packs first, then the layout, the part last; so what a crash leaves in the store is what one leaves of a save that goes
+there directly, and a copy that is begun again skips what is whole. Nothing is copied for long: what lies in a store for
+longer than a save may take could be swept while it is being committed. No torch.
+
+    a crash ...                 leaves in the store         then the next writer of the rank
+    between packs               packs without a part        puts those that are missing
+    before the part             all packs                   puts the part
+    after the part              the rank's share            has nothing to do; the commit is rank 0's
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+
+from typing_extensions import Buffer
+
+from ckptlib.catalog import clock
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.local_disk import part_there
+from ckptlib.errors import CorruptData, ObjectExists, SaveFailed, StoreError
+from ckptlib.format import keys
+from ckptlib.format.digests import digester
+from ckptlib.format.keys import SaveId
+from ckptlib.format.part import Pack, Part
+from ckptlib.pages import PAGE_BYTES
+from ckptlib.stores import Entry
+from ckptlib.stores.io_limits import WRITE_BYTES
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = min(WRITE_BYTES, 4 * 1024 * 1024)
+"""Read at once: pieces wait in memory until the store has taken them."""
+
+NoteUpload = Callable[[int, float, float], None]
+"""Bytes of a pack, when its upload began, and when it ended; by the monotonic clock."""
+
+
+class Pace:
+    """Lets through so many bytes per second, from whichever thread they come."""
+
+    def __init__(self, bytes_per_second: float | None) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def take(self, nbytes: int) -> None:
+        """Returns when they may go."""
+        if self._bytes_per_second is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            begin = max(self._free_at, now)
+            self._free_at = begin + nbytes / self._bytes_per_second
+        time.sleep(begin - now)
+
+
+def missing(part: Part, present: Mapping[str, int]) -> list[Pack]:
+    """The packs of a part's own save that are yet to be put, in their order. `present`: bytes by key. Pure.
+
+    Raises SaveFailed where a key is taken by something else.
+    """
+    own = [pack for pack in part.packs if keys.pack_save(pack.key) == part.save]
+    for pack in own:
+        if present.get(pack.key, pack.nbytes) != pack.nbytes:
+            raise SaveFailed(
+                f"{pack.key}: the store has an object of {present[pack.key]} bytes under this key, expected "
+                f"{pack.nbytes}; something else writes to this root"
+            )
+    return [pack for pack in own if pack.key not in present]
+
+
+class Drain:
+    """Of one rank. Used by one thread."""
+
+    def __init__(
+        self,
+        disk: Catalog,
+        bucket: Catalog,
+        executor: Executor,
+        rank: int,
+        deadline_s: float,
+        pace: Pace,
+        note_upload: NoteUpload,
+    ) -> None:
+        """`executor` compares what is copied with its digests. `deadline_s`: what one copy may take."""
+        self._disk, self._bucket = disk, bucket
+        self._executor, self._reader = executor, ThreadPoolExecutor(1, "ckptlib-read")
+        self._rank, self._deadline_s = rank, deadline_s
+        self._pace, self._note_upload = pace, note_upload
+
+    def copy(self, save: SaveId) -> int:
+        """Returns how many bytes of packs were put; 0 where all was there.
+
+        Raises StoreError where the store fails: to be tried again. What else it raises stays as it is: Superseded,
+        SaveFailed where it took too long, CorruptData or SaveFailed where the disk does not have what was put on it.
+        """
+        self._bucket.check_head(save.generation)
+        part, name, document = self._on_disk(save)
+        present = self._present(part)
+        if name in present:
+            return 0
+        deadline = self._deadline(save, present.values())
+        packs = missing(part, {key: entry.nbytes for key, entry in present.items()})
+        given_up = threading.Event()
+        checked = self._executor.submit(self._check, part, packs, given_up)
+        try:
+            for pack in packs:
+                self._put(pack, deadline)
+        except BaseException:
+            given_up.set()
+            raise
+        checked.result()
+        layout = part.table.layout
+        self._bucket.put_layout(layout, self._disk.layout(layout).encoded)
+        self._bucket.store.put(name, document, deadline=deadline)
+        return sum(pack.nbytes for pack in packs)
+
+    def _on_disk(self, save: SaveId) -> tuple[Part, str, bytes]:
+        """The rank's part, its key, and its bytes."""
+        try:
+            name = part_there(self._disk, save, self._rank)
+            if name is None:
+                raise SaveFailed(f"step {save.step}: {self._disk.store.url} has no part of rank {self._rank} to drain")
+            return self._disk.part(name), name.key, self._disk.store.get(name.key)
+        except StoreError as error:
+            raise _unreadable(save.step, error) from error
+
+    def _present(self, part: Part) -> dict[str, Entry]:
+        """What the store has of this share."""
+        start = f"{part.rank:06d}-{part.attempt}"
+        prefixes = (f"{part.save.packs_prefix}{start}", f"{part.save.parts_prefix}{start}")
+        return {entry.key: entry for prefix in prefixes for entry in self._bucket.store.scan(prefix)}
+
+    def _deadline(self, save: SaveId, present: Iterable[Entry]) -> float:
+        """By the monotonic clock. Raises SaveFailed when it has passed."""
+        first = min((entry.modified for entry in present), default=None)
+        age = 0.0 if first is None else max(0.0, clock.now(self._bucket.store) - first)
+        if age > self._deadline_s:
+            raise SaveFailed(
+                f"step {save.step}: a part of it has been in the store for {age:.0f} s, longer than a save may take "
+                f"(save_deadline, {self._deadline_s:.0f} s); it is given up, and stays on the local disk. If the store "
+                "was there all the time, drain seldom, raise drain_bandwidth, or create roots with a longer deadline"
+            )
+        return time.monotonic() + self._deadline_s - age
+
+    def _put(self, pack: Pack, deadline: float) -> None:
+        began = time.monotonic()
+        head = self._read(pack.key, 0, min(PAGE_BYTES, pack.nbytes))
+        try:
+            self._bucket.store.put(pack.key, head, self._pieces(pack), deadline=deadline)
+        except ObjectExists:  # by a request whose answer was lost; the listing before the next try compares sizes
+            raise StoreError(f"{pack.key}: was put meanwhile") from None
+        self._note_upload(pack.nbytes, began, time.monotonic())
+
+    def _pieces(self, pack: Pack) -> Iterator[Buffer]:
+        """What follows the first page; the next piece is read while one is sent."""
+        starts = range(PAGE_BYTES, pack.nbytes, PIECE_BYTES)
+        ahead: deque[Future[Buffer]] = deque()
+        for at in starts:
+            ahead.append(self._reader.submit(self._read_piece, pack.key, at, min(PIECE_BYTES, pack.nbytes - at)))
+            if len(ahead) > 1:
+                yield self._paced(ahead.popleft().result())
+        for work in ahead:
+            yield self._paced(work.result())
+
+    def _paced(self, piece: Buffer) -> Buffer:
+        self._pace.take(memoryview(piece).nbytes)
+        return piece
+
+    def _read_piece(self, key: str, offset: int, nbytes: int) -> Buffer:
+        """In memory that begins on a page: local stores take such pieces the fast way."""
+        buffer = memoryview(mmap.mmap(-1, nbytes))
+        try:
+            self._disk.store.get_into(key, offset, buffer)
+        except StoreError as error:
+            raise _unreadable(key, error) from error
+        return buffer
+
+    def _read(self, key: str, offset: int, nbytes: int) -> bytes:
+        try:
+            return self._disk.store.get(key, offset, nbytes)
+        except StoreError as error:
+            raise _unreadable(key, error) from error
+
+    def _check(self, part: Part, packs: Iterable[Pack], given_up: threading.Event) -> None:
+        """Chunks that are stored as they are, against their digests: nothing is committed that the disk has damaged.
+
+        Raises CorruptData. It ends early when it is given up.
+        """
+        digest, own = digester(part.algorithm), {pack.key for pack in packs}
+        table = part.table
+        for chunk, expected in enumerate(part.digests):
+            key, offset = part.packs[table.packs[chunk]].key, table.offsets[chunk]
+            if given_up.is_set():
+                return
+            if key not in own or chunk in part.codings:
+                continue
+            found = digest(self._read(key, offset, table.nbytes[chunk]))
+            if found != expected:
+                raise CorruptData(
+                    f"{self._disk.store.url}/{key} [{offset}:+{table.nbytes[chunk]}] does not match {expected} (got "
+                    f"{found}): the local disk has altered it; the step is not committed"
+                )
+
+
+def _unreadable(what: object, error: StoreError) -> SaveFailed:
+    """Of the disk: trying again would not help, as it would where the store fails."""
+    return SaveFailed(f"{what}: cannot be read from the local disk, and is not drained: {error}")

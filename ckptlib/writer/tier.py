@@ -1,0 +1,151 @@
+"""A writer's local tier: saves are persisted on the disk of this host, and drained to the store behind that.
+
+The thread that persists uses the disk alone, so no outage of the store holds it up. Another thread drains, in the order
+of the saves, and tries again for as long as the store is away. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+
+from ckptlib.catalog.catalog import Catalog, Steps
+from ckptlib.catalog.local_disk import DiskSweeper, Stays, disk_for, part_there, sweep_quietly
+from ckptlib.errors import CkptError, StoreError, describe
+from ckptlib.format.keys import SaveId
+from ckptlib.format.manifest import Manifest
+from ckptlib.format.part import Part
+from ckptlib.jobs import JobThread
+from ckptlib.policy.tier import LocalTier
+from ckptlib.slots.slot import Slot
+from ckptlib.stores import Store
+from ckptlib.writer.drain import Drain, NoteUpload, Pace
+from ckptlib.writer.drained_parents import DrainedParents
+
+log = logging.getLogger(__name__)
+
+AGAIN_FIRST_S = 1.0
+AGAIN_LAST_S = 30.0
+"""How long until a drain is tried again for which the store failed; each time twice as long."""
+
+TELL_EVERY_S = 600.0
+"""How often it is told again that the store is away."""
+
+
+class Tier:
+    """Of one rank's writer."""
+
+    def __init__(self, settings: LocalTier, store: Store, rank: int) -> None:
+        self._settings, self._rank = settings, rank
+        self.disk: Store = disk_for(str(settings.path), store)
+        self._local, self._bucket = Catalog(self.disk), Catalog(store)
+        self._steps = Steps([], [])
+        """Of the store, as of the last drain."""
+        self._undrained: set[SaveId] = set()
+        self._drained: SaveId | None = None
+        """The last one."""
+        self._whole: SaveId | None = None
+        """The newest one that all ranks have on their disks, as the trainer told."""
+        self._lock = threading.Lock()
+        self._sweeper = DiskSweeper(self._local, rank)
+        self.parents = DrainedParents(self.disk, lambda: self._steps)
+        self._drain: Drain | None = None
+        self.jobs = JobThread("drain")
+        """What uses the store, but for commits."""
+        self.gives_up_at: Callable[[], float] = lambda: float("inf")
+        """When a drain for which the store fails is tried no more; by the monotonic clock."""
+
+        self.watched: Callable[[SaveId], AbstractContextManager[None]] = lambda save: nullcontext()
+        """Within it, one try to drain; it may not take longer than a save may."""
+
+    def open(self, deadline_s: float, note_upload: NoteUpload) -> None:
+        """See `Drain`. Before anything is drained."""
+        executor = ThreadPoolExecutor(1, "ckptlib-check")
+        pace = Pace(self._settings.bytes_per_second)
+        self._drain = Drain(self._local, self._bucket, executor, self._rank, deadline_s, pace, note_upload)
+
+    # The disk
+
+    def expect(self, save: SaveId) -> None:
+        """It is to be drained, and stays here until then. From any thread."""
+        with self._lock:
+            self._undrained.add(save)
+
+    def note_whole(self, save: SaveId) -> None:
+        """All ranks have it on their disks. From any thread."""
+        self._whole = save
+
+    def make_room(self, save: SaveId) -> None:
+        """Before a save is persisted here: what the disk has to hold no more goes. From the thread that persists."""
+        with self._lock:
+            pinned = {*self._undrained} | ({self._drained} if self._drained else set())
+        committed = [known for known in self._steps.saves if known.generation == save.generation]
+        stays = Stays(self._whole, pinned | {*committed[-1:]}, self._settings.keep_last)
+        sweep_quietly(self._sweeper, save.generation, stays)
+
+    def persisted(self, slot: Slot, save: SaveId) -> Part | None:
+        """The part of the very snapshot in this slot, if a writer that died since has put it."""
+        name = part_there(self._local, save, self._rank)
+        return None if name is None or name.check != slot.read_header().check else self._local.part(name)
+
+    # The store
+
+    def drain(self, save: SaveId, before: Callable[[], None]) -> None:
+        """Returns when the share is in the store. `before`: called before anything is put. From the thread that drains.
+
+        Raises what makes that pointless; see `Drain.copy`. While the store fails it is tried again.
+        """
+        assert self._drain is not None
+        began, told, pause = time.monotonic(), 0.0, AGAIN_FIRST_S
+        while True:
+            try:
+                with self.watched(save):
+                    before()
+                    self._steps = self._bucket.steps()
+                    nbytes = self._drain.copy(save)
+                break
+            except StoreError as error:
+                now = time.monotonic()
+                if now > self.gives_up_at():
+                    raise
+                if not told or now - told > TELL_EVERY_S:
+                    told = now
+                    log.warning(
+                        "step %d is on the local disk, and waits for %s, which fails; it is tried again: %s",
+                        save.step,
+                        self._bucket.store.url,
+                        describe(error),
+                    )
+            time.sleep(pause)
+            pause = min(pause * 2, AGAIN_LAST_S)
+        self._drained = save
+        log.info("step %d: %d bytes drained in %.3f s", save.step, nbytes, time.monotonic() - began)
+
+    def commit(self, save: SaveId, commit: Callable[[], Manifest], seconds_left: Callable[[], float]) -> Manifest:
+        """What `commit` returns; while the store fails it is tried again. Raises as it does. From any thread."""
+        pause = AGAIN_FIRST_S
+        while True:
+            try:
+                return commit()
+            except StoreError as error:
+                if seconds_left() < pause:
+                    raise
+                log.warning("step %d waits for its commit, which is tried again: %s", save.step, describe(error))
+            time.sleep(pause)
+            pause = min(pause * 2, AGAIN_LAST_S)
+
+    def settle(self, save: SaveId) -> None:
+        """It is committed, or never will be: the disk need not keep it for that. From any thread."""
+        with self._lock:
+            self._undrained.discard(save)
+
+    def look_again(self) -> None:
+        """A step was committed. An outage changes nothing: later saves refer to what was known before."""
+        try:
+            self._steps = self._bucket.steps()
+        except CkptError as error:
+            log.info("the steps of %s could not be listed: %s", self._bucket.store.url, describe(error))

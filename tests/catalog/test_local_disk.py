@@ -1,0 +1,169 @@
+"""What stays on a host's disk, and what goes."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import make_generation, make_root, put_parts
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.local_disk import (
+    UNFINISHED_S,
+    DiskSweeper,
+    Stays,
+    by_save,
+    disk_for,
+    kept,
+    open_disk,
+    part_there,
+    sweep_quietly,
+    unwanted,
+)
+from ckptlib.errors import StoreError
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import Root
+from ckptlib.stores import Entry
+from ckptlib.stores.local import LocalStore
+from ckptlib.stores.local_upload import TEMP_DIRECTORY, LocalUpload
+from ckptlib.stores.testing import flip_bit
+
+OLD, OWN, NEW = (GenerationId(n, f"{n:08d}") for n in (1, 2, 3))
+
+
+@given(st.sets(st.integers(0, 40)), st.integers(1, 5), st.sets(st.integers(0, 40), max_size=3), st.data())
+def test_the_newest_whole_one_and_what_is_pinned_stay(
+    steps: set[int], last: int, pinned: set[int], data: st.DataObject
+) -> None:
+    saves = {SaveId(step, OWN) for step in steps}
+    pins = {SaveId(step, OWN) for step in pinned}
+    assert kept(saves, Stays(None, pins, last)) == saves, "as long as nobody knows, all stays"
+    if not saves:
+        return
+    whole = data.draw(st.sampled_from(sorted(saves)))
+    stay = kept(saves, Stays(whole, pins, last))
+    assert whole in stay
+    assert {save for save in saves if save > whole} <= stay, "one of these may be whole next"
+    assert {*sorted(saves)[-last:]} <= stay
+    assert pins <= stay
+    assert stay - pins <= saves
+    assert len(stay - pins) <= max(last, sum(save >= whole for save in saves))
+
+
+def entry(key: str) -> Entry:
+    return Entry(key, 1, 0.0)
+
+
+def test_only_what_this_rank_put_and_what_older_generations_left_goes() -> None:
+    gone = SaveId(1, OWN)
+    packs = [gone.pack_key(0, "a" * 8, 0), gone.pack_key(0, "a" * 8, 1), gone.pack_key(1, "b" * 8, 0)]
+    others = [SaveId(9, OLD).pack_key(5, "c" * 8, 0), SaveId(1, NEW).pack_key(0, "d" * 8, 0)]
+    stays = SaveId(2, OWN).pack_key(0, "e" * 8, 0)
+    objects = [entry(key) for key in [*packs, *others, stays, "ckptlib.json", "layouts/x.json", "foreign"]]
+    found = unwanted(objects, 0, OWN, {SaveId(2, OWN)}, {packs[1]})
+    assert [e.key for e in found] == sorted([packs[0], others[0]]), "one pack is used by what stays"
+
+
+def make_disk(path: Path) -> tuple[Catalog, GenerationId]:
+    catalog = make_root(LocalStore(str(path)))
+    return catalog, make_generation(catalog)
+
+
+def put(disk: Catalog, generation: GenerationId, step: int, num_ranks: int = 2) -> SaveId:
+    return put_parts(disk, generation, step, {"w": np.arange(64 * num_ranks) + step}, num_ranks)[0]
+
+
+def test_a_sweep_removes_parts_before_packs_and_leaves_the_other_ranks(tmp_path: Path) -> None:
+    disk, generation = make_disk(tmp_path)
+    saves = [put(disk, generation, step) for step in range(1, 5)]
+    sweeper = DiskSweeper(disk, 0)
+    assert sweeper.sweep(generation, Stays(None, frozenset(), 1)) == []
+    gone = sweeper.sweep(generation, Stays(saves[3], {saves[1]}, 1))
+    assert [e.key.split("/")[0] for e in gone] == ["parts"] * 2 + ["packs"] * 2
+    assert {rank for save in saves[:1] for rank in disk.parts(save)} == {1}
+    for save in (saves[1], saves[3]):
+        assert {*disk.parts(save)} == {0, 1}
+        assert part_there(disk, save, 0) is not None
+    assert sweeper.sweep(generation, Stays(saves[3], {saves[1]}, 1)) == []
+
+
+def test_nothing_goes_while_a_part_that_stays_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    disk, generation = make_disk(tmp_path)
+    saves = [put(disk, generation, step) for step in range(1, 4)]
+    (part,) = (tmp_path / saves[2].parts_prefix).glob("000000-*")
+    flip_bit(part, part.stat().st_size // 2)
+    before = sorted(tmp_path.rglob("*"))
+    sweep_quietly(DiskSweeper(disk, 0), generation, Stays(saves[2], frozenset(), 1))
+    assert sorted(tmp_path.rglob("*")) == before
+    assert "nothing is removed from the local disk" in caplog.text
+
+
+def test_an_older_generation_goes_when_there_is_a_whole_step_of_the_own_one(tmp_path: Path) -> None:
+    disk, generation = make_disk(tmp_path)
+    old = put(disk, generation, 5)
+    own = GenerationId(generation.number + 1, "0" * 8)
+    new = put(disk, own, 3)
+    sweeper = DiskSweeper(disk, 0)
+    assert sweeper.sweep(own, Stays(old, frozenset(), 1)) == [], "what was told is of another generation"
+    sweeper.sweep(own, Stays(new, frozenset(), 1))
+    assert disk.parts(old) == {}
+    assert {*disk.parts(new)} == {0, 1}
+
+
+def test_what_a_crash_left_half_written_goes_when_it_is_old(tmp_path: Path) -> None:
+    disk, generation = make_disk(tmp_path)
+    upload = LocalUpload(str(tmp_path), "packs/a/b", 10)
+    upload.__enter__()
+    upload.write(b"half")
+    (left,) = [path for path in (tmp_path / TEMP_DIRECTORY).iterdir() if path.is_file()]
+    sweeper, stays = DiskSweeper(disk, 0), Stays(None, frozenset(), 1)
+    sweeper.sweep(generation, stays)
+    assert left.exists(), "somebody may be writing it"
+    old = time.time() - UNFINISHED_S - 60
+    os.utime(left, (old, old))
+    sweeper.sweep(generation, stays)
+    assert not left.exists()
+
+
+def test_a_disk_belongs_to_one_root(tmp_path: Path) -> None:
+    first, second = (Root(letter * 32, "xxh3", 60.0) for letter in "ab")
+    bucket = LocalStore(str(tmp_path / "bucket"))
+    open_disk(str(tmp_path / "disk"), first, bucket)
+    open_disk(str(tmp_path / "disk"), first, None)
+    assert [path.name for path in (tmp_path / "disk").iterdir() if path.name != ".tmp"] == ["ckptlib.json"]
+    with pytest.raises(StoreError, match=f"root {'a' * 32}, but this job saves to root {'b' * 32}"):
+        open_disk(str(tmp_path / "disk"), second, bucket)
+
+
+def test_a_root_is_no_disk(tmp_path: Path) -> None:
+    """What is swept from a disk would be lost."""
+    root = Root("a" * 32, "xxh3", 60.0)
+    fresh = tmp_path / "fresh"
+    with pytest.raises(ValueError, match="is a root of its own, or the job's"):
+        open_disk(str(fresh), root, LocalStore(str(fresh)))
+    (tmp_path / "link").symlink_to(fresh)
+    with pytest.raises(ValueError, match="is a root of its own, or the job's"):
+        open_disk(str(fresh), root, LocalStore(str(tmp_path / "link" / ".." / "fresh")))
+    catalog, generation = make_disk(tmp_path / "other")
+    put(catalog, generation, 1)
+    with pytest.raises(ValueError, match="is a root of its own, or the job's"):
+        open_disk(str(tmp_path / "other"), catalog.root(), None)
+
+
+def test_what_is_put_on_a_disk_is_shaped_for_the_store(tmp_path: Path) -> None:
+    store = LocalStore(str(tmp_path / "bucket"))
+    store.pack_nbytes, store.late_nbytes, store.is_local = 123, 45, False
+    disk = disk_for(str(tmp_path / "disk"), store)
+    assert (disk.pack_nbytes, disk.late_nbytes, disk.is_local) == (123, 45, False)
+
+
+def test_parts_by_save_and_rank(tmp_path: Path) -> None:
+    disk, generation = make_disk(tmp_path)
+    save = put(disk, generation, 1)
+    names = [name for names in disk.parts(save).values() for name in names]
+    assert by_save(names) == {save: {0: [names[0]], 1: [names[1]]}}

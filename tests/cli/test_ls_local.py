@@ -1,0 +1,71 @@
+"""`ls --local`: which steps are where."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers.commands import Ckptlib, files
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.format.keys import SaveId
+from ckptlib.stores.local import LocalStore
+from ckptlib.stores.testing import flip_bit
+
+
+@pytest.fixture
+def root(made: LocalStore) -> Path:
+    return Path(made.url.removeprefix("file://"))
+
+
+@pytest.fixture
+def disk(root: Path, tmp_path: Path) -> Path:
+    """All of the root but the manifests."""
+    disk = Path(shutil.copytree(root, tmp_path / "disk"))
+    shutil.rmtree(disk / "steps")
+    return disk
+
+
+def lose(root: Path, save: SaveId, *prefixes: str) -> None:
+    for prefix in prefixes:
+        shutil.rmtree(root / prefix / str(save))
+
+
+def test_where_each_step_is(ckptlib: Ckptlib, root: Path, disk: Path) -> None:
+    """Steps 1 and 2 are in the store only, 5 on the disk only."""
+    saves = Catalog(LocalStore(str(root))).visible()
+    for save in saves[:2]:
+        lose(disk, save, "parts", "packs")
+    lose(root, saves[4], "parts", "packs")
+    (root / saves[4].manifest_key).unlink()
+    before = files(root), files(disk)
+    header, *rows, _ = ckptlib("ls", root, "--local", disk).lines()
+    assert header[:8] == ["STEP", "GEN", "AGE", "RANKS", "SIZE", "WRITTEN", "LOCAL", "STATE"]
+    assert [(row[0], row[-2:]) for row in rows] == [
+        ("1", ["-", "committed"]),
+        ("2", ["-", "committed"]),
+        ("3", ["1", "committed"]),
+        ("4", ["1", "committed"]),
+        ("5", ["1", "local"]),
+    ]
+    document = ckptlib("ls", root, "--local", disk, "--json").json["steps"]
+    assert [row["local"] and row["local"]["ranks"] for row in document] == [None, None, [0], [0], [0]]
+    assert document[4]["local"]["nbytes"] == sum(p.stat().st_size for p in (disk / saves[4].packs_prefix).iterdir())
+    assert (files(root), files(disk)) == before, "looking changes nothing"
+
+
+def test_a_step_that_the_disk_lacks(ckptlib: Ckptlib, root: Path, disk: Path) -> None:
+    shutil.rmtree(disk / "parts")
+    document = ckptlib("ls", root, "--local", disk, "--json").json["steps"]
+    assert [row["local"] for row in document] == [None] * 5
+    assert "local" not in ckptlib("ls", root, "--json").json["steps"][0]
+
+
+def test_a_directory_of_another_root_is_refused(ckptlib: Ckptlib, root: Path, disk: Path, tmp_path: Path) -> None:
+    result = ckptlib("ls", root, "--local", tmp_path / "nowhere")
+    assert result.code == 2
+    assert "there is no such directory" in result.err
+    text = (disk / "ckptlib.json").read_bytes()
+    flip_bit(disk / "ckptlib.json", text.index(b'"id":"') + 6)
+    assert ckptlib("ls", root, "--local", disk).code == 1

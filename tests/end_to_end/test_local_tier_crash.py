@@ -1,0 +1,158 @@
+"""SIGKILL of the writers and trainers of a job with a local tier; and ranks with disks of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from workers import crash_oracle
+from workers.crash_bench import Bench
+from workers.crash_jobs import run, train
+
+import ckptlib
+
+
+def points() -> list[dict[str, Any]]:
+    """What a drain asks of the bucket that changes something, and what comes before that."""
+    return [
+        {"op": op, "key": f"^{prefix}", "action": action, "once": True}
+        for op, prefix, action in (
+            ("scan", "steps", "kill-before"),
+            ("scan", "generations", "kill-before"),
+            ("write", "packs", "kill-before"),
+            ("commit", "packs", "kill-before"),
+            ("commit", "packs", "kill-after"),
+            ("put", "parts", "kill-before"),
+            ("put", "parts", "kill-after"),
+            ("put", "steps", "kill-before"),
+            ("put", "steps", "kill-after"),
+        )
+    ]
+
+
+def go_on(bench: Bench, disk: str, size: int, step: int) -> None:
+    """Another incarnation restores this step, saves one more, and all that is listed is whole."""
+    for told in run(train, bench.directory, size, url=bench.url, steps=1, local=disk):
+        assert [line["what"] for line in told] == ["restored", "saving", "committed", "closed"], told
+        assert told[0]["step"] == step
+        assert told[0]["skipped"] == []
+    assert {step, step + 1} <= {*bench.listed()}, "what local disks alone had is in the bucket, too"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_trainer_and_writer_killed_anywhere_in_a_drain_the_step_is_restored_from_disks(bench: Bench, size: int) -> None:
+    """The snapshot was on the disks before anything was drained; so it is never lost, whatever the bucket has."""
+    disk = str(bench.directory / "disk")
+    (step,) = {told[0]["step"] for told in run(train, bench.directory, size, url=bench.url, steps=1, local=disk)}
+    newest = step + 1
+    for rule in points()[:: 1 if size == 1 else 2]:
+        jobs = bench.start(size, local=disk)
+        for job in jobs:
+            assert job.wait_for("restored")["step"] == newest
+            job.wait_for("waiting")
+        bench.fault(rule)
+        count = bench.faults()
+        bench.open(newest + 1, "sleep")
+        for job in jobs:
+            job.wait_for("staged")
+        bench.wait_for_fault(count + 1)
+        _wait_on_disk(Path(disk), newest + 1, size)
+        for job in jobs:
+            for writer in crash_oracle.writers_of(job.pid):
+                os.kill(writer, signal.SIGKILL)
+            job.kill()
+        assert [job.join() for job in jobs] == [-signal.SIGKILL] * size
+        for job in jobs:
+            job.join_writers()
+        bench.fault()
+        go_on(bench, disk, size, newest + 1)
+        newest += 2
+
+
+def _wait_on_disk(disk: Path, step: int, size: int) -> None:
+    deadline = time.monotonic() + 60
+    while len([*disk.glob(f"parts/{step:012d}-*/*")]) < size:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_disk_that_is_lost_before_the_drain_is_a_step_that_never_was(bench: Bench) -> None:
+    """Of two hosts with a disk each, one is gone: all ranks go back to the same step, which the bucket has."""
+    disks = str(bench.directory / "disk-{rank}")
+    run(train, bench.directory, 2, url=bench.url, steps=2, local=disks)
+    bench.fault({"op": "commit", "key": "^packs", "action": "error"})
+    jobs = bench.start(2, local=disks)
+    for job in jobs:
+        assert job.wait_for("restored")["step"] == 2
+        job.wait_for("waiting")
+    bench.open(3, "sleep")
+    for rank, job in enumerate(jobs):
+        job.wait_for("staged")
+        _wait_on_disk(bench.directory / f"disk-{rank}", 3, 1)
+    for job in jobs:
+        for writer in crash_oracle.writers_of(job.pid):
+            os.kill(writer, signal.SIGKILL)
+        job.kill()
+        job.join()
+    bench.fault()
+    shutil.rmtree(bench.directory / "disk-1")
+    for told in run(train, bench.directory, 2, url=bench.url, steps=1, local=disks):
+        assert told[0]["step"] == 2
+        assert [line["what"] for line in told] == ["restored", "saving", "committed", "closed"]
+    assert bench.listed() == [1, 2, 3]
+
+
+def test_ranks_with_disks_of_their_own_restore_from_them(bench: Bench) -> None:
+    """Replicated tensors lie on one disk only, or in parts on both; they are read there, and spread."""
+    disks = str(bench.directory / "disk-{rank}")
+    run(train, bench.directory, 2, url=bench.url, steps=2, local=disks)
+    for pack in bench.root.glob("packs/*2-*/*"):
+        pack.unlink()
+    for told in run(train, bench.directory, 2, url=bench.url, steps=1, local=disks):
+        assert (told[0]["step"], told[0]["skipped"]) == (2, [])
+    swapped = {rank: bench.directory / f"disk-{rank}" for rank in (0, 1)}
+    swapped[0].rename(bench.directory / "aside")
+    swapped[1].rename(swapped[0])
+    (bench.directory / "aside").rename(swapped[1])
+    for told in run(train, bench.directory, 2, url=bench.url, steps=1, local=disks):
+        assert told[0]["step"] == 3
+        (why,) = told[0]["skipped"]
+        assert "in local disks" in why
+        assert "needs shares that are on the disks of other hosts" in why
+
+
+def test_another_world_size_on_one_host_restores_from_its_disk(bench: Bench) -> None:
+    disk = str(bench.directory / "disk")
+    run(train, bench.directory, 2, url=bench.url, steps=2, local=disk)
+    for step, size in ((2, 1), (3, 2)):
+        for pack in bench.root.glob(f"packs/{step:012d}-*/*"):
+            pack.unlink()
+        for told in run(train, bench.directory, size, url=bench.url, steps=1, local=disk):
+            assert (told[0]["step"], told[0]["skipped"]) == (step, [])
+
+
+def test_beside_snapshots_in_memory(bench: Bench) -> None:
+    """What memory alone had is saved by the next job, through its disk, as anything else."""
+    disk, peers = str(bench.directory / "disk-{rank}"), ckptlib.Peers(copies=0, every=1)
+    run(train, bench.directory, 2, url=bench.url, steps=2, local=disk, peers=peers)
+    jobs = bench.start(2, local=disk, peers=peers)
+    for job in jobs:
+        assert job.wait_for("restored")["step"] == 2
+    deadline = time.monotonic() + 60
+    while len([*bench.root.glob("generations/*")]) < 2:  # before that, nothing of this job counts
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    bench.open(3, "sleep")
+    for job in jobs:
+        job.wait_for("staged")
+    for job in jobs:
+        job.kill()
+        job.join()
+    for told in run(train, bench.directory, 2, url=bench.url, steps=1, local=disk, peers=peers):
+        assert (told[0]["step"], told[0]["skipped"]) == (3, [])
+    assert {3, 4} <= {*bench.listed()}

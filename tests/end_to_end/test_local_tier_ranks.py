@@ -1,0 +1,22 @@
+"""Ranks of a job with a local tier that do not fare alike: they drain the same steps, and none waits for ever."""
+
+from __future__ import annotations
+
+from workers.crash_bench import Bench
+from workers.crash_jobs import run
+from workers.tier_jobs import come_without, train_with_a_slow_rank
+
+
+def test_all_ranks_drain_the_same_steps_though_only_one_of_them_cannot(bench: Bench) -> None:
+    disk = str(bench.directory / "disk")
+    options = {"url": bench.url, "disk": disk, "plan": str(bench.plan), "arena": "/dev/shm"}
+    first, second = run(train_with_a_slow_rank, bench.directory, 2, **options)
+    assert first[0]["drained"] == second[0]["drained"]
+    assert 1 <= len(first[0]["drained"]) <= 3, "two, and one that was said a step before"
+    assert first[-1]["drained"] == second[-1]["drained"]
+    assert bench.listed() == [*first[-1]["drained"], first[-1]["step"]], "what was to be drained is in the bucket"
+
+
+def test_a_tier_on_some_ranks_only_is_refused_on_all(bench: Bench) -> None:
+    for told in run(come_without, bench.directory, 2, url=bench.url, disk=str(bench.directory / "disk")):
+        assert "local= was given on some ranks only" in told[0]["text"]

@@ -1,0 +1,113 @@
+"""Which steps the local disks of several hosts hold together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import make_generation, make_root, put_parts
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.errors import CheckpointNotFound, CorruptData, NotBrought, ObjectUnreadable
+from ckptlib.format.keys import SaveId
+from ckptlib.ranks.group import SoloGroup
+from ckptlib.recovery.local_step import LOOKED_AT, OnDisks, look, whole
+from ckptlib.stores.local import LocalStore
+from ckptlib.stores.testing import FaultStore, flip_bit
+
+
+class Disks:
+    """Of so many hosts with a rank each; every part and its packs lie on the disk of its rank."""
+
+    def __init__(self, directory: Path, num: int) -> None:
+        self.paths = [directory / f"disk-{rank}" for rank in range(num)]
+        self.disks = [make_root(LocalStore(str(path))) for path in self.paths]
+        self.generation = make_generation(self.disks[0])
+
+    def save(self, step: int) -> SaveId:
+        num = len(self.disks)
+        for rank, disk in enumerate(self.disks):
+            save, _ = put_parts(disk, self.generation, step, {"w": np.arange(64 * num) + step}, num)
+            for other in range(num):
+                if other != rank:
+                    self.lose(rank, step, other)
+        return save
+
+    def lose(self, disk: int, step: int, rank: int) -> None:
+        for path in self.paths[disk].glob(f"pa*s/{step:012d}-*/{rank:06d}-*"):
+            path.unlink()
+
+    def told(self) -> list[bytes]:
+        return [look(disk) for disk in self.disks]
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> Disks:
+    return Disks(tmp_path, 3)
+
+
+def test_a_step_is_whole_when_the_disks_together_have_all_parts(disks: Disks) -> None:
+    saves = [disks.save(step) for step in (1, 2)]
+    found = whole(disks.told())
+    assert sorted(found) == saves
+    assert found[saves[0]].seen == (frozenset({0}), frozenset({1}), frozenset({2}))
+    assert [name.rank for name in found[saves[0]].parts] == [0, 1, 2]
+    disks.lose(1, 2, 1)
+    assert sorted(whole(disks.told())) == saves[:1]
+    assert whole(disks.told()[:2]) == {}, "a host is gone"
+
+
+def test_ranks_that_share_a_host_see_the_same(disks: Disks) -> None:
+    save = disks.save(1)
+    first, second, third = disks.told()
+    assert whole([first, second, third, third])[save].seen == tuple(frozenset({n}) for n in (0, 1, 2, 2))
+
+
+def test_a_damaged_part_makes_its_step_none(disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
+    disks.save(1)
+    (part,) = disks.paths[1].glob("parts/*/*")
+    flip_bit(part, part.stat().st_size // 2)
+    assert whole(disks.told()) == {}
+    assert "step 1 on the local disk is not used" in caplog.text
+
+
+def test_only_the_newest_are_looked_at(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, 1)
+    saves = [disks.save(step) for step in range(1, LOOKED_AT + 4)]
+    assert sorted(whole(disks.told())) == saves[-LOOKED_AT:]
+
+
+def test_reading_what_is_here_and_what_is_not(tmp_path: Path) -> None:
+    alone = Disks(tmp_path / "alone", 1)
+    save = alone.save(1)
+    source = OnDisks(SoloGroup(), alone.disks[0], whole(alone.told())[save])
+    assert (source.world_size, source.in_memory, source.near({0})) == (1, False, (0,))
+    part = source.part(0)
+    buffer = memoryview(bytearray(part.table.nbytes[0]))
+    source.read_into(part.packs[0].key, part.table.offsets[0], buffer)
+    assert np.frombuffer(buffer, np.int64).tolist() == (np.arange(64) + 1).tolist()
+    source.bring({0})
+    with pytest.raises(CheckpointNotFound, match="needs shares that are on the disks of other hosts: of rank 7 of 1"):
+        source.bring({0, 7})
+    with pytest.raises(NotBrought):
+        source.part(7)
+
+
+def test_a_disk_that_fails_is_a_copy_that_cannot_be_read(tmp_path: Path) -> None:
+    alone = Disks(tmp_path, 1)
+    save = alone.save(1)
+    plan = tmp_path / "plan.json"
+    disk = Catalog(FaultStore(LocalStore(str(alone.paths[0])), str(plan)))
+    source = OnDisks(SoloGroup(), disk, whole(alone.told())[save])
+    plan.write_text('[{"op": "get_into", "action": "error"}, {"op": "get", "action": "error"}]')
+    (pack,) = alone.paths[0].glob("packs/*/*")
+    with pytest.raises(ObjectUnreadable):
+        source.read_into(str(pack.relative_to(alone.paths[0])), 0, memoryview(bytearray(8)))
+    with pytest.raises(ObjectUnreadable):
+        source.part(0)
+    plan.unlink()
+    (layout,) = alone.paths[0].glob("layouts/*")
+    flip_bit(layout, 300)
+    with pytest.raises(CorruptData):
+        OnDisks(SoloGroup(), Catalog(disk.store), whole([look(alone.disks[0])])[save])

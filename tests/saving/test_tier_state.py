@@ -1,0 +1,88 @@
+"""What a trainer says of its local tier, and what follows from what all ranks say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.policy.tier import MAX_UNDRAINED, LocalTier
+from ckptlib.policy.when import Steps
+from ckptlib.ranks.beat import Word
+from ckptlib.saving.tier import TierState
+from ckptlib.writer.client import Writer
+
+GENERATION = GenerationId(1, "0" * 8)
+
+
+class FakeWriter:
+    """What a TierState asks of a writer."""
+
+    def __init__(self) -> None:
+        self.num_undrained = 0
+        self.told: list[SaveId] = []
+
+    def whole(self, save: SaveId) -> None:
+        self.told.append(save)
+
+
+@pytest.fixture
+def writer() -> FakeWriter:
+    return FakeWriter()
+
+
+def state_of(writer: FakeWriter, rank: int = 0, tier: LocalTier | None = None) -> TierState:
+    tier = tier or LocalTier(Path("/disk"), Steps(3))
+    return TierState(tier, GENERATION, rank, cast("Writer", writer))
+
+
+def test_a_drain_is_owed_until_one_is_taken(writer: FakeWriter) -> None:
+    state = state_of(writer)
+    assert [state.say(Word(step), failed=False).drain for step in (1, 2, 3, 4)] == [0, 0, 1, 1]
+    assert state.decide(4, Word(4, drain=1), must=False)
+    assert state.say(Word(5), failed=False).drain == 0
+    assert state.say(Word(5), failed=True).drain == 1, "what failed is made good by the next save"
+
+
+def test_all_ranks_decide_by_what_any_of_them_said(writer: FakeWriter, caplog: pytest.LogCaptureFixture) -> None:
+    ranks = [state_of(writer, rank) for rank in (0, 1)]
+    assert [state.decide(7, Word(7, drain=1, drains_full=1), must=False) for state in ranks] == [False, False]
+    assert caplog.text.count("step 7 stays on local disks") == 1, "rank 0 tells it"
+    assert [state.decide(8, Word(8), must=False) for state in ranks] == [False, False]
+    assert "step 8" not in caplog.text, "no drain was due"
+    assert [state.decide(9, Word(9, drains_full=1), must=True) for state in ranks] == [True, True]
+
+
+def test_a_rank_says_that_it_has_enough_to_drain(writer: FakeWriter) -> None:
+    state = state_of(writer)
+    for num in range(MAX_UNDRAINED + 2):
+        writer.num_undrained = num
+        assert state.say(Word(1), failed=False).drains_full == int(num >= MAX_UNDRAINED)
+
+
+def test_the_writer_is_told_what_all_ranks_have(writer: FakeWriter) -> None:
+    states = [state_of(writer, rank) for rank in (0, 1)]
+    for step, held in ((1, (True, True)), (2, (True, False)), (3, (True, True))):
+        for state, ok in zip(states, held, strict=True):
+            state.note(step, ok)
+            state.note(step, True)  # told twice: the first word counts
+    words = [state.say(Word(4), failed=False) for state in states]
+    oldest, since = min(state.own.newest for state in states), max(word.local_since for word in words)
+    for state in states:
+        state.note_all(oldest, since)
+        state.note_all(oldest, since)
+    assert writer.told == [SaveId(3, GENERATION)] * 2
+    states[0].note_all(2, 3)
+    assert len(writer.told) == 2, "step 2 failed on some rank"
+
+
+def test_without_a_tier_all_goes_to_the_store(writer: FakeWriter) -> None:
+    state = TierState(None, GENERATION, 0, cast("Writer", writer))
+    word = Word(1)
+    assert state.say(word, failed=True) == word
+    assert state.decide(1, word, must=False)
+    state.note(1, True)
+    state.note_all(1, 0)
+    assert writer.told == []

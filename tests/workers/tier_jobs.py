@@ -1,0 +1,52 @@
+"""Jobs with a local tier; see `crash_jobs`."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from workers.crash_jobs import State, Teller
+
+import ckptlib
+
+WAIT_S = 60.0
+
+
+def train_with_a_slow_rank(tell: Teller, rank: int, *, url: str, disk: str, plan: str, arena: str) -> None:
+    """The bucket refuses what rank 1 puts for a while."""
+    state = State(20_000)
+    options: dict[str, Any] = {"local": f"{disk}-{rank}", "arena": arena, "timeout": timedelta(seconds=WAIT_S)}
+    with ckptlib.Checkpointer(url, state.mapping, every=1, drain=ckptlib.Steps(2), **options) as ckpt:
+        ckpt.restore()
+        drained, step = [], 0
+
+        def one_step() -> None:
+            nonlocal step
+            state.advance()
+            step += 1
+            ckpt.after_step(step)
+            pending = ckpt.pending
+            if pending is not None and pending.step == step:
+                pending.wait_local(WAIT_S)
+                if pending.drains:
+                    drained.append(step)
+
+        if rank == 0:
+            Path(plan).write_text(json.dumps([{"op": "put", "key": "^parts/.*/000001-", "action": "error"}]))
+        for _ in range(20):
+            one_step()
+        tell("away", drained=list(drained), committed=ckpt.pending is not None and ckpt.pending.committed)
+        if rank == 0:
+            Path(plan).unlink()
+        state.advance()
+        ckpt.save(step + 1).wait_committed(WAIT_S)
+        tell("back", drained=drained, step=step + 1)
+
+
+def come_without(tell: Teller, rank: int, *, url: str, disk: str) -> None:
+    try:
+        ckptlib.Checkpointer(url, State(20_000).mapping, every=1, local=disk if rank == 0 else None)
+    except ValueError as error:
+        tell("refused", text=str(error))

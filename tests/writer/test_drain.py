@@ -1,0 +1,313 @@
+"""Draining: from a local disk to the store, by a writer that may be killed at any moment, and by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.writers import Bench, hear, heard
+from workers.crash_oracle import failed_parts, read_root
+from workers.crash_spare import ready_slot
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.local_disk import part_there
+from ckptlib.errors import CorruptData, SaveFailed, StoreError, Superseded
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import Generation
+from ckptlib.format.part import Pack, Part
+from ckptlib.stores.local import LocalStore
+from ckptlib.stores.testing import FaultStore, flip_bit
+from ckptlib.writer.client import Writer
+from ckptlib.writer.drain import Drain, Pace, missing
+from ckptlib.writer.persist import Persister
+
+MUTATING = {"put", "write", "commit", "delete"}
+
+
+class TierBench(Bench):
+    """A root behind a FaultStore, a disk before it, and a writer that has both."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.disk, self.plan = directory / "disk", directory / "plan.json"
+
+    def tiered(self, **more: object) -> Writer:
+        local = {"path": str(self.disk), "keep_last": 2, "bytes_per_second": None}
+        return self.writer(url=f"fault+file://{self.root}?plan={self.plan}", **{"local": local, **more})
+
+    def fault(self, *rules: Mapping[str, object]) -> None:
+        """From now on, in place of what there was."""
+        temporary = self.plan.with_suffix(".new")
+        temporary.write_text(json.dumps(rules))
+        temporary.rename(self.plan)
+        for path in self.directory.glob("plan.json.fired-*"):
+            path.unlink()
+
+    def operations(self) -> list[dict[str, Any]]:
+        """What was asked of the bucket."""
+        return [json.loads(line) for line in Path(f"{self.plan}.log").read_text().splitlines()]
+
+    def order(self, writer: Writer, step: int, drains: bool = True) -> SaveId:
+        """Each with a layout that the store has not seen."""
+        save, slot = self.slot(step, nbytes=(1 << 20) + 64 * step)
+        writer.add_slot(slot.path)
+        writer.expect(save, drains)
+        writer.persist(save, slot.path, drains)
+        return save
+
+    def same_bytes(self) -> None:
+        for key in (path.relative_to(self.root) for path in self.root.glob("pa*s/*/*")):
+            assert (self.root / key).read_bytes() == (self.disk / key).read_bytes()
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[TierBench]:
+    bench = TierBench(tmp_path)
+    yield bench
+    bench.close()
+
+
+def points(operations: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A rule for each operation: death before it; and behind it, where it changes something."""
+    seen: Counter[tuple[str, str]] = Counter()
+    for operation in operations:
+        op, prefix = operation["op"], operation["key"].split("/")[0]
+        rule = {"op": op, "key": f"^{prefix}", "nth": seen[op, prefix], "once": True}
+        seen[op, prefix] += 1
+        yield {**rule, "action": "kill-before"}
+        if op in MUTATING:
+            yield {**rule, "action": "kill-after"}
+
+
+def test_a_writer_killed_at_every_operation_of_a_drain_is_followed_by_one_that_drains_the_rest(tier: TierBench) -> None:
+    writer = tier.tiered()
+    tier.order(writer, 1)
+    hear(writer, "committed")
+    did = tier.operations()
+    assert {("commit", "packs"), ("put", "layouts"), ("put", "parts"), ("put", "steps")} <= {
+        (line["op"], line["key"].split("/")[0]) for line in did
+    }
+    cases = [*points(did)]
+    assert len(cases) >= 15
+    for step, rule in enumerate(cases, 2):
+        tier.fault(rule)
+        begun = len(tier.operations())
+        save = tier.order(writer, step)
+        events = heard(writer, "committed")
+        assert [event for event in events if event["event"] == "failed"] == [], rule
+        mine = [line for line in tier.operations()[begun:] if str(save) in line["key"]]
+        for key in {line["key"] for line in mine if line["op"] == "commit"}:
+            done = [line for line in mine if (line["op"], line["key"]) == ("commit", key)]
+            again = rule["action"] == "kill-before" and rule["op"] == "commit"
+            assert len(done) <= 1 + again, "what is whole is not put again"
+    assert sum(bool(line["fault"]) for line in tier.operations()) == len(cases), "not every operation was met"
+    assert [step.number for step in read_root(tier.root)] == [*range(1, len(cases) + 2)]
+    assert failed_parts(tier.root) == []
+    assert not [*tier.root.glob("parts/*/*-failed-*")]
+    names = Counter(path.parent.name for path in tier.root.glob("parts/*/*"))
+    assert {*names.values()} == {1}, "one part per save: a snapshot that is on the disk is not put on it again"
+
+
+def test_slots_are_released_before_anything_is_drained(tier: TierBench) -> None:
+    tier.fault({"op": "scan", "action": "error"}, {"op": "put", "action": "error"})
+    writer = tier.tiered()
+    for step in range(1, 4):
+        tier.order(writer, step)
+        released = hear(writer, "released")
+        assert (released["error"], released["drains"]) == (None, True)
+    assert writer.num_undrained == 3
+    assert read_root(tier.root) == []
+    tier.fault()
+    for _ in range(3):
+        hear(writer, "committed")
+    assert writer.num_undrained == 0
+    assert [step.number for step in read_root(tier.root)] == [1, 2, 3]
+    tier.same_bytes()
+
+
+def test_what_is_not_to_be_drained_asks_nothing_of_the_bucket(tier: TierBench) -> None:
+    tier.fault()
+    writer = tier.tiered()
+    for step in range(1, 4):
+        tier.order(writer, step, drains=False)
+        assert hear(writer, "released")["drains"] is False
+    assert writer.num_undrained == 0
+    writer.void(SaveId(9, tier.generation), "no memory", drains=False)
+    hear(writer, "failed")
+    assert writer.close(60) == []
+    assert not Path(f"{tier.plan}.log").exists()
+    assert len([*tier.disk.glob("parts/*/*")]) == 3
+
+
+def test_an_orphan_drains_what_it_has(tier: TierBench) -> None:
+    writer = tier.tiered()
+    tier.order(writer, 1)
+    tier.order(writer, 2)
+    hear(writer, "released")
+    hear(writer, "released")
+    writer.leave()
+    deadline = time.monotonic() + 60
+    while [step.number for step in read_root(tier.root)] != [1, 2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_disk_that_is_full_fails_the_save_and_the_next_one_is_as_good_as_any(tier: TierBench) -> None:
+    """The disk is made a file for a while: nothing can be put there."""
+    writer = tier.tiered()
+    tier.disk.write_text("")
+    tier.order(writer, 1)
+    assert hear(writer, "released")["error"] is not None
+    tier.disk.unlink()
+    tier.order(writer, 2)
+    hear(writer, "committed")
+    assert [step.number for step in read_root(tier.root)] == [2]
+    assert len(failed_parts(tier.root)) == 1, "other ranks do not wait for the part"
+
+
+def test_a_drain_that_hangs_costs_a_writer_and_is_made_by_the_next_one(tier: TierBench) -> None:
+    tier.fault({"op": "commit", "key": "^packs", "action": "stall", "seconds": 600, "once": True})
+    writer = tier.tiered(deadline_s=6.0)
+    hear(writer, "ready")
+    first = writer.pid
+    tier.order(writer, 1)
+    events = heard(writer, "committed")
+    assert [event for event in events if event["event"] == "failed"] == []
+    assert writer.pid != first
+    assert [step.number for step in read_root(tier.root)] == [1]
+    assert failed_parts(tier.root) == []
+
+
+# -- without a writer process
+
+
+class Direct:
+    """A disk with saves on it, and a drain."""
+
+    def __init__(self, directory: Path, bucket: Bench, deadline_s: float = 60.0) -> None:
+        self.directory, self.bench = directory, bucket
+        self.local = Catalog(LocalStore(str(directory / "disk")))
+        self.bucket = Catalog(FaultStore(LocalStore(str(bucket.root)), str(directory / "plan.json")))
+        self.uploads: list[int] = []
+        self.persister = Persister(self.local.store, ThreadPoolExecutor(1), 0, 1)
+        self.executor = ThreadPoolExecutor(1)
+        self.drain = self.drain_of(deadline_s)
+
+    def drain_of(self, deadline_s: float, pace: Pace | None = None) -> Drain:
+        def note(nbytes: int, began: float, ended: float) -> None:
+            self.uploads.append(nbytes)
+
+        return Drain(self.local, self.bucket, self.executor, 0, deadline_s, pace or Pace(None), note)
+
+    def saved(self, step: int, nbytes: int = 10 << 20) -> Part:
+        save = SaveId(step, self.bench.generation)
+        values = np.random.default_rng(step).integers(0, 255, nbytes, np.uint8)
+        slot = ready_slot(self.directory, save, {"w": values, "small": np.arange(5)})
+        slot.read_lock()
+        part = self.persister.persist(slot, save)
+        slot.unlink()
+        return part
+
+    def fault(self, *rules: Mapping[str, object]) -> None:
+        (self.directory / "plan.json").write_text(json.dumps(rules))
+
+
+@pytest.fixture
+def direct(tmp_path: Path) -> Direct:
+    return Direct(tmp_path, Bench(tmp_path))
+
+
+def test_a_copy_puts_the_packs_then_the_layout_then_the_part(direct: Direct) -> None:
+    part = direct.saved(1)
+    assert direct.drain.copy(part.save) == part.nbytes_put == sum(direct.uploads)
+    log = [json.loads(line) for line in Path(direct.directory / "plan.json.log").read_text().splitlines()]
+    puts = [line["key"].split("/")[0] for line in log if line["op"] in ("put", "commit")]
+    assert list(dict.fromkeys(puts)) == ["packs", "layouts", "parts"]
+    assert direct.drain.copy(part.save) == 0, "all is there"
+    Committer(direct.bucket).commit(part.save, [part.encode()[0]])
+    assert [step.number for step in read_root(direct.bench.root)] == [1]
+
+
+def test_what_the_disk_has_altered_is_never_committed(direct: Direct) -> None:
+    part = direct.saved(1)
+    path = direct.directory / "disk" / part.packs[0].key
+    flip_bit(path, path.stat().st_size // 2)
+    with pytest.raises(CorruptData, match="the local disk has altered it; the step is not committed"):
+        direct.drain.copy(part.save)
+    assert not [*direct.bench.root.glob("parts/*/*")]
+
+
+def test_what_the_disk_has_lost_is_told(direct: Direct) -> None:
+    part = direct.saved(1)
+    (direct.directory / "disk" / part.packs[0].key).unlink()
+    with pytest.raises(SaveFailed, match="cannot be read from the local disk"):
+        direct.drain.copy(part.save)
+    with pytest.raises(SaveFailed, match="has no part of rank 0 to drain"):
+        direct.drain.copy(SaveId(7, direct.bench.generation))
+
+
+def test_a_superseded_job_drains_nothing(direct: Direct) -> None:
+    part = direct.saved(1)
+    direct.bucket.put_generation(Generation(GenerationId(2, "00000002"), 1, None, 0.0, {}, "there"))
+    with pytest.raises(Superseded):
+        direct.drain.copy(part.save)
+    assert not [*direct.bench.root.glob("packs/*/*")]
+
+
+def test_a_copy_that_takes_longer_than_a_save_may_is_given_up(direct: Direct) -> None:
+    """What lies in a bucket for so long may be swept, and a commit could come between."""
+    part = direct.saved(1)
+    direct.fault({"op": "put", "key": "^parts", "action": "error"})
+    with pytest.raises(StoreError):
+        direct.drain.copy(part.save)
+    direct.fault()
+    old = time.time() - 61
+    for path in direct.bench.root.glob("packs/*/*"):
+        os.utime(path, (old, old))
+    with pytest.raises(SaveFailed, match=r"has been in the store for 6\d s, longer than a save may take"):
+        direct.drain.copy(part.save)
+    assert not [*direct.bench.root.glob("parts/*/*")]
+
+
+def test_only_packs_of_the_save_itself_are_put_and_only_once(direct: Direct) -> None:
+    part = direct.saved(1)
+    save = part.save
+    first, second = (Pack(save.pack_key(0, "a" * 8, n), 10, 0.0) for n in (0, 1))
+    other = Pack(SaveId(0, save.generation).pack_key(0, "b" * 8, 0), 10, 0.0)
+    vars_ = {name: getattr(part, name) for name in Part.__dataclass_fields__}
+    made = Part(**{**vars_, "packs": (first, other, second)})
+    assert missing(made, {}) == [first, second]
+    assert missing(made, {first.key: 10}) == [second]
+    with pytest.raises(SaveFailed, match="something else writes to this root"):
+        missing(made, {first.key: 9})
+
+
+def test_no_more_than_the_bandwidth_that_was_given_is_used(direct: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of its own: what is slept is what would pass."""
+    now = [100.0]
+    monkeypatch.setattr("ckptlib.writer.drain.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ckptlib.writer.drain.time.sleep", lambda s: now.__setitem__(0, now[0] + s))
+    pace = Pace(1e6)
+    for _ in range(10):
+        pace.take(500_000)
+    assert now[0] - 100 == pytest.approx(4.5), "the first goes at once"
+    now[0] += 60
+    pace.take(500_000)
+    pace.take(1)
+    assert now[0] - 165 == pytest.approx(0.0, abs=0.6), "nothing is saved up"
+
+
+def test_the_part_of_the_newest_snapshot_of_a_save_counts(direct: Direct) -> None:
+    part = direct.saved(1)
+    name = part_there(direct.local, part.save, 0)
+    assert name == part.encode()[0]
+    assert part_there(direct.local, part.save, 1) is None

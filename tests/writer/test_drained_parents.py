@@ -1,0 +1,158 @@
+"""What saves on a local disk take over: from the newest part that the store has and whose packs are on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.persists import Arrays, codecs_of
+from support import make_generation, make_root
+from workers.crash_spare import ready_slot
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.chunks import read_chunk
+from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.local_disk import disk_for
+from ckptlib.format.digests import digester
+from ckptlib.format.keys import SaveId, pack_save
+from ckptlib.format.part import Part
+from ckptlib.policy.codec import CodecRules
+from ckptlib.policy.tier import LocalTier
+from ckptlib.stores.local import LocalStore
+from ckptlib.writer.persist import Persister
+from ckptlib.writer.tier import Tier
+
+FROZEN, CHANGING = 3 << 20, 1 << 20
+
+
+class Saves:
+    """Of one rank with a tier, without a writer process."""
+
+    def __init__(self, directory: Path, codec: str = "raw") -> None:
+        self.directory = directory
+        self.bucket = LocalStore(str(directory / "bucket"))
+        self.bucket.is_local = codec == "raw"
+        self.catalog = make_root(self.bucket)
+        self.generation = make_generation(self.catalog)
+        self.tier = Tier(LocalTier(directory / "disk", None, 1), self.bucket, 0)
+        rules = CodecRules.of(codec)
+        executor = ThreadPoolExecutor(1)
+        self.persister = Persister(self.tier.disk, executor, 0, 1, 1e9, rules, drained=self.tier.parents)
+        self.tier.open(60.0, self.persister.note_upload)
+        self.step = 0
+
+    def save(self, arrays: Arrays | None = None, drained: bool = True) -> Part:
+        """Persisted only."""
+        self.step += 1
+        save = SaveId(self.step, self.generation)
+        if drained:
+            self.tier.expect(save)
+        slot = ready_slot(self.directory, save, dict(arrays or state(self.step)))
+        slot.read_lock()
+        self.tier.make_room(save)
+        part = self.persister.persist(slot, save, may_be_parent=drained)
+        slot.unlink()
+        return part
+
+    def drain(self, part: Part, commit: bool = True) -> None:
+        self.tier.drain(part.save, lambda: None)
+        if commit:
+            Committer(self.catalog).commit(part.save, [part.encode()[0]])
+            self.tier.look_again()
+        self.tier.settle(part.save)
+
+    def whole_in(self, where: Catalog, part: Part) -> bool:
+        """Whether every chunk can be read there."""
+        part = where.part(part.encode()[0])
+        digest = digester(part.algorithm)
+        return [digest(read_chunk(where.store.get_into, part, c)) for c in range(len(part.digests))] == [*part.digests]
+
+
+def state(step: int) -> Arrays:
+    frozen = np.random.default_rng(0).integers(0, 255, FROZEN, np.uint8)
+    return {"frozen": frozen, "w": np.random.default_rng(step).integers(0, 255, CHANGING, np.uint8)}
+
+
+@pytest.fixture
+def saves(tmp_path: Path) -> Saves:
+    return Saves(tmp_path)
+
+
+def sources(part: Part) -> set[int]:
+    """The steps in whose packs it lies."""
+    return {save.step for pack in part.packs if (save := pack_save(pack.key)) is not None}
+
+
+def test_only_what_the_store_has_committed_is_a_parent(saves: Saves) -> None:
+    first = saves.save()
+    assert sources(saves.save(drained=False)) == {2}, "step 1 is not committed"
+    saves.drain(first)
+    third = saves.save()
+    assert sources(third) == {1, 3}
+    assert sources(saves.save()) == {1, 4}
+    saves.drain(third)
+    fifth = saves.save()
+    assert sources(fifth) == {1, 5}
+    local, bucket = Catalog(LocalStore(str(saves.directory / "disk"))), saves.catalog
+    saves.drain(fifth)
+    assert saves.whole_in(bucket, fifth)
+    assert saves.whole_in(local, fifth), "packs that a local part uses are local"
+
+
+def test_a_part_whose_packs_are_gone_from_the_disk_is_none(saves: Saves) -> None:
+    first = saves.save()
+    saves.drain(first)
+    for path in (saves.directory / "disk" / "packs").rglob("*.safetensors"):
+        path.unlink()
+    assert sources(saves.save()) == {2}
+
+
+def test_a_sweep_of_the_disk_leaves_what_later_saves_refer_to(saves: Saves) -> None:
+    """With as little kept as can be, and many saves that stay local behind one that was drained."""
+    first = saves.save()
+    saves.drain(first)
+    for step in range(2, 9):
+        saves.tier.note_whole(SaveId(step - 1, saves.generation))
+        assert sources(saves.save(drained=False)) == {1, step}
+    left = {int(path.name[:12]) for path in (saves.directory / "disk" / "parts").iterdir()}
+    assert left == {1, 7, 8}
+    second = saves.save()
+    saves.drain(second)
+    for step in range(10, 13):
+        saves.tier.note_whole(SaveId(step - 1, saves.generation))
+        assert sources(saves.save(drained=False)) == {1, step}
+    left = {int(path.name[:12]) for path in (saves.directory / "disk" / "parts").iterdir()}
+    assert left == {9, 11, 12}, "the packs of step 1 stay, its part does not"
+    assert saves.whole_in(Catalog(saves.tier.disk), second)
+
+
+def test_the_codec_is_the_bucket_s_and_learns_from_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = Saves(tmp_path, "auto")
+    disk = disk_for(str(tmp_path / "disk"), saves.bucket)
+    assert not disk.is_local
+    weights = np.random.default_rng(0).normal(size=2 << 20).astype(np.float32)
+    first = saves.save({"w": weights})
+    assert {*codecs_of(first)} == {"raw"}, "how fast the bucket is has not been seen"
+    told: list[int] = []
+    slow = _slowed(saves.persister.note_upload, told)
+    saves.tier.open(60.0, slow)
+    saves.drain(first)
+    assert sum(told) == first.nbytes_put
+    second = saves.save({"w": weights + 1})
+    assert "raw" not in {*codecs_of(second)} or len({*codecs_of(second)}) > 1, "some are tried now"
+    saves.drain(second)
+    assert saves.whole_in(saves.catalog, second)
+
+
+def _slowed(note: Callable[[int, float, float], None], told: list[int]) -> Any:
+    """As if each byte took a microsecond."""
+
+    def slow(nbytes: int, began: float, ended: float) -> None:
+        told.append(nbytes)
+        note(nbytes, ended - nbytes * 1e-6, ended)
+
+    return slow
