@@ -227,6 +227,7 @@ def test_listing_and_deleting_get_over_what_passes(store: Store, proxy: FaultPro
     assert keys(store) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["503", "403", "refuse"])
 def test_an_outage_is_no_empty_listing(store: Store, proxy: FaultProxy, fault: str) -> None:
     proxy.rules([{"fault": fault}])  # type: ignore[list-item]

@@ -32,7 +32,7 @@ ALWAYS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["s3", "juicefs"])
+@pytest.fixture(scope="module", params=["s3", pytest.param("juicefs", marks=pytest.mark.slow)])
 def opened(request: pytest.FixtureRequest) -> Iterator[Bucket]:
     """Once: it is the start of the client that takes time."""
     with pytest.MonkeyPatch.context() as patch:
