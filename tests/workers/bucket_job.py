@@ -1,4 +1,4 @@
-"""A small FSDP2 training that saves to a bucket, and may be killed. All ranks see the same data, however many there are."""
+"""A small FSDP2 training that saves to a bucket, and may be killed. All ranks see the same data."""
 
 from __future__ import annotations
 
