@@ -256,6 +256,7 @@ class Session:
     def _lacks_room(self, deadline: float, timeout_s: float) -> bool:
         """Whether there is no slot after a while."""
         patience = time.monotonic() + self.group.patience_s
+        self.outcomes.poll()
         while self.snapshots.settling or self.snapshots.needs_held() > self.snapshots.own.newest:
             now = time.monotonic()
             if now > deadline:
