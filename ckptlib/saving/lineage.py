@@ -1,7 +1,8 @@
 """The lineage: this job's place in the history of a root.
 
-A job is a generation. All ranks agree on it as the root is opened; it enters history with its first save, or where a
-restore says what it goes on from.
+A job is a generation. All ranks agree on it as the root is opened: its number is above those in the store, and above
+those that left slots on the hosts, since a writer of theirs may yet put its record. It enters history with its first
+save, or where a restore says what it goes on from.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import platform
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -23,6 +25,7 @@ from ckptlib.format.manifest import Generation, Root
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
 from ckptlib.slots.placement import ReplicaMap
+from ckptlib.staging.other_slots import newest_generation
 from ckptlib.writer.client import Writer
 
 
@@ -30,9 +33,15 @@ class Lineage:
     """One per process, the same on all ranks."""
 
     def __init__(
-        self, catalog: Catalog, group: Group, algorithm: str, save_deadline_s: float, tags: Mapping[str, str]
+        self,
+        catalog: Catalog,
+        group: Group,
+        algorithm: str,
+        save_deadline_s: float,
+        tags: Mapping[str, str],
+        slots_in: Sequence[Path],
     ) -> None:
-        """Opens the root, or makes it with this algorithm and deadline. Collective.
+        """Opens the root, or makes it with this algorithm and deadline. Collective. `slots_in`: where slots may be.
 
         Raises, on all ranks, what is wrong with the root, and NewerFormat where a newer ckptlib has saved in it; also
         StoreError where a rank does not see the root that rank 0 opened.
@@ -40,6 +49,7 @@ class Lineage:
         self._catalog = catalog
         self._group = group
         self._tags = tags
+        self._slots_in = slots_in
         self.root, self.generation = self._agree(Root(secrets.token_hex(16), algorithm, save_deadline_s))
         self.resumed_from: SaveId | None = None
         self.began = False
@@ -63,13 +73,18 @@ class Lineage:
         document, _, tail = self._group.broadcast(made).rpartition(b"\n")
         number, _, nonce = tail.decode().partition("-")
         root = Root.decode(document + b"\n", keys.ROOT)
-        together(self._group, "opening the root", lambda: self._check_seen(root))
-        return root, GenerationId(int(number), nonce)
+        left = together(self._group, "opening the root", lambda: self._check_seen(root))
+        (newest,) = self._group.max([left])  # its record may be on its way to the store yet, from a writer that is left
+        return root, GenerationId(max(int(number), newest + 1), nonce)
 
-    def _check_seen(self, root: Root) -> None:
-        """By one read: that this rank reaches the store, may read it, and that it is the same one."""
+    def _check_seen(self, root: Root) -> int:
+        """By one read: that this rank reaches the store, may read it, and that it is the same one.
+
+        Returns the highest number of a generation that has left slots on this host; 0: none has.
+        """
+        left = newest_generation(root.id, self._slots_in)
         if self._group.rank == 0:
-            return
+            return left
         where = f"{self._catalog.store.url} on {socket.gethostname()}"
         try:
             seen = self._catalog.root()
@@ -82,6 +97,7 @@ class Lineage:
             raise StoreError(
                 f"{where}: this rank sees root {seen.id}, but rank 0 opened {root.id}; every rank must use one store"
             )
+        return left
 
     def begin(self, writer: Writer, step: int) -> None:
         """Before its first snapshot, of `step`: the writers are told, and rank 0's puts this generation's record.

@@ -39,6 +39,7 @@ from ckptlib.saving.verdicts import Verdicts
 from ckptlib.saving.whole_state import whole_state
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.host import check_platform
+from ckptlib.staging.arena import directories
 from ckptlib.staging.copies import CopySource
 from ckptlib.staging.replica_digests import Reading
 from ckptlib.staging.stager import CopyJob, Stager, Staging
@@ -73,7 +74,12 @@ class Session:
         what = f"opening {self.store.url}"  # one dry run for all ranks; each reads the root's document after it
         together(self.group, what, lambda: probe(self.store) if self.group.rank == 0 else None)
         self.lineage = Lineage(
-            self.catalog, self.group, settings.algorithm, settings.save_deadline.total_seconds(), settings.tags
+            self.catalog,
+            self.group,
+            settings.algorithm,
+            settings.save_deadline.total_seconds(),
+            settings.tags,
+            directories(settings.arena),
         )
         self.root, self.generation = self.lineage.root, self.lineage.generation
         peers, local = settings.peers, settings.local

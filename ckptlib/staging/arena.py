@@ -26,6 +26,11 @@ NEVER = 2**62
 """A step that is never reached."""
 
 
+def directories(given: Path | None) -> list[Path]:
+    """Where the slots of a job may be that was given this directory, the usual one first."""
+    return [MEMORY, Path(tempfile.gettempdir())] if given is None else [given]
+
+
 class Arena:
     """The slots of one rank; owned by one thread."""
 
@@ -38,9 +43,8 @@ class Arena:
         come from a socket for the most part: all that may be locked is for the rank's own.
         """
         self._prefix = f"{root_prefix(root_id)}{generation}"
-        self._directory = MEMORY if directory is None else directory
-        self._fallback = Path(tempfile.gettempdir()) if directory is None else None
-        self.others = OtherSlots(root_id, generation, [d for d in (self._directory, self._fallback) if d is not None])
+        self._directory, *self._fallbacks = directories(directory)
+        self.others = OtherSlots(root_id, generation, directories(directory))
         self._num_slots = num_slots
         self._slots: list[Slot] = []
         self._steps: dict[Path, int] = {}
@@ -166,10 +170,11 @@ class Arena:
         try:
             slot = Slot.create(self._directory, self._prefix, nbytes)
         except NoRoom as error:
-            if self._fallback is None:
+            if not self._fallbacks:
                 raise
-            log.warning("%s; using a file in %s, which is slower", error, self._fallback)
-            slot = Slot.create(self._fallback, self._prefix, nbytes)
+            (fallback,) = self._fallbacks
+            log.warning("%s; using a file in %s, which is slower", error, fallback)
+            slot = Slot.create(fallback, self._prefix, nbytes)
         self.on_made(slot.path)
         return slot
 

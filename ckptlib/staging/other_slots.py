@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,27 @@ OPEN: set[Path] = set()
 def root_prefix(root_id: str) -> str:
     """What the names of all slots of a root begin with."""
     return f"ckptlib-{root_id[:16]}-"
+
+
+def newest_generation(root_id: str, directories: Sequence[Path]) -> int:
+    """The highest number of a generation of the root that this user's slots are of; 0: there are none.
+
+    By their names, those that are open in this process included.
+    """
+    prefix, numbers = root_prefix(root_id), [0]
+    for directory in directories:
+        for path in directory.glob(f"{prefix}*{SUFFIX}"):
+            number = path.name.removeprefix(prefix).partition("-")[0]
+            try:
+                status = path.lstat()
+            except FileNotFoundError:
+                continue  # gone since it was listed
+            if status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode) and _NUMBER.fullmatch(number):
+                numbers.append(int(number))
+    return max(numbers)
+
+
+_NUMBER = re.compile("[0-9]{6}")
 
 
 class OtherSlots:
