@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from ckptlib.errors import (
     AgreementFailed,
     CkptError,
     NoRoom,
+    Preempted,
     ReplicasDiffer,
     SaveFailed,
     StateChanged,
@@ -89,6 +90,7 @@ class Checkpointer:
     max_outage:      how long saves may fail, one after the other, before all ranks raise. Training goes on meanwhile.
     algorithm:       "xxh3", or "blake3" for a store that others can write to. Fixed when the root is created.
     tags:            recorded with this run: a git revision, a name.
+    preempted:       asked in the background every few seconds; True on any rank is as good as SIGTERM on it.
 
     Collective: every rank creates it, calls after_step with the same steps, and closes it. If any rank finds something
     wrong with the store, all ranks raise.
@@ -116,6 +118,7 @@ class Checkpointer:
         max_outage: timedelta = MAX_OUTAGE,
         algorithm: str = XXH3,
         tags: Mapping[str, str] | None = None,
+        preempted: Callable[[], bool] | None = None,
     ) -> None:
         settings = Settings(
             url=absolute(url),
@@ -138,10 +141,11 @@ class Checkpointer:
             raise TypeError(f"every={every!r}: expected a number of steps, or a policy such as Steps(500)")
         self._session = Session(settings, process_group, lambda: kind_of(flatten(self._state).leaves))
         self._group = self._session.group
-        self._turns = Turns(self._session, policy, None if peers is None else peers.every)
+        self._turns = Turns(self._session, policy, None if peers is None else peers.every, preempted)
         self._due = self._turns.due
         self._fence = Fence()
         self._stopping = False
+        self._preempted = False
         self._generators: LoadedRng | None = None
         self._last: Pending | None = None
         self._restored: int | None = None
@@ -231,8 +235,9 @@ class Checkpointer:
         """Yields the steps from `start` up to `total`, and calls `after_step` after each body.
 
         The RNG state is restored as the first body begins, whatever was drawn since `restore`. The state after the last
-        step is always saved. When a rank receives SIGTERM, all ranks save once more and the loop ends early. If the
-        program installed its own SIGTERM handler before it created the Checkpointer, that handler stays.
+        step is always saved. When a rank receives SIGTERM or SIGUSR1, or `preempted` says so, all ranks save once more
+        and the loop ends early; a `with` block raises Preempted then, which ends the process with status 75. If the
+        program installed handlers of its own before it created the Checkpointer, those stay.
         """
         if self._generators is not None:
             self._generators.restore()
@@ -264,6 +269,7 @@ class Checkpointer:
         compare = self._note_differing() or bool(word.agree)
         self._turns.check(word)
         self._stopping = bool(word.stop)
+        self._preempted = self._stopping and step != self._due.final
         if self._stopping and self._group.rank == 0:
             log.warning("asked to stop: saving step %d, the last one", step)
         session.follow(word)
@@ -407,7 +413,7 @@ class Checkpointer:
 
     @property
     def stopping(self) -> bool:
-        """Whether all ranks have agreed to stop. Only needed if you do not use `loop`."""
+        """Whether all ranks have agreed to stop. Only needed if you use neither `loop` nor a `with` block."""
         return self._stopping
 
     @property
@@ -466,5 +472,7 @@ class Checkpointer:
     ) -> None:
         if error is None:
             self.close()
+            if self._preempted:
+                raise Preempted
         else:  # nothing is waited for: the writer has the slot, and finishes alone
             self._let_go(clean=False, timeout=timedelta(0))

@@ -158,3 +158,17 @@ def describe(error: BaseException) -> str:
     """One line for a document or a message to another process."""
     text = str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
     return json.loads(json.dumps(text[:2000]))  # type: ignore[no-any-return]
+
+
+EXIT_PREEMPTED = 75
+"""EX_TEMPFAIL of sysexits.h: try again later."""
+
+
+class Preempted(SystemExit):
+    """The job was told to stop before it came to its end, and what it needs to go on is committed. No error.
+
+    Unless the program catches it, the process ends with status 75: with 0, a launcher would take the job for done.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_PREEMPTED)

@@ -1,33 +1,162 @@
-"""The signal by which a job is told to stop."""
+"""The signals by which a job is told to stop: SIGTERM, and SIGUSR1 of schedulers that warn first."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import time
 import weakref
+from collections import deque
 from types import FrameType
+from typing import cast
+
+TOLD_BY = (signal.SIGTERM, signal.SIGUSR1)
+
+LEFT_ALONE_S = 0.5
+"""A training that stands still for less than this, or than twice its longest recent step, is not left."""
+
+LOOK_EVERY_S = 0.02
+
+RECENT = 10
+"""Steps."""
+
+STATUS = 128 + signal.SIGTERM
+"""With which a process leaves whose training stands still: a shell's, for one that SIGTERM has ended."""
 
 
 class StopSignal:
-    """Notes SIGTERM, where nobody else handles it; the second one kills as ever."""
+    """Notes SIGTERM and SIGUSR1, where nobody else handles them; the second SIGTERM kills as ever.
+
+    A launcher sends SIGTERM to the healthy ranks when one has died, too, and these may hang in a collective that will
+    never end: it would kill them after half a minute. So a thread is woken by SIGTERM, and leaves the process where the
+    main thread stands still. That loses nothing but what SIGKILL would lose.
+    """
 
     def __init__(self) -> None:
         self.wanted = False
-        self._installed = False
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._note)
-            self._installed = True
+        self._handled: list[int] = []
+        self._watch: _Watch | None = None
+        if threading.current_thread() is threading.main_thread():
+            for number in TOLD_BY:
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    signal.signal(number, self._note)
+                    self._handled.append(number)
+        if signal.SIGTERM in self._handled:
+            self._watch = _Watch.begin()
+        if self._handled:
             _installed.add(self)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.wanted = True
-        self.remove()
+        if number == signal.SIGTERM:
+            self._restore(signal.SIGTERM)
+
+    def note_step(self) -> None:
+        """A step of the training is done."""
+        if self._watch is not None:
+            self._watch.note_step()
+
+    def heed(self) -> None:
+        """The job stops now: whatever it waits for is its own affair."""
+        if self._watch is not None:
+            self._watch.heeded.set()
 
     def remove(self) -> None:
-        if self._installed:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._installed = False
+        """Signals do again what they do by default."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.end()
+        self._restore_all()
+
+    def forget(self) -> None:
+        """In a forked child: as `remove`."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.forget()
+        self._restore_all()
+
+    def _restore_all(self) -> None:
+        for number in list(self._handled):
+            self._restore(number)
+
+    def _restore(self, number: int) -> None:
+        if number in self._handled:
+            signal.signal(number, signal.SIG_DFL)
+            self._handled.remove(number)
+
+
+class _Watch:
+    """The thread that is woken by SIGTERM, and leaves where the main thread stands still before it stops."""
+
+    def __init__(self, reads: int, writes: int) -> None:
+        """`reads`, `writes`: ends of a pipe, to which the interpreter writes the number of each signal as it comes."""
+        self._reads, self._writes = reads, writes
+        self.heeded = threading.Event()
+        self._ended = False
+        self._since = time.monotonic()
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        threading.Thread(target=self._run, name="ckptlib-stop", daemon=True).start()
+
+    @classmethod
+    def begin(cls) -> _Watch | None:
+        """None where somebody else is told of signals in this way, as asyncio is."""
+        reads, writes = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(writes, False)
+        before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        if before == -1:
+            return cls(reads, writes)
+        signal.set_wakeup_fd(before)
+        os.close(reads)
+        os.close(writes)
+        return None
+
+    def note_step(self) -> None:
+        now = time.monotonic()
+        self._recent.append(now - self._since)
+        self._since = now
+
+    def _run(self) -> None:
+        while not self._ended:
+            if signal.SIGTERM in os.read(self._reads, 4096):
+                self._watch_main()
+        os.close(self._reads)
+
+    def _watch_main(self) -> None:
+        patience_s = max(LEFT_ALONE_S, 2 * max(self._recent, default=0.0))
+        place, since = _main_place(), time.monotonic()
+        while not self.heeded.wait(LOOK_EVERY_S):
+            before, place = place, _main_place()
+            if place != before:
+                since = time.monotonic()
+            elif time.monotonic() - since > patience_s:
+                os._exit(STATUS)
+
+    def end(self) -> None:
+        """The thread ends by itself."""
+        self._ended = True
+        self.heeded.set()
+        self._unhook()
+        os.write(self._writes, b"\0")
+        os.close(self._writes)
+
+    def forget(self) -> None:
+        """In a forked child, which has no such thread, and whose signals are not its parent's."""
+        self._unhook()
+        os.close(self._reads)
+        os.close(self._writes)
+
+    def _unhook(self) -> None:
+        hooked = signal.set_wakeup_fd(-1)
+        if hooked != self._writes:
+            signal.set_wakeup_fd(hooked)
+
+
+def _main_place() -> tuple[int, int]:
+    """Where the main thread is: which call, and which instruction of it. The same for as long as C code runs there."""
+    frame = sys._current_frames()[cast(int, threading.main_thread().ident)]
+    return id(frame), frame.f_lasti
 
 
 _installed: weakref.WeakSet[StopSignal] = weakref.WeakSet()
@@ -37,8 +166,8 @@ _masked = threading.local()
 
 
 def _before_fork() -> None:
-    """A signal to the child that came before its handler is gone would be swallowed."""
-    _masked.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if _installed else ())
+    """A signal to the child that came before its handler is gone would be swallowed, or taken for its parent's."""
+    _masked.before = signal.pthread_sigmask(signal.SIG_BLOCK, TOLD_BY if _installed else ())
 
 
 def _after_fork() -> None:
@@ -48,7 +177,7 @@ def _after_fork() -> None:
 def _in_child() -> None:
     """A forked worker is ended by the first SIGTERM: its pool sends one and waits."""
     for stop in list(_installed):
-        stop.remove()
+        stop.forget()
     _after_fork()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from ckptlib.errors import SaveFailed, Superseded
+from ckptlib.policy.preemption import Preemption
 from ckptlib.policy.stop_signal import StopSignal
 from ckptlib.policy.when import Policy
 from ckptlib.ranks.beat import Beat, Word
@@ -19,11 +21,14 @@ log = logging.getLogger(__name__)
 class Turns:
     """One per Checkpointer; main thread."""
 
-    def __init__(self, session: Session, policy: Policy, every_in_memory: int | None) -> None:
+    def __init__(
+        self, session: Session, policy: Policy, every_in_memory: int | None, preempted: Callable[[], bool] | None
+    ) -> None:
         self.due = DueSaves(policy, every_in_memory)
         self._session = session
         self._beat = Beat(session.group)
         self._stop = StopSignal()
+        self._preemption = None if preempted is None else Preemption(preempted)
         self._poll = Poll((), [])
         """What was voted with the last word."""
 
@@ -41,21 +46,29 @@ class Turns:
             due=int(due.to_store),
             snap=int(due.in_memory),
             inline=int(due.inline),
-            stop=int(self._stop.wanted),
+            stop=int(self._must_stop),
             failures=due.failures,
             failed=int(due.failures >= MAX_FAILURES),
         )
         word, self._poll = self._session.say(word)
         self._beat.start(word, self._poll.votes)
 
+    @property
+    def _must_stop(self) -> bool:
+        """Whether this rank was told so."""
+        return self._stop.wanted or (self._preemption is not None and self._preemption.wanted)
+
     def agreed(self, step: int) -> Word:
         """What all ranks said for `step`. Raises AgreementFailed where they are not at the same one."""
+        self._stop.note_step()
         word = self._beat.agreed(step)
         self._session.verdicts.conclude(self._poll, self._beat.votes)
         return word
 
     def check(self, word: Word) -> None:
         """Raises, on all ranks, what they agreed must end the training."""
+        if word.stop:
+            self._stop.heed()
         if word.superseded:
             raise self._session.outcomes.superseded or Superseded(
                 f"{self._session.store.url}: a newer generation has begun; this job may no longer save"
@@ -75,6 +88,9 @@ class Turns:
 
     def close(self) -> None:
         """Nothing more is said; what was said last is not asked for."""
+        if not self._session.owner.here:
+            return
         self._stop.remove()
-        if self._session.owner.here:
-            self._beat.forget()
+        if self._preemption is not None:
+            self._preemption.close()
+        self._beat.forget()

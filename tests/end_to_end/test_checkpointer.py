@@ -235,12 +235,16 @@ def test_wrong_arguments_are_refused_before_anything_is_made(
 
 
 def test_routine_is_told_once(job: Job, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "ckptlib"), job.checkpointer() as ckpt:
-        for step in ckpt.loop(ckpt.restore().step, 100):
-            if step == 4:
-                wait_settled(ckpt)
-            if step == 6:
-                os.kill(os.getpid(), signal.SIGTERM)
+    def train() -> None:
+        with job.checkpointer() as ckpt:
+            for step in ckpt.loop(ckpt.restore().step, 100):
+                if step == 4:
+                    wait_settled(ckpt)
+                if step == 6:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with caplog.at_level("INFO", "ckptlib"), pytest.raises(ckptlib.Preempted):
+        train()
     said = [record.getMessage() for record in caplog.records]
     assert said[0] == f"restore: nothing to restore in file://{job.root}: a fresh run"
     assert [line.partition(":")[0] for line in said[1:]] == [

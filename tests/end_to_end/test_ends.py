@@ -115,19 +115,25 @@ def wait_until(true: Callable[[], bool]) -> None:
 # -- signals
 
 
-def test_sigterm_ends_the_loop_after_a_last_save(job: Job) -> None:
-    with job.checkpointer(every=1000) as ckpt:
-        seen = []
-        for step in ckpt.loop(0, 100):
-            seen.append(step)
-            job.body()
-            if step == 6:
-                os.kill(os.getpid(), signal.SIGTERM)
-        assert ckpt.stopping
-        expected = job.bits()
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_the_loop_after_a_last_save(job: Job, signal_number: int) -> None:
+    seen = []
+
+    def train() -> None:
+        with job.checkpointer(every=1000) as ckpt:
+            for step in ckpt.loop(0, 100):
+                seen.append(step)
+                job.body()
+                if step == 6:
+                    os.kill(os.getpid(), signal_number)
+            assert ckpt.stopping
+
+    with pytest.raises(ckptlib.Preempted, match="75"):
+        train()
+    expected = job.bits()
     assert seen == list(range(8)), "agreed upon one step later"
     assert steps(job.root) == [8]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)] == [signal.SIG_DFL] * 2
     ckptlib.load(job.root, job.state)
     assert job.bits() == expected
 
@@ -157,10 +163,10 @@ def run(kind: str, url: str, tmp_path: Path) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_a_terminated_job_exits_well_and_is_continued(tmp_path: Path) -> None:
+def test_a_terminated_job_says_by_its_status_that_it_is_not_done_and_is_continued(tmp_path: Path) -> None:
     root = tmp_path / "root"
     done = run("terminated", str(root), tmp_path)
-    assert (done.returncode, done.stdout.split("\n")) == (0, ["start 0", "ended 9 True", "closed", ""]), done.stderr
+    assert (done.returncode, done.stdout.split("\n")) == (75, ["start 0", "ended 9 True", ""]), done.stderr
     assert steps(root) == [9]
     done = run("terminated twice", str(root), tmp_path)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "start 9\n"), "the second one kills as ever"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -11,6 +12,17 @@ import torch
 from helpers.inside import owe_a_save
 
 import ckptlib
+
+
+def hang(ckpt: ckptlib.Checkpointer, told: bool) -> None:
+    """As in a collective that a dead rank will never join: where no signal's handler runs. `told`: to stop, before."""
+    ckpt.save(8).wait_committed()
+    if told:
+        os.kill(os.getpid(), signal.SIGTERM)
+    mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    print("hangs", flush=True)
+    libc.pthread_mutex_lock(mutex)
 
 
 def main() -> None:
@@ -30,6 +42,8 @@ def main() -> None:
             if kind == "terminated twice" and step == start + 7:
                 os.kill(os.getpid(), signal.SIGTERM)
                 os.kill(os.getpid(), signal.SIGTERM)
+            if kind in ("hangs", "told, hangs") and step == start + 7:
+                hang(ckpt, told=kind != "hangs")
             if kind == "raises" and step == start + 7:
                 owe_a_save(ckpt)  # due at the step after next
             if kind == "raises" and step == start + 9:

@@ -1,0 +1,41 @@
+"""What the user asks for himself whether the job is to stop: a file, or the metadata service of a cloud."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 5.0
+"""Between two questions. Clouds that warn do so 30 seconds before the end, or earlier."""
+
+
+class Preemption:
+    """Asks in a thread, since an answer may take its time. An answer that does not come is none."""
+
+    def __init__(self, preempted: Callable[[], bool]) -> None:
+        self.wanted = False
+        self._preempted = preempted
+        self._ended = threading.Event()
+        self._told = False
+        threading.Thread(target=self._run, name="ckptlib-preempted", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self.wanted and not self._ended.is_set():
+            self.wanted = self._ask()
+            self._ended.wait(EVERY_S)
+
+    def _ask(self) -> bool:
+        try:
+            return bool(self._preempted())
+        except Exception as error:
+            if not self._told:
+                self._told = True
+                log.warning("preempted=: %r; taken for no, and asked again; said once", error)
+            return False
+
+    def close(self) -> None:
+        """It asks no more, but for what it may be asking."""
+        self._ended.set()

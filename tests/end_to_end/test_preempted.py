@@ -1,0 +1,104 @@
+"""Jobs that are told to stop otherwise than by SIGTERM, and jobs that cannot hear it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launch import environment
+from places import TESTS
+
+import ckptlib
+from ckptlib.policy import preemption
+from ckptlib.policy.stop_signal import STATUS
+
+
+def steps(url: Path) -> list[int]:
+    return [info.step for info in ckptlib.checkpoints(url)]
+
+
+@pytest.mark.parametrize("kind", ["hangs", "told, hangs"])
+def test_a_training_that_stands_still_is_left(tmp_path: Path, kind: str) -> None:
+    """A launcher that waits for it would kill it after half a minute."""
+    root = tmp_path / "root"
+    command = [sys.executable, "workers/jobs.py", kind, str(root), str(tmp_path)]
+    with subprocess.Popen(command, cwd=TESTS, env=environment(), stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert [job.stdout.readline() for _ in range(2)] == ["start 0\n", "hangs\n"]
+        if kind == "hangs":
+            job.send_signal(signal.SIGUSR1)
+            with pytest.raises(subprocess.TimeoutExpired):  # who warns first leaves it time
+                job.wait(2)
+            job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == STATUS == 143
+    assert steps(root) == [8]
+
+
+def test_a_question_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Errors of it are told once, and mean nothing."""
+    monkeypatch.setattr(preemption, "EVERY_S", 0.01)
+    asked = []
+
+    def preempted() -> bool:
+        asked.append(1)
+        if len(asked) < 4:
+            raise ConnectionError("no route to the service")
+        return len(asked) > 6
+
+    state = {"w": torch.zeros(3)}
+
+    def train() -> None:
+        with ckptlib.Checkpointer(tmp_path, state, every=10**9, preempted=preempted) as ckpt:
+            for _ in ckpt.loop(0, 10**9):
+                state["w"] += 1
+
+    with pytest.raises(ckptlib.Preempted) as ended:
+        train()
+    assert ended.value.code == 75
+    assert [record.getMessage() for record in caplog.records].count(
+        "preempted=: ConnectionError('no route to the service'); taken for no, and asked again; said once"
+    ) == 1
+    (step,) = steps(tmp_path)
+    assert ckptlib.load(tmp_path, loaded := {"w": torch.ones(3)}).step == step
+    assert loaded["w"].tolist() == [step] * 3
+
+
+def test_a_job_that_came_to_its_end_is_done(tmp_path: Path) -> None:
+    """Also where it was told to stop at its last step."""
+    state = {"w": torch.zeros(3)}
+    with ckptlib.Checkpointer(tmp_path, state, every=10**9) as ckpt:
+        for step in ckpt.loop(0, 8):
+            if step == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert ckpt.stopping
+    assert steps(tmp_path) == [8]
+
+
+def test_signals_that_others_are_woken_by(tmp_path: Path) -> None:
+    """Such as asyncio: theirs stays, and the job hears them all the same."""
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    before = signal.set_wakeup_fd(writes)
+
+    def train() -> None:
+        with ckptlib.Checkpointer(tmp_path, {"w": torch.zeros(3)}, every=10**9) as ckpt:
+            for step in ckpt.loop(0, 8):
+                if step == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        with pytest.raises(ckptlib.Preempted):
+            train()
+        assert os.read(reads, 10) == bytes([signal.SIGTERM])
+    finally:
+        assert signal.set_wakeup_fd(before) == writes
+        os.close(reads)
+        os.close(writes)
+    assert steps(tmp_path) == [4]
