@@ -36,7 +36,7 @@ PAUSE_STEPS, PAUSE_S = 5.0, 0.25
 """A step that takes so many steps longer, and so long, evaluated or waited for something: no save does that to it."""
 RAISE, LOWER = 1.05, 1.06
 """How far off the interval must be before it changes; much less than half a point, for budgets of a few percent."""
-LEAST_ROOM = 0.1
+LEAST_ROOM = 0.25
 """The part of the budget that is left to saves, even if what every step costs takes more."""
 
 

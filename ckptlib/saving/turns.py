@@ -39,6 +39,8 @@ class Turns:
         self._profile = None
         if overhead is not None:
             self._profile = Profile(Tuner(overhead, snapshots=every_in_memory is not None))
+        self._said = 0, ""
+        """The interval that this rank said last, and why."""
 
     @property
     def started(self) -> bool:
@@ -76,9 +78,10 @@ class Turns:
         saves, writer = self._session.snapshots.persisting_saves, self._session.writer
         profile.note_under_way(saves)
         drains = self._session.settings.local is not None and writer.num_undrained > 0
-        return word._replace(
-            interval=profile.tuner.interval, widen=int(profile.tuner.widens), at_work=int(bool(saves) or drains)
-        )
+        tuner = profile.tuner
+        if tuner.interval != self._said[0]:
+            self._said = tuner.interval, tuner.why
+        return word._replace(interval=tuner.interval, widen=int(tuner.widens), at_work=int(bool(saves) or drains))
 
     def agreed(self, step: int) -> Word:
         """What all ranks said for `step`. Raises AgreementFailed where they are not at the same one."""
@@ -97,10 +100,9 @@ class Turns:
         """A new interval, and why; by rank 0, though another rank may be the one that needs it."""
         if self._session.group.rank != 0 or word.interval in (0, self.due.agreed):
             return
-        why = "this rank keeps to no overhead"
-        if self._profile is not None:
-            tuner = self._profile.tuner
-            why = tuner.why if tuner.interval >= word.interval else f"another rank needs it; rank 0: {tuner.why}"
+        own, why = self._said
+        if own < word.interval:
+            why = f"another rank needs it; rank 0 needs {own}, as {why}" if own else "another rank needs it"
         before = "" if self.due.agreed is None else f" instead of {self.due.agreed}"
         log.info("from step %d on a save every %d steps%s: %s", word.step + 1, word.interval, before, why)
 
