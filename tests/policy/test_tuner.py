@@ -259,3 +259,13 @@ def test_snapshots_for_memory_count_as_training() -> None:
     cost = LIGHT.visible + LIGHT.fence + LIGHT.slower * LIGHT.persist
     assert abs(found[1] - cost / (0.035 * 0.22)) <= 5
     assert found[0] > 3 * found[1]
+
+
+def test_the_first_save_of_a_run_is_not_like_others() -> None:
+    tuned, settled = Tuned(0.01), Tuned(0.01)
+    steady(Training(HEAVY), settled)
+    training = Training(HEAVY)
+    training.run_saves(2, tuned)
+    assert len(training.steps) <= 20 + 200 + HEAVY.persist / HEAVY.step, "a probe, whatever the first one cost"
+    training.run_saves(1, tuned)
+    assert 0.6 * settled.interval <= tuned.interval <= 1.5 * settled.interval
