@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from ckptlib.loading.report import LoadReport
     from ckptlib.policy.keep import Keep
     from ckptlib.policy.lossy import Lossy
+    from ckptlib.policy.overhead import Overhead
     from ckptlib.policy.peers import Coverage, Peers
-    from ckptlib.policy.when import Steps
+    from ckptlib.policy.when import First, Minutes, Policy, Steps
     from ckptlib.saving.pending import Pending
     from ckptlib.state.leaf import PerRank, Sharded
 
@@ -61,6 +62,10 @@ _HOMES = {
     "Checkpointer": "checkpointer",
     "Coverage": "policy.peers",
     "Peers": "policy.peers",
+    "First": "policy.when",
+    "Minutes": "policy.when",
+    "Overhead": "policy.overhead",
+    "Policy": "policy.when",
     "Steps": "policy.when",
     "Keep": "policy.keep",
     "Lossy": "policy.lossy",
@@ -102,18 +107,22 @@ __all__ = [
     "CkptError",
     "CorruptData",
     "Coverage",
+    "First",
     "FormatError",
     "Keep",
     "LoadReport",
     "Lossy",
+    "Minutes",
     "NewerFormat",
     "NoRoom",
     "ObjectExists",
     "ObjectNotFound",
     "ObjectUnreadable",
+    "Overhead",
     "Peers",
     "Pending",
     "PerRank",
+    "Policy",
     "Preempted",
     "SaveFailed",
     "Sharded",

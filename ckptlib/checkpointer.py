@@ -36,9 +36,10 @@ from ckptlib.loading.loaded import Filled, Loads, Parts
 from ckptlib.loading.report import LoadReport
 from ckptlib.policy.codec import AUTO, Asked, CodecRules
 from ckptlib.policy.keep import Keep
+from ckptlib.policy.overhead import overhead_in
 from ckptlib.policy.peers import Coverage, Peers
 from ckptlib.policy.tier import KEEP_LAST, tier_of
-from ckptlib.policy.when import Policy, Steps
+from ckptlib.policy.when import Policy, When, policy_of
 from ckptlib.ranks.beat import Word
 from ckptlib.ranks.together import together
 from ckptlib.recovery.restore import restore
@@ -68,7 +69,8 @@ class Checkpointer:
     state:           a dict of modules, optimizers, objects with state_dict() and load_state_dict(), tensors and plain
                      values, nested as you like. RNG state is always saved. `restore` overwrites plain values in place;
                      pass a copy of anything this run must keep, such as dict(vars(args)).
-    every:           when to save: a policy, or a number of steps.
+    every:           when to save: a number of steps, a timedelta, a function of the step, or a policy, such as
+                     Overhead(at_most=0.035), which says what saves may cost. `|` combines policies.
     keep:            which steps to keep; None keeps all of them.
     peers:           also keep snapshots in memory, and replicas in the memory of other hosts. `restore` is fastest from
                      these. None: the store only.
@@ -101,7 +103,7 @@ class Checkpointer:
         url: str | Path,
         state: Mapping[str, object],
         *,
-        every: Policy | int,
+        every: When,
         keep: Keep | None = None,
         peers: Peers | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -136,9 +138,8 @@ class Checkpointer:
             local=tier_of(local, drain, local_keep, drain_bandwidth),
         )
         self._state = state
-        policy = Steps(every) if isinstance(every, int) else every
-        if not callable(getattr(policy, "due", None)):
-            raise TypeError(f"every={every!r}: expected a number of steps, or a policy such as Steps(500)")
+        policy = policy_of(every)
+        overhead_in(policy)
         self._session = Session(settings, process_group, lambda: kind_of(flatten(self._state).leaves))
         self._group = self._session.group
         self._turns = Turns(self._session, policy, None if peers is None else peers.every, preempted)
@@ -258,7 +259,11 @@ class Checkpointer:
         the root; all ranks raise at the same step.
         """
         self._check_open()
-        step, session = checked_step(step), self._session
+        with self._turns.timed(self._fence.waited_s):
+            self._after_step(checked_step(step), metrics)
+
+    def _after_step(self, step: int, metrics: Mapping[str, object] | None) -> None:
+        session = self._session
         if not self._turns.started:
             self._warm()
             self._turns.say(step)
@@ -336,10 +341,12 @@ class Checkpointer:
             due.skip(to_store)
             return None
         due.begin(to_store)
+        if to_store:
+            self._turns.note_saved()
         order = SaveOrder(
             self._state,
             step,
-            metrics,
+            self._turns.with_interval(metrics),
             to_store=to_store,
             compare=compare,
             overlap=without_overlap if inline else self._earned,
@@ -425,6 +432,11 @@ class Checkpointer:
     def coverage(self) -> Coverage | None:
         """What the memory of the job's hosts protects right now; None without peers."""
         return self._session.snapshots.coverage
+
+    @property
+    def interval(self) -> int | None:
+        """Steps between saves that all ranks have agreed upon; None without Overhead, and before the first step."""
+        return self._due.agreed
 
     @property
     def fence_waited_s(self) -> float:

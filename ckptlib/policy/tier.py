@@ -35,6 +35,11 @@ class LocalTier:
             raise ValueError(f"local={str(self.path)!r}: expected an absolute path")
         if self.drain is not None and not callable(getattr(self.drain, "due", None)):
             raise TypeError(f"drain={self.drain!r}: expected a policy such as Steps(500), or None for every save")
+        if isinstance(self.drain, Policy) and not self.drain.by_step:
+            raise ValueError(
+                f"drain={self.drain!r}: which saves are drained is told by the step alone; expected a policy such as "
+                "Steps(500), or None for every save"
+            )
         if self.keep_last < 1:
             raise ValueError(f"local_keep={self.keep_last}: the newest step is never dropped; expected >= 1")
         if self.bytes_per_second is not None and not self.bytes_per_second > 0:

@@ -1,27 +1,171 @@
-"""When to save. A policy may answer differently on every rank; what counts is what all agree upon."""
+"""When to save. A policy may answer differently on every rank; what counts is what all agree upon.
+
+Pure: policies hold settings only, and what they decide by is given to them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from datetime import timedelta
 
-
-class Policy(Protocol):
-    """Decides for one rank; the decision is agreed upon before it is acted upon."""
-
-    def due(self, step: int) -> bool:
-        """Whether the state after `step` steps should be saved."""
+from typing_extensions import override
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class Moment:
+    """What a policy may decide by, about a step that comes next."""
+
+    step: int
+    """How many steps will be done."""
+    saved: int
+    """The step of the last save; before there is one, where this run went on from."""
+    now: float
+    """Seconds, by a clock that only goes forward."""
+    saved_at: float
+    """When the last save was taken, by the same clock; before there is one, when this run went on."""
+    is_first: bool
+    """Whether this run has not saved yet."""
+    interval: int | None = None
+    """Steps between saves that all ranks have agreed upon; None: not yet, or no rank has an overhead to keep to."""
+
+
+class Policy:
+    """Decides when to save. `|` combines: what falls due by one of them is saved.
+
+    To write your own, override `due`; it is asked once for each step, ahead of it. A function of the step does as well,
+    wherever a policy is expected. Ranks may disagree: all save when one of them wants to.
+    """
+
+    @property
+    def by_step(self) -> bool:
+        """Whether `due` can tell from the step alone."""
+        return True
+
+    def due(self, step: int) -> bool:
+        """Whether the state after `step` steps should be saved."""
+        raise NotImplementedError(f"{type(self).__name__} does not say when a save is due: override due(step)")
+
+    def due_at(self, moment: Moment) -> bool:
+        """As `due`, for policies that go by more than the step."""
+        return self.due(moment.step)
+
+    def __or__(self, other: When) -> Policy:
+        return AnyOf((self, policy_of(other)))
+
+    def __ror__(self, other: When) -> Policy:
+        return AnyOf((policy_of(other), self))
+
+
+When = Policy | int | timedelta | Callable[[int], bool]
+"""What says when to save: a policy, a number of steps, a time, or a function of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps(Policy):
     """Every n steps: `Steps(500)` saves after step 500, 1000, ..."""
 
     n: int
 
     def __post_init__(self) -> None:
+        if isinstance(self.n, bool) or not isinstance(self.n, int):
+            raise TypeError(f"Steps({self.n!r}): expected a whole number of steps, such as Steps(500)")
         if self.n < 1:
             raise ValueError(f"Steps(n) needs n >= 1, got {self.n}")
 
+    @override
     def due(self, step: int) -> bool:
         return step % self.n == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Minutes(Policy):
+    """When so many minutes have passed since the last save; the first rank whose clock says so counts."""
+
+    minutes: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.minutes < float("inf"):
+            raise ValueError(f"Minutes({self.minutes!r}): expected a time above 0, such as Minutes(10)")
+
+    @property
+    @override
+    def by_step(self) -> bool:
+        return False
+
+    @override
+    def due_at(self, moment: Moment) -> bool:
+        return moment.now - moment.saved_at >= 60 * self.minutes
+
+
+@dataclass(frozen=True, slots=True)
+class First(Policy):
+    """The first step of each run: what cannot be saved is known at once. Combine it: `First() | Steps(500)`."""
+
+    @property
+    @override
+    def by_step(self) -> bool:
+        return False
+
+    @override
+    def due_at(self, moment: Moment) -> bool:
+        return moment.is_first
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf(Policy):
+    """When one of several says so."""
+
+    policies: tuple[Policy, ...]
+
+    @property
+    @override
+    def by_step(self) -> bool:
+        return all(policy.by_step for policy in self.policies)
+
+    @override
+    def due(self, step: int) -> bool:
+        return any(policy.due(step) for policy in self.policies)
+
+    @override
+    def due_at(self, moment: Moment) -> bool:
+        return any(policy.due_at(moment) for policy in self.policies)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked(Policy):
+    """When a function of the step says so."""
+
+    ask: Callable[[int], bool]
+
+    @override
+    def due(self, step: int) -> bool:
+        return bool(self.ask(step))
+
+
+def policy_of(when: When, name: str = "every") -> Policy:
+    """The policy that is meant. Raises TypeError for what says no time; `name`: the argument's."""
+    match when:
+        case Policy():
+            return when
+        case bool():
+            pass
+        case int():
+            return Steps(when)
+        case timedelta():
+            return Minutes(when.total_seconds() / 60)
+        case _ if not isinstance(when, type):
+            ask = getattr(when, "due", when)
+            if callable(ask):
+                return Asked(ask)
+    raise TypeError(
+        f"{name}={when!r}: expected a number of steps, a timedelta, a function of the step that gives a bool, or a "
+        "policy such as Steps(500), Minutes(10) or Overhead(at_most=0.035)"
+    )
+
+
+def parts_of(policy: Policy) -> tuple[Policy, ...]:
+    """Those that it is combined of; itself where it is not."""
+    if not isinstance(policy, AnyOf):
+        return (policy,)
+    return tuple(part for inner in policy.policies for part in parts_of(inner))

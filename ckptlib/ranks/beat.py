@@ -50,6 +50,12 @@ class Word(NamedTuple):
     """1: this rank has as much to drain already as it may."""
     local_since: int = 0
     """From which step on all saves of this rank have come to be on its local disk."""
+    interval: int = 0
+    """Steps between saves that this rank's overhead needs; 0: it keeps to none."""
+    widen: int = 0
+    """1: the next save should wait until this rank has a baseline to judge saves by."""
+    at_work: int = 0
+    """1: a save is being copied or written on this rank."""
     calm: int = 1
     """1: this rank is ready to connect to its peers anew; when agreed upon, all are."""
     oldest_held: int = NONE

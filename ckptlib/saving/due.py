@@ -5,7 +5,7 @@ Pure: it knows neither ranks, nor tensors, nor the store.
 
 from __future__ import annotations
 
-from ckptlib.policy.when import Policy
+from ckptlib.policy.when import Moment, Policy
 
 
 class DueSaves:
@@ -17,6 +17,16 @@ class DueSaves:
         self._every_in_memory = every_in_memory
         self._step = 0
         """The last that was looked ahead to."""
+        self._now = 0.0
+        """When it was."""
+        self._saved: int | None = None
+        """The step of the last save; before there is one, where this began."""
+        self._saved_at = 0.0
+        self._is_first = True
+        self.agreed: int | None = None
+        """Steps between saves that all ranks have agreed upon, where one of them keeps to an overhead."""
+        self._widened = False
+        """Whether all ranks have agreed that the next save waits for a baseline."""
         self._last_due: int | None = None
         """Where the policy said so for the last time; before it has, where this began."""
         self._interval: int | None = None
@@ -37,12 +47,20 @@ class DueSaves:
         self.error: Exception | None = None
         """Why the last of these did."""
 
-    def look_ahead(self, step: int) -> None:
-        """`step` comes next."""
-        self._step = step
-        if self._last_due is None:
-            self._last_due = step - 1
-        if not self.to_store and self._policy.due(step):
+    def agree(self, interval: int, widened: bool) -> None:
+        """What all ranks said of their overhead: from the next step on it is in force, on all of them alike."""
+        self.agreed = interval or None
+        self._widened = widened
+
+    def look_ahead(self, step: int, now: float = 0.0) -> None:
+        """`step` comes next. `now`: seconds, by a clock that only goes forward."""
+        self._step, self._now = step, now
+        if self._last_due is None or self._saved is None:
+            self._last_due = self._saved = step - 1
+            self._saved_at = now
+        interval = None if self._widened else self.agreed
+        moment = Moment(step, self._saved, now, self._saved_at, self._is_first, interval)
+        if not self.to_store and self._policy.due_at(moment):
             self._interval, self._last_due = step - self._last_due, step
             self._fall_due()
         if step == self.final:
@@ -72,6 +90,8 @@ class DueSaves:
 
     def skip(self, to_store: bool) -> None:
         """This step is saved already."""
+        if to_store:
+            self._saved, self._saved_at, self._is_first = self._step, self._now, False
         if self.to_store and to_store:
             self._told_waiting = self._told_waiting and self._waits_long
         self.to_store = self.to_store and not to_store

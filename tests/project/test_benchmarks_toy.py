@@ -30,6 +30,7 @@ SUBJECTS = {
     "beat": {"ckptlib"},
     "replicas": {"ckptlib", "DCP async thread"},
     "slowdown": {"ckptlib"},
+    "overhead": {"ckptlib"},
     "scale": {"ckptlib"},
     "requests": {"ckptlib"},
     "lossy": {lossy.EXACT, *lossy.NOISE, *lossy.LOSSY, lossy.NOTHING},

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ckptlib.policy.when import Steps
+from typing_extensions import override
+
+from ckptlib.policy.overhead import Overhead
+from ckptlib.policy.when import First, Minutes, Policy, Steps
 from ckptlib.saving.due import DueSaves
 
 
@@ -83,12 +86,13 @@ def test_failures_are_counted_in_a_row() -> None:
 def test_a_policy_is_not_asked_for_what_is_due_already() -> None:
     asked = []
 
-    class Policy:
+    class Counted(Policy):
+        @override
         def due(self, step: int) -> bool:
             asked.append(step)
             return step == 1
 
-    saves = DueSaves(Policy(), None)
+    saves = DueSaves(Counted(), None)
     for step in (1, 2, 3):
         saves.look_ahead(step)
     saves.begin(to_store=True)
@@ -139,3 +143,55 @@ def test_a_last_save_and_one_that_is_owed_wait_no_interval() -> None:
     for step in range(1, 51):
         saves.look_ahead(step)
         assert not saves.must_tell()
+
+
+# -- what goes by more than the step
+
+
+def steps_due(saves: DueSaves, steps: range, step_s: float = 1.0) -> list[int]:
+    """Each save is taken where it falls due."""
+    found = []
+    for step in steps:
+        saves.look_ahead(step, now=step * step_s)
+        if saves.to_store:
+            found.append(step)
+            saves.begin(to_store=True)
+    return found
+
+
+def test_minutes_count_from_the_last_save() -> None:
+    assert steps_due(DueSaves(Minutes(1), None), range(1, 200)) == [61, 121, 181]
+    assert steps_due(DueSaves(Minutes(1) | Steps(100), None), range(1, 250)) == [61, 100, 160, 200]
+
+
+def test_a_first_save_is_due_once_in_each_run_wherever_it_goes_on() -> None:
+    assert steps_due(DueSaves(First() | Steps(50), None), range(1, 120)) == [1, 50, 100]
+    assert steps_due(DueSaves(First(), None), range(501, 600)) == [501]
+
+
+def test_an_overhead_goes_by_the_agreed_interval_from_the_last_save() -> None:
+    saves = DueSaves(Overhead(at_most=0.01), None)
+    assert steps_due(saves, range(501, 600)) == [], "nothing is agreed"
+    saves.agree(40, widened=False)
+    assert steps_due(saves, range(600, 700)) == [600, 640, 680]
+    saves.agree(30, widened=True)
+    assert steps_due(saves, range(700, 800)) == [], "a rank needs a baseline"
+    saves.agree(70, widened=False)
+    assert steps_due(saves, range(800, 950)) == [800, 870, 940]
+
+
+def test_a_save_for_another_reason_begins_an_interval_anew() -> None:
+    saves = DueSaves(Overhead(at_most=0.01) | Steps(100), None)
+    saves.agree(60, widened=False)
+    assert steps_due(saves, range(1, 300)) == [60, 100, 160, 200, 260]
+
+
+def test_a_snapshot_for_memory_does_not_count_as_a_save() -> None:
+    saves = DueSaves(Overhead(at_most=0.01), 2)
+    saves.agree(5, widened=False)
+    for step in (1, 2, 3, 4):
+        saves.look_ahead(step, now=0.0)
+        saves.begin(to_store=False)
+        assert not saves.to_store
+    saves.look_ahead(5, now=0.0)
+    assert saves.to_store

@@ -1,0 +1,121 @@
+"""What do saves cost with `every=Overhead(...)`? Measured against the same loop without them, for three budgets.
+
+Two ranks, one thread each. Blocks take turns in the same processes: whole intervals with saves, from the step after one
+save to the one at whose end another begins, and as many steps without `after_step`. Each turn gives one figure of the
+overhead, so a machine that others use beside it shows in the quartiles, and in those of the steps without saves.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import ckptlib
+from benchmarks.common import tell, told
+from benchmarks.figures import Figures, Options, run
+from benchmarks.slowdown import Training
+
+BUDGETS = (0.01, 0.035, 0.05)
+SETTLE = 5
+"""Saves before the first turn; the tuner has forgotten by then what the first one cost."""
+LEAST_STEPS = 30
+"""Of a block: whole intervals, but not fewer steps."""
+MOST_STEPS = 3000
+"""In which a save must come."""
+
+
+def main(arguments: list[str]) -> None:
+    run(arguments, "overhead", measure, gb=0.02, rounds=6)
+
+
+def measure(options: Options, directory: Path, figures: Figures) -> None:
+    num_ranks = 1 if options.toy else 2
+    for budget in (0.5,) if options.toy else BUDGETS:
+        case = f"budget {budget:.1%}"
+        order = {
+            "nbytes": 1_000_000 if options.toy else int(options.gb * 1e9),
+            "step_s": 0.01 if options.toy else 0.1,
+            "turns": 1 if options.toy else options.rounds,
+            "settle": 1 if options.toy else SETTLE,
+            "budget": budget,
+            "directory": str(directory / f"{budget}"),
+        }
+        for line in figures.attempt(case, "ckptlib", __name__, num_ranks, order, options.timeout_s):
+            if line["rank"] == 0:
+                figures.add(case, "ckptlib", line["what"], line["unit"], line["samples"])
+
+
+# In the ranks
+
+
+class Loop:
+    """A training that saves, and that can be stopped in the middle to go on without."""
+
+    def __init__(self, training: Training, saver: ckptlib.Checkpointer) -> None:
+        self._training, self._saver = training, saver
+        self._step = 0
+
+    def until_save(self, least: int = 1) -> int:
+        """Trains until a save begins; returns after how many steps, `least` or more."""
+        for number in range(1, MOST_STEPS + 1):
+            before = self._saver.pending
+            self._training.step()
+            self._step += 1
+            self._saver.after_step(self._step)
+            if number >= least and self._saver.pending is not before:
+                return number
+        raise RuntimeError(f"no save began in {MOST_STEPS} steps: every {self._saver.interval} one would")
+
+    def rest(self) -> None:
+        """Trains until nothing is written on any rank."""
+        busy = torch.ones(1)
+        while busy.item():
+            self._training.step()
+            self._step += 1
+            self._saver.after_step(self._step)
+            busy[0] = float(self._saver._session.snapshots.persisting)
+            dist.all_reduce(busy, dist.ReduceOp.MAX)
+
+
+def work() -> None:
+    """Turns of whole intervals with saves, and of as many steps without."""
+    given = told()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    training = Training(given["nbytes"], given["step_s"])
+    overheads, bare, intervals = [], [], []
+    state = {"model": training.model, "optim": training.optimizer}
+    every = ckptlib.Overhead(at_most=given["budget"])
+    with ckptlib.Checkpointer(given["directory"], state, every=every, keep=ckptlib.Keep(last=2)) as saver:
+        loop = Loop(training, saver)
+        for _ in range(given["settle"]):
+            loop.until_save()
+        for _ in range(given["turns"]):
+            began = time.perf_counter()
+            num_steps = loop.until_save(least=LEAST_STEPS)
+            with_saves = (time.perf_counter() - began) / num_steps
+            intervals.append(saver.interval)
+            loop.rest()
+            began = time.perf_counter()
+            for _ in range(num_steps):
+                training.step()
+            without = (time.perf_counter() - began) / num_steps
+            bare.append(without)
+            overheads.append(with_saves / without - 1)
+            loop.until_save()
+        profile = saver._turns._profile
+        tell(what="overhead", unit="1", samples=overheads)
+        tell(what="overhead of all turns together", unit="1", samples=[statistics.fmean(overheads)])
+        tell(what="interval", unit="steps", samples=intervals)
+        tell(what="step without saves", unit="s", samples=bare)
+        if profile is not None and profile.tuner.estimate is not None:
+            tell(what="cost of a save, as measured by the tuner", unit="s", samples=[profile.tuner.estimate.save_s])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    work()

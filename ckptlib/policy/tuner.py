@@ -1,0 +1,306 @@
+"""From measured steps to the interval between saves: CheckFreq's formula (FAST'21), in both directions.
+
+Pure: times are given to it, and it reads no clock. With N snapshots in flight, as PCcheck (ASPLOS'25) has it, the
+interval is k = max(ceil((T_f - o) / (N T_i)), ceil(o / (p T_i)), 1) steps. T_i is a step without any save, T_f how long
+a save takes to be written, p the budget; o is all that a save costs the training, found by comparing the steps beside
+which it is copied and written with those beside which nothing is.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from ckptlib.policy.overhead import Overhead
+
+FIRST = 20
+"""Steps before the first save: a baseline, of which half may be warm-up."""
+PROBE = 200
+"""Steps to the second save, at most: the first one makes slots and plans, and costs more than any other."""
+CLEAN = 3
+"""Steps with nothing at work, after a save, before its cost is summed up."""
+WIDEN_EVERY = 20
+"""Intervals without a clean step, after which one is widened until there are some: no baseline without."""
+WINDOW, NEWEST = 50, 7
+"""Steps that make a baseline, at least; and those that tell of another pace, when they agree."""
+STALE = 0.05
+"""Steps beside a save that are faster than the baseline by more of it than this belie it."""
+COSTS = 20
+"""Saves whose costs are remembered, while they are alike."""
+RECENT = 3
+"""Saves that tell of a change, when they agree."""
+PAUSE_STEPS, PAUSE_S = 5.0, 0.25
+"""A step that takes so many steps longer, and so long, evaluated or waited for something: no save does that to it."""
+RAISE, LOWER = 1.05, 1.06
+"""How far off the interval must be before it changes; much less than half a point, for budgets of a few percent."""
+LEAST_ROOM = 0.25
+"""The part of the budget that is left to saves, even if what every step costs takes more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One step of the training, from the end of one `after_step` to the end of the next."""
+
+    seconds: float
+    ours_s: float
+    """Of these, in `after_step`, but for waiting for other ranks, and at the fence."""
+    at_work: bool
+    """Whether, as it began, a save was being copied or written on some rank."""
+    saved: bool
+    """Whether another save was begun at its end."""
+
+    @property
+    def rest_s(self) -> float:
+        return self.seconds - self.ours_s
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What was measured, and what follows from it. Seconds."""
+
+    step_s: float
+    """Of a step beside which nothing is saved."""
+    each_step_s: float
+    """What such a step costs beyond the training."""
+    save_s: float
+    """What one save costs, everything counted."""
+    visible_s: float
+    """Of this, in `after_step` and at the fence."""
+    persist_s: float
+    """How long a save takes to be written."""
+    by_budget: float
+    by_persist: float
+    by_loss: float
+    """Steps; inf where nothing was asked."""
+    by_failures: float
+
+    @property
+    def needed(self) -> float:
+        """Steps between saves; below 1 where more than one save at each step would keep to all bounds."""
+        return max(self.by_persist, min(self.by_budget, self.by_loss, self.by_failures), 0.0)
+
+    def overhead(self, interval: int) -> float:
+        """Of the training's time, with a save every so many steps."""
+        return (self.save_s / interval + self.each_step_s) / self.step_s
+
+
+class Tuner:
+    """One rank's: what it needs is told to the others, and the longest interval counts."""
+
+    def __init__(self, asked: Overhead, in_flight: int = 1, snapshots: bool = False) -> None:
+        """`in_flight`: saves that are written at a time. `snapshots`: whether memory has a cadence of its own.
+
+        The cost of such snapshots counts as training: only the saves to the store are tuned.
+        """
+        self._asked, self._in_flight, self._snapshots = asked, in_flight, snapshots
+        self.interval = FIRST
+        """Steps between saves that this rank needs."""
+        self.estimate: Estimate | None = None
+        """What the interval follows from; None before the first save."""
+        self._clean: deque[Iteration] = deque(maxlen=1000)
+        self._ours: deque[float] = deque(maxlen=COSTS)
+        """Visible cost of each save."""
+        self._costs: deque[float] = deque(maxlen=COSTS)
+        self._persists: deque[float] = deque(maxlen=RECENT)
+        self._num_saves = 0
+        self._since = 0
+        """Steps since the last save."""
+        self._since_s = 0.0
+        self._beside: list[Iteration] = []
+        """Steps beside which the save was at work, and the one at whose end it was begun; until its cost is known."""
+        self._num_clean = 0
+        """Steps since the save with nothing at work."""
+        self._dry = 0
+        """Intervals in a row without such steps."""
+
+    @property
+    def widens(self) -> bool:
+        """Whether the next save should wait until there is a baseline; not longer than work may be lost."""
+        if self._num_saves == 0 or not self._beside or self._would_lose_too_much():
+            return False
+        if self._num_saves == 1:
+            return True
+        return self._dry >= WIDEN_EVERY - 1 and self._since < 2 * self.interval + 2 * len(self._beside) + FIRST
+
+    def _would_lose_too_much(self) -> bool:
+        lost = self._asked.at_most_lost
+        step_s = self._since_s / max(self._since, 1)
+        return lost is not None and self._since_s + step_s + max(self._persists, default=0.0) > lost.total_seconds()
+
+    def persisted(self, seconds: float) -> None:
+        """A save of this rank was written, in so many seconds, not counting those in which it waited for another."""
+        self._persists.append(seconds)
+
+    def note(self, iteration: Iteration) -> bool:
+        """Takes note of one step. Returns whether the interval changed."""
+        before = self.interval
+        if iteration.saved:
+            if self._beside:  # the save before was at work until now
+                self._dry += 1
+                self._settle()
+            self._num_saves += 1
+            self._since, self._since_s, self._num_clean = 0, 0.0, 0
+            self._beside = [iteration]
+        else:
+            self._since += 1
+            self._since_s += iteration.seconds
+            self._note_unsaved(iteration)
+        return self.interval != before
+
+    def _note_unsaved(self, iteration: Iteration) -> None:
+        if iteration.at_work:
+            if self._beside and len(self._beside) < 100_000:
+                self._beside.append(iteration)
+            return
+        self._clean.append(iteration)
+        self._num_clean += 1
+        if self._num_saves == 0:
+            self._bound_first()
+        elif self._beside and self._num_clean >= CLEAN:
+            self._dry = 0
+            self._settle()
+
+    def _bound_first(self) -> None:
+        """The first save, of which nothing is known, must not come too late either."""
+        if self._asked.at_most_lost is not None and self._num_clean >= CLEAN:
+            step_s = statistics.median(step.seconds for step in self._clean)
+            lost_s = self._asked.at_most_lost.total_seconds()
+            self.interval = max(min(FIRST, int(lost_s / step_s)), 1)
+
+    # What a save cost
+
+    def _settle(self) -> None:
+        """The save's work has come to its end, or goes on in the next interval as it did in this one."""
+        beside, self._beside = self._beside, []
+        if not self._clean:
+            return
+        self._forget_other_pace()
+        window = list(self._clean)[-max(WINDOW, 2 * len(beside)) :]
+        rest_s = statistics.median(step.rest_s for step in window)
+        each_step_s = statistics.median(step.ours_s for step in window)
+        deviation_s = _deviation([step.rest_s for step in window])
+        noise_s = deviation_s * math.sqrt(len(beside))
+        faster_s = rest_s - statistics.median(step.rest_s for step in beside)
+        if self._dry and faster_s > max(STALE * rest_s, 3 * noise_s / len(beside)):
+            self._dry = WIDEN_EVERY  # no save makes steps faster: the baseline is of another time
+            return
+        ours_s = sum(step.ours_s - each_step_s for step in beside)
+        cost_s = ours_s + sum(_slower(step.rest_s, rest_s) for step in beside)
+        cost_s, ours_s = max(cost_s, ours_s, 0.0), max(ours_s, 0.0)
+        self._remember(cost_s, ours_s, noise_s)
+        self._decide(rest_s, each_step_s)
+        if self._num_saves == 1:  # it was not like others
+            self._costs.clear()
+            self._ours.clear()
+
+    def _forget_other_pace(self) -> None:
+        """Steps that were measured before the training became slower or faster are no baseline any more."""
+        rests = [step.rest_s for step in self._clean][-WINDOW:]
+        recent, older = rests[-NEWEST:], rests[:-NEWEST]
+        if len(older) >= NEWEST:
+            now_s, then_s = statistics.median(recent), statistics.median(older)
+            if abs(now_s - then_s) > 2 * _deviation(older) + 0.02 * then_s:
+                newest = list(self._clean)[-NEWEST:]
+                self._clean.clear()
+                self._clean.extend(newest)
+
+    def _remember(self, cost_s: float, ours_s: float, noise_s: float) -> None:
+        """A cost; those before are forgotten if the newest agree that they are no more what a save costs."""
+        self._costs.append(cost_s)
+        self._ours.append(ours_s)
+        costs = list(self._costs)
+        recent, older = costs[-RECENT:], costs[:-RECENT]
+        if len(older) >= RECENT - 1:
+            now_s, then_s = middle(recent), middle(older)
+            if abs(now_s - then_s) > 2 * noise_s + 0.15 * then_s:
+                for kept in (self._costs, self._ours):
+                    while len(kept) > RECENT:
+                        kept.popleft()
+
+    def _decide(self, rest_s: float, each_step_s: float) -> None:
+        asked, save_s = self._asked, middle(self._costs)
+        if self._snapshots:
+            rest_s, each_step_s = rest_s + each_step_s, 0.0
+        rest_s = max(rest_s, 1e-9)
+        persist_s = statistics.median(self._persists) - rest_s / 2 if self._persists else 0.0
+        persist_s = max(persist_s, 0.0)  # its end is seen at the end of a step, on average half of one late
+        room_s = max(asked.at_most * rest_s - each_step_s, LEAST_ROOM * asked.at_most * rest_s)
+        by_loss = by_failures = math.inf
+        if asked.at_most_lost is not None:
+            with_saves_s = rest_s * (1 + asked.at_most) + each_step_s
+            by_loss = max((asked.at_most_lost.total_seconds() - persist_s) / with_saves_s, 0.0)
+        if asked.mtbf is not None:
+            by_failures = math.sqrt(2 * save_s * asked.mtbf.total_seconds()) / rest_s
+        self.estimate = Estimate(
+            step_s=rest_s,
+            each_step_s=each_step_s,
+            save_s=save_s,
+            visible_s=middle(self._ours),
+            persist_s=persist_s,
+            by_budget=save_s / room_s,
+            by_persist=(persist_s - save_s) / (self._in_flight * rest_s),
+            by_loss=by_loss,
+            by_failures=by_failures,
+        )
+        self._move(self.estimate)
+
+    def _move(self, estimate: Estimate) -> None:
+        """Only when it is worth it, but never beyond a bound."""
+        needed = estimate.needed
+        least = max(math.ceil(estimate.by_persist), 1)
+        if self._num_saves == 1:
+            self.interval = max(min(math.ceil(needed), PROBE), least)
+        elif needed > RAISE * self.interval or max(math.ceil(LOWER * needed), 1) < self.interval:
+            self.interval = max(math.ceil(needed), 1)
+        bound = min(estimate.by_loss, estimate.by_failures)
+        if bound < self.interval:
+            self.interval = max(math.floor(bound), least)
+
+    # In words
+
+    @property
+    def why(self) -> str:
+        """The numbers that the interval follows from."""
+        found, asked = self.estimate, self._asked
+        if found is None:
+            return "nothing is measured before the first one"
+        text = (
+            f"a save costs {found.save_s:.3g} s ({found.visible_s:.3g} s of it in after_step and at the fence, the "
+            f"rest in slower steps) and is written in {found.persist_s:.3g} s; a step without takes {found.step_s:.3g} "
+            "s. "
+        )
+        if found.each_step_s > (1 - LEAST_ROOM) * asked.at_most * found.step_s:
+            text += f"after_step alone takes {found.each_step_s:.3g} s of each step, which leaves the budget no room. "
+        text += f"The budget of {asked.at_most:.1%} asks for {max(math.ceil(found.by_budget), 1)} steps"
+        bounds = {"at_most_lost": found.by_loss, "mtbf": found.by_failures}
+        name = min(bounds, key=lambda name: bounds[name])
+        beaten, limit = bounds[name] < found.by_budget, f"{name}={getattr(asked, name)}"
+        if found.by_persist > max(min(found.by_budget, bounds[name]), 1.0):
+            text += f"; saves are written one after the other, one in {math.ceil(found.by_persist)} steps"
+            text += f", so {limit} cannot be kept" if beaten else ""
+        elif beaten:
+            overhead = found.overhead(self.interval)
+            text += f"; {limit} beats it: {self.interval} steps, at an overhead of {overhead:.1%}"
+        return text
+
+
+def _slower(seconds: float, baseline_s: float) -> float:
+    """How much longer a step took; nothing where it paused for something else."""
+    slower_s = seconds - baseline_s
+    return 0.0 if slower_s > max(PAUSE_STEPS * baseline_s, PAUSE_S) else slower_s
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """The standard deviation, as the median tells it: outliers do not count."""
+    median = statistics.median(values)
+    return 1.4826 * statistics.median(abs(value - median) for value in values)
+
+
+def middle(values: Collection[float]) -> float:
+    """The mean of the middle third: neither a pause nor a lucky save moves it; of three, the median."""
+    ordered = sorted(values)
+    cut = len(ordered) // 3
+    return statistics.fmean(ordered[cut : len(ordered) - cut])

@@ -1,0 +1,271 @@
+"""The interval in a simulated training: what saves cost is judged by the sum of the steps, not by the tuner."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from helpers.simulated_training import Fixed, Step, Training, Workload, num_saves, overhead
+
+from ckptlib.policy.overhead import Overhead
+from ckptlib.policy.tuner import Iteration, Tuner
+
+BUDGETS = [0.01, 0.035, 0.05]
+POINT = 0.01
+LIGHT = Workload(step=0.2, visible=0.02, fence=0.01, slower=0.1, persist=2.0)
+HEAVY = Workload(step=0.5, visible=0.3, fence=0.4, slower=0.3, persist=12.0)
+SLOW_STORE = Workload(step=0.3, visible=0.01, fence=0.005, slower=0.01, persist=60.0)
+FREE = Workload(step=0.2, visible=0.0005, fence=0.0, slower=0.0, persist=0.1)
+
+
+class Tuned:
+    """As the Checkpointer asks it."""
+
+    def __init__(self, at_most: float, **bounds: timedelta) -> None:
+        self.tuner = Tuner(Overhead(at_most, **bounds))
+        self.told: list[str] = []
+
+    def due(self, since: int) -> bool:
+        return since >= self.tuner.interval and not self.tuner.widens
+
+    def note(self, step: Step) -> None:
+        if step.persisted is not None:
+            self.tuner.persisted(step.persisted)
+        if self.tuner.note(Iteration(step.seconds, step.ours, step.at_work, step.saved)):
+            self.told.append(self.tuner.why)
+
+    @property
+    def interval(self) -> int:
+        return self.tuner.interval
+
+
+class OnlyUp:
+    """CheckFreq's rule: a profile at the beginning, and from then on the interval never comes down.
+
+    It is given what it could not measure: the same costs as ours.
+    """
+
+    def __init__(self, at_most: float) -> None:
+        self._tuned = Tuned(at_most)
+        self.interval = 0
+
+    def due(self, since: int) -> bool:
+        return self._tuned.due(since) and since >= self.interval
+
+    def note(self, step: Step) -> None:
+        self._tuned.note(step)
+        if len(self._tuned.told) > 1:  # the first one is of a save unlike others
+            self.interval = max(self.interval, self._tuned.interval)
+
+
+def steady(training: Training, interval: Tuned, saves: int = 60) -> list[Step]:
+    """The steps of so many intervals, once it has settled."""
+    training.run_saves(15, interval)
+    before = len(training.steps)
+    training.run_saves(saves, interval)
+    return training.steps[before:]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("at_most", BUDGETS)
+@pytest.mark.parametrize("workload", [LIGHT, HEAVY, SLOW_STORE, FREE], ids=["light", "heavy", "slow store", "free"])
+def test_the_budget_is_kept_and_used(workload: Workload, at_most: float, seed: int) -> None:
+    tuned = Tuned(at_most)
+    steps = steady(Training(workload, seed), tuned)
+    measured, interval = overhead(steps), len(steps) / num_saves(steps)
+    assert measured <= at_most + 0.5 * POINT
+    cost = measured * interval * workload.step
+    by_persist = (workload.persist - cost) / workload.step
+    if interval > 1.05 * by_persist + 1 and interval > 2:
+        assert measured >= at_most - 0.5 * POINT, f"every {interval:.0f} steps, and {by_persist:.0f} would do"
+
+
+@pytest.mark.parametrize("at_most", BUDGETS)
+def test_what_each_step_costs_counts_too(at_most: float) -> None:
+    """A budget covers the agreement of the ranks in each step, which no interval makes rarer."""
+    tuned = Tuned(at_most)
+    measured = overhead(steady(Training(replace(LIGHT, each_step=0.001)), tuned))
+    assert at_most - 0.5 * POINT <= measured <= at_most + 0.5 * POINT
+
+
+def test_a_budget_that_the_agreement_alone_exceeds_is_told() -> None:
+    tuned = Tuned(0.01)
+    steady(Training(replace(LIGHT, each_step=0.004)), tuned, saves=5)
+    assert "after_step alone takes 0.004 s of each step, which leaves the budget no room" in tuned.told[-1]
+    alone = (LIGHT.visible + LIGHT.fence + LIGHT.slower * LIGHT.persist) / (0.01 * LIGHT.step)
+    assert tuned.interval < 4.4 * alone, "a save now and then there must be"
+
+
+def test_at_each_step_where_that_is_free_and_one_interval_in_twenty_is_wider() -> None:
+    tuned = Tuned(0.035)
+    steps = steady(Training(FREE), tuned, saves=400)
+    assert tuned.interval == 1
+    saved = [i for i, step in enumerate(steps) if step.saved]
+    gaps = [b - a for a, b in itertools.pairwise(saved)]
+    wider = [i for i, gap in enumerate(gaps) if gap > 1]
+    assert 10 <= len(wider) <= 25
+    assert all(b - a >= 19 for a, b in itertools.pairwise(wider))
+    assert max(gaps) <= 8
+
+
+# Hogs
+
+HOGS = {
+    "disk": {"persist": 8.0, "slower": 3.0},
+    "core": {"step": 1.8},
+}
+
+
+@pytest.mark.parametrize(
+    ("workload", "at_most"),
+    [(LIGHT, 0.01), (LIGHT, 0.035), (LIGHT, 0.05), (HEAVY, 0.035), (HEAVY, 0.05), (SLOW_STORE, 0.035)],
+)
+@pytest.mark.parametrize("hog", HOGS)
+def test_a_hog_comes_and_leaves(hog: str, workload: Workload, at_most: float) -> None:
+    training, tuned = Training(workload, seed=1), Tuned(at_most)
+    training.run_saves(15, tuned)
+    before = tuned.interval
+    disturbed = {name: getattr(workload, name) * times for name, times in HOGS[hog].items()}
+    training.workload = replace(workload, **disturbed)
+    training.run_saves(6, tuned)  # the first ends an interval of before; five more
+    at = len(training.steps)
+    training.run_saves(12, tuned)
+    assert overhead(training.steps[at:]) <= at_most + 0.5 * POINT
+    beside = tuned.interval
+    training.workload = workload
+    training.run_saves(6, tuned)  # the first ends an interval of before; five more
+    at = len(training.steps)
+    training.run_saves(12, tuned)
+    assert overhead(training.steps[at:]) <= at_most + 0.5 * POINT
+    if hog == "disk":
+        assert beside > 2 * before
+    assert 0.65 * before <= tuned.interval <= 1.5 * before, "as before it came"
+
+
+@pytest.mark.parametrize(("workload", "at_most"), [(LIGHT, 0.01), (LIGHT, 0.035), (LIGHT, 0.05), (HEAVY, 0.05)])
+def test_more_saves_at_the_same_overhead_than_a_rule_that_only_raises_and_than_fixed_intervals(
+    workload: Workload, at_most: float
+) -> None:
+    num_steps = int(
+        80 * (workload.visible + workload.fence + workload.slower * workload.persist) / workload.step / at_most
+    )
+    disturbed = replace(workload, persist=4 * workload.persist, slower=2 * workload.slower)
+
+    def run(interval: Tuned | OnlyUp | Fixed) -> tuple[float, int]:
+        training = Training(workload, seed=2)
+        for now in (workload, disturbed, workload, workload):
+            training.workload = now
+            training.run(num_steps // 4, interval)
+        return overhead(training.steps), num_saves(training.steps)
+
+    ours, saves = run(Tuned(at_most))
+    assert ours <= at_most + 0.5 * POINT, "hog included"
+    only_up, saves_only_up = run(OnlyUp(at_most))
+    assert only_up <= at_most + 0.5 * POINT
+    assert saves > 1.5 * saves_only_up
+    fixed, saves_fixed = min(
+        (run(Fixed(max(int(num_steps / saves * times), 1))) for times in (0.8, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0)),
+        key=lambda found: abs(found[0] - ours),
+    )
+    assert abs(fixed - ours) <= 0.3 * ours
+    assert saves > saves_fixed * ours / fixed, "saves per overhead"
+
+
+# Bounds
+
+
+def test_what_may_be_lost_beats_the_budget_and_says_so_in_numbers() -> None:
+    tuned = Tuned(0.01, at_most_lost=timedelta(seconds=10))
+    training = Training(LIGHT)
+    steps = steady(training, tuned)
+    lost = [0.0]
+    for step in steps:
+        lost.append(0.0 if step.saved else lost[-1] + step.seconds - step.pause)
+    assert max(lost) + LIGHT.persist <= 10.0 * 1.02
+    assert 30 <= tuned.interval <= 40
+    assert overhead(steps) > 0.02
+    assert "The budget of 1.0% asks for 1" in tuned.told[-1]
+    assert f"; at_most_lost=0:00:10 beats it: {tuned.interval} steps, at an overhead of " in tuned.told[-1]
+
+
+def test_what_cannot_be_kept_is_said() -> None:
+    tuned = Tuned(0.05, at_most_lost=timedelta(seconds=30))
+    steady(Training(SLOW_STORE), tuned, saves=5)
+    assert "so at_most_lost=0:00:30 cannot be kept" in tuned.told[-1]
+    assert tuned.interval > 150
+
+
+def test_the_first_save_comes_before_too_much_could_be_lost() -> None:
+    tuned = Tuned(0.01, at_most_lost=timedelta(seconds=1.6))
+    training = Training(LIGHT, warm_up=0)
+    training.run_saves(1, tuned)
+    assert len(training.steps) <= 8
+
+
+def test_young_bounds_the_interval() -> None:
+    mtbf = timedelta(seconds=2000)
+    tuned = Tuned(0.005, mtbf=mtbf)
+    steady(Training(LIGHT), tuned)
+    cost = LIGHT.visible + LIGHT.fence + LIGHT.slower * LIGHT.persist
+    young = math.sqrt(2 * cost * mtbf.total_seconds()) / LIGHT.step
+    assert 0.85 * young <= tuned.interval <= 1.15 * young
+    assert "mtbf=0:33:20 beats it" in tuned.told[-1]
+
+
+def test_an_mtbf_that_asks_for_less_changes_nothing() -> None:
+    plain, rare = Tuned(0.035), Tuned(0.035, mtbf=timedelta(days=300))
+    for tuned in (plain, rare):
+        steady(Training(LIGHT), tuned)
+    assert plain.interval == rare.interval
+
+
+# Steadiness
+
+
+def test_a_steady_training_has_a_steady_interval() -> None:
+    tuned = Tuned(0.035)
+    training = Training(replace(LIGHT, pause=0.0))
+    training.run_saves(15, tuned)
+    told = len(tuned.told)
+    training.run_saves(100, tuned)
+    assert len(tuned.told) - told <= 8
+
+
+@pytest.mark.parametrize("pause", [3.0, 100.0])
+def test_evaluations_are_no_cost_of_saves(pause: float) -> None:
+    tuned = Tuned(0.035)
+    measured = overhead(steady(Training(replace(LIGHT, pause=pause, pause_every=41)), tuned))
+    assert measured <= 0.035 + 0.5 * POINT
+    assert measured >= 0.02
+
+
+def test_nothing_at_all_is_measured_without_steps() -> None:
+    tuner = Tuner(Overhead(0.01))
+    assert (tuner.interval, tuner.estimate, tuner.widens) == (20, None, False)
+    assert "nothing is measured" in tuner.why
+
+
+def test_snapshots_for_memory_count_as_training() -> None:
+    """With a cadence of their own, what they cost in each step leaves the budget of the store alone."""
+    found = []
+    for snapshots in (False, True):
+        tuned = Tuned(0.035)
+        tuned.tuner = Tuner(Overhead(0.035), snapshots=snapshots)
+        steady(Training(replace(LIGHT, each_step=0.02)), tuned)
+        found.append(tuned.interval)
+    cost = LIGHT.visible + LIGHT.fence + LIGHT.slower * LIGHT.persist
+    assert abs(found[1] - cost / (0.035 * 0.22)) <= 5
+    assert found[0] > 3 * found[1]
+
+
+def test_the_first_save_of_a_run_is_not_like_others() -> None:
+    tuned, settled = Tuned(0.01), Tuned(0.01)
+    steady(Training(HEAVY), settled)
+    training = Training(HEAVY)
+    training.run_saves(2, tuned)
+    assert len(training.steps) <= 20 + 200 + HEAVY.persist / HEAVY.step, "a probe, whatever the first one cost"
+    training.run_saves(1, tuned)
+    assert 0.6 * settled.interval <= tuned.interval <= 1.5 * settled.interval
