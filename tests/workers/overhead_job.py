@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def main(directory: Path, case: str) -> None:
         every |= ckptlib.First() | ckptlib.Steps(50)
     told: list[dict[str, int | None]] = []
     state = {"model": model, "optim": optimizer}
-    with ckptlib.Checkpointer(str(directory / "root"), state, every=every, **options) as ckpt:
+    kept = ckptlib.Checkpointer(str(directory / "root"), state, every=every, **options)
+    with suppress(ckptlib.Preempted), kept as ckpt:
         start = ckpt.restore().step
         for step in ckpt.loop(start, start + STEPS):
             if step > start:
