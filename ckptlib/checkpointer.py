@@ -170,18 +170,27 @@ class Checkpointer:
 
     # Restoring
 
-    def restore(self, *, strict: bool = True, device: str | torch.device | None = None) -> LoadReport:
+    def restore(
+        self, *, step: int | str | None = None, strict: bool = True, device: str | torch.device | None = None
+    ) -> LoadReport:
         """Fills the state from the newest complete step, in memory, on local disks or in the store; step 0 for none.
 
         Collective. All ranks skip a damaged copy together, log why, and try the next: another copy, the store, the
         previous step. With peers, the restored state is kept in memory at once; with peers or a local tier, it is saved
         again if the store lacks it. Call it before the first step. To go back later, close the Checkpointer and create
         another one. `device`: see `ckptlib.load`.
+
+        `step`: goes back to this step, a number or a name as `ckptlib ls --json` prints it. From then on, whatever
+        happens to this job, later steps are abandoned: no restart comes back to them, from memory and local disks
+        neither; they stay in the store until `ckptlib gc --abandoned`. Every restart of a program that says so goes
+        back again; `ckptlib rewind` does it once. Raises CheckpointNotFound, CorruptData or ObjectUnreadable where the
+        step cannot be restored; nothing is abandoned then.
         """
         self._check_open()
         if self._turns.started:  # what was agreed for the next step would be met by another one
             raise ValueError("call restore before the first after_step; to go back, create another Checkpointer")
-        report, self._generators = restore(self._session, self._state, strict, device)
+        self._check_asked(step)
+        report, self._generators = restore(self._session, self._state, strict, device, step)
         self._restored = report.step
         if self._group.rank == 0:
             log.info("restore: %s", report)
@@ -193,6 +202,18 @@ class Checkpointer:
         elif report.save is not None and not report.committed:  # only local disks have it
             self._keep(report)
         return report
+
+    def _check_asked(self, step: int | str | None) -> None:
+        """Collective, where any rank names a step."""
+        if isinstance(step, int):
+            checked_step(step)
+        if not self._group.same(repr(step).encode()):
+            raise ValueError(f"restore(step={step!r}): not all ranks named this step")
+        if step is not None and self._session.lineage.began:
+            raise ValueError(
+                "restore(step=): this Checkpointer has saved already, so its place in history is fixed; to go back, "
+                "close it and create another one"
+            )
 
     def _keep(self, report: LoadReport) -> None:
         """Redundancy is down, and what memory or local disks alone had is not in the store; collective.
@@ -219,9 +240,9 @@ class Checkpointer:
             return
         if save != SaveId(session.newest_step, session.generation):
             raise StateError(
-                f"cannot load step {save.step} into the state of a Checkpointer that has saved since: its next save "
-                "would continue an older history. To go back, close it, load, and create another Checkpointer; to "
-                "inspect the step, load it into other objects"
+                f"cannot load step {save.step} into the state of a Checkpointer that has saved or gone back since: its "
+                "next save would continue an older history. To go back, close it, load, and create another "
+                "Checkpointer; to inspect the step, load it into other objects"
             )
 
     def note_load(self, url: str, loads: Loads) -> None:

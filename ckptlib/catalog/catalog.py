@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from ckptlib.catalog.history import check_head, history, named, numbered, read_records, successor
+from ckptlib.catalog.history import check_head, check_known, history, named, numbered, read_records, successor
 from ckptlib.catalog.reading import warm
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -176,6 +176,8 @@ class Catalog:
     def visible(self, further: Collection[SaveId] = (), newer: bool = False) -> list[SaveId]:
         """The saves on the job's history, ascending by step. `further`: some that are whole, though not committed.
 
+        Raises CorruptData where it cannot be told whether the job went back.
+
         Those of a generation without a record here are none: where a root was copied, both have its id, and a job of
         the other one may have left snapshots on this host.
 
@@ -190,10 +192,14 @@ class Catalog:
     def _visible(
         self, whole: Iterable[SaveId], saves: Iterable[SaveId], ids: Sequence[GenerationId], newer: bool = False
     ) -> list[SaveId]:
+        whole = {*whole}
         records, lost = self._records(saves, ids, newer)
+        if not newer:
+            there = {generation: error for generation, error in lost.items() if generation in ids}
+            check_known({save.generation for save in whole}, records, there, self.store.url)
         for generation, error in lost.items():
             log.error("what generation %s resumed from is not known: %s", generation, error)
-        return history({*whole}, records)
+        return history(whole, records)
 
     def resolve(self, step: int | str) -> SaveId:
         """The save of a visible step; "latest", a step number, or a full name for one that is not visible.
@@ -314,7 +320,7 @@ class Catalog:
         return successor(self.generation_ids(), self.saves())
 
     def put_generation(self, generation: Generation) -> None:
-        """From here on, older generations are superseded."""
+        """From here on, older generations are superseded; with a rewind, steps after the one it resumes from hidden."""
         put_new(self.store, generation.id.key, generation.encode())
 
     def put_layout(self, digest: str, document: bytes) -> None:

@@ -1,8 +1,8 @@
 """Which steps are on the job's way, and which generation is its head: from what a root lists, without asking it.
 
-History is linear with rewinds. The head is the newest generation that has committed. Visible are its own steps and
-those of the generation it resumed from, up to the step it resumed from, and so on. A generation that never committed
-is no part of history. No torch, no I/O but the read that `read_records` is given.
+History is linear with rewinds. The head is the newest generation that has committed, or that was put to go back.
+Visible are its own steps and those of the generation it resumed from, up to the step it resumed from, and so on. Any
+other generation that never committed is no part of history. No torch, no I/O but the read that `read_records` is given.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def history(saves: Iterable[SaveId], generations: Mapping[GenerationId, Generati
     for save in saves:
         by_generation.setdefault(save.generation, []).append(save)
     found: list[SaveId] = []
-    head = max(by_generation, default=None)
+    head = head_of(by_generation, generations)
     limit = keys.MAX_STEP
     seen: set[GenerationId] = set()
     while head is not None and head not in seen:
@@ -42,6 +42,30 @@ def history(saves: Iterable[SaveId], generations: Mapping[GenerationId, Generati
             limit = min(limit, origin.step)
         head = None if origin is None else origin.generation
     return sorted(found)
+
+
+def head_of(committed: Iterable[GenerationId], generations: Mapping[GenerationId, Generation]) -> GenerationId | None:
+    """The generation that history ends with. `committed`: those that have a step."""
+    rewinds = (generation for generation, record in generations.items() if record.rewind)
+    return max([*committed, *rewinds], default=None)
+
+
+def check_known(
+    committed: Iterable[GenerationId],
+    generations: Mapping[GenerationId, Generation],
+    lost: Mapping[GenerationId, CkptError],
+    url: str,
+) -> None:
+    """Raises CorruptData where a record cannot be read that may be of a rewind, whose job must not come back from what
+    it left behind: one that is newer than the head. `lost`: why each cannot be read."""
+    head = head_of(committed, generations)
+    for generation, error in sorted(lost.items(), reverse=True):
+        if head is not None and generation > head:
+            raise CorruptData(
+                f"{url}: the record of generation {generation}, which is newer than all steps, cannot be read, so it "
+                f"cannot be told whether the job went back to an earlier step: {error}. Put it back from a copy of the "
+                f"root; or, if nobody went back, delete {generation.key}"
+            )
 
 
 def read_records(

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import click
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, count, duration, plain, size
+from ckptlib.cli.progress import progress
 from ckptlib.errors import CheckpointNotFound, CkptError
 from ckptlib.format.keys import SaveId
 from ckptlib.stores import Store
 from ckptlib.verify.findings import Finding
-from ckptlib.verify.packs import Advance
 from ckptlib.verify.root import verify_root, verify_save
 from ckptlib.verify.shared_chunks import SharedChunks
 
@@ -50,7 +47,7 @@ def command(store: Store, output: Output, step: str, everything: bool) -> bool:
     shared = SharedChunks(catalog, saves) if len(saves) > 1 else None
     for save in saves:
         try:
-            with _progress(output, save) as advance:
+            with progress(output, f"step {save.step}") as advance:
                 mine = list(verify_save(catalog, save, advance, advance.expect, shared))
         except CheckpointNotFound:
             if not everything:
@@ -91,38 +88,6 @@ def _resolve(catalog: Catalog, step: str, in_root: list[Finding]) -> SaveId:
         if not saves or not in_root:
             raise
         return max(saves, key=lambda save: (save.generation, save.step))
-
-
-class _Counter:
-    """Counts the bytes that were read, and moves the bar."""
-
-    def __init__(self, bar: Advance, expect: Advance) -> None:
-        self.nbytes = 0
-        self._bar = bar
-        self.expect = expect
-        """To be told how many bytes there will be."""
-
-    def __call__(self, nbytes: int) -> None:
-        self.nbytes += nbytes
-        self._bar(nbytes)
-
-
-@contextmanager
-def _progress(output: Output, save: SaveId) -> Iterator[_Counter]:
-    """A bar on stderr where that is a terminal; it is gone when the step is done."""
-    if not output.err.is_terminal:
-        yield _Counter(lambda nbytes: None, lambda nbytes: None)
-        return
-    columns = (
-        TextColumn("step {task.description}"),
-        BarColumn(complete_style="default", finished_style="default"),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=output.err, transient=True) as bars:
-        task = bars.add_task(str(save.step), total=None)
-        yield _Counter(lambda nbytes: bars.advance(task, nbytes), lambda nbytes: bars.update(task, total=nbytes))
 
 
 def document(finding: Finding) -> dict[str, object]:

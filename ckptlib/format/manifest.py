@@ -81,6 +81,10 @@ class Generation:
     """Replicas of each rank's snapshots, in other domains than its own."""
     kinds: tuple[int, ...] = ()
     """Of each rank: a number that it shares with those that hold the same of the state; none where no two do."""
+    rewind: bool = False
+    """Whether it was put to go back: it is the head of history though it has no step yet."""
+    run: Mapping[str, Json] = field(default_factory=dict)
+    """What ran, where the job asked for that to be recorded; see `saving.run_record`."""
 
     def encode(self) -> bytes:
         body: dict[str, Json] = {
@@ -96,6 +100,10 @@ class Generation:
         if self.domains:
             peers: dict[str, Json] = {"copies": self.copies, "domains": list(self.domains)}
             body["peers"] = {**peers, "kinds": list(self.kinds)} if self.kinds else peers
+        if self.rewind:
+            body["rewind"] = True
+        if self.run:
+            body["run"] = dict(self.run)
         return encode("generation", body)
 
     @classmethod
@@ -103,6 +111,11 @@ class Generation:
         fields = decode("generation", data, where)
         resumed = None if fields.raw("resumed_from") is None else parse_save(fields.text("resumed_from"))
         domains, copies, kinds = _decode_peers(fields.inner("peers")) if "peers" in fields else ((), 0, ())
+        rewind = fields.get("rewind")
+        if rewind is not None and type(rewind) is not bool:
+            raise fields.fail(f"field 'rewind' is not true or false: {brief(rewind)}")
+        if rewind and resumed is None:
+            raise fields.fail("goes back, but 'resumed_from' names no step")
         return cls(
             GenerationId(fields.integer("generation", 0, MAX_GENERATION), fields.text("nonce", "[0-9a-f]{8}")),
             fields.integer("world_size", 1, MAX_RANK + 1),
@@ -114,6 +127,8 @@ class Generation:
             domains,
             copies,
             kinds,
+            bool(rewind),
+            fields.tree("run") if "run" in fields else {},
         )
 
 

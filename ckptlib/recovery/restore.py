@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +17,7 @@ import torch
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import finish_saves
+from ckptlib.catalog.history import named, numbered
 from ckptlib.checkpoint import LoadOrder, load_step
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -71,9 +72,16 @@ class _Candidate:
 
 
 def restore(
-    session: Session, state: Mapping[str, object], strict: bool, device: str | torch.device | None
+    session: Session,
+    state: Mapping[str, object],
+    strict: bool,
+    device: str | torch.device | None,
+    step: int | str | None = None,
 ) -> tuple[LoadReport, LoadedRng | None]:
     """Fills `state`; collective. What random generators are to be put back to comes with the report.
+
+    With `step`, a number or a full name, nothing but that step will do, and the job goes back to it: see
+    `Lineage.go_back`. Raises CheckpointNotFound where it does not exist.
 
     Raises CorruptData when there are steps and all of them are damaged, ObjectUnreadable when some cannot be read,
     CheckpointNotFound when all of them lack objects and none is damaged, NewerFormat when some are newer. Where a newer
@@ -84,7 +92,7 @@ def restore(
     laps = Laps()
     inventory = _look_around(session)
     laps.end("look")
-    if all(candidate.snapshot is None for candidate in _candidates(session, inventory)):
+    if step is not None or all(candidate.snapshot is None for candidate in _candidates(session, inventory)):
         _await_orphans(session)  # else what they have under way is older than what is in memory
         laps.end("wait")
     _finish(session)
@@ -92,7 +100,7 @@ def restore(
     skipped: list[str] = []
     lost: type[CkptError] = CorruptData
     newer, absent = False, True
-    candidates = list(_candidates(session, inventory, on_disks))
+    candidates = list(_candidates(session, inventory, on_disks, step))
     laps.end("list")
     for n, candidate in enumerate(candidates):
         try:
@@ -114,10 +122,20 @@ def restore(
                     error,
                 )
             continue
-        session.lineage.resumed_from = candidate.save
+        if step is None:
+            session.lineage.resumed_from = candidate.save
+        else:
+            session.lineage.go_back(session.writer, candidate.save)
         phases = {**laps.seconds, **report.phases}
         report = replace(report, skipped=tuple(skipped), committed=candidate.committed, phases=phases)
         return replace(report, seconds=sum(phases.values())), generators
+    if step is not None:
+        what = "is of a newer format" if newer else "is not whole" if absent else "is damaged"
+        kind = NewerFormat if newer else CheckpointNotFound if absent else lost
+        raise kind(
+            f"{session.store.url}: step {step} {what}, so the job does not go back to it, and no step is abandoned. "
+            f"Try another one, as ckptlib ls lists them: {'; '.join(skipped)}"
+        )
     if newer:
         why = "; ".join(skipped)
         raise NewerFormat(f"{session.store.url}: this ckptlib is too old to read any step; upgrade it: {why}")
@@ -168,9 +186,13 @@ def _look_at_disks(session: Session) -> Mapping[SaveId, LocalStep]:
 
 
 def _candidates(
-    session: Session, inventory: Inventory, on_disks: Mapping[SaveId, LocalStep] | None = None
+    session: Session,
+    inventory: Inventory,
+    on_disks: Mapping[SaveId, LocalStep] | None = None,
+    step: int | str | None = None,
 ) -> Iterator[_Candidate]:
-    """Newest first; the same on all ranks. What history has left behind is none, wherever it is."""
+    """Newest first; the same on all ranks. What history has left behind is none, wherever it is. With `step`, only
+    that one; by its full name also one that was left behind, as far as the store has it."""
     in_memory, on_disks = inventory.whole(), on_disks or {}
 
     def names() -> bytes:
@@ -178,6 +200,8 @@ def _candidates(
             return b""
         committed = session.catalog.saves()
         visible = session.catalog.visible({*on_disks, *(snapshot.save for snapshot in in_memory)})
+        if step is not None:
+            visible = [_chosen(session.store.url, step, visible, committed)]
         return "\n".join(f"{save} {int(save in committed)}" for save in reversed(visible)).encode()
 
     found = session.group.broadcast(together(session.group, "listing steps", names))
@@ -190,6 +214,13 @@ def _candidates(
             yield _Candidate(save, None, stored, on_disks[save])
         if stored:
             yield _Candidate(save, None, stored)
+
+
+def _chosen(url: str, step: int | str, visible: Sequence[SaveId], committed: Sequence[SaveId]) -> SaveId:
+    """Raises CheckpointNotFound."""
+    if isinstance(step, str) and not step.isdigit() and step != "latest":
+        return named(step, lambda: [*visible, *committed], url)
+    return numbered(step, visible, url)
 
 
 def _restore_from(

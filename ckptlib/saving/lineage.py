@@ -1,8 +1,8 @@
 """The lineage: this job's place in the history of a root.
 
-A job is a generation. All ranks agree on it as the root is opened: its number is above those in the store, and above
-those that left slots on the hosts, since a writer of theirs may yet put its record. It enters history with its first
-save, or where a restore says what it goes on from.
+A job is a generation. All ranks agree on it as the root is opened, with a number above those of all that have put their
+record, and of all that have left slots on the job's hosts. It enters history with its first save, or as it goes back to
+an earlier step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from ckptlib.ranks.together import together
 from ckptlib.slots.placement import ReplicaMap
 from ckptlib.staging.other_slots import newest_generation
 from ckptlib.writer.client import Writer
+from ckptlib.writer.generation import GenerationRecord
 
 
 class Lineage:
@@ -53,7 +55,7 @@ class Lineage:
         self.root, self.generation = self._agree(Root(secrets.token_hex(16), algorithm, save_deadline_s))
         self.resumed_from: SaveId | None = None
         self.began = False
-        """Whether it has saved, to the store or to memory."""
+        """Whether it has saved, to the store or to memory, or gone back."""
         self._again = False
         self.recorded = group.rank != 0
         """Whether its record is in the store; only rank 0 is told so."""
@@ -110,8 +112,25 @@ class Lineage:
         continues = self.resumed_from is None or self.resumed_from.step > step  # would mix with what follows on it
         record = self._record(None if continues else self.resumed_from)
         now = self.at_once or self.placement is not None
-        writer.begin(record.encode().decode(), self.root.id, step, continues, now)
+        writer.begin(record.encode().decode(), self.root.id, step, continues, now=now)
         self.began, self._again = True, False
+
+    def go_back(self, writer: Writer, save: SaveId) -> None:
+        """Enters history at once: what follows on `save` is not listed from here on, whether this job saves or not.
+
+        Only before it has begun. Collective. Raises Superseded where a newer job has begun.
+        """
+        record = replace(self._record(save), rewind=True)
+
+        def put() -> None:
+            if self._group.rank == 0:
+                GenerationRecord(record, self.root.id, save.step, continues=False).put(self._catalog)
+                self._catalog.check_head(self.generation)
+
+        together(self._group, f"going back to step {save.step}", put)
+        self.resumed_from = save
+        self.began = self.recorded = True
+        writer.begin(record.encode().decode(), self.root.id, save.step, continues=False, is_put=True)
 
     def note_recorded(self) -> None:
         """Rank 0's writer has put the record."""

@@ -97,14 +97,23 @@ class Writer:
         self._whole = save
         self._channel.send({"op": "whole", "save": str(save)})
 
-    def begin(self, record: str, root: str, step: int, continues: bool, now: bool) -> None:
+    def begin(
+        self, record: str, root: str, step: int, continues: bool, now: bool = False, is_put: bool = False
+    ) -> None:
         """The generation begins with a save of `step`: rank 0's writer puts its record before it puts anything else.
 
         `root`: the id of the root that the job opened. `continues`: it goes on from what is there. `now`: the record is
-        put at once; answered by `begun`.
+        put at once; answered by `begun`. `is_put`: it is in the store already.
         """
         with self._lock:
-            order = {"op": "begin", "record": record, "root": root, "step": step, "continues": continues}
+            order = {
+                "op": "begin",
+                "record": record,
+                "root": root,
+                "step": step,
+                "continues": continues,
+                "is_put": is_put,
+            }
             self._begun = {**order, "now": False}
             self._channel.send({**self._begun, "now": now})
 

@@ -252,6 +252,7 @@ class WriterProcess:
         self._go_on_from(record.resumed_from)
         if self._rank == 0:
             self._record = GenerationRecord(record, message["root"], int(message["step"]), message["continues"])
+            self._record.is_put = message["is_put"]
             if message["now"]:
                 (self._persists if self._tier is None else self._tier.jobs).put(self._put_record_now)
 

@@ -1,0 +1,189 @@
+"""A copy of one step into a root of its own: the same keys, the same bytes, so that it stands alone.
+
+Nothing in the documents of a step tells of its root, so they are copied as they are, with all packs that the step
+needs, whichever saves put these, and the records of the generations that led to it. Packs go first. What was put is
+then for the caller to check, by a catalog of `CopiedPacks`; documents follow, and the manifest last. No torch.
+
+    a crash ...                 leaves                      then a copy that is begun again
+    between packs               packs that no part names    puts those that are missing
+    between documents           no step, or the whole one   puts what is missing
+"""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+from typing_extensions import Buffer, override
+
+from ckptlib.catalog.catalog import Catalog, put_new
+from ckptlib.catalog.reading import in_order
+from ckptlib.catalog.step_objects import StepObjects
+from ckptlib.catalog.uses import UNREADABLE
+from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, ObjectExists
+from ckptlib.format import keys
+from ckptlib.format.keys import SaveId
+from ckptlib.format.manifest import Generation, Root
+from ckptlib.format.part import checked
+from ckptlib.pages import PAGE_BYTES
+from ckptlib.stores import Entry, Store
+from ckptlib.stores.base import LateHead
+
+AT_ONCE = 4
+"""Packs that are copied at the same time."""
+
+PIECE_BYTES = 4 * 1024 * 1024
+
+AHEAD = 2
+"""Pieces of a pack that are read before the store takes them."""
+
+
+def lineage_of(catalog: Catalog, save: SaveId) -> tuple[list[Generation], CkptError | None]:
+    """The records that say how a step came about, its own generation's first; and why one of them cannot be read, with
+    which they end."""
+    found: list[Generation] = []
+    at: SaveId | None = save
+    while at is not None and at.generation not in [record.id for record in found]:
+        try:
+            record = catalog.generation(at.generation)
+        except UNREADABLE as error:
+            return found, error
+        found.append(record)
+        at = record.resumed_from
+    return found, None
+
+
+def open_copy(source: Catalog, target: Catalog, lineage: list[Generation]) -> None:
+    """Makes the new root, or finds that of a copy of the same step that did not come to its end.
+
+    Raises CkptError for a root that is in use.
+    """
+    where, origin = target.store.url, source.root()
+    with suppress(CheckpointNotFound):
+        target.root()
+        foreign = {*target.generation_ids()} - {record.id for record in lineage}
+        if target.saves() or foreign:
+            raise CkptError(
+                f"{where} is a root that is in use: it has {'steps' if target.saves() else 'generations of its own'}. "
+                "Name a new one; nothing was changed"
+            )
+        return
+    if target.store.scan(""):
+        raise CkptError(f"{where} is not empty, and is no root. Name a new one; nothing was changed")
+    target.open_root(Root(secrets.token_hex(16), origin.algorithm, origin.save_deadline_s))
+
+
+def copy_packs(source: Store, target: Store, step: StepObjects, advance: Callable[[int], None]) -> int:
+    """Puts what is missing; returns how many bytes. `advance` is told of all bytes as they are done.
+
+    Raises CorruptData where a key is taken by something of another size.
+    """
+    there = {entry.key: entry.nbytes for entry in target.scan(keys.PACKS)}
+    wanted = sorted(step.packs.items())
+    for key, nbytes in wanted:
+        if there.get(key, nbytes) != nbytes:
+            raise CorruptData(
+                f"{target.url}/{key}: has {there[key]} bytes, expected {nbytes}; something else writes there. Delete "
+                "the copy, or name a new root"
+            )
+    missing = [(key, nbytes) for key, nbytes in wanted if key not in there]
+    advance(step.nbytes - sum(nbytes for _, nbytes in missing))
+    with ThreadPoolExecutor(AT_ONCE, "ckptlib-copy") as executor, ThreadPoolExecutor(AT_ONCE, "ckptlib-read") as reads:
+
+        def put(pack: tuple[str, int]) -> None:
+            _put_pack(source, target, *pack, reads, advance)
+
+        for _ in in_order(executor, put, missing, AT_ONCE):
+            pass
+    return sum(nbytes for _, nbytes in missing)
+
+
+def _put_pack(
+    source: Store, target: Store, key: str, nbytes: int, reads: ThreadPoolExecutor, advance: Callable[[int], None]
+) -> None:
+    first = min(PAGE_BYTES, nbytes)  # what follows begins on a page, and local stores take whole pages the fast way
+    head = source.get(key, 0, first)
+
+    def pieces() -> Iterator[Buffer]:
+        ahead: deque[Future[memoryview]] = deque()
+        for at in range(first, nbytes, PIECE_BYTES):
+            ahead.append(reads.submit(_piece, source, key, at, min(PIECE_BYTES, nbytes - at)))
+            if len(ahead) >= AHEAD:
+                yield told(ahead.popleft().result())
+        while ahead:
+            yield told(ahead.popleft().result())
+
+    def told(piece: memoryview) -> memoryview:
+        advance(piece.nbytes)
+        return piece
+
+    advance(first)
+    with suppress(ObjectExists):  # by another copy of the same step; what is there is checked
+        target.put(key, head, pieces())
+
+
+def _piece(source: Store, key: str, offset: int, nbytes: int) -> memoryview:
+    buffer = memoryview(mmap.mmap(-1, nbytes))
+    source.get_into(key, offset, buffer)
+    return buffer
+
+
+def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: list[Generation]) -> None:
+    """Puts the documents of a step whose packs are there and are good; the step exists then."""
+    manifest = step.manifest
+    for digest in manifest.layouts:
+        target.put_layout(digest, source.layout(digest).encoded)
+    for name in manifest.parts:
+        put_new(target.store, name.key, checked(name, source.store.get(name.key)))
+    for record in reversed(lineage):
+        document = source.store.get(record.id.key)
+        Generation.decode(document, f"{source.store.url}/{record.id.key}")
+        put_new(target.store, record.id.key, document)
+    put_new(target.store, manifest.save.manifest_key, step.document)
+
+
+class CopiedPacks(Store):
+    """What a reader of the copy will see, before its documents are there: packs of the target, all else of the source.
+
+    Nothing is put or deleted by it.
+    """
+
+    def __init__(self, source: Store, target: Store) -> None:
+        self._source, self._target = source, target
+        self.url, self.is_local = target.url, target.is_local
+        self.pack_nbytes, self.late_nbytes = target.pack_nbytes, target.late_nbytes
+
+    def _of(self, key: str) -> Store:
+        return self._target if key.startswith(keys.PACKS) else self._source
+
+    @override
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        return self._of(key).get(key, offset, nbytes)
+
+    @override
+    def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:
+        self._of(key).get_into(key, offset, buffer, deadline=deadline)
+
+    @override
+    def scan(self, prefix: str, after: str = "") -> list[Entry]:
+        return self._of(prefix).scan(prefix, after)
+
+    @override
+    def put(
+        self,
+        key: str,
+        head: Buffer | LateHead,
+        pieces: Iterable[Buffer] = (),
+        *,
+        create: bool = False,
+        deadline: float | None = None,
+    ) -> None:
+        raise AssertionError("a copy is only looked at")
+
+    @override
+    def delete(self, *keys: str) -> None:
+        raise AssertionError("a copy is only looked at")

@@ -1,0 +1,64 @@
+"""The objects that one committed step needs, whichever saves put them: found from its documents, each of them checked.
+
+No pack is read; it is there, and of the size that the parts tell. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.reading import each
+from ckptlib.errors import CorruptData, ObjectNotFound
+from ckptlib.format import keys
+from ckptlib.format.keys import SaveId
+from ckptlib.format.manifest import Manifest
+from ckptlib.format.part import Part
+
+
+@dataclass(frozen=True, slots=True)
+class StepObjects:
+    """Of one step."""
+
+    manifest: Manifest
+    document: bytes
+    """The manifest, as it was put."""
+    packs: Mapping[str, int]
+    """Bytes by key, those of other saves included."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all packs."""
+        return sum(self.packs.values())
+
+
+def step_objects(catalog: Catalog, save: SaveId) -> StepObjects:
+    """Raises CheckpointNotFound, ObjectNotFound, CorruptData, FormatError, or what the store raises."""
+    document = catalog.manifest_document(save)
+    manifest = Manifest.decode(save, document, f"{catalog.store.url}/{save.manifest_key}")
+    packs: dict[str, int] = {}
+    for part in each(catalog.part, manifest.parts):
+        _add_packs(packs, part)
+    _check_there(catalog, packs)
+    return StepObjects(manifest, document, packs)
+
+
+def _add_packs(packs: dict[str, int], part: Part) -> None:
+    for pack in part.packs:
+        if packs.setdefault(pack.key, pack.nbytes) != pack.nbytes:
+            raise CorruptData(
+                f"{pack.key}: one part says {packs[pack.key]} bytes, that of rank {part.rank} {pack.nbytes}"
+            )
+
+
+def _check_there(catalog: Catalog, packs: Mapping[str, int]) -> None:
+    owners = sorted({owner.packs_prefix for key in packs if (owner := keys.pack_save(key)) is not None})
+    sizes = {entry.key: entry.nbytes for listed in each(catalog.store.scan, owners) for entry in listed}
+    for key, nbytes in packs.items():
+        if key not in sizes:
+            raise ObjectNotFound(f"{catalog.store.url}/{key}: no such object; the step needs it")
+        if sizes[key] != nbytes:
+            raise CorruptData(
+                f"{catalog.store.url}/{key} has {sizes[key]} bytes, expected {nbytes}; it was cut or replaced"
+            )

@@ -1,0 +1,133 @@
+"""`ckptlib rewind`: goes back to a step, so that the next job resumes there."""
+
+from __future__ import annotations
+
+import platform
+import socket
+import sys
+import time
+
+import click
+from rich.text import Text
+
+from ckptlib._version import __version__
+from ckptlib.catalog import clock
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import finish_saves
+from ckptlib.catalog.step_objects import step_objects
+from ckptlib.catalog.uses import UNREADABLE
+from ckptlib.cli.options import with_output, with_store
+from ckptlib.cli.output import Output, count, duration, plain
+from ckptlib.errors import CkptError
+from ckptlib.format import keys
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import Generation
+from ckptlib.stores import Store
+
+RECENT_S = 600.0
+"""A job that has put a step or its record less long ago may still run."""
+
+LEAP = 10
+"""A job that is just starting has the next number, and has restored what was there; the record of one that was killed
+may still be on its way to the store. A rewind has a number above theirs, else they would hide it."""
+
+SHOWN = 8
+"""Steps that a message names."""
+
+
+@click.command("rewind", short_help="Go back to a step: the next job resumes there.")
+@click.option("--yes", is_flag=True, help="Do not ask, also where a job may be running.")
+@with_store
+@click.argument("step")
+@with_output
+def command(store: Store, output: Output, step: str, yes: bool) -> bool:
+    """Goes back to a step: the next job restores it, and later steps are no longer listed.
+
+    Nothing is deleted: later steps stay in the store until `gc --abandoned`, and a rewind to the full name of one of
+    them undoes this one. Snapshots in memory and on local disks that were taken after STEP are not restored either. A
+    job that still runs is superseded: it stops with an error at its next save, so stop it first. Refuses a step that is
+    not whole. STEP: a number, or a name as `ls --json` prints it.
+    """
+    catalog = Catalog(store)
+    catalog.root()
+    catalog.check_versions()
+    finish_saves(catalog, catalog.next_generation())  # what is whole already is not lost with the job
+    save = catalog.resolve(step)
+    before = catalog.visible()
+    _check_whole(catalog, save, before)
+    _ask(output, catalog, save, before, yes)
+    record = _put(catalog, save)
+    after = catalog.visible()
+    hidden = sorted({*before} - {*after})
+    output.document(
+        {
+            "url": store.url,
+            "step": save.step,
+            "name": str(save),
+            "generation": record.id.number,
+            "abandoned": [*map(str, hidden)],
+        }
+    )
+    output.line(f"generation {record.id.number} goes back to step {save.step}: the next job resumes there")
+    if hidden:
+        text = f"abandoned: {_numbers(hidden)}. To undo: ckptlib rewind {store.url} {hidden[-1]}"
+        output.line(Text(plain(text), style="dim"))
+    return True
+
+
+def _check_whole(catalog: Catalog, save: SaveId, visible: list[SaveId]) -> None:
+    """By its documents and the listing. Raises what is the matter with the step, and which others there are."""
+    try:
+        step_objects(catalog, save)
+    except UNREADABLE as error:
+        others = _numbers([other for other in visible if other != save]) or "none"
+        raise type(error)(
+            f"step {save.step} is damaged: {error}. Nothing was changed. Other steps: {others}"
+        ) from error
+
+
+def _ask(output: Output, catalog: Catalog, save: SaveId, visible: list[SaveId], yes: bool) -> None:
+    """Raises CkptError where somebody ought to be asked and nobody can be, Abort where the answer is no."""
+    later = [other for other in visible if other.step > save.step]
+    what = f"Go back to step {save.step}" + (f" and abandon {count(len(later), 'step')}" if later else "")
+    idle_s = _idle_s(catalog)
+    since = f"a job put a step or its record {duration(idle_s)} ago"
+    if yes:
+        return
+    if sys.stdin.isatty():
+        warning = f"{since}: if it still runs, it stops at its next save. " if idle_s < RECENT_S else ""
+        click.confirm(f"{warning}{what}?", abort=True, err=True)
+    elif idle_s < RECENT_S:
+        raise CkptError(
+            f"{catalog.store.url}: {since}, so it may still run. If it does, it stops with Superseded at its "
+            "next save, and what it trained until then is lost. Stop it, and say --yes. Nothing was changed"
+        )
+
+
+def _idle_s(catalog: Catalog) -> float:
+    """Since anything was put that only a job puts, by the store's clock."""
+    store = catalog.store
+    newest = max(entry.modified for prefix in (keys.STEPS, keys.GENERATIONS) for entry in store.scan(prefix))
+    return max(clock.now(store) - newest, 0.0)
+
+
+def _put(catalog: Catalog, save: SaveId) -> Generation:
+    """The record of a generation that has no job: its one process is this command."""
+    following = catalog.next_generation()
+    record = Generation(
+        id=GenerationId(following.number + LEAP, following.nonce),
+        world_size=1,
+        resumed_from=save,
+        created=time.time(),
+        versions={"ckptlib": __version__, "python": platform.python_version()},
+        host=socket.gethostname(),
+        rewind=True,
+    )
+    catalog.put_generation(record)
+    catalog.check_head(record.id)
+    return record
+
+
+def _numbers(saves: list[SaveId]) -> str:
+    some = ", ".join(str(save.step) for save in saves[-SHOWN:])
+    return ("..., " if len(saves) > SHOWN else "") + some

@@ -1,0 +1,156 @@
+"""Rewinds: what is listed after any story of jobs, crashes and rewinds, beside a list that is cut and grows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers.objects import objects_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import make_generation, make_root, make_save, resealed, state
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.retention import sweep
+from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, Superseded
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import Generation
+from ckptlib.policy.keep import Keep
+from ckptlib.stores import Store
+from ckptlib.stores.memory import MemoryStore
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("resume"), st.just(0), st.integers(0, 3)),
+        st.tuples(st.just("rewind"), st.integers(0, 9), st.integers(0, 2)),
+        st.tuples(st.just("undo"), st.integers(0, 9), st.integers(0, 1)),
+        st.tuples(st.just("anew"), st.just(0), st.integers(1, 2)),
+    ),
+    max_size=9,
+)
+"""What a job does first, with which step, and how many steps it saves before it dies."""
+
+
+def put_rewind(catalog: Catalog, number: int, to: SaveId | None) -> GenerationId:
+    generation = GenerationId(number, f"{number:08x}")
+    catalog.put_generation(Generation(generation, 1, to, 0.0, {}, "here", rewind=True))
+    return generation
+
+
+class Story:
+    """A root, and the plain list of what must be visible in it."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.catalog = make_root(self.store)
+        self.line: list[SaveId] = []
+        self.lines: dict[SaveId, list[SaveId]] = {}
+        """Of every save: what was visible when it had just been committed."""
+        self.number = 0
+
+    def act(self, what: str, which: int, num_saves: int) -> None:
+        self.number += 1
+        origin = self.line[-1] if self.line else None
+        if what == "rewind" and self.line:
+            self.line = self.line[: which % len(self.line) + 1]
+            origin = self.line[-1]
+        elif what == "undo" and self.lines:
+            origin = sorted(self.lines)[which % len(self.lines)]
+            self.line = [*self.lines[origin]]
+        elif what == "anew":
+            origin = None
+        if what in ("rewind", "undo") and origin is not None:
+            generation = put_rewind(self.catalog, self.number, origin)
+        else:
+            generation = make_generation(self.catalog, self.number, resumed_from=origin)
+        if what == "anew":
+            self.line = []
+        first = 1 if origin is None else origin.step + 1
+        for step in range(first, first + num_saves):
+            save = make_save(self.catalog, generation, step, {"w": np.full(1, step)})
+            self.line = [*self.line, save]
+            self.lines[save] = [*self.line]
+
+    def check(self) -> None:
+        catalog = Catalog(self.store)
+        assert catalog.visible() == self.line
+        assert catalog.saves() == sorted(self.lines)
+        if self.line:
+            assert catalog.resolve("latest") == self.line[-1]
+
+
+@settings(max_examples=150)
+@given(ACTIONS, st.booleans())
+def test_any_story_lists_what_a_plain_list_says(actions: list[tuple[str, int, int]], abandoned: bool) -> None:
+    story = Story()
+    for action in actions:
+        story.act(*action)
+        story.check()
+    if not story.line:
+        return
+    result = sweep(Catalog(story.store), Keep(last=100), None, abandoned=abandoned)
+    assert {*result.dropped} == ({*story.lines} - {*story.line} if abandoned else set())
+    assert Catalog(story.store).visible() == story.line
+
+
+def test_a_rewind_without_steps_ends_history_at_once(catalog: Catalog) -> None:
+    first = make_generation(catalog, 1)
+    saves = [make_save(catalog, first, step, state(step)) for step in (1, 2, 3)]
+    assert catalog.visible() == saves
+    put_rewind(catalog, 2, saves[0])
+    assert catalog.visible() == saves[:1]
+    with pytest.raises(CheckpointNotFound, match="holds no step 3; the last ones are: 1"):
+        catalog.resolve(3)
+    assert catalog.resolve(str(saves[2])) == saves[2], "by its full name it is found"
+    with pytest.raises(Superseded):
+        catalog.check_head(first)
+
+
+def test_a_snapshot_of_an_abandoned_generation_is_none(catalog: Catalog) -> None:
+    first = make_generation(catalog, 1)
+    saves = [make_save(catalog, first, step, state(step)) for step in (1, 2)]
+    snapshots = {SaveId(step, first) for step in (1, 3, 4)}
+    assert catalog.visible(snapshots)[-1].step == 4
+    second = put_rewind(catalog, 2, saves[0])
+    assert catalog.visible(snapshots) == saves[:1]
+    assert catalog.visible({*snapshots, SaveId(2, second)}) == [saves[0], SaveId(2, second)]
+
+
+@pytest.mark.parametrize("how", ["altered", "cut", "another's"])
+def test_an_unreadable_record_that_may_be_a_rewind_stops_whoever_would_go_on(how: str) -> None:
+    store = MemoryStore()
+    catalog = make_root(store)
+    first = make_generation(catalog, 1)
+    saves = [make_save(catalog, first, step, state(step)) for step in (1, 2)]
+    key = put_rewind(catalog, 2, saves[0]).key
+    data, modified = objects_of(store)[key]
+    altered = {"altered": data[:-5] + b"!" + data[-4:], "cut": data[:50], "another's": resealed(data, nonce="f" * 8)}
+    objects_of(store)[key] = (altered[how], modified)
+    for ask in (Catalog(store).visible, lambda: Catalog(store).resolve("latest")):
+        with pytest.raises(CorruptData, match=rf"cannot be told whether the job went back.*delete {key}"):
+            ask()
+    assert Catalog(store).visible(newer=True) == saves, "who only looks is shown what is there"
+    store.delete(key)
+    assert Catalog(store).visible() == saves
+
+
+def test_an_older_unreadable_record_hides_no_step(store: Store, catalog: Catalog) -> None:
+    first = make_generation(catalog, 1)
+    save = make_save(catalog, first, 1, state(1))
+    put_rewind(catalog, 2, save)
+    third = make_generation(catalog, 3, resumed_from=save)
+    newest = make_save(catalog, third, 2, state(2))
+    key = GenerationId(2, f"{2:08x}").key
+    store.delete(key)
+    store.put(key, b"{}")
+    assert Catalog(store).visible() == [save, newest]
+
+
+def test_a_rewind_to_nowhere_is_refused() -> None:
+    record = Generation(GenerationId(1, "0" * 8), 1, None, 0.0, {}, "here", rewind=True)
+    with pytest.raises(FormatError, match="goes back, but 'resumed_from' names no step"):
+        Generation.decode(record.encode(), "here")
+    anew = Generation(GenerationId(1, "0" * 8), 1, None, 0.0, {}, "here")
+    assert Generation.decode(anew.encode(), "here") == anew
+    for hostile in (1, "true", [], {}):
+        with pytest.raises(FormatError, match="'rewind' is not true or false"):
+            Generation.decode(resealed(anew.encode(), rewind=hostile), "here")
