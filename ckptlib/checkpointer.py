@@ -47,6 +47,7 @@ from ckptlib.saving.agreement import kind_of
 from ckptlib.saving.estimate import estimate
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.registry import registry
+from ckptlib.saving.run_record import encode_config
 from ckptlib.saving.session import Session
 from ckptlib.saving.settings import MAX_OUTAGE, REFRESH, SAVE_DEADLINE, TIMEOUT, Settings
 from ckptlib.saving.turns import Turns
@@ -93,6 +94,9 @@ class Checkpointer:
     algorithm:       "xxh3", or "blake3" for a store that others can write to. Fixed when the root is created.
     tags:            recorded with this run: a git revision, a name.
     preempted:       asked in the background every few seconds; True on any rank is as good as SIGTERM on it.
+    config:          recorded with this run: a dict of plain values, such as dict(vars(args)). What looks like a secret
+                     is left out, with a warning. `ckptlib show` prints it.
+    record_code:     record the command line and the program's git revision, too.
 
     Collective: every rank creates it, calls after_step with the same steps, and closes it. If any rank finds something
     wrong with the store, all ranks raise.
@@ -121,6 +125,8 @@ class Checkpointer:
         algorithm: str = XXH3,
         tags: Mapping[str, str] | None = None,
         preempted: Callable[[], bool] | None = None,
+        config: Mapping[str, object] | None = None,
+        record_code: bool = False,
     ) -> None:
         settings = Settings(
             url=absolute(url),
@@ -134,6 +140,8 @@ class Checkpointer:
             codec=CodecRules.of(codec),
             refresh=refresh,
             tags=tags or {},
+            config=None if config is None else encode_config(config),
+            record_code=record_code,
             peers=peers,
             local=tier_of(local, drain, local_keep, drain_bandwidth),
         )

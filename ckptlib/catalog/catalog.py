@@ -128,12 +128,14 @@ class Catalog:
         self._warm_generations(ids)
         return {generation: self.generation(generation) for generation in ids}
 
-    def records(self, saves: Iterable[SaveId]) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
+    def records(
+        self, saves: Iterable[SaveId], newer: bool = False
+    ) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
         """Of each generation its record, or why it is not known what it resumed from; history ends with these.
 
-        `saves`: the committed ones, listed before: who commits has put its record. Raises NewerFormat.
+        `saves`: the committed ones, listed before: who commits has put its record. Raises NewerFormat, unless `newer`.
         """
-        return self._records(saves, self.generation_ids(), newer=False)
+        return self._records(saves, self.generation_ids(), newer)
 
     def _records(
         self, saves: Iterable[SaveId], ids: Sequence[GenerationId], newer: bool

@@ -29,19 +29,27 @@ def history(saves: Iterable[SaveId], generations: Mapping[GenerationId, Generati
     by_generation: dict[GenerationId, list[SaveId]] = {}
     for save in saves:
         by_generation.setdefault(save.generation, []).append(save)
-    found: list[SaveId] = []
-    head = head_of(by_generation, generations)
-    limit = keys.MAX_STEP
-    seen: set[GenerationId] = set()
-    while head is not None and head not in seen:
-        seen.add(head)
-        found += [save for save in by_generation.get(head, []) if save.step <= limit]
-        record = generations.get(head)
+    limits = limits_of(by_generation, generations)
+    return sorted(save for of, limit in limits.items() for save in by_generation.get(of, []) if save.step <= limit)
+
+
+def limits_of(
+    committed: Iterable[GenerationId], generations: Mapping[GenerationId, Generation]
+) -> dict[GenerationId, int]:
+    """The generations on the way of the job, newest first: of each, the last step that may be visible. Pure.
+
+    `committed`: those that have a step.
+    """
+    limits: dict[GenerationId, int] = {}
+    at, limit = head_of(committed, generations), keys.MAX_STEP
+    while at is not None and at not in limits:
+        limits[at] = limit
+        record = generations.get(at)
         origin = None if record is None else record.resumed_from
         if origin is not None:
             limit = min(limit, origin.step)
-        head = None if origin is None else origin.generation
-    return sorted(found)
+        at = None if origin is None else origin.generation
+    return limits
 
 
 def head_of(committed: Iterable[GenerationId], generations: Mapping[GenerationId, Generation]) -> GenerationId | None:

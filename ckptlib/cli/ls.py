@@ -14,6 +14,8 @@ from ckptlib.cli.local_disk import DiskShare, on_disk
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Cell, Output, age, count, metrics, plain, size
 from ckptlib.cli.stands import Stands, stands_of
+from ckptlib.cli.tree import Branch, branches, print_tree
+from ckptlib.cli.tree import document as tree_document
 from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, NewerFormat, ObjectUnreadable
 from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
@@ -56,15 +58,18 @@ class Row:
 @click.option(
     "--all", "everything", is_flag=True, help="Also list abandoned steps, trash, and saves that never committed."
 )
+@click.option("--tree", is_flag=True, help="Draw the generations instead: who resumed where, and what was abandoned.")
 @click.option("--local", metavar="PATH", help="Also list what this host's disk has: the local= of the Checkpointer.")
 @with_store
 @with_output
-def command(store: Store, output: Output, everything: bool, local: str | None) -> bool:
+def command(store: Store, output: Output, everything: bool, tree: bool, local: str | None) -> bool:
     """Lists the committed steps.
 
     SIZE is what a load gives back, WRITTEN what was written for the step: what has not changed lies in the packs of
     earlier saves. USES is how many of these saves the step needs, OLDEST the age of the oldest. LOCAL is of how many
     ranks the disk of this host holds the share, STATE whether the store has the step.
+
+    With --tree, each line is a generation, one incarnation of the job: * is on the history, - has left it.
     """
     catalog = Catalog(store)
     disk = None if local is None else on_disk(local, catalog)
@@ -76,10 +81,20 @@ def command(store: Store, output: Output, everything: bool, local: str | None) -
         rows = sorted([*rows, *others(catalog, {row.save for row in rows})], key=lambda row: row.save)
     if disk is not None:
         rows = with_disk(catalog, rows, disk, everything)
+    generations = branches(catalog)
     about = {"url": store.url, **({"problem": problem} if problem else {})}
-    output.document({**about, "steps": [_document(row, disk is not None) for row in rows]})
-    if rows:
+    output.document(
+        {
+            **about,
+            "steps": [_document(row, disk is not None) for row in rows],
+            "generations": [tree_document(branch) for branch in generations],
+        }
+    )
+    if tree:
+        print_tree(output, generations)
+    elif rows:
         _table(output, rows, everything, disk is not None)
+        _tell_abandoned(output, generations)
     else:
         output.line(f"{store.url} holds no committed step")
     problems = [text for text in (problem, *(row.problem for row in rows)) if text]
@@ -183,6 +198,12 @@ def _table(output: Output, rows: list[Row], everything: bool, with_local: bool) 
     right = [name for name in header if name not in ("STATE", "METRICS")]
     output.columns(header, [_cells(row, header) for row in rows], right)
     output.line(Text(_total(rows, everything), style="dim"))
+
+
+def _tell_abandoned(output: Output, generations: list[Branch]) -> None:
+    number = sum(len(branch.abandoned) for branch in generations)
+    if number:
+        output.line(Text(f"{count(number, 'step')} abandoned by a rewind (ckptlib ls --tree)", style="dim"))
 
 
 def _total(rows: list[Row], everything: bool) -> str:

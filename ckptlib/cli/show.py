@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -212,6 +213,8 @@ def _generation_document(record: Generation) -> dict[str, object]:
         "host": record.host,
         "versions": dict(record.versions),
         "tags": dict(record.tags),
+        "rewind": record.rewind,
+        "run": dict(record.run),
         "resumed_from": None if record.resumed_from is None else str(record.resumed_from),
     }
 
@@ -243,6 +246,7 @@ def _print_head(output: Output, manifest: Manifest, chain: list[Generation]) -> 
     if manifest.metrics:
         rows.append(("metrics", metrics(manifest.metrics)))
     rows += [("generation" if i == 0 else "resumed from", text) for i, text in enumerate(_chain_lines(chain))]
+    rows += _run_rows(chain)
     if chain and chain[-1].resumed_from is not None:
         rows.append(("resumed from", f"{chain[-1].resumed_from}, whose generation has no record"))
     output.columns((), [(Text(name, style="dim"), value) for name, value in rows])
@@ -257,6 +261,20 @@ def _chain_lines(chain: list[Generation]) -> Iterator[str]:
         by = f"{count(record.world_size, 'rank')} on {record.host or '?'}"
         yield f"{where}{record.id.number}, {moment(record.created)}, {by}{', ' if versions else ''}{versions}{tags}"
         at = record.resumed_from
+
+
+def _run_rows(chain: list[Generation]) -> Iterator[tuple[str, str]]:
+    """What ran to save the step, as far as the job recorded it."""
+    run = chain[0].run if chain else {}
+    if isinstance(argv := run.get("argv"), list):
+        yield "command", " ".join(shlex.quote(str(argument)) for argument in argv)
+    if isinstance(git := run.get("git"), dict):
+        dirty = git.get("dirty")
+        changes = ", with changes" if dirty is True else "" if dirty is False else ", with changes or without"
+        yield "git", f"{git.get('commit')}{changes}"
+    config = run.get("config")
+    for name, value in config.items() if isinstance(config, dict) else ():
+        yield f"config.{name}", cut(value if isinstance(value, str) else json.dumps(value))
 
 
 def _print_layouts(output: Output, manifest: Manifest, layouts: Mapping[str, Layout]) -> None:

@@ -23,6 +23,7 @@ from ckptlib.errors import CheckpointNotFound, StoreError
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation, Root
+from ckptlib.format.values import Json
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
 from ckptlib.slots.placement import ReplicaMap
@@ -41,6 +42,7 @@ class Lineage:
         algorithm: str,
         save_deadline_s: float,
         tags: Mapping[str, str],
+        run: Mapping[str, Json],
         slots_in: Sequence[Path],
     ) -> None:
         """Opens the root, or makes it with this algorithm and deadline. Collective. `slots_in`: where slots may be.
@@ -50,7 +52,7 @@ class Lineage:
         """
         self._catalog = catalog
         self._group = group
-        self._tags = tags
+        self._tags, self._run = tags, run
         self._slots_in = slots_in
         self.root, self.generation = self._agree(Root(secrets.token_hex(16), algorithm, save_deadline_s))
         self.resumed_from: SaveId | None = None
@@ -150,6 +152,7 @@ class Lineage:
             versions={"ckptlib": __version__, "torch": torch.__version__, "python": platform.python_version()},
             host=socket.gethostname(),
             tags=self._tags,
+            run=self._run,
             domains=() if placement is None else placement.domains,
             copies=0 if placement is None else placement.copies,
             kinds=() if placement is None else placement.kinds,

@@ -33,6 +33,7 @@ from ckptlib.saving.news import News
 from ckptlib.saving.outcome import Outcomes
 from ckptlib.saving.placement import agree_placement
 from ckptlib.saving.planner import Overlap, Plan, Planner
+from ckptlib.saving.run_record import run_record
 from ckptlib.saving.settings import Settings
 from ckptlib.saving.tier import TierState
 from ckptlib.saving.verdicts import Verdicts
@@ -79,6 +80,7 @@ class Session:
             settings.algorithm,
             settings.save_deadline.total_seconds(),
             settings.tags,
+            run_record(settings.config, settings.record_code) if self.group.rank == 0 else {},
             directories(settings.arena),
         )
         self.root, self.generation = self.lineage.root, self.lineage.generation

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from ckptlib.format.digests import ALGORITHMS, XXH3
+from ckptlib.format.values import Json
 from ckptlib.policy.codec import CodecRules
 from ckptlib.policy.keep import Keep
 from ckptlib.policy.peers import Peers
@@ -46,6 +47,9 @@ class Settings:
     refresh: timedelta = REFRESH
     """What has not changed for longer is written again."""
     tags: Mapping[str, str] = field(default_factory=dict)
+    config: Json = None
+    """The user's, encoded; None: none is recorded."""
+    record_code: bool = False
     peers: Peers | None = None
     """None: snapshots serve storage only."""
     local: LocalTier | None = None

@@ -1,0 +1,127 @@
+"""The generations of a root: which went on from which, what is on the history, and what was abandoned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.history import limits_of
+from ckptlib.cli.output import Output, age, count, plain
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One generation."""
+
+    id: GenerationId
+    record: Generation | None
+    """None where it cannot be read."""
+    on_history: bool
+    listed: tuple[SaveId, ...]
+    abandoned: tuple[SaveId, ...]
+
+    @property
+    def origin(self) -> SaveId | None:
+        return None if self.record is None else self.record.resumed_from
+
+
+def branches(catalog: Catalog) -> list[Branch]:
+    """All generations that have a record or a step, ascending."""
+    saves = catalog.saves()
+    records, lost = catalog.records(saves, newer=True)
+    return branches_of(saves, records, lost)
+
+
+def branches_of(
+    saves: Iterable[SaveId], records: Mapping[GenerationId, Generation], lost: Iterable[GenerationId]
+) -> list[Branch]:
+    """Pure."""
+    by_generation: dict[GenerationId, list[SaveId]] = {}
+    for save in sorted(saves):
+        by_generation.setdefault(save.generation, []).append(save)
+    limits = limits_of(by_generation, records)
+    found = []
+    for of in sorted({*records, *lost, *by_generation}):
+        limit, own = limits.get(of, -1), by_generation.get(of, [])
+        listed = tuple(save for save in own if save.step <= limit)
+        found.append(Branch(of, records.get(of), of in limits, listed, tuple(own[len(listed) :])))
+    return found
+
+
+def drawn(found: Sequence[Branch]) -> list[tuple[int, Branch]]:
+    """In the order in which they are drawn, each with its depth. Pure.
+
+    What a generation went on as stands right below it: on the history that is the one that is on it, too, else the
+    newest. Others that went on from it stand between the two, a level deeper.
+    """
+    by_id = {branch.id: branch for branch in found}
+    children: dict[GenerationId | None, list[Branch]] = {}
+    for branch in found:
+        parent = None if branch.origin is None else branch.origin.generation
+        children.setdefault(parent if parent in by_id else None, []).append(branch)
+    rows: list[tuple[int, Branch]] = []
+    left = dict(by_id)
+    roots = [*children.get(None, []), *found]  # the latter only where records run in a circle
+    for root in roots:
+        stack = [(0, root)]
+        while stack:
+            depth, branch = stack.pop()
+            if left.pop(branch.id, None) is None:
+                continue
+            rows.append((depth, branch))
+            below = sorted(children.get(branch.id, []), key=lambda child: (child.on_history, child.id))
+            stack += [(depth, child) for child in below[-1:]]
+            stack += [(depth + 1, child) for child in reversed(below[:-1])]
+    return rows
+
+
+def print_tree(output: Output, found: Sequence[Branch]) -> None:
+    """A line for each generation: * for one on the history, - for one that has left it."""
+    for depth, branch in drawn(found):
+        style = "" if branch.on_history else "dim"
+        mark = "*" if branch.on_history else "-"
+        output.line(Text(f"{'  ' * depth}{mark} {plain(_words(branch))}", style=style))
+
+
+def _words(branch: Branch) -> str:
+    record, what = branch.record, []
+    if record is None:
+        what.append("its record cannot be read")
+    else:
+        if record.resumed_from is not None:
+            what.append(f"{'goes back to' if record.rewind else 'from'} step {record.resumed_from.step}")
+        what += [count(record.world_size, "rank"), f"{age(record.created)} ago"]
+    if branch.listed:
+        what.append(_range(branch.listed))
+    if branch.abandoned:
+        what.append(f"abandoned: {_range(branch.abandoned)}")
+    if not (branch.listed or branch.abandoned):
+        what.append("no step")
+    return f"generation {branch.id.number}: {', '.join(what)}"
+
+
+def _range(saves: Sequence[SaveId]) -> str:
+    first, last = saves[0].step, saves[-1].step
+    return f"step {first}" if len(saves) == 1 else f"{count(len(saves), 'step')} from {first} to {last}"
+
+
+def document(branch: Branch) -> dict[str, object]:
+    record = branch.record
+    return {
+        "generation": branch.id.number,
+        "name": str(branch.id),
+        "on_history": branch.on_history,
+        "resumed_from": None if branch.origin is None else str(branch.origin),
+        "rewind": record.rewind if record else None,
+        "world_size": record.world_size if record else None,
+        "created": record.created if record else None,
+        "host": record.host if record else None,
+        "tags": dict(record.tags) if record else {},
+        "steps": [*map(str, branch.listed)],
+        "abandoned": [*map(str, branch.abandoned)],
+    }

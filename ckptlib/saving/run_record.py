@@ -1,0 +1,156 @@
+"""What runs, for the record of a generation: the user's config, the command line and the git revision of the program.
+
+Only what was asked for, of bounded size, without what looks like a secret: whoever can list a root reads it. Git is
+asked without hooks, prompts or locks, and not for long; where it has no answer, nothing is recorded of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ckptlib.format.documents import dump_body
+from ckptlib.format.values import Json, encode
+
+log = logging.getLogger(__name__)
+
+MAX_CONFIG_BYTES = 64 * 1024
+"""As JSON: `ckptlib ls` reads the records of all generations."""
+
+MAX_ARGV_BYTES = 16 * 1024
+
+GIT_S = 5.0
+"""In all; an answer takes some 10 ms."""
+
+HIDDEN = "(hidden)"
+
+_NAMES = re.compile(
+    r"(?:secret|token|password|passwd|passphrase|credentials?|api[_-]?key|access[_-]?key|secret[_-]?key|private[_-]?key)$",
+    re.IGNORECASE,
+)
+_VALUES = re.compile(r"[A-Za-z0-9_./+=-]{8,}")
+"""What may be a secret where the name says so; a `pad_token` of <pad> is none."""
+_KNOWN = re.compile(
+    r"hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,}|://[^/@\s:]*:[^/@\s]+@"
+)
+"""What is one, whatever its name is."""
+
+
+def encode_config(config: Mapping[str, object]) -> Json:
+    """As JSON, with secrets hidden. Raises TypeError, UnsupportedState, or ValueError for one that is too large."""
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config={repr(config)[:80]}: expected a dict, such as dict(vars(args))")
+    hidden: list[str] = []
+    encoded = encode(_without_secrets(dict(config), "config", hidden), "config")
+    nbytes = len(dump_body({"config": encoded}))
+    if nbytes > MAX_CONFIG_BYTES:
+        raise ValueError(
+            f"config= has {nbytes:,} bytes as JSON; at most {MAX_CONFIG_BYTES:,} are recorded, with each start of the "
+            "job. Put what is large into the state, which is saved"
+        )
+    _warn(hidden)
+    return encoded
+
+
+def run_record(config: Json, code: bool) -> dict[str, Json]:
+    """Of this process. `config`: encoded, None for none. `code`: also its command line, and the program's revision."""
+    found: dict[str, Json] = {} if config is None else {"config": config}
+    if code:
+        program = getattr(sys.modules.get("__main__"), "__file__", None)
+        git = revision(Path(program).parent if program else Path())
+        found |= {"argv": [*_argv(sys.argv)], **({} if git is None else {"git": git})}
+    return found
+
+
+def _argv(arguments: Sequence[str]) -> list[str]:
+    hidden: list[str] = []
+    shown: list[str] = []
+    left, before = MAX_ARGV_BYTES, ""
+    for n, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if equals and name.startswith("-"):
+            text = f"{name}={_hide(name, value, f'argv[{n}]', hidden)}"
+        else:
+            text = _hide(before, argument, f"argv[{n}]", hidden)
+        before = argument if argument.startswith("-") else ""
+        text = text.encode(errors="backslashreplace").decode()
+        left -= len(text)
+        if left < 0:
+            shown.append(f"... and {len(arguments) - n} more")
+            break
+        shown.append(text)
+    _warn(hidden)
+    return shown
+
+
+def _without_secrets(value: object, where: str, hidden: list[str]) -> object:
+    """The same, with dicts, lists and tuples made anew."""
+    if isinstance(value, Mapping):
+        return {
+            key: _hide(str(key), inner, f"{where}.{key}", hidden)
+            if isinstance(inner, str)
+            else _without_secrets(inner, f"{where}.{key}", hidden)
+            for key, inner in value.items()
+        }
+    if type(value) in (list, tuple):
+        return type(value)(_without_secrets(inner, f"{where}[{n}]", hidden) for n, inner in enumerate(value))  # type: ignore[arg-type, call-arg, var-annotated]
+    return _hide("", value, where, hidden) if isinstance(value, str) else value
+
+
+def _hide(name: str, value: str, where: str, hidden: list[str]) -> str:
+    if _KNOWN.search(value) or (_NAMES.search(name) and _VALUES.fullmatch(value)):
+        hidden.append(where)
+        return HIDDEN
+    return value
+
+
+def _warn(hidden: Sequence[str]) -> None:
+    if hidden:
+        log.warning(
+            "%s: looks like a secret and is not recorded: whoever can read the root would see it. Pass secrets by the "
+            "environment",
+            ", ".join(hidden[:8]),
+        )
+
+
+def revision(directory: Path) -> Json:
+    """The commit that is checked out there, and whether tracked files differ from it; None where git does not say."""
+    deadline = time.monotonic() + GIT_S
+    commit = _git(directory, deadline, "rev-parse", "--verify", "HEAD")
+    if commit is None or re.fullmatch("[0-9a-f]{40,64}", commit.strip()) is None:
+        return None
+    changes = _git(directory, deadline, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
+    return {"commit": commit.strip(), "dirty": None if changes is None else bool(changes.strip())}
+
+
+def _git(directory: Path, deadline: float, *arguments: str) -> str | None:
+    """What it prints; None where it fails, is not there, or takes too long. It is not waited for then."""
+    quiet = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+    try:
+        process = subprocess.Popen(
+            ["git", "-C", str(directory), *quiet, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        log.info("the git revision is not recorded: %s", error)
+        return None
+    try:
+        printed, _ = process.communicate(timeout=max(deadline - time.monotonic(), 0.1))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with whatever it has started
+        log.warning("the git revision is not recorded: git %s took longer than %.0f s", arguments[0], GIT_S)
+        return None
+    return printed.decode(errors="replace") if process.returncode == 0 else None
