@@ -137,12 +137,12 @@ def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: li
     manifest = step.manifest
     for digest in manifest.layouts:
         target.put_layout(digest, source.layout(digest).encoded)
-    for name in manifest.parts:
-        put_new(target.store, name.key, checked(name, source.store.get(name.key)))
     for record in reversed(lineage):
         document = source.store.get(record.id.key)
         Generation.decode(document, f"{source.store.url}/{record.id.key}")
         put_new(target.store, record.id.key, document)
+    for name in manifest.parts:
+        put_new(target.store, name.key, checked(name, source.store.get(name.key)))
     put_new(target.store, manifest.save.manifest_key, step.document)
 
 

@@ -19,7 +19,7 @@ LARGE = SIDE * SIDE * 4
 
 
 def test_ls(ckptlib: Ckptlib, saved: Path) -> None:
-    header, *rows, total = ckptlib("ls", saved).lines()
+    header, *rows, total, abandoned = ckptlib("ls", saved).lines()
     assert header == ["STEP", "GEN", "AGE", "RANKS", "SIZE", "WRITTEN", "METRICS"]
     assert [row[:2] for row in rows] == [["2", "1"], ["3", "2"]]
     assert [row[4:] for row in rows] == [
@@ -27,6 +27,7 @@ def test_ls(ckptlib: Ckptlib, saved: Path) -> None:
         ["1", "12.0", "MB", "12.0", "MB", "loss", "2.25", "note", r"rewound\x1b[31m"],
     ]
     assert total == ["2", "steps,", "24.0", "MB", "in", "24.1", "MB"]
+    assert " ".join(abandoned) == "1 step abandoned by a rewind (ckptlib ls --tree)"
 
 
 def test_ls_of_steps_that_share(ckptlib: Ckptlib, sharing: Path) -> None:
@@ -64,7 +65,7 @@ def test_ls_all(ckptlib: Ckptlib, root: Path) -> None:
     assert document["steps"][-1]["nbytes"] == 1000
     shown = ckptlib("ls", root, "--all")
     assert "loss nan" in shown.out
-    assert len(shown.lines()) == 1 + 5 + 1
+    assert len(shown.lines()) == 1 + 5 + 2
     assert [row["step"] for row in ckptlib("ls", root, "--json").json["steps"]] == [2, 3]
 
 

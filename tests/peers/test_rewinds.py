@@ -59,7 +59,7 @@ def test_a_restart_after_going_back_goes_on_from_there(make: Any) -> None:
     """It dies before it has saved anything to the store, or to memory."""
     cluster = make()
     trained_to(cluster, NEWEST)
-    cluster.start("AB", every=4, back_to=BACK, traps=[{"stage": "loaded", "rank": 0}])
+    cluster.start("AB", every=4, back_to=BACK, traps=[{"stage": "loading", "rank": 0}])
     assert [job.join() for job in cluster.jobs] == [-9, 1], cluster.story()
     assert sorted(listed(cluster)) == [4, 8], "the step was not yet restored on all ranks: nothing is abandoned"
     cluster.start("AB", every=4, back_to=BACK, pauses=[BACK])

@@ -1,0 +1,249 @@
+"""`ckptlib copy`: what stands in the new root stands alone, whole or not at all, whatever befalls the copy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+import torch
+from helpers.commands import DAY_S, on_terminal
+from helpers.increments import body_of, save_steps
+from helpers.servers import ObjectStorage
+from helpers.sparse_training import tensors, train
+from support import age, replace_object, resealed
+
+import ckptlib
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.errors import CheckpointNotFound
+from ckptlib.stores import open_store
+from ckptlib.stores.local import LocalStore
+from ckptlib.stores.testing import flip_bit, truncate
+from ckptlib.verify.root import verify_root, verify_save
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    """The command, in a process of its own: its status, and what it said."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "ckptlib.cli", *map(str, arguments)], capture_output=True, timeout=120, text=True
+    )
+    assert "Traceback" not in ran.stderr, ran.stderr
+    return ran.returncode, ran.stdout + ran.stderr
+
+
+def copy(*arguments: object) -> None:
+    code, said = run("copy", *arguments)
+    assert code == 0, said
+
+
+def listed(url: Path | str) -> list[int]:
+    try:
+        return [info.step for info in ckptlib.checkpoints(url)]
+    except CheckpointNotFound:
+        return []
+
+
+def is_good(root: Path) -> bool:
+    catalog = Catalog(LocalStore(str(root)))
+    return not [*verify_root(catalog), *(found for save in catalog.saves() for found in verify_save(catalog, save))]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1 to 5, each of which shares most with the first. Not to be changed."""
+    root = tmp_path_factory.mktemp("source") / "root"
+    save_steps(root)
+    return root
+
+
+def loaded(root: Path) -> torch.Tensor:
+    state = {"model": {"w0": torch.zeros(300, 300), "w1": torch.zeros(300, 300)}}
+    ckptlib.load(root, state, only=["model/w*"], strict=False)
+    return torch.cat([state["model"]["w0"], state["model"]["w1"]])
+
+
+def test_a_copy_outlives_the_root_it_was_made_of(tmp_path: Path) -> None:
+    """Frames, patches of earlier frames, and chunks in packs of several steps; then a job goes on from it."""
+    root, new = tmp_path / "root", tmp_path / "new"
+    state, wanted = train(root, "planes")
+    uses = body_of(next((root / "steps").glob("000000000004-*.json")))["uses"]
+    assert uses, "it needs packs of others"
+    copy(root, 4, new)
+    shutil.rmtree(root)
+    assert listed(new) == [4]
+    assert is_good(new)
+    for value in tensors(state):
+        value.data.zero_()
+    ckptlib.load(new, state)
+    assert all(map(torch.equal, tensors(state), wanted[4]))
+
+    with ckptlib.Checkpointer(new, state, every=1, codec="planes", keep=ckptlib.Keep(last=1)) as ckpt:
+        assert ckpt.restore().step == 4
+        ckpt.save(5).wait_committed()
+    for _ in range(2):
+        age(LocalStore(str(new)), 2 * DAY_S)
+        assert run("gc", new, "--keep-last", 1)[0] == 0
+    assert listed(new) == [5]
+    assert is_good(new)
+    ckptlib.load(new, state)
+    assert all(map(torch.equal, tensors(state), wanted[4])), "nothing was trained since"
+
+
+def test_nothing_binds_the_copy_to_its_source(source: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    copy(source, 3, new)
+    assert {path: path.read_bytes() for path in source.rglob("*") if path.is_file()} == before
+    assert body_of(new / "ckptlib.json")["id"] != body_of(source / "ckptlib.json")["id"]
+    names = [path.relative_to(new) for path in new.rglob("*.*") if path.is_file() and path.name != "ckptlib.json"]
+    assert all((new / name).read_bytes() == (source / name).read_bytes() for name in names)
+    assert [name.parts[0] for name in sorted(names)] == ["generations", "layouts", "packs", "packs", "parts", "steps"]
+
+
+OPERATIONS = [*(("put", n) for n in range(5)), *(("commit", n) for n in range(2)), ("write", 1)]
+"""Of the copy of a step with two packs: the root, the packs and within, layout, record, part, manifest."""
+
+
+@pytest.mark.parametrize("action", ["kill-before", "kill-after"])
+def test_killed_at_each_put_it_lists_nothing_and_goes_on(source: Path, tmp_path: Path, action: str) -> None:
+    wanted = loaded_of(source, tmp_path)
+    killed = 0
+    for op, nth in OPERATIONS:
+        new, plan = tmp_path / f"{op}{nth}", tmp_path / f"{op}{nth}.json"
+        plan.write_text(json.dumps([{"op": op, "nth": nth, "action": action}]))
+        code, said = run("copy", source, 4, f"fault+file://{new}?plan={quote(str(plan))}")
+        assert code == -signal.SIGKILL, said
+        last = (op, nth, action) == ("put", 4, "kill-after")
+        assert listed(new) == ([4] if last else []), (op, nth)
+        killed += 1
+        if not last:
+            copy(source, 4, new)
+        assert listed(new) == [4]
+        assert is_good(new)
+        assert torch.equal(loaded(new), wanted)
+    assert killed == len(OPERATIONS)
+
+
+def loaded_of(source: Path, tmp_path: Path) -> torch.Tensor:
+    """Step 4, from a root that has no other."""
+    root = tmp_path / "only"
+    shutil.copytree(source, root)
+    next((root / "steps").glob("000000000005-*.json")).unlink()
+    return loaded(root)
+
+
+def test_there_and_back_by_way_of_a_bucket(source: Path, tmp_path: Path, s3: ObjectStorage) -> None:
+    url, new = s3.url(), tmp_path / "new"
+    given = {name: value if isinstance(value, str) else json.dumps(value) for name, value in s3.options().items()}
+    options = [f"{name}={value}" for name, value in given.items()]
+    copy(source, 4, url, *(text for option in options for text in ("--new-option", option)))
+    with open_store(url, s3.options()) as store:
+        (save,) = Catalog(store).saves()
+        assert not [*verify_save(Catalog(store), save)]
+    copy(url, 4, new, *(text for option in options for text in ("--option", option)))
+    assert torch.equal(loaded(new), loaded_of(source, tmp_path))
+    assert is_good(new)
+
+
+def corrupt_pack(root: Path) -> None:
+    path = next((root / "packs").glob("000000000004-*/*"))
+    flip_bit(path, path.stat().st_size // 2)
+
+
+def cut_pack(root: Path) -> None:
+    path = next((root / "packs").glob("000000000001-*/*"))
+    truncate(path, path.stat().st_size - 1)
+
+
+def lose_pack(root: Path) -> None:
+    next((root / "packs").glob("000000000001-*/*")).unlink()
+
+
+def lose_part(root: Path) -> None:
+    next((root / "parts").glob("000000000004-*/*")).unlink()
+
+
+def alter_manifest(root: Path) -> None:
+    flip_bit(next((root / "steps").glob("000000000004-*")), 200)
+
+
+def forge(**fields: object) -> Callable[[Path], None]:
+    def forged(root: Path) -> None:
+        store = LocalStore(str(root))
+        key = f"steps/{next((root / 'steps').glob('000000000004-*')).name}"
+        replace_object(store, key, resealed(store.get(key), **fields))
+
+    return forged
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (corrupt_pack, "does not match its digest"),
+        (cut_pack, "bytes, expected"),
+        (lose_pack, "no such object; the step needs it"),
+        (lose_part, "parts/000000000004-"),
+        (alter_manifest, "does not match its digest"),
+        (forge(uses={}), "its use of other steps is not that of its parts"),
+        (forge(nbytes=1), "its size is not that of its parts"),
+        (forge(metrics={"loss": 0.0}), "its metrics is not that of its parts"),
+        (forge(parts=["../../../etc/passwd"]), "not a part of this save"),
+        (forge(parts=[]), "does not name one part for each of 1 ranks"),
+        (forge(layouts={"f" * 32: [[0, 0]]}), "layout"),
+        (forge(world_size=10**6), "does not name one part"),
+    ],
+)
+def test_what_is_not_whole_is_not_copied(
+    source: Path, tmp_path: Path, damage: Callable[[Path], None], told: str
+) -> None:
+    root, new = tmp_path / "root", tmp_path / "new"
+    shutil.copytree(source, root)
+    damage(root)
+    code, said = run("copy", root, 4, new)
+    assert (code, listed(new)) == (1, []), said
+    assert told in said
+    assert not [*new.glob("steps/*"), *new.glob("parts/*/*")]
+
+
+def test_what_the_way_alters_is_found(source: Path, tmp_path: Path) -> None:
+    new, plan = tmp_path / "new", tmp_path / "plan.json"
+    plan.write_text(json.dumps([{"op": "write", "nth": 0, "action": "flip"}]))
+    code, said = run("copy", source, 4, f"fault+file://{new}?plan={quote(str(plan))}")
+    assert (code, listed(new)) == (1, []), said
+    assert "is not whole, so it has no step" in said
+    shutil.rmtree(new)
+    copy(source, 4, new)
+    assert is_good(new)
+
+
+def test_a_root_in_use_and_other_directories_are_refused(source: Path, tmp_path: Path) -> None:
+    used, other, new = tmp_path / "used", tmp_path / "other", tmp_path / "new"
+    save_steps(used, 1, 1)
+    (other / "notes").mkdir(parents=True)
+    (other / "notes" / "mine.txt").write_text("mine")
+    for target, told in ((used, "in use: it has steps"), (other, "is not empty, and is no root"), (source, "in use")):
+        before = sorted(target.rglob("*"))
+        code, said = run("copy", source, 4, target)
+        assert code == 1
+        assert told in said
+        assert sorted(target.rglob("*")) == before
+    code, said = run("copy", source, 9, new)
+    assert (code, new.exists()) == (1, False)
+    assert "holds no step 9; the last ones are: 1, 2, 3, 4, 5" in said
+    assert "holds no checkpoints" in run("copy", tmp_path / "nothing", 1, new)[1]
+
+
+def test_a_person_sees_a_bar_and_a_program_one_document(source: Path, tmp_path: Path) -> None:
+    status, said = on_terminal(["copy", str(source), "4", str(tmp_path / "new")], b"")
+    assert status == 0
+    assert "copying step 4" in said
+    assert "verifying step 4" in said
+    code, text = run("copy", source, 4, tmp_path / "other", "--json")
+    told = json.loads(text)
+    assert (code, told["step"], told["packs"], told["nbytes"]) == (0, 4, 2, told["nbytes_copied"])
