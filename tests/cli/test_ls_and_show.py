@@ -6,10 +6,12 @@ from pathlib import Path
 
 from helpers.commands import Ckptlib, files, of_step
 from helpers.increments import SIDE
-from support import make_root
+from support import make_root, make_save, state
 
 from ckptlib.cli.output import size
 from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import Generation
+from ckptlib.format.values import Json
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import flip_bit
 
@@ -158,3 +160,39 @@ def test_errors_are_json_too(ckptlib: Ckptlib, saved: Path) -> None:
     assert result.code == 1
     assert result.json["error"]["kind"] == "CheckpointNotFound"
     assert result.err.count("\n") == 1
+
+
+def test_show_prints_what_ran(ckptlib: Ckptlib, tmp_path: Path) -> None:
+    store = LocalStore(str(tmp_path / "root"))
+    catalog = make_root(store)
+    run: dict[str, Json] = {
+        "argv": ["train.py", "--name", "two words", "\x1b[31m"],
+        "git": {"commit": "c" * 40, "dirty": True},
+        "config": {"lr": 0.1, "layers": {"$tuple": [1, 2]}, "name": "x"},
+    }
+    generation = GenerationId(1, "0" * 8)
+    catalog.put_generation(Generation(generation, 1, None, 0.0, {}, "here", run=run))
+    make_save(catalog, generation, 1, state(1))
+    assert ckptlib("show", store.url, "--json").json["generations"][0]["run"] == run
+    shown = ckptlib("show", store.url).out
+    assert r"train.py --name 'two words' '\x1b[31m'" in shown
+    assert f"{'c' * 40}, with changes" in shown
+    assert [line.split()[1:] for line in shown.splitlines() if line.startswith("config.")] == [
+        ["0.1"],
+        ['{"$tuple":', "[1,", "2]}"],
+        ["x"],
+    ]
+
+
+def test_show_of_a_record_that_nobody_would_write(ckptlib: Ckptlib, tmp_path: Path) -> None:
+    store = LocalStore(str(tmp_path / "root"))
+    catalog = make_root(store)
+    generation = GenerationId(1, "0" * 8)
+    for run in ({"argv": 1, "git": [], "config": 3.0}, {"argv": [None, {}], "git": {}, "config": {"\x1b": []}}):
+        store.delete(generation.key)
+        store.put(generation.key, Generation(generation, 1, None, 0.0, {}, "here", run=run).encode())  # type: ignore[arg-type]
+        if not catalog.saves():
+            make_save(catalog, generation, 1, state(1))
+        said = ckptlib("show", store.url)
+        assert said.code == 0
+        assert "\x1b" not in said.out

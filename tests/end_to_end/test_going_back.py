@@ -1,0 +1,173 @@
+"""`restore(step=)`: exactly that step or none; and what any later restart finds."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from helpers.one_job import WAIT_S, Job, catalog, damage, step_once, steps
+
+import ckptlib
+from ckptlib.errors import CheckpointNotFound, CorruptData, SaveFailed, StateError
+
+TOTAL = 8
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """Has saved steps 1 to 8."""
+    job = Job(tmp_path / "root")
+    with job.checkpointer(every=1) as ckpt:
+        for step in range(1, TOTAL + 1):
+            job.body()
+            step_once(ckpt, step)
+    return job
+
+
+def again(job: Job) -> Job:
+    return Job(job.root, seed=99)
+
+
+def test_what_follows_is_what_followed_the_first_time(job: Job) -> None:
+    later = again(job)
+    with later.checkpointer(every=1) as ckpt:
+        report = ckpt.restore(step=5)
+        assert (report.step, report.committed) == (5, True)
+        assert steps(job.root) == [1, 2, 3, 4, 5], "later steps are abandoned at once"
+        for _ in ckpt.loop(5, TOTAL):
+            later.body()
+    assert later.losses == job.losses[5:]
+    assert later.bits() == job.bits()
+    assert steps(job.root)[:5] == [1, 2, 3, 4, 5]
+    assert steps(job.root)[-1] == TOTAL
+    last = catalog(job.root).resolve("latest")
+    record = catalog(job.root).generation(last.generation)
+    assert (record.rewind, record.resumed_from and record.resumed_from.step) == (True, 5)
+    with again(job).checkpointer() as ckpt:
+        assert ckpt.restore().save == last
+
+
+def test_a_job_that_died_before_it_saved_is_not_undone(job: Job) -> None:
+    for _ in range(2):
+        with suppress(KeyboardInterrupt), again(job).checkpointer() as ckpt:
+            assert ckpt.restore(step=5).step == 5
+            raise KeyboardInterrupt
+    for _ in range(2):
+        with suppress(KeyboardInterrupt), again(job).checkpointer() as ckpt:
+            assert ckpt.restore().step == 5
+            raise KeyboardInterrupt
+    assert steps(job.root) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("step", [9, 0, "000000000005-000077-0badcafe"])
+def test_a_step_that_is_not_there_abandons_nothing(job: Job, step: int | str) -> None:
+    before = catalog(job.root).generation_ids()
+    with again(job).checkpointer() as ckpt:
+        with pytest.raises(CheckpointNotFound, match=r"holds no (step|save)"):
+            ckpt.restore(step=step)
+        assert ckpt.restore().step == TOTAL, "it may be asked again"
+    assert catalog(job.root).generation_ids() == before
+    assert steps(job.root) == [*range(1, TOTAL + 1)]
+
+
+@pytest.mark.parametrize("step", [-1, 10**12])
+def test_what_is_no_step_is_refused(job: Job, step: int) -> None:
+    with again(job).checkpointer() as ckpt, pytest.raises(ValueError, match="a step is between 0 and"):
+        ckpt.restore(step=step)
+
+
+def test_a_damaged_step_abandons_nothing(job: Job) -> None:
+    damage(job.root, "packs/000000000005")
+    before = catalog(job.root).generation_ids()
+    with again(job).checkpointer() as ckpt:
+        with pytest.raises(CorruptData, match="step 5 is damaged, so the job does not go back to it, and no step is"):
+            ckpt.restore(step=5)
+        assert ckpt.restore(step=4).step == 4
+    assert steps(job.root) == [1, 2, 3, 4]
+    assert len(catalog(job.root).generation_ids()) == len(before) + 1
+
+
+def test_an_abandoned_step_comes_back_by_its_full_name(job: Job) -> None:
+    newest = str(catalog(job.root).resolve("latest"))
+    with again(job).checkpointer() as ckpt:
+        ckpt.restore(step=2)
+    assert steps(job.root) == [1, 2]
+    with again(job).checkpointer() as ckpt:
+        assert ckpt.restore(step=newest).step == TOTAL
+    assert steps(job.root) == [*range(1, TOTAL + 1)]
+
+
+def test_the_place_in_history_is_fixed_once(job: Job) -> None:
+    later = again(job)
+    with later.checkpointer() as ckpt:
+        ckpt.restore(step=5)
+        with pytest.raises(ValueError, match="its place in history is fixed"):
+            ckpt.restore(step=3)
+        with pytest.raises(StateError, match="saved or gone back since"):
+            ckptlib.load(job.root, later.state, step=3)
+        assert ckpt.restore().step == 5
+    assert steps(job.root) == [1, 2, 3, 4, 5]
+
+
+def test_the_job_before_may_save_no_more(job: Job) -> None:
+    old, new = again(job), again(job)
+    with suppress(KeyboardInterrupt), old.checkpointer() as first:
+        first.restore()
+        first.save(TOTAL + 1).wait_committed(WAIT_S)
+        with new.checkpointer() as ckpt:
+            ckpt.restore(step=5)
+        pending = first.save(TOTAL + 2)
+        with pytest.raises(SaveFailed, match=r"generation .* may no longer save"):
+            pending.wait_committed(WAIT_S)
+        raise KeyboardInterrupt
+    assert steps(job.root) == [1, 2, 3, 4, 5]
+
+
+def test_local_disks_do_not_bring_back_what_was_abandoned(tmp_path: Path) -> None:
+    job = Job(tmp_path / "root")
+    options = {"every": 1, "local": tmp_path / "disk", "drain": ckptlib.Steps(2), "local_keep": 9}
+    with suppress(KeyboardInterrupt), job.checkpointer(**options) as ckpt:
+        for step in range(1, 8):
+            job.body()
+            ckpt.after_step(step)
+            assert ckpt.pending is not None
+            ckpt.pending.wait_local(WAIT_S)
+            if step % 2 == 0:
+                ckpt.pending.wait_committed(WAIT_S)
+        raise KeyboardInterrupt
+    with suppress(KeyboardInterrupt), again(job).checkpointer(**options) as ckpt:
+        assert ckpt.restore().step == 7, "which only the disk has"
+        raise KeyboardInterrupt
+    with suppress(KeyboardInterrupt), again(job).checkpointer(**options) as ckpt:
+        assert ckpt.restore(step=4).step == 4
+        raise KeyboardInterrupt
+    later = again(job)
+    with suppress(KeyboardInterrupt), later.checkpointer(**options) as ckpt:
+        assert ckpt.restore().step == 4
+        later.body()
+        ckpt.after_step(5)
+        assert ckpt.pending is not None
+        ckpt.pending.wait_local(WAIT_S)
+        raise KeyboardInterrupt
+    with again(job).checkpointer(**options) as ckpt:
+        assert ckpt.restore().step == 5
+    assert later.losses == job.losses[4:5]
+
+
+def test_a_step_that_only_local_disks_have(tmp_path: Path) -> None:
+    job = Job(tmp_path / "root")
+    options = {"every": 1, "local": tmp_path / "disk", "drain": ckptlib.Steps(4), "local_keep": 9}
+    with suppress(KeyboardInterrupt), job.checkpointer(**options) as ckpt:
+        for step in range(1, 8):
+            job.body()
+            ckpt.after_step(step)
+            assert ckpt.pending is not None
+            ckpt.pending.wait_local(WAIT_S)
+        raise KeyboardInterrupt
+    with again(job).checkpointer(**options) as ckpt:
+        report = ckpt.restore(step=6)
+        assert (report.step, report.committed) == (6, False)
+    assert steps(job.root)[-1] == 6, "saved again, to the store"
+    with again(job).checkpointer(**options) as ckpt:
+        assert ckpt.restore().step == 6
