@@ -274,7 +274,7 @@ def _run_rows(chain: list[Generation]) -> Iterator[tuple[str, str]]:
         yield "git", f"{git.get('commit')}{changes}"
     config = run.get("config")
     for name, value in config.items() if isinstance(config, dict) else ():
-        yield f"config.{name}", cut(value if isinstance(value, str) else json.dumps(value))
+        yield f"config.{plain(name)}", cut(value if isinstance(value, str) else json.dumps(value))
 
 
 def _print_layouts(output: Output, manifest: Manifest, layouts: Mapping[str, Layout]) -> None:
