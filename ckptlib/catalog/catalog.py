@@ -211,10 +211,9 @@ class Catalog:
         saves = self.saves()  # first: who commits has put its record
         ids = self.generation_ids()
         self._check_versions(ids)
-        visible = self._visible(saves, saves, ids)
         if step != "latest" and isinstance(step, str) and not step.isdigit():
             return named(step, lambda: saves, self.store.url)
-        return numbered(step, visible, self.store.url)
+        return numbered(step, self._visible(saves, saves, ids), self.store.url)
 
     def manifest(self, save: SaveId) -> Manifest:
         """Raises CheckpointNotFound, CorruptData, FormatError."""

@@ -17,6 +17,7 @@ from helpers.commands import DAY_S, on_terminal
 from helpers.increments import body_of, save_steps
 from helpers.servers import ObjectStorage
 from helpers.sparse_training import tensors, train
+from places import ROOT
 from support import age, replace_object, resealed
 
 import ckptlib
@@ -93,6 +94,14 @@ def test_a_copy_outlives_the_root_it_was_made_of(tmp_path: Path) -> None:
     assert is_good(new)
     ckptlib.load(new, state)
     assert all(map(torch.equal, tensors(state), wanted[4])), "nothing was trained since"
+
+
+@pytest.mark.parametrize("written_by", ["0.1", "0.2"])
+def test_what_earlier_versions_wrote_is_copied(tmp_path: Path, written_by: str) -> None:
+    root, new = ROOT / "tests" / "data" / f"written-by-{written_by}" / "root", tmp_path / "new"
+    copy(root, "latest", new)
+    assert listed(new) == listed(root)[-1:]
+    assert is_good(new)
 
 
 def test_nothing_binds_the_copy_to_its_source(source: Path, tmp_path: Path) -> None:
