@@ -76,6 +76,15 @@ def test_a_restart_after_going_back_goes_on_from_there(make: Any) -> None:
     cluster.finish()
 
 
+def test_ranks_that_name_different_steps_go_nowhere(make: Any) -> None:
+    cluster = make()
+    trained_to(cluster, NEWEST)
+    cluster.start("AB", every=4, back_to=[4, 8])
+    assert [job.join() for job in cluster.jobs] == [1, 1], cluster.story()
+    assert {line["kind"] for line in cluster.wait_for("error")} == {"ValueError"}, cluster.story()
+    assert listed(cluster) == [4, 8]
+
+
 def test_a_rewind_is_undone_by_the_full_name(make: Any) -> None:
     cluster = make()
     trained_to(cluster, NEWEST)

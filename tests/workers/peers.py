@@ -57,7 +57,7 @@ def train(
     traps: Sequence[dict[str, Any]] = (),
     pause_when_held: int | None = None,
     load_step: int | None = None,
-    back_to: int | str | None = None,
+    back_to: int | str | Sequence[int] | None = None,
     timeout_s: float = 60.0,
     settle: bool = True,
     drags: Sequence[float] = (),
@@ -70,7 +70,7 @@ def train(
     pauses:          steps behind which it waits for a word; see `_pause`.
     pause_when_held: it waits as soon as all ranks hold this step, or a later one.
     traps:           see `_set_traps`.
-    back_to:         the restore goes back to this step.
+    back_to:         the restore goes back to this step; a list: by rank.
     load_step:       loaded from the store, instead of a restore.
     settle:          whether a step waits until the snapshot of the one before has come to its end.
     drags:           by rank, seconds that each message of a body takes longer.
@@ -101,7 +101,7 @@ def train(
         tell("made", pid=os.getpid(), generation=str(session_of(ckpt).generation))
         start = load_step
         if start is None:
-            report = ckpt.restore(step=back_to)
+            report = ckpt.restore(step=back_to[rank] if isinstance(back_to, list) else back_to)
             start = report.step
             tell(
                 "restored",
