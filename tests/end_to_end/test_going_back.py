@@ -9,6 +9,7 @@ import pytest
 from helpers.one_job import WAIT_S, Job, catalog, damage, step_once, steps
 
 import ckptlib
+from ckptlib.cli import app as cli
 from ckptlib.errors import CheckpointNotFound, CorruptData, SaveFailed, StateError
 
 TOTAL = 8
@@ -122,6 +123,32 @@ def test_the_job_before_may_save_no_more(job: Job) -> None:
             pending.wait_committed(WAIT_S)
         raise KeyboardInterrupt
     assert steps(job.root) == [1, 2, 3, 4, 5]
+
+
+def test_a_job_that_was_just_starting_does_not_hide_a_rewind(job: Job) -> None:
+    """It has restored the newest step, but is not recorded yet; nor may it go on from there."""
+    with suppress(KeyboardInterrupt), again(job).checkpointer() as starting:
+        assert starting.restore().step == TOTAL
+        with pytest.raises(SystemExit, match="0"):
+            cli.run(["rewind", str(job.root), "5", "--yes"])
+        pending = starting.save(TOTAL + 1)
+        with pytest.raises(SaveFailed, match=r"generation .* may no longer save"):
+            pending.wait_committed(WAIT_S)
+        raise KeyboardInterrupt
+    assert steps(job.root) == [1, 2, 3, 4, 5]
+    with again(job).checkpointer() as ckpt:
+        assert ckpt.restore().step == 5
+
+
+def test_retention_keeps_the_step_it_went_back_to_and_leaves_the_abandoned_alone(job: Job) -> None:
+    later = again(job)
+    with later.checkpointer(every=1, keep=ckptlib.Keep(last=2)) as ckpt:
+        ckpt.restore(step=5)
+        later.body()
+        step_once(ckpt, 6)
+    assert steps(job.root) == [5, 6]
+    there = [(save.step, save.generation.number) for save in catalog(job.root).saves()]
+    assert there == [(5, 1), (6, 1), (6, 2), (7, 1), (8, 1)]
 
 
 def test_local_disks_do_not_bring_back_what_was_abandoned(tmp_path: Path) -> None:
