@@ -38,7 +38,13 @@ def torch_optimizer(node: torch.optim.Optimizer, path: str) -> torch.optim.Optim
 
 
 def refuse_loader(node: object, path: str) -> None:
-    """Raises UnsupportedState for a data loader of accelerate that has `state_dict()` and no state."""
+    """Raises UnsupportedState for a data loader without a state: torch's own, or accelerate's `state_dict()` of it."""
+    if isinstance(node, torch.utils.data.DataLoader) and not callable(getattr(node, "state_dict", None)):
+        raise UnsupportedState(
+            f"{path}: torch's DataLoader does not tell which batch comes next, so a resume would begin the epoch anew; "
+            "save ckptlib.data.resumable(loader) instead, and take the batches from it, or use torchdata's "
+            "StatefulDataLoader"
+        )
     if _is_loader(node) and "dl_state_dict" not in vars(node):
         raise UnsupportedState(
             f"{path}: accelerate's {type(node).__name__} has no state to save, since its DataLoader keeps none; "

@@ -67,6 +67,7 @@ class Visitor(ABC, Generic[Given]):
             refuse_loader(node, path)
             self.add_stateful(node, path, given)
         else:
+            refuse_loader(node, path)
             self.add_plain(node, path, given)
 
     @abstractmethod

@@ -200,3 +200,11 @@ def test_accelerate(tmp_path: Path) -> None:
     plain = accelerate.Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(torch.arange(4.0)))
     with pytest.raises(UnsupportedState, match="DataLoaderShard has no state"):
         ckptlib.save(tmp_path / "other", {"data": plain}, 1)
+
+
+def test_a_data_loader_of_torch_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    state = {"data": torch.utils.data.DataLoader(torch.arange(4.0))}
+    with pytest.raises(
+        UnsupportedState, match=r"data: torch's DataLoader does not tell.*save ckptlib\.data\.resumable"
+    ):
+        ckptlib.save(tmp_path, state, step=1)
