@@ -1,0 +1,38 @@
+"""The indices of one batch, with the seed of what its items draw at random."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+from typing_extensions import override
+
+
+def seed_of(*parts: object) -> int:
+    """63 bits that depend on all of `parts` and on nothing else."""
+    digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+class Batch(list[int]):
+    """Seeds the generators of a worker process when the worker begins to read these items.
+
+    Else a worker's draws would depend on the batches that it happened to read before, and a restarted one has read
+    none. In the trainer's own process nothing is seeded: ckptlib saves and restores its generators.
+    """
+
+    def __init__(self, items: Iterable[int] = (), seed: int = 0) -> None:
+        super().__init__(items)
+        self.seed = seed
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        if get_worker_info() is not None:
+            random.seed(self.seed)
+            np.random.seed(self.seed % 2**32)
+            torch.default_generator.manual_seed(self.seed)
+        return super().__iter__()

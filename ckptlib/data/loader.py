@@ -1,0 +1,91 @@
+"""A DataLoader that knows which of its batches training has."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from ckptlib.errors import StateError
+
+
+class ResumableLoader(ABC):
+    """Gives the batches of a DataLoader from where training stopped. Made by `ckptlib.data.resumable`.
+
+    A batch counts as consumed when the loop gets it, not when a worker has read it ahead. So the state that is saved
+    behind a step holds if the loop asks for the next batch only after that: let nothing read ahead between this and the
+    loop. Iterate after `Checkpointer.restore`; an iterator that gave a batch before raises.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self._current: object = None
+        """Stands for the one iterator that may go on."""
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """The epoch of the next batch, counted from 0."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """What is left of this epoch."""
+        current = self._current = object()
+        # By default torch would draw the seed of the workers from the global generator: one draw per epoch, and one
+        # more in an epoch that is resumed.
+        self.loader.generator = torch.Generator().manual_seed(self._seed())
+        batches = iter(self.loader)
+        self._skip(batches)
+        while True:
+            if self._current is not current:
+                raise StateError(
+                    "this iterator is out of date: since it began, the loader's state was loaded, or another iteration "
+                    "was begun. Its next batch is not the one that comes next; take batches from iter(loader) again, "
+                    "and after restore()"
+                )
+            try:
+                batch = next(batches)
+            except StopIteration:
+                self._end()
+                return
+            self._count()
+            yield batch
+
+    def __len__(self) -> int:
+        """Batches per epoch, as the DataLoader tells it."""
+        return len(self.loader)
+
+    def endless(self) -> Iterator[Any]:
+        """What is left of this epoch, and then all epochs that follow."""
+        while True:
+            yield from self
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: the place of the next batch, and what must be the same for it to hold."""
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Raises StateMismatch where the place means nothing for this loader."""
+        self._load(state)
+        self._current = None
+
+    @abstractmethod
+    def _seed(self) -> int:
+        """Of the workers of the iteration that begins."""
+
+    @abstractmethod
+    def _skip(self, batches: Iterator[Any]) -> None:
+        """Takes what was consumed of this epoch from an iterator that begins, where that gives it again."""
+
+    @abstractmethod
+    def _count(self) -> None:
+        """One more batch is consumed."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """The iterator gave all of this epoch."""
+
+    @abstractmethod
+    def _load(self, state: Mapping[str, object]) -> None: ...

@@ -1,0 +1,67 @@
+"""torchdata's StatefulDataLoader goes into the state as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, get_worker_info
+from typing_extensions import override
+
+import ckptlib
+from ckptlib.data import ResumableSampler, resumable
+from ckptlib.errors import StateError
+
+torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="pip install torchdata")
+
+
+class Numbers(Dataset[list[float]]):
+    def __len__(self) -> int:
+        return 26
+
+    @override
+    def __getitem__(self, item: int) -> list[float]:
+        return [item, 0.0 if get_worker_info() else torch.rand(()).item()]
+
+
+def make(num_workers: int) -> Any:
+    options = {"batch_size": 4, "shuffle": True, "collate_fn": list, "generator": torch.Generator().manual_seed(5)}
+    return torchdata.StatefulDataLoader(Numbers(), num_workers=num_workers, **options)
+
+
+def train(root: Path, num_workers: int, totals: list[int]) -> list[Any]:
+    """One incarnation per total; what all of them trained on."""
+    torch.manual_seed(1)
+    seen = []
+    for total in totals:
+        loader = make(num_workers)
+        with ckptlib.Checkpointer(root, {"data": loader, "weight": torch.zeros(3)}, every=2) as ckpt:
+            start = ckpt.restore().step
+            seen += [batch for _, batch in zip(ckpt.loop(start, total), loader, strict=False)]
+        torch.rand(7)
+    return seen
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_goes_on_behind_the_last_batch(tmp_path: Path, num_workers: int) -> None:
+    whole = train(tmp_path / "whole", num_workers, [6])
+    parted = train(tmp_path / "parted", num_workers, [2, 3, 6])
+    assert parted == whole
+    items = [int(item[0]) for batch in whole for item in batch]
+    assert len({*items}) == len(items) == 24
+
+
+def test_needs_no_wrapper() -> None:
+    with pytest.raises(TypeError, match="StatefulDataLoader has a state of its own; put it into the Checkpointer's st"):
+        resumable(make(0))
+
+
+def test_not_around_a_resumable_sampler() -> None:
+    """Both would count."""
+    loader = torchdata.StatefulDataLoader(Numbers(), batch_sampler=ResumableSampler(26, 4))
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(StateError, match=r"none was counted as trained on.*Wrap torch's DataLoader"):
+        loader.state_dict()
