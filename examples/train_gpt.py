@@ -148,38 +148,41 @@ def main() -> None:
     loader = Loader(read_text(), args.context, args.batch, args.seed, rank, world_size)
     losses = open(args.losses, "a") if args.losses and rank == 0 else None  # noqa: SIM115  (open until the process ends)
 
-    with ckptlib.Checkpointer(
-        args.root,
-        {"model": model, "optim": optim, "sched": sched, "loader": loader},
-        every=ckptlib.Steps(args.every),
-        keep=ckptlib.Keep(last=3),
-        peers=None if args.copies is None else ckptlib.Peers(args.copies),
-    ) as ckpt:
-        report = ckpt.restore()
-        say(rank, f"pid {os.getpid()}, {world_size} x {device.type}, {args.parallel}: {report}")
-        done, began = report.step, time.perf_counter()
-        for step in ckpt.loop(report.step, args.steps):
-            x, y = (t.to(device) for t in loader.next_batch())
-            loss = model(x, y)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optim.step()
-            sched.step()
-            optim.zero_grad()
+    status = 0
+    try:
+        with ckptlib.Checkpointer(
+            args.root,
+            {"model": model, "optim": optim, "sched": sched, "loader": loader},
+            every=ckptlib.Steps(args.every),
+            keep=ckptlib.Keep(last=3),
+            peers=None if args.copies is None else ckptlib.Peers(args.copies),
+        ) as ckpt:
+            report = ckpt.restore()
+            say(rank, f"pid {os.getpid()}, {world_size} x {device.type}, {args.parallel}: {report}")
+            done, began = report.step, time.perf_counter()
+            for step in ckpt.loop(report.step, args.steps):
+                x, y = (t.to(device) for t in loader.next_batch())
+                loss = model(x, y)
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optim.step()
+                sched.step()
+                optim.zero_grad()
 
-            mean = average(loss.detach())  # reading it waits for the device; a large run would do that every few steps
-            if losses:
-                print(json.dumps({"step": step, "loss": mean.hex(), "pid": os.getpid()}), file=losses, flush=True)
-            if step % 10 == 0 or step == args.steps - 1:
-                say(rank, f"step {step:5d}  loss {mean:.4f}  {time.perf_counter() - began:6.1f} s")
-            done = step + 1
-
-    if done < args.steps:  # SIGTERM: every rank left the loop at the same step, and all it needs to go on is saved
+                # Reading it waits for the device; a large run would do that every few steps.
+                mean = average(loss.detach())
+                if losses:
+                    print(json.dumps({"step": step, "loss": mean.hex(), "pid": os.getpid()}), file=losses, flush=True)
+                if step % 10 == 0 or step == args.steps - 1:
+                    say(rank, f"step {step:5d}  loss {mean:.4f}  {time.perf_counter() - began:6.1f} s")
+                done = step + 1
+    except ckptlib.Preempted:  # every rank left the loop at the same step, and all it needs to go on is saved
         say(rank, f"stopped after {done} of {args.steps} steps; run the same command again to go on")
-    elif args.final:
-        write_summary(args.final, model, optim, loader, rank)
-    if dist.is_initialized():
-        leave()
+        status = 75  # as it would end if it did not catch this: a launcher must not take it for done
+    else:
+        if args.final:
+            write_summary(args.final, model, optim, loader, rank)
+    leave(status)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -226,14 +229,15 @@ def set_up(args: argparse.Namespace) -> tuple[int, int, torch.device]:
     return rank, world_size, device
 
 
-def leave() -> None:
-    if dist.get_backend() == "nccl":
-        dist.destroy_process_group()
-    else:
+def leave(status: int) -> None:
+    if dist.is_initialized() and dist.get_backend() == "gloo":
         # Gloo's threads need the GIL to let go of the last collective's tensors, and the destructor of the group joins
         # them with the GIL held (torch 2.13): a script that ends right behind a collective may hang. All is on disk.
         sys.stdout.flush()
-        os._exit(0)
+        os._exit(status)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(status)
 
 
 def seed_everything(seed: int) -> None:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from helpers.forkserver import context, start_server
 from places import TESTS, WORKERS
 
+from ckptlib.errors import EXIT_PREEMPTED
+
 
 def environment() -> dict[str, str]:
     """Of a worker: it finds the tests' own modules, and leaves the other cores to the other ranks."""
@@ -79,7 +81,7 @@ def forked(
             ranks.append(context.Process(target=be_rank, args=(str(log), own, program, [*map(str, args)])))
             ranks[-1].start()
         while any(rank.exitcode is None for rank in ranks) and time.monotonic() < deadline:
-            if any(rank.exitcode for rank in ranks):
+            if {rank.exitcode for rank in ranks} - {None, 0, EXIT_PREEMPTED}:
                 break  # the others would wait for it
             time.sleep(0.02)
         codes = [rank.exitcode for rank in ranks]

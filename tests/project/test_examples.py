@@ -12,6 +12,8 @@ import pytest
 from launch import forked
 from places import ROOT
 
+from ckptlib.errors import EXIT_PREEMPTED
+
 EXAMPLES = ROOT / "examples"
 STEPS = 12
 BATCH = 4
@@ -51,10 +53,10 @@ class Run:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def fork(self, ranks: int, parallel: str, script: Path = EXAMPLES / "train_gpt.py") -> str:
+    def fork(self, ranks: int, parallel: str, script: Path = EXAMPLES / "train_gpt.py", status: int = 0) -> str:
         """The same, sooner."""
         codes, output = forked(script, ranks, *self.flags(parallel), timeout_s=100)
-        assert codes == [0] * ranks, output
+        assert codes == [status] * ranks, output
         return output
 
     def flags(self, parallel: str) -> list[str]:
@@ -91,7 +93,7 @@ def test_stopped_run_goes_on_as_if_nothing_had_happened(
     whole, parted = Run(tmp_path / "whole"), Run(tmp_path / "parted")
     whole.fork(ranks, parallel)
 
-    assert "run the same command again" in parted.fork(ranks, parallel, stopped)
+    assert "run the same command again" in parted.fork(ranks, parallel, stopped, EXIT_PREEMPTED)
     reached = len(parted.losses())
     assert STOP_AT < reached < STEPS
     assert not parted.final_file.exists()
@@ -105,7 +107,7 @@ def test_stopped_run_goes_on_as_if_nothing_had_happened(
 @pytest.mark.timeout(240)
 def test_another_number_of_ranks_goes_on_with_the_same_data(tmp_path: Path, stopped: Path) -> None:
     run = Run(tmp_path / "run")
-    run.fork(2, "fsdp", stopped)
+    run.fork(2, "fsdp", stopped, EXIT_PREEMPTED)
     assert len(run.losses()) < STEPS
     run.fork(1, "none")
     assert [step for step, _ in run.losses()] == list(range(STEPS))
