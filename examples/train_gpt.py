@@ -29,8 +29,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
 
 import ckptlib
+from ckptlib.data import ResumableLoader, ResumableSampler, resumable
 
 # The model
 
@@ -86,43 +88,28 @@ def read_text(limit: int = 8 << 20) -> torch.Tensor:
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
-class Loader:
-    """Shuffled windows of a text: each item once per epoch, across restarts and changes of the world size.
+class Windows(Dataset[torch.Tensor]):
+    """Pieces of a text, each one byte longer than what the model sees."""
 
-    The order is a function of (seed, epoch), so (epoch, items consumed by all ranks) is the whole state, and it is the
-    same on every rank.
-    """
+    def __init__(self, text: torch.Tensor, context: int) -> None:
+        self.text, self.context = text, context
 
-    def __init__(self, text: torch.Tensor, context: int, batch: int, seed: int, rank: int, world_size: int) -> None:
-        self.text, self.context, self.batch, self.seed = text, context, batch, seed
-        self.rank, self.world_size = rank, world_size
-        self.load_state_dict({"epoch": 0, "consumed": 0})
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.context
 
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "consumed": self.consumed}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.consumed = state["epoch"], state["consumed"]
-        self.order = list(range((len(self.text) - 1) // self.context))
-        random.Random(f"{self.seed} {self.epoch}").shuffle(self.order)
-
-    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's stride of the next global batch: the bytes, and the bytes one further."""
-        items = [self.next_item() for _ in range(self.batch)]
-        windows = torch.stack([self.window(item) for item in items[self.rank :: self.world_size]]).long()
-        return windows[:, :-1], windows[:, 1:]
-
-    def next_item(self) -> int:
-        if self.consumed == len(self.order):
-            self.load_state_dict({"epoch": self.epoch + 1, "consumed": 0})
-        self.consumed += 1
-        return self.order[self.consumed - 1]
-
-    def window(self, item: int) -> torch.Tensor:
-        # The jitter draws from Python's global generator, which ckptlib puts back along with torch's and numpy's.
+    def __getitem__(self, item: int) -> torch.Tensor:
+        # The jitter draws from Python's global generator. In the trainer, ckptlib puts that back along with torch's and
+        # numpy's; in a worker, ResumableSampler seeds it for each batch.
         first = item * self.context + random.randrange(self.context)
         first = min(first, len(self.text) - self.context - 1)
         return self.text[first : first + self.context + 1]
+
+
+def make_loader(args: argparse.Namespace) -> ResumableLoader:
+    """Shuffled windows: each once per epoch, across restarts and changes of the number of ranks."""
+    windows = Windows(read_text(), args.context)
+    sampler = ResumableSampler(len(windows), args.batch, seed=args.seed)
+    return resumable(DataLoader(windows, batch_sampler=sampler, num_workers=args.workers))
 
 
 # The run
@@ -145,7 +132,8 @@ def main() -> None:
 
     optim = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     sched = torch.optim.lr_scheduler.LambdaLR(optim, lambda step: warm_up_then_cosine(step, args.steps))
-    loader = Loader(read_text(), args.context, args.batch, args.seed, rank, world_size)
+    loader = make_loader(args)
+    batches = loader.endless()
     losses = open(args.losses, "a") if args.losses and rank == 0 else None  # noqa: SIM115  (open until the process ends)
 
     status = 0
@@ -161,8 +149,8 @@ def main() -> None:
             say(rank, f"pid {os.getpid()}, {world_size} x {device.type}, {args.parallel}: {report}")
             done, began = report.step, time.perf_counter()
             for step in ckpt.loop(report.step, args.steps):
-                x, y = (t.to(device) for t in loader.next_batch())
-                loss = model(x, y)
+                windows = next(batches).to(device).long()
+                loss = model(windows[:, :-1], windows[:, 1:])
                 loss.backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optim.step()
@@ -197,6 +185,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--context", type=int, default=128, help="bytes that the model sees")
     parser.add_argument("--batch", type=int, default=16, help="windows per step, over all ranks")
+    parser.add_argument("--workers", type=int, default=0, help="processes that read the data, per rank")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--losses", help="file to which rank 0 appends a line of JSON per step")
@@ -267,7 +256,9 @@ def say(rank: int, line: str) -> None:
 # What the run ended with, in a form that two runs can be compared by
 
 
-def write_summary(path: str, model: nn.Module, optim: torch.optim.Optimizer, loader: Loader, rank: int) -> None:
+def write_summary(
+    path: str, model: nn.Module, optim: torch.optim.Optimizer, loader: ResumableLoader, rank: int
+) -> None:
     """Digests of every tensor, and every rank's random generators and place in the data. All ranks call it."""
     weights, state = {}, {}
     for name, p in model.named_parameters():
