@@ -198,6 +198,9 @@ class Store(ABC):
         None of it was ever an object. Only retention calls this.
         """
 
+    def trust_address(self) -> None:  # noqa: B027  (most stores cannot have a wrong one)
+        """Somebody has just reached it: if nobody listens there, it is away, and not somewhere else."""
+
     def close(self) -> None:  # noqa: B027  (most stores hold nothing)
         """Releases connections and threads. The store must not be used afterwards."""
 

@@ -46,6 +46,9 @@ SLOWEST_BPS = 1e6
 RETRY_S = 60.0
 """Seconds from the first failure of a request to the last time that it is sent again."""
 
+NOWHERE_S = 10.0
+"""The same where nobody listens, or the server's name is not known, and it never answered: the address is wrong."""
+
 
 @dataclass(frozen=True, slots=True)
 class IoLimits:
