@@ -24,16 +24,16 @@ PAGE = 1000
 PART_BYTES = 16 * 1024 * 1024
 """Below it an object is put by one request."""
 
-PART_SHARE = 9000
-"""Of an object, a part is at least this much: S3 takes 10,000 parts."""
+LARGE_PART_BYTES = 64 * 1024 * 1024
+"""A part of an object of more than 128 parts grows up to this."""
 
 DOLLARS = {"put": 0.005 / 1000, "list": 0.005 / 1000, "get": 0.0004 / 1000, "delete": 0.0}
 """Per request: S3 standard, us-east-1, list prices of November 2026."""
 
 
 def num_puts(nbytes: int) -> int:
-    """Requests that put an object: one, or its parts, and those that begin and complete it."""
-    part = max(PART_BYTES, ceil(nbytes / PART_SHARE))
+    """Requests that put an object from a slot: one, or its parts, and those that begin and complete it."""
+    part = min(max(PART_BYTES, ceil(nbytes / 128 / 2**20) * 2**20), LARGE_PART_BYTES)
     return 1 if nbytes < PART_BYTES else ceil(nbytes / part) + 2
 
 

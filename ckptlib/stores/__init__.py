@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ckptlib.stores.base import Entry, LateHead, Store, check_key
+from ckptlib.stores.base import Entry, InPlace, LateHead, Store, check_key
 
-__all__ = ["Entry", "LateHead", "Store", "absolute", "check_key", "open_store"]
+__all__ = ["Entry", "InPlace", "LateHead", "Store", "absolute", "check_key", "open_store"]
 
 _LOCAL = ("file", "local")
 """fsspec knows both; its own filesystem flushes nothing and puts nothing whole."""

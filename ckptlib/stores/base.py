@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -96,6 +96,18 @@ class LateHead:
         return view
 
 
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """Pieces that are views of memory which is there anyway, as a slot is: many may be under way at once."""
+
+    nbytes: int
+    """Of all of them."""
+    pieces: Iterable[Buffer]
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return iter(self.pieces)
+
+
 def joined(key: str, head: Buffer | LateHead, pieces: Iterable[Buffer]) -> bytearray:
     """A whole object in memory: for stores that put nothing else."""
     if not isinstance(head, LateHead):
@@ -147,8 +159,8 @@ class Store(ABC):
         """Puts an object, `head` and then `pieces`: whole or not at all, and durable on return.
 
         The pieces are read in place, from any thread: what each of them holds stays as it is until the call returns.
-        Those of an iterator are taken as they are needed. Pieces that are page-aligned and hold whole pages take the
-        fast way. An error that the iterator raises is raised on, and nothing is published.
+        Those of an iterator are taken as they are needed, those of InPlace far ahead. Pieces that are page-aligned and
+        hold whole pages take the fast way. An error that the iterator raises is raised on, and nothing is published.
 
         Raises ObjectExists where the key is taken and the store tells; one that can tell, but does so only when asked
         to, is asked where `create` says so. Raises FormatError where what is there is no object.
@@ -185,6 +197,9 @@ class Store(ABC):
 
         None of it was ever an object. Only retention calls this.
         """
+
+    def trust_address(self) -> None:  # noqa: B027  (most stores cannot have a wrong one)
+        """Somebody has just reached it: if nobody listens there, it is away, and not somewhere else."""
 
     def close(self) -> None:  # noqa: B027  (most stores hold nothing)
         """Releases connections and threads. The store must not be used afterwards."""

@@ -27,6 +27,13 @@ PART_NBYTES = 16 * 1024 * 1024
 """Of a multipart upload; all parts but the last have as many bytes, since some stores refuse others. What has fewer is
 put by one request."""
 
+LARGE_PART_NBYTES = 64 * 1024 * 1024
+"""The most that a part of a large object has whose pieces lie in memory anyway: a quarter of the requests, which are
+nearly all that a save costs, and no more memory. Measured on SeaweedFS: as fast, a tenth less CPU time."""
+
+EVEN_PARTS = 128
+"""As long as an object has fewer, its parts do not grow: PARTS_IN_FLIGHT connections end at about the same time."""
+
 PARTS_IN_FLIGHT = 8
 """Of one object: a connection to a bucket gives 5 to 100 MB/s, so that one alone is slow."""
 
@@ -38,6 +45,9 @@ SLOWEST_BPS = 1e6
 
 RETRY_S = 60.0
 """Seconds from the first failure of a request to the last time that it is sent again."""
+
+NOWHERE_S = 10.0
+"""The same where nobody listens, or the server's name is not known, and it never answered: the address is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

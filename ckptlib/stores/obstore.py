@@ -73,10 +73,17 @@ class ObstoreStore(Store):
         self._root = client.root
         self._lists_in_order = client.lists_in_order
         one_by_one = {"disable_bulk_delete": True} if client.is_s3 else {}
-        self._quick = client.open(io_limits.RUN_BYTES, idle=True, **one_by_one)
-        self._uploads = client.open(io_limits.PART_NBYTES, idle=False)
+        retry_s = io_limits.RETRY_S
+        self._quick = client.open(io_limits.RUN_BYTES, True, min(io_limits.NOWHERE_S, retry_s), **one_by_one)
+        """A hasty one, until the server has answered."""
+        self._patient = client.open(io_limits.RUN_BYTES, True, retry_s, **one_by_one)
+        self._uploads = client.open(io_limits.PART_NBYTES, False, retry_s)
         self._deletes_many = client.is_s3
         self._loop = ClientLoop("ckptlib-obstore")
+
+    @override
+    def trust_address(self) -> None:
+        self._quick = self._patient
 
     # -- put
 
@@ -336,11 +343,17 @@ class ObstoreStore(Store):
         retries = Retries(deadline)
         while True:
             try:
-                return self._loop.run(work(), deadline)
+                result = self._loop.run(work(), deadline)
+                self.trust_address()
+                return result
             except GivenUp:
                 raise self._too_late(doing, key) from None
             except (BaseError, OSError) as error:
                 failure = Failure.of(error)
+                if self._quick is not self._patient and failure.kind != "Connect":
+                    self.trust_address()
+                    if failure.is_busy:  # for as long as a hasty one asks
+                        continue
                 if failure.is_beyond:
                     raise _Beyond from None
                 if doing == "delete" and failure.cannot_delete_many:

@@ -65,7 +65,7 @@ class Client:
         """Whether the names in a directory are listed in order. S3's directory buckets do not; Azure may not."""
         return self.make is GCSStore or (self.is_s3 and not self.bucket.endswith("--x-s3"))
 
-    def open(self, nbytes: int, idle: bool, **config: object) -> Any:
+    def open(self, nbytes: int, idle: bool, retry_s: float, **config: object) -> Any:
         """A client whose requests carry at most `nbytes`; `idle`: where they are so small, or come down, that an answer
         which does not begin, or stops, within IDLE_S is none."""
         timeouts = {"timeout": timedelta(seconds=io_limits.IDLE_S + nbytes / io_limits.SLOWEST_BPS)}
@@ -82,10 +82,10 @@ class Client:
             },
             retry_config={
                 "max_retries": _RETRIES,
-                "retry_timeout": timedelta(seconds=io_limits.RETRY_S),
+                "retry_timeout": timedelta(seconds=retry_s),
                 "backoff": {
                     "init_backoff": timedelta(milliseconds=100),
-                    "max_backoff": timedelta(seconds=max(0.1, io_limits.RETRY_S / 12)),
+                    "max_backoff": timedelta(seconds=max(0.1, retry_s / 12)),
                     "base": 2,
                 },
             },

@@ -76,6 +76,11 @@ class Failure:
         return self.kind in ("Timeout", "Interrupted", "Decode", "Unknown") or self.code in _DAMAGED | _BUSY
 
     @property
+    def is_busy(self) -> bool:
+        """Whether the server, or what is in front of it, asked to come again later."""
+        return self.status in _BUSY_STATUS
+
+    @property
     def was_damaged(self) -> bool:
         """Whether what arrived was not what had been sent."""
         return self.code in _DAMAGED
@@ -130,7 +135,7 @@ class Failure:
             return StoreTimeout(f"{what}: no connection ({cause}); is the endpoint right, and up?")
         if self.kind:
             return StoreTimeout(f"{what}: no answer, or no progress, however often it was sent ({cause})")
-        if self.status in _BUSY_STATUS:
+        if self.is_busy:
             return StoreTimeout(f"{what}: the store is busy or down, however often it was asked ({cause})")
         if self.was_damaged:
             return StoreError(f"{what}: what arrived was not what had been sent ({cause}); nothing was stored")

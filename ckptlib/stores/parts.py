@@ -8,6 +8,8 @@ from typing_extensions import Buffer
 
 from ckptlib.stores.base import as_bytes
 
+_STEP_NBYTES = 1 << 20
+
 
 def cut(pieces: Iterable[Buffer], first_nbytes: int, nbytes: int) -> Iterator[list[memoryview]]:
     """Views of `first_nbytes` bytes of what the pieces hold, then of `nbytes` each; the last of the rest.
@@ -26,6 +28,15 @@ def cut(pieces: Iterable[Buffer], first_nbytes: int, nbytes: int) -> Iterator[li
                 views, left = [], nbytes
     if views:
         yield views
+
+
+def part_nbytes(nbytes: int, least: int, most: int, even: int, num: int) -> int:
+    """Of an object of `nbytes` bytes: `least` for `even` parts or fewer, then more, up to `most`.
+
+    Beyond that only where there would be more than `num` of them.
+    """
+    wanted = max(min(-(-nbytes // even), most), -(-nbytes // num))
+    return max(least, -(-wanted // _STEP_NBYTES) * _STEP_NBYTES)
 
 
 def num_head_parts(head_nbytes: int, nbytes: int) -> int:

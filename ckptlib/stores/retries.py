@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 
@@ -20,19 +21,21 @@ class Retries:
         """`deadline`: by the monotonic clock; nothing is sent after it."""
         self.failures = 0
         self._began = time.monotonic()
-        self._deadline = deadline
-        self._end: float | None = None
+        self._deadline = math.inf if deadline is None else deadline
+        self._first_failure: float | None = None
 
-    def wait_s(self) -> float | None:
-        """After a failure: seconds to wait before the next try; None when there is to be none."""
+    def wait_s(self, retry_s: float | None = None) -> float | None:
+        """After a failure: seconds to wait before the next try; None when there is to be none.
+
+        `retry_s`: for how long after failures of this kind, if not for RETRY_S.
+        """
         now = time.monotonic()
-        if self._end is None:
-            self._end = now + io_limits.RETRY_S
-            if self._deadline is not None:
-                self._end = min(self._end, self._deadline)
+        if self._first_failure is None:
+            self._first_failure = now
+        end = min(self._first_failure + (io_limits.RETRY_S if retry_s is None else retry_s), self._deadline)
         self.failures += 1
         wait_s = random.random() * min(_MOST_S, _FIRST_S * 2**self.failures)
-        return None if now + wait_s >= self._end else wait_s
+        return None if now + wait_s >= end else wait_s
 
     @property
     def elapsed_s(self) -> float:

@@ -173,5 +173,9 @@ class S3Store(Store):
                 raise
 
     @override
+    def trust_address(self) -> None:
+        self._client.was_there = True
+
+    @override
     def close(self) -> None:
         self._client.close()

@@ -73,6 +73,8 @@ class S3Client:
         self.prefix = f"{prefix}/" if prefix else ""
         self._s3: Any = None
         self.sums = Sums()
+        self.was_there = False
+        """Whether the server has answered; then whoever refuses connections is away for a while."""
         self._pid = os.getpid()
 
     # -- on the loop's thread
@@ -122,11 +124,16 @@ class S3Client:
         while True:
             progress = Progress(io_limits.IDLE_S if idle_s is None else idle_s)
             try:
-                return await _watched(attempt(progress), progress, call.deadline)
+                result = await _watched(attempt(progress), progress, call.deadline)
+                self.was_there = True
+                return result
             except Exception as error:
-                if not meaning_of(error).passes:
+                self.was_there |= isinstance(error, ClientError)
+                meaning = meaning_of(error)
+                if not meaning.passes:
                     raise
-                wait_s = retries.wait_s()
+                is_wrong = meaning.is_nowhere and not self.was_there
+                wait_s = retries.wait_s(min(io_limits.NOWHERE_S, io_limits.RETRY_S) if is_wrong else None)
                 if wait_s is None:
                     raise self._gave_up(call, error, retries) from self._secrets.harmless(error)
             await asyncio.sleep(wait_s)

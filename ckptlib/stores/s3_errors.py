@@ -81,6 +81,8 @@ class Meaning:
     passes: bool
     """Whether the same request may succeed in a while."""
     advice: str = ""
+    is_nowhere: bool = False
+    """Whether it may be that there is no server at this address."""
 
 
 def code_of(error: BaseException) -> str:
@@ -116,7 +118,8 @@ def meaning_of(error: BaseException) -> Meaning:
         )
         return Meaning(StoreDenied, passes=False, advice=advice)
     if isinstance(error, _SILENCE):
-        return Meaning(StoreTimeout, passes=True, advice=_advice(causes))
+        nowhere = any(isinstance(cause, socket.gaierror | ConnectionRefusedError) for cause in causes)
+        return Meaning(StoreTimeout, passes=True, advice=_advice(causes), is_nowhere=nowhere)
     return Meaning(StoreError, passes=False)
 
 

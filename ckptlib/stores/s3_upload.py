@@ -19,8 +19,8 @@ from typing_extensions import Self
 
 from ckptlib.errors import ObjectExists, StoreError
 from ckptlib.stores import io_limits
-from ckptlib.stores.base import LateHead
-from ckptlib.stores.parts import cut, num_head_parts
+from ckptlib.stores.base import InPlace, LateHead
+from ckptlib.stores.parts import cut, num_head_parts, part_nbytes
 from ckptlib.stores.retries import Retries
 from ckptlib.stores.s3_body import Body
 from ckptlib.stores.s3_client import Call, S3Client, ended
@@ -38,7 +38,7 @@ _ABORT_S = 5.0
 
 def put(client: S3Client, call: Call, head: LateHead, pieces: Iterable[Any], create: bool) -> None:
     """Puts the object whole. Parts that hold the head are kept back to the end, and so is what is in one with it."""
-    size = io_limits.PART_NBYTES
+    size = _part_nbytes(head, pieces)
     num_head = num_head_parts(head.nbytes, size)
     parts = cut(pieces, num_head * size - head.nbytes, size)
     with_head, further = next(parts, []), next(parts, None)
@@ -53,6 +53,14 @@ def put(client: S3Client, call: Call, head: LateHead, pieces: Iterable[Any], cre
         for number, views in enumerate(cut([head.made(call.key), *with_head], size, size), 1):
             upload.send(number, Body(views))
         upload.complete()
+
+
+def _part_nbytes(head: LateHead, pieces: Iterable[Any]) -> int:
+    """Parts are held in memory while they are under way, unless they lie there anyway."""
+    if not isinstance(pieces, InPlace):
+        return io_limits.PART_NBYTES
+    nbytes = head.nbytes + pieces.nbytes
+    return part_nbytes(nbytes, io_limits.PART_NBYTES, io_limits.LARGE_PART_NBYTES, io_limits.EVEN_PARTS, MOST_PARTS - 1)
 
 
 def _exists(client: S3Client, call: Call) -> ObjectExists:
@@ -120,8 +128,10 @@ class Upload:
     def send(self, number: int, data: Body) -> None:
         """Begins to send a part; its memory must stay as it is."""
         if number > MOST_PARTS:
-            most = MOST_PARTS * io_limits.PART_NBYTES
-            raise StoreError(f"{self._client.url}/{self._call.key}: cannot put more than {most} bytes in one object")
+            raise StoreError(
+                f"{self._client.url}/{self._call.key}: cannot put {self._nbytes} bytes and more in {MOST_PARTS} parts, "
+                "the most that S3 takes of one object"
+            )
         self._wait(io_limits.PARTS_IN_FLIGHT - 1)
         self._nbytes += data.nbytes
         with self._client.failures(self._call):

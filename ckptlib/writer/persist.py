@@ -20,7 +20,7 @@ from ckptlib.format.part import FailedPart, Pack, Part
 from ckptlib.policy.codec import RAW, CodecRules
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
-from ckptlib.stores import LateHead, Store
+from ckptlib.stores import InPlace, LateHead, Store
 from ckptlib.stores.io_limits import WRITE_BYTES
 from ckptlib.writer.coder import Coder, Encoded
 from ckptlib.writer.drained_parents import DrainedParents
@@ -237,10 +237,13 @@ class Persister:
     ) -> PutChunks:
         """Packs of chunks as they are."""
         packing = packer.pack(chunks)
-        packs = [self._put_pack(snapshot, next(keys), s, _in_writes(slot.body, s.pieces)) for s in packing.packs]
+        packs = [
+            self._put_pack(snapshot, next(keys), shape, InPlace(shape.data_nbytes, _in_writes(slot.body, shape.pieces)))
+            for shape in packing.packs
+        ]
         return PutChunks(tuple(packs), packing.chunks, packing.numbers, packing.offsets)
 
-    def _put_pack(self, snapshot: Snapshot, key: str, shape: PackShape, data: Iterable[Buffer]) -> Pack:
+    def _put_pack(self, snapshot: Snapshot, key: str, shape: PackShape, data: InPlace) -> Pack:
         header, began = snapshot.header, time.monotonic()
         self._store.put(
             key, shape.head(header.save, header.rank, snapshot.layout.digest), data, deadline=self._deadline

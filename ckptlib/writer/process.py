@@ -226,7 +226,9 @@ class WriterProcess:
         requests = Requests()
         self._watchdog = Watchdog(requests, self._deadline_s, self._tell_waiting, self._give_up)
         with self._watchdog.work("opening the store", None, time.monotonic() + self._deadline_s):
-            self._store = NotedStore(open_store(message["url"], message["options"]), requests)
+            store = open_store(message["url"], message["options"])
+            store.trust_address()  # the trainer has probed it
+            self._store = NotedStore(store, requests)
         self._catalog, self._swept = Catalog(self._store), Catalog(self._store)
         self._committer = Committer(self._catalog)
         make = partial(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from typing_extensions import Buffer, override
 
-from ckptlib.stores import Entry, LateHead, Store
+from ckptlib.stores import Entry, InPlace, LateHead, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,8 @@ class NotedStore(Store):
                     moved()
                     yield piece
 
-            self._inner.put(key, head, () if pieces == () else taken(), create=create, deadline=deadline)
+            noted = InPlace(pieces.nbytes, taken()) if isinstance(pieces, InPlace) else taken()
+            self._inner.put(key, head, () if pieces == () else noted, create=create, deadline=deadline)
 
     @override
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:

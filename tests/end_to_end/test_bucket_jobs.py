@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from helpers.limits import short_limits
 from helpers.servers import ObjectStorage, s3_client
 from launch import forked
 from places import WORKERS
@@ -41,7 +42,7 @@ def train(directory: Path, url: str, options: object, num_ranks: int, until: int
     """The step that it resumed from, and a digest of the weights in the end."""
     result = directory / "result.json"
     order = json.dumps([url, options, until, None, str(result)])
-    codes, output = forked(WORKERS / "bucket_job.py", num_ranks, order, timeout_s=TIMEOUT_S)
+    codes, output = forked(WORKERS / "bucket_job.py", num_ranks, order, timeout_s=TIMEOUT_S, variables=short_limits())
     assert codes == [0] * num_ranks, output[-20000:]
     found = json.loads(result.read_text())
     return found["start"], found["weights"]
@@ -79,9 +80,16 @@ def test_killed_resumed_and_resharded(storage: ObjectStorage, tmp_path: Path, we
 FAULTS: dict[str, Sequence[dict[str, object]]] = {
     "swallowed": [
         {"match": "^PutObject .*/packs/", "fault": "blackhole", "nth": 1},
+        {"match": "^PutObject .*/packs/", "fault": "stall_up", "nth": 4, "after": 1000},
         {"match": "^PutObject .*/steps/", "fault": "hang_reply", "nth": 1},
+        {"match": "^GetObject .*/parts/", "fault": "stall_down", "nth": 1},
     ],
-    "refused": [{"fault": "503", "nth": 20, "count": 5}, {"fault": "500", "nth": 40, "count": 5}],
+    "refused": [
+        {"fault": "503", "nth": 20, "count": 5},
+        {"fault": "500", "nth": 40, "count": 5},
+        {"fault": "429", "nth": 60, "count": 2},
+        {"fault": "refuse", "nth": 70, "count": 2},
+    ],
     "broken": [
         {"match": "^PutObject .*/packs/", "fault": "reset_up", "nth": 0, "after": 1000},
         {"match": "^PutObject .*/parts/", "fault": "lost_reply", "nth": 2},
@@ -89,6 +97,11 @@ FAULTS: dict[str, Sequence[dict[str, object]]] = {
         {"match": "^GetObject", "fault": "truncate", "nth": 3},
     ],
 }
+
+COMING_DOWN: Sequence[dict[str, object]] = [
+    {"match": "^GetObject .*/packs/", "fault": fault, "nth": number, "after": 1000}
+    for number, fault in enumerate(("flip_down", "stall_down", "reset_down", "truncate"))
+] + [{"match": "^List", "fault": "503", "nth": 0, "count": 2}]
 
 
 @pytest.mark.parametrize("faults", FAULTS)
@@ -103,3 +116,14 @@ def test_faults_that_pass_cost_no_save(storage: ObjectStorage, tmp_path: Path, w
     assert {*met} == {rule["fault"] for rule in FAULTS[faults]}
     assert all("-ok-" in part for part in parts), "no save failed, on any rank"
     assert steps_there(storage, url)[-1] == UNTIL
+
+
+def test_faults_while_a_job_resumes_cost_no_step(storage: ObjectStorage, tmp_path: Path, weights: str) -> None:
+    """Bits that flip on the way down, too: the newest step is what it goes on from, and not the one before."""
+    url = storage.url()
+    assert train(tmp_path, url, storage.options(), 2, 8)[0] == 0
+    with FaultProxy(upstream=storage.endpoint) as proxy:
+        proxy.rules(COMING_DOWN)  # type: ignore[arg-type]
+        assert train(tmp_path, url, storage.options(proxy.url), 2, UNTIL) == (8, weights)
+        met = {request.fault for request in proxy.requests if request.fault}
+    assert met == {rule["fault"] for rule in COMING_DOWN}

@@ -17,7 +17,7 @@ from ckptlib.testing import FaultProxy
 PART_NBYTES = 5 << 20
 """The least that S3 takes."""
 
-IDLE_S = 3.0
+IDLE_S = 2.0
 RETRY_S = 30.0
 
 

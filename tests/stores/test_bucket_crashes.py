@@ -6,52 +6,46 @@ SIGKILL. What is there is told by Amazon's own client and by numpy.
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.forkserver import context, start_server
 from helpers.persists import OneRank
 from helpers.servers import ObjectStorage, s3_client
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
 from ckptlib.format.keys import SaveId
-from ckptlib.stores import Store, open_store
+from ckptlib.stores import Store, io_limits, open_store
 from ckptlib.testing import FaultProxy
 from ckptlib.verify.root import verify_save
 
-ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
 
-JOB = """
-import json, sys
-from pathlib import Path
-sys.path += ["tests", "."]
-from helpers.persists import OneRank
-from stores.test_bucket_crashes import state
-from ckptlib.stores import open_store
+PART_NBYTES = 5 << 20
+"""The least that S3 takes."""
 
-url, options, directory = json.loads(sys.argv[1])
-job = OneRank(Path(directory), open_store(url, options), "planes")
-job.save(state(1))
-print("saved", flush=True)
-input()
-job.save(state(2))
-print("saved", flush=True)
-"""
+
+def save_twice(url: str, options: dict[str, object], directory: str, told: Connection) -> None:
+    """The second step when it is told to. In a process of its own."""
+    io_limits.PART_NBYTES = PART_NBYTES
+    job = OneRank(Path(directory), open_store(url, options), "planes")
+    for step in (1, 2):
+        told.recv()
+        job.save(state(step))
+        told.send("saved")
 
 
 def state(step: int) -> dict[str, np.ndarray]:
     """Of several parts; half of it stays the same."""
     frozen = np.random.default_rng(0).standard_normal(1 << 18).astype(np.float32)
-    trained = np.random.default_rng(step).standard_normal(5 << 20).astype(np.float32)
-    noise = np.random.default_rng(-step % 1000).integers(0, 256, 17 << 20, dtype=np.uint8)
+    trained = np.random.default_rng(step).standard_normal(7 << 18).astype(np.float32)
+    noise = np.random.default_rng(-step % 1000).integers(0, 256, 6 << 20, dtype=np.uint8)
     return {"frozen": frozen, "noise": noise, "trained": trained}
 
 
@@ -61,25 +55,27 @@ class Job:
     def __init__(self, storage: ObjectStorage, proxy: FaultProxy, directory: Path) -> None:
         directory.mkdir()
         self.url, self.proxy = storage.url(), proxy
-        order = json.dumps([self.url, storage.options(proxy.url), str(directory)])
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", JOB, order], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._told, told = context.Pipe()
+        start_server()
+        given = (self.url, storage.options(proxy.url), str(directory), told)
+        self.process = context.Process(target=save_twice, args=given)
+        self.process.start()
+        told.close()
+        self.go_on()
         self.wait()
         self.num_before = len(proxy.requests)
 
     def wait(self) -> None:
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "saved\n"
+        assert self._told.poll(PATIENCE_S)
+        assert self._told.recv() == "saved"
 
     def go_on(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        self._told.send("go")
 
     def kill(self) -> None:
         self.process.kill()
-        assert self.process.wait() == -signal.SIGKILL
+        self.process.join()
+        assert self.process.exitcode == -signal.SIGKILL
 
 
 @pytest.fixture
@@ -136,7 +132,7 @@ def num_requests(storage: ObjectStorage, directory: Path) -> int:
         job = Job(storage, proxy, directory)
         job.go_on()
         job.wait()
-        job.process.wait()
+        job.process.join()
         assert check(storage, job.url, directory) == [1, 2]
         assert uploads(storage, job.url) == []
         return len(proxy.requests) - job.num_before
@@ -165,7 +161,7 @@ def test_killed_at_every_request_of_a_save(
             deadline = time.monotonic() + PATIENCE_S
             while not any(request.fault == fault for request in proxy.requests):
                 assert time.monotonic() < deadline, f"request {n} of {total} was not made"
-                assert job.process.poll() is None
+                assert job.process.exitcode is None
                 time.sleep(0.005)
             job.kill()
         listed = check(storage, job.url, tmp_path / str(n))

@@ -123,7 +123,7 @@ def test_what_obstore_is_told(
     client = client_of(url, options)
     assert (client.bucket, client.root) == (bucket, root)
     assert {name: client.config.get(name) for name in expected} == expected
-    client.open(1000, idle=True)  # obstore takes every word of it
+    client.open(1000, idle=True, retry_s=1.0)  # obstore takes every word of it
 
 
 def test_a_service_account(tmp_path: Path) -> None:

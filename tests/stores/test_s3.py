@@ -284,7 +284,7 @@ def test_several_threads_and_a_store_that_is_closed(s3: ObjectStorage) -> None:
 MEMORY = """
 import mmap, sys
 from ckptlib.stores import LateHead, open_store
-nbytes = 512 << 20
+nbytes = 256 << 20
 with open("/proc/self/status") as status: pass
 def anonymous(name):
     with open("/proc/self/status") as status:
@@ -312,7 +312,7 @@ print(peak - before)
 def test_memory_of_a_large_put(s3: ObjectStorage, tmp_path: Path) -> None:
     """Parts are sent from the slot: what is there beside it does not grow with the object."""
     with open("/dev/urandom", "rb") as noise, open(tmp_path / "slot", "wb") as slot:
-        slot.write(noise.read(1 << 20) * 512)
+        slot.write(noise.read(1 << 20) * 256)
     arguments = [s3.url(), str(s3.secrets["key"]), str(s3.secrets["secret"]), s3.endpoint, str(tmp_path / "slot")]
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280

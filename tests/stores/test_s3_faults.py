@@ -129,7 +129,8 @@ def test_a_get_goes_on_at_its_byte(bucket: Bucket, fault: str, count: int) -> No
     assert len(got) == count + 1
     if after:
         assert got[-1].range is not None
-        assert int(got[-1].range.removeprefix("bytes=").split("-")[0]) > 50 + HALF // 2
+        least = 0 if fault == "reset_down" else HALF // 2  # a reset drops what a busy client has not read yet
+        assert int(got[-1].range.removeprefix("bytes=").split("-")[0]) > 50 + least
     bucket.breaks(DOWN, fault, count, **after)
     assert bucket.store.get("p") == data
     bucket.breaks(DOWN, fault, count, **after)

@@ -181,7 +181,7 @@ def test_a_server_that_knows_no_conditions(recorder: Recorder, store: Store) -> 
 def test_what_was_put_may_be_unmapped(s3: ObjectStorage, nbytes: int) -> None:
     """A slot is closed when it is given free; a view that somebody still holds would forbid it."""
     with open_store(s3.url(), s3.options()) as store:
-        for _ in range(3):
+        for _ in range(2):
             with mmap.mmap(-1, nbytes) as memory:
                 view = memoryview(memory)
                 store.put("a", b"head", [view[: nbytes // 3], view[nbytes // 3 :]])

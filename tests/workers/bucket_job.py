@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers.limits import hand_limits_on
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +22,7 @@ WIDTH = 512
 
 
 def main(url: str, options: dict[str, Any], until: int, kill_at: int | None, result: str) -> None:
+    hand_limits_on()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]

@@ -8,7 +8,7 @@ from typing import Any
 from workers.crash_jobs import NUMEL, State, Teller, checkpointer
 
 
-def step_on(tell: Teller, rank: int, *, url: str, **kwargs: Any) -> None:
+def step_on(tell: Teller, rank: int, *, url: str, pause_s: float = 0.002, **kwargs: Any) -> None:
     """Until it is told to stop (SIGTERM). `url`: {rank} stands for the rank."""
     state = State(NUMEL)
     with checkpointer(url.replace("{rank}", str(rank)), state, every=3, **kwargs) as ckpt:
@@ -18,6 +18,6 @@ def step_on(tell: Teller, rank: int, *, url: str, **kwargs: Any) -> None:
         for step in ckpt.loop(report.step, 10**6):
             state.advance()
             tell("step", step=step + 1)
-            time.sleep(0.002)
+            time.sleep(pause_s)
         tell("stopped", step=step + 1)
     tell("closed")
