@@ -19,6 +19,7 @@ from ckptlib.format.keys import SaveId, checked_step
 from ckptlib.loading.committed import resolve
 from ckptlib.loading.report import LoadReport
 from ckptlib.loading.selection import Only, Rename
+from ckptlib.policy.best import Best
 from ckptlib.policy.codec import AUTO, Asked, CodecRules
 from ckptlib.ranks.meeting import meet
 from ckptlib.ranks.together import together
@@ -121,6 +122,8 @@ def load(
     cast: bool = False,
     random: bool = False,
     device: str | torch.device | None = None,
+    metric: str | None = None,
+    mode: str | None = None,
     timeout: timedelta = TIMEOUT,
 ) -> LoadReport:
     """Fills `state` in place from a committed step, whatever layout and world size it was saved with.
@@ -131,7 +134,9 @@ def load(
     If you load a whole step into the state that you save next, the run goes back to that step: later steps stay in the
     store but are no longer listed. Loading into other objects, or only a part, does not change the history.
 
-    step:   a number, or "latest".
+    step:   a number, "latest", or "best".
+    metric: with step="best": the metric that says which step is, as rank 0 told it when it saved; and `mode`: "min" or
+            "max". Default: those of `Keep(best=, mode=)` of the newest job that had one. NaN is never best.
     strict: if True, a name that only one side has is an error; if False, the report lists it.
     map:    from a name in `state` to the checkpoint's name: a function, or a dict of names and path prefixes, such as
             {"model": "ema"}.
@@ -147,11 +152,12 @@ def load(
     damaged tensor. If one rank raises, all ranks do.
     """
     step = step if isinstance(step, str) else checked_step(step)
+    best = _best(step, metric, mode)
     meet(process_group, str(url), f"load of step {step}", timeout)
     group = registry.group(process_group)
     with open_store(str(url), storage_options) as store:
         catalog = Catalog(store)
-        source = resolve(group, catalog, step)
+        source = resolve(group, catalog, step, best)
         generators = LoadedRng(group.rank, source.world_size) if random else None
         together(group, f"loading step {source.save.step}", lambda: _refuse_going_back(url, source.save, state, only))
         order = LoadOrder(state, strict=strict, rename=map, only=only, cast=cast, device=device)
@@ -163,6 +169,18 @@ def load(
     for keeper in registry.keepers:
         keeper.note_load(absolute(url), loads)
     return report
+
+
+def _best(step: int | str, metric: str | None, mode: str | None) -> Best | None:
+    """What is best; None where it was not said."""
+    if metric is None and mode is None:
+        return None
+    if step != "best" or metric is None:
+        raise ValueError(
+            f"load(step={step!r}, metric={metric!r}, mode={mode!r}): metric and mode say which step is the best; give "
+            "both, with step='best'"
+        )
+    return Best(metric, mode or "")
 
 
 def _refuse_going_back(url: str | Path, save: SaveId, state: Mapping[str, object], only: Only) -> None:

@@ -102,6 +102,7 @@ def save_step(session: Session, order: SaveOrder) -> Pending:
         metrics=metrics,
         created=time.time(),
         algorithm=session.root.algorithm,
+        exempt=session.is_exempt(order.step),
     )
     if order.to_store:
         session.expect(save, order.drains)

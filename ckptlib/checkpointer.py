@@ -50,6 +50,7 @@ from ckptlib.saving.registry import registry
 from ckptlib.saving.run_record import encode_config
 from ckptlib.saving.session import Session
 from ckptlib.saving.settings import MAX_OUTAGE, REFRESH, SAVE_DEADLINE, TIMEOUT, Settings
+from ckptlib.saving.step_metrics import StepMetrics
 from ckptlib.saving.turns import Turns
 from ckptlib.staging.fence import Fence
 from ckptlib.state.flatten import flatten
@@ -156,6 +157,7 @@ class Checkpointer:
         self._stopping = False
         self._preempted = False
         self._generators: LoadedRng | None = None
+        self._metrics = StepMetrics(None if keep is None else keep.rule, 0 if keep is None else keep.last)
         self._last: Pending | None = None
         self._restored: int | None = None
         self._install()
@@ -279,8 +281,18 @@ class Checkpointer:
             if self._stopping:
                 return
 
+    def log(self, metrics: Mapping[str, object]) -> None:
+        """Notes metrics of the step that is under way: if it is saved, they are saved with it.
+
+        For `loop`, where nobody calls `after_step`. Metrics of a step that is not saved are dropped, so measure what
+        `Keep(best=)` asks for at the steps that are saved. Rank 0's are recorded.
+        """
+        self._metrics.note(metrics)
+
     def after_step(self, step: int, metrics: Mapping[str, object] | None = None) -> None:
         """Tells that `step` steps are done; saves when all ranks have agreed that a save is due.
+
+        `metrics`: saved with the step; those of `log`, too. Rank 0's are recorded.
 
         Call it on every rank, after optimizer.step(), with consecutive steps. A save that falls due while no slot is
         free is taken a few steps later. If you do not use `loop`, call `save` for the last step. Raises SaveFailed
@@ -314,7 +326,7 @@ class Checkpointer:
         if last or ((word.due or word.snap) and word.needs_held <= session.snapshots.held_by_all):
             # a last one is compared before it is taken: no other could be, should it turn out to differ
             compare = compare or last
-            taken = self._save(step, metrics, word, to_store=bool(last or word.due), compare=compare)
+            taken = self._save(step, self._metrics.of(metrics), word, to_store=bool(last or word.due), compare=compare)
         elif word.due or word.snap:
             session.snapshots.make_room()
             self._turns.tell_waiting()
@@ -322,6 +334,7 @@ class Checkpointer:
             if not self._stopping:
                 self._turns.say(step + 1)
         finally:
+            self._metrics.clear()
             if taken is not None:
                 taken.staging.go()
         if last:  # no step of an optimizer follows, so nothing would wait at the fence
@@ -342,7 +355,9 @@ class Checkpointer:
             self._session.await_room()
             trained = self._turns.started  # by after_step: an iteration has been
             self._session.tier.begin_drained()
-            self._last = save_step(self._session, SaveOrder(self._state, step, metrics, spare=trained))
+            told = self._metrics.of(metrics)
+            self._last = save_step(self._session, SaveOrder(self._state, step, told, spare=trained))
+            self._note_saved(step, told)
             self._last.staging.go()
         return self._last
 
@@ -405,8 +420,14 @@ class Checkpointer:
         if to_store:
             due.succeed()
             self._last = pending
+            self._note_saved(step, metrics)
         self._fence.guard(pending.staging)
         return pending
+
+    def _note_saved(self, step: int, metrics: Mapping[str, object] | None) -> None:
+        problem = self._metrics.lacking(step, metrics)
+        if problem is not None and self._group.rank == 0:
+            log.warning("%s", problem)
 
     def _earned(self, leaf: Leaf) -> bool:
         """Whether the leaf's only writer is an optimizer that was seen to wait at the fence."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -98,8 +99,12 @@ def put_part(
     shards: list[tuple[str, Box]] | None = None,
     chunk_bytes: int = 1 << 20,
     check: Check | None = None,
+    told: Mapping[str, object] | None = None,
 ) -> PartName:
-    """Packs and part of one rank, put in the order of a writer. `shards`: what it writes, if not what is its share."""
+    """Packs and part of one rank, put in the order of a writer. `shards`: what it writes, if not what is its share.
+
+    `told`: further fields of the part.
+    """
     table = body_layout.lay_out(layout, shards_of(layout, rank) if shards is None else shards, chunk_bytes)
     body = bytearray(body_layout.body_nbytes(table))
     for tensor, box, begin in zip(table.tensors, table.boxes, table.begins(table.sizes(layout)), strict=True):
@@ -114,24 +119,34 @@ def put_part(
     catalog.put_layout(layout.digest, layout.encoded)
     size, shown = layout.world_size, tuple(packs)
     part = Part(save, rank, size, attempt, packing.table, shown, XXH3, tuple(digests), {}, {}, 0.0, check)
-    name, document = part.encode()
+    name, document = replace(part, **(told or {})).encode()  # type: ignore[arg-type]
     catalog.store.put(name.key, document)
     return name
 
 
 def put_parts(
-    catalog: Catalog, generation: GenerationId, step: int, tensors: Mapping[str, np.ndarray], world_size: int = 1
+    catalog: Catalog,
+    generation: GenerationId,
+    step: int,
+    tensors: Mapping[str, np.ndarray],
+    world_size: int = 1,
+    **told: object,
 ) -> tuple[SaveId, list[PartName]]:
-    """A save of all ranks that only lacks its commit."""
+    """A save of all ranks that only lacks its commit. `told`: further fields of the parts, such as metrics."""
     save, layout = SaveId(step, generation), layout_of(tensors, world_size)
-    return save, [put_part(catalog, save, rank, layout, tensors) for rank in range(world_size)]
+    return save, [put_part(catalog, save, rank, layout, tensors, told=told) for rank in range(world_size)]
 
 
 def make_save(
-    catalog: Catalog, generation: GenerationId, step: int, tensors: Mapping[str, np.ndarray], world_size: int = 1
+    catalog: Catalog,
+    generation: GenerationId,
+    step: int,
+    tensors: Mapping[str, np.ndarray],
+    world_size: int = 1,
+    **told: object,
 ) -> SaveId:
-    """A committed step."""
-    save, names = put_parts(catalog, generation, step, tensors, world_size)
+    """A committed step. `told`: as above."""
+    save, names = put_parts(catalog, generation, step, tensors, world_size, **told)
     Committer(catalog).commit(save, names)
     return save
 

@@ -10,9 +10,11 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ckptlib.catalog.history import check_head, check_known, history, named, numbered, read_records, successor
+from ckptlib.catalog.metrics import best_of, numeric
 from ckptlib.catalog.reading import warm
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -31,7 +33,8 @@ from ckptlib.format.keys import GenerationId, PackSet, PartName, SaveId
 from ckptlib.format.layout import Layout, decode_layout
 from ckptlib.format.manifest import Generation, Manifest, Root, TrashRecord
 from ckptlib.format.part import Part
-from ckptlib.stores import Store
+from ckptlib.policy.best import Best
+from ckptlib.stores import Entry, Store
 
 log = logging.getLogger(__name__)
 
@@ -63,16 +66,22 @@ class Steps(NamedTuple):
     """Every committed one, by step."""
     refreshes: list[SaveId]
     """Those whose packs somebody asked not to be referred to any more, ascending."""
+    pins: Mapping[SaveId, Sequence[Entry]] = MappingProxyType({})
+    """Those that are pinned, committed or not, and the objects that say so."""
 
 
 class Stand(NamedTuple):
-    """What of a manifest matters to others: on which packs its step stands, besides its own, and on which layouts."""
+    """What of a manifest matters to others: on which packs its step stands, besides its own, and on which layouts;
+    and what tells whether it stays."""
 
     created: float
     uses: Mapping[PackSet, float]
     users: Mapping[PackSet, frozenset[int]]
     nbytes: int
     layouts: tuple[str, ...]
+    metrics: Mapping[str, float]
+    """Those that are numbers."""
+    exempt: bool
 
 
 class Catalog:
@@ -111,11 +120,16 @@ class Catalog:
 
     def steps(self, since: SaveId | None = None) -> Steps:
         """What is told by the names below `steps/`: of all, or of this save and those that come after it."""
-        names = [entry.key for entry in self.store.scan(keys.STEPS, "" if since is None else f"{keys.STEPS}{since}")]
+        entries = self.store.scan(keys.STEPS, "" if since is None else f"{keys.STEPS}{since}")
+        names = [entry.key for entry in entries]
         saves = sorted(filter(None, map(keys.parse_manifest_key, names)))
+        pins: dict[SaveId, list[Entry]] = {}
+        for entry in entries:
+            if (pinned := keys.parse_pin_key(entry.key)) is not None:
+                pins.setdefault(pinned, []).append(entry)
         if since is None:
             self._stands = {save: self._stands[save] for save in saves if save in self._stands}
-        return Steps(saves, sorted(filter(None, map(keys.parse_refresh_key, names))))
+        return Steps(saves, sorted(filter(None, map(keys.parse_refresh_key, names))), pins)
 
     def generation_ids(self) -> list[GenerationId]:
         """Every generation that has put its record, ascending."""
@@ -203,17 +217,47 @@ class Catalog:
             log.error("what generation %s resumed from is not known: %s", generation, error)
         return history(whole, records)
 
-    def resolve(self, step: int | str) -> SaveId:
-        """The save of a visible step; "latest", a step number, or a full name for one that is not visible.
+    def resolve(self, step: int | str, best: Best | None = None) -> SaveId:
+        """The save of a visible step; "latest", "best", a step number, or a full name for one that is not visible.
 
-        Raises CheckpointNotFound that says which steps there are, NewerFormat as `check_versions` does.
+        `best`: what "best" means; None: what the newest job says that says it. Raises CheckpointNotFound that says
+        which steps there are, NewerFormat as `check_versions` does.
         """
         saves = self.saves()  # first: who commits has put its record
         ids = self.generation_ids()
         self._check_versions(ids)
+        if step == "best":
+            visible = self._visible(saves, saves, ids)
+            return best_of(self.known_metrics(visible), best or self.best_rule(ids), self.store.url)
         if step != "latest" and isinstance(step, str) and not step.isdigit():
             return named(step, lambda: saves, self.store.url)
         return numbered(step, self._visible(saves, saves, ids), self.store.url)
+
+    def known_metrics(self, saves: Sequence[SaveId]) -> dict[SaveId, Mapping[str, float]]:
+        """The metrics that are numbers, of those saves whose manifest can be read; of the others it warns."""
+        self.warm_stands(saves)
+        found: dict[SaveId, Mapping[str, float]] = {}
+        for save in saves:
+            try:
+                found[save] = self.stand(save).metrics
+            except CheckpointNotFound:  # dropped since it was listed
+                continue
+            except (CorruptData, FormatError, ObjectUnreadable) as error:
+                log.warning("the metrics of step %d are not known: %s", save.step, error)
+        return found
+
+    def best_rule(self, ids: Sequence[GenerationId] | None = None) -> Best | None:
+        """What the newest job that says it calls the best step. `ids`: the generations, where listed before."""
+        ids = self.generation_ids() if ids is None else ids
+        self._warm_generations(ids)
+        for generation in reversed(ids):
+            try:
+                best = self.generation(generation).best
+            except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable):
+                continue  # told where history is walked
+            if best is not None:
+                return best
+        return None
 
     def manifest(self, save: SaveId) -> Manifest:
         """Raises CheckpointNotFound, CorruptData, FormatError."""
@@ -231,7 +275,13 @@ class Catalog:
         if save not in self._stands:
             manifest = self.manifest(save)
             self._stands[save] = Stand(
-                manifest.created, manifest.uses, manifest.users, manifest.nbytes, tuple(manifest.layouts)
+                manifest.created,
+                manifest.uses,
+                manifest.users,
+                manifest.nbytes,
+                tuple(manifest.layouts),
+                numeric(manifest.metrics),
+                manifest.exempt,
             )
         return self._stands[save]
 

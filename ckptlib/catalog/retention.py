@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptlib.catalog import clock
-from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.catalog import Catalog, Stand
 from ckptlib.catalog.history import history
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.uses import UNREADABLE, Needed, is_needed, needed_by, record_of
@@ -40,6 +40,7 @@ from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,
     FormatError,
+    NewerFormat,
     ObjectExists,
     ObjectUnreadable,
 )
@@ -90,6 +91,8 @@ class _Stock:
     committed: set[SaveId]
     refreshes: list[SaveId]
     """Asked for; see `_is_done`."""
+    pins: Mapping[SaveId, Sequence[Entry]]
+    """The pinned saves, and the objects that say so."""
 
 
 def sweep(
@@ -98,11 +101,13 @@ def sweep(
     generation: keys.GenerationId | None,
     dry_run: bool = False,
     abandoned: bool = False,
+    exempt: bool = False,
 ) -> Sweep:
     """Drops the steps that `keep` (None: all stay) does not keep, and deletes the trash whose time has come.
 
     `generation`: of the live job that asks; None outside of one. `abandoned`: steps left behind by a rewind are
-    dropped as well. `dry_run` changes nothing, and measures ages by this machine's clock.
+    dropped as well. `exempt`: so are those that were saved as exempt, where no other rule keeps them. Pinned steps
+    stay whatever is asked for. `dry_run` changes nothing, and measures ages by this machine's clock.
 
     Raises Superseded, ValueError for too short a grace period, CorruptData where the record of a generation is lost or
     a manifest cannot be read (a live job warns, goes on along the history that is left, and deletes no pack), and what
@@ -119,7 +124,10 @@ def sweep(
     under_way = {save for save in stale if stock.records[save].modified >= now - deadline_s}
     needed = _needed(catalog, stock, oldest, live=generation is not None)
     generations = _generations(catalog, stock, live=generation is not None and not abandoned)
-    dropped = [save for save in _unwanted(stock, generations, keep, abandoned) if save not in under_way]
+    known, unknown = _stands(catalog, stock)
+    unwanted = _unwanted(stock, generations, keep, abandoned, known)
+    stays = unknown | under_way | {save for save in known if known[save].exempt and not exempt}
+    dropped = [save for save in unwanted if save not in stays]
     condemned = _crashed(stock, oldest)
     due = [] if needed is None else _due(stock, oldest)
     gone, stages = _deletable(stock, due, needed or {})
@@ -129,11 +137,13 @@ def sweep(
     if not dry_run:
         old_clocks = [entry.key for entry in stock.clocks if entry.modified < oldest]
         refreshes = [save.refresh_key for save in stock.refreshes if _is_done(save, stock, needed)]
-        _delete(catalog, generation, [*old_clocks, *refreshes])
+        _delete(catalog, generation, [*old_clocks, *refreshes, *_idle_pins(stock, oldest)])
         for stage in stages:  # before anything is put: the store may be full
             _delete(catalog, generation, [entry.key for entry in stage])
         _drop_stale(catalog, generation, [stock.records[save] for save in sorted(stale - under_way)])
-        _drop(catalog, generation, dropped)
+        spared = _drop(catalog, generation, dropped)
+        dropped = [save for save in dropped if save not in spared]
+        waiting = [save for save in waiting if save not in spared]
         _put_records(catalog.store, [TrashRecord(save, "never committed") for save in condemned])
         catalog.store.clean(oldest)
     return Sweep(tuple(dropped), tuple(condemned), tuple(itertools.chain(*stages)), tuple(waiting))
@@ -161,6 +171,12 @@ def _needed(catalog: Catalog, stock: _Stock, oldest: float, live: bool) -> Neede
 def _is_done(refresh: SaveId, stock: _Stock, needed: Needed | None) -> bool:
     """Whether nobody has to see any more that this was asked for: a save that was planned before may come after it."""
     return needed is not None and refresh not in stock.committed and all(of.save > refresh for of in needed)
+
+
+def _idle_pins(stock: _Stock, oldest: float) -> list[str]:
+    """Pins of which nothing is left to keep. Not of a step whose manifest alone is missing: it may be put back."""
+    left = stock.committed | stock.objects.keys() | stock.records.keys()
+    return [e.key for save, entries in stock.pins.items() if save not in left for e in entries if e.modified < oldest]
 
 
 def _deletable(stock: _Stock, due: Iterable[SaveId], needed: Needed) -> tuple[set[SaveId], list[list[Entry]]]:
@@ -206,7 +222,7 @@ def _take_stock(catalog: Catalog) -> _Stock:
             records[save] = entry
         elif entry.key.startswith(clock.CLOCK):
             clocks.append(entry)
-    return _Stock(objects, layouts, records, clocks, {*steps.saves}, steps.refreshes)
+    return _Stock(objects, layouts, records, clocks, {*steps.saves}, steps.refreshes, steps.pins)
 
 
 def _generations(catalog: Catalog, stock: _Stock, live: bool) -> Mapping[GenerationId, Generation]:
@@ -224,22 +240,42 @@ def _generations(catalog: Catalog, stock: _Stock, live: bool) -> Mapping[Generat
     return found
 
 
+def _stands(catalog: Catalog, stock: _Stock) -> tuple[dict[SaveId, Stand], set[SaveId]]:
+    """What the manifests say that can be read; and of which nobody can tell now what they say. These stay; one that is
+    damaged for good has no rights."""
+    known: dict[SaveId, Stand] = {}
+    unknown: set[SaveId] = set()
+    catalog.warm_stands(sorted(stock.committed))
+    for save in stock.committed:
+        try:
+            known[save] = catalog.stand(save)
+        except (NewerFormat, ObjectUnreadable):
+            unknown.add(save)
+        except UNREADABLE:
+            continue
+    return known, unknown
+
+
 def _unwanted(
-    stock: _Stock, generations: Mapping[GenerationId, Generation], keep: Keep | None, abandoned: bool
+    stock: _Stock,
+    generations: Mapping[GenerationId, Generation],
+    keep: Keep | None,
+    abandoned: bool,
+    known: Mapping[SaveId, Stand],
 ) -> list[SaveId]:
-    """The committed saves that are dropped.
+    """The committed saves that no rule keeps, and that are not pinned.
 
     Never the one that the newest generation resumed from while it has none of its own: it would have nowhere to
     start again.
     """
     visible = history(stock.committed, generations)
-    unwanted = set() if keep is None else {*keep.choose(visible)}
+    unwanted = set() if keep is None else {*keep.choose(visible, known)}
     if abandoned:
         unwanted |= stock.committed - {*visible}
     newest = max(generations, default=None)
     if newest is not None and all(save.generation != newest for save in stock.committed):
         unwanted -= {generations[newest].resumed_from}
-    return sorted(unwanted)
+    return sorted(unwanted - stock.pins.keys())
 
 
 def _due(stock: _Stock, oldest: float) -> list[SaveId]:
@@ -273,15 +309,25 @@ def _unnamed_layouts(catalog: Catalog, stock: _Stock, oldest: float) -> list[Ent
     return [entry for entry in old if entry.key not in named]
 
 
-def _drop(catalog: Catalog, generation: keys.GenerationId | None, saves: Sequence[SaveId]) -> None:
-    """The records first: without them, the next generation would take the parts for saves to be committed."""
+def _drop(catalog: Catalog, generation: keys.GenerationId | None, saves: Sequence[SaveId]) -> set[SaveId]:
+    """The records first: without them, the next generation would take the parts for saves to be committed. And pins
+    are read again behind them: whoever pins puts the pin, then looks for a record, so one of the two sees the other.
+
+    Returns those that were pinned meanwhile. Their records stay until they are stale: another sweep that did not see
+    the pin may be about to delete the manifest, and the record is what tells whoever pinned the step.
+    """
+    spared: set[SaveId] = set()
     catalog.warm_stands(saves)
     for some in _batches(saves):
         _check_head(catalog, generation)
         _put_records(catalog.store, [record_of(catalog, save, "dropped by retention") for save in some])
-        _delete(catalog, generation, [save.manifest_key for save in some])
+        pinned = {*some} & catalog.steps(since=some[0]).pins.keys()
+        _delete(catalog, generation, [save.manifest_key for save in some if save not in pinned])
         for save in some:
-            log.info("step %d is dropped; its bytes go after the grace period", save.step)
+            if save not in pinned:
+                log.info("step %d is dropped; its bytes go after the grace period", save.step)
+        spared |= pinned
+    return spared
 
 
 def _drop_stale(catalog: Catalog, generation: keys.GenerationId | None, listed: Sequence[Entry]) -> None:

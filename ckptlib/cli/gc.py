@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import click
 from rich.text import Text
@@ -17,6 +18,7 @@ from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, count, duration, size
 from ckptlib.format import keys
 from ckptlib.format.keys import PackSet, SaveId
+from ckptlib.policy.best import MODES
 from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.stores import Store
 
@@ -27,6 +29,16 @@ MAX_USERS = 5
 @click.command("gc", short_help="Drop old steps and delete what was dropped long ago.")
 @click.option("--keep-last", type=click.IntRange(min=1), required=True, metavar="N", help="Keep the N newest steps.")
 @click.option("--keep-every", type=click.IntRange(min=1), metavar="M", help="Also keep steps that are multiples of M.")
+@click.option(
+    "--keep-within",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="HOURS",
+    help="Also keep steps taken no longer than this before the newest.",
+)
+@click.option("--keep-best", metavar="METRIC", help="Also keep the best step by this metric; needs --mode.")
+@click.option("--mode", type=click.Choice(MODES), help="Whether small or large values of --keep-best are good.")
+@click.option("--num-best", type=click.IntRange(min=1), default=1, metavar="N", help="Keep the N best steps.")
+@click.option("--exempt", is_flag=True, help="Also drop steps that were saved as exempt.")
 @click.option(
     "--grace",
     type=click.FloatRange(min=0),
@@ -45,6 +57,11 @@ def command(
     output: Output,
     keep_last: int,
     keep_every: int | None,
+    keep_within: float | None,
+    keep_best: str | None,
+    mode: str | None,
+    num_best: int,
+    exempt: bool,
     grace: float,
     abandoned: bool,
     dry_run: bool,
@@ -52,16 +69,26 @@ def command(
 ) -> bool:
     """Drops old steps, and deletes the data of steps that were dropped longer ago than the grace period.
 
-    Packs of a dropped step stay for as long as other steps use them; `gc` tells which.
+    Packs of a dropped step stay for as long as other steps use them; `gc` tells which. Pinned steps always stay, and so
+    do those that a job saved as exempt.
 
     Asks first on a terminal. Refuses while the record of a generation or a manifest is missing or damaged, since nobody
     knows then what is needed.
     """
     catalog = Catalog(store)
-    keep = Keep(keep_last, keep_every, timedelta(hours=grace))
+    run = partial(sweep, catalog, abandoned=abandoned, exempt=exempt)
     try:
-        plan = sweep(catalog, keep, None, dry_run=True, abandoned=abandoned)
-    except ValueError as error:  # a grace period that is too short for this root
+        keep = Keep(
+            last=keep_last,
+            every=keep_every,
+            grace=timedelta(hours=grace),
+            within=None if keep_within is None else timedelta(hours=keep_within),
+            best=keep_best,
+            mode=mode,
+            num_best=num_best,
+        )
+        plan = run(keep, None, dry_run=True)
+    except ValueError as error:  # such as a grace period that is too short for this root
         raise click.UsageError(str(error)) from None
     sizes = _sizes(store)
     asked = not dry_run and not yes and sys.stdin.isatty() and not _is_idle(plan)
@@ -69,7 +96,7 @@ def command(
         _print(output, plan, sizes, _used(catalog, plan), grace, done=False)
     if asked:
         click.confirm(_question(plan), abort=True, err=True)
-    result = plan if dry_run else sweep(catalog, keep, None, abandoned=abandoned)
+    result = plan if dry_run else run(keep, None)
     used = _used(catalog, result)
     if not dry_run:
         _print(output, result, sizes, used, grace, done=True)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.cli.local_disk import DiskShare, on_disk
+from ckptlib.cli.marks import Marks
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Cell, Output, age, count, metrics, plain, size
 from ckptlib.cli.stands import Stands, stands_of
@@ -52,6 +53,8 @@ class Row:
     problem: str | None = None
     local: DiskShare | None = None
     """What the local disk that was asked for has of it."""
+    kept: tuple[str, ...] = ()
+    """Why retention keeps it, whatever its age: pinned, exempt, best."""
 
 
 @click.command("ls", short_help="List the steps.")
@@ -67,7 +70,8 @@ def command(store: Store, output: Output, everything: bool, tree: bool, local: s
 
     SIZE is what a load gives back, WRITTEN what was written for the step: what has not changed lies in the packs of
     earlier saves. USES is how many of these saves the step needs, OLDEST the age of the oldest. LOCAL is of how many
-    ranks the disk of this host holds the share, STATE whether the store has the step.
+    ranks the disk of this host holds the share, STATE whether the store has the step. KEPT says why a step stays
+    however old it is: it is pinned, exempt, or the best by Keep(best=) of the newest job that had one.
 
     With --tree, each line is a generation, one incarnation of the job: * is on the history, - has left it.
     """
@@ -116,6 +120,7 @@ def committed(catalog: Catalog, everything: bool) -> list[Row]:
     """The saves on the history, or all of them. A manifest that is damaged or newer is a row, too."""
     visible = {*catalog.visible(newer=True)}
     saves = catalog.saves() if everything else sorted(visible)
+    marks = Marks.of(catalog, visible)
 
     def row(save: SaveId) -> Row | None:
         try:
@@ -126,7 +131,8 @@ def committed(catalog: Catalog, everything: bool) -> list[Row]:
             return Row(save, "newer" if isinstance(error, NewerFormat) else "damaged", None, None, None, str(error))
         nbytes_state = manifest.nbytes if manifest.nbytes_state is None else manifest.nbytes_state
         info = Info(manifest.world_size, nbytes_state, manifest.created, manifest.metrics, stands_of(manifest))
-        return Row(save, "committed" if save in visible else "left behind", info, manifest.nbytes, manifest.created)
+        state, kept = "committed" if save in visible else "left behind", marks.on(save, manifest)
+        return Row(save, state, info, manifest.nbytes, manifest.created, kept=kept)
 
     with ThreadPoolExecutor(DOCUMENT_THREADS) as executor:
         return [found for found in executor.map(row, saves) if found is not None]
@@ -179,6 +185,7 @@ def _document(row: Row, with_local: bool) -> dict[str, object]:
         "nbytes_state": info.nbytes_state if info else None,
         "stands_on": [*map(str, info.stands.on)] if info else None,
         "oldest": info.stands.oldest if info else None,
+        "kept": [*row.kept],
         "metrics": dict(info.metrics) if info else {},
         **({"problem": row.problem} if row.problem else {}),
         **({"local": {"ranks": [*local.ranks], "nbytes": local.nbytes} if local else None} if with_local else {}),
@@ -186,16 +193,18 @@ def _document(row: Row, with_local: bool) -> dict[str, object]:
 
 
 def _table(output: Output, rows: list[Row], everything: bool, with_local: bool) -> None:
-    header = ["STEP", "GEN", "AGE", "RANKS", "SIZE", "WRITTEN", "USES", "OLDEST", "LOCAL", "STATE", "METRICS"]
+    header = ["STEP", "GEN", "AGE", "RANKS", "SIZE", "WRITTEN", "USES", "OLDEST", "LOCAL", "STATE", "KEPT", "METRICS"]
     if not any(row.info and row.info.stands.on for row in rows):
         header = [name for name in header if name not in ("USES", "OLDEST")]
     if not with_local:
         header.remove("LOCAL")
         if not everything:
             header.remove("STATE")
+    if not any(row.kept for row in rows):
+        header.remove("KEPT")
     if not any(row.info and row.info.metrics for row in rows):
         header.remove("METRICS")
-    right = [name for name in header if name not in ("STATE", "METRICS")]
+    right = [name for name in header if name not in ("STATE", "KEPT", "METRICS")]
     output.columns(header, [_cells(row, header) for row in rows], right)
     output.line(Text(_total(rows, everything), style="dim"))
 
@@ -229,6 +238,7 @@ def _cells(row: Row, header: list[str]) -> list[Cell]:
         "OLDEST": info.stands.oldest_age if info else "-",
         "LOCAL": str(len(row.local.ranks)) if row.local else "-",
         "STATE": row.state,
+        "KEPT": ", ".join(row.kept),
         "METRICS": metrics(info.metrics) if info else "",
     }
     return [Text(plain(cells[name]), style=dim) for name in header]

@@ -17,6 +17,7 @@ from rich.text import Text
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.reading import in_order
 from ckptlib.cli.codings import Codings, Count
+from ckptlib.cli.marks import Marks
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, age, count, metrics, moment, plain, ranks, size
 from ckptlib.cli.stands import stands_of
@@ -26,6 +27,7 @@ from ckptlib.format.keys import SaveId
 from ckptlib.format.layout import ByHand, Layout, OwnPerRank, TensorEntry
 from ckptlib.format.manifest import Generation, Manifest
 from ckptlib.format.part import Part
+from ckptlib.policy.best import MODES, Best
 from ckptlib.stores import Store
 from ckptlib.stores.io_limits import DOCUMENT_THREADS
 from ckptlib.verify.findings import attempt
@@ -67,13 +69,27 @@ class Objects:
 @click.command("show", short_help="Show what a step holds.")
 @click.option("--tensors", "pattern", metavar="PATTERN", help="List the tensors whose names match, such as 'model/*'.")
 @click.option("--values", "with_values", is_flag=True, help="Print the plain values of rank 0.")
+@click.option("--metric", metavar="NAME", help="With the step best: the metric that says which one is.")
+@click.option("--mode", type=click.Choice(MODES), help="Whether small or large values of --metric are good.")
 @with_store
 @click.argument("step", default="latest")
 @with_output
-def command(store: Store, output: Output, step: str, pattern: str | None, with_values: bool) -> bool:
-    """Shows what a step holds. STEP: a number, a name as `ls --json` prints it, or (default) the latest."""
+def command(
+    store: Store,
+    output: Output,
+    step: str,
+    pattern: str | None,
+    with_values: bool,
+    metric: str | None,
+    mode: str | None,
+) -> bool:
+    """Shows what a step holds.
+
+    STEP: a number, a name as `ls --json` prints it, best, or (default) the latest. The best is the one by --metric and
+    --mode, or else by Keep(best=) of the newest job that had one.
+    """
     catalog = Catalog(store)
-    save = catalog.resolve(step)
+    save = catalog.resolve(step, _best(step, metric, mode))
     manifest = catalog.manifest(save)
     with ThreadPoolExecutor(DOCUMENT_THREADS) as executor:
         layouts = dict(zip(manifest.layouts, executor.map(catalog.layout, manifest.layouts), strict=True))
@@ -84,6 +100,8 @@ def command(store: Store, output: Output, step: str, pattern: str | None, with_v
             else:
                 problems.append(str(part))
     chain = generation_chain(catalog, save)
+    visible = catalog.visible()
+    kept = Marks.of(catalog, visible).on(save, manifest)
     tensors = merged(manifest, layouts)
     objects = stored(store, manifest)
     chosen = [t for t in tensors if pattern is not None and fnmatchcase(t.entry.name, pattern)]
@@ -92,7 +110,8 @@ def command(store: Store, output: Output, step: str, pattern: str | None, with_v
         "url": store.url,
         "step": save.step,
         "name": str(save),
-        "visible": save in catalog.visible(),
+        "visible": save in visible,
+        "kept": [*kept],
         "world_size": manifest.world_size,
         "created": manifest.created,
         "nbytes": manifest.nbytes,
@@ -126,7 +145,7 @@ def command(store: Store, output: Output, step: str, pattern: str | None, with_v
         output.err.print(Text(plain(problem), style="red"))
     if output.as_json:
         return not problems
-    _print_head(output, manifest, chain)
+    _print_head(output, manifest, chain, kept)
     _print_layouts(output, manifest, layouts)
     _print_totals(output, tensors, objects)
     _print_codings(output, codings)
@@ -135,6 +154,17 @@ def command(store: Store, output: Output, step: str, pattern: str | None, with_v
     if values is not None:
         _print_values(output, values)
     return not problems
+
+
+def _best(step: str, metric: str | None, mode: str | None) -> Best | None:
+    if (metric is None) != (mode is None) or (metric is not None and step != "best"):
+        raise click.UsageError("--metric and --mode say which step is the best; give both, with the step best")
+    if metric is None or mode is None:
+        return None
+    try:
+        return Best(metric, mode)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def nbytes_state(manifest: Manifest) -> int:
@@ -229,7 +259,7 @@ def _tensor_document(tensor: Tensor) -> dict[str, object]:
     }
 
 
-def _print_head(output: Output, manifest: Manifest, chain: list[Generation]) -> None:
+def _print_head(output: Output, manifest: Manifest, chain: list[Generation], kept: tuple[str, ...]) -> None:
     output.line(
         Text(f"step {manifest.save.step}", style="bold"),
         f"  {size(nbytes_state(manifest))} by {count(manifest.world_size, 'rank')}",
@@ -243,6 +273,8 @@ def _print_head(output: Output, manifest: Manifest, chain: list[Generation]) -> 
         steps = f"steps ..., {some}" if len(stands.on) > MAX_STEPS else f"step{'s' * (len(stands.on) > 1)} {some}"
         text = f"{count(len(stands.on), 'other save')} ({steps}); its oldest chunk is {stands.oldest_age} old"
         rows.append(("stands on", text))
+    if kept:
+        rows.append(("kept", ", ".join(kept)))
     if manifest.metrics:
         rows.append(("metrics", metrics(manifest.metrics)))
     rows += [("generation" if i == 0 else "resumed from", text) for i, text in enumerate(_chain_lines(chain))]

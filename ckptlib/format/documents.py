@@ -240,6 +240,13 @@ class Fields:
             raise self._wrong(name, "an object of strings")
         return value  # type: ignore[return-value]
 
+    def flag(self, name: str) -> bool:
+        """Written only where it is true."""
+        value = self.get(name)
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        raise self._wrong(name, "true or false")
+
     def inner(self, name: str) -> Fields:
         return Fields(self.raw(name), f"{self._where}: {name}")
 

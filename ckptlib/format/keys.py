@@ -9,6 +9,7 @@
     packs/<step>-<gen>-<nonce>/<rank>-<attempt>-<n>.safetensors
     packs/<step>-<gen>-<nonce>/<rank>-<attempt>-carried-<n>.safetensors
     steps/<step>-<gen>-<nonce>.refresh
+    steps/<step>-<gen>-<nonce>-<random>.pin
     trash/<step>-<gen>-<nonce>.json
 
 Names from a store are parsed, never trusted: what does not match exactly is not one of ours.
@@ -50,6 +51,7 @@ _PART_KEY = re.compile(
 _PACK_KEY = re.compile(rf"packs/{_SAVE}/([0-9]{{6}})-([0-9a-f]{{8}})(-carried)?-([0-9]{{6}})\.safetensors")
 _PACK_SET = re.compile(rf"{_SAVE}(-carried)?")
 _REFRESH_KEY = re.compile(rf"steps/{_SAVE}\.refresh")
+_PIN_KEY = re.compile(rf"steps/{_SAVE}-[0-9a-f]{{8}}\.pin")
 
 
 def new_nonce() -> str:
@@ -111,6 +113,10 @@ class SaveId:
     def refresh_key(self) -> str:
         """Among the steps, so that a writer's one listing of them finds it."""
         return f"{STEPS}{self}.refresh"
+
+    def pin_key(self, nonce: str) -> str:
+        """Among the steps, as above. `nonce`: new for each, so that what removes one never removes a later one."""
+        return f"{STEPS}{self}-{nonce}.pin"
 
     def pack_key(self, rank: int, attempt: str, n: int, carried: bool = False) -> str:
         return f"{self.packs_prefix}{rank:06d}-{attempt}{'-carried' * carried}-{n:06d}.safetensors"
@@ -232,6 +238,11 @@ def parse_pack_set(text: str) -> PackSet:
 
 def parse_refresh_key(key: str) -> SaveId | None:
     match = _REFRESH_KEY.fullmatch(key)
+    return _save_id(*match.groups()) if match else None
+
+
+def parse_pin_key(key: str) -> SaveId | None:
+    match = _PIN_KEY.fullmatch(key)
     return _save_id(*match.groups()) if match else None
 
 

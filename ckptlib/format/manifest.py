@@ -26,6 +26,7 @@ from ckptlib.format.keys import (
 )
 from ckptlib.format.tagged_values import brief
 from ckptlib.format.values import Json
+from ckptlib.policy.best import MODES, Best
 
 MAX_USERS = 2**21
 """Ranks that `uses` name, of all sets together: a few bytes can tell of a million."""
@@ -85,6 +86,8 @@ class Generation:
     """Whether it was put to go back: it is the head of history though it has no step yet."""
     run: Mapping[str, Json] = field(default_factory=dict)
     """What ran, where the job asked for that to be recorded; see `saving.run_record`."""
+    best: Best | None = None
+    """What the job calls its best step."""
 
     def encode(self) -> bytes:
         body: dict[str, Json] = {
@@ -104,6 +107,8 @@ class Generation:
             body["rewind"] = True
         if self.run:
             body["run"] = dict(self.run)
+        if self.best is not None:
+            body["best"] = {"metric": self.best.metric, "mode": self.best.mode}
         return encode("generation", body)
 
     @classmethod
@@ -129,7 +134,14 @@ class Generation:
             kinds,
             bool(rewind),
             fields.tree("run") if "run" in fields else {},
+            _decode_best(fields.inner("best")) if fields.get("best") is not None else None,
         )
+
+
+def _decode_best(fields: Fields) -> Best | None:
+    """None for a rule that is not known here: nothing but the word "best" depends on it."""
+    metric, mode = fields.text("metric"), fields.text("mode")
+    return Best(metric, mode) if metric and mode in MODES else None
 
 
 def _decode_peers(fields: Fields) -> tuple[tuple[str, ...], int, tuple[int, ...]]:
@@ -162,6 +174,8 @@ class Manifest:
     """The ranks whose packs of a set are named, where these are not all ranks'. A rank names its own only."""
     nbytes_state: int | None = None
     """Bytes of all chunks, wherever they lie and however they are stored. None in version 1."""
+    exempt: bool = False
+    """Whether the step stays for good; rank 0's."""
 
     def encode(self) -> bytes:
         body: dict[str, Json] = {
@@ -175,6 +189,7 @@ class Manifest:
             "metrics": dict(self.metrics),
             "layouts": {digest: _to_runs(ranks) for digest, ranks in self.layouts.items()},
             "parts": [name.key for name in self.parts],
+            **({"exempt": True} if self.exempt else {}),
         }
         return encode("manifest", body)
 
@@ -201,6 +216,7 @@ class Manifest:
             uses,
             users,
             fields.integer("nbytes_state") if fields.get("nbytes_state") is not None else None,
+            fields.flag("exempt"),
         )
 
 

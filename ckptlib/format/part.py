@@ -54,6 +54,8 @@ class Part:
     """See `PartName.check`."""
     codings: Mapping[int, Coding] = field(default_factory=dict)
     """By chunk, of those that are not stored as they are."""
+    exempt: bool = False
+    """Whether the step is to stay for good; rank 0's counts."""
 
     @cached_property
     def stored(self) -> tuple[int, ...]:
@@ -93,6 +95,7 @@ class Part:
             "algorithm": self.algorithm,
             "digests": "".join(self.digests),
             **encode_places(self.places, self.table.nbytes),
+            **({"exempt": True} if self.exempt else {}),
         }
         head = dump_body(body if self.check is None else {**body, "check": str(self.check)})
         document = seal("part", f'{head[:-1]},"table":{self.table.cuts}}}')
@@ -126,6 +129,7 @@ class Part:
             created,
             decode_check(fields),
             places.codings,
+            fields.flag("exempt"),
         )
         told = part.save, part.rank, part.attempt, part.check
         if told != (name.save, name.rank, name.attempt, name.check):
@@ -172,6 +176,7 @@ class PartHead:
     created: float
     metrics: Mapping[str, Json]
     uses: tuple[PackSet, ...]
+    exempt: bool = False
 
     @classmethod
     def decode(cls, name: PartName, data: bytes) -> PartHead:
@@ -180,7 +185,7 @@ class PartHead:
         uses = _uses(name, fields)
         if name.uses not in (None, uses_digest(uses)):
             raise fields.fail("name and uses tell of different packs")
-        return cls(fields.number("created"), fields.tree("metrics"), uses)
+        return cls(fields.number("created"), fields.tree("metrics"), uses, fields.flag("exempt"))
 
 
 def _uses(name: PartName, fields: Fields) -> tuple[PackSet, ...]:

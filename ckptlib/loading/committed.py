@@ -9,6 +9,7 @@ from ckptlib.format.keys import parse_save
 from ckptlib.format.layout import Layout
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
+from ckptlib.policy.best import Best
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
 from ckptlib.stores.io_limits import IoLimits
@@ -41,13 +42,13 @@ class Committed:
         """All of it is readable everywhere."""
 
 
-def resolve(group: Group, catalog: Catalog, step: int | str) -> Committed:
-    """One step for all ranks, read once. Collective."""
+def resolve(group: Group, catalog: Catalog, step: int | str, best: Best | None = None) -> Committed:
+    """One step for all ranks, read once. Collective. `best`: see `Catalog.resolve`."""
 
     def find() -> bytes | None:
         if group.rank != 0:
             return None
-        found = catalog.resolve(step)
+        found = catalog.resolve(step, best)
         document = catalog.manifest_document(found)
         Manifest.decode(found, document, f"{catalog.store.url}/{found.manifest_key}")
         return str(found).encode() + b"\n" + document

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
+
+from ckptlib.policy.best import Best
 
 GRACE = timedelta(hours=24)
 """Longer than any load takes, and long enough for somebody to notice in the morning."""
@@ -20,38 +22,121 @@ class _Save(Protocol):
     def __lt__(self, other: Any, /) -> bool: ...
 
 
+class Facts(Protocol):
+    """What its manifest says of a step."""
+
+    @property
+    def created(self) -> float:
+        """When its snapshot was taken; seconds since the epoch."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Those that are numbers."""
+
+
 S = TypeVar("S", bound=_Save)
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which steps stay."""
+    """Which steps stay: each that any of these rules names, and each that is pinned.
+
+    A step that stays is whole: packs of dropped steps that it uses stay as well.
+    """
 
     last: int = 3
     """The newest ones; at least 1."""
     every: int | None = None
-    """And those whose step is a multiple of this."""
+    """Those whose step is a multiple of this."""
     grace: timedelta = GRACE
     """How long the bytes of a dropped step stay; at least twice the save deadline of the root."""
+    within: timedelta | None = None
+    """Those taken no longer than this before the newest one. A job that pauses for a week loses nothing by it."""
+    best: str | None = None
+    """Those with the best values of this metric, as `after_step` or `log` told it on rank 0. NaN is never best."""
+    mode: str | None = None
+    """What is best: "min" or "max"."""
+    num_best: int = 1
+    """How many of the best ones; of equals, the later ones."""
+    exempt: Callable[[int], bool] | None = None
+    """Asked of each step as it is saved. A step for which it says True is recorded as exempt and stays for good,
+    whatever later jobs ask for; only `ckptlib gc --exempt` drops it."""
 
     def __post_init__(self) -> None:
         if self.last < 1:
             raise ValueError(f"Keep(last={self.last}): the newest step is never dropped; expected last >= 1")
         if self.every is not None and self.every < 1:
             raise ValueError(f"Keep(every={self.every}): expected a number of steps >= 1, or None")
+        if self.within is not None and not isinstance(self.within, timedelta):
+            raise TypeError(f"Keep(within={self.within!r}): expected a timedelta, such as timedelta(hours=24)")
+        if self.within is not None and self.within <= timedelta():
+            raise ValueError(f"Keep(within={self.within!r}): expected a time above 0, such as timedelta(hours=24)")
+        if self.best is None and (self.mode, self.num_best) != (None, 1):
+            raise ValueError(
+                f"Keep(mode={self.mode!r}, num_best={self.num_best}): these need best=, the name of a metric"
+            )
+        if self.num_best < 1:
+            raise ValueError(f"Keep(num_best={self.num_best}): expected a number of steps >= 1")
+        if self.exempt is not None and not callable(self.exempt):
+            raise TypeError(
+                f"Keep(exempt={self.exempt!r}): expected a function of the step, such as "
+                "lambda step: step in (1000, 5000)"
+            )
+        _ = self.rule  # raises
+
+    @property
+    def rule(self) -> Best | None:
+        """What is best; None where that is not asked for."""
+        return None if self.best is None else Best(self.best, self.mode or "")
 
     def to_json(self) -> dict[str, object]:
-        """For the writer process; `from_json` is its inverse."""
-        return {"last": self.last, "every": self.every, "grace_s": self.grace.total_seconds()}
+        """For the writer process; `from_json` is its inverse, but for `exempt`, which travels with each snapshot."""
+        return {
+            "last": self.last,
+            "every": self.every,
+            "grace_s": self.grace.total_seconds(),
+            "within_s": None if self.within is None else self.within.total_seconds(),
+            "best": self.best,
+            "mode": self.mode,
+            "num_best": self.num_best,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Keep:
-        return cls(data["last"], data["every"], timedelta(seconds=data["grace_s"]))
+        within_s = data["within_s"]
+        return cls(
+            last=data["last"],
+            every=data["every"],
+            grace=timedelta(seconds=data["grace_s"]),
+            within=None if within_s is None else timedelta(seconds=within_s),
+            best=data["best"],
+            mode=data["mode"],
+            num_best=data["num_best"],
+        )
 
-    def choose(self, saves: Iterable[S]) -> list[S]:
-        """Those of the visible saves that are dropped, ascending. Pure."""
-        older = sorted(saves)[: -self.last]
-        return [save for save in older if self.every is None or save.step % self.every]
+    def choose(self, saves: Iterable[S], facts: Mapping[S, Facts]) -> list[S]:
+        """Those of the visible saves that are dropped, ascending. Pure.
+
+        `facts`: of those whose manifest can be read.
+        """
+        found = sorted(saves)
+        known = {save: facts[save] for save in found if save in facts}
+        kept = {*found[-self.last :], *self._recent(known), *self._best(known)}
+        return [save for save in found if save not in kept and (self.every is None or save.step % self.every)]
+
+    def _recent(self, known: Mapping[S, Facts]) -> list[S]:
+        """`known`: ascending."""
+        if self.within is None or not known:
+            return []
+        oldest = known[[*known][-1]].created - self.within.total_seconds()
+        return [save for save, facts in known.items() if facts.created >= oldest]
+
+    def _best(self, known: Mapping[S, Facts]) -> list[S]:
+        if self.rule is None:
+            return []
+        metric = self.rule.metric
+        values = {save: facts.metrics[metric] for save, facts in known.items() if metric in facts.metrics}
+        return self.rule.choose(values, self.num_best)
 
     def check(self, save_deadline_s: float) -> None:
         """Raises ValueError where a save may live longer than half the grace period."""

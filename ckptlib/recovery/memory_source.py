@@ -123,6 +123,7 @@ class InMemory:
             values=snapshot.values,
             metrics=snapshot.metrics,
             created=snapshot.created,
+            exempt=snapshot.exempt,
         )
 
     def read_into(self, pack: str, offset: int, buffer: memoryview) -> None:

@@ -24,6 +24,7 @@ from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation, Root
 from ckptlib.format.values import Json
+from ckptlib.policy.best import Best
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
 from ckptlib.slots.placement import ReplicaMap
@@ -65,6 +66,8 @@ class Lineage:
         """Of replicas, where snapshots are kept in memory."""
         self.at_once = False
         """Whether its record is wanted before anything is put: what is on local disks is of no use without it."""
+        self.best: Best | None = None
+        """What the job calls its best step."""
 
     def _agree(self, wanted: Root) -> tuple[Root, GenerationId]:
         def make() -> bytes:
@@ -156,4 +159,5 @@ class Lineage:
             domains=() if placement is None else placement.domains,
             copies=0 if placement is None else placement.copies,
             kinds=() if placement is None else placement.kinds,
+            best=self.best,
         )

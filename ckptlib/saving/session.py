@@ -84,6 +84,7 @@ class Session:
             directories(settings.arena),
         )
         self.root, self.generation = self.lineage.root, self.lineage.generation
+        self.lineage.best = None if settings.keep is None else settings.keep.rule
         peers, local = settings.peers, settings.local
         if not self.group.same(b"" if local is None else b"local"):
             raise ValueError(f"{self.store.url}: local= was given on some ranks only; every rank must give it, or none")
@@ -149,6 +150,17 @@ class Session:
         self.lineage.begin(self.writer, step)
         encoded = {name: values.encode(value, f"metrics[{name}]") for name, value in (metrics or {}).items()}
         return flatten(whole_state(state, PerRank(self._rng)), self._memo), encoded
+
+    def is_exempt(self, step: int) -> bool:
+        """Whether `Keep(exempt=)` says that the step stays for good; where it cannot tell, the step does."""
+        keep = self.settings.keep
+        if keep is None or keep.exempt is None or self.group.rank != 0:
+            return False
+        try:
+            return bool(keep.exempt(step))
+        except Exception as error:  # anything the user's function may raise: no reason to lose the save, nor to drop it
+            log.error("Keep(exempt=...) failed for step %d, which is kept for good: %r", step, error)
+            return True
 
     def give_up(self, save: SaveId, number: int, to_store: bool, drains: bool, reason: str) -> None:
         """This rank alone has no snapshot: the others are told, and all compare before the next one."""

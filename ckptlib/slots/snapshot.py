@@ -30,6 +30,8 @@ class Snapshot:
     values: dict[str, Json]
     metrics: dict[str, Json]
     created: float
+    exempt: bool = False
+    """Whether the step is to stay for good."""
 
 
 class SnapshotReader:
@@ -60,6 +62,7 @@ class SnapshotReader:
             fields.tree("values"),
             fields.tree("metrics"),
             fields.number("created"),
+            fields.flag("exempt"),
         )
 
     def _table(self, slot: ReadableSlot, header: SlotHeader) -> tuple[Table, Layout]:

@@ -63,6 +63,8 @@ class Content:
     metrics: Mapping[str, Json]
     created: float
     algorithm: str
+    exempt: bool = False
+    """Whether the step is to stay for good."""
 
 
 class Staging:
@@ -247,6 +249,7 @@ def _seal(staging: Staging) -> None:
             "digests": "".join(digests),
             "metrics": dict(content.metrics),
             "values": dict(content.values),
+            **({"exempt": True} if content.exempt else {}),
         },
     )
     places = slot.write_documents(

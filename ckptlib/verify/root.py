@@ -182,6 +182,7 @@ def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Findi
         and {of: ranks for of, ranks in users.items() if len(ranks) < len(parts)} == manifest.users,
         "time": parts[0].created == manifest.created,
         "metrics": parts[0].metrics == manifest.metrics,
+        "exemption": parts[0].exempt == manifest.exempt,
     }
     for what, agrees in derived.items():
         if not agrees:

@@ -120,6 +120,7 @@ class Persister:
             created=snapshot.created,
             check=snapshot.header.check,
             codings=share.places.codings,
+            exempt=snapshot.exempt,
         )
         name, document = part.encode()
         if self._deadline is not None and time.monotonic() > self._deadline:

@@ -44,6 +44,8 @@ def test_needs_no_torch(made: LocalStore, tmp_path: Path) -> None:
         ["du", url],
         ["diff", url, "1", "2", "--deep"],
         ["refresh", url, "2"],
+        ["pin", url, "2"],
+        ["unpin", url, "2"],
         ["verify", url, "--all"],
         ["gc", url, "--keep-last", "3"],
         ["doctor", url, "--size", "1", "--json"],

@@ -41,6 +41,7 @@ PARSERS: dict[str, Callable[[str], object]] = {
     "part": keys.parse_part_key,
     "pack": keys.pack_save,
     "refresh": keys.parse_refresh_key,
+    "pin": keys.parse_pin_key,
 }
 
 
@@ -57,6 +58,7 @@ def test_names_are_those_of_the_format() -> None:
     assert carried == "packs/000000000500-000007-0123abcd/000003-a77e3b70-carried-000012.safetensors"
     assert keys.layout_key("3" * 32) == f"layouts/{'3' * 32}.json"
     assert SAVE.refresh_key == "steps/000000000500-000007-0123abcd.refresh"
+    assert SAVE.pin_key("a77e3b70") == "steps/000000000500-000007-0123abcd-a77e3b70.pin"
 
 
 def test_the_name_of_a_part_tells_what_it_uses_and_what_was_put_for_it() -> None:
@@ -104,13 +106,15 @@ def test_there_and_back(save: SaveId, part: PartName, n: int) -> None:
     assert part.key.startswith(part.save.parts_prefix)
     assert keys.pack_save(save.pack_key(part.rank, part.attempt, n)) == save
     assert keys.parse_refresh_key(save.refresh_key) == save
+    assert keys.parse_pin_key(save.pin_key(part.attempt)) == save
 
 
 @given(PARTS)
 def test_every_name_is_a_key_of_a_store_and_of_one_kind_only(part: PartName) -> None:
     save = part.save
     packs = [save.pack_key(part.rank, "0" * 8, 1, carried) for carried in (False, True)]
-    names = [save.generation.key, save.manifest_key, save.trash_key, part.key, packs[0], save.refresh_key]
+    marks = [save.refresh_key, save.pin_key("0" * 8)]
+    names = [save.generation.key, save.manifest_key, save.trash_key, part.key, packs[0], *marks]
     assert keys.pack_save(packs[1]) == save
     for name, kind in zip(names, PARSERS, strict=True):
         assert check_key(name) == name

@@ -17,6 +17,7 @@ from ckptlib.errors import CkptError, CorruptData, FormatError, NewerFormat
 from ckptlib.format.documents import VERSION, decode
 from ckptlib.format.keys import PartName, SaveId
 from ckptlib.format.manifest import Generation, Manifest, Root, TrashRecord, ranks_by_layout
+from ckptlib.policy.best import Best
 
 
 def test_kinds_are_of_the_ranks_that_have_domains() -> None:
@@ -245,3 +246,23 @@ def test_a_generation_with_peers_comes_back() -> None:
     with_peers = replace(INCARNATION, domains=("rack 1", "rack 1", "rack 2"), copies=1)
     assert Generation.decode(with_peers.encode(), "here") == with_peers
     assert b"peers" not in INCARNATION.encode()
+
+
+def test_what_a_job_calls_best_and_what_is_exempt_come_back() -> None:
+    judged = replace(INCARNATION, best=Best("val_loss", "min"))
+    assert Generation.decode(judged.encode(), "here") == judged
+    exempt = replace(MANIFEST, exempt=True)
+    assert Manifest.decode(SAVE, exempt.encode()) == exempt
+    assert b"exempt" not in MANIFEST.encode(), "documents of other steps are as they were"
+    assert b"best" not in INCARNATION.encode()
+
+
+@pytest.mark.parametrize("best", [{"metric": "loss", "mode": "median"}, {"metric": "", "mode": "min"}, None])
+def test_a_rule_that_is_not_known_does_not_close_the_root(best: object) -> None:
+    assert Generation.decode(resealed(INCARNATION.encode(), best=best), "here") == INCARNATION
+
+
+@pytest.mark.parametrize("exempt", [1, 0, "true", [], {}])
+def test_an_exemption_is_true_or_false(exempt: object) -> None:
+    with pytest.raises(FormatError, match="field 'exempt' is not true or false"):
+        Manifest.decode(SAVE, resealed(MANIFEST.encode(), exempt=exempt))

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.policy.best import Best
 from ckptlib.policy.keep import Keep
 
 SAVES = st.lists(st.builds(SaveId, st.integers(0, 60), st.just(GenerationId(1, "0" * 8))), unique=True)
@@ -14,7 +21,7 @@ SAVES = st.lists(st.builds(SaveId, st.integers(0, 60), st.just(GenerationId(1, "
 
 @given(SAVES, st.integers(1, 8), st.none() | st.integers(1, 10))
 def test_choose_drops_all_but_the_newest_and_the_multiples(saves: list[SaveId], last: int, every: int | None) -> None:
-    dropped = Keep(last, every).choose(saves)
+    dropped = Keep(last, every).choose(saves, {})
     assert dropped == sorted(dropped)
     assert set(dropped) <= set(saves)
     for save in saves:
@@ -28,7 +35,7 @@ def test_choose_drops_all_but_the_newest_and_the_multiples(saves: list[SaveId], 
 @given(SAVES, st.integers(1, 8), st.none() | st.integers(1, 10))
 def test_choose_again_drops_nothing_more(saves: list[SaveId], last: int, every: int | None) -> None:
     keep = Keep(last, every)
-    assert keep.choose([save for save in saves if save not in keep.choose(saves)]) == []
+    assert keep.choose([save for save in saves if save not in keep.choose(saves, {})], {}) == []
 
 
 def test_keep_refuses_what_would_drop_the_newest() -> None:
@@ -36,3 +43,60 @@ def test_keep_refuses_what_would_drop_the_newest() -> None:
         Keep(last=0)
     with pytest.raises(ValueError, match="every=0"):
         Keep(every=0)
+
+
+class Told(NamedTuple):
+    """What a manifest says."""
+
+    created: float
+    metrics: dict[str, float]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"best": "val_loss"}, r"'val_loss' are best is not said: expected mode='min' .* got None"),
+        ({"best": "val_loss", "mode": "least"}, "got 'least'"),
+        ({"best": "", "mode": "min"}, "expected the name of a metric"),
+        ({"best": 3, "mode": "min"}, "expected the name of a metric"),
+        ({"mode": "min"}, "these need best=, the name of a metric"),
+        ({"num_best": 2}, "these need best=, the name of a metric"),
+        ({"best": "val_loss", "mode": "min", "num_best": 0}, "expected a number of steps >= 1"),
+        ({"within": timedelta(hours=-1)}, r"expected a time above 0, such as timedelta\(hours=24\)"),
+        ({"within": timedelta(0)}, "expected a time above 0"),
+        ({"within": 3600}, "expected a timedelta"),
+        ({"exempt": [1, 2]}, "expected a function of the step, such as lambda step"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        Keep(**options)
+
+
+def test_what_the_writer_is_told_is_what_the_trainer_said() -> None:
+    keep = Keep(2, 100, timedelta(hours=3), timedelta(days=1), "acc", "max", 4, exempt=bool)
+    assert Keep.from_json(json.loads(json.dumps(keep.to_json()))) == replace(keep, exempt=None)
+    assert Keep.from_json(Keep().to_json()) == Keep()
+
+
+def test_of_equals_the_latest_is_the_best_and_nan_never_is() -> None:
+    saves = [SaveId(step, GenerationId(1, "0" * 8)) for step in range(6)]
+    losses = [math.nan, 2.0, 1.0, 1.0, -math.inf, math.nan]
+    told = {save: Told(0.0, {"loss": loss}) for save, loss in zip(saves, losses, strict=True)}
+    assert Best("loss", "min").choose({save: t.metrics["loss"] for save, t in told.items()}, 3) == [
+        saves[4],
+        saves[3],
+        saves[2],
+    ]
+    assert Keep(last=1, best="loss", mode="max").choose(saves, told) == [saves[0], *saves[2:5]]
+    told[saves[1]] = Told(0.0, {})
+    assert Keep(last=1, best="loss", mode="max").choose(saves, told) == [*saves[:3], saves[4]]
+    assert Keep(last=1, best="acc", mode="max").choose(saves, told) == saves[:5]
+
+
+def test_within_counts_from_the_newest_step() -> None:
+    saves = [SaveId(step, GenerationId(1, "0" * 8)) for step in range(4)]
+    told = {save: Told(1e9 + 3600.0 * save.step, {}) for save in saves}
+    assert Keep(last=1, within=timedelta(hours=2)).choose(saves, told) == saves[:1]
+    del told[saves[3]]  # its manifest cannot be read
+    assert Keep(last=1, within=timedelta(hours=1)).choose(saves, told) == saves[:1]

@@ -1,0 +1,36 @@
+"""Why retention keeps a step, whatever its age: what `ls` and `show` mark."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.metrics import best_of
+from ckptlib.errors import CheckpointNotFound
+from ckptlib.format.keys import SaveId
+from ckptlib.format.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Of one root."""
+
+    pinned: Collection[SaveId]
+    best: SaveId | None
+    """By what the newest job calls best, of those that say it."""
+
+    @classmethod
+    def of(cls, catalog: Catalog, visible: Collection[SaveId]) -> Marks:
+        """By one listing of the steps; where a job has said what is best, by the manifests of the `visible` saves."""
+        rule, best = catalog.best_rule(), None
+        if rule is not None:
+            with suppress(CheckpointNotFound):
+                best = best_of(catalog.known_metrics(sorted(visible)), rule, catalog.store.url)
+        return cls(catalog.steps().pins.keys(), best)
+
+    def on(self, save: SaveId, manifest: Manifest) -> tuple[str, ...]:
+        """The marks of a committed save."""
+        found = {"pinned": save in self.pinned, "exempt": manifest.exempt, "best": save == self.best}
+        return tuple(name for name, applies in found.items() if applies)

@@ -1,0 +1,52 @@
+"""Metrics of the step that is under way, and whether the one that retention asks for ever comes. No ranks, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptlib.catalog.metrics import numeric
+from ckptlib.format import values
+from ckptlib.policy.best import Best
+
+
+class StepMetrics:
+    """One per Checkpointer."""
+
+    def __init__(self, best: Best | None, keep_last: int) -> None:
+        """`best`: what retention calls the best step, beside which it keeps the `keep_last` newest."""
+        self._best = best
+        self._left = keep_last + 1
+        """Saves that may still come without the metric before the first of them is dropped."""
+        self._noted: dict[str, object] = {}
+
+    def note(self, metrics: Mapping[str, object]) -> None:
+        """Raises UnsupportedState for a metric that cannot be saved."""
+        for name, value in metrics.items():
+            values.encode(value, f"metrics[{name}]")
+        self._noted.update(metrics)
+
+    def of(self, given: Mapping[str, object] | None) -> Mapping[str, object] | None:
+        """All of the step; `given` with its save, which count where both tell one. None where there are none."""
+        return {**self._noted, **(given or {})} or None
+
+    def clear(self) -> None:
+        """Another step begins."""
+        self._noted.clear()
+
+    def lacking(self, step: int, metrics: Mapping[str, object] | None) -> str | None:
+        """Of a step that was saved: what to warn of, once, where none so far has had a number as the metric."""
+        if self._best is None or self._left <= 0:
+            return None
+        name = self._best.metric
+        found = numeric({name: values.encode((metrics or {}).get(name), name)}).get(name)
+        if found is not None and found == found:
+            self._left = 0
+            return None
+        self._left -= 1
+        if self._left:
+            return None
+        return (
+            f"Keep(best={name!r}): no step up to {step} was saved with a number as that metric, so none of them is "
+            f"kept as the best one. Tell it at the steps that are saved: after_step(step, metrics={{{name!r}: ...}}), "
+            f"or log({{{name!r}: ...}}) in the body of loop"
+        )

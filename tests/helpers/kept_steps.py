@@ -1,0 +1,83 @@
+"""What retention promises, as a plain model: dicts and loops, nothing of ckptlib."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+Step = tuple[int, int]
+"""Generation and step."""
+
+
+@dataclass
+class Saved:
+    created: float
+    loss: float | None
+    exempt: bool
+    pinned: bool = False
+
+
+@dataclass
+class Promise:
+    """What a sweep is asked for."""
+
+    last: int
+    every: int | None
+    within_s: float | None
+    best: str | None
+    """min or max."""
+    num_best: int
+    abandoned: bool = False
+    drops_exempt: bool = False
+
+
+@dataclass
+class KeptSteps:
+    """A root's steps, as its user sees them."""
+
+    origins: dict[int, Step | None] = field(default_factory=dict)
+    """By generation: what it went on from."""
+    steps: dict[Step, Saved] = field(default_factory=dict)
+
+    def visible(self) -> list[Step]:
+        """Ascending by step."""
+        found: list[Step] = []
+        generation = max((g for g, _ in self.steps), default=None)
+        below = math.inf
+        while generation is not None:
+            found += [(g, step) for g, step in self.steps if g == generation and step <= below]
+            origin = self.origins[generation]
+            if origin is None:
+                break
+            generation, below = origin[0], min(below, origin[1])
+        return sorted(found, key=lambda at: at[1])
+
+    def sweep(self, promise: Promise) -> None:
+        """Drops what is promised to nobody."""
+        visible = self.visible()
+        stays = {*visible[len(visible) - promise.last if len(visible) > promise.last else 0 :]}
+        for at in visible:
+            if promise.every and at[1] % promise.every == 0:
+                stays.add(at)
+            if promise.within_s is not None:
+                newest = self.steps[visible[-1]].created
+                if newest - self.steps[at].created <= promise.within_s:
+                    stays.add(at)
+        if promise.best:
+            ranked = []
+            for at in visible:
+                loss = self.steps[at].loss
+                if loss is not None and loss == loss:
+                    ranked.append((loss if promise.best == "min" else -loss, -at[1], at))
+            stays |= {at for _, _, at in sorted(ranked)[: promise.num_best]}
+        if not promise.abandoned:
+            stays |= self.steps.keys() - {*visible}
+        newest_generation = max(self.origins)
+        if all(generation != newest_generation for generation, _ in self.steps):
+            origin = self.origins[newest_generation]
+            if origin is not None:
+                stays.add(origin)
+        for at, saved in self.steps.items():
+            if saved.pinned or (saved.exempt and not promise.drops_exempt):
+                stays.add(at)
+        self.steps = {at: saved for at, saved in self.steps.items() if at in stays}
