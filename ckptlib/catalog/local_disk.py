@@ -70,6 +70,8 @@ class Stays:
 
     whole: SaveId | None
     """The newest one that all ranks hold; None: not known, and all stays."""
+    settled: int
+    """Steps after it, up to this one, failed on some rank."""
     pinned: Set[SaveId]
     """Those that are drained, or wait for it, and the one that later saves refer to."""
     last: int
@@ -81,8 +83,9 @@ def kept(saves: Iterable[SaveId], stays: Stays) -> set[SaveId]:
     ascending = sorted(saves)
     if stays.whole is None:
         return {*ascending}
-    newest = {save for save in ascending if save >= stays.whole}
-    return newest | {*ascending[-stays.last :]} | stays.pinned
+    sound = [save for save in ascending if save <= stays.whole or save.step > stays.settled]
+    newest = {save for save in sound if save >= stays.whole}
+    return newest | {*sound[-stays.last :]} | stays.pinned
 
 
 def unwanted(

@@ -64,6 +64,8 @@ class Word(NamedTuple):
     """The newest step whose snapshot has come to an end on this rank; when agreed upon, the oldest of these."""
     oldest_local: int = NONE
     """The newest step of which this rank's share is on its local disk; when agreed upon, the oldest of these."""
+    oldest_local_settled: int = NONE
+    """The newest step whose way to this rank's local disk has come to an end; when agreed upon, the oldest of these."""
 
 
 NUM_HIGHS = Word._fields.index("calm")

@@ -232,6 +232,7 @@ class Session:
             held_since=snapshots.own.since,
             oldest_settled=snapshots.own.settled,
             oldest_local=self._newest_local,
+            oldest_local_settled=self.tier.own.settled,
         )
         return word, self.verdicts.poll()  # after `own` was asked: what is held has been voted upon
 
@@ -248,7 +249,7 @@ class Session:
     def follow(self, word: Word) -> None:
         """Acts upon what all ranks said of their snapshots and their links. Collective where links are mended."""
         self.snapshots.note_all(word.oldest_held, word.held_since, word.oldest_settled)
-        self.tier.note_all(word.oldest_local, word.local_since)
+        self.tier.note_all(word.oldest_local, word.local_since, word.oldest_local_settled)
         self.link.mend(bool(word.link_failed), bool(word.calm))
 
     def await_room(self, timeout_s: float | None = None) -> None:
@@ -263,15 +264,16 @@ class Session:
         while lacking:
             lacks = together(self.group, "waiting for a slot", lambda: self._lacks_room(deadline, timeout_s))
             own, local = self.snapshots.own, self.tier.own
-            (any_lacks, since, local_since), (newest, settled, newest_local) = self.group.extremes(
-                [int(lacks), own.since, local.since], [self._newest_held, own.settled, self._newest_local]
+            (any_lacks, since, local_since), (newest, settled, newest_local, local_settled) = self.group.extremes(
+                [int(lacks), own.since, local.since],
+                [self._newest_held, own.settled, self._newest_local, local.settled],
             )
             lacking = bool(any_lacks)
             poll = self.verdicts.poll()
             if poll.votes:
                 self.verdicts.conclude(poll, self.group.start_sum(poll.votes)())
             self.snapshots.note_all(newest, since, settled)
-            self.tier.note_all(newest_local, local_since)
+            self.tier.note_all(newest_local, local_since, local_settled)
 
     def _lacks_room(self, deadline: float, timeout_s: float) -> bool:
         """Whether there is no slot after a while."""

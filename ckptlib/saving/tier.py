@@ -26,6 +26,7 @@ class TierState:
         self.own = HeldSteps()
         """What is on this host's disk of this rank."""
         self._whole_by_all = NONE
+        self._settled_by_all = NONE
         self._skipped = 0
         """Saves in a row that stay local since there is too much to drain."""
 
@@ -45,12 +46,17 @@ class TierState:
             local_since=self.own.since,
         )
 
-    def note_all(self, oldest_local: int, latest_since: int) -> None:
-        """Takes note of what all ranks said of their disks: minimum, and maximum."""
-        whole = HeldSteps.by_all(oldest_local, latest_since)
-        if self._settings is not None and whole > self._whole_by_all:
-            self._whole_by_all = whole
-            self._writer.whole(SaveId(whole, self._generation))
+    def note_all(self, oldest_local: int, latest_since: int, settled: int) -> None:
+        """Takes note of what all ranks said of their disks: minimum, maximum and minimum.
+
+        Steps between the newest whole one and the newest settled on all failed on some rank. They must not fill the
+        disks of the others, or no save could succeed any more where they all share one.
+        """
+        whole = max(self._whole_by_all, HeldSteps.by_all(oldest_local, latest_since))
+        if self._settings is None or whole == NONE or (whole, settled) == (self._whole_by_all, self._settled_by_all):
+            return
+        self._whole_by_all, self._settled_by_all = whole, settled
+        self._writer.whole(SaveId(whole, self._generation), settled)
 
     def decide(self, step: int, word: Word, must: bool) -> bool:
         """Whether the save of `step` is drained; the same on all ranks. `must`: it is, whatever the policy says."""

@@ -44,7 +44,7 @@ class Writer:
         self._open: dict[_OrderKey, Message] = {}
         """What another writer must do, should this one die."""
         self._held: SaveId | None = None
-        self._whole: SaveId | None = None
+        self._whole: tuple[SaveId, int] | None = None
         self._begun: Message | None = None
         self.waiting: Message | None = None
         """What the writer has waited for in vain for a while, as it told: the request, the save, since when."""
@@ -92,10 +92,10 @@ class Writer:
         self._held = save
         self._channel.send({"op": "held", "save": str(save)})
 
-    def whole(self, save: SaveId) -> None:
-        """All ranks have it on their local disks: what is older there may go."""
-        self._whole = save
-        self._channel.send({"op": "whole", "save": str(save)})
+    def whole(self, save: SaveId, settled: int) -> None:
+        """All ranks have it on their local disks: what is older there may go, and what follows it up to `settled`."""
+        self._whole = save, settled
+        self._channel.send({"op": "whole", "save": str(save), "settled": settled})
 
     def begin(
         self, record: str, root: str, step: int, continues: bool, now: bool = False, is_put: bool = False
@@ -217,7 +217,7 @@ class Writer:
         if self._held is not None:
             self.held(self._held)
         if self._whole is not None:
-            self.whole(self._whole)
+            self.whole(*self._whole)
         for order in self._open.values():
             self._channel.send(order)
         for order in given_up:

@@ -50,6 +50,8 @@ class Tier:
         """The last one."""
         self._whole: SaveId | None = None
         """The newest one that all ranks have on their disks, as the trainer told."""
+        self._settled = -1
+        """The newest step whose saves have come to their end on all ranks."""
         self._lock = threading.Lock()
         self._sweeper = DiskSweeper(self._local, rank)
         self.parents = DrainedParents(self.disk, lambda: self._steps)
@@ -75,17 +77,23 @@ class Tier:
         with self._lock:
             self._undrained.add(save)
 
-    def note_whole(self, save: SaveId) -> None:
-        """All ranks have it on their disks. From any thread."""
-        self._whole = save
+    def note_whole(self, save: SaveId, settled: int) -> None:
+        """All ranks have it on their disks, and nothing that follows up to the step `settled`. From any thread."""
+        self._whole, self._settled = save, settled
 
     def make_room(self, save: SaveId) -> None:
         """Before a save is persisted here: what the disk has to hold no more goes. From the thread that persists."""
         with self._lock:
-            pinned = {*self._undrained} | ({self._drained} if self._drained else set())
+            pinned = {*self._undrained}
+        if self._drained is not None and not self._failed(self._drained):
+            pinned.add(self._drained)
         committed = [known for known in self._steps.saves if known.generation == save.generation]
-        stays = Stays(self._whole, pinned | {*committed[-1:]}, self._settings.keep_last)
+        stays = Stays(self._whole, self._settled, pinned | {*committed[-1:]}, self._settings.keep_last)
         sweep_quietly(self._sweeper, save.generation, stays)
+
+    def _failed(self, save: SaveId) -> bool:
+        """Whether it is known that some rank has not got it on its disk."""
+        return self._whole is not None and self._whole.step < save.step <= self._settled
 
     def persisted(self, slot: Slot, save: SaveId) -> Part | None:
         """The part of the very snapshot in this slot, if a writer that died since has put it."""

@@ -42,17 +42,20 @@ def test_the_newest_whole_one_and_what_is_pinned_stay(
 ) -> None:
     saves = {SaveId(step, OWN) for step in steps}
     pins = {SaveId(step, OWN) for step in pinned}
-    assert kept(saves, Stays(None, pins, last)) == saves, "as long as nobody knows, all stays"
+    settled = data.draw(st.integers(-1, 40))
+    assert kept(saves, Stays(None, settled, pins, last)) == saves, "as long as nobody knows, all stays"
     if not saves:
         return
     whole = data.draw(st.sampled_from(sorted(saves)))
-    stay = kept(saves, Stays(whole, pins, last))
+    stay = kept(saves, Stays(whole, settled, pins, last))
+    failed = {save for save in saves if whole.step < save.step <= settled}
     assert whole in stay
-    assert {save for save in saves if save > whole} <= stay, "one of these may be whole next"
-    assert {*sorted(saves)[-last:]} <= stay
+    assert {save for save in saves if save > whole} - failed <= stay, "one of these may be whole next"
+    assert {*sorted(saves - failed)[-last:]} <= stay
+    assert not (failed - pins) & stay
     assert pins <= stay
     assert stay - pins <= saves
-    assert len(stay - pins) <= max(last, sum(save >= whole for save in saves))
+    assert len(stay - pins) <= max(last, sum(save >= whole for save in saves - failed))
 
 
 def entry(key: str) -> Entry:
@@ -82,14 +85,14 @@ def test_a_sweep_removes_parts_before_packs_and_leaves_the_other_ranks(tmp_path:
     disk, generation = make_disk(tmp_path)
     saves = [put(disk, generation, step) for step in range(1, 5)]
     sweeper = DiskSweeper(disk, 0)
-    assert sweeper.sweep(generation, Stays(None, frozenset(), 1)) == []
-    gone = sweeper.sweep(generation, Stays(saves[3], {saves[1]}, 1))
+    assert sweeper.sweep(generation, Stays(None, -1, frozenset(), 1)) == []
+    gone = sweeper.sweep(generation, Stays(saves[3], -1, {saves[1]}, 1))
     assert [e.key.split("/")[0] for e in gone] == ["parts"] * 2 + ["packs"] * 2
     assert {rank for save in saves[:1] for rank in disk.parts(save)} == {1}
     for save in (saves[1], saves[3]):
         assert {*disk.parts(save)} == {0, 1}
         assert part_there(disk, save, 0) is not None
-    assert sweeper.sweep(generation, Stays(saves[3], {saves[1]}, 1)) == []
+    assert sweeper.sweep(generation, Stays(saves[3], -1, {saves[1]}, 1)) == []
 
 
 def test_nothing_goes_while_a_part_that_stays_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -98,7 +101,7 @@ def test_nothing_goes_while_a_part_that_stays_cannot_be_read(tmp_path: Path, cap
     (part,) = (tmp_path / saves[2].parts_prefix).glob("000000-*")
     flip_bit(part, part.stat().st_size // 2)
     before = sorted(tmp_path.rglob("*"))
-    sweep_quietly(DiskSweeper(disk, 0), generation, Stays(saves[2], frozenset(), 1))
+    sweep_quietly(DiskSweeper(disk, 0), generation, Stays(saves[2], -1, frozenset(), 1))
     assert sorted(tmp_path.rglob("*")) == before
     assert "nothing is removed from the local disk" in caplog.text
 
@@ -109,8 +112,8 @@ def test_an_older_generation_goes_when_there_is_a_whole_step_of_the_own_one(tmp_
     own = GenerationId(generation.number + 1, "0" * 8)
     new = put(disk, own, 3)
     sweeper = DiskSweeper(disk, 0)
-    assert sweeper.sweep(own, Stays(old, frozenset(), 1)) == [], "what was told is of another generation"
-    sweeper.sweep(own, Stays(new, frozenset(), 1))
+    assert sweeper.sweep(own, Stays(old, -1, frozenset(), 1)) == [], "what was told is of another generation"
+    sweeper.sweep(own, Stays(new, -1, frozenset(), 1))
     assert disk.parts(old) == {}
     assert {*disk.parts(new)} == {0, 1}
 
@@ -121,7 +124,7 @@ def test_what_a_crash_left_half_written_goes_when_it_is_old(tmp_path: Path) -> N
     upload.__enter__()
     upload.write(b"half")
     (left,) = [path for path in (tmp_path / TEMP_DIRECTORY).iterdir() if path.is_file()]
-    sweeper, stays = DiskSweeper(disk, 0), Stays(None, frozenset(), 1)
+    sweeper, stays = DiskSweeper(disk, 0), Stays(None, -1, frozenset(), 1)
     sweeper.sweep(generation, stays)
     assert left.exists(), "somebody may be writing it"
     old = time.time() - UNFINISHED_S - 60

@@ -22,10 +22,10 @@ class FakeWriter:
 
     def __init__(self) -> None:
         self.num_undrained = 0
-        self.told: list[SaveId] = []
+        self.told: list[tuple[SaveId, int]] = []
 
-    def whole(self, save: SaveId) -> None:
-        self.told.append(save)
+    def whole(self, save: SaveId, settled: int) -> None:
+        self.told.append((save, settled))
 
 
 @pytest.fixture
@@ -71,11 +71,13 @@ def test_the_writer_is_told_what_all_ranks_have(writer: FakeWriter) -> None:
     words = [state.say(Word(4), failed=False) for state in states]
     oldest, since = min(state.own.newest for state in states), max(word.local_since for word in words)
     for state in states:
-        state.note_all(oldest, since)
-        state.note_all(oldest, since)
-    assert writer.told == [SaveId(3, GENERATION)] * 2
-    states[0].note_all(2, 3)
+        state.note_all(oldest, since, 3)
+        state.note_all(oldest, since, 3)
+    assert writer.told == [(SaveId(3, GENERATION), 3)] * 2
+    states[0].note_all(2, 3, 3)
     assert len(writer.told) == 2, "step 2 failed on some rank"
+    states[0].note_all(3, 5, 4)
+    assert writer.told[2:] == [(SaveId(3, GENERATION), 4)], "what only some ranks have of step 4 may go"
 
 
 def test_without_a_tier_all_goes_to_the_store(writer: FakeWriter) -> None:
@@ -84,5 +86,5 @@ def test_without_a_tier_all_goes_to_the_store(writer: FakeWriter) -> None:
     assert state.say(word, failed=True) == word
     assert state.decide(1, word, must=False)
     state.note(1, True)
-    state.note_all(1, 0)
+    state.note_all(1, 0, 1)
     assert writer.told == []
