@@ -319,7 +319,9 @@ def test_an_absent_step_names_those_there_are(root: Root) -> None:
     root.save({"a": 1})
     with pytest.raises(CheckpointNotFound, match=rf"no step 999; the last ones are: .*{root.step}$"):
         ckptlib.load(root.url, {"a": 0}, 999)
-    with pytest.raises(CheckpointNotFound, match="'newest' is neither a step's number, nor its full name, nor 'latest'"):
+    with pytest.raises(
+        CheckpointNotFound, match="'newest' is neither a step's number, nor its full name, nor 'latest'"
+    ):
         ckptlib.load(root.url, {"a": 0}, "newest")
 
 
