@@ -360,7 +360,8 @@ class ObstoreStore(Store):
                     raise _NoSuchRequest from None
                 if isinstance(error, AlreadyExistsError) and not failure.may_pass:
                     raise
-                wait_s = retries.wait_s() if failure.may_pass and retries.elapsed_s < io_limits.RETRY_S else None
+                may_pass = failure.may_pass or (doing == "put" and failure.lost_directory)
+                wait_s = retries.wait_s() if may_pass and retries.elapsed_s < io_limits.RETRY_S else None
                 if wait_s is None:
                     raise self._error(error, doing, key, nbytes) from None
                 time.sleep(wait_s)

@@ -81,6 +81,11 @@ class Failure:
         return self.status in _BUSY_STATUS
 
     @property
+    def lost_directory(self) -> bool:
+        """What gateways to a file system say of a put into a directory that a delete beside it has just emptied."""
+        return self.code == "NoSuchKey"
+
+    @property
     def was_damaged(self) -> bool:
         """Whether what arrived was not what had been sent."""
         return self.code in _DAMAGED
