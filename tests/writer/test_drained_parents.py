@@ -116,14 +116,14 @@ def test_a_sweep_of_the_disk_leaves_what_later_saves_refer_to(saves: Saves) -> N
     first = saves.save()
     saves.drain(first)
     for step in range(2, 9):
-        saves.tier.note_whole(SaveId(step - 1, saves.generation))
+        saves.tier.note_whole(SaveId(step - 1, saves.generation), step - 1)
         assert sources(saves.save(drained=False)) == {1, step}
     left = {int(path.name[:12]) for path in (saves.directory / "disk" / "parts").iterdir()}
     assert left == {1, 7, 8}
     second = saves.save()
     saves.drain(second)
     for step in range(10, 13):
-        saves.tier.note_whole(SaveId(step - 1, saves.generation))
+        saves.tier.note_whole(SaveId(step - 1, saves.generation), step - 1)
         assert sources(saves.save(drained=False)) == {1, step}
     left = {int(path.name[:12]) for path in (saves.directory / "disk" / "parts").iterdir()}
     assert left == {9, 11, 12}, "the packs of step 1 stay, its part does not"
