@@ -116,9 +116,7 @@ class Generation:
         fields = decode("generation", data, where)
         resumed = None if fields.raw("resumed_from") is None else parse_save(fields.text("resumed_from"))
         domains, copies, kinds = _decode_peers(fields.inner("peers")) if "peers" in fields else ((), 0, ())
-        rewind = fields.get("rewind")
-        if rewind is not None and type(rewind) is not bool:
-            raise fields.fail(f"field 'rewind' is not true or false: {brief(rewind)}")
+        rewind = fields.flag("rewind")
         if rewind and resumed is None:
             raise fields.fail("goes back, but 'resumed_from' names no step")
         return cls(
@@ -132,7 +130,7 @@ class Generation:
             domains,
             copies,
             kinds,
-            bool(rewind),
+            rewind,
             fields.tree("run") if "run" in fields else {},
             _decode_best(fields.inner("best")) if fields.get("best") is not None else None,
         )

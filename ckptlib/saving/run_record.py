@@ -99,8 +99,9 @@ def _without_secrets(value: object, where: str, hidden: list[str]) -> object:
             else _without_secrets(inner, f"{where}.{key}", hidden)
             for key, inner in value.items()
         }
-    if type(value) in (list, tuple):
-        return type(value)(_without_secrets(inner, f"{where}[{n}]", hidden) for n, inner in enumerate(value))  # type: ignore[arg-type, call-arg, var-annotated]
+    if type(value) is list or type(value) is tuple:
+        items = [_without_secrets(inner, f"{where}[{n}]", hidden) for n, inner in enumerate(value)]
+        return items if type(value) is list else tuple(items)
     return _hide("", value, where, hidden) if isinstance(value, str) else value
 
 

@@ -29,7 +29,8 @@ put by one request."""
 
 LARGE_PART_NBYTES = 64 * 1024 * 1024
 """The most that a part of a large object has whose pieces lie in memory anyway: a quarter of the requests, which are
-nearly all that a save costs, and no more memory. Measured on SeaweedFS: as fast, a tenth less CPU time."""
+nearly all that a save costs, and no more memory. Whether it is faster or slower drowned in the noise of three turns on
+SeaweedFS."""
 
 EVEN_PARTS = 128
 """As long as an object has fewer, its parts do not grow: PARTS_IN_FLIGHT connections end at about the same time."""

@@ -21,7 +21,7 @@ from ckptlib.policy.codec import RAW, CodecRules
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import Snapshot, SnapshotReader, check_body
 from ckptlib.stores import InPlace, LateHead, Store
-from ckptlib.stores.io_limits import WRITE_BYTES
+from ckptlib.stores.io_limits import PART_NBYTES, PARTS_IN_FLIGHT, WRITE_BYTES
 from ckptlib.writer.coder import Coder, Encoded
 from ckptlib.writer.drained_parents import DrainedParents
 from ckptlib.writer.frame_packs import FRAMES_BYTES, FramePack, frames_of, in_packs
@@ -239,12 +239,11 @@ class Persister:
         """Packs of chunks as they are."""
         packing = packer.pack(chunks)
         packs = [
-            self._put_pack(snapshot, next(keys), shape, InPlace(shape.data_nbytes, _in_writes(slot.body, shape.pieces)))
-            for shape in packing.packs
+            self._put_pack(snapshot, next(keys), shape, _read_by_store(slot.body, shape)) for shape in packing.packs
         ]
         return PutChunks(tuple(packs), packing.chunks, packing.numbers, packing.offsets)
 
-    def _put_pack(self, snapshot: Snapshot, key: str, shape: PackShape, data: InPlace) -> Pack:
+    def _put_pack(self, snapshot: Snapshot, key: str, shape: PackShape, data: Iterable[Buffer]) -> Pack:
         header, began = snapshot.header, time.monotonic()
         self._store.put(
             key, shape.head(header.save, header.rank, snapshot.layout.digest), data, deadline=self._deadline
@@ -261,6 +260,13 @@ class Persister:
         if digest not in self._layouts_put:
             Catalog(self._store).put_layout(digest, snapshot.layout.encoded)
             self._layouts_put.add(digest)
+
+
+def _read_by_store(body: memoryview, shape: PackShape) -> Iterable[Buffer]:
+    """The bytes of a pack; far ahead, if what must be copied of it is no more than parts under way have at any rate."""
+    writes = _in_writes(body, shape.pieces)
+    copied = sum(stop - start for start, stop in shape.pieces if stop - start < GATHER_BYTES)
+    return InPlace(shape.data_nbytes, writes) if copied <= PARTS_IN_FLIGHT * PART_NBYTES else writes
 
 
 def _in_writes(body: memoryview, pieces: Iterable[Piece]) -> Iterator[Buffer]:
