@@ -99,7 +99,7 @@ class Outcomes:
     def note(self, event: Mapping[str, object]) -> None:
         """What the writer told."""
         kind = event["event"]
-        if kind in ("ready", "waiting", "begun", "not-begun"):
+        if kind in ("ready", "waiting", "begun", "not-begun", "swept"):
             self._note_store(event)
             return
         key = str(event["save"])

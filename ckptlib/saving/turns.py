@@ -87,10 +87,11 @@ class Turns:
         saves, writer = self._session.snapshots.persisting_saves, self._session.writer
         profile.note_under_way(saves)
         drains = self._session.settings.local is not None and writer.num_undrained > 0
+        at_work = bool(saves) or drains or writer.finishes
         tuner = profile.tuner
         if tuner.interval != self._said[0]:
             self._said = tuner.interval, tuner.why
-        return word._replace(interval=tuner.interval, widen=int(tuner.widens), at_work=int(bool(saves) or drains))
+        return word._replace(interval=tuner.interval, widen=int(tuner.widens), at_work=int(at_work))
 
     def agreed(self, step: int) -> Word:
         """What all ranks said for `step`. Raises AgreementFailed where they are not at the same one."""

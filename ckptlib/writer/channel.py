@@ -11,7 +11,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Of what they say; a trainer and a writer of other versions of ckptlib do not understand each other."""
 
 

@@ -49,6 +49,8 @@ class Writer:
         self.waiting: Message | None = None
         """What the writer has waited for in vain for a while, as it told: the request, the save, since when."""
         self._deaths = 0
+        self._sweeps = 0
+        """That the writer is to make, or makes."""
         self._stuck = False
         """Whether the writer gave up a call that hangs, and ends."""
         self.log_path = logfile.new_path(int(setup["rank"]))
@@ -138,6 +140,12 @@ class Writer:
         with self._lock:
             return sum(order["op"] != "void" and order.get("drains", False) for order in self._open.values())
 
+    @property
+    def finishes(self) -> bool:
+        """Whether it commits a save, or removes old steps: that costs the training as well, if no core is idle."""
+        with self._lock:
+            return self._sweeps > 0 or any(order["op"] == "commit" for order in self._open.values())
+
     def watch(self, save: SaveId, timeout_s: float) -> None:
         """Asks what becomes of a save that another rank commits; answered by `committed`, `failed` or `undecided`."""
         self._order({"op": "await", "save": str(save), "timeout_s": timeout_s})
@@ -173,6 +181,10 @@ class Writer:
             self.waiting = None if event["request"] is None else event
         if kind in ("ready", "begun", "not-begun", "waiting"):
             return
+        if kind == "swept":
+            self._sweeps -= 1
+            return
+        self._sweeps += event.get("sweeps", 0)
         save = event["save"]
         if kind == "undecided":  # no proof that it can do more than look
             self._open.pop(_OrderKey(save, elsewhere=True), None)
@@ -201,7 +213,7 @@ class Writer:
             self._deaths += 1
             code = self._reap()
             log.warning("the writer process died (exit %s, log %s); starting it again", code, self.log_path)
-        self._stuck, self.waiting = False, None
+        self._stuck, self.waiting, self._sweeps = False, None, 0
         self._channel.close()
         given_up: list[Message] = []
         error = f"the writer process died {self._deaths} times in a row; see {self.log_path}"

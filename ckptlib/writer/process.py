@@ -5,7 +5,7 @@ trainer's other children). One thread persists, one commits, one removes old ste
 takes its jobs in order. No job outlives its deadline: see `watchdog`.
 
     trainer -> writer    setup, begin, slot, forget, held, whole, expect, persist, drain, commit, void, await, close
-    writer -> trainer    ready, begun, not-begun, released, drained, committed, failed, undecided, waiting
+    writer -> trainer    ready, begun, not-begun, released, drained, committed, swept, failed, undecided, waiting
 """
 
 from __future__ import annotations
@@ -390,10 +390,12 @@ class WriterProcess:
                 self._tier.settle(save)
         seconds = time.monotonic() - began
         log.info("step %d is committed: %d bytes in %.3f s", save.step, manifest.nbytes, seconds)
-        self._channel.send({"event": "committed", "save": str(save), "seconds": seconds, "nbytes": manifest.nbytes})
+        sweeps = self._keep is not None and self._orphan_since is None
+        told = {"seconds": seconds, "nbytes": manifest.nbytes, "sweeps": int(sweeps)}
+        self._channel.send({"event": "committed", "save": str(save), **told})
         if self._tier is not None:
             self._tier.look_again()
-        if self._keep is not None and self._orphan_since is None:
+        if self._keep is not None and sweeps:
             self._sweeps.put(partial(self._sweep, self._keep, save))
 
     def _seconds_left(self, began: float) -> float:
@@ -410,6 +412,7 @@ class WriterProcess:
                 sweep(self._swept, keep, save.generation)
         except (CkptError, OSError) as error:
             log.warning("old steps could not be removed: %s", describe(error))
+        self._channel.send({"event": "swept"})
 
     def _await(self, save: SaveId, timeout_s: float) -> None:
         """Tells the trainer of a rank that does not commit what became of a save."""

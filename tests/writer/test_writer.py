@@ -17,7 +17,10 @@ from workers.crash_oracle import failed_parts, read_root
 
 from ckptlib.errors import WaitTimeout
 from ckptlib.format.keys import SaveId
+from ckptlib.policy.keep import Keep
+from ckptlib.stores import open_store
 from ckptlib.writer.client import MAX_DEATHS
+from ckptlib.writer.persist import put_failure
 
 LARGE_BYTES = 600 << 20
 
@@ -104,6 +107,27 @@ def test_closed_it_finishes_what_was_ordered_and_leaves_no_log(bench: Bench) -> 
     assert not alive(writer.pid)
     assert not writer.log_path.exists()
     assert all(slot.path.exists() for slot in bench.slots), "slots are the trainer's to unlink"
+
+
+def test_what_it_does_after_a_slot_is_let_go_of_is_known(bench: Bench) -> None:
+    """Commits and sweeps take processor time, which whoever weighs the cost of a save must know."""
+    writer = bench.writer(keep=Keep(last=1).to_json(), world_size=2)
+    save, slot = bench.slot(1)
+    writer.add_slot(slot.path)
+    assert not writer.finishes
+    writer.persist(save, slot.path)
+    hear(writer, "released")
+    assert writer.finishes, "it waits for the other rank's part"
+    put_failure(open_store(str(bench.root)), save, 1, "no part")
+    hear(writer, "failed")
+    assert not writer.finishes
+    alone = bench.writer(keep=Keep(last=1).to_json())
+    save, slot = bench.slot(2)
+    alone.add_slot(slot.path)
+    alone.persist(save, slot.path)
+    events = heard(alone, "swept")
+    assert [event["sweeps"] for event in events if event["event"] == "committed"] == [1]
+    assert not alone.finishes
 
 
 def test_left_alone_it_finishes_and_unlinks_the_slots(bench: Bench) -> None:
