@@ -22,12 +22,17 @@ LOOK_EVERY_S = 0.02
 RECENT = 10
 """Steps."""
 
+SAME_NOTICE_S = 10.0
+"""For so long after the first SIGTERM, others are taken for the same notice."""
+
 STATUS = 128 + signal.SIGTERM
 """With which a process leaves whose training stands still: a shell's, for one that SIGTERM has ended."""
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGUSR1, where nobody else handles them; the second SIGTERM kills as ever.
+    """Notes SIGTERM and SIGUSR1, where nobody else handles them; one more SIGTERM kills as ever, but not at once.
+
+    A scheduler that signals all processes reaches a rank twice, since its launcher passes the signal on.
 
     A launcher sends SIGTERM to the healthy ranks when one has died, too, and these may hang in a collective that will
     never end: it would kill them after half a minute. So a thread is woken by SIGTERM, and leaves the process where the
@@ -36,6 +41,8 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.wanted = False
+        self._terminated_at: float | None = None
+        """When the first SIGTERM came."""
         self._handled: list[int] = []
         self._watch: _Watch | None = None
         if threading.current_thread() is threading.main_thread():
@@ -50,8 +57,14 @@ class StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.wanted = True
-        if number == signal.SIGTERM:
+        if number != signal.SIGTERM:
+            return
+        now = time.monotonic()
+        if self._terminated_at is None:
+            self._terminated_at = now
+        elif now - self._terminated_at > SAME_NOTICE_S:
             self._restore(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
     def note_step(self) -> None:
         """A step of the training is done."""

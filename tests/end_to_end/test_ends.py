@@ -169,8 +169,11 @@ def test_a_terminated_job_says_by_its_status_that_it_is_not_done_and_is_continue
     assert (done.returncode, done.stdout.split("\n")) == (75, ["start 0", "ended 9 True", ""]), done.stderr
     assert steps(root) == [9]
     done = run("terminated twice", str(root), tmp_path)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "start 9\n"), "the second one kills as ever"
-    assert steps(root) == [9]
+    assert (done.returncode, done.stdout.split("\n")) == (75, ["start 9", "ended 18 True", ""]), "by all who pass it on"
+    assert steps(root) == [9, 18]
+    done = run("terminated again later", str(root), tmp_path)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "start 18\n"), "the second one kills as ever"
+    assert steps(root) == [9, 18]
     wait_until(lambda: slots(tmp_path) == [])
 
 

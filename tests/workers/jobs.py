@@ -12,6 +12,7 @@ import torch
 from helpers.inside import owe_a_save
 
 import ckptlib
+from ckptlib.policy import stop_signal
 
 
 def hang(ckpt: ckptlib.Checkpointer, told: bool) -> None:
@@ -39,8 +40,10 @@ def main() -> None:
             optimizer.zero_grad()
             if kind == "terminated" and step == start + 7:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if kind == "terminated twice" and step == start + 7:
+            if kind in ("terminated twice", "terminated again later") and step == start + 7:
                 os.kill(os.getpid(), signal.SIGTERM)
+                if kind == "terminated again later":
+                    stop_signal.SAME_NOTICE_S = 0.0
                 os.kill(os.getpid(), signal.SIGTERM)
             if kind in ("hangs", "told, hangs") and step == start + 7:
                 hang(ckpt, told=kind != "hangs")
