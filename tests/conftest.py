@@ -19,6 +19,7 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist, one after the other
 def pytest_xdist_auto_num_workers() -> int:
     """Of `-n auto`: one more than cores, since tests wait for servers and time-outs half of their time.
 
