@@ -7,16 +7,16 @@ import sys
 from collections.abc import Iterator
 
 import boto3
-import hypothesis
 import pytest
 from helpers.s3 import S3_KEYS
 from helpers.server_process import ServerProcess, answers, free_ports
+from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["helpers.servers"]
 
-# How long an example takes says how busy the machine is, not whether the code is right.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+# How long an example takes says how busy the machine is, not whether the code is right: that fails no test.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist, one after the other
