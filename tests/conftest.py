@@ -1,41 +1,39 @@
-"""What tests of several rooms are given."""
+"""What tests of several rooms are given, and how many of them run beside each other."""
 
 from __future__ import annotations
 
-import socket
-import subprocess
+import os
 import sys
-import time
 from collections.abc import Iterator
 
 import boto3
 import pytest
 from helpers.s3 import S3_KEYS
-
-
-def _answers(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
+from helpers.server_process import ServerProcess, answers, free_ports
+from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["helpers.servers"]
 
+# How long an example takes says how busy the machine is, not whether the code is right: that fails no test.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
+
+
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist, one after the other
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `-n auto`: one more than cores, since tests wait for servers and time-outs half of their time.
+
+    Each takes a gigabyte, for torch twice and for servers of its own.
+    """
+    return min(len(os.sched_getaffinity(0)) + 1, 6)
+
 
 @pytest.fixture(scope="session")
-def s3_endpoint() -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def s3_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    (port,) = free_ports(1)
+    endpoint = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        endpoint = f"http://127.0.0.1:{port}"
-        while not _answers(port):
-            assert server.poll() is None, "moto's server did not start"
-            time.sleep(0.05)
+    with ServerProcess(command, tmp_path_factory.mktemp("moto"), lambda: answers(port), {}):
         client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", **S3_KEYS)
         client.create_bucket(Bucket="bucket")
         yield endpoint
-    finally:
-        server.terminate()
-        server.wait(30)

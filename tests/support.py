@@ -12,7 +12,6 @@ import numpy as np
 import xxhash
 from helpers.objects import objects_of
 from helpers.packs import data_of, pack
-from hypothesis import HealthCheck, settings
 from safetensors.numpy import load
 
 from ckptlib.catalog.catalog import Catalog
@@ -32,10 +31,6 @@ from ckptlib.saving.assign import assign, writes
 from ckptlib.stores import Store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
-
-# A busy machine fails no test.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
 
 ROOT_ID = "0123456789abcdef" * 2
 ATTEMPT = "a77e3b70"

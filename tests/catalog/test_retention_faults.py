@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from helpers.crashing_store import Crash, CrashingStore
 from helpers.inside import objects_of
 from support import (
     age,
@@ -24,7 +25,7 @@ from typing_extensions import Buffer, override
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import finish_saves
 from ckptlib.catalog.retention import sweep
-from ckptlib.errors import StoreError, StoreFull
+from ckptlib.errors import StoreFull
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import TrashRecord
@@ -78,26 +79,6 @@ def test_what_is_due_goes_from_a_full_store(store: Store, catalog: Catalog, take
 
 
 # -- crashes
-
-
-class Crash(StoreError):
-    pass
-
-
-class CrashingStore(_HookedStore):
-    """Does `left` operations, and from then on nothing at all."""
-
-    def __init__(self, inner: Store, left: int) -> None:
-        super().__init__(inner, "crash")
-        self._left = left
-
-    @override
-    @contextmanager
-    def _around(self, op: str, key: str, data: Buffer = b"") -> Iterator[Buffer]:
-        self._left -= 1
-        if self._left < 0:
-            raise Crash(f"{op} {key}")
-        yield data
 
 
 def make_busy_root(store: Store) -> GenerationId:

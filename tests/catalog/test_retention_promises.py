@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 
 import numpy as np
 import pytest
+from helpers.crashing_store import Crash, CrashingStore
 from helpers.kept_steps import KeptSteps, Promise, Saved, Step
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from support import age, make_generation, make_root, make_save, put_parts, read_save
-from typing_extensions import Buffer, override
+from typing_extensions import override
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import finish_saves
 from ckptlib.catalog.pins import pin, unpin
 from ckptlib.catalog.retention import sweep
-from ckptlib.errors import CheckpointNotFound, StoreError
+from ckptlib.errors import CheckpointNotFound
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.values import Json, encode
 from ckptlib.policy.best import Best
@@ -33,7 +33,6 @@ from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.stores import Store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
-from ckptlib.stores.testing import _HookedStore
 
 LATER_S = GRACE.total_seconds() + 3600
 STALE_S = 120.0
@@ -52,26 +51,6 @@ promises = st.builds(
 )
 which = st.integers(0, 7)
 crash = st.none() | st.integers(0, 30)
-
-
-class Crash(StoreError):
-    pass
-
-
-class CrashingStore(_HookedStore):
-    """Does `left` operations, and from then on nothing at all."""
-
-    def __init__(self, inner: Store, left: int) -> None:
-        super().__init__(inner, "crash")
-        self._left = left
-
-    @override
-    @contextmanager
-    def _around(self, op: str, key: str, data: Buffer = b"") -> Iterator[Buffer]:
-        self._left -= 1
-        if self._left < 0:
-            raise Crash(f"{op} {key}")
-        yield data
 
 
 def tensors(at: Step) -> dict[str, np.ndarray]:

@@ -22,17 +22,20 @@ _LOG_NBYTES = 4000
 _PORTS = range(12_000, 22_000)
 """Below those that the kernel lends to clients (from 32768), even with 10000 added: no client takes a port of a killed
 server before it is started again."""
+_NUM_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_OWN_PORTS = _PORTS[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _NUM_WORKERS :: _NUM_WORKERS]
+"""Of this worker of pytest-xdist: no other one takes a port between the look at it and the start of its server."""
 
 
 def free_ports(num: int, beside: int = 0) -> list[int]:
     """Ports of loopback that nobody listens on; nor on those that are `beside` higher."""
     found: list[int] = []
-    for port in random.sample(_PORTS, len(_PORTS)):  # at random: other sessions of pytest look for some, too
+    for port in random.sample(_OWN_PORTS, len(_OWN_PORTS)):  # at random: other sessions of pytest look for some, too
         if port not in found and _is_free(port) and _is_free(port + beside):
             found.append(port)
         if len(found) == num:
             return found
-    raise RuntimeError(f"fewer than {num} of the ports {_PORTS} are free")
+    raise RuntimeError(f"fewer than {num} of the ports {_OWN_PORTS} are free")
 
 
 def _is_free(port: int) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.server_process import free_ports
 from workers.peers_bench import MEMORY, Node, gold
 
 
@@ -28,7 +28,7 @@ def test_torchrun_restarts_the_ranks(nodes: Any, tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_a_node_is_lost_and_another_takes_its_place(nodes: Any, tmp_path: Path) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
 
     def agent(name: str, is_host: int) -> Node:
         conf = f"is_host={is_host},keep_alive_interval=1,keep_alive_max_attempt=2"
@@ -84,9 +84,3 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     yield nodes
     for node in nodes.made:
         node.lose()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -138,7 +138,7 @@ def test_nothing_of_a_put_goes_on_after_its_deadline(
     proxy.rules([{"match": f"^{op} .*", "fault": fault, "seconds": 2.0}])  # type: ignore[list-item]
     view = memoryview(memory)
     pieces = [view[start : start + 1_000_000] for start in range(0, len(DATA), 1_000_000)]
-    with at_most(2.0), pytest.raises(StoreTimeout, match="deadline"):
+    with at_most(RETRY_S), pytest.raises(StoreTimeout, match="deadline"):
         store.put("p", b"", pieces if kind == "list" else iter(pieces), deadline=time.monotonic() + 0.4)
     for lent in [*pieces, view]:
         lent.release()
@@ -156,7 +156,7 @@ def test_what_lands_after_a_deadline_is_whole(
 ) -> None:
     """No client can take back a request that the server has: its put fails, and the object may appear."""
     proxy.rules([{"match": f"^{op}", "fault": "hang_reply"}])
-    with at_most(2.5), pytest.raises(StoreTimeout):
+    with at_most(RETRY_S), pytest.raises(StoreTimeout):
         store.put("p", b"", [DATA[:nbytes]], deadline=time.monotonic() + 0.5)
     proxy.rules([])
     for key in keys(direct):
@@ -206,7 +206,7 @@ def test_a_get_that_fails_ends(store: Store, proxy: FaultProxy, fault: str) -> N
     with at_most(LONGEST_S), pytest.raises(StoreTimeout):
         store.get_into("p", 0, memoryview(bytearray(100_000)))
     into = bytearray(b"." * 100_000)
-    with at_most(1.5), pytest.raises(StoreTimeout):
+    with at_most(RETRY_S), pytest.raises(StoreTimeout):
         store.get_into("p", 0, memoryview(into), deadline=time.monotonic() + 0.3)
     seen = bytes(into)
     proxy.rules([])

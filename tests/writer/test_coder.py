@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -14,59 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.persists import Arrays, OneRank, codecs_of, snapshot_of
+from helpers.persists import OneRank, codecs_of, snapshot_of
+from helpers.watched_planes import MIB, Watched, mib
 
 from ckptlib.codecs import registry
-from ckptlib.codecs.codec import Codec, Content
-from ckptlib.codecs.planes import Planes
+from ckptlib.codecs.codec import Codec
 from ckptlib.errors import CorruptData, StoreError
 from ckptlib.policy.codec import CodecRules
 from ckptlib.stores import Store, open_store
-from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.writer import coder as module
 from ckptlib.writer import frame_packs
-from ckptlib.writer.coder import SAMPLED_EVERY, SAMPLES, Coder
-
-MIB = 1 << 20
-WIDTH = 64
-
-
-def floats(rows: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(0, 0.02, (rows, WIDTH)).astype(np.float32)
-
-
-def mib(num: int, seed: int = 0) -> np.ndarray:
-    """Weights of so many MiB."""
-    return floats(num * MIB // 4 // WIDTH, seed)
-
-
-class Watched(Planes):
-    """The real codec; knows how often it was called, and can be made to fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
-        self.fail_at: int | None = None
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def encode(self, raw: memoryview, content: Content) -> bytes | None:
-        self.num_calls += 1
-        if self.num_calls == self.fail_at:
-            raise OSError("an encoder failed, as planned")
-        self.gate.wait()
-        return super().encode(raw, content)
-
-
-@pytest.fixture
-def planes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    """What the coder takes for planes."""
-    watched, find = Watched(), registry.find
-    monkeypatch.setattr(registry, "find", lambda name: watched if name == "planes" else find(name))
-    yield watched
-    watched.gate.set()
-
+from ckptlib.writer.coder import Coder
 
 # -- encoding
 
@@ -258,129 +216,6 @@ def test_patches_outlive_the_step_of_their_keyframe(tmp_path: Path) -> None:
     assert after.nbytes_put < part.nbytes_put
     assert {*codecs_of(after)} == {"patch"}
     job.check(after, arrays)
-
-
-# -- auto
-
-
-def upload(coder: Coder, nbytes: int, seconds: float) -> None:
-    """One that follows those before it."""
-    began = max(coder._uploads_until, 0.0)
-    coder.note_upload(nbytes, began, began + seconds)
-
-
-def auto_saves(job: OneRank, arrays: dict[str, np.ndarray], num: int) -> list[list[str]]:
-    """Codecs of chunks in each of some saves, before each of which all changes."""
-    found = []
-    for _ in range(num):
-        for array in arrays.values():
-            array += 0.001 * np.abs(array)
-        part = job.save(arrays)
-        job.check(part, arrays)
-        found.append(codecs_of(part))
-    return found
-
-
-def test_auto_begins_raw_measures_and_encodes_for_a_slow_store(tmp_path: Path) -> None:
-    store = open_store(f"latency+file://{tmp_path}/root?latency=0.001&bandwidth=1e7")  # far below what a busy host does
-    first, second, third = auto_saves(OneRank(tmp_path, store, "auto"), {"w": mib(5)}, 3)
-    assert {*first} == {"raw"}
-    assert second.count("planes") == SAMPLES
-    assert {*third} == {"planes"}
-
-
-def test_auto_stays_raw_where_the_store_is_faster_than_encoding(tmp_path: Path) -> None:
-    job = OneRank(tmp_path, MemoryStore(), "auto")
-    arrays = {"w": mib(4)}
-    assert {*auto_saves(job, arrays, 1)[0]} == {"raw"}
-    upload(job.persister._coder, 1 << 50, 1.0)  # memory is not far from encoding on a busy host
-    saves = [[], *auto_saves(job, arrays, SAMPLED_EVERY + 3)]
-    sampled = [codecs.count("planes") for codecs in saves]
-    assert sampled[1] == SAMPLES, "it has to see what encoding reaches"
-    assert sampled[2 : 1 + SAMPLED_EVERY] == [0] * (SAMPLED_EVERY - 1)
-    assert sampled[1 + SAMPLED_EVERY] == SAMPLES, "and looks again from time to time"
-
-
-def test_auto_stays_raw_on_a_local_path_and_looks_at_no_tensor(tmp_path: Path, planes: Watched) -> None:
-    saves = auto_saves(OneRank(tmp_path, LocalStore(str(tmp_path / "root")), "auto"), {"w": mib(8)}, 3)
-    assert {codec for codecs in saves for codec in codecs} == {"raw"}
-    assert planes.num_calls == 0
-    assert not Coder(CodecRules.of("auto"), True).encodes
-    assert not Coder(CodecRules.of("raw"), False).encodes
-    assert not Coder(CodecRules.of({"model/*": "raw"}), True).encodes
-    assert Coder(CodecRules.of({"model/*": "raw"}), False).encodes
-    assert Coder(CodecRules.of({"model/*": "planes", "*": "raw"}), True).encodes
-
-
-def test_auto_follows_a_store_whose_speed_changes(tmp_path: Path) -> None:
-    job, arrays = OneRank(tmp_path, MemoryStore(), "auto"), {"w": mib(16)}
-    coder = job.persister._coder
-    auto_saves(job, arrays, 2)
-    for nbytes, seconds, codec in [
-        (1 << 30, 9e3, "planes"),
-        (1 << 50, 0.001, "raw"),
-        (1 << 40, 9e6, "planes"),
-    ]:
-        upload(coder, nbytes, seconds)
-        assert {*auto_saves(job, arrays, 1)[0]} == {codec}
-
-
-def test_uploads_beside_each_other_count_together(tmp_path: Path) -> None:
-    job = OneRank(tmp_path, MemoryStore(), "auto")
-    coder = job.persister._coder
-    for began, ended in [(0.0, 4.0), (1.0, 3.0), (2.0, 6.0), (10.0, 12.0)]:  # 8 s in all
-        coder.note_upload(8 * MIB, began, ended)
-    assert coder._store.per_byte == pytest.approx(8.0 / (32 * MIB), rel=0.2)
-
-
-def trial(arrays: Arrays, directory: Path, *uploads: tuple[int, float]) -> tuple[int, int]:
-    """Chunks that 'auto' tries after these uploads, and all chunks. Encoding was seen to reach what it does here."""
-    job = OneRank(directory, MemoryStore(), "auto")
-    save, slot = job.slot(arrays)
-    snapshot, coder = snapshot_of(save, slot), Coder(CodecRules.of("auto"), False)
-    chunks = range(len(snapshot.digests))
-    upload(coder, 1 << 40, 1.0)
-    assert len([*coder.encode(slot.body, snapshot, coder.candidates(snapshot, chunks)[0], None)]) == SAMPLES
-    assert coder.candidates(snapshot, chunks)[0] == []
-    for nbytes, seconds in uploads:
-        upload(coder, nbytes, seconds)
-    found = coder.candidates(snapshot, chunks)[0]
-    slot.unlink()
-    return len(found), len(chunks)
-
-
-def test_packs_that_are_small_do_not_make_a_store_seem_slow(tmp_path: Path) -> None:
-    """A request takes 30 ms however little it puts, and a pack may be a header and no more."""
-    tried, _ = trial({"w": mib(16)}, tmp_path, *[(4096, 0.03)] * 1000, *[(2 * MIB, 5.0)] * 100, (0, 1.0))
-    assert tried == 0
-
-
-def test_packs_count_by_their_bytes(tmp_path: Path) -> None:
-    tried, _ = trial({"w": mib(16)}, tmp_path, *[(1 << 44, 1.0), (5 * MIB, 0.2)] * 10)
-    assert tried == 0, "one slow request among fast packs"
-    tried, num = trial({"w": mib(16)}, tmp_path, *[(5 * MIB, 0.00001), (1 << 30, 5000.0)] * 3)
-    assert tried == num, "one fast request among slow packs"
-
-
-def test_what_saves_little_is_not_encoded_however_slow_the_store(tmp_path: Path) -> None:
-    noise = np.frombuffer(np.random.default_rng(0).bytes(8 * MIB), np.float32)
-    tried, _ = trial({"w": noise}, tmp_path, (1 << 30, 1000.0))
-    assert tried == 0
-
-
-def test_threads_that_wait_for_a_core_count_as_slow(tmp_path: Path, planes: Watched) -> None:
-    """What two threads reach together, on a host that is busy: not twice what each of them seems to."""
-    job = OneRank(tmp_path, MemoryStore(), "auto")
-    save, slot = job.slot({"w": mib(16)})
-    snapshot, coder = snapshot_of(save, slot), Coder(CodecRules.of("auto"), False)
-    chunks = range(len(snapshot.digests))
-    nbytes = SAMPLES * max(snapshot.table.nbytes)
-    upload(coder, 1 << 30, (1 << 30) / nbytes)  # takes as long for the samples as a second
-    planes.gate.clear()
-    threading.Timer(1.5, planes.gate.set).start()  # all of them wait for that
-    assert len([*coder.encode(slot.body, snapshot, coder.candidates(snapshot, chunks)[0], None)]) == SAMPLES
-    assert coder.candidates(snapshot, chunks)[0] == []
-    slot.unlink()
 
 
 # -- raw
