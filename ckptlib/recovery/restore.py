@@ -28,7 +28,7 @@ from ckptlib.errors import (
     ObjectNotFound,
     ObjectUnreadable,
 )
-from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.format.keys import SaveId, checked_step, parse_save
 from ckptlib.loading.committed import resolve
 from ckptlib.loading.progress import Laps
 from ckptlib.loading.report import LoadReport
@@ -88,6 +88,7 @@ def restore(
     ckptlib wrote the root or the record of a generation, nothing is restored at all: which step is the right one is not
     known then.
     """
+    _check_asked(session, step)
     load = partial(_load, session, state, strict, device)
     laps = Laps()
     inventory = _look_around(session)
@@ -148,6 +149,19 @@ def restore(
         what = "every step is damaged" if lost is CorruptData else "no step can be read"
         raise lost(f"{session.store.url}: {what}: " + "; ".join(skipped))
     return LoadReport(0, session.store.url, None, 0, 0.0), None
+
+
+def _check_asked(session: Session, step: int | str | None) -> None:
+    """Raises, on all ranks, where any names a step that others do not, or that cannot be gone back to. Collective."""
+    if isinstance(step, int):
+        checked_step(step)
+    if not session.group.same(repr(step).encode()):
+        raise ValueError(f"restore(step={step!r}): not all ranks named this step")
+    if step is not None and session.lineage.began:
+        raise ValueError(
+            "restore(step=): this Checkpointer has saved already, so its place in history is fixed; to go back, "
+            "close it and create another one"
+        )
 
 
 LACKS = "lacks an object"
