@@ -20,6 +20,7 @@ from typing_extensions import Self
 
 from ckptlib.checkpoint import SaveOrder, save_step, without_overlap
 from ckptlib.errors import Preempted, SaveFailed, WaitTimeout
+from ckptlib.events import Event, Stopping
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import checked_step
 from ckptlib.loading.report import LoadReport
@@ -34,7 +35,7 @@ from ckptlib.ranks.together import together
 from ckptlib.recovery.keeping import keep_restored
 from ckptlib.recovery.restore import restore
 from ckptlib.saving.agreement import kind_of
-from ckptlib.saving.attempts import Attempts
+from ckptlib.saving.attempts import Attempts, begun
 from ckptlib.saving.estimate import estimate
 from ckptlib.saving.keeper import StateKeeper
 from ckptlib.saving.pending import Pending
@@ -42,6 +43,7 @@ from ckptlib.saving.run_record import encode_config
 from ckptlib.saving.session import Session
 from ckptlib.saving.settings import MAX_OUTAGE, REFRESH, SAVE_DEADLINE, TIMEOUT, Settings
 from ckptlib.saving.step_metrics import StepMetrics
+from ckptlib.saving.terminal import show
 from ckptlib.saving.turns import Turns
 from ckptlib.staging.fence import Fence
 from ckptlib.state.flatten import flatten
@@ -89,6 +91,11 @@ class Checkpointer:
     config:          recorded with this run: a dict of plain values, such as dict(vars(args)). What looks like a secret
                      is left out, with a warning. `ckptlib show` prints it.
     record_code:     record the command line and the program's git revision, too.
+    on_event:        called with each of `ckptlib.events`: snapshots and saves that began, ended or failed, restores,
+                     changes of the interval. The thread that trains calls it, as `after_step`, `save`, `restore`,
+                     `close` and waits for a save end; no save depends on it, and the training waits for it. What it
+                     raises is logged once and harms no save. Ranks are told at different steps, so it must not be
+                     collective. Give it on the ranks that are to be told; rank 0 knows the most.
 
     Collective: every rank creates it, calls after_step with the same steps, and closes it. If any rank finds something
     wrong with the store, all ranks raise.
@@ -119,6 +126,7 @@ class Checkpointer:
         preempted: Callable[[], bool] | None = None,
         config: Mapping[str, object] | None = None,
         record_code: bool = False,
+        on_event: Callable[[Event], object] | None = None,
     ) -> None:
         settings = Settings(
             url=absolute(url),
@@ -140,7 +148,7 @@ class Checkpointer:
         self._state = state
         policy = policy_of(every)
         overhead_in(policy)  # refuses two budgets before anything is opened
-        self._session = Session(settings, process_group, lambda: kind_of(flatten(self._state).leaves))
+        self._session = Session(settings, process_group, lambda: kind_of(flatten(self._state).leaves), on_event)
         self._group = self._session.group
         self._turns = Turns(self._session, policy, None if peers is None else peers.every, preempted)
         self._due = self._turns.due
@@ -193,26 +201,40 @@ class Checkpointer:
         report, self._generators = restore(self._session, self._state, strict, device, step)
         self._restored = report.step
         if self._group.rank == 0:
-            log.info("restore: %s", report)
+            show(log, "restore: %s", report)
         if self._session.settings.peers is not None:
             self._session.snapshots.arena.others.reclaim(but=report.save)
             self._warm()
         self._attempts.last = keep_restored(self._session, self._state, report)
+        self._session.listener.deliver()
         return report
+
+    def restore_random(self) -> None:
+        """Puts the random generators back to where they were at the restored step; for loops that are not `loop`.
+
+        Call it right before the first body, whatever was drawn since `restore`. Does nothing on a fresh run.
+        """
+        self._check_open()
+        if self._turns.started:
+            raise ValueError("call restore_random before the first after_step: steps drew from the generators since")
+        self._put_back_random()
+
+    def _put_back_random(self) -> None:
+        generators, self._generators = self._generators, None
+        if generators is not None:
+            generators.restore()
 
     # The loop
 
     def loop(self, start: int, total: int) -> Iterator[int]:
         """Yields the steps from `start` up to `total`, and calls `after_step` after each body.
 
-        The RNG state is restored as the first body begins, whatever was drawn since `restore`. The state after the last
+        The RNG state is restored as the first body begins, as by `restore_random`. The state after the last
         step is always saved. When a rank receives SIGTERM or SIGUSR1, or `preempted` says so, all ranks save once more
         and the loop ends early; a `with` block raises Preempted then, which ends the process with status 75. If the
         program installed handlers of its own before it created the Checkpointer, those stay.
         """
-        if self._generators is not None:
-            self._generators.restore()
-            self._generators = None
+        self._put_back_random()
         self._due.final = total
         for step in range(start, total):
             yield step
@@ -239,12 +261,16 @@ class Checkpointer:
         the root; all ranks raise at the same step.
         """
         self._check_open()
-        with self._turns.timed(self._fence.waited_s):
-            self._after_step(checked_step(step), metrics)
+        try:
+            with self._turns.timed(self._fence.waited_s):
+                self._after_step(checked_step(step), metrics)
+        finally:
+            self._session.listener.deliver()
 
     def _after_step(self, step: int, metrics: Mapping[str, object] | None) -> None:
         session = self._session
         if not self._turns.started:
+            self._generators = None  # too late for them
             self._warm()
             self._turns.say(step)
         word = self._turns.agreed(step)
@@ -254,10 +280,12 @@ class Checkpointer:
         self._turns.check(word)
         self._stopping = bool(word.stop)
         self._preempted = self._stopping and step != self._due.final
-        if self._stopping and self._group.rank == 0:
-            log.warning("asked to stop: saving step %d, the last one", step)
+        if self._stopping:
+            session.listener.tell(Stopping(step))
+            if self._group.rank == 0:
+                log.warning("asked to stop: saving step %d, the last one", step)
         session.follow(word)
-        last = bool(word.stop) or step == self._due.final
+        last, began = bool(word.stop) or step == self._due.final, time.perf_counter()
         if last:
             session.await_room(self._stop_timeout_s)
         taken = None
@@ -275,6 +303,7 @@ class Checkpointer:
             self._metrics.clear()
             if taken is not None:
                 taken.staging.go()
+                session.listener.tell(begun(taken, began))
         if last:  # no step of an optimizer follows, so nothing would wait at the fence
             self._fence.wait()
         self._fence.forget()
@@ -290,6 +319,7 @@ class Checkpointer:
         if some and not_all:  # a rank without it would go into another save alone
             raise SaveFailed(f"some rank could not save step {step}, which will never be committed; save a later one")
         if self._attempts.last is None or not known:
+            began = time.perf_counter()
             self._session.await_room()
             trained = self._turns.started  # by after_step: an iteration has been
             self._session.tier.begin_drained()
@@ -297,6 +327,8 @@ class Checkpointer:
             self._attempts.last = save_step(self._session, SaveOrder(self._state, step, told, spare=trained))
             self._note_saved(step, told)
             self._attempts.last.staging.go()
+            self._session.listener.tell(begun(self._attempts.last, began))
+            self._session.listener.deliver()
         return self._attempts.last
 
     def _check_open(self) -> None:

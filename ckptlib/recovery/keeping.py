@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 
 from ckptlib.checkpoint import SaveOrder, save_step
 from ckptlib.errors import NoRoom
 from ckptlib.loading.report import LoadReport
+from ckptlib.saving.attempts import begun
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.session import Session
 
@@ -23,6 +25,7 @@ def keep_restored(session: Session, state: Mapping[str, object], report: LoadRep
     with_peers = session.settings.peers is not None
     if report.save is None or (report.committed and not with_peers):
         return None
+    began = time.perf_counter()
     try:
         pending = save_step(session, SaveOrder(state, report.step, to_store=not report.committed, spare=False))
         pending.staging.go()
@@ -30,4 +33,5 @@ def keep_restored(session: Session, state: Mapping[str, object], report: LoadRep
         what = "kept in memory" if with_peers else "saved again"
         log.error("restored step %d, but it is not %s: %s", report.step, what, error)
         return None
+    session.listener.tell(begun(pending, began))
     return pending if pending.persists else None

@@ -28,6 +28,7 @@ from ckptlib.errors import (
     ObjectNotFound,
     ObjectUnreadable,
 )
+from ckptlib.events import Restored
 from ckptlib.format.keys import SaveId, checked_step, parse_save
 from ckptlib.loading.committed import resolve
 from ckptlib.loading.progress import Laps
@@ -69,6 +70,11 @@ class _Candidate:
         if self.snapshot is not None:
             return "memory"
         return "the store" if self.local is None else "local disks"
+
+    @property
+    def tier(self) -> str:
+        """See `LoadReport.tier`."""
+        return "memory" if self.snapshot is not None else "store" if self.local is None else "local"
 
 
 def restore(
@@ -128,8 +134,17 @@ def restore(
         else:
             session.lineage.go_back(session.writer, candidate.save)
         phases = {**laps.seconds, **report.phases}
-        report = replace(report, skipped=tuple(skipped), committed=candidate.committed, phases=phases)
-        return replace(report, seconds=sum(phases.values())), generators
+        report = replace(
+            report,
+            skipped=tuple(skipped),
+            tier=candidate.tier,
+            committed=candidate.committed,
+            phases=phases,
+            seconds=sum(phases.values()),
+        )
+        told = Restored(candidate.save.step, report.nbytes, report.seconds, report.tier, len(skipped))
+        session.listener.tell(told)
+        return report, generators
     if step is not None:
         what = "is of a newer format" if newer else "is not whole" if absent else "is damaged"
         kind = NewerFormat if newer else CheckpointNotFound if absent else lost

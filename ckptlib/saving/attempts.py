@@ -6,9 +6,11 @@ What takes one is handed in; what its writer makes of it then is in `outcome`.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from ckptlib.errors import AgreementFailed, CkptError, ReplicasDiffer, SaveFailed, StateChanged, StateError
+from ckptlib.events import Begun, Failed, Torn, Voided
 from ckptlib.saving.due import DueSaves
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.session import Session
@@ -41,10 +43,12 @@ class Attempts:
             self._due.owe(to_store)
             self._due.fail(error)
             log.error("step %d is not saved: %s", step, error)
+            self._session.listener.tell(Voided(step, error))
             return None
         except StateChanged as error:
             self._due.owe(to_store)
             log.warning("step %d is not saved, the next one is: %s", step, error)
+            self._session.listener.tell(Voided(step, error))
             return None
         except (StateError, AgreementFailed):
             raise
@@ -63,6 +67,7 @@ class Attempts:
         self._due.fail(error)
         told = isinstance(error, SaveFailed)  # which says so itself
         log.error("%s", error if told else f"step {step} could not be saved: {error}")
+        self._session.listener.tell(Failed(step, error, tier="store"))
 
     def owe_again(self) -> bool:
         """What was taken and came to nothing is due once more. Returns whether the ranks must compare before it."""
@@ -72,9 +77,10 @@ class Attempts:
     def _owe_torn(self) -> None:
         """A torn snapshot is owed once more, without overlap."""
         torn = self._session.snapshots.take_torn()
-        if torn is None or torn.staging is None:
+        if torn is None or torn.staging is None or torn.staging.error is None:
             return
         log.warning("%s; another snapshot is taken as soon as possible, without overlap", torn.staging.error)
+        self._session.listener.tell(Torn(torn.step, torn.staging.error))
         self._due.owe(torn.persists, inline=True)
         if self.last is not None and self.last.staging is torn.staging:
             self.last = None
@@ -87,3 +93,10 @@ class Attempts:
             if self.has(ballot.step):
                 self.last = None
         return bool(differing)
+
+
+def begun(pending: Pending, since: float) -> Begun:
+    """What is told of a snapshot that was begun. `since`: when training stopped for it, by `time.perf_counter`."""
+    tier = "memory" if not pending.persists else "store" if pending.drains else "local"
+    nbytes = pending.staging.content.header.body_nbytes
+    return Begun(pending.step, nbytes, tier, time.perf_counter() - since)
