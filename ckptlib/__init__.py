@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ckptlib._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from ckptlib import events as events
     from ckptlib.api import checkpoints, load, save, save_async
     from ckptlib.catalog.catalog import CheckpointInfo
     from ckptlib.checkpointer import Checkpointer
@@ -144,6 +145,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "events":
+        return importlib.import_module("ckptlib.events")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ckptlib' has no attribute {name!r}")

@@ -19,20 +19,10 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from ckptlib.checkpoint import SaveOrder, save_step, without_overlap
-from ckptlib.errors import (
-    AgreementFailed,
-    CkptError,
-    NoRoom,
-    Preempted,
-    ReplicasDiffer,
-    SaveFailed,
-    StateChanged,
-    StateError,
-    WaitTimeout,
-)
+from ckptlib.errors import Preempted, SaveFailed, WaitTimeout
+from ckptlib.events import Event, Stopping
 from ckptlib.format.digests import XXH3
-from ckptlib.format.keys import SaveId, checked_step
-from ckptlib.loading.loaded import Filled, Loads, Parts
+from ckptlib.format.keys import checked_step
 from ckptlib.loading.report import LoadReport
 from ckptlib.policy.codec import AUTO, Asked, CodecRules
 from ckptlib.policy.keep import Keep
@@ -42,15 +32,18 @@ from ckptlib.policy.tier import KEEP_LAST, tier_of
 from ckptlib.policy.when import Policy, When, policy_of
 from ckptlib.ranks.beat import Word
 from ckptlib.ranks.together import together
+from ckptlib.recovery.keeping import keep_restored
 from ckptlib.recovery.restore import restore
 from ckptlib.saving.agreement import kind_of
+from ckptlib.saving.attempts import Attempts, begun
 from ckptlib.saving.estimate import estimate
+from ckptlib.saving.keeper import StateKeeper
 from ckptlib.saving.pending import Pending
-from ckptlib.saving.registry import registry
 from ckptlib.saving.run_record import encode_config
 from ckptlib.saving.session import Session
 from ckptlib.saving.settings import MAX_OUTAGE, REFRESH, SAVE_DEADLINE, TIMEOUT, Settings
 from ckptlib.saving.step_metrics import StepMetrics
+from ckptlib.saving.terminal import show
 from ckptlib.saving.turns import Turns
 from ckptlib.staging.fence import Fence
 from ckptlib.state.flatten import flatten
@@ -98,6 +91,11 @@ class Checkpointer:
     config:          recorded with this run: a dict of plain values, such as dict(vars(args)). What looks like a secret
                      is left out, with a warning. `ckptlib show` prints it.
     record_code:     record the command line and the program's git revision, too.
+    on_event:        called with each of `ckptlib.events`: snapshots and saves that began, ended or failed, restores,
+                     changes of the interval. The thread that trains calls it, as `after_step`, `save`, `restore`,
+                     `close` and waits for a save end; no save depends on it, and the training waits for it. What it
+                     raises is logged once and harms no save. Ranks are told at different steps, so it must not be
+                     collective. Give it on the ranks that are to be told; rank 0 knows the most.
 
     Collective: every rank creates it, calls after_step with the same steps, and closes it. If any rank finds something
     wrong with the store, all ranks raise.
@@ -128,6 +126,7 @@ class Checkpointer:
         preempted: Callable[[], bool] | None = None,
         config: Mapping[str, object] | None = None,
         record_code: bool = False,
+        on_event: Callable[[Event], object] | None = None,
     ) -> None:
         settings = Settings(
             url=absolute(url),
@@ -148,21 +147,21 @@ class Checkpointer:
         )
         self._state = state
         policy = policy_of(every)
-        overhead_in(policy)
-        self._session = Session(settings, process_group, lambda: kind_of(flatten(self._state).leaves))
+        overhead_in(policy)  # refuses two budgets before anything is opened
+        self._session = Session(settings, process_group, lambda: kind_of(flatten(self._state).leaves), on_event)
         self._group = self._session.group
         self._turns = Turns(self._session, policy, None if peers is None else peers.every, preempted)
         self._due = self._turns.due
+        self._attempts = Attempts(self._session, self._due)
         self._fence = Fence()
         self._stopping = False
         self._preempted = False
         self._generators: LoadedRng | None = None
         self._metrics = StepMetrics(None if keep is None else keep.rule, 0 if keep is None else keep.last)
-        self._last: Pending | None = None
         self._restored: int | None = None
         self._install()
-        self.note_load(settings.url, registry.take_loads(settings.url, process_group))
-        registry.keepers.add(self)
+        self._keeper = StateKeeper(self._session, state)
+        self._keeper.begin()
 
     def _install(self) -> None:
         """Looks at the state once, so that what cannot be saved is refused now, and makes room for it."""
@@ -199,81 +198,43 @@ class Checkpointer:
         self._check_open()
         if self._turns.started:  # what was agreed for the next step would be met by another one
             raise ValueError("call restore before the first after_step; to go back, create another Checkpointer")
-        self._check_asked(step)
         report, self._generators = restore(self._session, self._state, strict, device, step)
         self._restored = report.step
         if self._group.rank == 0:
-            log.info("restore: %s", report)
+            show(log, "restore: %s", report)
         if self._session.settings.peers is not None:
             self._session.snapshots.arena.others.reclaim(but=report.save)
             self._warm()
-            if report.save is not None:
-                self._keep(report)
-        elif report.save is not None and not report.committed:  # only local disks have it
-            self._keep(report)
+        self._attempts.last = keep_restored(self._session, self._state, report)
+        self._session.listener.deliver()
         return report
 
-    def _check_asked(self, step: int | str | None) -> None:
-        """Collective, where any rank names a step."""
-        if isinstance(step, int):
-            checked_step(step)
-        if not self._group.same(repr(step).encode()):
-            raise ValueError(f"restore(step={step!r}): not all ranks named this step")
-        if step is not None and self._session.lineage.began:
-            raise ValueError(
-                "restore(step=): this Checkpointer has saved already, so its place in history is fixed; to go back, "
-                "close it and create another one"
-            )
+    def restore_random(self) -> None:
+        """Puts the random generators back to where they were at the restored step; for loops that are not `loop`.
 
-    def _keep(self, report: LoadReport) -> None:
-        """Redundancy is down, and what memory or local disks alone had is not in the store; collective.
-
-        No room for it, on all ranks alike, is no reason not to go on from what was restored.
+        Call it right before the first body, whatever was drawn since `restore`. Does nothing on a fresh run.
         """
-        try:
-            pending = save_step(
-                self._session, SaveOrder(self._state, report.step, to_store=not report.committed, spare=False)
-            )
-            pending.staging.go()
-        except NoRoom as error:
-            what = "saved again" if self._session.settings.peers is None else "kept in memory"
-            log.error("restored step %d, but it is not %s: %s", report.step, what, error)
-        else:
-            self._last = pending if pending.persists else None
+        self._check_open()
+        if self._turns.started:
+            raise ValueError("call restore_random before the first after_step: steps drew from the generators since")
+        self._put_back_random()
 
-    def refuse_going_back(self, url: str, save: SaveId, state: Mapping[str, object]) -> None:
-        """See `registry.Keeper`."""
-        session = self._session
-        if url != session.settings.url or not session.lineage.began:
-            return
-        if not Filled(Parts(state, ask=False)).all_of(Parts(self._state, ask=False)):
-            return
-        if save != SaveId(session.newest_step, session.generation):
-            raise StateError(
-                f"cannot load step {save.step} into the state of a Checkpointer that has saved or gone back since: its "
-                "next save would continue an older history. To go back, close it, load, and create another "
-                "Checkpointer; to inspect the step, load it into other objects"
-            )
-
-    def note_load(self, url: str, loads: Loads) -> None:
-        """See `registry.Keeper`."""
-        into = loads.into(Parts(self._state, ask=False)) if url == self._session.settings.url else None
-        if into is not None and not self._session.lineage.began:
-            self._session.lineage.resumed_from = into
+    def _put_back_random(self) -> None:
+        generators, self._generators = self._generators, None
+        if generators is not None:
+            generators.restore()
 
     # The loop
 
     def loop(self, start: int, total: int) -> Iterator[int]:
         """Yields the steps from `start` up to `total`, and calls `after_step` after each body.
 
-        The RNG state is restored as the first body begins, whatever was drawn since `restore`. The state after the last
+        The RNG state is restored as the first body begins, as by `restore_random`. The state after the last
         step is always saved. When a rank receives SIGTERM or SIGUSR1, or `preempted` says so, all ranks save once more
         and the loop ends early; a `with` block raises Preempted then, which ends the process with status 75. If the
         program installed handlers of its own before it created the Checkpointer, those stay.
         """
-        if self._generators is not None:
-            self._generators.restore()
-            self._generators = None
+        self._put_back_random()
         self._due.final = total
         for step in range(start, total):
             yield step
@@ -300,26 +261,31 @@ class Checkpointer:
         the root; all ranks raise at the same step.
         """
         self._check_open()
-        with self._turns.timed(self._fence.waited_s):
-            self._after_step(checked_step(step), metrics)
+        try:
+            with self._turns.timed(self._fence.waited_s):
+                self._after_step(checked_step(step), metrics)
+        finally:
+            self._session.listener.deliver()
 
     def _after_step(self, step: int, metrics: Mapping[str, object] | None) -> None:
         session = self._session
         if not self._turns.started:
+            self._generators = None  # too late for them
             self._warm()
             self._turns.say(step)
         word = self._turns.agreed(step)
         self._check_counted(step)
         session.outcomes.poll()
-        self._note_torn()
-        compare = self._note_differing() or bool(word.agree)
+        compare = self._attempts.owe_again() or bool(word.agree)
         self._turns.check(word)
         self._stopping = bool(word.stop)
         self._preempted = self._stopping and step != self._due.final
-        if self._stopping and self._group.rank == 0:
-            log.warning("asked to stop: saving step %d, the last one", step)
+        if self._stopping:
+            session.listener.tell(Stopping(step))
+            if self._group.rank == 0:
+                log.warning("asked to stop: saving step %d, the last one", step)
         session.follow(word)
-        last = bool(word.stop) or step == self._due.final
+        last, began = bool(word.stop) or step == self._due.final, time.perf_counter()
         if last:
             session.await_room(self._stop_timeout_s)
         taken = None
@@ -337,6 +303,7 @@ class Checkpointer:
             self._metrics.clear()
             if taken is not None:
                 taken.staging.go()
+                session.listener.tell(begun(taken, began))
         if last:  # no step of an optimizer follows, so nothing would wait at the fence
             self._fence.wait()
         self._fence.forget()
@@ -347,19 +314,22 @@ class Checkpointer:
         Raises UnsupportedState, NoRoom or Superseded on all ranks, and SaveFailed if a rank could not save this step.
         """
         self._check_open()
-        known = self._last is not None and step == self._last.step
+        known = self._attempts.has(step)
         some, not_all = self._group.max([int(known), int(not known)])
         if some and not_all:  # a rank without it would go into another save alone
             raise SaveFailed(f"some rank could not save step {step}, which will never be committed; save a later one")
-        if self._last is None or not known:
+        if self._attempts.last is None or not known:
+            began = time.perf_counter()
             self._session.await_room()
             trained = self._turns.started  # by after_step: an iteration has been
             self._session.tier.begin_drained()
             told = self._metrics.of(metrics)
-            self._last = save_step(self._session, SaveOrder(self._state, step, told, spare=trained))
+            self._attempts.last = save_step(self._session, SaveOrder(self._state, step, told, spare=trained))
             self._note_saved(step, told)
-            self._last.staging.go()
-        return self._last
+            self._attempts.last.staging.go()
+            self._session.listener.tell(begun(self._attempts.last, began))
+            self._session.listener.deliver()
+        return self._attempts.last
 
     def _check_open(self) -> None:
         if self._session.closed:
@@ -379,12 +349,10 @@ class Checkpointer:
         self, step: int, metrics: Mapping[str, object] | None, word: Word, to_store: bool, compare: bool
     ) -> Pending | None:
         """What was begun, and is to `go` on; None where there is nothing to save, or it failed."""
-        due = self._due
-        inline = due.inline or bool(word.inline)
-        if self._last is not None and step == self._last.step:
+        due, last = self._due, word.stop or step == self._due.final
+        if self._attempts.has(step):
             due.skip(to_store)
             return None
-        due.begin(to_store)
         if to_store:
             self._turns.note_saved()
         order = SaveOrder(
@@ -393,36 +361,15 @@ class Checkpointer:
             self._turns.with_interval(metrics),
             to_store=to_store,
             compare=compare,
-            overlap=without_overlap if inline else self._earned,
-            drains=to_store and self._session.tier.decide(step, word, must=bool(word.stop) or step == due.final),
+            overlap=without_overlap if due.inline or word.inline else self._earned,
+            drains=to_store and self._session.tier.decide(step, word, must=bool(last)),
         )
-        try:
-            pending = save_step(self._session, order)
-        except ReplicasDiffer as error:  # on all ranks alike: the next save compares, too
-            due.owe(to_store)
-            due.fail(error)
-            log.error("step %d is not saved: %s", step, error)
-            return None
-        except StateChanged as error:
-            due.owe(to_store)
-            log.warning("step %d is not saved, the next one is: %s", step, error)
-            return None
-        except (StateError, AgreementFailed):
-            raise
-        except CkptError as error:
+        taken = self._attempts.make(step, to_store, lambda: save_step(self._session, order))
+        if taken is not None:
+            self._fence.guard(taken.staging)
             if to_store:
-                due.fail(error)
-                told = isinstance(error, SaveFailed)  # which says so itself
-                log.error("%s", error if told else f"step {step} could not be saved: {error}")
-            else:
-                self._session.snapshots.tell_unkept(step, error)
-            return None
-        if to_store:
-            due.succeed()
-            self._last = pending
-            self._note_saved(step, metrics)
-        self._fence.guard(pending.staging)
-        return pending
+                self._note_saved(step, metrics)
+        return taken
 
     def _note_saved(self, step: int, metrics: Mapping[str, object] | None) -> None:
         problem = self._metrics.lacking(step, metrics)
@@ -432,25 +379,6 @@ class Checkpointer:
     def _earned(self, leaf: Leaf) -> bool:
         """Whether the leaf's only writer is an optimizer that was seen to wait at the fence."""
         return leaf.owner is not None and self._fence.fired(leaf.owner)
-
-    def _note_torn(self) -> None:
-        """A torn snapshot is owed once more, without overlap."""
-        torn = self._session.snapshots.take_torn()
-        if torn is None or torn.staging is None:
-            return
-        log.warning("%s; another snapshot is taken as soon as possible, without overlap", torn.staging.error)
-        self._due.owe(torn.persists, inline=True)
-        if self._last is not None and self._last.staging is torn.staging:
-            self._last = None
-
-    def _note_differing(self) -> bool:
-        """Whether a snapshot was found to differ between ranks; it is owed once more, and compared before."""
-        differing = self._session.verdicts.take_differing()
-        for ballot in differing:
-            self._due.owe(ballot.persists)
-            if self._last is not None and self._last.step == ballot.step:
-                self._last = None
-        return bool(differing)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -476,7 +404,7 @@ class Checkpointer:
     @property
     def pending(self) -> Pending | None:
         """The latest save; None before the first."""
-        return self._last
+        return self._attempts.last
 
     @property
     def coverage(self) -> Coverage | None:
@@ -509,8 +437,9 @@ class Checkpointer:
         deadline = time.monotonic() + min(timeout.total_seconds(), self._stop_timeout_s or math.inf)
         clean = True
         try:
-            if self._last is not None and self._session.owner.here:
-                wait = self._last.wait_committed if self._last.drains else self._last.wait_local
+            last = self._attempts.last
+            if last is not None and self._session.owner.here:
+                wait = last.wait_committed if last.drains else last.wait_local
                 wait(deadline - time.monotonic())
         except WaitTimeout:
             clean = False
@@ -521,9 +450,7 @@ class Checkpointer:
     def _let_go(self, clean: bool, timeout: timedelta) -> None:
         self._turns.close()
         self._fence.remove()
-        registry.keepers.discard(self)
-        if self._session.owner.here:
-            registry.take_loads(self._session.settings.url, self._session.over)
+        self._keeper.end()
         self._session.close(timeout, clean)
 
     def __enter__(self) -> Self:

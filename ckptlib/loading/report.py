@@ -32,6 +32,8 @@ class LoadReport:
     """Newer steps, or nearer copies, that were found damaged, and why."""
     in_memory: bool = False
     """Whether it came from the memory of the job's hosts."""
+    tier: str = "store"
+    """What it came from: "memory", "local" (local disks) or "store"."""
     committed: bool = True
     """Whether the store has it."""
     rounded: Mapping[str, float] = field(default_factory=dict)

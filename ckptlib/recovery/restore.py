@@ -28,7 +28,8 @@ from ckptlib.errors import (
     ObjectNotFound,
     ObjectUnreadable,
 )
-from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.events import Restored
+from ckptlib.format.keys import SaveId, checked_step, parse_save
 from ckptlib.loading.committed import resolve
 from ckptlib.loading.progress import Laps
 from ckptlib.loading.report import LoadReport
@@ -70,6 +71,11 @@ class _Candidate:
             return "memory"
         return "the store" if self.local is None else "local disks"
 
+    @property
+    def tier(self) -> str:
+        """See `LoadReport.tier`."""
+        return "memory" if self.snapshot is not None else "store" if self.local is None else "local"
+
 
 def restore(
     session: Session,
@@ -88,6 +94,7 @@ def restore(
     ckptlib wrote the root or the record of a generation, nothing is restored at all: which step is the right one is not
     known then.
     """
+    _check_asked(session, step)
     load = partial(_load, session, state, strict, device)
     laps = Laps()
     inventory = _look_around(session)
@@ -127,8 +134,17 @@ def restore(
         else:
             session.lineage.go_back(session.writer, candidate.save)
         phases = {**laps.seconds, **report.phases}
-        report = replace(report, skipped=tuple(skipped), committed=candidate.committed, phases=phases)
-        return replace(report, seconds=sum(phases.values())), generators
+        report = replace(
+            report,
+            skipped=tuple(skipped),
+            tier=candidate.tier,
+            committed=candidate.committed,
+            phases=phases,
+            seconds=sum(phases.values()),
+        )
+        told = Restored(candidate.save.step, report.nbytes, report.seconds, report.tier, len(skipped))
+        session.listener.tell(told)
+        return report, generators
     if step is not None:
         what = "is of a newer format" if newer else "is not whole" if absent else "is damaged"
         kind = NewerFormat if newer else CheckpointNotFound if absent else lost
@@ -148,6 +164,19 @@ def restore(
         what = "every step is damaged" if lost is CorruptData else "no step can be read"
         raise lost(f"{session.store.url}: {what}: " + "; ".join(skipped))
     return LoadReport(0, session.store.url, None, 0, 0.0), None
+
+
+def _check_asked(session: Session, step: int | str | None) -> None:
+    """Raises, on all ranks, where any names a step that others do not, or that cannot be gone back to. Collective."""
+    if isinstance(step, int):
+        checked_step(step)
+    if not session.group.same(repr(step).encode()):
+        raise ValueError(f"restore(step={step!r}): not all ranks named this step")
+    if step is not None and session.lineage.began:
+        raise ValueError(
+            "restore(step=): this Checkpointer has saved already, so its place in history is fixed; to go back, "
+            "close it and create another one"
+        )
 
 
 LACKS = "lacks an object"

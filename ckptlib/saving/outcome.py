@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from ckptlib.errors import ReplicasDiffer, SaveFailed, StoreDenied, Superseded, WaitTimeout
+from ckptlib.events import Committed, Failed, Voided
 from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
 from ckptlib.saving.failures import FailureRun
 from ckptlib.saving.forks import Owner
 from ckptlib.saving.lineage import Lineage
+from ckptlib.saving.listener import Listener
 from ckptlib.saving.looks import Looks
 from ckptlib.saving.news import News
 from ckptlib.saving.planner import Planner
 from ckptlib.saving.snapshots import Snapshots
+from ckptlib.saving.terminal import show
 from ckptlib.saving.tier import TierState
 from ckptlib.staging.stager import Staging
 from ckptlib.writer.client import Writer
@@ -39,8 +43,17 @@ class Outcome:
     """Why it never will."""
     local: bool = False
     """With a local tier: whether this rank's share is durable on its host's disk."""
+    callbacks: list[Callable[[], object]] = field(default_factory=list)
+    """To be called when what becomes of it is known."""
+    looks: Looks | None = None
+    """When a rank that does not commit asks the store next, where nobody waits; None: nobody is to know."""
     watches: int = 0
     """How often a rank that does not commit has asked what becomes of it, and was not answered yet."""
+
+    @property
+    def decided(self) -> bool:
+        """Whether it is known to exist, or never to."""
+        return self.committed or self.error is not None
 
 
 class Outcomes:
@@ -57,6 +70,7 @@ class Outcomes:
         news: News,
         max_outage_s: float,
         tier: TierState,
+        listener: Listener,
     ) -> None:
         self._rank = rank
         self._news = news
@@ -66,7 +80,10 @@ class Outcomes:
         self._lineage = lineage
         self._owner = owner
         self.tier = tier
+        self.listener = listener
         self._max_outage_s = max_outage_s
+        self._wanted: list[Outcome] = []
+        """Of those that are not decided: what somebody is to be called back for, on a rank that does not commit."""
         self._open: dict[str, Outcome] = {}
         """By save: what is not known yet and may be heard of."""
         self.run = FailureRun(max_outage_s)
@@ -86,6 +103,7 @@ class Outcomes:
         self.tier.own.void(save.step)
         if outcome is not None:
             outcome.error = error
+            self._call_back(outcome)
         return outcome is not None
 
     def poll(self, timeout_s: float = 0.0) -> None:
@@ -95,6 +113,7 @@ class Outcomes:
         for event in self._writer.poll(timeout_s):
             self._news.tell(event)
             self.note(event)
+        self._ask_for_wanted()
 
     def note(self, event: Mapping[str, object]) -> None:
         """What the writer told."""
@@ -121,10 +140,12 @@ class Outcomes:
             self._open.pop(key, None)
             self.run.succeed()
             if self._rank == 0:
-                step, nbytes = keys.parse_save(key).step, event["nbytes"]
-                log.info("step %d is committed: %s bytes in %.3f s", step, f"{nbytes:,}", event["seconds"])
+                self._tell_committed(keys.parse_save(key).step, event)
+            elif outcome is not None:
+                self.listener.tell(Committed(outcome.save.step, None, None))
             if outcome is not None:
                 outcome.committed = True
+                self._call_back(outcome)
         elif kind == "undecided" and outcome is not None:  # who asked was told by a time-out, and may ask again
             outcome.watches -= 1
             if not outcome.watches and not self._snapshots.is_persisting(key):
@@ -134,6 +155,13 @@ class Outcomes:
             self.tier.note(outcome.save.step, False)
             self._open.pop(key, None)
             self._failed(outcome, str(event["kind"]), str(event["error"]), key)
+
+    def _tell_committed(self, step: int, event: Mapping[str, object]) -> None:
+        nbytes, seconds = event["nbytes"], event["seconds"]
+        assert isinstance(nbytes, int)
+        assert isinstance(seconds, (int, float))
+        show(log, "step %d is committed: %s bytes in %.3f s", step, f"{nbytes:,}", seconds)
+        self.listener.tell(Committed(step, nbytes, float(seconds)))
 
     def _note_store(self, event: Mapping[str, object]) -> None:
         """What the writer told of the store, and of no save's end."""
@@ -174,6 +202,8 @@ class Outcomes:
             self._planner.must_compare = True
             outcome.error = ReplicasDiffer(text)
             log.warning("%s", text)
+            self.listener.tell(Voided(outcome.save.step, outcome.error))
+            self._call_back(outcome)
             return
         if kind == "Superseded":
             error = self.superseded = Superseded(text)
@@ -183,6 +213,8 @@ class Outcomes:
         self.run.fail(time.monotonic(), error)
         log.error("%s%s", error, denied)
         outcome.error = error
+        self.listener.tell(Failed(outcome.save.step, error, tier="store"))
+        self._call_back(outcome)
 
     @property
     def _until_changed(self) -> str:
@@ -191,6 +223,37 @@ class Outcomes:
             "; no save will succeed before somebody changes that, and training ends when saves have failed for "
             f"{minutes:g} min (max_outage)"
         )
+
+    # Asking for one
+
+    def is_known(self, outcome: Outcome, staging: Staging) -> bool:
+        """Whether it is known what became of it. Waits for nothing; a rank that does not commit asks now and then."""
+        self.poll()
+        if self._rank != 0 and staging.done and not outcome.decided:
+            outcome.looks = outcome.looks or self._news.looks(math.inf)
+            self._ask(outcome, outcome.looks)
+        return outcome.decided or (staging.done and staging.error is not None)
+
+    def call_back(self, outcome: Outcome, function: Callable[[], object]) -> None:
+        """Has the listener call it when it is known what became of the save; at once where it is."""
+        outcome.callbacks.append(function)
+        if outcome.decided:
+            self._call_back(outcome)
+        elif self._rank != 0:
+            outcome.looks = outcome.looks or self._news.looks(math.inf)
+            self._wanted.append(outcome)
+
+    def _call_back(self, outcome: Outcome) -> None:
+        callbacks, outcome.callbacks = outcome.callbacks, []
+        for function in callbacks:
+            self.listener.call("a done callback", function)
+
+    def _ask_for_wanted(self) -> None:
+        """Where this rank does not commit, it asks what became of those that somebody is to be told of."""
+        self._wanted = [outcome for outcome in self._wanted if not outcome.decided]
+        for outcome in self._wanted:
+            if outcome.looks is not None and not self._snapshots.is_persisting(str(outcome.save)):
+                self._ask(outcome, outcome.looks)
 
     # Waiting for one
 

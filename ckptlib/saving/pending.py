@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from ckptlib.errors import SaveFailed
 from ckptlib.format.keys import SaveId
 from ckptlib.ranks.group import Group
@@ -49,16 +52,42 @@ class Pending:
         """Why it never will."""
         return self._outcome.error
 
+    # The words of concurrent.futures
+
+    def result(self, timeout: float | None = None) -> int:
+        """The step, once it exists and is durable. Waits and raises as `wait_committed` does."""
+        self.wait_committed(timeout)
+        return self.step
+
+    def done(self) -> bool:
+        """Whether `result` would return, or raise, at once. Waits for nothing; any rank may ask alone."""
+        known = self._outcomes.is_known(self._outcome, self.staging)
+        self._outcomes.listener.deliver()
+        return known or not self.drains
+
+    def add_done_callback(self, function: Callable[[Pending], object]) -> None:
+        """Has `function` called with this, once, when this rank knows that the step is committed, or never will be.
+
+        By the thread that trains, as for `Checkpointer(on_event=)`: at the end of an `after_step`, a save, a wait,
+        `done` or `close`; at once where it is known. What it raises is logged. It is not called where the process ends
+        before this rank knows, nor for a save that stays on local disks.
+        """
+        self._outcomes.call_back(self._outcome, partial(function, self))
+        self._outcomes.listener.deliver()
+
+    # Waiting
+
     def wait_staged(self, timeout: float | None = None) -> None:
         """Returns when the snapshot is whole in memory that outlives this process.
 
         Raises WaitTimeout after `timeout` seconds, or what made the snapshot fail.
         """
-        self._outcomes.wait_staged(self.staging, timeout)
+        self._wait(lambda: self._outcomes.wait_staged(self.staging, timeout))
 
     def wait_released(self, timeout: float | None = None) -> None:
         """Returns when this rank's part is durable, or failed, and its slot is free. Raises as `wait_staged` does."""
-        self._outcomes.wait_released(self._outcome, self.staging, self._deadline_s if timeout is None else timeout)
+        timeout = self._deadline_s if timeout is None else timeout
+        self._wait(lambda: self._outcomes.wait_released(self._outcome, self.staging, timeout))
 
     def wait_local(self, timeout: float | None = None) -> None:
         """With a local tier: returns when this rank's share is durable on its host's disk. Any rank may ask alone.
@@ -66,7 +95,8 @@ class Pending:
         The step can be restored from local disks when that is so on all ranks. Without one, returns when this rank's
         part is durable in the store. Raises as `wait_committed` does.
         """
-        self._outcomes.wait_local(self._outcome, self.staging, self._deadline_s if timeout is None else timeout)
+        timeout = self._deadline_s if timeout is None else timeout
+        self._wait(lambda: self._outcomes.wait_local(self._outcome, self.staging, timeout))
 
     def wait_committed(self, timeout: float | None = None) -> None:
         """Returns when the step exists and is durable. Any rank may ask alone.
@@ -79,4 +109,12 @@ class Pending:
                 "was to be drained already (drain=); wait for it with wait_local, or call save for a step that must be "
                 "in the store"
             )
-        self._outcomes.wait_committed(self._outcome, self.staging, self._deadline_s if timeout is None else timeout)
+        timeout = self._deadline_s if timeout is None else timeout
+        self._wait(lambda: self._outcomes.wait_committed(self._outcome, self.staging, timeout))
+
+    def _wait(self, wait: Callable[[], None]) -> None:
+        """The thread that trains stands still anyway, so whoever wants to be told is."""
+        try:
+            wait()
+        finally:
+            self._outcomes.listener.deliver()

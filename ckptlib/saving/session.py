@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.local_disk import open_disk
 from ckptlib.errors import WaitTimeout
+from ckptlib.events import Event
 from ckptlib.format import keys, values
 from ckptlib.format.keys import SaveId
 from ckptlib.format.table import Table
@@ -28,6 +29,7 @@ from ckptlib.saving.ballots import Poll
 from ckptlib.saving.bounded_store import BoundedStore
 from ckptlib.saving.forks import Owner, check_root
 from ckptlib.saving.lineage import Lineage
+from ckptlib.saving.listener import Listener
 from ckptlib.saving.memory import open_memory
 from ckptlib.saving.news import News
 from ckptlib.saving.outcome import Outcomes
@@ -60,10 +62,17 @@ WHOLE_EVERY = 20
 class Session:
     """Opened by all ranks together; closed by each."""
 
-    def __init__(self, settings: Settings, over: dist.ProcessGroup | None, kind: Callable[[], str] = str) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        over: dist.ProcessGroup | None,
+        kind: Callable[[], str] = str,
+        on_event: Callable[[Event], object] | None = None,
+    ) -> None:
         """Collective. Raises, on all ranks, what any of them finds wrong with the store, or what `kind` raises.
 
-        `kind`: names what this rank holds of the state; see `kind_of`. Asked for where there are peers.
+        `kind`: names what this rank holds of the state; see `kind_of`. Asked for where there are peers. `on_event`: of
+        this rank alone; see `listener`.
         """
         check_platform()
         check_root(settings.url)
@@ -96,6 +105,9 @@ class Session:
         self.snapshots, self.writer, self.link = open_memory(settings, self.group, self.over, self.lineage)
         self.stager = Stager(self._on_sealed, spare=peers is not None and peers.memory == DEVICE)
         self.snapshots.may_begin = lambda: self.stager.ready
+        self.listener = Listener(on_event)
+        """To be told of events at any time, and to `deliver` them where the training can wait."""
+        self.snapshots.tell = self.listener.tell
         self._memo = Memo()
         self._rng = RngState()
         self.planner = Planner(self.group)
@@ -120,6 +132,7 @@ class Session:
             self.news,
             settings.max_outage.total_seconds(),
             self.tier,
+            self.listener,
         )
         self.verdicts = Verdicts(self.group, self.generation, self.planner, self.snapshots, self.outcomes)
 
@@ -310,3 +323,4 @@ class Session:
             self.news.close()
             self.store.close()
             self.group.close()
+            self.listener.deliver()

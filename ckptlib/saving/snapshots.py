@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptlib.errors import NoRoom, TornSnapshot
+from ckptlib.events import Event, Failed, Held, Staged
 from ckptlib.format.keys import SaveId
 from ckptlib.peers.replicator import FindAlike, ReplicaOutcome, Replicator, Round
 from ckptlib.policy.peers import Coverage
@@ -87,6 +88,8 @@ class Snapshots:
         """Whether the last snapshot for memory only failed, and that was told."""
         self.may_begin: Callable[[], bool] = lambda: True
         """Whether there is all that a snapshot needs beside a slot."""
+        self.tell: Callable[[Event], None] = lambda event: None
+        """Is told of what happens to snapshots."""
         self._torn: Begun | None = None
 
     # Snapshots
@@ -137,15 +140,18 @@ class Snapshots:
             self.own.note(begun.step, begun.held)
             if begun.staging is not None:
                 if begun.ready:
+                    self.tell(staged(begun.staging))
                     self.arena.mark_ready(begun.staging.slot, begun.step)
                     self._unkept = False
                 elif isinstance(begun.staging.error, TornSnapshot):
                     self._torn = begun
                 elif not begun.persists:  # else the writer tells of it
+                    assert begun.staging.error is not None
                     self.tell_unkept(begun.step, begun.staging.error)
 
-    def tell_unkept(self, step: int, error: Exception | None) -> None:
+    def tell_unkept(self, step: int, error: Exception) -> None:
         """A snapshot for memory only failed on this rank; that alone ends no job."""
+        self.tell(Failed(step, error, tier="memory"))
         if not self._unkept:
             self._unkept = True
             log.error("step %d is not kept in memory; said once, until one is again: %s", step, error)
@@ -210,6 +216,8 @@ class Snapshots:
         before = self.held_by_all
         newest = HeldSteps.by_all(oldest_newest, latest_since)
         self.held_by_all = max(before, NONE if newest in self._voided else newest)
+        if self.held_by_all != before:
+            self.tell(Held(self.held_by_all))
         if self.held_by_all != before and self.replicator is not None:
             self._on_held(self.held_by_all)
             if before == NONE:
@@ -244,3 +252,8 @@ class Snapshots:
         if self.replicator is not None:
             self.replicator.close(clean)
         self.arena.close(unlink=clean)
+
+
+def staged(staging: Staging) -> Staged:
+    """What is told of a snapshot that is ready."""
+    return Staged(staging.step, staging.content.header.body_nbytes, staging.seconds, staging.fence_s)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from ckptlib.errors import SaveFailed, Superseded
+from ckptlib.events import IntervalChanged
 from ckptlib.policy.overhead import overhead_in
 from ckptlib.policy.preemption import Preemption
 from ckptlib.policy.stop_signal import StopSignal
@@ -116,6 +117,7 @@ class Turns:
             why = f"another rank needs it; rank 0 needs {own}, as {why}" if own else "another rank needs it"
         before = "" if self.due.agreed is None else f" instead of {self.due.agreed}"
         log.info("from step %d on a save every %d steps%s: %s", word.step + 1, word.interval, before, why)
+        self._session.listener.tell(IntervalChanged(word.step, word.interval, self.due.agreed, why))
 
     def note_saved(self) -> None:
         """A save to the store begins at this step."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from ckptlib.errors import ReplicasDiffer
+from ckptlib.events import Voided
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.ranks.group import Group
 from ckptlib.saving.ballots import Ballot, Ballots, Poll
@@ -72,5 +73,8 @@ class Verdicts:
             "differ between ranks"
         )
         untold = self._outcomes.forget(SaveId(ballot.step, self._generation), error)
-        if self._group.rank == 0 and (untold or not ballot.persists):  # else the committer has told it
+        if self._group.rank != 0:
+            self._outcomes.listener.tell(Voided(ballot.step, error))
+        elif untold or not ballot.persists:  # else the committer has told it
+            self._outcomes.listener.tell(Voided(ballot.step, error))
             log.warning("%s; the next save compares all of it, and says which tensors differ", error)

@@ -76,6 +76,8 @@ class Staging:
         self.error: Exception | None = None
         self.seconds = 0.0
         """Of the copy behind the fence."""
+        self.fence_s = 0.0
+        """Seconds that threads waited for that copy."""
         self.device_copies: list[DeviceCopies] = []
         """Under way on devices."""
         self.check = compared(content.header.number)
@@ -99,9 +101,12 @@ class Staging:
 
         Raises WaitTimeout.
         """
+        began = time.perf_counter()
         for copies in self.device_copies:
             copies.hold_compute()
-        if not self._copied.wait(COPY_TIMEOUT_S):
+        copied = self._copied.wait(COPY_TIMEOUT_S)
+        self.fence_s += time.perf_counter() - began
+        if not copied:
             raise WaitTimeout(f"the copy of step {self.step} still read its tensors after {COPY_TIMEOUT_S:.0f} s")
 
     @property

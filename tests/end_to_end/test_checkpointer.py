@@ -99,6 +99,38 @@ def test_draws_between_restore_and_the_first_body_do_not_count(job: Job) -> None
             assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == expected
 
 
+def test_a_loop_of_another_shape_puts_the_generators_back_itself(job: Job) -> None:
+    with job.checkpointer() as ckpt:
+        for _ in ckpt.loop(0, 4):
+            job.body()
+        expected = (torch.rand(3).tolist(), random.random(), np.random.rand())
+    with job.checkpointer() as ckpt:
+        assert ckpt.restore().step == 4
+        torch.rand(1000), random.random(), np.random.rand(7)
+        ckpt.restore_random()
+        assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == expected
+        ckpt.restore_random()
+        assert torch.rand(3).tolist() != expected[0], "once: draws since then count"
+        ckpt.after_step(5)
+        with pytest.raises(ValueError, match="before the first after_step"):
+            ckpt.restore_random()
+
+
+def test_generators_that_nobody_put_back_stay_as_training_left_them(job: Job) -> None:
+    """A loop that comes late would take the draws of the steps before it back."""
+    with job.checkpointer() as ckpt:
+        for _ in ckpt.loop(0, 4):
+            job.body()
+    with job.checkpointer() as ckpt:
+        ckpt.restore()
+        torch.manual_seed(5)
+        ckpt.after_step(5)
+        drawn = torch.rand(3).tolist()
+        torch.manual_seed(5)
+        for _ in ckpt.loop(5, 6):
+            assert torch.rand(3).tolist() == drawn
+
+
 def test_a_second_checkpointer_in_the_same_process(job: Job) -> None:
     for expected in (0, 2, 4):
         with job.checkpointer() as ckpt:

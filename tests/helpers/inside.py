@@ -94,7 +94,7 @@ def owe_a_save(ckpt: ckptlib.Checkpointer) -> None:
 
 def forget_last_save(ckpt: ckptlib.Checkpointer) -> None:
     """So that nobody waits for it, and it may have failed."""
-    ckpt._last = None
+    ckpt._attempts.last = None
 
 
 def refuse_slots(ckpt: ckptlib.Checkpointer, take_slot: Callable[[int], Any]) -> None:

@@ -21,7 +21,7 @@ import ckptlib.verify
 PACKAGE = ROOT / "ckptlib"
 
 TORCH_FREE = {
-    *("policy", "jobs", "pages", "errors", "_version"),
+    *("policy", "jobs", "pages", "errors", "events", "_version"),
     *("format", "stores", "catalog", "slots", "codecs", "verify", "writer", "cli"),
 }
 """Rooms; and the package itself."""

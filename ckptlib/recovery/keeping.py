@@ -1,0 +1,37 @@
+"""What was restored, in as many copies as it is to have: memory and local disks may have been all that had it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+from ckptlib.checkpoint import SaveOrder, save_step
+from ckptlib.errors import NoRoom
+from ckptlib.loading.report import LoadReport
+from ckptlib.saving.attempts import begun
+from ckptlib.saving.pending import Pending
+from ckptlib.saving.session import Session
+
+log = logging.getLogger(__name__)
+
+
+def keep_restored(session: Session, state: Mapping[str, object], report: LoadReport) -> Pending | None:
+    """With peers, keeps it in memory again; where the store lacks it, saves it again. Collective.
+
+    Returns the save, if there is one. No room for it, on all ranks alike, is no reason not to go on from what was
+    restored.
+    """
+    with_peers = session.settings.peers is not None
+    if report.save is None or (report.committed and not with_peers):
+        return None
+    began = time.perf_counter()
+    try:
+        pending = save_step(session, SaveOrder(state, report.step, to_store=not report.committed, spare=False))
+        pending.staging.go()
+    except NoRoom as error:
+        what = "kept in memory" if with_peers else "saved again"
+        log.error("restored step %d, but it is not %s: %s", report.step, what, error)
+        return None
+    session.listener.tell(begun(pending, began))
+    return pending if pending.persists else None

@@ -1,0 +1,102 @@
+"""Saves that are due, and what becomes of each on this rank: taken, owed once more, or failed.
+
+What takes one is handed in; what its writer makes of it then is in `outcome`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from ckptlib.errors import AgreementFailed, CkptError, ReplicasDiffer, SaveFailed, StateChanged, StateError
+from ckptlib.events import Begun, Failed, Torn, Voided
+from ckptlib.saving.due import DueSaves
+from ckptlib.saving.pending import Pending
+from ckptlib.saving.session import Session
+
+log = logging.getLogger(__name__)
+
+
+class Attempts:
+    """One per Checkpointer; all ranks make the same ones. Main thread."""
+
+    def __init__(self, session: Session, due: DueSaves) -> None:
+        self._session = session
+        self._due = due
+        self.last: Pending | None = None
+        """The newest save that goes to the store or to local disks, as far as this rank could take it."""
+
+    def has(self, step: int) -> bool:
+        """Whether this step is saved already."""
+        return self.last is not None and step == self.last.step
+
+    def make(self, step: int, to_store: bool, take: Callable[[], Pending]) -> Pending | None:
+        """What was taken, and is to `go` on; None where that failed and training goes on.
+
+        Raises, on all ranks, what no later save would mend.
+        """
+        self._due.begin(to_store)
+        try:
+            taken = take()
+        except ReplicasDiffer as error:  # on all ranks alike: the next save compares, too
+            self._due.owe(to_store)
+            self._due.fail(error)
+            log.error("step %d is not saved: %s", step, error)
+            self._session.listener.tell(Voided(step, error))
+            return None
+        except StateChanged as error:
+            self._due.owe(to_store)
+            log.warning("step %d is not saved, the next one is: %s", step, error)
+            self._session.listener.tell(Voided(step, error))
+            return None
+        except (StateError, AgreementFailed):
+            raise
+        except CkptError as error:
+            self._fail(step, to_store, error)
+            return None
+        if to_store:
+            self._due.succeed()
+            self.last = taken
+        return taken
+
+    def _fail(self, step: int, to_store: bool, error: CkptError) -> None:
+        if not to_store:
+            self._session.snapshots.tell_unkept(step, error)
+            return
+        self._due.fail(error)
+        told = isinstance(error, SaveFailed)  # which says so itself
+        log.error("%s", error if told else f"step {step} could not be saved: {error}")
+        self._session.listener.tell(Failed(step, error, tier="store"))
+
+    def owe_again(self) -> bool:
+        """What was taken and came to nothing is due once more. Returns whether the ranks must compare before it."""
+        self._owe_torn()
+        return self._owe_differing()
+
+    def _owe_torn(self) -> None:
+        """A torn snapshot is owed once more, without overlap."""
+        torn = self._session.snapshots.take_torn()
+        if torn is None or torn.staging is None or torn.staging.error is None:
+            return
+        log.warning("%s; another snapshot is taken as soon as possible, without overlap", torn.staging.error)
+        self._session.listener.tell(Torn(torn.step, torn.staging.error))
+        self._due.owe(torn.persists, inline=True)
+        if self.last is not None and self.last.staging is torn.staging:
+            self.last = None
+
+    def _owe_differing(self) -> bool:
+        """Whether a snapshot was found to differ between ranks; it is owed once more, and compared before."""
+        differing = self._session.verdicts.take_differing()
+        for ballot in differing:
+            self._due.owe(ballot.persists)
+            if self.has(ballot.step):
+                self.last = None
+        return bool(differing)
+
+
+def begun(pending: Pending, since: float) -> Begun:
+    """What is told of a snapshot that was begun. `since`: when training stopped for it, by `time.perf_counter`."""
+    tier = "memory" if not pending.persists else "store" if pending.drains else "local"
+    nbytes = pending.staging.content.header.body_nbytes
+    return Begun(pending.step, nbytes, tier, time.perf_counter() - since)

@@ -1,0 +1,53 @@
+"""What a Checkpointer does about loads into the state that it saves: goes on from there, or refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from typing_extensions import override
+
+from ckptlib.errors import StateError
+from ckptlib.format.keys import SaveId
+from ckptlib.loading.loaded import Filled, Loads, Parts
+from ckptlib.saving.registry import Keeper, registry
+from ckptlib.saving.session import Session
+
+
+class StateKeeper(Keeper):
+    """One per Checkpointer; from `begin` to `end` loads of this process are told to it."""
+
+    def __init__(self, session: Session, state: Mapping[str, object]) -> None:
+        self._session = session
+        self._state = state
+
+    def begin(self) -> None:
+        """What was loaded before counts, too."""
+        url = self._session.settings.url
+        self.note_load(url, registry.take_loads(url, self._session.over))
+        registry.keepers.add(self)
+
+    def end(self) -> None:
+        """What is loaded from now on is another one's."""
+        registry.keepers.discard(self)
+        if self._session.owner.here:
+            registry.take_loads(self._session.settings.url, self._session.over)
+
+    @override
+    def refuse_going_back(self, url: str, save: SaveId, state: Mapping[str, object]) -> None:
+        session = self._session
+        if url != session.settings.url or not session.lineage.began:
+            return
+        if not Filled(Parts(state, ask=False)).all_of(Parts(self._state, ask=False)):
+            return
+        if save != SaveId(session.newest_step, session.generation):
+            raise StateError(
+                f"cannot load step {save.step} into the state of a Checkpointer that has saved or gone back since: its "
+                "next save would continue an older history. To go back, close it, load, and create another "
+                "Checkpointer; to inspect the step, load it into other objects"
+            )
+
+    @override
+    def note_load(self, url: str, loads: Loads) -> None:
+        into = loads.into(Parts(self._state, ask=False)) if url == self._session.settings.url else None
+        if into is not None and not self._session.lineage.began:
+            self._session.lineage.resumed_from = into

@@ -1,0 +1,49 @@
+"""What the user wants to be told of, queued until the training can wait for it."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from ckptlib.events import Event
+
+log = logging.getLogger(__name__)
+
+
+class Listener:
+    """One per session; main thread. Nothing of the user's runs between two collectives, nor holds up a copy."""
+
+    def __init__(self, on_event: Callable[[Event], object] | None = None) -> None:
+        self._on_event = on_event
+        self._queue: deque[tuple[str, Callable[[], object]]] = deque()
+        self._delivering = False
+        self._told: set[str] = set()
+        """What has raised, and that was said."""
+
+    def tell(self, event: Event) -> None:
+        """Something happened; `deliver` passes it on."""
+        on_event = self._on_event
+        if on_event is not None:
+            self._queue.append(("on_event=", lambda: on_event(event)))
+
+    def call(self, what: str, function: Callable[[], object]) -> None:
+        """`deliver` calls it. `what`: its name in messages."""
+        self._queue.append((what, function))
+
+    def deliver(self) -> None:
+        """Calls the user with what was queued. What that raises is logged and harms nothing."""
+        if self._delivering:  # a call of the user's that came back here: the loop below goes on with the rest
+            return
+        self._delivering = True
+        try:
+            while self._queue:
+                what, function = self._queue.popleft()
+                try:
+                    function()
+                except Exception:
+                    if what not in self._told:
+                        self._told.add(what)
+                        log.exception("%s raised; saves go on, and it is called again; said once", what)
+        finally:
+            self._delivering = False

@@ -1,0 +1,14 @@
+"""What somebody who watches a run wants to see of it, where nobody has set up logging."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+def show(log: logging.Logger, message: str, *args: object) -> None:
+    """Logs at level INFO. Where no handler would take that, and stderr is a terminal, it is written there."""
+    log.info(message, *args)
+    if not log.hasHandlers() and sys.stderr is not None and sys.stderr.isatty():
+        sys.stderr.write(f"ckptlib: {message % args}\n")
+        sys.stderr.flush()

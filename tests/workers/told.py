@@ -1,0 +1,59 @@
+"""Two ranks: what each is told of the saves of both."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from helpers.inside import poll
+from workers.rank_cases import PATIENCE_S, checkpointer, rank, run_cases
+
+from ckptlib.events import Begun, Committed, Event, Staged
+
+
+def test_rank_0_is_told_of_the_commit(directory: Path) -> None:
+    told: list[Event] = []
+    state = {"x": torch.ones(1000)}
+    with checkpointer(directory, state, on_event=told.append if rank() == 0 else None) as ckpt:
+        pending = ckpt.save(1)
+        pending.wait_committed(PATIENCE_S)
+        ckpt.after_step(2)
+        ckpt.after_step(3)
+        ckpt.save(3)
+    kinds = [(type(event), event.step) for event in told if isinstance(event, (Begun, Staged, Committed))]
+    expected = [(kind, step) for step in (1, 3) for kind in (Begun, Staged, Committed)]
+    assert kinds == (expected if rank() == 0 else [])
+
+
+def test_another_rank_is_called_back_though_nobody_waits(directory: Path) -> None:
+    called: list[tuple[int, bool]] = []
+    with checkpointer(directory, {"x": torch.ones(1000)}, every=1000) as ckpt:
+        pending = ckpt.save(1)
+        pending.add_done_callback(lambda pending: called.append((pending.step, pending.committed)))
+        while not called:
+            poll(ckpt)  # as after_step does
+            ckpt._session.listener.deliver()
+        assert pending.done()
+        assert pending.result() == 1
+    assert called == [(1, True)]
+
+
+def test_another_rank_may_ask_whether_it_is_done(directory: Path) -> None:
+    with checkpointer(directory, {"x": torch.ones(1000)}, every=1000) as ckpt:
+        pending = ckpt.save(1)
+        while not pending.done():
+            pass
+        assert pending.committed
+
+
+if __name__ == "__main__":
+    run_cases(
+        [
+            test_rank_0_is_told_of_the_commit,
+            test_another_rank_is_called_back_though_nobody_waits,
+            test_another_rank_may_ask_whether_it_is_done,
+        ]
+    )
