@@ -30,6 +30,7 @@ from ckptlib.policy.codec import CodecRules
 from ckptlib.policy.keep import Keep
 from ckptlib.policy.tier import LocalTier
 from ckptlib.slots.slot import Slot
+from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.stores import open_store
 from ckptlib.writer.channel import PROTOCOL, Channel, Message, readable
 from ckptlib.writer.generation import GenerationRecord
@@ -61,8 +62,10 @@ STUCK_STATUS = 3
 class WriterProcess:
     """Everything one writer knows. Slots are opened once, when they are first named."""
 
-    def __init__(self, channel: Channel, trainer_pid: int) -> None:
+    def __init__(self, channel: Channel, trainer_pid: int, unread: WriterLock | None = None) -> None:
+        """`unread`: the next job on this host waits while it is locked, if the trainer is gone."""
         self._channel = channel
+        self._unread = unread
         self._trainer = _pidfd(trainer_pid)
         self._slots: dict[str, Slot] = {}
         self._expected: dict[SaveId, bool] = {}
@@ -88,9 +91,11 @@ class WriterProcess:
             self._closed_at = time.monotonic()
         else:
             self._orphaned()
+        self._await_record()
+        if self._unread is not None:
+            self._unread.release()
         self._persists.finish()
         if not closed:
-            self._await_record()
             for slot in self._slots.values():  # a commit needs none, and may wait for other ranks
                 slot.abandon()
         if self._tier is not None:
@@ -100,21 +105,13 @@ class WriterProcess:
         if not closed:
             self._await_successor(rescued=self._held is None)
 
-    @property
-    def _owes_record(self) -> bool:
-        """Whether the next job is to wait for this writer, which has the trainer's last save on the local disk: without
-        the record of the generation it would count for nothing."""
-        if self._tier is None or self._record is None or self._orphan_since is None:
-            return False
-        return not self._record.is_put
-
     def _await_record(self) -> None:
-        while self._owes_record and self._tier is not None and self._tier.jobs.busy:
-            if time.monotonic() > self._stops_draining():
-                break
+        """Without the record of its generation, what the trainer has left in memory or on the local disk counts for
+        nothing: the next job waits for it, too."""
+        while self._record is not None and not self._record.is_put and time.monotonic() < self._stops_draining():
+            if not self._persists.busy and not (self._tier is not None and self._tier.jobs.busy):
+                break  # nothing is left that would put it
             time.sleep(RECORD_POLL_S)
-        for slot in self._slots.values():
-            slot.unlock()
 
     def _await_successor(self, rescued: bool) -> None:
         """The slots are what a restarted job comes back from soonest; it unlinks them when it needs them no more.
@@ -155,9 +152,6 @@ class WriterProcess:
     def _orphaned(self) -> None:
         """The trainer is gone: what it has not finished will not come."""
         self._orphan_since = time.monotonic()
-        if self._owes_record:
-            for slot in self._slots.values():
-                slot.read_lock()
         error = SaveFailed("the trainer died before its snapshot was whole")
         for save, drains in sorted(self._expected.items()):
             self._persists.put(partial(self._fail, save, error, drains))
@@ -313,8 +307,7 @@ class WriterProcess:
             there = self._tier.persisted(slot, save)
             return there or self._persister.persist(slot, save, deadline, may_be_parent=drains)
         finally:
-            if not self._owes_record:
-                slot.unlock()
+            slot.unlock()
 
     def _drain(self, tier: Tier, save: SaveId) -> None:
         try:
