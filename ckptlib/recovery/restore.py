@@ -8,6 +8,7 @@ reason to go back to an older step: it is waited for by whoever starts the job a
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -99,9 +100,8 @@ def restore(
     laps = Laps()
     inventory = _look_around(session)
     laps.end("look")
-    if step is not None or all(candidate.snapshot is None for candidate in _candidates(session, inventory)):
-        _await_orphans(session)  # else what they have under way is older than what is in memory
-        laps.end("wait")
+    _await_orphans(session, _newest_in_memory(session, inventory) if step is None else None)
+    laps.end("wait")
     _finish(session)
     on_disks = _look_at_disks(session)
     skipped: list[str] = []
@@ -245,6 +245,11 @@ def _candidates(
             yield _Candidate(save, None, stored)
 
 
+def _newest_in_memory(session: Session, inventory: Inventory) -> SaveId | None:
+    """The snapshot that would be restored if nothing else were tried. Collective."""
+    return next((found.save for found in _candidates(session, inventory) if found.snapshot is not None), None)
+
+
 def _chosen(url: str, step: int | str, visible: Sequence[SaveId], committed: Sequence[SaveId]) -> SaveId:
     """Raises CheckpointNotFound."""
     if isinstance(step, str) and not step.isdigit() and step != "latest":
@@ -323,15 +328,23 @@ def _finish(session: Session) -> None:
     together(session.group, "finishing saves", finish)
 
 
-def _await_orphans(session: Session) -> None:
-    """Waits, on every host, for writers of this root that are not this job's. Collective."""
+def _await_orphans(session: Session, newest: SaveId | None) -> None:
+    """Waits, on every host, for writers of this root that are not this job's. Collective.
+
+    `newest`: which can be restored without them; only what is newer is waited for.
+    """
     deadline = time.monotonic() + ORPHANS_TIMEOUT_S
     told = False
-    while session.snapshots.arena.others.being_read():
+    while left := session.snapshots.arena.others.under_way(newest):
         if time.monotonic() > deadline:
             log.warning(
-                "writers of an earlier job are still writing to %s; resuming without what they have not finished",
+                "writers of an earlier job on %s have not finished within %.0f s what they write to %s, and may commit "
+                "it yet; resuming without it. If the step that is restored is too old, end those writers and start the "
+                "job again. They hold: %s",
+                socket.gethostname(),
+                ORPHANS_TIMEOUT_S,
                 session.store.url,
+                ", ".join(map(str, left[:4])),
             )
             break
         if not told:

@@ -14,7 +14,9 @@ from ckptlib.saving.lineage import Lineage
 from ckptlib.saving.peer_link import PeerLink
 from ckptlib.saving.settings import Settings
 from ckptlib.saving.snapshots import Snapshots
-from ckptlib.staging.arena import Arena
+from ckptlib.slots.writer_lock import WriterLock
+from ckptlib.staging.arena import Arena, directories
+from ckptlib.staging.other_slots import prefix_of
 from ckptlib.writer.client import Writer
 
 NUM_SLOTS = 2
@@ -43,7 +45,8 @@ def open_memory(settings: Settings, group: Group, over: dist.ProcessGroup | None
     def make_room() -> tuple[Arena, Writer]:
         if settings.keep is not None:
             settings.keep.check(root.save_deadline_s)
-        writer = Writer(settings.for_writer(group.rank, group.size, root.save_deadline_s))
+        unread = WriterLock.take(directories(settings.arena), prefix_of(root.id, lineage.generation))
+        writer = Writer(settings.for_writer(group.rank, group.size, root.save_deadline_s), unread)
         arena = make_arena(writer)
         if peers is None:
             arena.others.reclaim()

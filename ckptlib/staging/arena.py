@@ -15,7 +15,7 @@ from ckptlib.devices.numa import running_on
 from ckptlib.errors import NoRoom
 from ckptlib.format.keys import GenerationId
 from ckptlib.slots.slot import Slot
-from ckptlib.staging.other_slots import OPEN, OtherSlots, root_prefix
+from ckptlib.staging.other_slots import OPEN, OtherSlots, prefix_of
 from ckptlib.staging.pinning import Pinning
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Arena:
         `pin`: whether they are known to the trainer's device, where it has a use for that; not those of replicas, which
         come from a socket for the most part: all that may be locked is for the rank's own.
         """
-        self._prefix = f"{root_prefix(root_id)}{generation}"
+        self._prefix = prefix_of(root_id, generation)
         self._directory, *self._fallbacks = directories(directory)
         self.others = OtherSlots(root_id, generation, directories(directory))
         self._num_slots = num_slots

@@ -1,6 +1,7 @@
 """Slots of the same root that other generations have left on this host: looked into, waited for, and unlinked.
 
-Those that no live process has open are unlinked when the next incarnation of the root asks for it.
+Those that no live process has open are unlinked when the next incarnation of the root asks for it. A writer that has
+yet to read its orders has none open, and may need any of its generation.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.slots import writer_lock
 from ckptlib.slots.slot import SUFFIX, Slot
 
 log = logging.getLogger(__name__)
@@ -26,6 +28,11 @@ OPEN: set[Path] = set()
 def root_prefix(root_id: str) -> str:
     """What the names of all slots of a root begin with."""
     return f"ckptlib-{root_id[:16]}-"
+
+
+def prefix_of(root_id: str, generation: GenerationId) -> str:
+    """What the names of all slots of a generation begin with, and those of its writers' locks."""
+    return f"{root_prefix(root_id)}{generation}"
 
 
 def newest_generation(root_id: str, directories: Sequence[Path]) -> int:
@@ -57,25 +64,49 @@ class OtherSlots:
         self.directories = directories
         self._generation = generation
         self._root_prefix = root_prefix(root_id)
-        self._own_prefix = f"{self._root_prefix}{generation}"
+        self._own_prefix = prefix_of(root_id, generation)
         self._left_alone: set[Path] = set()
         """What was told of already."""
 
-    def being_read(self) -> list[Path]:
-        """Those that a writer on this host has yet to finish with."""
+    def under_way(self, after: SaveId | None = None) -> list[Path]:
+        """What left writers on this host have yet to finish with: slots, and locks of those with orders to read.
+
+        `after`: slots alone, and only those whose snapshot is newer than this one.
+        """
+        unread = self._unread()  # asked before the slots are: who has read its orders has locked them
+        generations = {*map(_generation_of, unread)}
         with self.opened() as slots:
-            return [slot.path for slot in slots if slot.being_read()]
+            busy = [slot for slot in slots if slot.being_read() or _generation_of(slot.path) in generations]
+            if after is None:
+                return [*unread, *(slot.path for slot in busy)]
+            return [slot.path for slot in busy if (save := _held_in(slot)) is not None and save > after]
+
+    def _unread(self) -> list[Path]:
+        return [path for path in self._locks() if writer_lock.is_awaited(path)]
+
+    def _locks(self) -> Iterator[Path]:
+        for directory in self.directories:
+            for path in directory.glob(f"{self._root_prefix}*{writer_lock.SUFFIX}"):
+                if not path.name.startswith(self._own_prefix):
+                    yield path
 
     def reclaim(self, but: SaveId | None = None) -> list[Path]:
-        """Unlinks those of earlier generations that no live process on this host has open.
+        """Unlinks those of earlier generations that no live process on this host has open, or may open yet.
 
         `but`: those that hold this snapshot stay. What a later generation keeps for its successor is not ours to take.
         """
+        spared = {*map(_generation_of, self._unread())}
+        for path in self._locks():
+            if not self._is_later(path):
+                writer_lock.reclaim(path)
         with self.opened() as slots:
             left_behind = [
                 slot
                 for slot in slots
-                if not self._is_later(slot) and (but is None or not _holds(slot, but)) and slot.abandoned()
+                if not self._is_later(slot.path)
+                and _generation_of(slot.path) not in spared
+                and (but is None or _held_in(slot) != but)
+                and slot.abandoned()
             ]
             for slot in left_behind:
                 log.info("reclaimed the slot %s, whose processes are gone", slot.path)
@@ -83,16 +114,16 @@ class OtherSlots:
                 slot.empty()  # its old writer may have it open until the last of them is gone
             return [slot.path for slot in left_behind]
 
-    def _is_later(self, slot: Slot) -> bool:
+    def _is_later(self, path: Path) -> bool:
         """By its name, whose numbers have fixed width. Generations that began at one time may have one number."""
         own = f"{self._generation.number:06d}"
-        return slot.path.name.removeprefix(self._root_prefix)[: len(own)] > own
+        return path.name.removeprefix(self._root_prefix)[: len(own)] > own
 
     @property
     def any_earlier(self) -> bool:
         """Whether some of earlier generations are there."""
         with self.opened() as slots:
-            return any(not self._is_later(slot) for slot in slots)
+            return any(not self._is_later(slot.path) for slot in slots)
 
     @contextmanager
     def opened(self) -> Iterator[list[Slot]]:
@@ -121,8 +152,13 @@ class OtherSlots:
                 slot.close()
 
 
-def _holds(slot: Slot, save: SaveId) -> bool:
+def _generation_of(path: Path) -> str:
+    """What is left of the name of a slot, or of a lock, without what tells it from others of its generation."""
+    return path.name.rpartition("-")[0]
+
+
+def _held_in(slot: Slot) -> SaveId | None:
     try:
-        return slot.read_header().save == save
+        return slot.read_header().save
     except (CorruptData, FormatError):
-        return False
+        return None

@@ -1,6 +1,7 @@
-"""The writer's entry point: `python -m ckptlib.writer <socket fd> <trainer's pid> <log>`.
+"""The writer's entry point: `python -m ckptlib.writer <socket fd> <trainer's pid> <log> [<lock fd> <lock's path>]`.
 
-Its orders come over the socket. The log is what it prints to; one with nothing in it goes when it ends.
+Its orders come over the socket. The log is what it prints to; one with nothing in it goes when it ends. The lock tells
+the next job that there may be orders yet to read.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import socket
 import sys
 from pathlib import Path
 
+from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.writer.channel import Channel
 from ckptlib.writer.process import WriterProcess
 
 if __name__ == "__main__":
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    WriterProcess(channel, int(sys.argv[2])).run()
-    log = Path(sys.argv[3])
+    log, *inherited = map(Path, sys.argv[3:])
+    lock = WriterLock(inherited[1], int(inherited[0].name)) if inherited else None
+    WriterProcess(channel, int(sys.argv[2]), lock).run()
     if log.exists() and not log.stat().st_size:
         log.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ckptlib.errors import WaitTimeout
 from ckptlib.format.keys import SaveId
+from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.writer import logfile
 from ckptlib.writer.channel import Channel, Message
 
@@ -37,9 +38,13 @@ class _OrderKey(NamedTuple):
 class Writer:
     """One writer process; main thread, but for `add_slot`, `persist` and `void`, which any thread may call."""
 
-    def __init__(self, setup: Message) -> None:
-        """`setup`: the first order; it may hold secrets, so it goes over the socket."""
+    def __init__(self, setup: Message, unread: WriterLock | None = None) -> None:
+        """`setup`: the first order; it may hold secrets, so it goes over the socket.
+
+        `unread`: tells the next job, should this process die, that the writer has yet to read its orders. Closed here.
+        """
         self._setup = setup
+        self._unread = unread
         self._slots: list[str] = []
         self._open: dict[_OrderKey, Message] = {}
         """What another writer must do, should this one die."""
@@ -61,10 +66,15 @@ class Writer:
         if not self.log_path.parent.is_dir():  # a long job outlives what is cleaned out of a temporary directory
             self.log_path = logfile.new_path(int(self._setup["rank"]))
         ours, theirs = socket.socketpair()
+        lock = self._unread
         with logfile.append_to(self.log_path) as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ckptlib.writer", str(theirs.fileno()), str(os.getpid()), str(self.log_path)],
-                pass_fds=[theirs.fileno()],
+                [
+                    *(sys.executable, "-m", "ckptlib.writer"),
+                    *(str(theirs.fileno()), str(os.getpid()), str(self.log_path)),
+                    *(() if lock is None else (str(lock.fd), str(lock.path))),
+                ],
+                pass_fds=[theirs.fileno(), *(() if lock is None else (lock.fd,))],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -255,6 +265,12 @@ class Writer:
     def leave(self) -> None:
         """Waits for nothing: the writer finishes alone, as when its trainer dies, and unlinks the slots."""
         self._channel.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """From here on the writer counts as left to itself."""
+        if self._unread is not None:
+            self._unread.close()
 
     def close(self, timeout_s: float) -> list[Message]:
         """Lets the writer finish what was ordered; returns what it said, as `poll` does.
@@ -268,6 +284,7 @@ class Writer:
         self._channel.send({"op": "close"})
         while not self._channel.closed:
             if time.monotonic() > deadline:
+                self._let_go()
                 raise WaitTimeout(
                     f"the writer (pid {self.pid}) did not finish within {timeout_s:.0f} s; it goes on alone"
                 )
@@ -276,6 +293,9 @@ class Writer:
                 events.append(event)
         code = self._reap()
         self._channel.close()
+        self._let_go()
+        if self._unread is not None:
+            self._unread.unlink()  # where the writer could not
         error = f"the writer process died (exit {code}) while it was waited for; see {self.log_path}"
         return events + [_failure(order["save"], error) for order in self._open.values()]
 

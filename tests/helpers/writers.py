@@ -50,10 +50,21 @@ class Bench:
 
 
 def alive(pid: int) -> bool:
+    return _state(pid) not in "ZX"
+
+
+def stop(pid: int) -> None:
+    """Until it gets SIGCONT."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: _state(pid) == "T")
+
+
+def _state(pid: int) -> str:
+    """As /proc has it; X: gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
-        return False
+        return "X"
 
 
 def hear(writer: Writer, event: str) -> dict[str, Any]:

@@ -1,15 +1,21 @@
-"""A writer that its job left behind before it had put the record of its generation, and the job that comes next."""
+"""A writer that its job left behind before it had read its orders, or put its record, and the job that comes next."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from helpers.writers import alive, until
+from workers import crash_jobs, crash_oracle, left_jobs
 
 import ckptlib
+from ckptlib.recovery import restore
+from ckptlib.slots.writer_lock import SUFFIX
 
 
 def test_the_record_comes_after_the_next_job_has_begun(tmp_path: Path) -> None:
@@ -34,3 +40,145 @@ def test_the_record_comes_after_the_next_job_has_begun(tmp_path: Path) -> None:
     finally:
         if writer is not None and alive(writer):
             os.kill(writer, signal.SIGKILL)
+
+
+class Left:
+    """A root, and the writer of a job that was killed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.root = directory / "root"
+        self._directory = directory
+        self.writer = 0
+
+    def die_at(self, step: int, stopped: bool = True, **options: object) -> None:
+        """See `die_early`."""
+        (job,) = crash_jobs.start(left_jobs.die_early, self._directory, url=str(self.root), stopped=stopped, **options)
+        assert job.join() == -signal.SIGKILL
+        (told,) = job.told()
+        assert told["step"] == step
+        self.writer = told["writer"]
+
+    def on_wait(self, act: Callable[[], None]) -> logging.Handler:
+        """Acts as soon as a restart says that it waits."""
+
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                if "waiting for the writers" in record.getMessage():
+                    act()
+
+        return Handler()
+
+    def locks(self) -> list[Path]:
+        return [path for path in crash_oracle.slots_of(self.root) if path.suffix == SUFFIX]
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Iterator[Left]:
+    left = Left(tmp_path)
+    yield left
+    crash_jobs.end_all(left.root)
+
+
+@pytest.fixture
+def waiting(left: Left) -> Iterator[list[str]]:
+    """As soon as a restart waits for it, the writer goes on. Gives a word for each time."""
+    told: list[str] = []
+
+    def go_on() -> None:
+        told.append("waits")
+        os.kill(left.writer, signal.SIGCONT)
+
+    logger, handler = logging.getLogger(restore.__name__), left.on_wait(go_on)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield told
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+@pytest.mark.parametrize("peers", [None, ckptlib.Peers(copies=0)], ids=["storage", "memory"])
+def test_a_restart_waits_for_orders_that_were_not_read(
+    left: Left, waiting: list[str], peers: ckptlib.Peers | None
+) -> None:
+    """Without peers the restart would have taken the slot away; with them it counts for nothing without the record."""
+    left.die_at(1, peers=peers)
+    state = crash_jobs.State(crash_jobs.NUMEL)
+    with ckptlib.Checkpointer(left.root, state.mapping, every=10**6, peers=peers) as ckpt:
+        report = ckpt.restore()
+        assert (waiting, report.step, report.in_memory) == (["waits"], 1, peers is not None)
+        state.check(1)
+        ckpt.save(2).wait_committed(60.0)
+    until(lambda: not alive(left.writer))
+    assert [step.number for step in crash_oracle.read_root(left.root)] == [1, 2]
+    assert [info.step for info in ckptlib.checkpoints(left.root)] == [1, 2]
+    assert crash_oracle.slots_of(left.root) == []
+
+
+def test_what_is_newer_than_a_snapshot_in_memory_is_waited_for(left: Left, waiting: list[str]) -> None:
+    """The record of its generation is not put yet, so the one before it is the newest that history knows of."""
+    peers = ckptlib.Peers(copies=0)
+    left.die_at(1, stopped=False, peers=peers)
+    left.die_at(2, peers=peers)
+    assert [step.number for step in crash_oracle.read_root(left.root)] == [1]
+    state = crash_jobs.State(crash_jobs.NUMEL)
+    with ckptlib.Checkpointer(left.root, state.mapping, every=10**6, peers=peers) as ckpt:
+        report = ckpt.restore()
+        assert (waiting, report.step, report.in_memory) == (["waits"], 2, True)
+        state.check(2)
+    assert [info.step for info in ckptlib.checkpoints(left.root)] == [1, 2]
+
+
+def test_the_wait_ends_and_says_whom_it_was_for(
+    left: Left, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left.die_at(1)
+    (lock,) = left.locks()
+    monkeypatch.setattr(restore, "ORPHANS_TIMEOUT_S", 0.2)
+    state = crash_jobs.State(crash_jobs.NUMEL)
+    with ckptlib.Checkpointer(left.root, state.mapping, every=10**6) as ckpt:
+        assert ckpt.restore().step == 0
+        assert f"have not finished within 0 s what they write to {left.root.as_uri()}" in caplog.text, caplog.text
+        assert str(lock) in caplog.text
+        ckpt.save(5).wait_committed(60.0)
+        os.kill(left.writer, signal.SIGCONT)
+        until(lambda: not alive(left.writer))
+    assert [info.step for info in ckptlib.checkpoints(left.root)] == [5]
+    assert crash_oracle.slots_of(left.root) == []
+
+
+def test_a_writer_that_is_killed_is_not_waited_for(left: Left, waiting: list[str]) -> None:
+    left.die_at(1)
+    os.kill(left.writer, signal.SIGKILL)
+    until(lambda: not alive(left.writer))
+    state = crash_jobs.State(crash_jobs.NUMEL)
+    with ckptlib.Checkpointer(left.root, state.mapping, every=10**6) as ckpt:
+        assert (ckpt.restore().step, waiting) == (0, [])
+    assert crash_oracle.slots_of(left.root) == [], "its lock is nobody's"
+
+
+def test_a_job_that_lives_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In another process, and in this one; its writer may have orders to read at any time."""
+    caplog.set_level(logging.INFO, "ckptlib")
+    root, gates = tmp_path / "root", tmp_path / "gates"
+    gates.mkdir()
+    (job,) = crash_jobs.start(crash_jobs.train_when_told, tmp_path, url=str(root), gates=str(gates))
+    job.wait_for("waiting")
+    (gates / "1").write_text("settle")
+    job.wait_for("committed")
+    state = crash_jobs.State(crash_jobs.NUMEL)
+    try:
+        with ckptlib.Checkpointer(root, state.mapping, every=10**6) as ckpt:
+            assert ckpt.restore().step == 1
+            with ckptlib.Checkpointer(root, state.mapping, every=10**6) as other:
+                assert other.restore().step == 1
+            assert "waiting for the writers" not in caplog.text
+            (gates / "2").write_text("settle")
+            job.wait_for("committed", 2)
+        assert len([path for path in crash_oracle.slots_of(root) if path.suffix == SUFFIX]) == 1, "the live job's own"
+        (gates / "3").write_text("end")
+        assert job.join() == 0
+        job.join_writers()
+        assert crash_oracle.slots_of(root) == []
+    finally:
+        crash_jobs.end_all(root)

@@ -52,6 +52,21 @@ def sealed(slot: Slot, body: bytes = b"x" * CAPACITY, sequence: int = 2) -> Slot
     return header
 
 
+def test_who_asks_whether_it_is_read_does_not_get_in_the_way_of_a_reader(slot: Slot) -> None:
+    """A restart asks again and again; a writer that reads its orders meanwhile locks the slot once."""
+    code = "import sys; from pathlib import Path; from ckptlib.slots.slot import Slot\n"
+    code += "slot = Slot.open(Path(sys.argv[1]))\nprint('asks', flush=True)\nwhile True: slot.being_read()"
+    with subprocess.Popen([sys.executable, "-c", code, slot.path], stdout=subprocess.PIPE, text=True) as asker:
+        try:
+            assert asker.stdout is not None
+            assert asker.stdout.readline() == "asks\n"
+            for _ in range(20_000):
+                assert slot.read_lock()
+                slot.unlock()
+        finally:
+            asker.kill()
+
+
 def test_chunks_lie_in_the_body_and_are_not_larger_than_it(slot: Slot) -> None:
     """A load takes memory for a chunk, and one place told a thousand times is digested as often."""
     layout = Layout(1, (TensorEntry("a", "uint8", (CAPACITY,), ByHand()),))

@@ -226,11 +226,11 @@ def test_a_slot_that_a_writer_still_reads_is_waited_for(tmp_path: Path) -> None:
     with process("read", left.path) as (other, line):
         assert line == "reading\n"
         arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
-        assert arena.others.being_read() == [left.path]
+        assert arena.others.under_way() == [left.path]
         assert arena.others.reclaim() == []
         other.send_signal(signal.SIGKILL)
         other.wait(60)
-        assert arena.others.being_read() == []
+        assert arena.others.under_way() == []
     arena.close(unlink=True)
 
 
@@ -240,7 +240,7 @@ def test_other_roots_and_this_generation_are_nobodys_orphans(tmp_path: Path) -> 
         Slot.create(tmp_path, f"ckptlib-{root[:16]}-{generation}", SIZE).close()
     before = names(tmp_path)
     arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
-    assert (arena.others.reclaim(), arena.others.being_read()) == ([], [])
+    assert (arena.others.reclaim(), arena.others.under_way()) == ([], [])
     assert names(tmp_path) == before
 
 
@@ -287,7 +287,7 @@ def test_what_was_planted_is_neither_followed_nor_deleted(tmp_path: Path) -> Non
     writable.chmod(0o666)
     before = names(tmp_path)
     arena = Arena(ROOT_ID, GENERATION, tmp_path, 2)
-    assert (arena.others.being_read(), arena.others.reclaim(), arena.others.any_earlier) == ([], [], False)
+    assert (arena.others.under_way(), arena.others.reclaim(), arena.others.any_earlier) == ([], [], False)
     arena.close(unlink=True)
     assert names(tmp_path) == before
     assert victim.read_bytes() == writable.read_bytes() == b"precious" * PAGE_BYTES

@@ -1,0 +1,64 @@
+"""How the trainer's generation begins: each writer goes on from what it resumed from, rank 0's puts its record.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.errors import CkptError, describe
+from ckptlib.format.keys import SaveId
+from ckptlib.format.manifest import Generation
+from ckptlib.writer.channel import Channel, Message
+from ckptlib.writer.generation import GenerationRecord
+from ckptlib.writer.trainer import Trainer
+from ckptlib.writer.watchdog import Watchdog
+
+
+class Beginning:
+    """Of one writer."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        trainer: Trainer,
+        watchdog: Watchdog,
+        catalog: Catalog,
+        go_on_from: Callable[[SaveId], None],
+    ) -> None:
+        self._channel, self._trainer, self._watchdog = channel, trainer, watchdog
+        self._catalog, self._go_on_from = catalog, go_on_from
+        self._record: GenerationRecord | None = None
+
+    @property
+    def owes_record(self) -> bool:
+        return self._record is not None and not self._record.is_put
+
+    def begin(self, message: Message, rank: int) -> None:
+        """The generation enters history with its first save: rank 0's writer puts its record before that."""
+        record = Generation.decode(message["record"].encode(), "the trainer's order")
+        if record.resumed_from is not None:
+            self._go_on_from(record.resumed_from)
+        if rank == 0:
+            self._record = GenerationRecord(record, message["root"], int(message["step"]), message["continues"])
+            self._record.is_put = message["is_put"]
+
+    def put_now(self) -> None:
+        """Since what is in memory, or on local disks, is of no use before it is there."""
+        try:
+            with self._watchdog.work("begin", None, time.monotonic() + self._trainer.deadline_s):
+                self.put()
+        except (CkptError, OSError) as error:
+            self._channel.send({"event": "not-begun", "error": describe(error)})
+
+    def put(self) -> None:
+        """Where it is owed. By whichever thread uses the store for what is saved."""
+        if self._record is None or self._record.is_put:
+            return
+        warning = self._record.put(self._catalog)
+        if self._record.record.resumed_from is not None:
+            self._go_on_from(self._record.record.resumed_from)
+        self._channel.send({"event": "begun", "warning": warning})

@@ -1,0 +1,47 @@
+"""What a save that fails leads to: a word to the other ranks through the store, an event to the trainer. No torch."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from ckptlib.errors import CkptError, describe
+from ckptlib.format.keys import SaveId
+from ckptlib.stores import Store
+from ckptlib.writer.channel import Channel
+from ckptlib.writer.persist import put_failure
+
+log = logging.getLogger(__name__)
+
+
+class Failures:
+    """Of one writer; from any thread."""
+
+    def __init__(self, channel: Channel, store: Store, rank: int, slack_s: float) -> None:
+        """`slack_s`: how long the next job waits for a failure to be published."""
+        self._channel, self._store, self._rank = channel, store, rank
+        self._slack_s = slack_s
+
+    def give_up(self, save: SaveId, error: BaseException) -> None:
+        """Publishes that this rank's part will not come, or its commit, so that nobody waits for it."""
+        self.publish(save, describe(error))
+        self.report(save, error)
+
+    def publish(self, save: SaveId, error: str) -> None:
+        """That may hang as well: it goes on in a thread of its own, and what comes next does not wait for it."""
+        log.error("step %d: %s", save.step, error)
+        publishing = threading.Thread(target=self._publish, args=(save, error), daemon=True)
+        publishing.start()
+        publishing.join(self._slack_s)
+
+    def _publish(self, save: SaveId, error: str) -> None:
+        try:
+            put_failure(self._store, save, self._rank, error)
+        except (CkptError, OSError) as second:
+            log.error("step %d: the failure could not be published: %s", save.step, describe(second))
+
+    def report(self, save: SaveId, error: BaseException) -> None:
+        """Tells the trainer alone."""
+        self._channel.send(
+            {"event": "failed", "save": str(save), "kind": type(error).__name__, "error": describe(error)}
+        )

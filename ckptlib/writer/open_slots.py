@@ -1,0 +1,71 @@
+"""The slots that a writer has open: each is opened once, when it is first named, and outlives the trainer. No torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptlib.errors import FormatError
+from ckptlib.slots.slot import Slot
+
+log = logging.getLogger(__name__)
+
+RESCUE_AFTER_S = 15.0
+"""How long a restart may take before what is in memory only is persisted: less than a killed allocation has left."""
+
+SUCCESSOR_POLL_S = 0.2
+
+
+class OpenSlots:
+    """Of one writer."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, Slot] = {}
+        self.keep_s = 0.0
+        """How long they are kept for a successor."""
+
+    def open(self, path: str) -> Slot | None:
+        """None where it is gone: the trainer made a larger one while this process was still starting."""
+        try:
+            slot = self._slots[path] = Slot.open(Path(path))
+        except FormatError as error:
+            log.info("%s", error)
+            return None
+        return slot
+
+    def take(self, path: str) -> None:
+        """It is to be read. From now on it is locked, so that a successor sees that there is work to do."""
+        slot = self._slots.get(path) or self.open(path)
+        if slot is not None:
+            slot.read_lock()
+
+    def find(self, path: str) -> Slot | None:
+        return self._slots.get(path)
+
+    def forget(self, path: str) -> None:
+        """Gives the memory back."""
+        slot = self._slots.pop(path, None)
+        if slot is not None:
+            slot.close()
+
+    def abandon(self) -> None:
+        """A successor may have them."""
+        for slot in self._slots.values():
+            slot.abandon()
+
+    def await_successor(self, rescue: Callable[[list[Slot]], None] | None) -> None:
+        """They are what a restarted job comes back from soonest; it unlinks them when it needs them no more.
+
+        `rescue`: a step that is in memory only is persisted when no such job has come for a while. At last they go.
+        """
+        slots = list(self._slots.values())
+        began = time.monotonic()
+        while time.monotonic() - began < self.keep_s and any(slot.path.exists() for slot in slots):
+            if rescue is not None and time.monotonic() - began > min(RESCUE_AFTER_S, self.keep_s / 2):
+                rescue(slots)
+                rescue = None
+            time.sleep(SUCCESSOR_POLL_S)
+        for slot in slots:
+            slot.unlink()

@@ -1,0 +1,70 @@
+"""The trainer, as its writer sees it: whether it is there, and until when work goes on without it. No torch."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from ckptlib.writer.channel import readable
+
+ORPHAN_DEADLINE_S = 60.0
+"""How long a committer whose trainer is gone still waits for other ranks."""
+
+
+class Trainer:
+    """Of one writer, which finishes what it took when its trainer is gone."""
+
+    def __init__(self, pid: int) -> None:
+        """Its death is seen by pidfd: a pipe's end may have been inherited by its other children."""
+        self._fd = _pidfd(pid)
+        self._gone_since: float | None = None
+        self._closed_at: float | None = None
+        self.deadline_s = 0.0
+        """Of a save; see `setup`."""
+
+    def wait(self, orders: int) -> None:
+        """Until there is something to be read, or the trainer has died."""
+        if self._fd is not None:
+            readable(orders, self._fd, timeout_s=None)
+
+    @property
+    def dead(self) -> bool:
+        return self._fd is None or readable(self._fd, timeout_s=0)
+
+    @property
+    def gone(self) -> bool:
+        """Whether `leave` was called."""
+        return self._gone_since is not None
+
+    def leave(self) -> None:
+        """It is gone, and all its orders were read."""
+        self._gone_since = time.monotonic()
+
+    def close(self) -> None:
+        """It said that there will be no more orders."""
+        self._closed_at = time.monotonic()
+
+    def stops_draining(self) -> float:
+        """By the monotonic clock. While the trainer lives, never."""
+        if self._gone_since is not None:
+            return self._gone_since + ORPHAN_DEADLINE_S
+        return float("inf") if self._closed_at is None else self._closed_at + self.deadline_s
+
+    def seconds_left(self, began: float) -> float:
+        """Until a save is given up; sooner when the trainer is gone, since other ranks may be, too."""
+        deadline = began + self.deadline_s
+        if self._gone_since is not None:
+            deadline = min(deadline, max(began, self._gone_since) + ORPHAN_DEADLINE_S)
+        return deadline - time.monotonic()
+
+
+def _pidfd(pid: int) -> int | None:
+    """None when it died while this process was starting. What it had ordered is still to be done."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    if os.getppid() != pid:
+        os.close(fd)
+        return None
+    return fd
