@@ -6,7 +6,7 @@ import random
 import struct
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,15 +24,6 @@ from ckptlib.codecs.update_rules import RULES, Adam, Lion, Momentum, Nesterov, S
 from ckptlib.errors import FormatError
 
 SHAPE = (64, 512)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On a busy machine several wait for one another longer than they work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class LionOptimizer(torch.optim.Optimizer):

@@ -34,13 +34,10 @@ KINDS = [
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     shrink(monkeypatch)
     made = World(tmp_path, monkeypatch)
     yield made
     made.close()
-    torch.set_num_threads(threads)
 
 
 def test_random_schedules(world: World) -> None:

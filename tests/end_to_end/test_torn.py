@@ -39,14 +39,6 @@ CASES = 12
 """Per optimizer and mutation, of each kind: more than a thousand in all."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # handing small tensors to a pool costs more than all the rest
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
     rig = Rig(tmp_path)
