@@ -20,6 +20,7 @@ from support import (
     state,
 )
 
+from ckptlib.catalog import commit
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
 from ckptlib.errors import (
@@ -167,7 +168,8 @@ def test_commit_when_whole_says_why_a_rank_failed_and_takes_its_second_attempt(c
     assert Committer(catalog).commit_when_whole(save, 2, seconds(60)).world_size == 2
 
 
-def test_commit_when_whole_gives_up_when_superseded(catalog: Catalog) -> None:
+def test_commit_when_whole_gives_up_when_superseded(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "HEAD_EVERY_S", 0.1)
     save, names = put_parts(catalog, make_generation(catalog, 1), 10, state(10), 2)
     catalog.store.delete(names[1].key)
     make_generation(catalog, 2)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -89,6 +90,7 @@ def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[str, b
             yield from ((".".join([*base, alias.name]), inside) for alias in node.names)
 
 
+@cache
 def imports_of(module: str) -> list[tuple[str, bool]]:
     path = MODULES[module]
     return list(imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py"))
