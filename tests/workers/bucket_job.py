@@ -34,6 +34,8 @@ def main(url: str, options: dict[str, Any], until: int, kill_at: int | None, res
     with ckptlib.Checkpointer(url, state, every=2, keep=ckptlib.Keep(last=2), storage_options=options) as ckpt:
         start = ckpt.restore().step
         for step in ckpt.loop(start, until):
+            if step + 2 == kill_at and ckpt.pending is not None:
+                ckpt.pending.wait_committed(60)  # a busy machine would leave nothing to resume from
             if step + 1 == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
