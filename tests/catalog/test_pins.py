@@ -7,10 +7,10 @@ from contextlib import suppress
 from datetime import timedelta
 
 import pytest
+from helpers.actors import ActorStore, Crash, no_chance
 from helpers.interleaved import Actor
 from helpers.objects import objects_of
 from helpers.servers import ObjectStorage
-from helpers.small_job import ActorStore, Crash, no_chance
 from support import age, all_keys, listed_steps_are_whole, make_generation, make_root, make_save, of_version, state
 
 from ckptlib.catalog.catalog import Catalog

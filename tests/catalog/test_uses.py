@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, ActorStore, SmallJob, no_chance
+from helpers.actors import ActorStore, no_chance
+from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, SmallJob
 from support import replace_object
 
 from ckptlib.catalog.catalog import Catalog

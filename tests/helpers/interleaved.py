@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from helpers.small_job import ActorStore
+from helpers.actors import ActorStore
 from typing_extensions import Self
 
 from ckptlib.stores import Store

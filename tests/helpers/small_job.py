@@ -8,22 +8,18 @@ Time is the store's: it moves when the job says so. Nothing is left to chance.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
+from helpers.actors import ActorStore, Crash, Inline
 from helpers.memory_slots import memory_slot
 from helpers.objects import objects_of
 from helpers.plain_reader import body_of, chunks_of, parts_of, tensors_of
 from support import ROOT_ID, age
-from typing_extensions import Buffer, override
 
 from ckptlib.catalog.catalog import Catalog, put_new
 from ckptlib.catalog.commit import Committer, finish_saves
@@ -34,8 +30,6 @@ from ckptlib.format.keys import GenerationId, SaveId, parse_save
 from ckptlib.format.manifest import Generation, Root
 from ckptlib.policy.keep import Keep
 from ckptlib.stores.memory import MemoryStore
-from ckptlib.stores.testing import _HookedStore
-from ckptlib.writer import rescue as rescue_module
 from ckptlib.writer.persist import Persister
 from ckptlib.writer.rescue import rescue
 
@@ -49,65 +43,6 @@ TENSORS, ROWS, COLUMNS = 4, 4, 1024
 """A row is a chunk."""
 
 SAVE = re.compile(r"[0-9]{12}-[0-9]{6}-[0-9a-f]{8}")
-
-
-class Crash(BaseException):
-    """Nobody catches it: the process is gone."""
-
-
-class ActorStore(_HookedStore):
-    """One process's way to the store. Does `left` operations more, and then nothing at all.
-
-    `before` is called before each operation, as another process may run there.
-    """
-
-    def __init__(self, inner: MemoryStore, left: int | None = None) -> None:
-        super().__init__(inner, "actor")
-        self.left = left
-        self.before: Callable[[str, str], None] = lambda op, key: None
-
-    @override
-    @contextmanager
-    def _around(self, op: str, key: str, data: Buffer = b"") -> Iterator[Buffer]:
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                raise Crash(f"{op} {key}")
-        self.before(op, key)
-        yield data
-
-
-class Inline(Executor):
-    """Runs what it is given at once."""
-
-    @override
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-@contextmanager
-def no_chance() -> Iterator[None]:
-    """Names are counted, not drawn, and nobody waits: the same job does the same again."""
-    numbers, seconds = count(1), [0.0]
-
-    def sleep(duration: float) -> None:
-        seconds[0] += duration
-
-    clock = SimpleNamespace(monotonic=lambda: seconds[0], sleep=sleep, time=lambda: seconds[0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptlib.writer.persist.new_nonce", lambda: f"{next(numbers):08x}")
-        patch.setattr("ckptlib.format.keys.new_nonce", lambda: f"{next(numbers):08x}")
-        patch.setattr("ckptlib.writer.parents.time", clock)
-        patch.setattr("ckptlib.writer.persist.time", clock)
-        patch.setattr("ckptlib.catalog.reading.ThreadPoolExecutor", lambda *_: Inline())
-        patch.setattr(rescue_module, "time", clock)
-        patch.setattr(rescue_module, "SHARES_TIMEOUT_S", 0.1)
-        yield
 
 
 @dataclass

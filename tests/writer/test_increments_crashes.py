@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from helpers.small_job import GRACE, GRACE_S, HOUR_S, REFRESH_S, ROWS, TENSORS, SmallJob, copied, no_chance
+from helpers.actors import no_chance
+from helpers.small_job import GRACE, GRACE_S, HOUR_S, REFRESH_S, ROWS, TENSORS, SmallJob, copied
 
 from ckptlib.policy.keep import Keep
 

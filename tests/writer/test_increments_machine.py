@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
-from helpers.small_job import GRACE, HOUR_S, REFRESH_S, ROWS, TENSORS, SmallJob, no_chance
+from helpers.actors import no_chance
+from helpers.small_job import GRACE, HOUR_S, REFRESH_S, ROWS, TENSORS, SmallJob
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
-from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, ActorStore, Crash, Save, SmallJob, copied, no_chance
+from helpers.actors import ActorStore, Crash, no_chance
+from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, Save, SmallJob, copied
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves

@@ -8,8 +8,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from helpers.actors import no_chance
 from helpers.memory_slots import memory_slot
-from helpers.small_job import COLUMNS, ROWS, TENSORS, Save, SmallJob, no_chance
+from helpers.small_job import COLUMNS, ROWS, TENSORS, Save, SmallJob
 
 from ckptlib.errors import StoreError
 from ckptlib.format.digests import BLAKE3
