@@ -37,6 +37,8 @@ def command(url: str | None, output: Output, option: tuple[str, ...], arena: tup
     removed = [row for row in rows if clean and not row.in_use]
     for row in removed:
         row.path.unlink(missing_ok=True)
+    if clean:
+        files.clean_locks(directories, _prefix(root_id))
     rows = [row for row in rows if row not in removed]
     placement = None if generation is None or not generation.domains else _placement(generation)
     output.document(
@@ -52,8 +54,12 @@ def command(url: str | None, output: Output, option: tuple[str, ...], arena: tup
     return True
 
 
+def _prefix(root_id: str | None) -> str:
+    return "ckptlib-" if root_id is None else f"ckptlib-{root_id[:16]}-"
+
+
 def _belongs(row: SlotFile, root_id: str) -> bool:
-    return row.path.name.startswith(f"ckptlib-{root_id[:16]}-")
+    return row.path.name.startswith(_prefix(root_id))
 
 
 def _placement(generation: Generation) -> ReplicaMap | None:

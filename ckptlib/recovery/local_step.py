@@ -1,8 +1,9 @@
 """A step on the local disks of the job's hosts, as a source for a Reader: which ones are whole, and how one is read.
 
-Each rank looks at its own host's disk once; what they find is exchanged, and all conclude the same from it. A rank
-reads what lies on its own host. What all ranks want is read where it lies, and spread; what one rank needs from another
-host's disk is not fetched: that step is read from the store then.
+Each rank lists its own host's disk. Of the saves that are on the job's history it tells what it has of the newest; what
+they find is exchanged, and all conclude the same from it. A rank reads what lies on its own host. What all ranks want
+is read where it lies, and spread; what one rank needs from another host's disk is not fetched: that step is read from
+the store then.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from ckptlib.stores.io_limits import IoLimits
 log = logging.getLogger(__name__)
 
 LOOKED_AT = 16
-"""Saves on a disk, newest first; older ones are not looked at."""
+"""Saves on the job's history, newest first; older ones are looked at when one of them is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +54,37 @@ class LocalStep:
     """By rank of this job: the saved ranks whose parts are on its host's disk."""
 
 
-def look(disk: Catalog) -> bytes:
-    """What this rank's host has: of each save the number of its ranks, and the keys of its parts. Raises StoreError."""
+def saves_on(disk: Catalog) -> bytes:
+    """The saves that this rank's host has something of. Raises StoreError."""
+    return "\n".join(map(str, _parts_on(disk))).encode()
+
+
+def parse_saves(told: Sequence[bytes]) -> set[SaveId]:
+    """Of all ranks. `told`: by rank, see `saves_on`."""
+    return {parse_save(line) for data in told for line in data.decode().splitlines()}
+
+
+def newest(visible: Sequence[SaveId], on_disks: Collection[SaveId], step: int | str | None) -> list[SaveId]:
+    """Those to be looked at. Pure. `visible`: on the job's history, ascending. `step`: only what it may mean."""
+    there = [save for save in visible if save in on_disks]
+    if step not in (None, "latest"):
+        return [save for save in there if str(step) in (str(save.step), str(save))]
+    return there[-LOOKED_AT:]
+
+
+def _parts_on(disk: Catalog) -> Mapping[SaveId, Mapping[int, list[PartName]]]:
     names = [keys.parse_part_key(entry.key) for entry in disk.store.scan(keys.PARTS)]
-    found = by_save(name for name in names if name is not None)
+    return by_save(name for name in names if name is not None)
+
+
+def look(disk: Catalog, saves: Collection[SaveId]) -> bytes:
+    """What this rank's host has of these: of each the number of its ranks, and the keys of its parts.
+
+    Raises StoreError.
+    """
+    found = _parts_on(disk)
     told: dict[str, list[object]] = {}
-    for save in sorted(found, reverse=True)[:LOOKED_AT]:
+    for save in sorted(found.keys() & {*saves}):
         there = [name for some in found[save].values() for name in some]
         try:
             size = disk.part(there[0]).world_size

@@ -36,10 +36,9 @@ from ckptlib.loading.progress import Laps
 from ckptlib.loading.report import LoadReport
 from ckptlib.loading.source import StepSource, own_rank
 from ckptlib.ranks.together import together
+from ckptlib.recovery import local_step
 from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look
 from ckptlib.recovery.local_step import LocalStep, OnDisks
-from ckptlib.recovery.local_step import look as look_at_disk
-from ckptlib.recovery.local_step import whole as whole_on_disks
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.saving.session import Session
 from ckptlib.slots.host import memory_of
@@ -103,7 +102,7 @@ def restore(
     _await_orphans(session, _newest_in_memory(session, inventory) if step is None else None)
     laps.end("wait")
     _finish(session)
-    on_disks = _look_at_disks(session)
+    on_disks = _look_at_disks(session, step)
     skipped: list[str] = []
     lost: type[CkptError] = CorruptData
     newer, absent = False, True
@@ -204,14 +203,25 @@ def _look_around(session: Session) -> Inventory:
     return Inventory(session.group.gather(together(session.group, "looking for snapshots in memory", own)))
 
 
-def _look_at_disks(session: Session) -> Mapping[SaveId, LocalStep]:
-    """The steps that the local disks of all hosts hold; collective. None without a local tier."""
-    local = session.settings.local
+def _look_at_disks(session: Session, step: int | str | None) -> Mapping[SaveId, LocalStep]:
+    """The steps that the local disks of all hosts hold, and that may be wanted; collective. None without a local tier.
+
+    What was left behind is none: there may be more of it than is looked at, and it may be of later steps.
+    """
+    local, group = session.settings.local, session.group
     if local is None:
         return {}
+    what = f"looking at {local.path}"
     with LocalStore(str(local.path)) as store:
-        own = together(session.group, f"looking at {local.path}", lambda: look_at_disk(Catalog(store)))
-    return whole_on_disks(session.group.gather(own))
+        disk = Catalog(store)
+        saves = local_step.parse_saves(group.gather(together(group, what, lambda: local_step.saves_on(disk))))
+
+        def choose() -> bytes:
+            found = local_step.newest(session.catalog.visible(saves), saves, step) if group.rank == 0 else []
+            return "\n".join(map(str, found)).encode()
+
+        chosen = local_step.parse_saves([group.broadcast(together(group, "listing steps", choose))])
+        return local_step.whole(group.gather(together(group, what, lambda: local_step.look(disk, chosen))))
 
 
 def _candidates(

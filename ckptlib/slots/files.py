@@ -1,4 +1,4 @@
-"""Slots on this host, found by their files. Reads only."""
+"""Slots on this host, found by their files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptlib.errors import CkptError
+from ckptlib.slots import writer_lock
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import SUFFIX, Slot
 
@@ -30,7 +31,7 @@ class SlotFile:
     header: SlotHeader | None
     """None: empty, or torn."""
     in_use: bool
-    """Whether a process has it open, and does not merely wait for a successor."""
+    """Whether a process has it open, and does not merely wait for a successor; or a late writer may open it."""
 
     @property
     def state(self) -> str:
@@ -40,6 +41,8 @@ class SlotFile:
 
 def find(directories: Iterable[Path]) -> Iterator[SlotFile]:
     """What is a slot of this user."""
+    directories = list(directories)
+    late = {writer_lock.generation_of(path) for path in _locks(directories) if writer_lock.is_awaited(path)}
     for directory in directories:
         for path in sorted(directory.glob(f"ckptlib-*{SUFFIX}")):
             try:
@@ -47,11 +50,22 @@ def find(directories: Iterable[Path]) -> Iterator[SlotFile]:
             except CkptError:
                 continue
             try:
-                yield SlotFile(path, os.lstat(path).st_size, _header(slot), not slot.abandoned())
+                in_use = writer_lock.generation_of(path) in late or not slot.abandoned()
+                yield SlotFile(path, os.lstat(path).st_size, _header(slot), in_use)
             except FileNotFoundError:
                 continue  # gone since it was listed
             finally:
                 slot.close()
+
+
+def _locks(directories: Iterable[Path], prefix: str = "ckptlib-") -> Iterator[Path]:
+    return (path for directory in directories for path in directory.glob(f"{prefix}*{writer_lock.SUFFIX}"))
+
+
+def clean_locks(directories: Iterable[Path], prefix: str) -> None:
+    """Removes the locks that dead writers have left. `prefix`: of their names."""
+    for path in _locks(directories, prefix):
+        writer_lock.reclaim(path)
 
 
 def _header(slot: Slot) -> SlotHeader | None:

@@ -95,6 +95,11 @@ class WriterLock:
         self.path.unlink(missing_ok=True)
 
 
+def generation_of(path: Path) -> str:
+    """What is left of the name of a lock, or of a slot, without what tells it from others of its generation."""
+    return path.name.rpartition("-")[0]
+
+
 def is_awaited(path: Path) -> bool:
     """Whether it is of a writer that its trainer has left, and that has yet to read its orders."""
     with _opened(path) as fd:

@@ -18,6 +18,7 @@ from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.slots import writer_lock
 from ckptlib.slots.slot import SUFFIX, Slot
+from ckptlib.slots.writer_lock import generation_of
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +75,9 @@ class OtherSlots:
         `after`: slots alone, and only those whose snapshot is newer than this one.
         """
         unread = self._unread()  # asked before the slots are: who has read its orders has locked them
-        generations = {*map(_generation_of, unread)}
+        generations = {*map(generation_of, unread)}
         with self.opened() as slots:
-            busy = [slot for slot in slots if slot.being_read() or _generation_of(slot.path) in generations]
+            busy = [slot for slot in slots if slot.being_read() or generation_of(slot.path) in generations]
             if after is None:
                 return [*unread, *(slot.path for slot in busy)]
             return [slot.path for slot in busy if (save := _held_in(slot)) is not None and save > after]
@@ -95,7 +96,7 @@ class OtherSlots:
 
         `but`: those that hold this snapshot stay. What a later generation keeps for its successor is not ours to take.
         """
-        spared = {*map(_generation_of, self._unread())}
+        spared = {*map(generation_of, self._unread())}
         for path in self._locks():
             if not self._is_later(path):
                 writer_lock.reclaim(path)
@@ -104,7 +105,7 @@ class OtherSlots:
                 slot
                 for slot in slots
                 if not self._is_later(slot.path)
-                and _generation_of(slot.path) not in spared
+                and generation_of(slot.path) not in spared
                 and (but is None or _held_in(slot) != but)
                 and slot.abandoned()
             ]
@@ -150,11 +151,6 @@ class OtherSlots:
         finally:
             for slot in slots:
                 slot.close()
-
-
-def _generation_of(path: Path) -> str:
-    """What is left of the name of a slot, or of a lock, without what tells it from others of its generation."""
-    return path.name.rpartition("-")[0]
 
 
 def _held_in(slot: Slot) -> SaveId | None:

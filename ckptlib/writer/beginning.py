@@ -43,7 +43,8 @@ class Beginning:
         if record.resumed_from is not None:
             self._go_on_from(record.resumed_from)
         if rank == 0:
-            self._record = GenerationRecord(record, message["root"], int(message["step"]), message["continues"])
+            step, again = int(message["step"]), message.get("again", False)
+            self._record = GenerationRecord(record, message["root"], step, message["continues"], again)
             self._record.is_put = message["is_put"]
 
     def put_now(self) -> None:

@@ -233,7 +233,7 @@ class Writer:
             self._deaths = 0
         self._start()
         if self._begun is not None:
-            self._channel.send({**self._begun, "now": self._setup.get("local") is not None})
+            self._channel.send({**self._begun, "now": self._setup.get("local") is not None, "again": True})
         for path in self._slots:
             self._channel.send({"op": "slot", "path": path})
         if self._held is not None:

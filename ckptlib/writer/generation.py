@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 class GenerationRecord:
     """One per writer."""
 
-    def __init__(self, record: Generation, root_id: str, first_step: int, continues: bool) -> None:
+    def __init__(self, record: Generation, root_id: str, first_step: int, continues: bool, again: bool = False) -> None:
         """`root_id`: of the root that the job opened. `first_step`: that is saved. `continues`: whether the job, which
-        did not say what it goes on from, goes on from what it finds."""
+        did not say what it goes on from, goes on from what it finds. `again`: a writer that died may have put it."""
         self.record = record
         self._root_id = root_id
         self._first_step = first_step
-        self._continues = continues
+        self._continues, self._again = continues, again
         self._warning: str | None = None
         self.is_put = False
 
@@ -40,6 +40,11 @@ class GenerationRecord:
                 f"{catalog.store.url}: this job opened root {self._root_id}, but {found.id} is there now: another job "
                 "made it in the same moment. Stop one of the two, or give each a root of its own, and start again"
             )
+        if self._again and self.record.id in catalog.generation_ids():
+            # It stands: what this job itself has saved and removed since is no reason to write another.
+            self.record = catalog.generation(self.record.id)
+            self.is_put = True
+            return None
         if self._continues:
             origin, self._warning = _continued(catalog, self._first_step)
             self.record = replace(self.record, resumed_from=origin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation, Root
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
+from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.stores import open_store
 
 
@@ -108,10 +110,16 @@ def test_slots_of_a_job_and_what_it_survives(ckptlib: Ckptlib, tmp_path: Path) -
         (str(other.path), "being written, left behind"),
     }
 
+    lock = WriterLock.take([arena], f"ckptlib-{ROOT_ID[:16]}-{generation}")
+    assert lock is not None
+    writers = os.dup(lock.fd)
+    lock.close()  # the trainer is gone
+    kept = ckptlib("slots", tmp_path / "root", "--arena", arena, "--clean", "--json").json
+    assert [(s["path"], s["state"]) for s in kept["slots"]] == [(str(mine.path), "ready")], "its writer is starting"
+    os.close(writers)
     cleaned = ckptlib("slots", tmp_path / "root", "--arena", arena, "--clean", "--json").json
     assert cleaned["removed"] == [str(mine.path)]
-    assert not mine.path.exists()
-    assert other.path.exists()
+    assert [*arena.iterdir()] == [other.path]
 
 
 def write(path: Path, text: str) -> None:

@@ -11,6 +11,7 @@ from helpers.one_job import WAIT_S, Job, catalog, damage, step_once, steps
 import ckptlib
 from ckptlib.cli import app as cli
 from ckptlib.errors import CheckpointNotFound, CorruptData, SaveFailed, StateError
+from ckptlib.recovery.local_step import LOOKED_AT
 
 TOTAL = 8
 
@@ -180,6 +181,35 @@ def test_local_disks_do_not_bring_back_what_was_abandoned(tmp_path: Path) -> Non
     with again(job).checkpointer(**options) as ckpt:
         assert ckpt.restore().step == 5
     assert later.losses == job.losses[4:5]
+
+
+def test_a_long_history_on_local_disks_that_is_left_behind(tmp_path: Path) -> None:
+    """More steps than are looked at, and all later than what the job goes on from, which only the disk has."""
+    job = Job(tmp_path / "root")
+    last = LOOKED_AT + 4
+    options = {"every": 1, "local": tmp_path / "disk", "drain": ckptlib.Steps(last), "local_keep": 2 * last}
+    with suppress(KeyboardInterrupt), job.checkpointer(**options) as ckpt:
+        for step in range(1, last + 1):
+            job.body()
+            ckpt.after_step(step)
+            assert ckpt.pending is not None
+            ckpt.pending.wait_local(WAIT_S)
+        ckpt.pending.wait_committed(WAIT_S)
+        raise KeyboardInterrupt
+    assert steps(job.root) == [last]
+    with suppress(KeyboardInterrupt), again(job).checkpointer(**options) as ckpt:
+        assert ckpt.restore(step=2).step == 2
+        raise KeyboardInterrupt
+    later = again(job)
+    with suppress(KeyboardInterrupt), later.checkpointer(**options) as ckpt:
+        assert ckpt.restore().step == 2
+        later.body()
+        ckpt.after_step(3)
+        assert ckpt.pending is not None
+        ckpt.pending.wait_local(WAIT_S)
+        raise KeyboardInterrupt
+    with again(job).checkpointer(**options) as ckpt:
+        assert ckpt.restore().step == 3
 
 
 def test_a_step_that_only_local_disks_have(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CheckpointNotFound, CorruptData, NotBrought, ObjectUnreadable
 from ckptlib.format.keys import SaveId
 from ckptlib.ranks.group import SoloGroup
-from ckptlib.recovery.local_step import LOOKED_AT, OnDisks, look, whole
+from ckptlib.recovery.local_step import LOOKED_AT, OnDisks, look, newest, parse_saves, saves_on, whole
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import FaultStore, flip_bit
 
@@ -39,7 +39,8 @@ class Disks:
             path.unlink()
 
     def told(self) -> list[bytes]:
-        return [look(disk) for disk in self.disks]
+        saves = parse_saves([saves_on(disk) for disk in self.disks])
+        return [look(disk, saves) for disk in self.disks]
 
 
 @pytest.fixture
@@ -72,10 +73,18 @@ def test_a_damaged_part_makes_its_step_none(disks: Disks, caplog: pytest.LogCapt
     assert "step 1 on the local disk is not used" in caplog.text
 
 
-def test_only_the_newest_are_looked_at(tmp_path: Path) -> None:
+def test_only_what_may_be_wanted_is_looked_at(tmp_path: Path) -> None:
     disks = Disks(tmp_path, 1)
     saves = [disks.save(step) for step in range(1, LOOKED_AT + 4)]
-    assert sorted(whole(disks.told())) == saves[-LOOKED_AT:]
+    found = parse_saves([saves_on(disks.disks[0])])
+    assert sorted(found) == saves
+    in_store_only, left_behind = SaveId(99, disks.generation), saves[-1]
+    visible = [save for save in [*saves, in_store_only] if save != left_behind]
+    assert newest(visible, found, None) == newest(visible, found, "latest") == saves[-LOOKED_AT - 1 : -1]
+    for step in (1, "1", str(saves[0])):
+        assert newest(visible, found, step) == saves[:1], "an old one is asked for"
+    assert newest(visible, found, left_behind.step) == newest(visible, found, 99) == []
+    assert sorted(whole([look(disks.disks[0], saves[:2])])) == saves[:2]
 
 
 def test_reading_what_is_here_and_what_is_not(tmp_path: Path) -> None:
@@ -110,4 +119,4 @@ def test_a_disk_that_fails_is_a_copy_that_cannot_be_read(tmp_path: Path) -> None
     (layout,) = alone.paths[0].glob("layouts/*")
     flip_bit(layout, 300)
     with pytest.raises(CorruptData):
-        OnDisks(SoloGroup(), Catalog(disk.store), whole([look(alone.disks[0])])[save])
+        OnDisks(SoloGroup(), Catalog(disk.store), whole(alone.told())[save])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Barrier
@@ -14,7 +15,7 @@ from store_conformance import keys
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import Superseded
 from ckptlib.format.digests import XXH3
-from ckptlib.format.keys import ROOT, GenerationId
+from ckptlib.format.keys import ROOT, GenerationId, SaveId
 from ckptlib.format.manifest import Generation, Root
 from ckptlib.stores import open_store
 from ckptlib.stores.memory import MemoryStore
@@ -38,6 +39,24 @@ def test_a_root_that_another_job_has_replaced_gets_no_record(tmp_path: Path) -> 
     assert keys(store, "generations/") == []
     record(2, theirs.id).put(Catalog(store))
     assert len(keys(store, "generations/")) == 1
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_record_that_a_writer_put_before_it_died_stands(found: bool) -> None:
+    """Though the step that the job went on from was removed since. On S3, a second put would replace the record."""
+    store = MemoryStore()
+    catalog = Catalog(store)
+    root = catalog.open_root(Root("a" * 32, XXH3, 60.0))
+    own, origin = GenerationId(2, "00000002"), SaveId(5, GenerationId(1, "00000001"))
+    told = Generation(own, 1, None, 0.0, {}, "here")
+    if found:
+        catalog.put_generation(replace(told, resumed_from=origin))
+    before = {key: store.get(key) for key in keys(store)}
+    record = GenerationRecord(told, root.id, 6, continues=True, again=True)
+    assert record.put(catalog) is None
+    assert record.is_put
+    assert record.record.resumed_from == (origin if found else None)
+    assert {key: store.get(key) for key in keys(store)} == before | ({} if found else {own.key: told.encode()})
 
 
 def make_roots(n: int, url: str, options: dict[str, object], together: Barrier, told: Connection) -> None:

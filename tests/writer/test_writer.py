@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from helpers.writers import WAIT_S, Bench, alive, hear, heard, status, until
 from workers.crash_oracle import failed_parts, read_root
+from workers.crash_spare import ROOT_ID
 
 from ckptlib.errors import WaitTimeout
-from ckptlib.format.keys import SaveId
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import Generation
 from ckptlib.policy.keep import Keep
 from ckptlib.stores import open_store
 from ckptlib.writer.client import MAX_DEATHS
@@ -183,6 +185,31 @@ def test_orders_are_given_again_to_the_next_writer(bench: Bench) -> None:
     assert [event["error"] for event in heard(writer, "committed") if event["event"] == "released"] == [None]
     assert writer.pid != first
     assert [step.number for step in read_root(bench.root)] == [1]
+
+
+def test_the_next_writer_warns_of_no_steps_of_its_own_job(bench: Bench) -> None:
+    """Which did not say what it goes on from: of steps that another job left it is warned, and once."""
+    save, slot = bench.slot(5)
+    left = bench.writer()
+    left.persist(save, slot.path)
+    hear(left, "committed")
+    bench.generation = GenerationId(2, "00000002")
+    record = Generation(bench.generation, 1, None, 0.0, {}, "here")
+    writer = bench.writer()
+    writer.begin(record.encode().decode(), ROOT_ID, 3, continues=True)
+    told, found = [], []
+    for step in (3, 4):
+        save, slot = bench.slot(step)
+        writer.add_slot(slot.path)
+        writer.persist(save, slot.path)
+        told += [event["warning"] for event in heard(writer, "committed") if event["event"] == "begun"]
+        found.append((bench.root / bench.generation.key).read_bytes())
+        os.kill(writer.pid, signal.SIGKILL)
+        until(lambda: not alive(writer.pid))
+    first, second = told
+    assert "holds steps up to 5" in first
+    assert second is None
+    assert found[0] == found[1]
 
 
 def test_a_trainer_may_have_thousands_of_files_open(bench: Bench) -> None:
