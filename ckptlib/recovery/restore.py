@@ -37,6 +37,7 @@ from ckptlib.loading.report import LoadReport
 from ckptlib.loading.selection import Only, Rename
 from ckptlib.loading.source import StepSource, own_rank
 from ckptlib.ranks.together import together
+from ckptlib.recovery.foreign import warn_of_foreign
 from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look
 from ckptlib.recovery.local_step import LocalStep, OnDisks
 from ckptlib.recovery.local_step import look as look_at_disk
@@ -176,6 +177,8 @@ def restore(
     if skipped:
         what = "every step is damaged" if lost is CorruptData else "no step can be read"
         raise lost(f"{session.store.url}: {what}: " + "; ".join(skipped))
+    if session.group.rank == 0:
+        warn_of_foreign(session.store)
     return LoadReport(0, session.store.url, None, 0, 0.0), None
 
 
