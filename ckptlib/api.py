@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -119,6 +119,7 @@ def load(
     strict: bool = True,
     map: Rename = None,
     only: Only = None,
+    optional: str | Sequence[str] = (),
     cast: bool = False,
     random: bool = False,
     device: str | torch.device | None = None,
@@ -137,11 +138,14 @@ def load(
     step:   a number, "latest", or "best".
     metric: with step="best": the metric that says which step is, as rank 0 told it when it saved; and `mode`: "min" or
             "max". Default: those of `Keep(best=, mode=)` of the newest job that had one. NaN is never best.
-    strict: if True, a name that only one side has is an error; if False, the report lists it.
+    strict: if True, a tensor or object that only one side has is an error; if False, the report lists it. A plain value
+            that only one side has is listed with a warning.
     map:    from a name in `state` to the checkpoint's name: a function, or a dict of names and path prefixes, such as
             {"model": "ema"}.
     only:   load only these names, path prefixes or patterns (fnmatch), such as "model" or "model/layers.*"; the rest of
             `state` is left alone.
+    optional: names, path prefixes or patterns that only one side may have, such as "config/*": left as they are, with a
+            warning, and listed in the report. What both sides have is loaded, and must fit.
     cast:   allow a target's dtype to differ from the saved one. It is never converted silently.
     random: restore the RNG state, too.
     device: where to allocate parameters and buffers that are on the meta device. Default: the device of the DTensor's
@@ -160,12 +164,12 @@ def load(
         source = resolve(group, catalog, step, best)
         generators = LoadedRng(group.rank, source.world_size) if random else None
         together(group, f"loading step {source.save.step}", lambda: _refuse_going_back(url, source.save, state, only))
-        order = LoadOrder(state, strict=strict, rename=map, only=only, cast=cast, device=device)
-        report, filled = load_step(group, source, order, generators)
+        order = LoadOrder(state, strict=strict, rename=map, only=only, cast=cast, device=device, optional=optional)
+        report, filled, whole = load_step(group, source, order, generators)
     if generators is not None:
         together(group, f"putting back the random generators of step {source.save.step}", generators.restore)
     loads = registry.note_load(absolute(url), process_group)
-    loads.add(source.save, state, filled, whole=only is None and not report.missing)
+    loads.add(source.save, state, filled, whole=whole)
     for keeper in registry.keepers:
         keeper.note_load(absolute(url), loads)
     return report

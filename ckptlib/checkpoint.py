@@ -6,8 +6,9 @@ The words are those of docs/how-it-works.md. What a session keeps from save to s
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,8 +36,10 @@ from ckptlib.saving.whole_state import RNG
 from ckptlib.slots.slot import Slot
 from ckptlib.staging.stager import Content
 from ckptlib.state.flatten import Flat
-from ckptlib.state.leaf import Leaf
+from ckptlib.state.leaf import Leaf, join
 from ckptlib.state.rng import LoadedRng
+
+log = logging.getLogger(__name__)
 
 QUICK_BYTES = 256 * 1024 * 1024
 """Garbage is not collected while a load reads no more than this. It takes a second or less, of which a collection would
@@ -154,12 +157,15 @@ class LoadOrder:
     only: Only = None
     cast: bool = False
     device: str | torch.device | None = None
+    optional: str | Sequence[str] = ()
 
 
 class Loaded(NamedTuple):
     report: LoadReport
     filled: list[torch.Tensor]
     """Every tensor that was read into."""
+    whole: bool
+    """Whether all of the state was filled, but for plain values that the checkpoint lacks."""
 
 
 def load_step(group: Group, source: StepSource, order: LoadOrder, generators: LoadedRng | None = None) -> Loaded:
@@ -180,8 +186,10 @@ def _load_step(
     source.bring({own_rank(group.rank, source.world_size)})
     laps.end("bring")
     reader, wanted = _bring_and_match(group, source, whole, order, what)
-    unexpected = _unexpected_everywhere(group, wanted.unexpected)
+    unexpected, untouched = _lacked_anywhere(group, wanted)
     together(group, what, lambda: wanted.check(source.save.step, unexpected, order.strict))
+    if order.strict and group.rank == 0:
+        _tell_excused(source.save.step, untouched, wanted.excused([*unexpected, *wanted.foreign]))
 
     reads, buckets = share_out(wanted.wants, group, lambda want: source.near(reader.ranks_for(want)))
     total = sum(tensor.nbytes for want in reads for _, tensor in want.pieces)
@@ -215,7 +223,8 @@ def _load_step(
         in_memory=source.in_memory,
         phases=laps.seconds,
     )
-    return Loaded(report, [tensor for want in wanted.wants for _, tensor in want.pieces])
+    filled = [tensor for want in wanted.wants for _, tensor in want.pieces]
+    return Loaded(report, filled, whole=order.only is None and wanted.plain.issuperset(wanted.missing))
 
 
 def _bring_and_match(
@@ -233,7 +242,14 @@ def _bring_and_match(
                 reader = Reader(source, group.rank)
                 names = SavedNames(reader)
                 found = targets(
-                    state, names, rename=order.rename, only=order.only, cast=order.cast, device=order.device
+                    state,
+                    names,
+                    rename=_but_generators(order.rename),
+                    only=order.only,
+                    cast=order.cast,
+                    device=order.device,
+                    optional=order.optional,
+                    tops=[join("", key) for key in order.state],
                 )
                 matched.append((reader, found))
         except NotBrought as error:
@@ -245,10 +261,28 @@ def _bring_and_match(
     return matched[0]
 
 
-def _unexpected_everywhere(group: Group, unexpected: Iterable[str]) -> list[str]:
-    """Names that no rank took: what one rank of a pipeline does not know, another does."""
-    mine = {name for name in unexpected if not name.startswith(RNG)}
-    if not group.any(bool(mine)):
-        return []
-    by_rank = [set(json.loads(data)) for data in group.gather(json.dumps(sorted(mine)).encode())]
-    return sorted(set.intersection(*by_rank))
+def _but_generators(rename: Rename) -> Rename:
+    """A function of the user's knows nothing of the names that ckptlib adds."""
+    if rename is None or isinstance(rename, Mapping):
+        return rename
+    return lambda name: name if name.split("/")[0] == RNG else rename(name)
+
+
+def _lacked_anywhere(group: Group, wanted: Targets) -> tuple[list[str], list[str]]:
+    """Names that no rank took: what one rank of a pipeline does not know, another does. And names that some rank's
+    state has, and the checkpoint may lack. Collective."""
+    mine = {name for name in wanted.unexpected if not name.startswith(RNG)}
+    excused = wanted.excused(wanted.missing)
+    if not group.any(bool(mine or excused)):
+        return [], []
+    told = [json.loads(data) for data in group.gather(json.dumps([sorted(mine), excused]).encode())]
+    untouched = set().union(*(names for _, names in told))
+    return sorted(set.intersection(*({*names} for names, _ in told))), sorted(untouched)
+
+
+def _tell_excused(step: int, untouched: Sequence[str], unread: Sequence[str]) -> None:
+    """What a strict load did not refuse, and did not load either."""
+    for names, what in (untouched, "not in the checkpoint, and left as it was"), (unread, "not in the state"):
+        if names:
+            more = f" and {len(names) - 40} more" if len(names) > 40 else ""
+            log.warning("step %d: %s: %s%s", step, what, ", ".join(names[:40]), more)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +24,7 @@ from ckptlib.events import Event, Stopping
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import checked_step
 from ckptlib.loading.report import LoadReport
+from ckptlib.loading.selection import Only, Rename
 from ckptlib.policy.codec import AUTO, Asked, CodecRules
 from ckptlib.policy.keep import Keep
 from ckptlib.policy.overhead import overhead_in
@@ -33,7 +34,7 @@ from ckptlib.policy.when import Policy, When, policy_of
 from ckptlib.ranks.beat import Word
 from ckptlib.ranks.together import together
 from ckptlib.recovery.keeping import keep_restored
-from ckptlib.recovery.restore import restore
+from ckptlib.recovery.restore import Part, restore
 from ckptlib.saving.agreement import kind_of
 from ckptlib.saving.attempts import Attempts, begun
 from ckptlib.saving.estimate import estimate
@@ -180,14 +181,24 @@ class Checkpointer:
     # Restoring
 
     def restore(
-        self, *, step: int | str | None = None, strict: bool = True, device: str | torch.device | None = None
+        self,
+        *,
+        step: int | str | None = None,
+        strict: bool = True,
+        only: Only = None,
+        map: Rename = None,
+        optional: str | Sequence[str] = (),
+        device: str | torch.device | None = None,
     ) -> LoadReport:
         """Fills the state from the newest complete step, in memory, on local disks or in the store; step 0 for none.
 
         Collective. All ranks skip a damaged copy together, log why, and try the next: another copy, the store, the
         previous step. With peers, the restored state is kept in memory at once; with peers or a local tier, it is saved
         again if the store lacks it. Call it before the first step. To go back later, close the Checkpointer and create
-        another one. `device`: see `ckptlib.load`.
+        another one.
+
+        `strict`, `only`, `map`, `optional`, `device`: see `ckptlib.load`. With `only`, the random generators and all
+        else of the state are left as they are, by every restart of a program that says so; nothing is saved again.
 
         `step`: goes back to this step, a number or a name as `ckptlib ls --json` prints it. From then on, whatever
         happens to this job, later steps are abandoned: no restart comes back to them, from memory and local disks
@@ -198,14 +209,22 @@ class Checkpointer:
         self._check_open()
         if self._turns.started:  # what was agreed for the next step would be met by another one
             raise ValueError("call restore before the first after_step; to go back, create another Checkpointer")
-        report, self._generators = restore(self._session, self._state, strict, device, step)
+        part = Part(only, map, optional)
+        report, self._generators = restore(self._session, self._state, strict, device, step, part)
         self._restored = report.step
         if self._group.rank == 0:
             show(log, "restore: %s", report)
         if self._session.settings.peers is not None:
             self._session.snapshots.arena.others.reclaim(but=report.save)
             self._warm()
-        self._attempts.last = keep_restored(self._session, self._state, report)
+        if only is not None and report.save is not None and self._group.rank == 0:
+            log.warning(
+                "restore(only=%r): all else of the state, and the random generators, are left as they were, by every "
+                "restart of a program that says so. To begin from another run, ckptlib.load(url, state, only=...)",
+                only,
+            )
+        if only is None:  # on all ranks
+            self._attempts.last = keep_restored(self._session, self._state, report)
         self._session.listener.deliver()
         return report
 

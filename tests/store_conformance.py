@@ -182,6 +182,13 @@ class StoreConformance:
         assert (entry.key, entry.nbytes) == ("a/b", 5)
         assert before - 2 < entry.modified < after + 2  # some stores give whole seconds
 
+    def test_a_peek_shows_some_of_what_is_there(self, store: Store) -> None:
+        assert store.peek(10) == []
+        for name in ("b.pt", "a.pt", "c.pt"):
+            store.put(name, b"data")
+        assert sorted(store.peek(10)) == ["a.pt", "b.pt", "c.pt"]
+        assert len(store.peek(2)) == 2
+
     def test_a_listing_is_fresh(self, store: Store) -> None:
         for n in range(5):
             assert len(store.scan("")) == len(store.scan("a/")) == n

@@ -227,6 +227,8 @@ def _refused(value: object, where: Where) -> UnsupportedState:
     kind = type(value)
     bases = [base.__name__ for base in _ENCODERS if isinstance(value, base)]
     remedy = f"a plain {bases[0]}" if bases else "plain values"
+    if kind.__module__.partition(".")[0] in ("pathlib", "datetime"):
+        remedy = "text: str(x)"
     return UnsupportedState(
         f"{text_of(where)}: cannot save a {kind.__module__}.{kind.__qualname__}, because it would not come back as it "
         f"was; give its owner state_dict() and load_state_dict(), or turn it into {remedy}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeGuard, cast
 
@@ -23,6 +23,7 @@ from ckptlib.loading.saved_names import SavedNames
 from ckptlib.loading.selection import Selection
 from ckptlib.loading.targets import Targets
 from ckptlib.state.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, is_elsewhere, join, leaf_of, torch_dtype
+from ckptlib.state.modules import is_extra_state
 from ckptlib.state.subclasses import apart, difference, is_subclass, kind_in, place_name
 
 Setter = Callable[[object], None] | None
@@ -48,6 +49,10 @@ class LoadPlan:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._mismatched: list[str] = []
+        self._kinds: dict[str, str] = {}
+        """By name that is missing: what the checkpoint has there, of another kind."""
+        self._plain: set[str] = set()
+        """Names of plain values that one side lacks, and nobody asked for by themselves."""
         self._foreign: dict[str, str] = {}
         self._values: dict[str, object] = {}
         self._finish: list[Callable[[], None]] = []
@@ -56,16 +61,26 @@ class LoadPlan:
         self._filled: dict[int, Filler] = {}
         """By id of a tensor of the state."""
 
-    def targets(self) -> Targets:
-        """All that was collected."""
+    def targets(self, tops: Sequence[str] = ()) -> Targets:
+        """All that was collected. `tops`: the first level of the state's names."""
+        idle, unused = self._asked.idle(), [*self._unexpected, *self._never_used()]
+        if self._asked.patterns is None:
+            saved = self.saved.values
+            self._plain.update(name for name in unused if name in saved and _is_plain(name, saved[name]))
+        lacked = {*self._missing, *unused, *self._foreign}
+        optional = {name for name in lacked if self._asked.is_optional(name)}
         return Targets(
             tuple(self._wants),
             tuple(self._missing),
-            (*self._asked.idle(), *self._unexpected, *self._never_used()),
+            (*idle, *unused),
             tuple(self._mismatched),
             self._foreign,
             self._values,
             tuple(self._finish),
+            {**self._kinds, **{name: why for name in idle if (why := self._asked.why_idle(name)) is not None}},
+            frozenset(optional - self._kinds.keys() - {*idle}),
+            frozenset(self._plain - self._kinds.keys() - {*idle}),
+            tuple(tops) if self._asked.patterns is None else (),
         )
 
     def _never_used(self) -> Iterator[str]:
@@ -89,6 +104,23 @@ class LoadPlan:
     def miss(self, name: str) -> None:
         """The state has this name, and the checkpoint has not."""
         self._missing.append(name)
+
+    def miss_kind(self, name: str, saved_name: str, here: str) -> bool:
+        """Whether the checkpoint has something else there; then it is told. `here`: what the state has."""
+        saved = self.saved
+        if saved_name in saved.tensors:
+            entry = saved.tensors[saved_name]
+            there = f"a tensor, {entry.dtype}{list(entry.shape)}"
+        elif saved_name in saved.values:
+            there = f"a plain value, {tagged_values.brief(saved.values[saved_name])}"
+        elif saved_name in saved.objects:
+            there = "an object's state"
+        else:
+            return False
+        self.use(saved_name)
+        self._kinds[name] = f"{name}: is {here} in the state; the checkpoint has {there}. Make it the same kind"
+        self.miss(name)
+        return True
 
     def leave(self, saved_name: str) -> None:
         """The checkpoint has this name, and the state has not; what nobody uses is found by itself."""
@@ -163,8 +195,8 @@ class LoadPlan:
             if kind is not None:
                 self.use(saved_name)
                 self.mismatch(f"{name}: target is a plain tensor, the checkpoint has a {kind.get('class')}")
-            elif not is_elsewhere(tensor):  # else it is for the ranks of its mesh to say
-                self.miss(name)
+            elif not is_elsewhere(tensor) and not self.miss_kind(name, saved_name, "a tensor"):
+                self.miss(name)  # where it is elsewhere, the ranks of its mesh say so
             return
         self.use(saved_name)
         leaf = leaf_of(tensor, name, per_rank=False, owner=None)
@@ -197,7 +229,10 @@ class LoadPlan:
             return
         name = self.named(path)
         if name not in self.saved.values:
-            self.miss(path)
+            if not self.miss_kind(path, name, "a plain value"):
+                self.miss(path)
+                if not self._asked.is_asked_for(path):
+                    self._plain.add(path)
             return
         self.use(name)
         value = self._values[path] = self.saved.value(name)
@@ -225,7 +260,7 @@ class LoadPlan:
             now = get()
             build = self.rebuild(tree, name, now)
             self.then(lambda: _call_like(now, load, build()))
-        else:
+        elif not self.miss_kind(path, name, "an object"):
             self.miss(path)
 
     def rebuild(
@@ -315,6 +350,16 @@ class LoadPlan:
             tensor = _make(entry, device)
         self.fill(leaf_of(tensor, path, per_rank=False, owner=None), entry)
         return tensor
+
+
+def _is_plain(name: str, value: Json) -> bool:
+    """Whether a saved value stood in the state by itself. Containers are walked there, so one is an object's state."""
+    if isinstance(value, dict):
+        return len(value) == 1 and next(iter(value)).startswith("$") and not value.keys() & _CONTAINERS
+    return not isinstance(value, list) and not is_extra_state(name.rpartition("/")[2])
+
+
+_CONTAINERS = {"$dict", "$odict", "$counter", "$tuple"}
 
 
 def want(leaf: Leaf, entry: TensorEntry) -> Want:

@@ -35,16 +35,18 @@ def targets(
     only: Only = None,
     cast: bool = False,
     device: str | torch.device | None = None,
+    optional: str | Sequence[str] = (),
+    tops: Sequence[str] = (),
 ) -> Targets:
     """What is to be filled and done so that `state` becomes what was saved. Changes nothing yet.
 
-    `device`: where what has no memory is given some.
+    `device`: where what has no memory is given some. `tops`: the names of the user's own entries.
     """
-    filling = LoadPlan(saved, Selection(only, rename), cast)
+    filling = LoadPlan(saved, Selection(only, rename, optional), cast)
     walk = _Walk(filling, None if device is None else torch.device(device))
     with outside_inference(), torch.no_grad():
         walk.visit(state, None)
-    return filling.targets()
+    return filling.targets(tops)
 
 
 class _Walk(Visitor[Setter]):

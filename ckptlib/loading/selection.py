@@ -1,10 +1,12 @@
-"""Which names of a state a load was asked for, and what the checkpoint calls them: `only=` and `map=`.
+"""Which names of a state a load was asked for, what the checkpoint calls them, and which of them either side may lack:
+`only=`, `map=` and `optional=`.
 
 Pure: knows neither the state nor the checkpoint.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
 from ckptlib.policy.patterns import covers
@@ -16,8 +18,11 @@ Only = str | Sequence[str] | None
 class Selection:
     """What was asked for, and what of it no name of the state has met yet."""
 
-    def __init__(self, only: Only, rename: Rename) -> None:
+    def __init__(self, only: Only, rename: Rename, optional: str | Sequence[str] = ()) -> None:
         self.patterns = None if only is None else [only] if isinstance(only, str) else list(only)
+        self._optional = [optional] if isinstance(optional, str) else list(optional)
+        self._met: set[str] = set()
+        """Names of the state that were asked about, where some may be what a pattern or an entry was meant for."""
         self._rename = {} if rename is None or callable(rename) else rename
         self._function = rename if callable(rename) else None
         self._idle_patterns = set(self.patterns or ())
@@ -27,6 +32,7 @@ class Selection:
         """Whether a path of the state is to be loaded. `whole`: all of it or nothing, so that `path/*` names it."""
         if self.patterns is None:
             return True
+        self._met.add(path)
         met = [p for p in self.patterns if covers(p, path) or (whole and covers(p, f"{path}/"))]
         self._idle_patterns.difference_update(met)
         return bool(met)
@@ -36,6 +42,8 @@ class Selection:
         if self._function is not None:
             return self._function(name)
         head = name if self._rename else ""
+        if head:
+            self._met.add(name)
         while head:
             if head in self._rename:
                 self._idle_keys.discard(head)
@@ -47,6 +55,31 @@ class Selection:
         """What of `only` and `map` the state has nothing of, once all its names were asked about."""
         keys = {key for key in self._idle_keys if self.patterns is None or self._any_covers(key)}
         return sorted(self._idle_patterns | keys)
+
+    def why_idle(self, asked: str) -> str | None:
+        """Of an entry that is idle: what it was probably meant for; None where nothing begins like it."""
+        met = sorted(self._met)
+        at = bisect_left(met, asked)
+        if at == len(met) or not met[at].startswith(asked):
+            return None
+        how = (
+            f"give a function, map=lambda name: {self._rename[asked]!r} + name[{len(asked)}:] if "
+            f"name.startswith({asked!r}) else name"
+            if asked in self._rename
+            else f"give a pattern, only={asked + '*'!r}"
+        )
+        return (
+            f"{asked}: not in the state; it is how {met[at]!r} begins, but it stands for whole names and for what is "
+            f"below it after a '/'. For a beginning, {how}"
+        )
+
+    def is_optional(self, name: str) -> bool:
+        """Whether either side may lack this name, of the state or of the checkpoint."""
+        return any(covers(pattern, name) for pattern in self._optional)
+
+    def is_asked_for(self, path: str) -> bool:
+        """Whether the user asked for this path of the state itself, not for all of it."""
+        return self.patterns is not None or self.named(path) != path
 
     def expects(self, saved_name: str) -> bool:
         """Whether a name of the checkpoint that nobody took should have been taken.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,27 +30,61 @@ class Targets:
     """Plain values by path, as saved."""
     finish: tuple[Callable[[], None], ...]
     """To be called in order, when every want is filled."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """By name that is missing or unexpected: what is to be told of it in place of that."""
+    optional: frozenset[str] = frozenset()
+    """Names that either side may lack, since the user said so."""
+    plain: frozenset[str] = frozenset()
+    """Names of plain values that one side lacks: no reason to refuse the rest."""
+    tops: tuple[str, ...] = ()
+    """The first level of the state's names, where all of the step was asked for."""
 
     def check(self, step: int, unexpected: Sequence[str], strict: bool) -> None:
         """Raises StateMismatch with all that does not fit. `unexpected`: names that no rank's state has."""
-        problems = [f"  {text}" for text in self.mismatched]
+        problems, alone = [f"  {text}" for text in self.mismatched], ""
         if strict:
-            problems += [f"  {name}: not in the checkpoint" for name in self.missing]
-            problems += [f"  {name}: not in the state" for name in unexpected]
-            problems += [f"  {text}" for text in self.foreign.values()]
+            lacking = [self.notes.get(name, f"{name}: not in the checkpoint") for name in self.left(self.missing)]
+            over = self.left(unexpected)
+            foreign = [self.foreign[name] for name in self.left(self.foreign)]
+            alone = "" if problems or lacking or foreign else self._alone(over)
+            lacking += [self.notes.get(name, f"{name}: not in the state") for name in over]
+            problems += [f"  {text}" for text in [*lacking, *foreign]]
         if problems:
             more = f"\n  and {len(problems) - 40} more" if len(problems) > 40 else ""
             raise StateMismatch(
-                f"step {step} does not fit the state:\n" + "\n".join(problems[:40]) + more + "\n"
-                "map= renames, only= takes a part, strict=False leaves out what one side lacks, cast=True converts "
-                "dtypes"
+                f"step {step} does not fit the state:\n" + "\n".join(problems[:40]) + more + f"\n{alone}"
+                "map= renames, only= takes a part, optional= names what either side may lack, strict=False leaves out "
+                "all that one side lacks, cast=True converts dtypes"
             )
+
+    def left(self, names: Iterable[str]) -> list[str]:
+        """Those that a strict load refuses."""
+        return [name for name in names if name not in self.optional and name not in self.plain]
+
+    def excused(self, names: Iterable[str]) -> list[str]:
+        """The others."""
+        return [name for name in names if name in self.optional or name in self.plain]
+
+    def _alone(self, unexpected: Sequence[str]) -> str:
+        """What to do where the state has a part of the step, and nothing else is the matter."""
+        beside = not any(name == top or name.startswith(f"{top}/") for name in unexpected for top in self.tops)
+        if not unexpected or not beside or not 0 < len(self.tops) <= MAX_TOPS:
+            return ""
+        return f"All that the state has is there: to load that alone, only={_brief(self.tops)}. "
 
     def complete(self) -> None:
         """To be called when every want is filled."""
         with outside_inference():
             for action in self.finish:
                 action()
+
+
+MAX_TOPS = 8
+"""More names than these make no short example."""
+
+
+def _brief(tops: Sequence[str]) -> str:
+    return repr(tops[0]) if len(tops) == 1 else repr([*tops])
 
 
 @contextmanager

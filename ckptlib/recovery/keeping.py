@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 def keep_restored(session: Session, state: Mapping[str, object], report: LoadReport) -> Pending | None:
     """With peers, keeps it in memory again; where the store lacks it, saves it again. Collective.
 
+    Only for what was restored whole: else a part of the step would stand for all of it.
+
     Returns the save, if there is one. No room for it, on all ranks alike, is no reason not to go on from what was
     restored.
     """

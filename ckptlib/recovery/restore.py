@@ -34,9 +34,11 @@ from ckptlib.format.keys import SaveId, checked_step, parse_save
 from ckptlib.loading.committed import resolve
 from ckptlib.loading.progress import Laps
 from ckptlib.loading.report import LoadReport
+from ckptlib.loading.selection import Only, Rename
 from ckptlib.loading.source import StepSource, own_rank
 from ckptlib.ranks.together import together
 from ckptlib.recovery import local_step
+from ckptlib.recovery.foreign import warn_of_foreign
 from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look
 from ckptlib.recovery.local_step import LocalStep, OnDisks
 from ckptlib.recovery.memory_source import InMemory
@@ -52,6 +54,15 @@ DAMAGE = (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
 
 ORPHANS_TIMEOUT_S = 60.0
 """How long a restart waits for writers that its predecessor left behind on this host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of the state is restored, and from which names; see `ckptlib.load`."""
+
+    only: Only = None
+    map: Rename = None
+    optional: str | Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +94,9 @@ def restore(
     strict: bool,
     device: str | torch.device | None,
     step: int | str | None = None,
+    part: Part | None = None,
 ) -> tuple[LoadReport, LoadedRng | None]:
-    """Fills `state`; collective. What random generators are to be put back to comes with the report.
+    """Fills `state`; collective. What random generators are to be put back to comes with the report, but for a part.
 
     With `step`, a number or a full name, nothing but that step will do, and the job goes back to it: see
     `Lineage.go_back`. Raises CheckpointNotFound where it does not exist.
@@ -94,8 +106,10 @@ def restore(
     ckptlib wrote the root or the record of a generation, nothing is restored at all: which step is the right one is not
     known then.
     """
-    _check_asked(session, step)
-    load = partial(_load, session, state, strict, device)
+    part = part or Part()
+    _check_asked(session, step, part)
+    order = LoadOrder(state, strict=strict, device=device, only=part.only, rename=part.map, optional=part.optional)
+    load = partial(_load, session, order)
     laps = Laps()
     inventory = _look_around(session)
     laps.end("look")
@@ -162,15 +176,19 @@ def restore(
     if skipped:
         what = "every step is damaged" if lost is CorruptData else "no step can be read"
         raise lost(f"{session.store.url}: {what}: " + "; ".join(skipped))
+    if session.group.rank == 0:
+        warn_of_foreign(session.store)
     return LoadReport(0, session.store.url, None, 0, 0.0), None
 
 
-def _check_asked(session: Session, step: int | str | None) -> None:
+def _check_asked(session: Session, step: int | str | None, part: Part) -> None:
     """Raises, on all ranks, where any names a step that others do not, or that cannot be gone back to. Collective."""
     if isinstance(step, int):
         checked_step(step)
     if not session.group.same(repr(step).encode()):
         raise ValueError(f"restore(step={step!r}): not all ranks named this step")
+    if not session.group.same(b"" if part.only is None else b"only"):  # those that restore all save it again together
+        raise ValueError("restore(only=) was given on some ranks only; every rank must give it, or none")
     if step is not None and session.lineage.began:
         raise ValueError(
             "restore(step=): this Checkpointer has saved already, so its place in history is fixed; to go back, "
@@ -271,8 +289,8 @@ def _restore_from(
     session: Session,
     inventory: Inventory,
     candidate: _Candidate,
-    load: Callable[[StepSource], tuple[LoadReport, LoadedRng]],
-) -> tuple[LoadReport, LoadedRng]:
+    load: Callable[[StepSource], tuple[LoadReport, LoadedRng | None]],
+) -> tuple[LoadReport, LoadedRng | None]:
     if candidate.local is not None:
         assert session.settings.local is not None
         with LocalStore(str(session.settings.local.path)) as store:
@@ -308,11 +326,10 @@ def _check_store(session: Session) -> None:
     together(session.group, "reading from the store", session.catalog.root)
 
 
-def _load(
-    session: Session, state: Mapping[str, object], strict: bool, device: str | torch.device | None, source: StepSource
-) -> tuple[LoadReport, LoadedRng]:
+def _load(session: Session, order: LoadOrder, source: StepSource) -> tuple[LoadReport, LoadedRng | None]:
+    if order.only is not None:
+        return load_step(session.group, source, order).report, None
     generators = LoadedRng(session.group.rank, source.world_size)
-    order = LoadOrder(state, strict=strict, device=device)
     report = load_step(session.group, source, order, generators).report
     together(session.group, f"putting back the random generators of step {report.step}", generators.restore)
     return report, generators

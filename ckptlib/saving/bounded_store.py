@@ -65,6 +65,10 @@ class BoundedStore(Store):
         return self._within(f"list {prefix}", lambda: self._inner.scan(prefix, after))
 
     @override
+    def peek(self, most: int) -> list[str]:
+        return self._within("list", lambda: self._inner.peek(most))
+
+    @override
     def delete(self, *keys: str) -> None:
         self._within(f"delete {keys[0] if keys else ''}", lambda: self._inner.delete(*keys))
 

@@ -188,6 +188,14 @@ class Store(ABC):
         can be. The listing is fresh: it holds every object whose put returned before the call.
         """
 
+    def peek(self, most: int) -> list[str]:
+        """Names of some of what lies here, at most so many, foreign ones among them. Raises as `scan` does.
+
+        For a look at a place that may hold anything. A store that lists by pages is asked for one; of a directory, what
+        lies deeper is left out.
+        """
+        return [entry.key for entry in self.scan("")][:most]
+
     @abstractmethod
     def delete(self, *keys: str) -> None:
         """Removes objects, in any order; an absent one is no error. After an error some may be gone, others not."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from typing_extensions import Buffer, override
 
@@ -94,6 +95,16 @@ class LocalStore(Store):
     @override
     def scan(self, prefix: str, after: str = "") -> list[Entry]:
         return [entry for entry in self._scan(check_prefix(prefix)) if entry.key > after]
+
+    @override
+    def peek(self, most: int) -> list[str]:
+        try:
+            with os.scandir(self._root) as found:
+                return sorted(entry.name for entry in islice(found, most) if entry.is_file())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise failure(error, "list", self._root) from error
 
     def _scan(self, prefix: str) -> list[Entry]:
         directory = prefix[: prefix.rfind("/") + 1]

@@ -296,6 +296,15 @@ class ObstoreStore(Store):
         found = self._request("list", prefix, scan, None)
         return [found[key] for key in sorted(found)]
 
+    @override
+    def peek(self, most: int) -> list[str]:
+        async def first() -> list[str]:
+            async for metas in self._list("", ""):
+                return [meta["path"][len(self._root) + 1 if self._root else 0 :] for meta in metas]
+            return []
+
+        return sorted(self._request("list", "", first, None))[:most]
+
     def _list(self, directory: str, start: str) -> Any:
         """A stream of pages. What the client takes for a prefix ends with a segment."""
         inside = not directory or start.startswith(directory + "/")  # JuiceFS refuses what does not begin as the prefix

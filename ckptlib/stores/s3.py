@@ -93,7 +93,13 @@ class S3Store(Store):
             (entry for entry in found if is_key(entry.key) and entry.key > after), key=lambda entry: entry.key
         )
 
-    async def _list(self, call: Call, after: str) -> list[Entry]:
+    @override
+    def peek(self, most: int) -> list[str]:
+        call = Call("list", "")
+        return [entry.key for entry in self._client.run(call, self._list(call, "", whole=False))[:most]]
+
+    async def _list(self, call: Call, after: str, whole: bool = True) -> list[Entry]:
+        """`whole`: else of the first page."""
         root = self._client.prefix
         where: dict[str, object] = {"Prefix": root + call.key, "MaxKeys": PAGE_KEYS}
         start = start_after(call.key, after)
@@ -104,7 +110,7 @@ class S3Store(Store):
             page = await self._client.ask(call, "list_objects_v2", where)
             for found in page.get("Contents", ()):
                 entries.append(Entry(found["Key"][len(root) :], int(found["Size"]), found["LastModified"].timestamp()))
-            if not page.get("IsTruncated"):
+            if not (whole and page.get("IsTruncated")):
                 return entries
             token = page.get("NextContinuationToken")
             if not token or token == where.get("ContinuationToken"):

@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 from collections import defaultdict, deque, namedtuple
+from datetime import date, datetime, timedelta, timezone
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
@@ -300,3 +302,16 @@ def test_no_torch_and_no_numpy_before_they_are_needed() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Path("/data"), PurePosixPath("/data"), datetime.now(timezone.utc), date(2026, 1, 2), timedelta(minutes=3)],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_best_kept_as_text_is_told_so(value: object) -> None:
+    with pytest.raises(
+        UnsupportedState, match=rf"config/when: .*{type(value).__name__}.* turn it into text: str\(x\)$"
+    ):
+        encode(value, "config/when")
+    assert through(str(value)) == str(value)

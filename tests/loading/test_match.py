@@ -145,7 +145,9 @@ def test_a_plain_meta_tensor_is_refused(root: Root) -> None:
 
 
 def test_one_error_names_everything_that_does_not_fit(root: Root) -> None:
-    root.save({"a": torch.ones(3), "b": torch.ones(2, dtype=torch.float16), "c": 1, "d": torch.ones(1), "h": Holder(1)})
+    root.save(
+        {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.float16), "c": 1, "d": torch.ones(1), "h": Holder([1])}
+    )
     target = {"a": torch.zeros(4), "b": torch.zeros(2), "e": torch.zeros(1), "f": 0, "g": Holder()}
     before = {name: bits(t) for name, t in target.items() if isinstance(t, torch.Tensor)}
     with pytest.raises(StateMismatch) as caught:
@@ -155,19 +157,18 @@ def test_one_error_names_everything_that_does_not_fit(root: Root) -> None:
         "a: target is float32[4], checkpoint has float32[3]",
         "b: target is float32[2], checkpoint has float16[2]",
         "e: not in the checkpoint",
-        "f: not in the checkpoint",
         "g: not in the checkpoint",
-        "c: not in the state",
         "d: not in the state",
         "h: not in the state",
     ):
         assert text in str(caught.value)
+    assert "f: " not in str(caught.value), "a plain value that one side lacks is no reason to refuse"
     assert before == {name: bits(t) for name, t in target.items() if isinstance(t, torch.Tensor)}
     assert target["f"] == 0
 
 
 def test_long_lists_of_misfits_are_cut(root: Root) -> None:
-    root.save({"a": {str(i): i for i in range(60)}})
+    root.save({"a": {str(i): torch.ones(1) for i in range(60)}})
     with pytest.raises(StateMismatch, match="and 20 more"):
         root.load({})
 

@@ -1,0 +1,61 @@
+"""Checkpoints of other libraries in a root that has none of ours: that run may not be meant to begin anew."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from ckptlib.errors import StoreError
+from ckptlib.policy.patterns import covers
+from ckptlib.stores import Store
+
+log = logging.getLogger(__name__)
+
+PATTERNS = {
+    "torch.distributed.checkpoint": (".metadata", "*.distcp"),
+    "safetensors": ("*.safetensors", "*.safetensors.index.json"),
+    "torch.save or Lightning": ("*.pt", "*.pth", "*.ckpt", "*.bin"),
+    "torchsnapshot": (".snapshot_metadata",),
+}
+"""Names by which checkpoints are known, without their directories."""
+
+OWN = {"packs", "parts", "steps", "layouts", "generations", "trash", "pins"}
+"""Directories of a root; packs are safetensors files, too."""
+
+MOST = 1000
+"""Names that are looked at: a page of a bucket's listing."""
+
+NAMED = 5
+
+
+def foreign(names: Iterable[str]) -> dict[str, str]:
+    """Of files beside the root's own: each that is a checkpoint's by its name, and which library it is probably of."""
+    found: dict[str, str] = {}
+    for name in names:
+        directory, _, last = name.rpartition("/")
+        if directory.partition("/")[0] in OWN:
+            continue
+        for library, patterns in PATTERNS.items():
+            if any(covers(pattern, last) for pattern in patterns):
+                found.setdefault(name, library)
+    return found
+
+
+def warn_of_foreign(store: Store) -> None:
+    """One request, of a root that has no checkpoint. It is a hint: that it cannot be given ends no run."""
+    try:
+        found = foreign(store.peek(MOST))
+    except StoreError as error:
+        log.warning("%s: what else is there could not be looked at: %s", store.url, error)
+        return
+    if not found:
+        return
+    named = ", ".join(f"{name} ({library})" for name, library in [*found.items()][:NAMED])
+    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    log.warning(
+        "%s holds no checkpoint of ckptlib, so this is a fresh run; but there are files that look like checkpoints: "
+        "%s%s. To go on from one of them: ckptlib import SRC URL",
+        store.url,
+        named,
+        more,
+    )
