@@ -48,15 +48,20 @@ if TYPE_CHECKING:
     from ckptlib.policy.overhead import Overhead
     from ckptlib.policy.peers import Coverage, Peers
     from ckptlib.policy.when import First, Minutes, Policy, Steps
+    from ckptlib.reading.nested import read
+    from ckptlib.reading.opened import CheckpointReader, open
     from ckptlib.saving.pending import Pending
     from ckptlib.state.leaf import PerRank, Sharded
 
 _HOMES = {
     "CheckpointInfo": "catalog.catalog",
+    "CheckpointReader": "reading.opened",
     "LoadReport": "loading.report",
     "Pending": "saving.pending",
     "checkpoints": "api",
     "load": "api",
+    "open": "reading.opened",
+    "read": "reading.nested",
     "save": "api",
     "save_async": "api",
     "Checkpointer": "checkpointer",
@@ -103,6 +108,7 @@ __all__ = [
     "AgreementFailed",
     "CheckpointInfo",
     "CheckpointNotFound",
+    "CheckpointReader",
     "Checkpointer",
     "CkptError",
     "CorruptData",
@@ -138,6 +144,8 @@ __all__ = [
     "WaitTimeout",
     "checkpoints",
     "load",
+    "open",
+    "read",
     "save",
     "save_async",
 ]

@@ -32,8 +32,8 @@ from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.loading.committed import resolve
 from ckptlib.loading.progress import Laps
 from ckptlib.loading.report import LoadReport
-from ckptlib.loading.source import StepSource, own_rank
 from ckptlib.ranks.together import together
+from ckptlib.reading.source import StepSource, own_rank
 from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look
 from ckptlib.recovery.local_step import LocalStep, OnDisks
 from ckptlib.recovery.local_step import look as look_at_disk

@@ -22,10 +22,10 @@ PACKAGE = ROOT / "ckptlib"
 
 TORCH_FREE = {
     *("policy", "jobs", "pages", "errors", "_version"),
-    *("format", "stores", "catalog", "slots", "codecs", "verify", "writer", "cli"),
+    *("format", "stores", "catalog", "slots", "codecs", "verify", "writer", "reading", "cli"),
 }
 """Rooms; and the package itself."""
-TORCH_INSIDE_FUNCTIONS = {"ckptlib.format.tagged_values"}
+TORCH_INSIDE_FUNCTIONS = {"ckptlib.format.tagged_values", "ckptlib.reading.frameworks"}
 RUNS_CODE = {"pickle", "_pickle", "shelve", "marshal", "dill", "cloudpickle"}
 PICKLES_INSIDE = {
     "torch.load",
