@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         UnsupportedState,
         WaitTimeout,
     )
+    from ckptlib.exporting.export import ExportReport, export
     from ckptlib.loading.report import LoadReport
     from ckptlib.policy.keep import Keep
     from ckptlib.policy.lossy import Lossy
@@ -56,9 +57,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "CheckpointInfo": "catalog.catalog",
     "CheckpointReader": "reading.opened",
+    "ExportReport": "exporting.export",
     "LoadReport": "loading.report",
     "Pending": "saving.pending",
     "checkpoints": "api",
+    "export": "exporting.export",
     "load": "api",
     "open": "reading.opened",
     "read": "reading.nested",
@@ -113,6 +116,7 @@ __all__ = [
     "CkptError",
     "CorruptData",
     "Coverage",
+    "ExportReport",
     "First",
     "FormatError",
     "Keep",
@@ -143,6 +147,7 @@ __all__ = [
     "UnsupportedState",
     "WaitTimeout",
     "checkpoints",
+    "export",
     "load",
     "open",
     "read",

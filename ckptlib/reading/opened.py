@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from ckptlib.errors import StateMismatch, UnsupportedState
 from ckptlib.format import dtypes, values
 from ckptlib.format.box import Box
 from ckptlib.format.keys import checked_step
-from ckptlib.format.layout import TensorEntry
+from ckptlib.format.layout import TensorEntry, TensorSpec
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.values import Json
 from ckptlib.reading import frameworks
@@ -85,6 +85,11 @@ class CheckpointReader:
         return self._manifest.save.step
 
     @property
+    def url(self) -> str:
+        """Of its root, without credentials."""
+        return self._store.url
+
+    @property
     def nbytes_read(self) -> int:
         """Bytes of packs that were read so far."""
         return self._reader.nbytes_read
@@ -143,9 +148,9 @@ class CheckpointReader:
     def get_tensors(self, names: Iterable[str]) -> dict[str, Any]:
         """Several tensors, read in parallel; those that are one under several names are one here, too."""
         entries = {name: self._entry(name) for name in names}
-        first = {entry.name: entry for entry in entries.values()}
-        boxes = {name: Box.whole(entry.shape) for name, entry in first.items()}
-        found = self._read(first, boxes)
+        for name, entry in entries.items():
+            frameworks.check(self._framework, name, entry.dtype)
+        found = self.get_raw({entry.name: Box.whole(entry.shape) for entry in entries.values()})
         shown = {name: frameworks.present(self._framework, name, raw) for name, raw in found.items()}
         return {name: shown[entry.name] for name, entry in entries.items()}
 
@@ -153,10 +158,24 @@ class CheckpointReader:
         """A tensor of which a part is read when it is indexed; nothing is read now."""
         return Slice(self, name, self._entry(name))
 
-    def get_raw(self, name: str, box: Box) -> Raw:
-        """The bytes of a box of a tensor, whatever its dtype."""
+    def spec(self, name: str) -> TensorSpec:
+        """Shape and dtype (torch's name) of a tensor; nothing is read. Raises StateMismatch."""
+        return self._entry(name)
+
+    def fill(self, wants: Sequence[Want[Raw]]) -> None:
+        """Fills boxes of tensors, in parallel; any of a tensor's names will do."""
+        own = [Want(self._entry(want.name).name, want.pieces) for want in wants]
+        with self._lock:
+            self._reader.read(own, lambda nbytes: None)
+
+    def check_there(self, name: str, box: Box | None = None) -> None:
+        """Before memory, or a disk, is filled with a large tensor: whether packs have as much as documents say.
+
+        Raises CorruptData, FormatError, StoreError.
+        """
         entry = self._entry(name)
-        return self._read({entry.name: entry}, {entry.name: box}, checked=False)[entry.name]
+        with self._lock:
+            self._reader.check_there(entry.name, box or Box.whole(entry.shape), dtypes.itemsize(entry.dtype))
 
     def _entry(self, name: str) -> TensorEntry:
         found = self._saved.tensors.get(name)
@@ -172,19 +191,14 @@ class CheckpointReader:
             why = f"did you mean {' or '.join(close)}?" if close else "keys() lists those that there are"
         raise StateMismatch(f"{name}: no tensor of step {self.step} of {self._store.url} has this name; {why}")
 
-    def _read(
-        self, entries: Mapping[str, TensorEntry], boxes: Mapping[str, Box], *, checked: bool = True
-    ) -> dict[str, Raw]:
-        """By name that it is saved under. `checked`: whether the framework must have the dtypes."""
-        with self._lock:
-            for name, entry in entries.items():
-                if checked:
-                    frameworks.check(self._framework, name, entry.dtype)
-                self._reader.check_there(name, boxes[name], dtypes.itemsize(entry.dtype))
-            found = {name: empty(name, entry.dtype, boxes[name].shape) for name, entry in entries.items()}
-            wants = [Want(name, ((boxes[name], raw),)) for name, raw in found.items() if raw.array.size]
-            if wants:
-                self._reader.read(wants, lambda nbytes: None)
+    def get_raw(self, boxes: Mapping[str, Box]) -> dict[str, Raw]:
+        """The bytes of a box of each tensor, whatever its dtype. By name."""
+        for name, box in boxes.items():
+            self.check_there(name, box)
+        found = {name: empty(name, self._entry(name).dtype, box.shape) for name, box in boxes.items()}
+        wants = [Want(name, ((boxes[name], raw),)) for name, raw in found.items() if raw.array.size]
+        if wants:
+            self.fill(wants)
         return found
 
     def close(self) -> None:
@@ -253,5 +267,5 @@ class Slice:
         framework = self._reader._framework
         frameworks.check(framework, self._name, self._entry.dtype)
         box, inside = cut(self._name, self._entry.shape, index)
-        raw = self._reader.get_raw(self._name, box)
-        return frameworks.present(framework, self._name, Raw(raw.array, raw.dtype))[inside]
+        raw = self._reader.get_raw({self._name: box})[self._name]
+        return frameworks.present(framework, self._name, raw)[inside]
