@@ -25,8 +25,9 @@ from ckptlib.format.layout import Layout, Mesh, Placed, TensorEntry
 from ckptlib.format.manifest import Generation, Manifest, Root
 from ckptlib.format.part import Pack, Part
 from ckptlib.format.sharding import Shard
-from ckptlib.loading.committed import Committed
-from ckptlib.loading.reader import Reader, Want
+from ckptlib.loading.reader import Reader
+from ckptlib.reading.committed import Committed
+from ckptlib.reading.reader import Want
 from ckptlib.saving.assign import assign
 from ckptlib.stores.memory import MemoryStore
 

@@ -43,21 +43,29 @@ if TYPE_CHECKING:
         UnsupportedState,
         WaitTimeout,
     )
+    from ckptlib.exporting.export import ExportReport, export
     from ckptlib.loading.report import LoadReport
     from ckptlib.policy.keep import Keep
     from ckptlib.policy.lossy import Lossy
     from ckptlib.policy.overhead import Overhead
     from ckptlib.policy.peers import Coverage, Peers
     from ckptlib.policy.when import First, Minutes, Policy, Steps
+    from ckptlib.reading.nested import read
+    from ckptlib.reading.opened import CheckpointReader, open
     from ckptlib.saving.pending import Pending
     from ckptlib.state.leaf import PerRank, Sharded
 
 _HOMES = {
     "CheckpointInfo": "catalog.catalog",
+    "CheckpointReader": "reading.opened",
+    "ExportReport": "exporting.export",
     "LoadReport": "loading.report",
     "Pending": "saving.pending",
     "checkpoints": "api",
+    "export": "exporting.export",
     "load": "api",
+    "open": "reading.opened",
+    "read": "reading.nested",
     "save": "api",
     "save_async": "api",
     "Checkpointer": "checkpointer",
@@ -104,10 +112,12 @@ __all__ = [
     "AgreementFailed",
     "CheckpointInfo",
     "CheckpointNotFound",
+    "CheckpointReader",
     "Checkpointer",
     "CkptError",
     "CorruptData",
     "Coverage",
+    "ExportReport",
     "First",
     "FormatError",
     "Keep",
@@ -138,7 +148,10 @@ __all__ = [
     "UnsupportedState",
     "WaitTimeout",
     "checkpoints",
+    "export",
     "load",
+    "open",
+    "read",
     "save",
     "save_async",
 ]

@@ -21,12 +21,12 @@ from ckptlib.loading.progress import Laps, progress
 from ckptlib.loading.read_once import share_out, spread
 from ckptlib.loading.reader import Reader
 from ckptlib.loading.report import LoadReport
-from ckptlib.loading.saved_names import SavedNames
 from ckptlib.loading.selection import Only, Rename
-from ckptlib.loading.source import StepSource, own_rank
 from ckptlib.loading.targets import Targets
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together, together_at_length
+from ckptlib.reading.saved_names import SavedNames
+from ckptlib.reading.source import StepSource, own_rank
 from ckptlib.saving.agreement import Row
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.planner import Overlap, Plan

@@ -18,10 +18,10 @@ from ckptlib.errors import FormatError, StateMismatch
 from ckptlib.format import tagged_values
 from ckptlib.format.layout import OwnPerRank, TensorEntry
 from ckptlib.format.values import Json
-from ckptlib.loading.reader import Want
-from ckptlib.loading.saved_names import SavedNames
 from ckptlib.loading.selection import Selection
 from ckptlib.loading.targets import Targets
+from ckptlib.reading.reader import Want
+from ckptlib.reading.saved_names import SavedNames
 from ckptlib.state.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, is_elsewhere, join, leaf_of, torch_dtype
 from ckptlib.state.modules import is_extra_state
 from ckptlib.state.subclasses import apart, difference, is_subclass, kind_in, place_name
@@ -45,7 +45,7 @@ class LoadPlan:
         self.saved, self._asked = saved, asked
         self.named, self.wanted = asked.named, asked.wanted
         self._cast = cast
-        self._wants: list[Want] = []
+        self._wants: list[Want[torch.Tensor]] = []
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._mismatched: list[str] = []
@@ -362,7 +362,7 @@ def _is_plain(name: str, value: Json) -> bool:
 _CONTAINERS = {"$dict", "$odict", "$counter", "$tuple"}
 
 
-def want(leaf: Leaf, entry: TensorEntry) -> Want:
+def want(leaf: Leaf, entry: TensorEntry) -> Want[torch.Tensor]:
     plain = isinstance(leaf.held, Plain) and not isinstance(entry.holding, OwnPerRank)
     return Want(entry.name, leaf.pieces, everywhere=plain and bool(leaf.pieces))
 

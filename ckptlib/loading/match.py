@@ -17,9 +17,9 @@ from typing_extensions import override
 
 from ckptlib.loading.load_plan import LoadPlan, Setter
 from ckptlib.loading.match_optimizers import OptimizerTargets, Params
-from ckptlib.loading.saved_names import SavedNames
 from ckptlib.loading.selection import Only, Rename, Selection
 from ckptlib.loading.targets import Targets, outside_inference
+from ckptlib.reading.saved_names import SavedNames
 from ckptlib.state.frameworks import loader_of
 from ckptlib.state.leaf import PerRank, Sharded, home_of, local_of
 from ckptlib.state.modules import canonical, is_extra_state, named_state, owners_of

@@ -10,7 +10,7 @@ import torch
 from ckptlib.errors import StateMismatch
 from ckptlib.format import values
 from ckptlib.loading.load_plan import LoadPlan
-from ckptlib.loading.saved_names import SavedGroup
+from ckptlib.reading.saved_names import SavedGroup
 from ckptlib.state.optimizers import group_path, hyper_parameters
 
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "min_momentum", "swa_lr"}

@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 
 from ckptlib.devices import accelerator
-from ckptlib.loading.reader import Want
 from ckptlib.ranks.group import Group
+from ckptlib.reading.reader import Want
 from ckptlib.state.raw_bytes import bytes_of, copyable, is_bytes
 
 BUCKET_BYTES = 16 * 1024 * 1024
 """Smaller tensors travel together in one broadcast of about this size."""
 
 
-Near = Callable[[Want], Collection[int] | None]
+Near = Callable[[Want[torch.Tensor]], Collection[int] | None]
 
 
 class Bucket(NamedTuple):
@@ -28,19 +28,19 @@ class Bucket(NamedTuple):
 
     owner: int
     """The rank that reads it."""
-    wants: list[Want]
+    wants: list[Want[torch.Tensor]]
 
 
 class Shares(NamedTuple):
     """Who reads what."""
 
-    reads: list[Want]
+    reads: list[Want[torch.Tensor]]
     """By this rank."""
     buckets: list[Bucket]
     """To be spread when all have read: the same on every rank."""
 
 
-def share_out(wants: Sequence[Want], group: Group, near: Near) -> Shares:
+def share_out(wants: Sequence[Want[torch.Tensor]], group: Group, near: Near) -> Shares:
     """What this rank reads, and what is spread afterwards. Collective.
 
     `near`: the ranks that are nearest to what is wanted, the same on all of them; None, or nobody: all alike.
@@ -56,7 +56,7 @@ def share_out(wants: Sequence[Want], group: Group, near: Near) -> Shares:
     ]
     if not group.same(json.dumps(described).encode()) or not shared:
         return Shares(list(wants), [])
-    by_readers: dict[tuple[int, ...], list[Want]] = {}
+    by_readers: dict[tuple[int, ...], list[Want[torch.Tensor]]] = {}
     for want in shared:
         by_readers.setdefault(tuple(near(want) or range(group.size)), []).append(want)
     buckets = _buckets(by_readers, group.size)
@@ -116,7 +116,7 @@ def _scatter(buffer: torch.Tensor, targets: list[torch.Tensor]) -> None:
         _bytes_into(target, view)
 
 
-def _buckets(by_readers: Mapping[tuple[int, ...], Sequence[Want]], num_ranks: int) -> list[Bucket]:
+def _buckets(by_readers: Mapping[tuple[int, ...], Sequence[Want[torch.Tensor]]], num_ranks: int) -> list[Bucket]:
     """Each with one of the ranks that can read it, so that all ranks read about as much."""
     loads = [0] * num_ranks
     buckets = []
@@ -128,9 +128,9 @@ def _buckets(by_readers: Mapping[tuple[int, ...], Sequence[Want]], num_ranks: in
     return buckets
 
 
-def _cut(wants: Sequence[Want]) -> list[list[Want]]:
+def _cut(wants: Sequence[Want[torch.Tensor]]) -> list[list[Want[torch.Tensor]]]:
     """In order, about as much as one broadcast takes together; each on one device."""
-    cuts: list[list[Want]] = []
+    cuts: list[list[Want[torch.Tensor]]] = []
     filled, device = BUCKET_BYTES, None
     for want in wants:
         nbytes, here = want.pieces[0][1].nbytes, want.pieces[0][1].device

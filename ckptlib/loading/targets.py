@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import torch
 
 from ckptlib.errors import StateMismatch
-from ckptlib.loading.reader import Want
+from ckptlib.reading.reader import Want
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
     """What a load will do to a state."""
 
-    wants: tuple[Want, ...]
+    wants: tuple[Want[torch.Tensor], ...]
     missing: tuple[str, ...]
     """Names that the state has and the checkpoint has not."""
     unexpected: tuple[str, ...]

@@ -35,8 +35,8 @@ from ckptlib.loading.committed import resolve
 from ckptlib.loading.progress import Laps
 from ckptlib.loading.report import LoadReport
 from ckptlib.loading.selection import Only, Rename
-from ckptlib.loading.source import StepSource, own_rank
 from ckptlib.ranks.together import together
+from ckptlib.reading.source import StepSource, own_rank
 from ckptlib.recovery import local_step
 from ckptlib.recovery.foreign import warn_of_foreign
 from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look

@@ -22,7 +22,7 @@ from ckptlib import (
     checkpoint,
 )
 from ckptlib.format import documents
-from ckptlib.loading.committed import Committed
+from ckptlib.reading.committed import Committed
 from ckptlib.stores.testing import flip_bit
 
 # -- what is too large

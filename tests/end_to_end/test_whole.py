@@ -19,10 +19,11 @@ from ckptlib.format.keys import PartName, SaveId
 from ckptlib.format.layout import ByHand, Holding, Layout, Mesh, OwnPerRank, Placed, TensorEntry
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.sharding import Replicate
-from ckptlib.loading.committed import Committed
 from ckptlib.loading.match import targets
-from ckptlib.loading.reader import Reader, Want
-from ckptlib.loading.saved_names import SavedNames
+from ckptlib.loading.reader import Reader
+from ckptlib.reading.committed import Committed
+from ckptlib.reading.reader import Want
+from ckptlib.reading.saved_names import SavedNames
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.verify.root import verify_save
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from ckptlib.loading.reader import Reader, Want
-from ckptlib.loading.requests import Request
+from ckptlib.loading.reader import Reader
+from ckptlib.reading.reader import Want
+from ckptlib.reading.requests import Request
 from ckptlib.stores import Store
 from ckptlib.stores.io_limits import IoLimits
 

@@ -15,8 +15,8 @@ from torch import nn
 import ckptlib
 from ckptlib.format.box import Box
 from ckptlib.loading.read_once import Bucket, spread
-from ckptlib.loading.reader import Want
 from ckptlib.ranks.group import Group
+from ckptlib.reading.reader import Want
 
 
 @pytest.fixture(scope="module")

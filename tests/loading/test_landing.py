@@ -15,9 +15,10 @@ from onerank import Root, bits, opened
 
 import ckptlib
 from ckptlib.format.box import Box
-from ckptlib.loading import committed, landing, read_once, reader
+from ckptlib.loading import landing, read_once
 from ckptlib.loading.landing import Landing
-from ckptlib.loading.reader import Want
+from ckptlib.reading import committed, reader
+from ckptlib.reading.reader import Want
 from ckptlib.stores.io_limits import IoLimits
 
 

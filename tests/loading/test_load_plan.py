@@ -12,11 +12,11 @@ from ckptlib import PerRank, Sharded, StateMismatch
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import FormatError
 from ckptlib.format import values
-from ckptlib.loading.committed import Committed
 from ckptlib.loading.load_plan import LoadPlan
 from ckptlib.loading.reader import Reader
-from ckptlib.loading.saved_names import SavedNames
 from ckptlib.loading.selection import Selection
+from ckptlib.reading.committed import Committed
+from ckptlib.reading.saved_names import SavedNames
 from ckptlib.stores import open_store
 
 

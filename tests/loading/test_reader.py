@@ -26,8 +26,9 @@ from ckptlib.format.keys import PartName, SaveId
 from ckptlib.format.layout import ByHand, Layout, TensorEntry
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
-from ckptlib.loading.committed import Committed
-from ckptlib.loading.reader import Reader, Want
+from ckptlib.loading.reader import Reader
+from ckptlib.reading.committed import Committed
+from ckptlib.reading.reader import Want
 from ckptlib.stores.io_limits import GAP_BYTES, RUN_BYTES, THREADS, IoLimits
 from ckptlib.stores.local import LocalStore
 

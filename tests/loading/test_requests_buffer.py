@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptlib.loading.requests import _buffer
+from ckptlib.reading.requests import thread_buffer as _buffer
 
 
 def test_a_buffer_that_is_used_again_is_as_long_as_asked_for() -> None:

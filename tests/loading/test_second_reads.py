@@ -17,8 +17,9 @@ from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Root
-from ckptlib.loading.committed import Committed
-from ckptlib.loading.reader import Reader, Want
+from ckptlib.loading.reader import Reader
+from ckptlib.reading.committed import Committed
+from ckptlib.reading.reader import Want
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import flip_bit
 from ckptlib.verify.root import verify_save

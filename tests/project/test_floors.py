@@ -23,10 +23,12 @@ PACKAGE = ROOT / "ckptlib"
 
 TORCH_FREE = {
     *("policy", "jobs", "pages", "errors", "events", "_version"),
-    *("format", "stores", "catalog", "slots", "codecs", "verify", "writer", "cli"),
+    *("format", "stores", "catalog", "slots", "codecs", "verify", "writer", "reading", "exporting", "cli"),
 }
 """Rooms; and the package itself."""
-TORCH_INSIDE_FUNCTIONS = {"ckptlib.format.tagged_values"}
+TORCH_INSIDE_FUNCTIONS = {
+    *("ckptlib.format.tagged_values", "ckptlib.reading.frameworks", "ckptlib.exporting.torch_file"),
+}
 RUNS_CODE = {"pickle", "_pickle", "shelve", "marshal", "dill", "cloudpickle"}
 PICKLES_INSIDE = {
     "torch.load",

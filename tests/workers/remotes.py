@@ -34,11 +34,12 @@ from ckptlib.format.body_layout import body_nbytes, lay_out
 from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.loading.reader import Reader, Want
-from ckptlib.loading.source import own_rank
+from ckptlib.loading.reader import Reader
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.ranks.link import Link
 from ckptlib.ranks.meeting import group_of
+from ckptlib.reading.reader import Want
+from ckptlib.reading.source import own_rank
 from ckptlib.recovery import remote_slots as remote_module
 from ckptlib.recovery.inventory import Found, Inventory, Transfer, describe, look
 from ckptlib.recovery.memory_source import InMemory

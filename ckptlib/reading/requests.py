@@ -6,24 +6,22 @@ import ctypes
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from types import EllipsisType
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from typing_extensions import override
 
 from ckptlib.catalog.chunks import ReadInto, decode_chunk
 from ckptlib.catalog.shards import PartIndex
-from ckptlib.devices import accelerator
 from ckptlib.errors import CorruptData, FormatError
+from ckptlib.format import dtypes
 from ckptlib.format.box import Box, boxes_of_range
 from ckptlib.format.places import Coding
-from ckptlib.loading.landing import Landing
 from ckptlib.pages import round_up
-from ckptlib.state.raw_bytes import bytes_of, copyable, is_bytes
 from ckptlib.stores.io_limits import DIRECT_FROM_BYTES, GAP_BYTES, IoLimits
 
 
@@ -46,27 +44,21 @@ class ByteCopy(NamedTuple):  # there may be hundreds of thousands
 
     first: int
     """Byte of the chunk."""
-    dtype: torch.dtype
+    dtype: str
+    """Of its elements, by torch's name."""
     shape: tuple[int, ...]
     """Of the stretch, as it lies in the chunk."""
     inside: Index
     """What of that is wanted."""
-    target: torch.Tensor
+    target: object
+    """Memory of the kind that the read's `Landing` places."""
     outside: Index
     """And where in the target: it is cut when the bytes are there, by the thread that brings them."""
 
     @property
     def nbytes(self) -> int:
         """Of the stretch."""
-        return self.dtype.itemsize * math.prod(self.shape)
-
-
-class Landed(NamedTuple):
-    """A stretch that was read into a buffer, and goes to a device."""
-
-    at: int
-    """Its first byte in the buffer."""
-    copy: ByteCopy
+        return dtypes.itemsize(self.dtype) * math.prod(self.shape)
 
 
 class ChunkRead:
@@ -106,34 +98,59 @@ class ChunkRead:
         return self.share.part.table.describe(self.chunk, self.share.layout)
 
 
-class Target:
-    """A tensor to be filled."""
+class Target(ABC):
+    """Memory to be filled with a box of a tensor: what a plan has to know of it. It is gone when all is planned."""
 
-    __slots__ = ("_flat", "address", "is_row_major", "tensor")
+    __slots__ = ("address", "dtype", "is_row_major", "memory", "numel")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self._flat: torch.Tensor | None = None
-        self.is_row_major = tensor.is_contiguous()
-        on_host = self.is_row_major and accelerator.device_of(tensor) is None
-        self.address = tensor.data_ptr() if on_host and is_bytes(tensor) else None
-        """Of its memory, when that is its value, and the host's."""
+    def __init__(self, memory: object, dtype: str, numel: int, is_row_major: bool, address: int | None) -> None:
+        self.memory = memory
+        self.dtype, self.numel, self.is_row_major = dtype, numel, is_row_major
+        self.address = address
+        """Of the memory, when that is its value, and the host's."""
 
-    def take(self, read: ChunkRead, skipped: int, at: int, numel: int, dtype: torch.dtype) -> None:
+    def take(self, read: ChunkRead, skipped: int, at: int, numel: int, dtype: str) -> None:
         """Its elements from `at` on, row-major, are what lies behind `skipped` bytes of a chunk."""
-        if self.address is not None and self.tensor.dtype == dtype:
-            read.moves.append(ByteMove(skipped, numel * dtype.itemsize, self.address + at * dtype.itemsize))
+        if self.address is not None and self.dtype == dtype:
+            itemsize = dtypes.itemsize(dtype)
+            read.moves.append(ByteMove(skipped, numel * itemsize, self.address + at * itemsize))
             return
-        if self._flat is None:
-            self._flat = self.tensor.view(-1)
         shape, outside = _stretch(at, numel)
-        read.copies.append(ByteCopy(skipped, dtype, shape, WHOLE, self._flat, outside))
+        read.copies.append(ByteCopy(skipped, dtype, shape, WHOLE, self.flat(), outside))
+
+    @abstractmethod
+    def flat(self) -> object:
+        """The same memory with one dim; it is row-major."""
 
 
 @lru_cache(maxsize=1024)  # layers are alike, and every object of a plan is one more for the collector to search
 def _stretch(at: int, numel: int) -> tuple[tuple[int, ...], Index]:
     """Shape and place of elements that follow one another."""
     return (numel,), (slice(at, at + numel),)
+
+
+class Landing(ABC):
+    """Where chunks are before they are placed, and what places them: of one read, by many threads. In host memory."""
+
+    def buffer(self, nbytes: int, reads: Sequence[ChunkRead]) -> memoryview:
+        """Where the bytes of these are put together before they are placed."""
+        return thread_buffer("placed", nbytes)
+
+    def place(self, read: ChunkRead, data: memoryview, start: int) -> None:
+        """Puts a chunk, checked, where it is wanted. `start`: of its bytes in the buffer."""
+        move_out(read, data)
+        for copy in read.copies:
+            self.put(copy, data[copy.first : copy.first + copy.nbytes])
+
+    @abstractmethod
+    def put(self, copy: ByteCopy, data: memoryview) -> None:
+        """Copies what is wanted of a stretch, whose bytes these are."""
+
+    def finish(self, buffer: memoryview) -> None:  # noqa: B027  (arrays are there when they were placed)
+        """All chunks of a buffer were placed."""
+
+    def close(self) -> None:  # noqa: B027
+        """Nothing is under way any more when this returns."""
 
 
 class Request:
@@ -187,19 +204,12 @@ class Request:
         if self.direct:
             return memoryview((ctypes.c_char * self.nbytes).from_address(self.base or 0)).cast("B")
         nbytes = self.offset + self.nbytes - self.start
-        return _buffer("read", nbytes) if self.coded else self._buffer(nbytes, landing)
-
-    def _buffer(self, nbytes: int, landing: Landing) -> memoryview:
-        """Where the bytes of chunks are before they are placed."""
-        if not landing.needed:
-            return _buffer("placed", nbytes)
-        device = next((d for read in self.reads for copy in read.copies if (d := landing.device(copy.target))), None)
-        return _buffer("placed", nbytes) if device is None else landing.buffer(nbytes, device)
+        return thread_buffer("read", nbytes) if self.coded else landing.buffer(nbytes, self.reads)
 
     def _decode(self, frames: memoryview, fetch: ReadInto, landing: Landing) -> tuple[memoryview, list[int]]:
         """The bytes of all chunks, and where each begins. Raises CorruptData that names the tensor."""
         starts = [*itertools.accumulate((round_up(read.nbytes) for read in self.reads), initial=0)]
-        buffer = self._buffer(starts[-1], landing)
+        buffer = landing.buffer(starts[-1], self.reads)
         for read, start in zip(self.reads, starts, strict=False):
             frame = frames[read.offset - self.start : read.offset - self.start + read.stored]
             try:
@@ -221,7 +231,6 @@ class Request:
         `fetch` brings what frames were made against; `verify` gives the digest of a chunk; `step` is for messages. What
         goes to a device has arrived when `landing` is closed.
         """
-        landed: dict[torch.device, list[Landed]] = {}
         starts = [read.offset - self.start for read in self.reads]
         if self.coded:
             buffer, starts = self._decode(buffer, fetch, landing)
@@ -234,11 +243,9 @@ class Request:
                     f"the object was altered after it was written. Try an earlier step than {step}, or: ckptlib verify"
                 )
             if not self.direct:
-                for copy, device in _place(read, data, landing):
-                    landed.setdefault(device, []).append(Landed(start + copy.first, copy))
-        for device, copies in landed.items():
-            with landing.on(device):
-                _land(torch.frombuffer(buffer, dtype=torch.uint8), copies, device)
+                landing.place(read, data, start)
+        if not self.direct:
+            landing.finish(buffer)
 
 
 def copies_of(
@@ -246,20 +253,21 @@ def copies_of(
     first: int,
     last: int,
     wanted: Box,
-    target: torch.Tensor,
+    target: object,
     skipped: int,
-    dtype: torch.dtype,
+    dtype: str,
 ) -> Iterable[ByteCopy]:
     """How elements [first, last) of a shard that fills `box` go into `target`, which fills `wanted`.
 
     `skipped`: bytes of the chunk that lie before them.
     """
+    itemsize = dtypes.itemsize(dtype)
     for flat, local in boxes_of_range(box.shape, first, last):
         here = Box(tuple(o + b for o, b in zip(local.offset, box.offset, strict=True)), local.shape)
         common = here.intersect(wanted)
         if common is not None:
             yield ByteCopy(
-                skipped + (flat - first) * dtype.itemsize,
+                skipped + (flat - first) * itemsize,
                 dtype,
                 here.shape,
                 common.relative_to(here.offset).slices() or WHOLE,
@@ -280,7 +288,7 @@ def merge(reads: Iterable[ChunkRead], limits: IoLimits) -> list[Request]:
 _local = threading.local()
 
 
-def _buffer(use: str, nbytes: int) -> memoryview:
+def thread_buffer(use: str, nbytes: int) -> memoryview:
     """This thread's buffer for a use: made once and reused, since fresh memory costs more than the read."""
     held: np.ndarray | None = getattr(_local, use, None)
     if held is None or held.nbytes < nbytes + 64:
@@ -295,54 +303,9 @@ _move: Callable[[int, int, int], int] = ctypes.PyDLL(None).memmove
 _move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]  # type: ignore[attr-defined]
 
 
-@torch.inference_mode()  # else a target that was made in it, such as a whole model, could not be written to
-def _place(read: ChunkRead, data: memoryview, landing: Landing) -> list[tuple[ByteCopy, torch.device]]:
-    """Puts a chunk where it is wanted on the host; returns what lands on devices."""
+def move_out(read: ChunkRead, data: memoryview) -> None:
+    """Copies what goes into host memory as it is."""
     base = ctypes.addressof(ctypes.c_char.from_buffer(data))
     for first, nbytes, address in read.moves:
         move = _move if nbytes < DIRECT_FROM_BYTES else ctypes.memmove
         move(address, base + first, nbytes)
-    landed = []
-    for copy in read.copies:
-        device = landing.device(copy.target)
-        if device is not None:
-            landed.append((copy, device))
-            continue
-        stretch = torch.frombuffer(data[copy.first : copy.first + copy.nbytes], dtype=torch.uint8)
-        _cut_into(copy.target, stretch, copy)
-    return landed
-
-
-@torch.inference_mode()
-def _land(buffer: torch.Tensor, copies: list[Landed], device: torch.device) -> None:
-    """From a pinned buffer to a device; on the current stream.
-
-    In one piece, unless it is for one tensor that takes it as it is. The device does the rest: a dtype that differs
-    would be cast by the host first.
-    """
-    if len(copies) == 1:
-        at, copy = copies[0]
-        target = copy.target[copy.outside]
-        if copy.inside == WHOLE and copy.dtype == target.dtype and is_bytes(target):
-            bytes_of(target).copy_(buffer[at : at + copy.nbytes], non_blocking=True)
-            return
-    first, stop = min(at for at, _ in copies), max(at + copy.nbytes for at, copy in copies)
-    landed = torch.empty(stop - first, dtype=torch.uint8, device=device)
-    landed.copy_(buffer[first:stop], non_blocking=True)
-    for at, copy in copies:
-        stretch = landed[at - first : at - first + copy.nbytes]
-        _cut_into(
-            copy.target, stretch if stretch.storage_offset() % copy.dtype.itemsize == 0 else stretch.clone(), copy
-        )
-
-
-def _cut_into(whole: torch.Tensor, stretch: torch.Tensor, copy: ByteCopy) -> None:
-    """Of a stretch of a chunk, bytes where the target is, what is wanted."""
-    source, target = stretch.view(copy.dtype).view(copy.shape)[copy.inside], whole[copy.outside]
-    if source.dtype == target.dtype and source.is_contiguous() and is_bytes(target):
-        # dtypes that torch cannot copy element by element are bytes all the same
-        bytes_of(target).copy_(bytes_of(source))
-    elif source.dtype == target.dtype:
-        copyable(target).copy_(copyable(source))
-    else:
-        target.copy_(source)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckptlib.errors import StateMismatch
 from ckptlib.format import values
 from ckptlib.format.box import Box
 from ckptlib.format.layout import OwnPerRank, TensorEntry
 from ckptlib.format.values import Json
-from ckptlib.loading.reader import Reader
+from ckptlib.reading.reader import StepReader
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -30,7 +31,7 @@ class SavedNames:
     values of the first rank that had it.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: StepReader[Any]) -> None:
         self._reader = reader
         own = reader.part(reader.own_rank)
         self._digests = [own.table.layout, *(digest for digest in reader.layouts if digest != own.table.layout)]
@@ -105,6 +106,13 @@ class SavedNames:
     def values_with(self, layout: int) -> Mapping[str, Json]:
         """Those of this rank, where the layout is its own; else of the first rank that has it."""
         return self._reader.part(self._reader.first_rank(self._digests[layout])).values if layout else self.values
+
+    def all_values(self) -> dict[str, Json]:
+        """Every plain value as it is saved, this rank's own first."""
+        found: dict[str, Json] = {}
+        for layout in range(len(self._digests)):
+            found = {**self.values_with(layout), **found}
+        return found
 
     def value(self, path: str, depth: int = 0) -> object:
         """This rank's own, else the first that another has. Raises StateMismatch where none has any."""

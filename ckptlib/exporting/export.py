@@ -1,0 +1,196 @@
+"""A step, or a part of it, as files for other libraries."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptlib.exporting.casting import dtype_of, target_of
+from ckptlib.exporting.files import INDEX, FilePlan, Item, cut, index_of, parse_size, plan_file, shard_names
+from ckptlib.exporting.names import Naming
+from ckptlib.exporting.outputs import Outputs, outputs
+from ckptlib.exporting.stream import write
+from ckptlib.reading.opened import CheckpointReader, open
+
+SAFETENSORS, HF, TORCH = "safetensors", "hf", "torch"
+FORMATS = (SAFETENSORS, HF, TORCH)
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What an export wrote."""
+
+    step: int
+    format: str
+    files: tuple[Path, ...]
+    """The index last, where there is one."""
+    num_tensors: int
+    nbytes: int
+    """Of all tensors, as they are in the files."""
+    nbytes_read: int
+    """From the checkpoint's packs."""
+    ties: Mapping[str, str]
+    """Names that are not in the files, each with the one that its data is under."""
+    rounded: Mapping[str, float]
+    """See `LoadReport.rounded`: what the checkpoint itself has rounded."""
+
+
+def export(
+    url: str | Path,
+    out: str | Path,
+    step: int | str = "latest",
+    *,
+    format: str = SAFETENSORS,
+    only: str | Sequence[str] | None = None,
+    strip: str = "",
+    map: Mapping[str, str] | None = None,
+    dtype: str | None = None,
+    max_shard_size: str | int = "5GB",
+    storage_options: Mapping[str, object] | None = None,
+) -> ExportReport:
+    """Writes tensors of a committed step into files that other libraries read.
+
+        ckptlib.export("s3://bucket/run7", "gpt", format="hf", only="model", strip="model/", dtype="bf16")
+
+    Takes memory for some buffers, however large the tensors are. Every chunk is compared with its digest on the way. A
+    file has its name only when all of it is durable, and an index is written last. What is there is never overwritten.
+
+    format:  "safetensors": one file. "hf": a directory as transformers reads it, in files of at most `max_shard_size`,
+             with an index where there are several. "torch": one file with a flat dict for `torch.load`; needs torch,
+             and as much disk again while it is written.
+    only:    names, path prefixes or patterns of the checkpoint, as for `ckptlib.load`. Default: all tensors but the RNG
+             state.
+    strip:   a prefix that names lose, such as "model/".
+    map:     from a name, or its beginning up to a "/" or ".", to what the files have instead; after `strip`.
+    dtype:   "bf16", "fp16" or "fp32": what floating-point tensors of 16 to 64 bits are converted to.
+
+    Weights that are tied are written once, under their first name; a file's metadata tells the others. Plain values are
+    not exported. Of tensors that each rank had its own, rank 0's are. Raises as `ckptlib.open` does; StateMismatch and
+    UnsupportedState by name; ObjectExists, NoRoom.
+    """
+    path = local_path(out)
+    naming = Naming([only] if isinstance(only, str) else only, strip, map or {})
+    with open(url, step, "numpy", storage_options=storage_options) as opened:
+        order = ExportOrder(format, naming, dtype_of(dtype), parse_size(max_shard_size))
+        return export_opened(opened, path, order)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOrder:
+    """What is to be written, and how."""
+
+    format: str
+    naming: Naming
+    dtype: str | None
+    """torch's name; None: as it is saved."""
+    most: int
+    """Bytes of one file, if it is not one tensor that has more; of "hf"."""
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(f"format {self.format!r}: expected one of {', '.join(FORMATS)}")
+
+
+def local_path(out: str | Path) -> Path:
+    """Raises ValueError for a URL."""
+    if "://" in str(out):
+        raise ValueError(f"{out}: an export goes to a path of this machine; copy the files from there")
+    return Path(out)
+
+
+def nothing(nbytes: int) -> None:
+    """Nobody watches."""
+
+
+def export_opened(
+    opened: CheckpointReader,
+    out: Path,
+    order: ExportOrder,
+    progress: Progress = nothing,
+    expect: Progress = nothing,
+) -> ExportReport:
+    """As `export`, of an opened step. `expect` is told how many bytes there will be, `progress` of those done."""
+    items = _items(opened, order)
+    total = sum(item.nbytes for item in items)
+    expect(total)
+    before = opened.nbytes_read
+    directory = out if order.format == HF else out.parent
+    with outputs(directory) as files:
+        if order.format == TORCH:
+            written = _to_torch(opened, out.name, items, files, progress)
+        else:
+            written = _to_safetensors(opened, out.name, items, files, progress, order)
+        files.publish()
+    return ExportReport(
+        step=opened.step,
+        format=order.format,
+        files=tuple(directory / name for name in written),
+        num_tensors=len(items),
+        nbytes=total,
+        nbytes_read=opened.nbytes_read - before,
+        ties={tie: item.chosen.name for item in items for tie in item.chosen.ties},
+        rounded=opened.rounded,
+    )
+
+
+def _items(opened: CheckpointReader, order: ExportOrder) -> list[Item]:
+    items = []
+    for chosen in order.naming.choose(opened.keys(), opened.aliases(), f"step {opened.step} of {opened.url}"):
+        spec = opened.spec(chosen.saved)
+        items.append(Item(chosen, spec.dtype, target_of(spec.dtype, order.dtype), spec.shape))
+    return items
+
+
+def _to_safetensors(
+    opened: CheckpointReader,
+    name: str,
+    items: Sequence[Item],
+    files: Outputs,
+    progress: Progress,
+    order: ExportOrder,
+) -> list[str]:
+    groups = cut(items, order.most) if order.format == HF else [list(items)]
+    names = shard_names(len(groups)) if order.format == HF else [name]
+    metadata = {"format": "pt", "ckptlib.step": str(opened.step), "ckptlib.name": str(opened.metadata()["name"])}
+    plans = {file: plan_file(group, metadata) for file, group in zip(names, groups, strict=True)}
+    written = [*names, INDEX] if len(names) > 1 else names
+    # one file, where an index of another export is, would be taken for a part of that one
+    files.make_room(sum(plan.nbytes for plan in plans.values()), *written, *([INDEX] if order.format == HF else []))
+    _check_there(opened, items)
+    for file, plan in plans.items():
+        _write(opened, files, file, plan, progress)
+    if len(names) > 1:
+        index = index_of(plans)
+        files.write(INDEX, len(index), lambda fd: write_bytes(fd, index))
+    return written
+
+
+def _write(opened: CheckpointReader, files: Outputs, name: str, plan: FilePlan, progress: Progress) -> None:
+    files.write(name, plan.nbytes, lambda fd: write(opened, plan, fd, progress))
+
+
+def write_bytes(fd: int, data: bytes) -> None:
+    """Of a small file."""
+    os.pwrite(fd, data, 0)
+
+
+def _to_torch(
+    opened: CheckpointReader, name: str, items: Sequence[Item], files: Outputs, progress: Progress
+) -> list[str]:
+    from ckptlib.exporting.torch_file import write_torch
+
+    nbytes = sum(item.nbytes for item in items)
+    files.make_room(2 * nbytes, name)
+    _check_there(opened, items)
+    write_torch(opened, items, files, name, progress)
+    return [name]
+
+
+def _check_there(opened: CheckpointReader, items: Sequence[Item]) -> None:
+    """Before the disk is filled with what a document claims and no pack has."""
+    for item in items:
+        opened.check_there(item.chosen.saved)

@@ -1,0 +1,94 @@
+"""Which tensors of a checkpoint are exported, and what the files call them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptlib.errors import StateMismatch, UnsupportedState
+from ckptlib.policy.patterns import covers
+
+OWN = "@"
+"""Begins the names of what ckptlib adds to a state, such as "@rng"; exported only when `only` says so."""
+
+RESERVED = "__metadata__"
+"""No name of a tensor in a safetensors file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """One tensor that is written once."""
+
+    saved: str
+    """Its name in the checkpoint, or one of them."""
+    name: str
+    """And in the files."""
+    ties: tuple[str, ...]
+    """Further names that it would have there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """What a user asked for."""
+
+    only: Sequence[str] | None
+    strip: str
+    """A prefix that names lose."""
+    map: Mapping[str, str]
+    """From a name, or a part of one that ends before a "/" or a ".", to what stands in its place; after `strip`."""
+
+    def choose(self, names: Sequence[str], aliases: Mapping[str, str], where: str) -> list[Chosen]:
+        """In the order of `names`. `aliases`: further names of tensors, each with the first.
+
+        Raises StateMismatch where something that was asked for is not there, UnsupportedState for names that no file
+        can have, or that two tensors would have.
+        """
+        wanted = [name for name in names if self._wants(name)]
+        idle = [p for p in self.only or () if not any(covers(p, name) for name in names)]
+        if self.strip and not any(name.startswith(self.strip) for name in wanted):
+            idle.append(f"strip {self.strip}")
+        stripped = {name: name.removeprefix(self.strip) for name in wanted}
+        idle += [f"map {old}" for old in self.map if not any(_begins(name, old) for name in stripped.values())]
+        if idle or not wanted:
+            tops = ", ".join(sorted({name.partition("/")[0] for name in names})[:20])
+            asked = ", ".join(map(repr, idle)) or "what was asked for"
+            raise StateMismatch(f"{where}: no tensor for {asked}; at its top are {tops}")
+        groups: dict[str, list[str]] = {}
+        for name in sorted(wanted, key=lambda name: name in aliases):  # the first name before the others
+            groups.setdefault(aliases.get(name, name), []).append(name)
+        order = {name: i for i, name in enumerate(wanted)}
+        chosen = [
+            Chosen(saved, self._renamed(stripped[saved]), tuple(self._renamed(stripped[tie]) for tie in ties))
+            for saved, *ties in groups.values()
+        ]
+        _check_names(chosen)
+        return sorted(chosen, key=lambda one: order[one.saved])
+
+    def _wants(self, name: str) -> bool:
+        if self.only is None:
+            return not name.startswith(OWN)
+        return any(covers(pattern, name) for pattern in self.only)
+
+    def _renamed(self, name: str) -> str:
+        olds = [old for old in self.map if _begins(name, old)]
+        if not olds:
+            return name
+        old = max(olds, key=len)
+        return self.map[old] + name[len(old) :]
+
+
+def _begins(name: str, old: str) -> bool:
+    return name == old or (name.startswith(old) and (old.endswith(("/", ".")) or name[len(old)] in "/."))
+
+
+def _check_names(chosen: Sequence[Chosen]) -> None:
+    taken: dict[str, str] = {}
+    for one in chosen:
+        for name in (one.name, *one.ties):
+            if not name or name == RESERVED:
+                raise UnsupportedState(f"{one.saved}: would be called {name!r}, which no tensor of a file can be")
+            if name in taken:
+                raise UnsupportedState(
+                    f"{one.saved}: would be called {name!r}, as {taken[name]} is; choose with only=, or rename by map="
+                )
+            taken[name] = one.saved

@@ -1,0 +1,97 @@
+"""Files that come to be whole or not at all: written beside, under a name of their own, and renamed at the end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckptlib.errors import NoRoom, ObjectExists, StoreError
+
+PARTIAL = ".partial"
+"""Ends the names of files that are being written; the names begin with a dot."""
+
+
+class Outputs:
+    """Files in one directory. None is there by its name before `publish`, which gives them their names in order."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._nonce = secrets.token_hex(4)
+        self._written: list[tuple[Path, Path]] = []
+        self._scratch: list[Path] = []
+
+    def make_room(self, nbytes: int, *names: str) -> None:
+        """Makes the directory. Raises ObjectExists where a name is taken, NoRoom where the disk is too small."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            if (self._directory / name).exists():
+                raise ObjectExists(f"{self._directory / name} is there already; remove it, or export to another place")
+        free = shutil.disk_usage(self._directory).free
+        if nbytes > free:
+            raise NoRoom(f"{self._directory}: the export has {nbytes:,} bytes, and the disk has {free:,} left")
+
+    def beside(self, name: str) -> Path:
+        """Where a file is written before it has its name."""
+        path = self._directory / f".{name}.{self._nonce}{PARTIAL}"
+        self._written.append((path, self._directory / name))
+        return path
+
+    def scratch(self, name: str) -> Path:
+        """Where a file may be that is gone in the end."""
+        path = self._directory / f".{name}.{self._nonce}.scratch{PARTIAL}"
+        self._scratch.append(path)
+        return path
+
+    def write(self, name: str, nbytes: int, fill: Callable[[int], None]) -> None:
+        """A file of so many bytes; `fill` is given its descriptor."""
+        path = self.beside(name)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        try:
+            if nbytes:
+                os.posix_fallocate(fd, 0, nbytes)
+            fill(fd)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def publish(self) -> None:
+        """Gives all files their names, in the order in which they were written."""
+        for path, final in self._written:
+            if final.exists():
+                raise ObjectExists(f"{final} is there since the export began; remove it, and export again")
+            path.rename(final)
+            _sync(self._directory)
+        self._written.clear()
+
+    def discard(self) -> None:
+        """Removes what has no name yet."""
+        for path in (*self._scratch, *(path for path, _ in self._written)):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def outputs(directory: Path) -> Iterator[Outputs]:
+    """Files of one export; whatever it raises, none of them stays without its name."""
+    found = Outputs(directory)
+    try:
+        yield found
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoRoom(f"{directory}: {error.strerror}") from error
+        raise StoreError(f"{directory}: the export cannot be written: {error}") from error
+    finally:
+        found.discard()
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

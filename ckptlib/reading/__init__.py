@@ -1,0 +1,1 @@
+"""From a committed step to checked bytes: names, slices, digests. No torch."""

@@ -1,0 +1,87 @@
+"""A step read into numpy arrays, whose elements are bytes: what they mean is for others to say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from typing_extensions import override
+
+from ckptlib.errors import NoRoom
+from ckptlib.format import dtypes
+from ckptlib.reading.reader import StepReader
+from ckptlib.reading.requests import ByteCopy, Landing, Target
+
+_RAW: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("u2"),
+    4: np.dtype("u4"),
+    8: np.dtype("u8"),
+    16: np.dtype("V16"),
+}
+"""By size: elements that are copied bit for bit."""
+
+
+class Raw(NamedTuple):
+    """A row-major array of elements of a dtype that numpy may not have."""
+
+    array: np.ndarray
+    """Of elements of the same size."""
+    dtype: str
+    """torch's name."""
+
+    @property
+    def data(self) -> memoryview:
+        """Its bytes."""
+        return self.array.reshape(-1).view(np.uint8).data
+
+
+def empty(name: str, dtype: str, shape: Sequence[int]) -> Raw:
+    """Memory for a box of a tensor. Raises NoRoom."""
+    try:
+        return Raw(np.empty(tuple(shape), raw_dtype(dtype)), dtype)
+    except (MemoryError, ValueError) as error:  # ValueError: a size beyond 64 bits
+        raise NoRoom(f"{name}: no memory for {dtype}{list(shape)}: {error}; read it in slices") from error
+
+
+def raw_dtype(dtype: str) -> np.dtype[Any]:
+    """Of elements as large as this dtype's."""
+    return _RAW[dtypes.itemsize(dtype)]
+
+
+class ArrayTarget(Target):
+    """An array to be filled."""
+
+    __slots__ = ()
+
+    def __init__(self, raw: Raw) -> None:
+        array = raw.array
+        super().__init__(array, raw.dtype, array.size, array.flags.c_contiguous, array.ctypes.data)
+
+    @override
+    def flat(self) -> object:
+        assert isinstance(self.memory, np.ndarray)
+        return self.memory.reshape(-1)
+
+
+class ArrayLanding(Landing):
+    """Stretches of chunks go into arrays."""
+
+    @override
+    def put(self, copy: ByteCopy, data: memoryview) -> None:
+        assert isinstance(copy.target, np.ndarray)
+        stretch = np.frombuffer(data, raw_dtype(copy.dtype)).reshape(copy.shape)
+        copy.target[copy.outside] = stretch[copy.inside]
+
+
+class ArrayReader(StepReader[Raw]):
+    """Reads one step for one rank, into arrays."""
+
+    @override
+    def target(self, memory: Raw) -> Target:
+        return ArrayTarget(memory)
+
+    @override
+    def landing(self, memory: Iterable[Raw]) -> Landing:
+        return ArrayLanding()

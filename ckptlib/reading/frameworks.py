@@ -1,0 +1,71 @@
+"""Elements of a checkpoint as the arrays or tensors of a framework. It is imported when the first one is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ckptlib.errors import StateMismatch, UnsupportedState
+from ckptlib.reading.arrays import Raw
+
+NUMPY, TORCH = "numpy", "pt"
+_NAMES = {"numpy": NUMPY, "np": NUMPY, "pt": TORCH, "torch": TORCH, "pytorch": TORCH}
+"""Those of safetensors."""
+
+_NUMPY = {
+    "bool": "?",
+    **{name: name for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")},
+    **{name: name for name in ("float16", "float32", "float64", "complex64", "complex128")},
+}
+
+
+def framework_of(name: str | None) -> str:
+    """The framework that is meant; None: torch where it is installed. Raises ValueError for one that is not known."""
+    if name is None:
+        return TORCH if _has_torch() else NUMPY
+    if name not in _NAMES:
+        raise ValueError(f"framework {name!r}: expected 'pt' or 'numpy'")
+    if _NAMES[name] == TORCH and not _has_torch():
+        raise ImportError("framework 'pt' needs torch, which is not installed; ask for framework='numpy'")
+    return _NAMES[name]
+
+
+def _has_torch() -> bool:
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def check(framework: str, name: str, dtype: str) -> None:
+    """Raises UnsupportedState for a tensor that the framework has no elements for; before it is read."""
+    if framework == NUMPY and dtype not in _NUMPY:
+        raise UnsupportedState(
+            f"{name}: numpy has no {dtype}. Install torch and ask for framework='pt', or convert: "
+            "ckptlib export --dtype fp32"
+        )
+    if framework == TORCH:
+        _torch_dtype(name, dtype)
+
+
+def present(framework: str, name: str, raw: Raw) -> Any:
+    """The same memory as an array or a tensor."""
+    if framework == NUMPY:
+        return raw.array.view(_NUMPY[raw.dtype])
+    import torch
+
+    dtype = _torch_dtype(name, raw.dtype)
+    if raw.array.size == 0:
+        return torch.empty(raw.array.shape, dtype=dtype)
+    return torch.from_numpy(raw.array.reshape(-1).view(np.uint8)).view(dtype).reshape(raw.array.shape)
+
+
+def _torch_dtype(name: str, dtype: str) -> Any:
+    import torch
+
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise StateMismatch(f"{name}: torch {torch.__version__} has no {dtype}; use a newer one")
+    return found

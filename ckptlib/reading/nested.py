@@ -1,0 +1,214 @@
+"""A whole step, or a part of it, as plain dicts: nested as it was saved, without the classes of the state."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from ckptlib.errors import FormatError, StateMismatch
+from ckptlib.format import tagged_values
+from ckptlib.format.values import Json
+from ckptlib.policy.patterns import covers
+from ckptlib.reading.opened import CheckpointReader, open
+
+Leaves = dict[str, Any]
+"""Tensors and values by name."""
+
+
+def read(
+    url: str | Path,
+    step: int | str = "latest",
+    only: str | Sequence[str] | None = None,
+    *,
+    framework: str | None = None,
+    rank: int = 0,
+    storage_options: Mapping[str, object] | None = None,
+) -> dict[str, Any]:
+    """A committed step as nested dicts of tensors and plain values, without a state to be filled.
+
+        model.load_state_dict(ckptlib.read(url, only="model")["model"])
+
+    Modules are flat dicts by parameter name; objects are what their `state_dict()` gave; an optimizer is a dict of
+    `state`, by name of parameter, and `param_groups`, whose `params` are names. Random generators are under "@rng".
+    A list or tuple of the state itself comes back as a list; so does a dict with the keys 0, 1, 2 and so on, since both
+    have the same names. Tensor subclasses come back as dicts of the tensors that they are made of.
+
+    Reads in parallel, into memory of the size of the result and some buffers. Every chunk is compared with its digest.
+
+    only: names, path prefixes or patterns (fnmatch) as for `ckptlib.load`, such as "model" or "model/layers.*". What
+          lies in an object, of which only a part is named, stands under its name.
+
+    The other arguments, and what it raises, are those of `ckptlib.open`; also StateMismatch where `only` meets nothing.
+    """
+    with open(url, step, framework, rank=rank, storage_options=storage_options) as opened:
+        return nested(opened, only)
+
+
+def nested(opened: CheckpointReader, only: str | Sequence[str] | None = None) -> dict[str, Any]:
+    """As `read`, of an opened step."""
+    patterns = None if only is None else [only] if isinstance(only, str) else list(only)
+    names, values = opened.keys(), opened.values
+    _check_patterns(patterns, [*names, *values, *opened.trees], opened)
+    wanted = [name for name in names if _wanted(patterns, name)]
+    leaves: Leaves = opened.get_tensors(wanted)
+    leaves.update((name, values[name]) for name in values if _wanted(patterns, name))
+    root: dict[str, Any] = {}
+    inside: list[str] = []
+    for path, tree in sorted(opened.trees.items()):
+        whole = patterns is None or any(covers(p, path) or covers(p, f"{path}/") for p in patterns)
+        if whole and not path.startswith(tuple(inside)) and not _is_subclass(tree):
+            _put(root, path, _assembled(tree, path, leaves, opened.groups(path)))
+            inside.append(f"{path}/")
+    done, taken = {*inside}, tuple(inside)
+    for name, leaf in leaves.items():
+        if not name.startswith(taken) and f"{name}/" not in done:
+            _put(root, name, leaf)
+    indexed = [*names, *values, *opened.trees]
+    return cast("dict[str, Any]", _with_lists(root, _children(indexed), done, ""))
+
+
+def _wanted(patterns: Sequence[str] | None, name: str) -> bool:
+    return patterns is None or any(covers(pattern, name) for pattern in patterns)
+
+
+def _check_patterns(patterns: Sequence[str] | None, names: Sequence[str], opened: CheckpointReader) -> None:
+    idle = [p for p in patterns or () if not any(covers(p, name) or covers(p, f"{name}/") for name in names)]
+    if idle:
+        tops = sorted({name.partition("/")[0] for name in names})
+        raise StateMismatch(
+            f"only={', '.join(map(repr, idle))}: step {opened.step} has nothing of that name; at its top are "
+            f"{', '.join(tops[:20])}"
+        )
+
+
+def _is_subclass(tree: Json) -> bool:
+    return isinstance(tree, dict) and "subclass" in tree
+
+
+def key_of(segment: str) -> str:
+    """What was made a segment of a name; see FORMAT.md."""
+    return segment.replace("%2F", "/").replace("%25", "%") if "%" in segment else segment
+
+
+def _put(root: dict[str, Any], name: str, leaf: object) -> None:
+    """Raises FormatError where something else is in the way, which no save makes."""
+    *above, last = map(key_of, name.split("/"))
+    at = root
+    for segment in above:
+        at = at.setdefault(segment, {})
+        if not isinstance(at, dict):
+            raise FormatError(f"{name[:80]}: lies below a name that is a tensor's or a value's")
+    if at.setdefault(last, leaf) is not leaf:
+        raise FormatError(f"{name[:80]}: the checkpoint has two things of this name")
+
+
+def _below(leaves: Leaves, path: str) -> Leaves:
+    return {name[len(path) + 1 :]: leaf for name, leaf in leaves.items() if name.startswith(f"{path}/")}
+
+
+def _nest(leaves: Leaves) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        _put(found, name, leaf)
+    return found
+
+
+def _assembled(tree: Json, path: str, leaves: Leaves, groups: Mapping[str, int]) -> object:
+    """The state of an object, as the layout's tree says. `groups`: if it is an optimizer, by name of parameter."""
+    if isinstance(tree, dict) and "optimizer" in tree:
+        return _optimizer(groups, _below(leaves, path))
+    return _rebuilt(tree, path, leaves, 0)
+
+
+def _rebuilt(tree: Json, path: str, leaves: Leaves, depth: int) -> object:
+    if depth > tagged_values.MAX_DEPTH:
+        raise FormatError(f"{path[:80]}: the layout's tree of this object is deeper than its limit")
+    match tree:
+        case "tensor" | "value":
+            if path not in leaves:
+                raise StateMismatch(f"{path}: the checkpoint has this for other ranks alone, or not at all: see rank=")
+            return leaves[path]
+        case {"dict": list(pairs)}:
+            return dict(_pairs(pairs, path, leaves, depth))
+        case {"odict": list(pairs)}:
+            return OrderedDict(_pairs(pairs, path, leaves, depth))
+        case {"list": list(items)}:
+            return [_rebuilt(item, f"{path}/{i}", leaves, depth + 1) for i, item in enumerate(items)]
+        case {"tuple": list(items)}:
+            return tuple(_rebuilt(item, f"{path}/{i}", leaves, depth + 1) for i, item in enumerate(items))
+        case {"subclass": dict()}:
+            return _nest(_below(leaves, path))
+    raise FormatError(f"{path[:80]}: the layout's tree of this object cannot be read: {tagged_values.brief(tree)}")
+
+
+def _pairs(pairs: list[Json], path: str, leaves: Leaves, depth: int) -> list[tuple[Any, object]]:
+    found = []
+    for key, tree in tagged_values.decode_keys(pairs, path, depth):
+        try:
+            segment = str(key).replace("%", "%25").replace("/", "%2F")
+        except ValueError as error:  # an int of more digits than Python converts
+            raise FormatError(f"{path[:80]}: the layout's tree of this object has a key that is no name") from error
+        found.append((key, _rebuilt(cast(Json, tree), f"{path}/{segment}", leaves, depth + 1)))
+    return found
+
+
+def _optimizer(groups: Mapping[str, int], below: Leaves) -> dict[str, Any]:
+    """What it knows of each parameter, by name, and its groups. `below`: all that is saved of it."""
+    state: dict[str, Any] = {}
+    options: dict[int, dict[str, Any]] = {}
+    for name, leaf in below.items():
+        head, _, rest = name.partition("/")
+        number = head.removeprefix("@group.")
+        if head.startswith("@group.") and number.isdecimal() and len(number) < 10:
+            options.setdefault(int(number), {})
+            if rest:
+                _put(options[int(number)], rest, leaf)
+            elif isinstance(leaf, dict):
+                options[int(number)].update(leaf)
+            continue
+        param = _owner(name, groups)
+        _put(state.setdefault(param, {}), name[len(param) + 1 :], leaf)
+    of_groups: dict[int, list[str]] = {index: [] for index in sorted({*options, *groups.values()})}
+    for name, index in groups.items():
+        of_groups[index].append(name)
+    return {
+        "state": state,
+        "param_groups": [{**options.get(index, {}), "params": names} for index, names in of_groups.items()],
+    }
+
+
+def _owner(name: str, params: Mapping[str, int]) -> str:
+    """The parameter that some of an optimizer's state is of."""
+    param = name.rpartition("/")[0]
+    while param and param not in params:
+        param = param.rpartition("/")[0]
+    return param or name.rpartition("/")[0] or name
+
+
+def _children(names: Sequence[str]) -> Callable[[str], set[str]]:
+    """By path: the segments that follow it in the checkpoint, whatever of it was asked for."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        path = name
+        while path:
+            path, _, segment = path.rpartition("/")
+            known = found.setdefault(path, set())
+            if segment in known:
+                break
+            known.add(segment)
+    return lambda path: found.get(path, set())
+
+
+def _with_lists(node: object, children: Callable[[str], set[str]], done: Collection[str], path: str) -> object:
+    """The same with lists where the saved names were numbers from 0 on."""
+    if not isinstance(node, dict) or f"{path}/" in done:
+        return node
+    saved = children(path)
+    inner = {}
+    for key, value in node.items():
+        segment = str(key).replace("%", "%25").replace("/", "%2F")
+        inner[key] = _with_lists(value, children, done, f"{path}/{segment}" if path else segment)
+    numbered = path and saved and saved == {str(i) for i in range(len(saved))} == set(node)
+    return [inner[str(i)] for i in range(len(saved))] if numbered else inner

@@ -1,0 +1,271 @@
+"""A committed step, opened without a state to be filled: safetensors' `safe_open` for checkpoints."""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self, override
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.errors import StateMismatch, UnsupportedState
+from ckptlib.format import dtypes, values
+from ckptlib.format.box import Box
+from ckptlib.format.keys import checked_step
+from ckptlib.format.layout import TensorEntry, TensorSpec
+from ckptlib.format.manifest import Manifest
+from ckptlib.format.values import Json
+from ckptlib.reading import frameworks
+from ckptlib.reading.arrays import ArrayReader, Raw, empty
+from ckptlib.reading.committed import Committed
+from ckptlib.reading.reader import Want
+from ckptlib.reading.saved_names import SavedNames
+from ckptlib.reading.slices import cut
+from ckptlib.stores import Store, open_store
+
+
+def open(
+    url: str | Path,
+    step: int | str = "latest",
+    framework: str | None = None,
+    *,
+    rank: int = 0,
+    storage_options: Mapping[str, object] | None = None,
+) -> CheckpointReader:
+    """Opens a committed step to read tensors and values by name, in any process, without the state's own classes.
+
+        with ckptlib.open("s3://bucket/run7") as step:
+            head = step.get_tensor("model/lm_head.weight")
+            rows = step.get_slice("model/embedding.weight")[:1000]
+
+    Reads a few documents now, and later only the ranges of bytes that are asked for; every chunk is compared with its
+    digest. Needs no process group, and no torch for `framework="numpy"`.
+
+    step:      a number, "latest", "best", or a name as `ckptlib ls --json` prints it.
+    framework: "pt" or "numpy": what is given back. Default: torch's tensors where torch is installed.
+    rank:      whose own values and tensors are read, of what each rank had its own (`PerRank`, RNG state).
+
+    Raises CheckpointNotFound; CorruptData and FormatError for damaged documents; StoreError.
+    """
+    step = step if isinstance(step, str) else checked_step(step)
+    framework = frameworks.framework_of(framework)
+    store = open_store(str(url), storage_options)
+    try:
+        catalog = Catalog(store)
+        catalog.root()
+        manifest = catalog.manifest(catalog.resolve(step))
+        return CheckpointReader(store, catalog, manifest, framework, rank)
+    except BaseException:
+        store.close()
+        raise
+
+
+class CheckpointReader:
+    """An opened step, made by `open`. Any thread may call it; it does one read at a time, by several requests."""
+
+    def __init__(self, store: Store, catalog: Catalog, manifest: Manifest, framework: str, rank: int) -> None:
+        if not 0 <= rank < manifest.world_size:
+            raise ValueError(
+                f"rank={rank}: step {manifest.save.step} was saved by ranks 0 to {manifest.world_size - 1}"
+            )
+        self._store, self._catalog, self._manifest = store, catalog, manifest
+        self._framework = framework
+        self._reader = ArrayReader(Committed(catalog, manifest), rank)
+        self._saved = SavedNames(self._reader)
+        self._lock = threading.Lock()
+
+    @property
+    def step(self) -> int:
+        """Its number."""
+        return self._manifest.save.step
+
+    @property
+    def url(self) -> str:
+        """Of its root, without credentials."""
+        return self._store.url
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes of packs that were read so far."""
+        return self._reader.nbytes_read
+
+    @property
+    def rounded(self) -> Mapping[str, float]:
+        """Of what was read so far, what `codec=Lossy` had rounded: see `LoadReport.rounded`."""
+        return dict(self._reader.rounded)
+
+    def keys(self) -> list[str]:
+        """The names of all tensors, sorted; of one that was saved under several, as tied weights are, all of them."""
+        return sorted(self._saved.tensors)
+
+    def aliases(self) -> dict[str, str]:
+        """Further names of tensors, each with the name that the data is saved under."""
+        return {name: entry.name for name, entry in self._saved.tensors.items() if name != entry.name}
+
+    def metadata(self) -> dict[str, object]:
+        """What is known of the step: url, step, name, created (seconds since the epoch), world_size, metrics."""
+        manifest = self._manifest
+        return {
+            "url": self._store.url,
+            "step": self.step,
+            "name": str(manifest.save),
+            "created": manifest.created,
+            "world_size": manifest.world_size,
+            "metrics": {name: values.decode(value, name) for name, value in manifest.metrics.items()},
+        }
+
+    @cached_property
+    def values(self) -> Mapping[str, object]:
+        """All plain values by name; this rank's own, else those of the first rank that has them.
+
+        Each is decoded when it is asked for. Raises UnsupportedState for one that only torch can make, without torch.
+        """
+        with self._lock:
+            return Values(self._saved.all_values())
+
+    @property
+    def trees(self) -> Mapping[str, Json]:
+        """By path: how the state of objects that hold tensors is made of them, as FORMAT.md says."""
+        return self._saved.objects
+
+    def groups(self, path: str) -> dict[str, int]:
+        """Of an optimizer: names of parameters, of all ranks', each with the position of its group."""
+        return {name: group.index for name, group in self._saved.groups.get(path, {}).items()}
+
+    def get_tensor(self, name: str) -> Any:
+        """A whole tensor.
+
+        Raises StateMismatch for a name that is no tensor's, UnsupportedState for a dtype that the framework lacks,
+        CorruptData that names the tensor, StoreError, NoRoom.
+        """
+        return self.get_tensors([name])[name]
+
+    def get_tensors(self, names: Iterable[str]) -> dict[str, Any]:
+        """Several tensors, read in parallel; those that are one under several names are one here, too."""
+        entries = {name: self._entry(name) for name in names}
+        for name, entry in entries.items():
+            frameworks.check(self._framework, name, entry.dtype)
+        found = self.get_raw({entry.name: Box.whole(entry.shape) for entry in entries.values()})
+        shown = {name: frameworks.present(self._framework, name, raw) for name, raw in found.items()}
+        return {name: shown[entry.name] for name, entry in entries.items()}
+
+    def get_slice(self, name: str) -> Slice:
+        """A tensor of which a part is read when it is indexed; nothing is read now."""
+        return Slice(self, name, self._entry(name))
+
+    def spec(self, name: str) -> TensorSpec:
+        """Shape and dtype (torch's name) of a tensor; nothing is read. Raises StateMismatch."""
+        return self._entry(name)
+
+    def fill(self, wants: Sequence[Want[Raw]]) -> None:
+        """Fills boxes of tensors, in parallel; any of a tensor's names will do."""
+        own = [Want(self._entry(want.name).name, want.pieces) for want in wants]
+        with self._lock:
+            self._reader.read(own, lambda nbytes: None)
+
+    def check_there(self, name: str, box: Box | None = None) -> None:
+        """Before memory, or a disk, is filled with a large tensor: whether packs have as much as documents say.
+
+        Raises CorruptData, FormatError, StoreError.
+        """
+        entry = self._entry(name)
+        with self._lock:
+            self._reader.check_there(entry.name, box or Box.whole(entry.shape), dtypes.itemsize(entry.dtype))
+
+    def _entry(self, name: str) -> TensorEntry:
+        found = self._saved.tensors.get(name)
+        if found is not None:
+            return found
+        below = f"{name}/"
+        if name in self.values:
+            why = "it is a plain value, see values"
+        elif any(other.startswith(below) for other in self._saved.tensors):
+            why = f"it holds {sum(other.startswith(below) for other in self._saved.tensors)} tensors: see keys()"
+        else:
+            close = difflib.get_close_matches(name, self._saved.tensors, 3)
+            why = f"did you mean {' or '.join(close)}?" if close else "keys() lists those that there are"
+        raise StateMismatch(f"{name}: no tensor of step {self.step} of {self._store.url} has this name; {why}")
+
+    def get_raw(self, boxes: Mapping[str, Box]) -> dict[str, Raw]:
+        """The bytes of a box of each tensor, whatever its dtype. By name."""
+        for name, box in boxes.items():
+            self.check_there(name, box)
+        found = {name: empty(name, self._entry(name).dtype, box.shape) for name, box in boxes.items()}
+        wants = [Want(name, ((boxes[name], raw),)) for name, raw in found.items() if raw.array.size]
+        if wants:
+            self.fill(wants)
+        return found
+
+    def close(self) -> None:
+        """Ends the connection to the store. What was read stays."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Values(Mapping[str, object]):
+    """Plain values by name, from what is saved of them."""
+
+    def __init__(self, saved: Mapping[str, Json]) -> None:
+        self._saved = saved
+
+    @override
+    def __getitem__(self, name: str) -> object:
+        saved = self._saved[name]
+        try:
+            return values.decode(saved, name)
+        except ModuleNotFoundError as error:
+            raise UnsupportedState(
+                f"{name}: the value is one of {error.name}'s own types, and {error.name} is not installed; install it, "
+                "or ask for other values by only="
+            ) from error
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._saved)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._saved)
+
+    @override
+    def __repr__(self) -> str:
+        return f"<{len(self)} values: {', '.join(list(self)[:10])}{', ...' if len(self) > 10 else ''}>"
+
+
+class Slice:
+    """A tensor of an opened step, to be read in part: `reader.get_slice(name)[:10, ...]`."""
+
+    def __init__(self, reader: CheckpointReader, name: str, entry: TensorEntry) -> None:
+        self._reader, self._name, self._entry = reader, name, entry
+
+    def get_shape(self) -> list[int]:
+        """Of the whole tensor, over all ranks."""
+        return list(self._entry.shape)
+
+    def get_dtype(self) -> str:
+        """safetensors' word, such as "BF16"; torch's name where safetensors has none."""
+        dtype = self._entry.dtype
+        return dtypes.safetensors_name(dtype) if dtypes.has_own_word(dtype) else dtype
+
+    def __getitem__(self, index: object) -> Any:
+        """Reads the chunks in which it lies, and gives back what was asked for; steps of slices are at least 1.
+
+        Raises as `get_tensor` does, and IndexError outside of the tensor.
+        """
+        framework = self._reader._framework
+        frameworks.check(framework, self._name, self._entry.dtype)
+        box, inside = cut(self._name, self._entry.shape, index)
+        raw = self._reader.get_raw({self._name: box})[self._name]
+        return frameworks.present(framework, self._name, raw)[inside]

@@ -1,0 +1,365 @@
+"""From the parts and packs of a step into memory, whatever layout either side has.
+
+A part's rows are the truth of what lies where; layouts only tell which parts to open. Every chunk is read whole and
+checked against its digest before a byte of it is believed; every element of every target is filled, or it is an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Generic, NamedTuple, TypeVar
+
+from ckptlib.catalog.chunks import UNSEEN_BYTES, check_there
+from ckptlib.catalog.shards import PartIndex, SavedShard, ShardComparer
+from ckptlib.errors import CorruptData, FormatError, UnsupportedState
+from ckptlib.format import dtypes, gc_pause
+from ckptlib.format.box import Box, Run, common_run, find_hole
+from ckptlib.format.digests import digester
+from ckptlib.format.layout import Layout, OwnPerRank, TensorEntry, ranks_touching
+from ckptlib.format.overlaps import Meeting, meetings
+from ckptlib.format.part import Part
+from ckptlib.reading.requests import ChunkRead, Landing, Request, Target, copies_of, merge
+from ckptlib.reading.source import StepSource, own_rank
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+"""Memory that is filled: arrays, or tensors."""
+
+
+class Place(NamedTuple):
+    """A saved shard: of whose share, and which."""
+
+    share: PartIndex
+    shard: int
+    """Position in the table of the share's part."""
+
+    @property
+    def box(self) -> Box:
+        """What it fills of its tensor."""
+        return self.share.part.table.boxes[self.shard]
+
+    def whole(self) -> SavedShard:
+        """All that is to be known of it, to compare it."""
+        return self.share.shard(self.shard)
+
+
+class Touching(NamedTuple):
+    """A saved box that holds something of what is wanted."""
+
+    position: int
+    """Among the saved boxes."""
+    run: Run | None
+    """What they have in common, where that is one run."""
+
+
+class Cover(NamedTuple):
+    """How saved boxes make up a wanted one."""
+
+    touching: tuple[Touching, ...]
+    hole: Box | None
+    """What none of them holds."""
+
+
+Reads = dict[tuple[int, int], ChunkRead]
+"""By saved rank and chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want(Generic[T]):
+    """One tensor to be filled."""
+
+    name: str
+    """That it is saved under."""
+    pieces: tuple[tuple[Box, T], ...]
+    """Boxes in global coordinates, each with a view of the same shape to be filled."""
+    everywhere: bool = False
+    """Whether it is a whole plain tensor, which every rank is likely to want."""
+
+
+class StepReader(ABC, Generic[T]):
+    """Reads one step for one rank, into memory of one kind."""
+
+    def __init__(self, source: StepSource, rank: int) -> None:
+        self._source = source
+        self._rank = rank
+        self._shares: dict[int, PartIndex] = {}
+        self._contents = ShardComparer(source.read_into)
+        self.layouts: Mapping[str, Layout] = {digest: source.layout(digest) for digest in source.layouts}
+        self._ranks = {digest: frozenset(ranks) for digest, ranks in source.layouts.items()}
+        self._own = frozenset({self.own_rank})
+        self._own_layout = next(digest for digest, ranks in self._ranks.items() if self._own <= ranks)
+        self.nbytes_read = 0
+        self.rounded: dict[str, float] = {}
+        """By name of the tensors that are not as they were when they were saved: see `LoadReport.rounded`."""
+
+    @abstractmethod
+    def target(self, memory: T) -> Target:
+        """What fills this memory."""
+
+    @abstractmethod
+    def landing(self, memory: Iterable[T]) -> Landing:
+        """Made for one read into all of this memory."""
+
+    @property
+    def own_rank(self) -> int:
+        """See the function."""
+        return own_rank(self._rank, self._source.world_size)
+
+    @property
+    def step(self) -> int:
+        return self._source.save.step
+
+    def part(self, rank: int) -> Part:
+        """A rank's part, read once."""
+        return self._share(rank).part
+
+    def first_rank(self, layout: str) -> int:
+        """Of the saved ranks that have a layout."""
+        return min(self._ranks[layout])
+
+    def _share(self, rank: int) -> PartIndex:
+        found = self._shares.get(rank)
+        if found is None:
+            part = self._source.part(rank)
+            found = self._shares[rank] = PartIndex(part, self.layouts[part.table.layout])
+        return found
+
+    def entries(self, name: str) -> dict[str, TensorEntry]:
+        """By layout: the tensor that is saved under this name; that of this rank alone, where each has its own."""
+        own = self.layouts[self._own_layout].find(name)
+        if own is not None and isinstance(own.holding, OwnPerRank):
+            return {self._own_layout: own}
+        found = ((digest, layout.find(name)) for digest, layout in self.layouts.items())
+        return {
+            digest: entry for digest, entry in found if entry is not None and not isinstance(entry.holding, OwnPerRank)
+        }
+
+    def same_bytes(self, first: str, second: str, boxes: Sequence[Box] | None = None) -> bool:
+        """Whether two tensors were saved with the same content, at least in some boxes of them."""
+        kinds = [next(iter(self.entries(name).values())) for name in (first, second)]
+        if (kinds[0].dtype, kinds[0].shape) != (kinds[1].dtype, kinds[1].shape):
+            return False
+        return all(self._same_in(box, first, second) for box in (boxes or [Box.whole(kinds[0].shape)]))
+
+    def _same_in(self, box: Box, first: str, second: str) -> bool:
+        sides = []
+        for name in (first, second):
+            places = _places(name, self._shares_of(self.ranks_holding(name, [box])))
+            sides.append({b: place for b, place in self._sources(name, places, [box]).items() if b.intersect(box)})
+        alike = sides[0].keys() == sides[1].keys()
+        if not alike and any(find_hole(box, [*side]) for side in sides):
+            return False
+        pairs = ((b, b) for b in sides[0]) if alike else ((a, b) for a in sides[0] for b in sides[1])
+        return all(
+            self._same(sides[0][a], sides[1][b], common)
+            for a, b in pairs
+            if (in_both := a.intersect(b)) is not None and (common := in_both.intersect(box)) is not None
+        )
+
+    def read(self, wants: Sequence[Want[T]], progress: Callable[[int], None]) -> None:
+        """Fills every want. `progress` is told of bytes as they arrive.
+
+        Raises CorruptData that names the tensor, also for an element that no chunk covers or of which several ranks
+        saved different values; StoreError.
+        """
+        with ThreadPoolExecutor(self._source.limits.threads, "ckptlib-read") as executor:
+            ranks = [self.ranks_for(want) for want in wants]
+            list(executor.map(self._share, sorted(frozenset().union(*ranks) - self._shares.keys())))
+            with gc_pause.kept():
+                requests = self._plan(wants, ranks)
+            verify = digester(self.part(self.own_rank).algorithm)
+            landing = self.landing(memory for want in wants for _, memory in want.pieces)
+            try:
+                for nbytes in executor.map(lambda request: self._run(request, verify, landing), requests):
+                    self.nbytes_read += nbytes
+                    progress(nbytes)
+            finally:
+                executor.shutdown(cancel_futures=True)
+                landing.close()
+
+    def check_there(self, name: str, box: Box, itemsize: int) -> None:
+        """Before memory is taken for a large box of a tensor: whether all of it is where parts say that it is.
+
+        Raises CorruptData for what no part has, and as a read does where a pack ends early.
+        """
+        if box.numel * itemsize <= UNSEEN_BYTES:
+            return
+        places = _places(name, self._shares_of(self.ranks_holding(name, [box])))
+        boxes = tuple([place.box for place in places])
+        cover = _cover(box, boxes)
+        self._check_cover(name, cover.hole)
+        ends: dict[str, int] = {}
+        for touching in cover.touching:
+            share, shard = places[touching.position]
+            part, table = share.part, share.part.table
+            for chunk in table.chunks(shard):
+                pack = part.packs[table.packs[chunk]].key
+                ends[pack] = max(ends.get(pack, 0), table.offsets[chunk] + part.stored[chunk])
+        for pack, end in ends.items():
+            self._source.read_into(pack, end - 1, memoryview(bytearray(1)))
+
+    def ranks_for(self, want: Want[T]) -> frozenset[int]:
+        """Whose parts may hold what is wanted."""
+        return self.ranks_holding(want.name, [box for box, _ in want.pieces])
+
+    def ranks_holding(self, name: str, boxes: Iterable[Box]) -> frozenset[int]:
+        """Whose parts may hold something of these boxes of a tensor."""
+        if self._source.world_size == 1:
+            return self._own
+        found: set[int] = set()
+        boxes = list(boxes)
+        for digest, entry in self.entries(name).items():
+            ranks = self._ranks[digest]
+            if isinstance(entry.holding, OwnPerRank):
+                found |= self._own & ranks
+                continue
+            for box in boxes:
+                found.update(ranks_touching(entry, box, ranks))
+        return frozenset(found)
+
+    def _plan(self, wants: Sequence[Want[T]], ranks: Sequence[frozenset[int]]) -> list[Request]:
+        """The requests that fill all wants. `ranks`: of each want, whose parts may hold it."""
+        reads: Reads = {}
+        before: frozenset[int] | None = None
+        for want, of in zip(wants, ranks, strict=True):
+            if of is not before:  # alone, a rank has one set for all that it wants
+                before, shares = of, self._shares_of(of)
+            self._plan_want(want, shares, reads)
+        for (_, chunk), read in reads.items():
+            coding = read.coding
+            if coding is not None and coding.loss is not None:
+                for name in read.share.names_in(chunk):
+                    self.rounded[name] = max(self.rounded.get(name, 0.0), coding.loss.relative)
+        return merge(reads.values(), self._source.limits)
+
+    def _plan_want(self, want: Want[T], shares: Sequence[PartIndex], reads: Reads) -> None:
+        """Adds what fills a want. `shares`: those that may hold it."""
+        places = _places(want.name, shares)
+        boxes = tuple([share.part.table.boxes[shard] for share, shard in places])
+        if len(boxes) > 1 and _meetings(want.name, boxes):
+            sources = self._sources(want.name, places, [box for box, _ in want.pieces])
+            boxes, places = tuple(sources), [*sources.values()]
+        for box, memory in want.pieces:
+            to = self.target(memory)
+            if boxes == (box,) and to.numel:  # saved and wanted alike: most tensors by far
+                _plan_alike(places[0], box, to, reads)
+                continue
+            cover = _cover(box, boxes)
+            self._check_cover(want.name, cover.hole)
+            for i, run in cover.touching:
+                _plan_shard(places[i], run, box, to, reads)
+
+    def _shares_of(self, ranks: Collection[int]) -> list[PartIndex]:
+        """In the order of these ranks."""
+        return [*map(self._share, sorted(ranks))]
+
+    def _sources(self, name: str, places: Sequence[Place], wanted: Sequence[Box]) -> dict[Box, Place]:
+        """By box: the first shard that fills it. What is wanted of two shards that overlap must be equal in both."""
+        boxes = tuple([place.box for place in places])
+        for i, j, region in _meetings(name, boxes):
+            for common in filter(None, map(region.intersect, wanted)):
+                if not self._same(places[i], places[j], common):
+                    ranks = f"ranks {places[i].share.part.rank} and {places[j].share.part.rank}"
+                    raise CorruptData(f"{name}{common}: {ranks} saved different bytes for it")
+        found: dict[Box, Place] = {}
+        for box, place in zip(boxes, places, strict=True):
+            found.setdefault(box, place)
+        return found
+
+    def _same(self, first: Place, second: Place, region: Box) -> bool:
+        return self._contents.same(first.whole(), second.whole(), region)
+
+    def _check_cover(self, name: str, hole: Box | None) -> None:
+        if hole is not None:
+            raise CorruptData(
+                f"{name}{hole}: no chunk of step {self._source.save.step} holds these elements; try an earlier step, "
+                "or: ckptlib verify"
+            )
+
+    def _run(self, request: Request, verify: Callable[[memoryview], str], landing: Landing) -> int:
+        """One request: its chunks are checked, then placed. What is damaged is read again where that may help."""
+        source = self._source
+        check_there(source.read_into, request.pack, request.offset, request.nbytes)
+        for last in (n + 1 >= source.limits.reads for n in itertools.count()):
+            buffer = request.buffer(landing)
+            source.read_into(request.pack, request.start, buffer)
+            try:
+                request.place(buffer, source.read_into, verify, source.save.step, landing)
+                break
+            except CorruptData as error:
+                if last:
+                    raise
+                log.warning("%s; it is read once more, since the network may have altered it", error)
+        return len(buffer)
+
+
+def _places(name: str, shares: Iterable[PartIndex]) -> list[Place]:
+    """The shards of a tensor."""
+    return [Place(share, shard) for share in shares for shard in share.shards(name)]
+
+
+def _plan_alike(place: Place, box: Box, to: Target, reads: Reads) -> None:
+    """As `_plan_shard`, of a shard that fills just what is wanted. Not empty."""
+    share, shard = place
+    table, numel = share.part.table, to.numel
+    if to.is_row_major and table.num_chunks[shard] <= 1:
+        dtype = share.layout.tensors[table.tensors[shard]].dtype
+        to.take(_read_of(reads, share, table.first_chunks[shard]), share.skipped[shard], 0, numel, dtype)
+    else:
+        _plan_shard(place, Run(0, 0, numel), box, to, reads)
+
+
+def _plan_shard(place: Place, run: Run | None, wanted: Box, to: Target, reads: Reads) -> None:
+    """Adds the chunks of a shard that hold something of `wanted`. `run`: what they have in common, if it is one."""
+    share, shard = place
+    table, skipped = share.part.table, share.skipped[shard]
+    dtype = share.layout.tensors[table.tensors[shard]].dtype
+    itemsize, several = dtypes.itemsize(dtype), table.num_chunks[shard] > 1
+    if run is not None and to.is_row_major and not several:
+        read = _read_of(reads, share, table.first_chunks[shard])
+        to.take(read, skipped + run.first * itemsize, run.at, run.numel, dtype)
+        return
+    element = 0
+    for chunk in table.chunks(shard):
+        stop = element + (table.nbytes[chunk] if several else share.sizes[shard]) // itemsize
+        if run is None or not to.is_row_major:
+            for copy in copies_of(table.boxes[shard], element, stop, wanted, to.memory, skipped, dtype):
+                _read_of(reads, share, chunk).copies.append(copy)
+        else:
+            first, last = max(run.first, element), min(run.first + run.numel, stop)
+            if first < last:
+                read = _read_of(reads, share, chunk)
+                to.take(read, (first - element) * itemsize, run.at + first - run.first, last - first, dtype)
+        element = stop
+
+
+def _read_of(reads: Reads, share: PartIndex, chunk: int) -> ChunkRead:
+    found = reads.get((share.part.rank, chunk))
+    if found is None:
+        found = reads[share.part.rank, chunk] = ChunkRead(share, chunk)
+    return found
+
+
+def _meetings(name: str, boxes: tuple[Box, ...]) -> tuple[Meeting, ...]:
+    try:
+        return _meetings_of(boxes)
+    except UnsupportedState as error:
+        raise FormatError(f"{name}: {error}") from error
+
+
+@lru_cache(maxsize=256)  # layers are alike
+def _meetings_of(boxes: tuple[Box, ...]) -> tuple[Meeting, ...]:
+    return tuple(meetings(boxes))
+
+
+@lru_cache(maxsize=256)
+def _cover(wanted: Box, boxes: tuple[Box, ...]) -> Cover:
+    touching = (Touching(i, common_run(b, wanted)) for i, b in enumerate(boxes) if b.intersect(wanted) is not None)
+    return Cover(tuple(touching), find_hole(wanted, boxes))

@@ -1,0 +1,173 @@
+"""Exports that fail, are killed, or are asked for by somebody hostile: nothing half is left by its name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from places import ROOT
+from safetensors.numpy import load_file
+from support import make_generation, make_root, make_save, state
+
+import ckptlib
+from ckptlib.exporting import outputs, stream
+from ckptlib.stores.local import LocalStore
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    catalog = make_root(LocalStore(str(tmp_path / "root")))
+    make_save(catalog, make_generation(catalog, world_size=2), 1, state(1), 2)
+    return tmp_path / "root"
+
+
+def beside(path: Path) -> list[str]:
+    return sorted(found.name for found in path.parent.iterdir())
+
+
+def test_a_flipped_bit_in_any_pack(path: Path) -> None:
+    num_found = 0
+    for pack in sorted((path / "packs").rglob("*.safetensors")):
+        data = pack.read_bytes()
+        for at in range(4096, min(len(data), 4250), 5):
+            pack.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+            try:
+                ckptlib.export(path, path.parent / "x.safetensors")
+            except ckptlib.CorruptData:
+                assert beside(path) == ["root"]
+                num_found += 1
+            else:  # slack
+                found = load_file(path.parent / "x.safetensors")
+                assert {name: array.tobytes() for name, array in found.items()} == {
+                    name: array.tobytes() for name, array in state(1).items()
+                }
+                (path.parent / "x.safetensors").unlink()
+        pack.write_bytes(data)
+    assert num_found > 10
+    for pack in (path / "packs").rglob("*.safetensors"):
+        pack.unlink()
+    with pytest.raises(ckptlib.ObjectNotFound):
+        ckptlib.export(path, path.parent / "hf", format="hf")
+    assert list((path.parent / "hf").iterdir()) == []
+
+
+def test_what_is_there_is_never_overwritten(path: Path) -> None:
+    out = path.parent / "x.safetensors"
+    out.write_bytes(b"mine")
+    for form in ("safetensors", "torch"):
+        with pytest.raises(ckptlib.ObjectExists, match="is there already"):
+            ckptlib.export(path, out, format=form)
+    hf = path.parent / "hf"
+    hf.mkdir()
+    (hf / "config.json").write_text("{}")
+    (hf / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ckptlib.ObjectExists, match=r"index\.json is there already"):
+        ckptlib.export(path, hf, format="hf")
+    (hf / "model.safetensors.index.json").unlink()
+    ckptlib.export(path, hf, format="hf")
+    assert {found.name for found in hf.iterdir()} == {"config.json", "model.safetensors"}
+    assert out.read_bytes() == b"mine"
+
+
+def test_somebody_was_quicker(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = path.parent / "x.safetensors"
+    write = stream.write
+
+    def late(*args: object) -> None:
+        write(*args)  # type: ignore[arg-type]
+        out.write_bytes(b"mine")
+
+    monkeypatch.setattr("ckptlib.exporting.export.write", late)
+    with pytest.raises(ckptlib.ObjectExists, match="since the export began"):
+        ckptlib.export(path, out)
+    assert (out.read_bytes(), beside(path)) == (b"mine", ["root", "x.safetensors"])
+
+
+def test_a_disk_that_is_too_small(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = outputs.shutil.disk_usage(path)
+    monkeypatch.setattr(outputs.shutil, "disk_usage", lambda where: usage._replace(free=100))
+    with pytest.raises(ckptlib.NoRoom, match="and the disk has 100 left"):
+        ckptlib.export(path, path.parent / "x.safetensors")
+    monkeypatch.undo()
+
+    def full(fd: int, at: int, nbytes: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ckptlib.NoRoom, match="No space left"):
+        ckptlib.export(path, path.parent / "x.safetensors")
+    assert beside(path) == ["root"]
+
+
+HOSTILE = ["../../x", "/etc/x", "..", "a/../../b", "x\ny", "\u202e", "\x00"]
+
+
+def test_names_that_climb_are_only_names(tmp_path: Path) -> None:
+    catalog = make_root(LocalStore(str(tmp_path / "root")))
+    tensors = {name: np.full(3, i, np.float32) for i, name in enumerate(HOSTILE)}
+    make_save(catalog, make_generation(catalog), 1, tensors)
+    for form, out in (("safetensors", "deep/x.safetensors"), ("hf", "deep/hf"), ("torch", "deep/x.pt")):
+        ckptlib.export(tmp_path / "root", tmp_path / out, format=form, max_shard_size=20)
+    found = load_file(tmp_path / "deep/x.safetensors")
+    assert {name: int(array[0]) for name, array in found.items()} == {name: i for i, name in enumerate(HOSTILE)}
+    assert torch.load(tmp_path / "deep/x.pt", weights_only=True).keys() == {*HOSTILE}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "root"]
+    assert len([*(tmp_path / "deep/hf").iterdir()]) == len(HOSTILE) + 1
+
+
+KILLED = """
+import os, signal, sys
+import ckptlib
+from ckptlib.exporting import outputs
+publish, calls = outputs.Outputs.publish, []
+write = outputs.Outputs.write
+def counted(self, name, *more):
+    calls.append(name)
+    if len(calls) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(self, name, *more)
+def renames(self, target):
+    calls.append(str(target))
+    if len(calls) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return os.rename(self, target)
+outputs.Outputs.write = counted
+outputs.Path.rename = renames
+ckptlib.export(sys.argv[1], sys.argv[2], format="hf", max_shard_size=20)
+"""
+
+
+def test_killed_at_any_moment(path: Path) -> None:
+    """Four files are written, then four get their names; the index is the last."""
+    for at in range(1, 10):
+        out = path.parent / f"hf{at}"
+        command = [sys.executable, "-c", KILLED, str(path), str(out), str(at)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        names = {found.name for found in out.iterdir() if not found.name.startswith(".")} if out.exists() else set()
+        if at < 9:
+            assert done.returncode == -signal.SIGKILL, done.stderr
+            assert "model.safetensors.index.json" not in names
+        else:
+            assert done.returncode == 0, done.stderr
+            assert len(names) == 4
+            assert "model.safetensors.index.json" in names
+    if at == 9:
+        assert len(load_file(out / "model-00001-of-00003.safetensors")) == 1
+
+
+def test_options_that_are_none(path: Path) -> None:
+    for wrong, match in (
+        ({"format": "onnx"}, "expected one of safetensors, hf, torch"),
+        ({"dtype": "int4"}, "expected bf16, fp16 or fp32"),
+        ({"max_shard_size": "x"}, "expected a number of bytes"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            ckptlib.export(path, path.parent / "x", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a path of this machine"):
+        ckptlib.export(path, "s3://bucket/x")

@@ -1,0 +1,106 @@
+"""`ckptlib.read`: a step as dicts, nested as it was saved."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from onerank import Holder, Root, opened, same, same_modules
+from places import DATA
+from torch import nn
+
+import ckptlib
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Root]:
+    with opened(tmp_path) as made:
+        yield made
+
+
+def net() -> nn.Sequential:
+    found = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    found[2].bias = found[2].bias
+    return found
+
+
+def trained() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = net()
+    optim = torch.optim.AdamW([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}])
+    model(torch.randn(3, 4)).sum().backward()
+    optim.step()
+    return model, optim
+
+
+def test_everything_comes_back_as_it_was(root: Root) -> None:
+    torch.manual_seed(0)
+    model, optim = trained()
+    held = {"a": [torch.ones(2), 5, (torch.zeros(3), "x")], 7: OrderedDict(b=torch.arange(3)), "a/b%": {"c": None}}
+    state = {
+        "model": model,
+        "optim": optim,
+        "holder": Holder(held),
+        "plain holder": Holder({"k": [1, (2,)]}),
+        "config": {"lr": 0.1, "betas": [0.9, (1, {2})], "a/b": {"c%2F": torch.tensor(3)}},
+        "tensors": [torch.ones(1), torch.zeros(2)],
+        "epoch": 3,
+    }
+    root.save(state)
+    drawn = torch.get_rng_state()
+    found = ckptlib.read(root.url)
+    assert same(found["@rng"]["torch"], drawn)
+    assert same(found["model"], dict(model.state_dict()))
+    other = net()
+    other.load_state_dict(found["model"])
+    assert same_modules(model, other)
+    assert same(found["holder"], held)
+    assert found["plain holder"] == {"k": [1, (2,)]}
+    assert same(found["config"], {"lr": 0.1, "betas": [0.9, [1, {2}]], "a/b": {"c%2F": torch.tensor(3)}})
+    assert same(found["tensors"], [torch.ones(1), torch.zeros(2)])
+    assert found["epoch"] == 3
+    assert found.keys() == {*state, "@rng"}
+
+
+def test_an_optimizer_comes_back_by_names(root: Root) -> None:
+    torch.manual_seed(0)
+    model, optim = trained()
+    root.save({"model": model, "optim": optim})
+    found = ckptlib.read(root.url, only="optim")
+    assert found.keys() == {"optim"}
+    names = {param: f"model/{name}" for name, param in model.named_parameters()}
+    assert same(found["optim"]["state"], {names[p]: dict(s) for p, s in optim.state.items()})
+    expected = [{**g, "params": [names[p] for p in g["params"]]} for g in optim.param_groups]
+    assert same(found["optim"]["param_groups"], expected)
+
+
+def test_a_part(root: Root) -> None:
+    model, optim = trained()
+    root.save({"model": model, "optim": optim, "holder": Holder([torch.ones(2), 4]), "xs": [1, 2]})
+    assert ckptlib.read(root.url, only="model/0.*").keys() == {"model"}
+    assert ckptlib.read(root.url, only=["model/0.*", "xs/1"])["model"].keys() == {"0.weight", "0.bias"}
+    assert same(ckptlib.read(root.url, only=["xs/1", "holder/0"]), {"xs": {"1": 2}, "holder": {"0": torch.ones(2)}})
+    assert ckptlib.read(root.url, only=["xs"]) == {"xs": [1, 2]}
+    exp_avg = ckptlib.read(root.url, only="optim/model/0.weight/exp_avg")
+    assert same(exp_avg["optim"]["model"]["0.weight"]["exp_avg"], optim.state[model[0].weight]["exp_avg"])
+    with pytest.raises(ckptlib.StateMismatch, match=r"'modle'.*at its top are @rng, holder, model, optim, xs"):
+        ckptlib.read(root.url, only=["model", "modle"])
+
+
+def test_tied_weights_are_one(root: Root) -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    model[1].weight = model[0].weight
+    root.save({"model": model})
+    found = ckptlib.read(root.url)["model"]
+    assert found["0.weight"] is found["1.weight"]
+
+
+@pytest.mark.parametrize("name", ["written-by-0.1", "written-by-0.2"])
+def test_of_two_ranks(name: str) -> None:
+    found = ckptlib.read(DATA / name / "root", rank=1)
+    assert found["mine"].tolist() == [1, 10]
+    assert same(found["tied"], [torch.ones(3), torch.ones(3), [1, "two", 3.5]])
+    assert found["optim"]["param_groups"][0]["lr"] == 0.01
+    assert found["optim"]["state"].keys() == {*found["optim"]["param_groups"][0]["params"]}
