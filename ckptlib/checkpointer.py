@@ -254,6 +254,8 @@ class Checkpointer:
         program installed handlers of its own before it created the Checkpointer, those stay.
         """
         self._put_back_random()
+        if not self._turns.started:
+            self._keeper.warn_of_early_batches()
         self._due.final = total
         for step in range(start, total):
             yield step

@@ -24,6 +24,8 @@ class ResumableLoader(ABC):
         self.loader = loader
         self._current: object = None
         """Stands for the one iterator that may go on."""
+        self.batches_given = 0
+        """To the loop, since this was made or its state was loaded. `Checkpointer.loop` asks."""
 
     @property
     @abstractmethod
@@ -51,6 +53,7 @@ class ResumableLoader(ABC):
                 self._end()
                 return
             self._count()
+            self.batches_given += 1
             yield batch
 
     def __len__(self) -> int:
@@ -70,6 +73,7 @@ class ResumableLoader(ABC):
         """Raises StateMismatch where the place means nothing for this loader."""
         self._load(state)
         self._current = None
+        self.batches_given = 0
 
     @abstractmethod
     def _seed(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from typing_extensions import override
@@ -11,6 +12,8 @@ from ckptlib.format.keys import SaveId
 from ckptlib.loading.loaded import Filled, Loads, Parts
 from ckptlib.saving.registry import Keeper, registry
 from ckptlib.saving.session import Session
+
+log = logging.getLogger(__name__)
 
 
 class StateKeeper(Keeper):
@@ -25,6 +28,16 @@ class StateKeeper(Keeper):
         url = self._session.settings.url
         self.note_load(url, registry.take_loads(url, self._session.over))
         registry.keepers.add(self)
+
+    def warn_of_early_batches(self) -> None:
+        """Before the first step: a batch that a loader of the state has given counts as trained on, and is not."""
+        given = (getattr(part, "batches_given", 0) for part in Parts(self._state, ask=False).objects)
+        if self._session.group.rank == 0 and any(isinstance(count, int) and count > 0 for count in given):
+            log.warning(
+                "a batch was asked for before the first body of loop, and each restart will skip one. Write "
+                "zip(ckpt.loop(start, total), batches), not zip(batches, ckpt.loop(start, total)), which asks for the "
+                "next batch before the step is saved; and take none beforehand"
+            )
 
     def end(self) -> None:
         """What is loaded from now on is another one's."""
