@@ -23,7 +23,7 @@ from workers.torn import OpensGate
 
 import ckptlib
 from ckptlib.errors import SaveFailed, TornSnapshot
-from ckptlib.events import Begun, Committed, Event, Failed, Held, Restored, Staged, Stopping, Torn
+from ckptlib.events import Begun, Committed, Event, Failed, Held, IntervalChanged, Restored, Staged, Stopping, Torn
 
 
 def train(ckpt: ckptlib.Checkpointer, job: Job, first: int, last: int) -> None:
@@ -177,6 +177,18 @@ def test_a_job_that_is_told_to_stop(job: Job) -> None:
     last = steps(job.root)[-1]
     assert [event.step for event in told if isinstance(event, Stopping)] == [last]
     assert told[-1] == Committed(last, told[-1].nbytes, told[-1].seconds)  # type: ignore[attr-defined]
+
+
+def test_an_interval_is_told_with_its_reason(job: Job) -> None:
+    told: list[Event] = []
+    with job.checkpointer(every=ckptlib.Overhead(0.9), on_event=told.append) as ckpt:
+        for step in (1, 2, 3):
+            job.body()
+            ckpt.after_step(step)
+        interval = ckpt.interval
+    first = next(event for event in told if isinstance(event, IntervalChanged))
+    assert (first.step, first.interval, first.before) == (1, interval, None)
+    assert first.why
 
 
 def test_nobody_listens_to_a_job_that_says_nothing(job: Job) -> None:
