@@ -13,9 +13,11 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from helpers.writers import alive
 from workers import crash_jobs, crash_oracle, peer_trainings, peers
 from workers.crash_jobs import Job, run, start
 
@@ -157,9 +159,13 @@ class Cluster:
     def kill_writers(self, hosts: Collection[str] | None = None) -> None:
         for job in self._all:
             if hosts is None or self._host_of[job.pid] in hosts:
-                for pid in crash_oracle.writers_of(job.pid):
+                killed = crash_oracle.writers_of(job.pid)
+                for pid in killed:
                     os.kill(pid, signal.SIGKILL)
-                job.join_writers()
+                for pid in killed:
+                    wait_until(partial(_is_gone, pid), f"writer {pid} stays")
+                if not job.process.is_alive():  # else it starts another one
+                    job.join_writers()
 
     def lose(self, *hosts: str) -> None:
         """All of the job's trainers die, and on these hosts all else, memory included."""
@@ -332,6 +338,10 @@ def is_let_go(slot: BinaryIO) -> bool:
         return False
     fcntl.lockf(slot, fcntl.LOCK_UN, 1, 1)
     return True
+
+
+def _is_gone(pid: int) -> bool:
+    return not alive(pid)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
