@@ -173,7 +173,8 @@ def test_what_the_docs_say(ckptlib: Ckptlib, saved: Path, monkeypatch: pytest.Mo
     commands = [line[2:].partition(" | ")[0] for line in text.splitlines() if line.startswith("$ ckptlib")]
     assert len(commands) > 10
     for command in commands:
-        assert ckptlib(*shlex.split(command)[1:]).code == 0, command
+        found = ckptlib(*shlex.split(command)[1:])
+        assert found.code == 0, (command, found.err)
     names: dict[str, Any] = {}
     for snippet in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(snippet, names)

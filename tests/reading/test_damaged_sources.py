@@ -87,6 +87,10 @@ for read in (lambda s: s.get_tensor("w"), lambda s: s.get_slice("w")[...], lambd
             print(type(error).__name__, error)
         else:
             raise AssertionError
+try:
+    ckptlib.export(sys.argv[1], sys.argv[1] + "/x.safetensors")
+except ckptlib.NoRoom as error:
+    print(error)
 status = open("/proc/self/status").read()
 peak_kb = int(status.split("VmHWM:")[1].split()[0])
 assert peak_kb < 200_000, peak_kb
@@ -112,3 +116,5 @@ def test_a_claim_of_absurd_size_takes_no_memory(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert len(re.findall("FormatError .*truncated", done.stdout)) == 3, done.stdout
+    assert "1,152,921,504,606,8" in done.stdout
+    assert not (tmp_path / "x.safetensors").exists()
