@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from ckptlib.exporting.export import ExportReport, export
+    from ckptlib.imports.convert import ImportReport, convert
     from ckptlib.loading.report import LoadReport
     from ckptlib.policy.keep import Keep
     from ckptlib.policy.lossy import Lossy
@@ -59,6 +60,8 @@ _HOMES = {
     "CheckpointInfo": "catalog.catalog",
     "CheckpointReader": "reading.opened",
     "ExportReport": "exporting.export",
+    "ImportReport": "imports.convert",
+    "convert": "imports.convert",
     "LoadReport": "loading.report",
     "Pending": "saving.pending",
     "checkpoints": "api",
@@ -120,6 +123,7 @@ __all__ = [
     "ExportReport",
     "First",
     "FormatError",
+    "ImportReport",
     "Keep",
     "LoadReport",
     "Lossy",
@@ -148,6 +152,7 @@ __all__ = [
     "UnsupportedState",
     "WaitTimeout",
     "checkpoints",
+    "convert",
     "export",
     "load",
     "open",

@@ -58,7 +58,7 @@ def without_overlap(leaf: Leaf) -> bool:
 class SaveOrder:
     """What is to be saved, and how. The same on all ranks but for the state."""
 
-    state: Mapping[str, object]
+    state: Mapping[str, object] | Flat
     step: int
     metrics: Mapping[str, object] | None = None
     to_store: bool = True

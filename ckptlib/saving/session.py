@@ -157,11 +157,16 @@ class Session:
     def look(
         self, state: object, step: int, metrics: Mapping[str, object] | None
     ) -> tuple[Flat, dict[str, values.Json]]:
-        """The state, flattened, with the random generators; and the metrics. The first save begins the generation."""
+        """The state, flattened, with the random generators; and the metrics. The first save begins the generation.
+
+        What is flat already is saved as it is: it is no state of this process, whose generators mean nothing beside it.
+        """
         if self.outcomes.superseded is not None:
             raise self.outcomes.superseded
         self.lineage.begin(self.writer, step)
         encoded = {name: values.encode(value, f"metrics[{name}]") for name, value in (metrics or {}).items()}
+        if isinstance(state, Flat):
+            return state, encoded
         return flatten(whole_state(state, PerRank(self._rng)), self._memo), encoded
 
     def is_exempt(self, step: int) -> bool:

@@ -1,0 +1,1 @@
+"""Checkpoints of other libraries, read to be saved as steps."""

@@ -1,0 +1,205 @@
+"""convert: a checkpoint of another library, saved as a step."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.checkpoint import SaveOrder, save_step
+from ckptlib.errors import CorruptData, StateError
+from ckptlib.format.box import Box
+from ckptlib.format.keys import checked_step
+from ckptlib.format.manifest import Manifest
+from ckptlib.imports.foreign import Foreign
+from ckptlib.imports.formats import format_of
+from ckptlib.loading.progress import progress
+from ckptlib.loading.reader import Reader
+from ckptlib.policy.codec import AUTO, Asked, CodecRules
+from ckptlib.reading.committed import Committed
+from ckptlib.reading.reader import Want
+from ckptlib.saving.session import Session
+from ckptlib.saving.settings import SAVE_DEADLINE, Settings
+from ckptlib.state.flatten import Flat
+from ckptlib.state.raw_bytes import bytes_of
+from ckptlib.stores import absolute, open_store
+
+log = logging.getLogger(__name__)
+
+COMPARED_BYTES = 64 * 1024 * 1024
+"""That are read back at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """What came over."""
+
+    kind: str
+    """What wrote the source."""
+    url: str
+    step: int
+    tensors: int
+    nbytes: int
+    """Of the tensors; tied ones count once."""
+    values: int
+    aliases: dict[str, str]
+    """Further names of tied tensors, each with the first one."""
+    optimizers: tuple[str, ...]
+    """Names under which optimizers can be loaded."""
+    left_out: tuple[str, ...]
+    """By `only` and `skip`."""
+    notes: tuple[str, ...]
+    """What to know before loading it."""
+
+
+def convert(
+    source: str | Path,
+    url: str | Path,
+    *,
+    step: int | None = None,
+    only: str | Sequence[str] = (),
+    skip: str | Sequence[str] = (),
+    params: Mapping[str, Sequence[str]] | None = None,
+    tie: Mapping[str, str] | None = None,
+    codec: Asked = AUTO,
+    scratch: str | Path | None = None,
+    storage_options: Mapping[str, object] | None = None,
+) -> ImportReport:
+    """Saves a checkpoint that another library wrote as a step of a root. One process, no process group.
+
+    The source is never unpickled: its pickles are read as data, so no code of it runs. When it returns, the step is
+    committed, and was read back and compared with the source. A conversion that fails or is killed leaves no step;
+    give the same call again.
+
+    step:    default: the source's own where it has one, else 0.
+    only:    names, path prefixes or patterns of what is to come over; skip: of what is not.
+    params:  by name of an optimizer whose source only numbers its parameters: their names, in the order in which the
+             optimizer was given them, such as {"optimizer": ["model/wte.weight", ...]}.
+    tie:     further names of tensors that the source has under one name: {"model/lm_head.weight": "model/wte.weight"}.
+    scratch: a directory on a disk with room for a copy of the tensors, which lies there until the step is committed.
+             Default: the directory for temporary files.
+
+    Raises FormatError for what is damaged or of no known format, UnsupportedState for objects that only unpickling
+    could make, StateError where the root has the step already.
+    """
+    path = Path(source)
+    known = format_of(path)
+    foreign = Foreign(known.name, _several(only), _several(skip), params or {})
+    known.read(path, foreign)
+    for name, first in (tie or {}).items():
+        foreign.add_alias(name, first)
+    foreign.check_params()
+    flat = foreign.flat
+    number = checked_step(step if step is not None else foreign.step or 0)
+    settings = Settings(
+        url=absolute(url),
+        options=storage_options or {},
+        codec=CodecRules.of(codec),
+        arena=Path(scratch or tempfile.gettempdir()),
+        tags={"imported": foreign.kind},
+    )
+    if not _is_there(settings, number):
+        _save(settings, flat, number)
+    _compare(settings, flat, number)
+    for note in foreign.notes:
+        log.warning("%s", note)
+    return ImportReport(
+        foreign.kind,
+        str(url),
+        number,
+        len(flat.leaves) - len(flat.aliases),
+        _nbytes(flat),
+        len(flat.values),
+        flat.aliases,
+        tuple(sorted(flat.objects)),
+        tuple(sorted(foreign.left_out)),
+        tuple(foreign.notes),
+    )
+
+
+def _several(given: str | Sequence[str]) -> Sequence[str]:
+    return [given] if isinstance(given, str) else given
+
+
+def _nbytes(flat: Flat) -> int:
+    return sum(t.nbytes for leaf in flat.leaves if leaf.tied is None for _, t in leaf.pieces)
+
+
+def _is_there(settings: Settings, step: int) -> bool:
+    """Whether an earlier call has saved the step; it may have been killed since. Raises StateError where later steps
+    are in the way: a root with steps is a run's, and what is imported becomes a part of its history.
+    """
+    with open_store(settings.url, settings.options) as store:
+        steps = [save.step for save in Catalog(store).visible()]
+    if steps and step < max(steps):
+        raise StateError(
+            f"{settings.url}: has step {max(steps)} already, and an import of step {step} does not come after it; "
+            "import into a new root, or give a later step"
+        )
+    return step in steps
+
+
+def _save(settings: Settings, flat: Flat, step: int) -> None:
+    session = Session(settings, None)
+    clean = False
+    try:
+        session.await_room()
+        pending = save_step(session, SaveOrder(flat, step))
+        pending.staging.go()
+        pending.wait_committed()
+        clean = True
+    finally:
+        session.close(SAVE_DEADLINE, clean=clean)
+
+
+def _compare(settings: Settings, flat: Flat, step: int) -> None:
+    """What was committed, with the source: bit by bit. Raises CorruptData."""
+    buffer = torch.empty(COMPARED_BYTES, dtype=torch.uint8)
+    with (
+        open_store(settings.url, settings.options) as store,
+        progress(f"comparing step {step} with its source", _nbytes(flat)) as advance,
+    ):
+        catalog = Catalog(store)
+        save = catalog.resolve(step)
+        manifest = Manifest.decode(save, catalog.manifest_document(save), f"{store.url}/{save.manifest_key}")
+        reader = Reader(Committed(catalog, manifest), 0)
+        if any(flat.aliases.items() - layout.aliases.items() for layout in reader.layouts.values()):
+            raise CorruptData(_differs("what is tied", step))
+        for leaf in (leaf for leaf in flat.leaves if leaf.tied is None):
+            kinds = {(entry.dtype, entry.shape) for entry in reader.entries(leaf.name).values()}
+            if kinds != {(leaf.dtype, leaf.shape)}:
+                raise CorruptData(_differs(leaf.name, step))
+            for box, tensor in leaf.pieces:
+                for part, source in _cut(box, tensor):
+                    if source.nbytes > buffer.numel():
+                        buffer = torch.empty(source.nbytes, dtype=torch.uint8)
+                    target = buffer[: source.nbytes].view(source.dtype).view(source.shape)
+                    reader.read([Want(leaf.name, ((part, target),))], lambda nbytes: None)
+                    if not torch.equal(bytes_of(target), bytes_of(source.contiguous())):
+                        raise CorruptData(_differs(f"{leaf.name}{part}", step))
+                    advance(source.nbytes)
+        if dict(reader.part(0).values) != flat.values:
+            raise CorruptData(_differs("a plain value", step))
+
+
+def _differs(what: str, step: int) -> str:
+    return (
+        f"{what}: step {step} is not what the source has now. Did the source change, or is the step of another one? "
+        "Import into a new root"
+    )
+
+
+def _cut(box: Box, tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """Along the first dim, in parts of which some fit into memory."""
+    if not box.shape or tensor.nbytes <= COMPARED_BYTES:
+        return [(box, tensor)]
+    rows = max(1, COMPARED_BYTES * box.shape[0] // tensor.nbytes)
+    return [
+        (Box((box.offset[0] + i, *box.offset[1:]), tuple(part.shape)), part)
+        for i, part in ((i, tensor[i : i + rows]) for i in range(0, box.shape[0], rows))
+    ]

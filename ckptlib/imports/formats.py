@@ -1,0 +1,86 @@
+"""Which library wrote a source, and its reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptlib.errors import FormatError
+from ckptlib.imports.dcp import METADATA, read_dcp
+from ckptlib.imports.entries import add_entries
+from ckptlib.imports.foreign import Foreign, is_module
+from ckptlib.imports.mapped import Mapped
+from ckptlib.imports.safetensors_files import read_safetensors
+from ckptlib.imports.torch_file import is_torch_file, read_torch_file
+from ckptlib.imports.torchsnapshot import METADATA as SNAPSHOT_METADATA
+from ckptlib.imports.torchsnapshot import read_torchsnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One kind of source."""
+
+    name: str
+    fits: Callable[[Path], bool]
+    read: Callable[[Path, Foreign], None]
+
+
+def format_of(source: Path) -> Format:
+    """Raises FormatError where nothing here reads it."""
+    if not source.exists():
+        raise FormatError(f"{source}: does not exist")
+    for known in FORMATS:
+        if known.fits(source):
+            return known
+    names = ", ".join(known.name for known in FORMATS)
+    what = "directory" if source.is_dir() else "file"
+    raise FormatError(
+        f"{source}: this {what} is of no format that can be imported ({names}). If torch.load(..., weights_only=True) "
+        "reads it, torch.save what that gives, and import the new file"
+    )
+
+
+def _is_safetensors(source: Path) -> bool:
+    if source.is_dir():
+        return any(source.glob("*.safetensors"))
+    return source.name.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def _read_safetensors(source: Path, foreign: Foreign) -> None:
+    foreign.add_module(read_safetensors(source), "model")
+
+
+def _read_torch(source: Path, foreign: Foreign) -> None:
+    tree = read_torch_file(Mapped(source))
+    if isinstance(tree, Mapping) and "pytorch-lightning_version" in tree:
+        foreign.kind = "Lightning"
+        _add_lightning(tree, foreign)
+    elif is_module(tree):
+        foreign.add_module(tree, "model")
+    elif isinstance(tree, Mapping):
+        add_entries(tree, foreign)
+    else:
+        foreign.add_tree(tree, "value")
+
+
+def _add_lightning(tree: Mapping[Any, Any], foreign: Foreign) -> None:
+    """Its module as `model`, its optimizers and schedulers one by one."""
+    names = {"state_dict": "model", "optimizer_states": "optimizers", "lr_schedulers": "schedulers"}
+    rest = {names.get(str(key), key): value for key, value in tree.items()}
+    for plural, single in (("optimizers", "optimizer"), ("schedulers", "scheduler")):
+        several = rest.pop(plural, [])
+        for i, state in enumerate(several if isinstance(several, list) else []):
+            rest[single if len(several) == 1 else f"{single}.{i}"] = state
+    step = rest.get("global_step")
+    foreign.step = step if type(step) is int and step >= 0 else None
+    add_entries(rest, foreign)
+
+
+FORMATS = [
+    Format("DCP", lambda source: (source / METADATA).is_file(), read_dcp),
+    Format("torchsnapshot", lambda source: (source / SNAPSHOT_METADATA).is_file(), read_torchsnapshot),
+    Format("safetensors", _is_safetensors, _read_safetensors),
+    Format("torch.save", lambda source: source.is_file() and is_torch_file(source), _read_torch),
+]

@@ -1,0 +1,86 @@
+"""Files of a source, mapped: their bytes as tensors without being read, and names that stay inside of the source."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path, PurePosixPath
+
+import torch
+
+from ckptlib.errors import FormatError
+from ckptlib.format import dtypes
+
+
+class Mapped:
+    """One file, mapped for reading. The system may drop its pages at any time, so it takes no memory of its own."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises FormatError where there is no such file."""
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.nbytes = os.fstat(file.fileno()).st_size
+                # private and writable: torch wants memory that it could write to; nothing ever does
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.nbytes else None
+        except OSError as error:
+            raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+    def bytes(self, offset: int, nbytes: int, what: str) -> bytes:
+        """A copy. Raises FormatError for what is not within the file."""
+        self._check(offset, nbytes, what)
+        return b"" if self._map is None else self._map[offset : offset + nbytes]
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+        """1-d, of the file's own bytes. Raises FormatError for what is not within the file."""
+        nbytes = numel * dtype.itemsize
+        self._check(offset, nbytes, what)
+        if not nbytes or self._map is None:
+            return torch.empty(0, dtype=dtype)
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
+        if offset % dtype.itemsize:
+            raw = raw.clone()  # torch asks of a view that it begins where the dtype may
+        return raw.view(dtype)
+
+    def _check(self, offset: int, nbytes: int, what: str) -> None:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise FormatError(
+                f"{self.path}: {what} is said to be at [{offset}:+{nbytes}], but the file has {self.nbytes} bytes; "
+                "was it copied whole?"
+            )
+
+
+def inside(directory: Path, name: str) -> Path:
+    """A file of a source, by the name that another file of it has. Raises FormatError for a name that leads out."""
+    pure = PurePosixPath(name)
+    if not name or pure.is_absolute() or ".." in pure.parts or "\0" in name or "\\" in name:
+        raise FormatError(f"{directory}: names the file {name[:200]!r}, which is not inside of it; nothing was read")
+    path = directory / name
+    # hubs keep files as links to another directory of theirs, so a link is taken as it is
+    if not path.is_file():
+        raise FormatError(f"{path}: is missing, but {directory} names it; was it copied whole?")
+    return path
+
+
+def dtype_named(name: str, what: str) -> torch.dtype:
+    """torch's dtype. Raises FormatError for what is none that can be saved."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not dtypes.known(name):
+        raise FormatError(f"{what}: has the dtype {name[:80]!r}, which this version of ckptlib cannot save")
+    return found
+
+
+def sized(shape: object, what: str) -> tuple[int, ...]:
+    """A shape or offset as ints that are not negative. Raises FormatError."""
+    numbers = tuple(shape) if isinstance(shape, (tuple, list)) else (None,)
+    if len(numbers) > 64 or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+        raise FormatError(f"{what}: {str(shape)[:200]} is no shape")
+    return numbers
+
+
+def numel_of(shape: tuple[int, ...]) -> int:
+    """Exact, whatever a file says."""
+    found = 1
+    for n in shape:
+        found *= n
+    return found

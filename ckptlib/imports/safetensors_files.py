@@ -1,0 +1,126 @@
+"""safetensors: one file, or a directory of them as Hugging Face keeps it, with an index that says what is where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptlib.errors import FormatError
+from ckptlib.imports.mapped import Mapped, inside, numel_of, sized
+
+MAX_HEADER = 100_000_000
+"""The format's own limit."""
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+
+
+def read_safetensors(source: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a file, an index or a directory, as views of the files. Raises FormatError."""
+    if source.is_file() and source.suffix != ".json":
+        return _read_file(source)
+    index = source if source.is_file() else _index_of(source)
+    if index is not None:
+        return _read_indexed(index)
+    files = sorted(source.glob("*.safetensors"))
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        for name, tensor in _read_file(file).items():
+            if name in found:
+                raise FormatError(f"{file}: has {name[:200]!r}, which another file of {source} has as well")
+            found[name] = tensor
+    return found
+
+
+def _index_of(directory: Path) -> Path | None:
+    found = sorted(directory.glob("*.safetensors.index.json"))
+    if len(found) > 1:
+        raise FormatError(f"{directory}: has {len(found)} indexes; give the one that is meant: {found[0]}")
+    return found[0] if found else None
+
+
+def _read_indexed(index: Path) -> dict[str, torch.Tensor]:
+    document = _json(index.read_bytes() if index.stat().st_size <= MAX_HEADER else b"", str(index))
+    places = document.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise FormatError(f"{index}: has no weight_map from names to files")
+    files = {name: _read_file(inside(index.parent, name)) for name in sorted(set(places.values()))}
+    found: dict[str, torch.Tensor] = {}
+    for name, file in places.items():
+        if name not in files[file]:
+            raise FormatError(f"{index}: says that {name[:200]!r} is in {file}, which does not have it")
+        found[name] = files[file][name]
+    extra = {name for tensors in files.values() for name in tensors} - found.keys()
+    if extra:
+        raise FormatError(f"{index}: does not name {min(extra)[:200]!r}, which a file of it has")
+    return found
+
+
+def _read_file(path: Path) -> dict[str, torch.Tensor]:
+    mapped = Mapped(path)
+    nbytes = int.from_bytes(mapped.bytes(0, 8, "the header's size"), "little")
+    if nbytes > min(MAX_HEADER, mapped.nbytes - 8):
+        raise FormatError(f"{path}: a header of {nbytes} bytes in a file of {mapped.nbytes}; is it a safetensors file?")
+    header = _json(mapped.bytes(8, nbytes, "the header"), str(path))
+    header.pop("__metadata__", None)
+    begin, end, found = 8 + nbytes, 0, {}
+    for name, entry in sorted(header.items(), key=lambda item: _offsets(item, path)):
+        first, last = _offsets((name, entry), path)
+        dtype, shape = _DTYPES.get(str(entry.get("dtype"))), sized(entry.get("shape"), f"{path}: {name[:200]}")
+        if dtype is None:
+            raise FormatError(f"{path}: {name[:200]} has the dtype {str(entry.get('dtype'))[:80]!r}, which is unknown")
+        if first != end or last - first != numel_of(shape) * dtype.itemsize:
+            raise FormatError(
+                f"{path}: {name[:200]} is {dtype}{list(shape)} at [{first}, {last}), behind bytes that end at {end}; "
+                "entries must follow one another without gap or overlap, each of its own size"
+            )
+        end = last
+        found[name] = mapped.tensor(begin + first, numel_of(shape), dtype, name[:200]).view(shape)
+    if begin + end != mapped.nbytes:
+        raise FormatError(f"{path}: has {mapped.nbytes} bytes, its header tells of {begin + end}; was it copied whole?")
+    return {name: found[name] for name in header}
+
+
+def _offsets(item: tuple[str, object], path: Path) -> tuple[int, int]:
+    name, entry = item
+    match entry:
+        case {"data_offsets": [int(first), int(last)]} if 0 <= first <= last < 2**63:
+            return first, last
+        case _:
+            raise FormatError(f"{path}: {name[:200]} has no data_offsets that can be")
+
+
+def _json(data: bytes, what: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name stands twice")
+        return found
+
+    try:
+        found = json.loads(data, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{what}: its JSON cannot be read: {str(error)[:200]}") from None
+    if not isinstance(found, dict):
+        raise FormatError(f"{what}: its JSON is no object")
+    return found

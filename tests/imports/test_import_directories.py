@@ -1,0 +1,112 @@
+"""safetensors of Hugging Face, and torchsnapshot: directories that the libraries themselves wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from sources import WRITTEN, assert_same_state, read, refuses, same, whole
+from torch import nn
+
+import ckptlib
+
+
+def test_transformers(tmp_path: Path) -> None:
+    """Written by transformers 5.23.0, in shards; its `lm_head` is tied and in no file."""
+    source = WRITTEN / "transformers-5.23.0"
+    assert len(list(source.glob("*.safetensors"))) > 1
+    truth = torch.load(WRITTEN / "transformers-5.23.0.truth.pt", weights_only=True)
+    tie = {"model/lm_head.weight": "model/transformer.wte.weight"}
+    report = ckptlib.convert(source, tmp_path / "root", tie=tie)
+    assert report.aliases == tie
+    targets = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
+    targets["lm_head.weight"] = targets["transformer.wte.weight"]  # tied here, too
+    ckptlib.load(tmp_path / "root", {"model": targets})
+    assert_same_state(truth, targets)
+
+
+def test_one_file_and_a_directory_without_index(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 4).bfloat16(), "b": torch.arange(5), "e": torch.empty(0, 2), "s": torch.tensor(1.0)}
+    save_file(tensors, tmp_path / "one.safetensors", metadata={"format": "pt"})
+    for source in (tmp_path / "one.safetensors", tmp_path):
+        found = whole(read(source))
+        assert found.keys() == {f"model/{name}" for name in tensors}
+        assert all(same(found[f"model/{name}"], tensor) for name, tensor in tensors.items())
+    save_file({"a": tensors["a"]}, tmp_path / "two.safetensors")
+    refuses(tmp_path, tmp_path / "root", "which another file of .* has as well")
+
+
+def test_torchsnapshot(tmp_path: Path) -> None:
+    """Written by torchsnapshot 0.1.0."""
+    truth = torch.load(WRITTEN / "torchsnapshot-0.1.0.truth.pt", weights_only=True)
+    ckptlib.convert(WRITTEN / "torchsnapshot-0.1.0", tmp_path / "root")
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ckptlib.load(tmp_path / "root", {"model": model}, only="model")
+    ckptlib.load(tmp_path / "root", {"optim": optimizer}, strict=False)
+    assert ckptlib.read(tmp_path / "root", only="progress")["progress"] == {
+        "step": 3,
+        "lr": 0.5,
+        "name": "a/b",
+        "raw": b"\xff",
+    }
+    assert_same_state(truth["model"], model.state_dict())
+    assert_same_state(truth["optim"]["state"], optimizer.state_dict()["state"])
+    assert truth["optim"]["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def test_torchsnapshot_in_shards_of_two_ranks(tmp_path: Path) -> None:
+    """By the layout that it documents: no process group of this machine's wrote it."""
+    base = torch.arange(12, dtype=torch.float32).view(4, 3)
+    manifest: dict[str, object] = {}
+    for rank, rows in ((0, slice(0, 2)), (1, slice(2, 4))):
+        (tmp_path / f"{rank}").write_bytes(base[rows].numpy().tobytes())
+        tensor = {
+            "type": "Tensor",
+            "location": str(rank),
+            "serializer": "buffer_protocol",
+            "dtype": "torch.float32",
+            "shape": [2, 3],
+            "replicated": False,
+        }
+        manifest[f"{rank}/model"] = {"type": "dict", "keys": ["w"]}
+        shard = {"offsets": [rows.start, 0], "sizes": [2, 3], "tensor": tensor}
+        manifest[f"{rank}/model/w"] = {"type": "ShardedTensor", "shards": [shard]}
+    document = {"version": "0.1.0", "world_size": 2, "manifest": manifest}
+    (tmp_path / ".snapshot_metadata").write_text(json.dumps(document))
+    assert same(whole(read(tmp_path))["model/w"], base)
+    document["manifest"] = {path: entry for path, entry in manifest.items() if path.startswith("0/")}
+    document["manifest"]["0/model/w"]["shape"] = [4, 3]
+    (tmp_path / ".snapshot_metadata").write_text(json.dumps(document))
+    refuses(tmp_path, tmp_path / "root", "has 6 of its 12 elements")
+    manifest["0/model/w"]["shards"][0]["tensor"]["location"] = "../secret"
+    (tmp_path / ".snapshot_metadata").write_text(json.dumps(document))
+    refuses(tmp_path, tmp_path / "root", "not inside of it")
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """No step, or the whole one; and the same command again gives it. It is killed when its copy has begun."""
+    save_file({f"w{i}": torch.randn(1024, 1024) for i in range(16)}, tmp_path / "big.safetensors")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "ckptlib.cli", "import", str(tmp_path / "big.safetensors"), str(tmp_path / "root")]
+    process = subprocess.Popen([*command, "--scratch", str(scratch)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    while not list(scratch.iterdir()) and process.poll() is None:
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "root")] in ([], [0])
+    done = subprocess.run([*command, "--scratch", str(scratch), "--json"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tensors"] == 16
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "root")] == [0]
+    verified = subprocess.run([*command[:3], "verify", str(tmp_path / "root")], capture_output=True, timeout=300)
+    assert verified.returncode == 0

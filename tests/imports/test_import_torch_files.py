@@ -1,0 +1,210 @@
+"""Files of torch.save, as steps: bit for bit what torch.load gives, in any dtype and form."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sources import WRITTEN, assert_same_state, read, refuses, same, whole
+from torch import nn
+from typing_extensions import override
+
+import ckptlib
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(16, 8)
+        self.inner = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.wte.weight
+
+    @override
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.head(self.norm(self.inner(self.wte(tokens))))
+
+
+def job(seed: int, num_steps: int) -> tuple[Tied, torch.optim.Optimizer, torch.optim.lr_scheduler.StepLR]:
+    torch.manual_seed(seed)
+    model = Tied()
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p.ndim > 1]},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(num_steps):
+        model(torch.arange(5)).sum().backward()
+        optimizer.step()
+        schedule.step()
+    return model, optimizer, schedule
+
+
+def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    by_id = {id(param): f"model/{name}" for name, param in model.named_parameters()}
+    return [by_id[id(param)] for group in optimizer.param_groups for param in group["params"]]
+
+
+def test_a_script_goes_on(tmp_path: Path) -> None:
+    model, optimizer, schedule = job(0, 3)
+    saved: dict[str, Any] = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "schedule": schedule.state_dict(),
+        "iter_num": 3,
+        "config": {"lr": 0.1},
+    }
+    torch.save(saved, tmp_path / "ckpt.pt")
+    params = {"optimizer": names_of(model, optimizer)}
+    report = ckptlib.convert(tmp_path / "ckpt.pt", tmp_path / "root", step=3, params=params, scratch=tmp_path)
+    assert (report.kind, report.step, report.notes) == ("torch.save", 3, ())
+    assert report.aliases == {"model/head.weight": "model/wte.weight"}
+
+    other, fresh, later = job(1, 0)
+    state: dict[str, object] = {"model": other, "optimizer": fresh, "schedule": later, "iter_num": 0}
+    loaded = ckptlib.load(tmp_path / "root", state, strict=False)
+    assert loaded.missing == ()
+    assert loaded.unexpected == ("config",)
+    assert state["iter_num"] == 3
+    assert_same_state(saved["model"], other.state_dict())
+    assert_same_state(saved["optimizer"]["state"], fresh.state_dict()["state"])
+    assert saved["optimizer"]["param_groups"] == fresh.state_dict()["param_groups"]
+    assert saved["schedule"] == later.state_dict()
+    assert not list(tmp_path.glob("ckptlib-*")), "the copy in scratch is gone"
+
+
+def test_an_optimizer_without_names_is_loaded_alone(tmp_path: Path) -> None:
+    model, optimizer, _ = job(0, 2)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ckpt.pt")
+    report = ckptlib.convert(tmp_path / "ckpt.pt", tmp_path / "root")
+    assert any("only positions" in note for note in report.notes)
+    other, fresh, _ = job(1, 0)
+    ckptlib.load(tmp_path / "root", {"model": other}, only="model")
+    ckptlib.load(tmp_path / "root", {"optimizer": fresh}, strict=False)
+    assert_same_state(model.state_dict(), other.state_dict())
+    assert_same_state(optimizer.state_dict()["state"], fresh.state_dict()["state"])
+
+
+def test_wrong_names_are_refused(tmp_path: Path) -> None:
+    model, optimizer, _ = job(0, 1)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ckpt.pt")
+    names = names_of(model, optimizer)
+    for wrong, match in ((names[::-1], "order"), (names[:-1], "names 4"), (["x", *names[1:]], "does not have")):
+        with pytest.raises(ckptlib.CkptError, match=match):
+            ckptlib.convert(tmp_path / "ckpt.pt", tmp_path / "root", params={"optimizer": wrong})
+
+
+def test_every_dtype_and_form(tmp_path: Path) -> None:
+    base = torch.randn(6, 8)
+    values = {
+        **{str(dtype): torch.randint(0, 2, (3, 5)).to(dtype) for dtype in DTYPES},
+        "nan": torch.tensor([float("nan"), -0.0]),
+        "0-d": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "transposed": base.t(),
+        "slice": base[1:3, ::2],
+        "same": base,
+        "parameter": nn.Parameter(torch.ones(2)),
+    }
+    torch.save(values, tmp_path / "all.pt")
+    foreign = read(tmp_path / "all.pt")
+    found = whole(foreign)
+    assert found.keys() == {f"model/{name}" for name in values}
+    for name, tensor in values.items():
+        assert same(found[f"model/{name}"], tensor), name
+    ckptlib.convert(tmp_path / "all.pt", tmp_path / "root")
+    targets = {name: torch.zeros_like(tensor.contiguous()) for name, tensor in values.items()}
+    ckptlib.load(tmp_path / "root", {"model": targets})
+    for name, tensor in values.items():
+        assert same(targets[name], tensor), name
+
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.uint64),
+]
+
+
+def test_plain_values_keep_their_types(tmp_path: Path) -> None:
+    plain = {
+        "none": None,
+        "big": 2**70,
+        "float": 0.1,
+        "nan": np.float64("inf"),
+        "bytes": b"\xff\0",
+        "text": "a\u00e4",
+        "set": {1, 2},
+        "size": torch.Size([1, 2]),
+        "dtype": torch.bfloat16,
+        "array": np.arange(6).reshape(2, 3),
+        "nested": {"a": [1, (2, 3)], 4: "int key"},
+        "ordered": OrderedDict(a=1),
+    }
+    torch.save({"t": torch.ones(1), **plain, "default": defaultdict(int, a=1)}, tmp_path / "values.pt")
+    ckptlib.convert(tmp_path / "values.pt", tmp_path / "root")
+    state = dict.fromkeys((*plain, "default"), 0) | {"t": torch.zeros(1)}
+    ckptlib.load(tmp_path / "root", state)
+    for name, value in plain.items():
+        assert type(state[name]) is type(value), name
+        assert np.array_equal(state[name], value) if name == "array" else state[name] == value, name
+    assert state["default"] == {"a": 1}
+
+
+def test_names_that_a_wrapper_gave(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    wrapped = {f"_orig_mod.module.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({"model": wrapped}, tmp_path / "ckpt.pt")
+    report = ckptlib.convert(tmp_path / "ckpt.pt", tmp_path / "root")
+    assert "_orig_mod.module." in report.notes[0]
+    other = nn.Linear(3, 2)
+    ckptlib.load(tmp_path / "root", {"model": other})
+    assert_same_state(model.state_dict(), other.state_dict())
+
+
+def test_only_and_skip(tmp_path: Path) -> None:
+    torch.save({"model": nn.Linear(2, 2).state_dict(), "ema": nn.Linear(2, 2).state_dict(), "x": 1}, tmp_path / "c.pt")
+    report = ckptlib.convert(tmp_path / "c.pt", tmp_path / "root", only="model", skip="*/bias")
+    assert report.tensors == 1
+    assert report.left_out == ("ema/bias", "ema/weight", "model/bias", "x")
+
+
+def test_a_later_step_of_a_run_is_not_imported_behind_it(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "c.pt")
+    ckptlib.convert(tmp_path / "c.pt", tmp_path / "root", step=5)
+    with pytest.raises(ckptlib.StateError, match="has step 5 already"):
+        ckptlib.convert(tmp_path / "c.pt", tmp_path / "root", step=4)
+    ckptlib.convert(tmp_path / "c.pt", tmp_path / "root", step=5)  # the same again: compared, not written
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "c.pt")
+    with pytest.raises(ckptlib.CorruptData, match="is not what the source has"):
+        ckptlib.convert(tmp_path / "c.pt", tmp_path / "root", step=5)
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "root")] == [5]
+
+
+def test_lightning(tmp_path: Path) -> None:
+    """Written by Lightning 2.6.6."""
+    path = WRITTEN / "lightning-2.6.6.ckpt"
+    truth = torch.load(path, weights_only=False)
+    report = ckptlib.convert(path, tmp_path / "root", params={"optimizer": ["model/net.weight", "model/net.bias"]})
+    assert (report.kind, report.step) == ("Lightning", truth["global_step"])
+    net = nn.Module()
+    net.net = nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(net.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = {"model": net, "optimizer": optimizer, "scheduler": schedule, "epoch": 0}
+    ckptlib.load(tmp_path / "root", state, strict=False)
+    assert_same_state(truth["state_dict"], net.state_dict())
+    assert_same_state(truth["optimizer_states"][0]["state"], optimizer.state_dict()["state"])
+    assert truth["lr_schedulers"][0] == schedule.state_dict()
+    assert state["epoch"] == truth["epoch"]
+
+
+def test_files_before_torch_1_6_are_refused_with_the_way_round(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    refuses(tmp_path / "old.pt", tmp_path / "root", r"torch\.load\(\.\.\., weights_only=True\)")
