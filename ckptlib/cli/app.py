@@ -7,7 +7,23 @@ from collections.abc import Sequence
 import click
 
 from ckptlib._version import __version__
-from ckptlib.cli import copy, diff, doctor, du, export, gc, ls, pin, probe, refresh, rewind, show, slots, verify
+from ckptlib.cli import (
+    copy,
+    diff,
+    doctor,
+    du,
+    export,
+    gc,
+    goodput,
+    ls,
+    pin,
+    probe,
+    refresh,
+    rewind,
+    show,
+    slots,
+    verify,
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -20,7 +36,7 @@ def cli() -> None:
     """
 
 
-for _module in (ls, show, diff, du, verify, refresh, rewind, copy, export, gc, doctor, probe, slots):
+for _module in (ls, show, diff, du, verify, refresh, rewind, copy, export, goodput, gc, doctor, probe, slots):
     cli.add_command(_module.command)
 cli.add_command(pin.pin_command)
 cli.add_command(pin.unpin_command)
