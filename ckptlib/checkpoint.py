@@ -83,6 +83,11 @@ def save_step(session: Session, order: SaveOrder) -> Pending:
     Where ranks do not compare before, what this rank alone finds wrong is published as its failure, and raised as
     SaveFailed; the next save compares.
     """
+    with session.stopwatch.stalled():
+        return _save_step(session, order)
+
+
+def _save_step(session: Session, order: SaveOrder) -> Pending:
     session.owner.check()
     save = session.next_save(order.step)
     compare = order.compare or not session.planner.agreed
@@ -106,6 +111,7 @@ def save_step(session: Session, order: SaveOrder) -> Pending:
         created=time.time(),
         algorithm=session.root.algorithm,
         exempt=session.is_exempt(order.step),
+        account=session.stopwatch.snapshot(order.step),
     )
     if order.to_store:
         session.expect(save, order.drains)

@@ -283,7 +283,7 @@ class Checkpointer:
         """
         self._check_open()
         try:
-            with self._turns.timed(self._fence.waited_s):
+            with self._session.stopwatch.step(step, self._fence.waited_s), self._turns.timed(self._fence.waited_s):
                 self._after_step(checked_step(step), metrics)
         finally:
             self._session.listener.deliver()

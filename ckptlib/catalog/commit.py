@@ -94,6 +94,7 @@ class Committer:
             users={of: ranks for of, ranks in users.items() if len(ranks) < len(names)},
             nbytes_state=proved.nbytes_state,
             exempt=first.exempt,
+            account=first.account,
         )
         catalog.check_head(save.generation)
         put_new(catalog.store, save.manifest_key, manifest.encode())

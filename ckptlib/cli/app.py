@@ -14,6 +14,7 @@ from ckptlib.cli import (
     du,
     export,
     gc,
+    goodput,
     import_,
     ls,
     pin,
@@ -36,7 +37,7 @@ def cli() -> None:
     """
 
 
-for _module in (ls, show, diff, du, verify, refresh, rewind, copy, export, import_, gc, doctor, probe, slots):
+for _module in (ls, show, diff, du, verify, refresh, rewind, copy, export, import_, goodput, gc, doctor, probe, slots):
     cli.add_command(_module.command)
 cli.add_command(pin.pin_command)
 cli.add_command(pin.unpin_command)

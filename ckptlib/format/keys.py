@@ -2,6 +2,7 @@
 
     ckptlib.json
     generations/<gen>-<nonce>.json
+    generations/<gen>-<nonce>-<random>.account
     layouts/<digest>.json
     steps/<step>-<gen>-<nonce>.json
     parts/<step>-<gen>-<nonce>/<rank>-<attempt>-ok-<table>-<digest>-<check>-<uses>-<nbytes>.json
@@ -42,6 +43,7 @@ MAX_RANK = 10**6 - 1
 _SAVE = r"([0-9]{12})-([0-9]{6})-([0-9a-f]{8})"
 _SAVE_NAME = re.compile(_SAVE)
 _GENERATION_KEY = re.compile(r"generations/([0-9]{6})-([0-9a-f]{8})\.json")
+_ACCOUNT_KEY = re.compile(r"generations/([0-9]{6})-([0-9a-f]{8})-[0-9a-f]{8}\.account")
 _STEP_KEY = re.compile(rf"steps/{_SAVE}\.json")
 _TRASH_KEY = re.compile(rf"trash/{_SAVE}\.json")
 _PART_KEY = re.compile(
@@ -80,6 +82,10 @@ class GenerationId:
     @property
     def key(self) -> str:
         return f"{GENERATIONS}{self}.json"
+
+    def account_key(self, nonce: str) -> str:
+        """Beside its record. `nonce`: new for each, so that none is put again."""
+        return f"{GENERATIONS}{self}-{nonce}.account"
 
     @override
     def __str__(self) -> str:
@@ -185,6 +191,12 @@ def parse_save(text: str) -> SaveId:
 
 def parse_generation_key(key: str) -> GenerationId | None:
     match = _GENERATION_KEY.fullmatch(key)
+    return GenerationId(int(match[1]), match[2]) if match else None
+
+
+def parse_account_key(key: str) -> GenerationId | None:
+    """Whose writer put it; it may tell of others, too."""
+    match = _ACCOUNT_KEY.fullmatch(key)
     return GenerationId(int(match[1]), match[2]) if match else None
 
 

@@ -174,6 +174,8 @@ class Manifest:
     """Bytes of all chunks, wherever they lie and however they are stored. None in version 1."""
     exempt: bool = False
     """Whether the step stays for good; rank 0's."""
+    account: Mapping[str, Json] = field(default_factory=dict)
+    """What the start of the job had spent its time on by then; see `format.account`. Rank 0's."""
 
     def encode(self) -> bytes:
         body: dict[str, Json] = {
@@ -188,6 +190,7 @@ class Manifest:
             "layouts": {digest: _to_runs(ranks) for digest, ranks in self.layouts.items()},
             "parts": [name.key for name in self.parts],
             **({"exempt": True} if self.exempt else {}),
+            **({"account": dict(self.account)} if self.account else {}),
         }
         return encode("manifest", body)
 
@@ -215,6 +218,7 @@ class Manifest:
             users,
             fields.integer("nbytes_state") if fields.get("nbytes_state") is not None else None,
             fields.flag("exempt"),
+            fields.tree("account") if "account" in fields else {},
         )
 
 

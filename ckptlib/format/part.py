@@ -56,6 +56,8 @@ class Part:
     """By chunk, of those that are not stored as they are."""
     exempt: bool = False
     """Whether the step is to stay for good; rank 0's counts."""
+    account: Mapping[str, Json] = field(default_factory=dict)
+    """What the start of the job had spent its time on by then; see `format.account`. Rank 0's counts."""
 
     @cached_property
     def stored(self) -> tuple[int, ...]:
@@ -96,6 +98,7 @@ class Part:
             "digests": "".join(self.digests),
             **encode_places(self.places, self.table.nbytes),
             **({"exempt": True} if self.exempt else {}),
+            **({"account": dict(self.account)} if self.account else {}),
         }
         head = dump_body(body if self.check is None else {**body, "check": str(self.check)})
         document = seal("part", f'{head[:-1]},"table":{self.table.cuts}}}')
@@ -130,6 +133,7 @@ class Part:
             decode_check(fields),
             places.codings,
             fields.flag("exempt"),
+            _decode_account(fields),
         )
         told = part.save, part.rank, part.attempt, part.check
         if told != (name.save, name.rank, name.attempt, name.check):
@@ -177,6 +181,7 @@ class PartHead:
     metrics: Mapping[str, Json]
     uses: tuple[PackSet, ...]
     exempt: bool = False
+    account: Mapping[str, Json] = field(default_factory=dict)
 
     @classmethod
     def decode(cls, name: PartName, data: bytes) -> PartHead:
@@ -185,7 +190,12 @@ class PartHead:
         uses = _uses(name, fields)
         if name.uses not in (None, uses_digest(uses)):
             raise fields.fail("name and uses tell of different packs")
-        return cls(fields.number("created"), fields.tree("metrics"), uses, fields.flag("exempt"))
+        account = _decode_account(fields)
+        return cls(fields.number("created"), fields.tree("metrics"), uses, fields.flag("exempt"), account)
+
+
+def _decode_account(fields: Fields) -> dict[str, Json]:
+    return fields.tree("account") if "account" in fields else {}
 
 
 def _uses(name: PartName, fields: Fields) -> tuple[PackSet, ...]:

@@ -1,6 +1,7 @@
 """torch.distributed.checkpoint (DCP): a `.metadata` pickle that says which box of which tensor is where.
 
-It is read as data. Megatron-core's `torch_dist` checkpoints are such directories, with a `common.pt` beside.
+It is read as data. Megatron-core's `torch_dist` checkpoints look like such directories, but keep a part of what they
+hold in a `common.pt` beside: they are refused.
 """
 
 from __future__ import annotations
@@ -20,10 +21,16 @@ from ckptlib.imports.torch_file import read_torch_file
 
 METADATA = ".metadata"
 _MODULE = "torch.distributed.checkpoint"
+_MEGATRON = "common.pt"
 
 
 def read_dcp(directory: Path, foreign: Foreign) -> None:
-    """Adds all that a directory of DCP holds. Raises FormatError for what is damaged, or not whole."""
+    """Adds all that a directory of DCP holds. Raises FormatError for what is damaged, not whole, or Megatron-core's."""
+    if (directory / _MEGATRON).exists():
+        raise FormatError(
+            f"{directory}: has a {_MEGATRON}, so Megatron-core wrote it, whose checkpoints are not read. Load it "
+            "there, dcp.save a plain state dict, and import that"
+        )
     tree = _Dcp(directory, foreign).tree()
     tensors = {key: value for key, value in tree.items() if isinstance(value, torch.Tensor)}
     if tensors and "model" not in tree:  # torchtitan keeps its model's tensors beside the other entries

@@ -363,6 +363,8 @@ _CONTAINERS = {"$dict", "$odict", "$counter", "$tuple"}
 
 
 def want(leaf: Leaf, entry: TensorEntry) -> Want[torch.Tensor]:
+    """Raises StateMismatch, before anything is read, where torch does not know the dtype."""
+    torch_dtype(entry.dtype)
     plain = isinstance(leaf.held, Plain) and not isinstance(entry.holding, OwnPerRank)
     return Want(entry.name, leaf.pieces, everywhere=plain and bool(leaf.pieces))
 

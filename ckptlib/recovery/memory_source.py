@@ -124,6 +124,7 @@ class InMemory:
             metrics=snapshot.metrics,
             created=snapshot.created,
             exempt=snapshot.exempt,
+            account=snapshot.account,
         )
 
     def read_into(self, pack: str, offset: int, buffer: memoryview) -> None:

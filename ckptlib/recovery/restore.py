@@ -156,6 +156,7 @@ def restore(
             seconds=sum(phases.values()),
         )
         told = Restored(candidate.save.step, report.nbytes, report.seconds, report.tier, len(skipped))
+        session.stopwatch.restored()
         session.listener.tell(told)
         return report, generators
     if step is not None:
@@ -178,6 +179,7 @@ def restore(
         raise lost(f"{session.store.url}: {what}: " + "; ".join(skipped))
     if session.group.rank == 0:
         warn_of_foreign(session.store)
+    session.stopwatch.restored()
     return LoadReport(0, session.store.url, None, 0, 0.0), None
 
 

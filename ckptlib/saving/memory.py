@@ -14,6 +14,7 @@ from ckptlib.saving.lineage import Lineage
 from ckptlib.saving.peer_link import PeerLink
 from ckptlib.saving.settings import Settings
 from ckptlib.saving.snapshots import Snapshots
+from ckptlib.saving.stopwatch import Stopwatch
 from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.staging.arena import Arena, directories
 from ckptlib.staging.other_slots import prefix_of
@@ -32,7 +33,9 @@ class Memory(NamedTuple):
     link: PeerLink
 
 
-def open_memory(settings: Settings, group: Group, over: dist.ProcessGroup | None, lineage: Lineage) -> Memory:
+def open_memory(
+    settings: Settings, group: Group, over: dist.ProcessGroup | None, lineage: Lineage, stopwatch: Stopwatch
+) -> Memory:
     """Collective. Raises, on all ranks, what any of them finds in the way."""
     peers, placement, root = settings.peers, lineage.placement, lineage.root
 
@@ -46,7 +49,10 @@ def open_memory(settings: Settings, group: Group, over: dist.ProcessGroup | None
         if settings.keep is not None:
             settings.keep.check(root.save_deadline_s)
         unread = WriterLock.take(directories(settings.arena), prefix_of(root.id, lineage.generation))
-        writer = Writer(settings.for_writer(group.rank, group.size, root.save_deadline_s), unread)
+        setup = settings.for_writer(group.rank, group.size, root.save_deadline_s)
+        if group.rank == 0 and (fd := stopwatch.share()) is not None:
+            setup |= {"account_fd": fd, "generation": str(lineage.generation)}
+        writer = Writer(setup, unread)
         arena = make_arena(writer)
         if peers is None:
             arena.others.reclaim()

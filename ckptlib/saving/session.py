@@ -37,6 +37,7 @@ from ckptlib.saving.placement import agree_placement
 from ckptlib.saving.planner import Overlap, Plan, Planner
 from ckptlib.saving.run_record import run_record
 from ckptlib.saving.settings import Settings
+from ckptlib.saving.stopwatch import Stopwatch
 from ckptlib.saving.tier import TierState
 from ckptlib.saving.verdicts import Verdicts
 from ckptlib.saving.whole_state import whole_state
@@ -76,6 +77,7 @@ class Session:
         """
         check_platform()
         check_root(settings.url)
+        self.stopwatch = Stopwatch()
         self.settings = settings
         self.over = group_or_world(over)
         self.group: Group = group_of(over, settings.timeout)
@@ -102,7 +104,9 @@ class Session:
             together(self.group, f"opening {local.path}", lambda: open_disk(str(local.path), self.root, seen))
         self.lineage.at_once = local is not None
         self.lineage.placement = None if peers is None else agree_placement(self.group, peers, kind)
-        self.snapshots, self.writer, self.link = open_memory(settings, self.group, self.over, self.lineage)
+        self.snapshots, self.writer, self.link = open_memory(
+            settings, self.group, self.over, self.lineage, self.stopwatch
+        )
         self.stager = Stager(self._on_sealed, spare=peers is not None and peers.memory == DEVICE)
         self.snapshots.may_begin = lambda: self.stager.ready
         self.listener = Listener(on_event)
@@ -275,8 +279,10 @@ class Session:
 
         Raises WaitTimeout after `timeout_s`; by default later than a save is given up, whose slot is free then.
         """
-        if timeout_s is None:
-            timeout_s = 1.5 * self.root.save_deadline_s
+        with self.stopwatch.stalled():
+            self._await_room(1.5 * self.root.save_deadline_s if timeout_s is None else timeout_s)
+
+    def _await_room(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         lacking = True
         while lacking:
@@ -315,6 +321,7 @@ class Session:
         if not self.owner.here:
             return
         self.owner.let_go()
+        self.stopwatch.close(clean)
         self.stager.close()
         self.outcomes.poll()
         try:
@@ -327,5 +334,6 @@ class Session:
             self.snapshots.close(clean)
             self.news.close()
             self.store.close()
+            self.stopwatch.let_go()
             self.group.close()
             self.listener.deliver()

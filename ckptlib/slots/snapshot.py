@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from ckptlib.errors import CorruptData
 from ckptlib.format.digests import HEX_WIDTH, digester
@@ -32,6 +32,8 @@ class Snapshot:
     created: float
     exempt: bool = False
     """Whether the step is to stay for good."""
+    account: Mapping[str, Json] = field(default_factory=dict)
+    """What the start of the job had spent its time on by then; see `format.account`."""
 
 
 class SnapshotReader:
@@ -63,6 +65,7 @@ class SnapshotReader:
             fields.tree("metrics"),
             fields.number("created"),
             fields.flag("exempt"),
+            fields.tree("account") if "account" in fields else {},
         )
 
     def _table(self, slot: ReadableSlot, header: SlotHeader) -> tuple[Table, Layout]:

@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -65,6 +65,8 @@ class Content:
     algorithm: str
     exempt: bool = False
     """Whether the step is to stay for good."""
+    account: Mapping[str, Json] = field(default_factory=dict)
+    """What the start of the job had spent its time on by then; see `format.account`."""
 
 
 class Staging:
@@ -255,6 +257,7 @@ def _seal(staging: Staging) -> None:
             "metrics": dict(content.metrics),
             "values": dict(content.values),
             **({"exempt": True} if content.exempt else {}),
+            **({"account": dict(content.account)} if content.account else {}),
         },
     )
     places = slot.write_documents(

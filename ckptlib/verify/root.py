@@ -183,6 +183,7 @@ def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Findi
         "time": parts[0].created == manifest.created,
         "metrics": parts[0].metrics == manifest.metrics,
         "exemption": parts[0].exempt == manifest.exempt,
+        "account": parts[0].account == manifest.account,
     }
     for what, agrees in derived.items():
         if not agrees:

@@ -66,7 +66,7 @@ class Writer:
         if not self.log_path.parent.is_dir():  # a long job outlives what is cleaned out of a temporary directory
             self.log_path = logfile.new_path(int(self._setup["rank"]))
         ours, theirs = socket.socketpair()
-        lock = self._unread
+        lock, page = self._unread, self._setup.get("account_fd")
         with logfile.append_to(self.log_path) as output:
             self._process = subprocess.Popen(
                 [
@@ -74,7 +74,11 @@ class Writer:
                     *(str(theirs.fileno()), str(os.getpid()), str(self.log_path)),
                     *(() if lock is None else (str(lock.fd), str(lock.path))),
                 ],
-                pass_fds=[theirs.fileno(), *(() if lock is None else (lock.fd,))],
+                pass_fds=[
+                    theirs.fileno(),
+                    *(() if lock is None else (lock.fd,)),
+                    *(() if page is None else (page,)),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

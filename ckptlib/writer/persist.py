@@ -121,6 +121,7 @@ class Persister:
             check=snapshot.header.check,
             codings=share.places.codings,
             exempt=snapshot.exempt,
+            account=snapshot.account,
         )
         name, document = part.encode()
         if self._deadline is not None and time.monotonic() > self._deadline:

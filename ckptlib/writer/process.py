@@ -27,6 +27,7 @@ from ckptlib.policy.tier import LocalTier
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.stores import open_store
+from ckptlib.writer.account import StartAccount
 from ckptlib.writer.beginning import Beginning
 from ckptlib.writer.channel import PROTOCOL, Channel, Message
 from ckptlib.writer.commits import Commits
@@ -63,6 +64,8 @@ class WriterProcess:
         """Whether each of them is to go to the store."""
         self._held: SaveId | None = None
         """The newest snapshot that all ranks hold in memory."""
+        self._account: StartAccount | None = None
+        """Rank 0's."""
         self._persists = JobThread("persist")
         self._tier: Tier | None = None
         self._is_set_up = False
@@ -79,6 +82,8 @@ class WriterProcess:
 
     def _finish(self, closed: bool) -> None:
         """`closed`: else the trainer is gone."""
+        if self._account is not None:
+            self._account.end()
         if closed:
             self._trainer.close()
         else:
@@ -92,6 +97,8 @@ class WriterProcess:
         if self._tier is not None:
             self._tier.jobs.finish()
         self._commits.finish()
+        if self._account is not None:
+            self._account.finish()
         if not closed:
             self._slots.await_successor(None if self._held is None else self._rescue)
 
@@ -189,6 +196,8 @@ class WriterProcess:
             store = open_store(message["url"], message["options"])
             store.trust_address()  # the trainer has probed it
             noted = NotedStore(store, requests)
+        if (page := message.get("account_fd")) is not None:
+            self._account = StartAccount(int(page), message["generation"], noted, self._trainer.dead)
         catalog = Catalog(noted)
         self._failures = Failures(self._channel, noted, self._rank, self._watchdog.slack_s)
         make = partial(
@@ -208,9 +217,14 @@ class WriterProcess:
             tier.watched = lambda save: self._watchdog.work("drain", save, time.monotonic() + deadline_s)
         told = self._channel, self._trainer, self._watchdog, self._failures
         self._commits = Commits(*told, catalog, world_size, keep, self._tier)
-        self._beginning = Beginning(*told[:3], catalog, self._persister.go_on_from)
+        self._beginning = Beginning(*told[:3], catalog, self._go_on_from)
         self._is_set_up = True
         self._channel.send({"event": "ready"})
+
+    def _go_on_from(self, save: SaveId) -> None:
+        self._persister.go_on_from(save)
+        if self._account is not None:
+            self._account.continues(save)
 
     def _persist(self, save: SaveId, path: str, drains: bool) -> None:
         began = time.monotonic()

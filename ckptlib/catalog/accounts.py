@@ -1,0 +1,128 @@
+"""The accounts of a root: what each start of its job spent its time on, in few objects beside the generations.
+
+The writer of a start's first rank puts its account when the trainer is gone. Where host and writer went with it, the
+newest manifest of that start tells how far it had come, and the next start puts that. When there are too many objects,
+one with all that they tell takes their place; those that it replaces are deleted. Two that do so at once put two such
+objects that tell the same. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.reading import each
+from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable
+from ckptlib.format import keys
+from ckptlib.format.account import Account, decode_account, decode_accounts, encode_accounts, fullest
+from ckptlib.format.keys import GenerationId, SaveId
+
+log = logging.getLogger(__name__)
+
+MAX_OBJECTS = 64
+"""More are put into one."""
+
+MAX_ACCOUNT_BYTES = 64 * 2**20
+"""Of an object that is read: what is larger was not written by ckptlib."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """What was found of a root's starts."""
+
+    told: Mapping[GenerationId, Account]
+    untold: Sequence[GenerationId]
+    """Starts that left no account: of an older ckptlib, or of `ckptlib.save`."""
+    problems: Sequence[str]
+    """Objects that cannot be read."""
+
+
+def put_account(catalog: Catalog, generation: GenerationId, account: Account) -> None:
+    """And one for all, where there are too many objects. Raises what the store raises."""
+    _put(catalog, generation, {generation: account})
+    found = _keys(catalog)
+    if len(found) > MAX_OBJECTS:
+        _merge(catalog, generation, found)
+
+
+def keep_account_of(catalog: Catalog, save: SaveId) -> None:
+    """Of the start that made this save, by its manifest, where it left none: retention may drop all of its steps."""
+    if all(keys.parse_account_key(key) != save.generation for key in _keys(catalog)):
+        try:
+            account = _of_manifest(catalog, save)
+        except CheckpointNotFound:  # it was restored from memory, and is not committed yet
+            return
+        if account is not None:
+            _put(catalog, save.generation, {save.generation: account})
+
+
+def read_accounts(catalog: Catalog) -> Accounts:
+    """Of all starts. What cannot be read is told, and hides nothing else. Raises what the store raises."""
+    saves, ids = catalog.saves(), catalog.generation_ids()
+    told, problems = _read(catalog, _keys(catalog))
+    newest = {save.generation: save for save in saves}  # ascending by step
+    untold = []
+    for generation in sorted({*ids, *newest}):
+        known = told.get(generation)
+        if known is not None and known.end is not None:
+            continue
+        try:
+            found = None if generation not in newest else _of_manifest(catalog, newest[generation])
+        except (CheckpointNotFound, CorruptData, FormatError, ObjectUnreadable) as error:
+            problems.append(str(error))
+            found = None
+        if found is not None:
+            told[generation] = found if known is None else fullest([found, known])
+        elif known is None:
+            untold.append(generation)
+    return Accounts(told, untold, problems)
+
+
+def _put(catalog: Catalog, generation: GenerationId, accounts: Mapping[GenerationId, Account]) -> None:
+    catalog.store.put(generation.account_key(keys.new_nonce()), encode_accounts(accounts))
+
+
+def _keys(catalog: Catalog) -> list[str]:
+    found = (entry for entry in catalog.store.scan(keys.GENERATIONS) if entry.nbytes <= MAX_ACCOUNT_BYTES)
+    return [entry.key for entry in found if keys.parse_account_key(entry.key) is not None]
+
+
+def _of_manifest(catalog: Catalog, save: SaveId) -> Account | None:
+    return decode_account(catalog.manifest(save).account, save.manifest_key)
+
+
+def _read(catalog: Catalog, objects: Sequence[str]) -> tuple[dict[GenerationId, Account], list[str]]:
+    """And why some cannot be read."""
+
+    def read(key: str) -> Mapping[GenerationId, Account] | str:
+        try:
+            return decode_accounts(catalog.store.get(key), f"{catalog.store.url}/{key}")
+        except ObjectNotFound:  # merged since it was listed
+            return {}
+        except (CorruptData, FormatError, ObjectUnreadable) as error:
+            return str(error)
+
+    told: dict[GenerationId, Account] = {}
+    problems = []
+    for found in each(read, objects):
+        if isinstance(found, str):
+            problems.append(found)
+            continue
+        for generation, account in found.items():
+            told[generation] = fullest([account, told[generation]]) if generation in told else account
+    return told, problems
+
+
+def _merge(catalog: Catalog, generation: GenerationId, objects: Sequence[str]) -> None:
+    """One for all of these, which go when it is there. One that cannot be read stays, and so do the others then."""
+    told, problems = _read(catalog, objects)
+    if problems:
+        log.warning("accounts are not merged: %s", "; ".join(problems[:4]))
+        return
+    _put(catalog, generation, told)
+    try:
+        catalog.store.delete(*objects)
+    except CkptError as error:  # who may not delete keeps all of them
+        log.warning("%d accounts that are in another object could not be deleted: %s", len(objects), error)

@@ -1,0 +1,143 @@
+"""`ckptlib goodput`: what became of the time of a run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from ckptlib.catalog.accounts import Accounts, read_accounts
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.goodput import Goodput, Spent, Start, goodput
+from ckptlib.cli.options import with_output, with_store
+from ckptlib.cli.output import Output, count, duration, moment
+from ckptlib.format.account import CLOSED, DIED
+from ckptlib.stores import Store
+
+WORDS = {
+    "trained": "steps that count",
+    "stalled": "training waited for saves of these",
+    "lost": "steps that were done again or given up",
+    "restoring": "opening the root, reading the checkpoint",
+    "closing": "waiting for the last commit",
+    "down": "no Checkpointer between two starts",
+}
+
+MAX_STARTS = 40
+"""Lines of the table; --json has all."""
+
+
+@click.command("goodput", short_help="Show what became of a run's time.")
+@with_store
+@with_output
+def command(output: Output, store: Store) -> bool:
+    """Shows what a run's time was spent on, over all its starts: trained, stalled, lost, restoring, down.
+
+    ETTR is the share of the time that trained steps which count. Exit status 1 where a record cannot be read; what the
+    others tell is shown all the same.
+    """
+    catalog = Catalog(store)
+    catalog.root()
+    accounts = read_accounts(catalog)
+    found = goodput(accounts.told)
+    output.document(document(found, accounts))
+    if not output.as_json:
+        _print(output, found, accounts)
+    return not accounts.problems
+
+
+def document(found: Goodput, accounts: Accounts) -> dict[str, object]:
+    """Seconds, steps and shares."""
+    return {
+        "seconds": {**asdict(found.spent), "total": found.spent.total},
+        "ettr": found.ettr,
+        "ettr_predicted": found.predicted,
+        "failures": found.failures,
+        "mtbf_s": found.mtbf,
+        "interval_s": found.interval,
+        "save_s": found.save_cost,
+        "restart_s": found.restart,
+        "saves": found.num_saves,
+        "starts": [_start(start) for start in found.starts],
+        "untold": [*map(str, accounts.untold)],
+        "problems": [*accounts.problems],
+    }
+
+
+def _start(start: Start) -> dict[str, object]:
+    return {
+        "generation": str(start.generation),
+        "began": start.began,
+        "first": start.first,
+        "last": start.last,
+        "steps_lost": start.steps_lost,
+        "end": start.end,
+        "seconds": asdict(start.spent),
+        "clock_skew_s": start.skew,
+    }
+
+
+def _print(output: Output, found: Goodput, accounts: Accounts) -> None:
+    if found.starts:
+        _print_sums(output, found)
+        output.line("")
+        _print_starts(output, found)
+    else:
+        output.line("no start of this run has left an account of its time")
+    unknown = sum(start.end is None for start in found.starts[:-1])
+    if unknown:
+        output.line(f"{count(unknown, 'start')} left no word of its end: what came after its last save counts as down")
+    if any(start.skew > 1.0 for start in found.starts):
+        output.line("some start began before the one before it had ended: their hosts' clocks differ, or both ran")
+    if accounts.untold:
+        what = count(len(accounts.untold), "generation")
+        output.line(f"{what} without an account (of an older ckptlib, or of ckptlib.save): counted as down")
+    for problem in accounts.problems[:8]:
+        output.err.print(problem, style="red", markup=False)
+
+
+def _print_sums(output: Output, found: Goodput) -> None:
+    total = found.spent.total
+    rows = [
+        (name, _seconds(value), _share(value / total if total else None), WORDS[name])
+        for name, value in asdict(found.spent).items()
+    ]
+    output.columns(("", "time", "share", ""), [*rows, ("total", _seconds(total), "", "")], right=("time", "share"))
+    output.line("")
+    mtbf = "none" if found.mtbf is None else f"{found.failures:,}, every {_seconds(found.mtbf)} in the mean"
+    output.line(f"failures: {mtbf}")
+    if found.interval is not None and found.save_cost is not None:
+        saves = f"{count(found.num_saves, 'save')}, one for {_seconds(found.interval)} of training"
+        output.line(f"saves: {saves}, which waits {duration(found.save_cost)} for it")
+    output.line(f"ETTR: {_share(found.ettr)} measured, {_share(found.predicted)} by the formula")
+
+
+def _print_starts(output: Output, found: Goodput) -> None:
+    shown = found.starts[-MAX_STARTS:]
+    if len(shown) < len(found.starts):
+        output.line(f"the last {len(shown)} of {len(found.starts):,} starts:")
+    header = ("generation", "began", "steps", "lost", "trained", "stalled", "restoring", "down before", "end")
+    rows = [
+        (
+            str(start.generation.number),
+            moment(start.began),
+            "none" if start.last is None else f"{start.first} to {start.last}",
+            f"{start.steps_lost}",
+            *(_seconds(s) for s in _some(start.spent)),
+            {DIED: "failed", CLOSED: "ended"}.get(start.end or "", "not known"),
+        )
+        for start in shown
+    ]
+    output.columns(header, rows, right=("lost", "trained", "stalled", "restoring", "down before"))
+
+
+def _some(spent: Spent) -> tuple[float, ...]:
+    return spent.trained, spent.stalled, spent.restoring, spent.down
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if 1 <= seconds < 120 else duration(seconds)
+
+
+def _share(value: float | None) -> str:
+    return "unknown" if value is None else f"{100 * value:.1f} %"

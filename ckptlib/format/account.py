@@ -1,0 +1,188 @@
+"""What one start of a job spent its time on, by its first rank's clocks. Types, JSON, and a page of numbers; no I/O.
+
+Within a start all times are by one monotonic clock. Only `began` is by a wall clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptlib.errors import FormatError
+from ckptlib.format.documents import Fields, decode, encode
+from ckptlib.format.keys import GENERATIONS, MAX_STEP, GenerationId, parse_generation_key
+from ckptlib.format.values import Json
+
+MAX_MARKS = 8
+"""Snapshots of which it is kept how far the time had come."""
+
+MAX_SECONDS = 1e10
+"""300 years: what is longer is no time that anybody spent."""
+
+MAX_ACCOUNTS = 10_000
+"""In one document, some 5 MB."""
+
+DIED, CLOSED = "died", "closed"
+"""How a start ended: by its trainer's death or an error of it; or by itself, with all saved."""
+
+_HALF = struct.Struct(f"<{10 + 3 * MAX_MARKS}d")
+_ENDS = (None, CLOSED, DIED)
+_CHOICE = struct.Struct("<B")
+_OFFSETS = (8, 8 + _HALF.size)
+
+PAGE_NBYTES = 8 + 2 * _HALF.size
+
+
+class Mark(NamedTuple):
+    """How the time had been spent when this many steps were done."""
+
+    step: int
+    trained_s: float
+    stalled_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """One start of a job."""
+
+    began: float
+    """When the Checkpointer was made; seconds since the epoch."""
+    seconds: float
+    """From then to its end; where that is not known, to its last sign of life."""
+    restoring_s: float
+    """From its beginning until `restore` was done."""
+    end: str | None
+    """DIED or CLOSED; None where nobody has told."""
+    num_saves: int
+    """Snapshots taken."""
+    marks: tuple[Mark, ...]
+    """Ascending: where it started, the latest snapshots, and the last step that was done."""
+
+    def to_json(self) -> dict[str, Json]:
+        return {
+            "began": self.began,
+            "seconds": self.seconds,
+            "restoring_s": self.restoring_s,
+            "end": self.end,
+            "saves": self.num_saves,
+            "marks": [[*mark] for mark in self.marks],
+        }
+
+    @classmethod
+    def of(cls, fields: Fields) -> Account:
+        """Raises FormatError."""
+        times = [fields.number(name) for name in ("began", "seconds", "restoring_s")]
+        marks = tuple(_mark(row, fields) for row in fields.items("marks")[: MAX_MARKS + 3])
+        end = None if fields.raw("end") is None else fields.text("end", f"{DIED}|{CLOSED}")
+        began, seconds, restoring_s = times
+        found = cls(began, seconds, restoring_s, end, fields.integer("saves"), marks)
+        if (problem := found._problem()) is not None:
+            raise fields.fail(f"not an account of a start: {problem}")
+        return found
+
+    def _problem(self) -> str | None:
+        if not all(math.isfinite(t) and 0 <= t <= MAX_SECONDS for t in (self.began, self.seconds, self.restoring_s)):
+            return "its times are none"
+        pairs = itertools.pairwise(self.marks)
+        if any(later < earlier for a, b in pairs for earlier, later in zip(a, b, strict=True)):
+            return "its marks do not ascend"
+        last = self.marks[-1] if self.marks else Mark(0, 0.0, 0.0)
+        if self.restoring_s + last.trained_s + last.stalled_s > self.seconds * (1 + 1e-9) + 1e-3:
+            return "its parts are longer than the whole"
+        return None
+
+
+def _mark(row: Json, fields: Fields) -> Mark:
+    match row:
+        case [int(step), float() | int() as trained_s, float() | int() as stalled_s] if (
+            type(step) is int
+            and 0 <= step <= MAX_STEP
+            and all(type(t) is not bool and 0 <= t <= MAX_SECONDS for t in (trained_s, stalled_s))
+        ):
+            return Mark(step, float(trained_s), float(stalled_s))
+    raise fields.fail("a mark is a step and two times")
+
+
+def write_page(page: memoryview, account: Account, began_at: float) -> None:
+    """Into the half that is not valid, which then becomes the valid one: whoever is killed in between leaves the other.
+
+    `began_at`: `account.began` by the monotonic clock, which the processes of a host share.
+    """
+    marks = account.marks[-(MAX_MARKS + 2) :]
+    inner = [number for mark in marks[1:-1] for number in mark]
+    first, last = (marks[0], marks[-1]) if marks else (Mark(-1, 0.0, 0.0), Mark(-1, 0.0, 0.0))
+    numbers = [
+        *(account.began, began_at, account.seconds, account.restoring_s, _ENDS.index(account.end), account.num_saves),
+        *(first.step, *last),
+        *inner,
+    ]
+    half = 2 if page[0] == 1 else 1
+    _HALF.pack_into(page, _OFFSETS[half - 1], *numbers, *[-1.0] * (10 + 3 * MAX_MARKS - len(numbers)))
+    _CHOICE.pack_into(page, 0, half)
+
+
+def read_page(page: memoryview, now: float | None) -> Account | None:
+    """Of a trainer that is gone, or has said that it ends, `now`, by the monotonic clock; None: not known when.
+
+    None where it wrote nothing.
+    """
+    if page[0] not in (1, 2):
+        return None
+    began, began_at, seconds, restoring_s, end, num_saves, first, *more = _HALF.unpack_from(page, _OFFSETS[page[0] - 1])
+    last, inner = Mark(int(more[0]), more[1], more[2]), more[3:]
+    rows = zip(*[iter(inner)] * 3, strict=False)
+    marks = [Mark(int(step), trained_s, stalled_s) for step, trained_s, stalled_s in rows if step >= 0]
+    whole = () if first < 0 else (Mark(int(first), 0.0, 0.0), *marks, last)
+    seconds = seconds if now is None else max(now - began_at, seconds)
+    return Account(began, seconds, restoring_s, _ENDS[int(end)] or DIED, int(num_saves), whole)
+
+
+def encode_accounts(accounts: Mapping[GenerationId, Account]) -> bytes:
+    """The newest ones, where there are too many."""
+    kept = sorted(accounts.items())[-MAX_ACCOUNTS:]
+    return encode("accounts", {"starts": {str(generation): account.to_json() for generation, account in kept}})
+
+
+def decode_accounts(data: bytes, where: str) -> dict[GenerationId, Account]:
+    """Raises CorruptData, FormatError, NewerFormat."""
+    fields = decode("accounts", data, where)
+    starts = fields.mapping("starts")
+    if len(starts) > MAX_ACCOUNTS:
+        raise fields.fail(f"{len(starts)} accounts; there are at most {MAX_ACCOUNTS}")
+    return {_generation(name, fields): Account.of(Fields(row, f"{where}: {name[:40]}")) for name, row in starts.items()}
+
+
+def _generation(name: str, fields: Fields) -> GenerationId:
+    found = parse_generation_key(f"{GENERATIONS}{name}.json")
+    if found is None:
+        raise fields.fail(f"{name[:40]!r} is no generation")
+    return found
+
+
+def decode_account(value: Mapping[str, Json], where: str) -> Account | None:
+    """Of a manifest; None where it has none, or one that cannot be read: nothing but the sums depends on it."""
+    try:
+        return Account.of(Fields(dict(value), where)) if value else None
+    except FormatError:
+        return None
+
+
+def fullest(accounts: Iterable[Account]) -> Account:
+    """Of several of one start: the one that tells its end, else the one that tells most."""
+    return max(accounts, key=lambda account: (account.end is not None, account.seconds))
+
+
+def spent_at(marks: Sequence[Mark], step: float) -> tuple[float, float]:
+    """Seconds trained and stalled when `step` steps were done: as marked, between marks in proportion."""
+    for before, after in itertools.pairwise(marks):
+        if step < after.step:
+            share = max(0.0, (step - before.step) / (after.step - before.step))
+            return (
+                before.trained_s + share * (after.trained_s - before.trained_s),
+                before.stalled_s + share * (after.stalled_s - before.stalled_s),
+            )
+    return (marks[-1].trained_s, marks[-1].stalled_s) if marks else (0.0, 0.0)

@@ -1,0 +1,123 @@
+"""What the training spends its time on, noted step by step where the writer finds it even if the trainer is killed.
+
+A step costs some microseconds: numbers into a page that the writer process has mapped. No torch, no store.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ckptlib.format.account import CLOSED, DIED, MAX_MARKS, PAGE_NBYTES, Account, Mark, write_page
+from ckptlib.format.values import Json
+
+
+class Stopwatch:
+    """One per session; main thread."""
+
+    def __init__(self) -> None:
+        self._began, self._began_at = time.time(), time.monotonic()
+        self._restoring_s = 0.0
+        self._stalled_s = 0.0
+        self._fence_s = 0.0
+        self._stalls = 0
+        """Calls of `stalled` that are open."""
+        self._stall_began = 0.0
+        """When the outermost of them was called."""
+        self._num_saves = 0
+        self._first: Mark | None = None
+        self._last: Mark | None = None
+        self._saves: deque[Mark] = deque(maxlen=MAX_MARKS)
+        self._end: str | None = None
+        self._trains = False
+        self._fd = -1
+        self._page: memoryview | None = None
+
+    def share(self) -> int | None:
+        """A file with the page, for the writer to inherit; None where the system has no memory for it."""
+        try:
+            self._fd = os.memfd_create("ckptlib-account")
+            os.truncate(self._fd, PAGE_NBYTES)
+            self._page = memoryview(mmap.mmap(self._fd, PAGE_NBYTES))
+        except OSError:
+            return None
+        return self._fd
+
+    def restored(self) -> None:
+        """The state is that of a step, or there was none."""
+        if self._first is None:
+            self._restoring_s = self._now
+            self._stalled_s, self._num_saves = 0.0, 0
+            self._trains = True
+            self._write()
+
+    @contextmanager
+    def stalled(self) -> Iterator[None]:
+        """Around what training waits for."""
+        if not self._stalls:
+            self._stall_began = self._now
+        self._stalls += 1
+        try:
+            yield
+        finally:
+            self._stalls -= 1
+            if not self._stalls:
+                self._stalled_s += self._now - self._stall_began
+
+    @contextmanager
+    def step(self, step: int, fence_s: float) -> Iterator[None]:
+        """Around `after_step`, which tells that `step` steps are done. `fence_s`: waited at the fence so far."""
+        self._fence_s, self._trains = fence_s, True
+        if self._first is None:
+            self._first = Mark(int(step) - 1, 0.0, 0.0)
+        with self.stalled():
+            yield
+        self._last = self._mark(int(step))
+        self._write()
+
+    def snapshot(self, step: int) -> dict[str, Json]:
+        """A snapshot is taken after `step` steps: what its manifest tells; nothing where no loop is seen."""
+        if not self._trains:
+            return {}
+        self._num_saves += 1
+        if self._first is not None:
+            mark = self._mark(step)
+            if self._saves and self._saves[-1].step >= mark.step:
+                self._saves.pop()
+            self._saves.append(mark)
+        return self._account(self._saves[-1] if self._saves else None).to_json()
+
+    def close(self, clean: bool) -> None:
+        """`clean`: the job came to its end, or was told to stop and saved."""
+        self._end = CLOSED if clean else DIED
+        if self._trains:
+            self._write()
+
+    def let_go(self) -> None:
+        """Of the page; the writer has its own hold of it."""
+        self._page = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    @property
+    def _now(self) -> float:
+        return time.monotonic() - self._began_at
+
+    def _mark(self, step: int) -> Mark:
+        """Inside of a stall, as it was when that began."""
+        now = self._stall_began if self._stalls else self._now
+        stalled_s = self._stalled_s + self._fence_s
+        return Mark(step, max(now - self._restoring_s - stalled_s, 0.0), stalled_s)
+
+    def _account(self, last: Mark | None) -> Account:
+        marks = [mark for mark in (self._first, *self._saves, last) if mark is not None]
+        return Account(self._began, self._now, self._restoring_s, self._end, self._num_saves, tuple(marks))
+
+    def _write(self) -> None:
+        if self._page is not None:
+            write_page(self._page, self._account(self._last), self._began_at)

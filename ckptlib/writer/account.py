@@ -1,0 +1,70 @@
+"""The account of a start, put by the writer of its first rank when the trainer is gone. No torch.
+
+In threads of their own: whoever waits for a save or its commit does not wait for sums.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from ckptlib.catalog.accounts import keep_account_of, put_account
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.errors import CkptError, describe
+from ckptlib.format.account import PAGE_NBYTES, read_page
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.stores import Store
+
+log = logging.getLogger(__name__)
+
+FINISH_S = 30.0
+"""How long a writer that ends waits for a store that does not answer."""
+
+
+class StartAccount:
+    """One per writer of a first rank."""
+
+    def __init__(self, fd: int, generation: str, store: Store, dead: bool) -> None:
+        """`fd`: of the trainer's page, inherited. `dead`: whether the trainer is gone already, since whenever."""
+        self._dead = dead
+        number, _, nonce = generation.partition("-")
+        self._generation = GenerationId(int(number), nonce)
+        self._store = store
+        self._page = memoryview(mmap.mmap(fd, PAGE_NBYTES, prot=mmap.PROT_READ))
+        os.close(fd)
+        self._origin: SaveId | None = None
+        self._threads: list[threading.Thread] = []
+
+    def continues(self, save: SaveId) -> None:
+        """The job went on from this save; whoever made it may have left no account."""
+        if save != self._origin and save.generation != self._generation:
+            self._origin = save
+            self._begin(partial(keep_account_of, Catalog(self._store), save))
+
+    def end(self) -> None:
+        """The trainer is gone, or has said that it ends."""
+        account = read_page(self._page, None if self._dead else time.monotonic())
+        if account is not None:
+            self._begin(partial(put_account, Catalog(self._store), self._generation, account))
+
+    def finish(self) -> None:
+        """Waits for what was begun, if it does not hang."""
+        deadline = time.monotonic() + FINISH_S
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
+    def _begin(self, put: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                put()
+            except (CkptError, OSError) as error:
+                log.warning("ckptlib goodput will lack a start of this job: %s", describe(error))
+
+        thread = threading.Thread(target=run, name="ckptlib-account", daemon=True)
+        self._threads.append(thread)
+        thread.start()

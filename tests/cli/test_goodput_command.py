@@ -1,0 +1,107 @@
+"""`ckptlib goodput` on roots of real jobs, with accounts, without them, and with damaged ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.commands import Ckptlib
+
+import ckptlib as library
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.stores.local import LocalStore
+
+OLD = Path(__file__).parents[1] / "data"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Of a job that was started twice, and saved at 5, 10, 15 and 20."""
+    state = {"w": torch.zeros(4)}
+    (tmp_path / "arena").mkdir()
+    for total in (10, 20):
+        with library.Checkpointer(tmp_path / "root", state, every=5, arena=tmp_path / "arena") as ckpt:
+            for _ in ckpt.loop(ckpt.restore().step, total):
+                state["w"] += 1
+    return tmp_path / "root"
+
+
+def accounts(root: Path) -> list[Path]:
+    return sorted((root / "generations").glob("*.account"))
+
+
+def test_a_run(ckptlib: Ckptlib, root: Path) -> None:
+    found = ckptlib("goodput", root, "--json").json
+    assert [(start["first"], start["last"], start["end"]) for start in found["starts"]] == [
+        (0, 10, "closed"),
+        (10, 20, "closed"),
+    ]
+    assert (found["failures"], found["saves"], found["mtbf_s"]) == (0, 4, None)
+    assert sum(found["seconds"][name] for name in found["seconds"] if name != "total") == pytest.approx(
+        found["seconds"]["total"]
+    )
+    assert found["ettr"] == pytest.approx(found["seconds"]["trained"] / found["seconds"]["total"])
+    shown = ckptlib("goodput", root)
+    assert shown.code == 0
+    assert "failures: none" in shown.out
+    assert "10 to 20" in shown.out
+
+
+def test_a_host_that_was_lost_with_its_writer(ckptlib: Ckptlib, root: Path) -> None:
+    """What the newest manifest of each start tells is known then."""
+    whole = ckptlib("goodput", root, "--json").json["starts"]
+    for path in accounts(root):
+        path.unlink()
+    found = ckptlib("goodput", root, "--json").json["starts"]
+    for start, before in zip(found, whole, strict=True):
+        assert (start["first"], start["last"], start["end"]) == (before["first"], before["last"], None)
+        assert start["began"] == before["began"]
+        assert start["seconds"]["trained"] == pytest.approx(before["seconds"]["trained"], abs=0.01)
+    assert "1 start left no word of its end" in ckptlib("goodput", root).out
+
+
+def test_the_next_start_puts_what_a_lost_one_had_told(root: Path, tmp_path: Path) -> None:
+    for path in accounts(root):
+        path.unlink()
+    state = {"w": torch.zeros(4)}
+    with library.Checkpointer(root, state, every=5, arena=tmp_path / "arena") as ckpt:
+        for _ in ckpt.loop(ckpt.restore().step, 25):
+            state["w"] += 1
+    tell = [path.name.split("-")[0] for path in accounts(root)]
+    assert tell == ["000002", "000003"]
+
+
+def test_damage_is_named_and_hides_nothing_else(ckptlib: Ckptlib, root: Path) -> None:
+    damaged = accounts(root)[0]
+    damaged.write_bytes(damaged.read_bytes().replace(b"closed", b"dosed!"))
+    found = ckptlib("goodput", root, "--json")
+    assert found.code == 1
+    assert [start["first"] for start in found.json["starts"]] == [0, 10]  # the first by its manifest
+    assert damaged.name in found.json["problems"][0]
+    assert damaged.name in ckptlib("goodput", root).err.replace("\n", "")
+
+
+@pytest.mark.parametrize("version", ["written-by-0.1", "written-by-0.2"])
+def test_roots_of_older_versions(ckptlib: Ckptlib, version: str) -> None:
+    roots = [path.parent for path in (OLD / version).rglob("ckptlib.json")]
+    assert roots
+    for of in roots:
+        shown = ckptlib("goodput", of)
+        assert shown.code == 0, shown.err
+        assert "no start of this run has left an account" in shown.out
+        assert "without an account" in shown.out
+
+
+def test_no_root(ckptlib: Ckptlib, tmp_path: Path) -> None:
+    shown = ckptlib("goodput", tmp_path)
+    assert shown.code == 1
+    assert "holds no checkpoints" in shown.err
+
+
+def test_gc_and_verify_know_accounts(ckptlib: Ckptlib, root: Path) -> None:
+    before = accounts(root)
+    assert ckptlib("verify", root).code == 0
+    assert ckptlib("gc", root, "--yes", "--keep-last", "1").code == 0
+    assert accounts(root) == before
+    assert len(Catalog(LocalStore(root)).generation_ids()) == 2
