@@ -282,9 +282,10 @@ class Checkpointer:
         the root; all ranks raise at the same step.
         """
         self._check_open()
+        step = checked_step(step)
         try:
             with self._session.stopwatch.step(step, self._fence.waited_s), self._turns.timed(self._fence.waited_s):
-                self._after_step(checked_step(step), metrics)
+                self._after_step(step, metrics)
         finally:
             self._session.listener.deliver()
 

@@ -73,10 +73,10 @@ class Stopwatch:
         """Around `after_step`, which tells that `step` steps are done. `fence_s`: waited at the fence so far."""
         self._fence_s, self._trains = fence_s, True
         if self._first is None:
-            self._first = Mark(int(step) - 1, 0.0, 0.0)
+            self._first = Mark(step - 1, 0.0, 0.0)
         with self.stalled():
             yield
-        self._last = self._mark(int(step))
+        self._last = self._mark(step)
         self._write()
 
     def snapshot(self, step: int) -> dict[str, Json]:
