@@ -7,9 +7,12 @@ overhead, so a machine that others use beside it shows in the quartiles, and in 
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,11 +22,30 @@ from benchmarks.common import tell, told
 from benchmarks.figures import Figures, Options, run
 from benchmarks.slowdown import Training
 
+
+class Workload(NamedTuple):
+    step_s: float
+    times: int = 1
+    """How much is saved, as a multiple of the option --gb."""
+    query: str = ""
+    """Of a store that is slower than the disk."""
+
+    def url(self, directory: Path) -> str:
+        return f"latency+file://{directory}{self.query}" if self.query else str(directory)
+
+
 BUDGETS = (0.01, 0.035, 0.05)
-SETTLE = 5
-"""Saves before the first turn; the tuner has forgotten by then what the first one cost."""
-LEAST_STEPS = 30
-"""Of a block: whole intervals, but not fewer steps."""
+WORKLOADS = {
+    "light": Workload(0.2),
+    "heavy": Workload(0.5, times=5),
+    "slow store": Workload(0.2, query="?latency=0.005&bandwidth=4e6"),
+}
+SETTLE = 12
+"""Saves before the first turn: the tuner comes down from its first interval by halves."""
+LEAST_S = 3.0
+"""Of a block: whole intervals, but not shorter."""
+PRODUCT_WIDTH = 128
+"""Steps are of products that stay in a core's cache: those of larger ones vary by more than any budget."""
 MOST_STEPS = 3000
 """In which a save must come."""
 
@@ -34,15 +56,16 @@ def main(arguments: list[str]) -> None:
 
 def measure(options: Options, directory: Path, figures: Figures) -> None:
     num_ranks = 1 if options.toy else 2
-    for budget in (0.5,) if options.toy else BUDGETS:
-        case = f"budget {budget:.1%}"
+    workloads, budgets = ({"toy": Workload(0.01)}, (0.5,)) if options.toy else (WORKLOADS, BUDGETS)
+    for (name, workload), budget in itertools.product(workloads.items(), budgets):
+        case = f"{name}, budget {budget:.1%}"
         order = {
-            "nbytes": 1_000_000 if options.toy else int(options.gb * 1e9),
-            "step_s": 0.01 if options.toy else 0.1,
+            "nbytes": 1_000_000 if options.toy else int(options.gb * 1e9) * workload.times,
+            "step_s": workload.step_s,
             "turns": 1 if options.toy else options.rounds,
             "settle": 1 if options.toy else SETTLE,
             "budget": budget,
-            "directory": str(directory / f"{budget}"),
+            "url": workload.url(directory / f"{name}-{budget}".replace(" ", "-")),
         }
         for line in figures.attempt(case, "ckptlib", __name__, num_ranks, order, options.timeout_s):
             if line["rank"] == 0:
@@ -86,17 +109,17 @@ def work() -> None:
     given = told()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    training = Training(given["nbytes"], given["step_s"])
+    training = Training(given["nbytes"], given["step_s"], PRODUCT_WIDTH)
     overheads, bare, intervals = [], [], []
     state = {"model": training.model, "optim": training.optimizer}
     every = ckptlib.Overhead(at_most=given["budget"])
-    with ckptlib.Checkpointer(given["directory"], state, every=every, keep=ckptlib.Keep(last=2)) as saver:
+    with ckptlib.Checkpointer(given["url"], state, every=every, codec="raw", keep=ckptlib.Keep(last=2)) as saver:
         loop = Loop(training, saver)
         for _ in range(given["settle"]):
             loop.until_save()
         for _ in range(given["turns"]):
             began = time.perf_counter()
-            num_steps = loop.until_save(least=LEAST_STEPS)
+            num_steps = loop.until_save(least=math.ceil(LEAST_S / given["step_s"]))
             with_saves = (time.perf_counter() - began) / num_steps
             intervals.append(saver.interval)
             loop.rest()

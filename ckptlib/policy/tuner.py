@@ -26,6 +26,9 @@ WIDEN_EVERY = 20
 """Intervals without a clean step, after which one is widened until there are some: no baseline without."""
 WINDOW, NEWEST = 50, 7
 """Steps that make a baseline, at least; and those that tell of another pace, when they agree."""
+AGE, LEAST = 100, 20
+"""A clean step that is older than so many steps is no part of a baseline, unless there are fewer than LEAST others:
+steps become faster by and by, caches and clocks, and where saves follow closely few of them are clean."""
 STALE = 0.05
 """Steps beside a save that are faster than the baseline by more of it than this belie it."""
 COSTS = 20
@@ -101,9 +104,14 @@ class Tuner:
         self.estimate: Estimate | None = None
         """What the interval follows from; None before the first save."""
         self._clean: deque[Iteration] = deque(maxlen=1000)
+        self._clean_at: deque[int] = deque(maxlen=1000)
+        """Which step each of them was."""
+        self._number = 0
         self._ours: deque[float] = deque(maxlen=COSTS)
         """Visible cost of each save."""
         self._costs: deque[float] = deque(maxlen=COSTS)
+        self._noise_s = 0.0
+        """How far off one of them may be, for the noise of steps."""
         self._persists: deque[float] = deque(maxlen=RECENT)
         self._num_saves = 0
         self._since = 0
@@ -137,6 +145,7 @@ class Tuner:
     def note(self, iteration: Iteration) -> bool:
         """Takes note of one step. Returns whether the interval changed."""
         before = self.interval
+        self._number += 1
         if iteration.saved:
             if self._beside:  # the save before was at work until now
                 self._dry += 1
@@ -156,6 +165,7 @@ class Tuner:
                 self._beside.append(iteration)
             return
         self._clean.append(iteration)
+        self._clean_at.append(self._number)
         self._num_clean += 1
         if self._num_saves == 0:
             self._bound_first()
@@ -178,7 +188,7 @@ class Tuner:
         if not self._clean:
             return
         self._forget_other_pace()
-        window = list(self._clean)[-max(WINDOW, 2 * len(beside)) :]
+        window = self._window(max(WINDOW, 2 * len(beside)))
         rest_s = statistics.median(step.rest_s for step in window)
         each_step_s = statistics.median(step.ours_s for step in window)
         deviation_s = _deviation([step.rest_s for step in window])
@@ -196,6 +206,12 @@ class Tuner:
             self._costs.clear()
             self._ours.clear()
 
+    def _window(self, num: int) -> list[Iteration]:
+        """The newest clean steps, `num` at most."""
+        oldest = self._number - 2 * max(num, AGE // 2)
+        young = sum(at > oldest for at in self._clean_at)
+        return list(self._clean)[-min(max(young, LEAST), num) :]
+
     def _forget_other_pace(self) -> None:
         """Steps that were measured before the training became slower or faster are no baseline any more."""
         rests = [step.rest_s for step in self._clean][-WINDOW:]
@@ -203,14 +219,15 @@ class Tuner:
         if len(older) >= NEWEST:
             now_s, then_s = statistics.median(recent), statistics.median(older)
             if abs(now_s - then_s) > 2 * _deviation(older) + 0.02 * then_s:
-                newest = list(self._clean)[-NEWEST:]
-                self._clean.clear()
-                self._clean.extend(newest)
+                while len(self._clean) > NEWEST:
+                    self._clean.popleft()
+                    self._clean_at.popleft()
 
     def _remember(self, cost_s: float, ours_s: float, noise_s: float) -> None:
         """A cost; those before are forgotten if the newest agree that they are no more what a save costs."""
         self._costs.append(cost_s)
         self._ours.append(ours_s)
+        self._noise_s = noise_s
         costs = list(self._costs)
         recent, older = costs[-RECENT:], costs[:-RECENT]
         if len(older) >= RECENT - 1:
@@ -221,7 +238,10 @@ class Tuner:
                         kept.popleft()
 
     def _decide(self, rest_s: float, each_step_s: float) -> None:
-        asked, save_s = self._asked, middle(self._costs)
+        asked = self._asked
+        save_s = middle(self._costs)
+        if self._num_saves < COSTS:  # few tell of it yet: as much as it may well be
+            save_s += self._noise_s * (max(self._num_saves - 1, 1) ** -0.5 - COSTS**-0.5)
         if self._snapshots:
             rest_s, each_step_s = rest_s + each_step_s, 0.0
         rest_s = max(rest_s, 1e-9)
@@ -254,7 +274,7 @@ class Tuner:
         if self._num_saves == 1:
             self.interval = max(min(math.ceil(needed), PROBE), least)
         elif needed > RAISE * self.interval or max(math.ceil(LOWER * needed), 1) < self.interval:
-            self.interval = max(math.ceil(needed), 1)
+            self.interval = max(math.ceil(needed), self.interval // 2, 1)
         bound = min(estimate.by_loss, estimate.by_failures)
         if bound < self.interval:
             self.interval = max(math.floor(bound), least)

@@ -107,7 +107,8 @@ def test_at_each_step_where_that_is_free_and_one_interval_in_twenty_is_wider() -
     gaps = [b - a for a, b in itertools.pairwise(saved)]
     wider = [i for i, gap in enumerate(gaps) if gap > 1]
     assert 10 <= len(wider) <= 25
-    assert all(b - a >= 19 for a, b in itertools.pairwise(wider))
+    sooner = [b - a for a, b in itertools.pairwise(wider) if b - a < 19]
+    assert len(sooner) <= 2, "now and then steps beside saves belie the baseline, by the noise of both"
     assert max(gaps) <= 8
 
 
@@ -269,3 +270,13 @@ def test_the_first_save_of_a_run_is_not_like_others() -> None:
     assert len(training.steps) <= 20 + 200 + HEAVY.persist / HEAVY.step, "a probe, whatever the first one cost"
     training.run_saves(1, tuned)
     assert 0.6 * settled.interval <= tuned.interval <= 1.5 * settled.interval
+
+
+def test_steps_that_become_faster_by_and_by_do_not_make_saves_look_cheap() -> None:
+    """As caches and clocks make them: by 6 % over 300 steps. Few steps are clean where saves follow closely."""
+    training, tuned = Training(replace(LIGHT, noise=0.02, pause_every=10**9)), Tuned(0.05)
+    for step in range(300):
+        training.workload = replace(LIGHT, noise=0.02, pause_every=10**9, step=LIGHT.step * (1.06 - 0.06 * step / 300))
+        training.run(1, tuned)
+    steps = steady(training, tuned)
+    assert overhead(steps) <= 0.05 + 0.5 * POINT
