@@ -130,13 +130,15 @@ def work() -> None:
             bare.append(without)
             overheads.append(with_saves / without - 1)
             loop.until_save()
-        profile = saver._turns._profile
+        account = saver._turns._tuning._kinds.store.account
         tell(what="overhead", unit="1", samples=overheads)
         tell(what="overhead of all turns together", unit="1", samples=[statistics.fmean(overheads)])
         tell(what="interval", unit="steps", samples=intervals)
         tell(what="step without saves", unit="s", samples=bare)
-        if profile is not None and profile.tuner.estimate is not None:
-            tell(what="cost of a save, as measured by the tuner", unit="s", samples=[profile.tuner.estimate.save_s])
+        assert account is not None
+        estimate = account.tuner.estimate
+        assert estimate is not None
+        tell(what="cost of a save, as measured by the tuner", unit="s", samples=[estimate.save_s])
     dist.destroy_process_group()
 
 

@@ -151,7 +151,7 @@ class Checkpointer:
         overhead_in(policy)  # refuses two budgets before anything is opened
         self._session = Session(settings, process_group, lambda: kind_of(flatten(self._state).leaves), on_event)
         self._group = self._session.group
-        self._turns = Turns(self._session, policy, None if peers is None else peers.every, preempted)
+        self._turns = Turns(self._session, policy, None if peers is None else peers.policy, preempted)
         self._due = self._turns.due
         self._attempts = Attempts(self._session, self._due)
         self._fence = Fence()
@@ -375,8 +375,7 @@ class Checkpointer:
         if self._attempts.has(step):
             due.skip(to_store)
             return None
-        if to_store:
-            self._turns.note_saved()
+        self._turns.note_saved(to_store)
         order = SaveOrder(
             self._state,
             step,
@@ -436,7 +435,12 @@ class Checkpointer:
     @property
     def interval(self) -> int | None:
         """Steps between saves that all ranks have agreed upon; None without Overhead, and before the first step."""
-        return self._due.agreed
+        return self._due.store.agreed
+
+    @property
+    def memory_interval(self) -> int | None:
+        """Steps between snapshots of `Peers(every=Overhead(...))` that all ranks have agreed upon; else None."""
+        return None if self._due.memory is None else self._due.memory.agreed
 
     @property
     def fence_waited_s(self) -> float:

@@ -117,6 +117,8 @@ class IntervalChanged(Event):
     """Up to now; None for the first."""
     why: str
     """For people."""
+    tier: str = "store"
+    """"store", or "memory" for snapshots of `Peers(every=Overhead(...))`."""
 
 
 @dataclass(frozen=True, slots=True)

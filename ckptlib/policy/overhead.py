@@ -21,7 +21,8 @@ class Overhead(Policy):
 
     The interval follows what is measured while the training runs, up and down: steps beside which nothing is saved,
     and what each save adds in `after_step`, at the fence and in slower steps. All ranks use the longest interval that
-    one of them needs. Snapshots of `Peers` have a cadence of their own, and their cost counts as training.
+    one of them needs. Snapshots in memory are no part of it: `Peers(every=Overhead(...))` gives them a budget of their
+    own, and otherwise their cost counts as training.
     """
 
     at_most: float

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from ckptlib.policy.overhead import Overhead
+from ckptlib.policy.when import Policy, policy_of
+
 HOST, DEVICE = "host", "device"
 RAW, OPTIMIZER = "raw", "optimizer"
 
@@ -16,7 +19,8 @@ class Peers:
 
     copies:   replicas of each rank's snapshot, each in another failure domain than the others and the rank itself. 0:
               none; a snapshot then survives its trainer, but not its host.
-    every:    steps from one snapshot to the next.
+    every:    steps from one snapshot to the next; or a budget of its own, `Overhead(at_most=0.01)`: as often as that
+              allows. What is saved to the store is a snapshot, too.
     domain:   the failure domain of this rank: what is lost at one time. "host": this machine; else a name, such as
               that of its rack.
     timeout:  after which a peer that does not take or give a few megabytes counts as gone.
@@ -33,7 +37,7 @@ class Peers:
     """
 
     copies: int = 1
-    every: int = 1
+    every: int | Overhead = 1
     domain: str = HOST
     timeout: timedelta = timedelta(seconds=60)
     everything: bool = False
@@ -42,19 +46,30 @@ class Peers:
     keep_for: timedelta = timedelta(minutes=15)
 
     def __post_init__(self) -> None:
-        if self.copies < 0 or self.every < 1:
-            raise ValueError(f"Peers needs copies >= 0 and every >= 1, got {self.copies} and {self.every}")
+        if self.copies < 0:
+            raise ValueError(f"Peers needs copies >= 0, got {self.copies}")
+        if not isinstance(self.every, Overhead) and (isinstance(self.every, bool) or not isinstance(self.every, int)):
+            raise TypeError(
+                f"Peers(every={self.every!r}): expected a number of steps, or a budget such as Overhead(at_most=0.01)"
+            )
+        if isinstance(self.every, int) and self.every < 1:
+            raise ValueError(f"Peers needs every >= 1, got {self.every}")
         if self.memory not in (HOST, DEVICE):
             raise ValueError(
                 f"memory is {HOST!r} or {DEVICE!r}, got {self.memory!r}; for a directory of slots there is arena="
             )
         if self.link not in (RAW, OPTIMIZER):
             raise ValueError(f"link is {RAW!r} or {OPTIMIZER!r}, got {self.link!r}")
-        if self.link == OPTIMIZER and self.every > 1:
+        if self.link == OPTIMIZER and self.every != 1:
             raise ValueError(
                 f"link={OPTIMIZER!r} needs every=1, got every={self.every}: only from one step to the next does a "
                 "snapshot tell most of the other"
             )
+
+    @property
+    def policy(self) -> Policy:
+        """When a snapshot is due."""
+        return policy_of(self.every)
 
 
 @dataclass(frozen=True, slots=True)

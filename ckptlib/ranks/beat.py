@@ -56,6 +56,12 @@ class Word(NamedTuple):
     """1: the next save should wait until this rank has a baseline to judge saves by."""
     at_work: int = 0
     """1: a save is being copied or written on this rank."""
+    memory_interval: int = 0
+    """As `interval`, for snapshots in memory."""
+    memory_widen: int = 0
+    """As `widen`, for them."""
+    memory_at_work: int = 0
+    """1: a snapshot is being copied, or sent to peers, by this rank."""
     calm: int = 1
     """1: this rank is ready to connect to its peers anew; when agreed upon, all are."""
     oldest_held: int = NONE

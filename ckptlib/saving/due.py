@@ -5,28 +5,21 @@ Pure: it knows neither ranks, nor tensors, nor the store.
 
 from __future__ import annotations
 
-from ckptlib.policy.when import Moment, Policy
+from ckptlib.policy.when import Policy
+from ckptlib.saving.cadence import Cadence
 
 
 class DueSaves:
     """One per Checkpointer. A save that is due stays due until it is taken, and again if it comes to nothing."""
 
-    def __init__(self, policy: Policy, every_in_memory: int | None) -> None:
-        """`every_in_memory`: snapshots for memory are due at multiples of it; None: never."""
-        self._policy = policy
-        self._every_in_memory = every_in_memory
+    def __init__(self, store: Policy, memory: Policy | None) -> None:
+        """When to save to the store, and when to keep a snapshot in memory; None: never."""
+        self.store = Cadence(store)
+        self.memory = None if memory is None else Cadence(memory)
         self._step = 0
         """The last that was looked ahead to."""
         self._now = 0.0
         """When it was."""
-        self._saved: int | None = None
-        """The step of the last save; before there is one, where this began."""
-        self._saved_at = 0.0
-        self._is_first = True
-        self.agreed: int | None = None
-        """Steps between saves that all ranks have agreed upon, where one of them keeps to an overhead."""
-        self._widened = False
-        """Whether all ranks have agreed that the next save waits for a baseline."""
         self._last_due: int | None = None
         """Where the policy said so for the last time; before it has, where this began."""
         self._interval: int | None = None
@@ -47,26 +40,18 @@ class DueSaves:
         self.error: Exception | None = None
         """Why the last of these did."""
 
-    def agree(self, interval: int, widened: bool) -> None:
-        """What all ranks said of their overhead: from the next step on it is in force, on all of them alike."""
-        self.agreed = interval or None
-        self._widened = widened
-
     def look_ahead(self, step: int, now: float = 0.0) -> None:
         """`step` comes next. `now`: seconds, by a clock that only goes forward."""
         self._step, self._now = step, now
-        if self._last_due is None or self._saved is None:
-            self._last_due = self._saved = step - 1
-            self._saved_at = now
-        interval = None if self._widened else self.agreed
-        moment = Moment(step, self._saved, now, self._saved_at, self._is_first, interval)
-        if not self.to_store and self._policy.due_at(moment):
+        if self._last_due is None:
+            self._last_due = step - 1
+        if not self.to_store and self.store.is_due(step, now):
             self._interval, self._last_due = step - self._last_due, step
             self._fall_due()
         if step == self.final:
             self._fall_due()
-        every = self._every_in_memory
-        self.in_memory = self.in_memory or (every is not None and step % every == 0)
+        if not self.in_memory and self.memory is not None:
+            self.in_memory = self.memory.is_due(step, now)
 
     def _fall_due(self) -> None:
         if not self.to_store:
@@ -91,7 +76,9 @@ class DueSaves:
     def skip(self, to_store: bool) -> None:
         """This step is saved already."""
         if to_store:
-            self._saved, self._saved_at, self._is_first = self._step, self._now, False
+            self.store.note(self._step, self._now)
+        if self.memory is not None:
+            self.memory.note(self._step, self._now)
         if self.to_store and to_store:
             self._told_waiting = self._told_waiting and self._waits_long
         self.to_store = self.to_store and not to_store

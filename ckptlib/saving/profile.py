@@ -1,4 +1,4 @@
-"""What each step took, and what saves took of it: read off the clock for the tuner of one rank.
+"""What each step took, and what saves took of it: read off the clock for the tuners of one rank.
 
 Whether a save was at work beside a step is what all ranks said, since one rank's writer slows the steps of all.
 """
@@ -6,41 +6,70 @@ Whether a save was at work beside a step is what all ranks said, since one rank'
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ckptlib.policy.tuner import Iteration, Tuner
 
 
-class Profile:
-    """One per Checkpointer; main thread."""
+class Account:
+    """Of one kind of save, those to the store or those in memory; and the tuner of its interval."""
 
     def __init__(self, tuner: Tuner) -> None:
         self.tuner = tuner
+        self._at_work = False
+        """Whether a save was, on some rank, as this step began."""
+        self._saved = False
+        """Whether one began at the end of this step."""
+        self._under_way: dict[Hashable, float] = {}
+        """Saves of this rank that have not come to their end, and since when."""
+        self._ended = 0.0
+        """When the last one did."""
+
+    def note_step(self, seconds: float, ours_s: float) -> None:
+        """A step, and what `after_step` and the fence took of it."""
+        self.tuner.note(Iteration(seconds, ours_s, self._at_work, self._saved))
+
+    def note_agreed(self, at_work: bool) -> None:
+        """Whether a save was at work on some rank, as this step began; none begins at its end, unless that is told."""
+        self._at_work, self._saved = at_work, False
+
+    def note_saved(self) -> None:
+        """A save began."""
+        self._saved = True
+
+    def note_under_way(self, saves: Collection[Hashable]) -> None:
+        """Which saves of this rank are under way."""
+        now = time.perf_counter()
+        for save in [save for save in self._under_way if save not in saves]:
+            self.tuner.persisted(now - max(self._under_way.pop(save), self._ended))
+            self._ended = now
+        for save in saves:
+            self._under_way.setdefault(save, now)
+
+
+class Profile:
+    """The clock of one Checkpointer's accounts; main thread."""
+
+    def __init__(self, accounts: Sequence[Account]) -> None:
+        self._accounts = accounts
         self._ended: float | None = None
         """When the last `after_step` did; None before there was one."""
         self._fence_s = 0.0
         """Waited at the fence, all in all, by then."""
         self._waited_s = 0.0
         """For other ranks, in this `after_step`."""
-        self._at_work = False
-        """Whether a save was, on some rank, as this step began."""
-        self._saved = False
-        """Whether one began at the end of this step."""
-        self._under_way: dict[str, float] = {}
-        """Saves of this rank that are being written, and since when."""
-        self._written = 0.0
-        """When the last one was."""
 
     @contextmanager
     def step(self, fence_s: float) -> Iterator[None]:
         """Around `after_step`. `fence_s`: seconds waited at the fence since the Checkpointer was made."""
-        began, self._waited_s, self._saved = time.perf_counter(), 0.0, False
+        began, self._waited_s = time.perf_counter(), 0.0
         yield
         ended = time.perf_counter()
         if self._ended is not None:
             ours_s = ended - began - self._waited_s + fence_s - self._fence_s
-            self.tuner.note(Iteration(ended - self._ended, ours_s, self._at_work, self._saved))
+            for account in self._accounts:
+                account.note_step(ended - self._ended, ours_s)
         self._ended, self._fence_s = ended, fence_s
 
     @contextmanager
@@ -49,20 +78,3 @@ class Profile:
         began = time.perf_counter()
         yield
         self._waited_s += time.perf_counter() - began
-
-    def note_agreed(self, at_work: bool) -> None:
-        """Whether a save was at work on some rank, as this step began."""
-        self._at_work = at_work
-
-    def note_saved(self) -> None:
-        """A save began."""
-        self._saved = True
-
-    def note_under_way(self, saves: Collection[str]) -> None:
-        """Which saves of this rank are being written."""
-        now = time.perf_counter()
-        for save in [save for save in self._under_way if save not in saves]:
-            self.tuner.persisted(now - max(self._under_way.pop(save), self._written))
-            self._written = now
-        for save in saves:
-            self._under_way.setdefault(save, now)

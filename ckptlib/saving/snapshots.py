@@ -195,6 +195,11 @@ class Snapshots:
         """Whether a snapshot has not come to its end."""
         return bool(self._unsettled)
 
+    @property
+    def settling_steps(self) -> list[int]:
+        """Those whose snapshots are being copied or sent to peers, oldest first."""
+        return [begun.step for begun in self._unsettled]
+
     # What all ranks hold
 
     def void(self, step: int) -> None:

@@ -106,6 +106,32 @@ def test_a_copy_outlives_the_root_it_was_made_of(tmp_path: Path) -> None:
     assert all(map(torch.equal, tensors(state), wanted[4])), "nothing was trained since"
 
 
+def test_a_pin_stays_where_it_was_put(source: Path, tmp_path: Path) -> None:
+    """The new run decides itself what it keeps; a copy of a pinned step keeps no other one, and takes no pin away."""
+    root, new = tmp_path / "root", tmp_path / "new"
+    shutil.copytree(source, root)
+    assert run("pin", root, 3)[0] == 0
+    copy(root, 3, new)
+    assert not (new / "pins").exists()
+    assert "pinned" not in run("ls", new)[1]
+    assert run("pin", new, 3)[0] == 0
+    assert run("unpin", root, 3)[0] == 0
+    for url, left in ((root, [5]), (new, [3])):
+        age(LocalStore(str(url)), 2 * DAY_S)
+        assert run("gc", url, "--keep-last", 1)[0] == 0
+        assert listed(url) == left
+        assert is_good(url)
+    state = {"model": {"w0": torch.zeros(300, 300)}}
+    with ckptlib.Checkpointer(new, state, every=1, keep=ckptlib.Keep(last=1)) as ckpt:
+        ckpt.restore(only=["model/w0"])
+        for step in range(4, 7):
+            ckpt.save(step).wait_committed()
+    age(LocalStore(str(new)), 2 * DAY_S)
+    assert run("gc", new, "--keep-last", 1)[0] == 0
+    assert listed(new) == [3, 6], "the pin of the copy holds"
+    assert is_good(new)
+
+
 @pytest.mark.parametrize("written_by", ["0.1", "0.2"])
 def test_what_earlier_versions_wrote_is_copied(tmp_path: Path, written_by: str) -> None:
     root, new = ROOT / "tests" / "data" / f"written-by-{written_by}" / "root", tmp_path / "new"

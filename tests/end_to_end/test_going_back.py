@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import io
+import json
+import re
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
 from helpers.one_job import WAIT_S, Job, catalog, damage, step_once, steps
+from helpers.servers import ObjectStorage
 
 import ckptlib
 from ckptlib.cli import app as cli
@@ -228,3 +232,37 @@ def test_a_step_that_only_local_disks_have(tmp_path: Path) -> None:
     assert steps(job.root)[-1] == 6, "saved again, to the store"
     with again(job).checkpointer(**options) as ckpt:
         assert ckpt.restore().step == 6
+
+
+def test_there_and_back_in_a_bucket(tmp_path: Path, s3: ObjectStorage) -> None:
+    """By `restore(step=)`, by `ckptlib rewind`, and undone by a rewind to what was abandoned."""
+    url, options = s3.url(), s3.options()
+    job = Job(tmp_path / "job")
+
+    def train(job: Job, start: int | None, total: int) -> list[int]:
+        given = {"every": 1, "arena": tmp_path, "storage_options": options}
+        with ckptlib.Checkpointer(url, job.state, **given) as ckpt:
+            first = ckpt.restore(step="latest" if start is None else start).step if start != 0 else 0
+            for step in range(first + 1, total + 1):
+                job.body()
+                step_once(ckpt, step)
+        return [info.step for info in ckptlib.checkpoints(url, storage_options=options)]
+
+    def rewind(step: object) -> str:
+        words = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in options.items()]
+        said = io.StringIO()
+        with redirect_stdout(said), pytest.raises(SystemExit) as ended:
+            cli.run(["rewind", url, str(step), "--yes", *(text for word in words for text in ("--option", word))])
+        assert ended.value.code == 0
+        return said.getvalue()
+
+    assert train(job, 0, 6) == [1, 2, 3, 4, 5, 6]
+    later = again(job)
+    assert train(later, 3, 4) == [1, 2, 3, 4], "5 and 6 are abandoned"
+    undo = re.search(r"ckptlib rewind \S+ (\S+)", rewind(2))
+    assert undo is not None
+    assert [info.step for info in ckptlib.checkpoints(url, storage_options=options)] == [1, 2]
+    rewind(undo[1])
+    last = again(job)
+    assert train(last, None, 6) == [1, 2, 3, 4, 5, 6]
+    assert last.bits() == job.bits()

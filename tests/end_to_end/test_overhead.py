@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def check(ran: Ran) -> None:
     """What holds of every run, whatever was measured."""
     first, second = ran.ranks
     assert first["last"] == second["last"]
-    for key in ("step", "interval", "saved"):
+    for key in ("step", "interval", "saved", "snapped"):
         assert [line[key] for line in first["steps"]] == [line[key] for line in second["steps"]], key
     agreed, needed = ran.agreed, [{line["step"]: line["needed"] for line in rank["steps"]} for rank in ran.ranks]
     for step in agreed:
@@ -95,6 +96,19 @@ def test_combined_on_one_rank(tmp_path: Path) -> None:
     ran = run(tmp_path, "combined")
     check(ran)
     assert ran.saved[0] == 1
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_snapshots_in_memory_keep_to_a_budget_of_their_own(tmp_path: Path) -> None:
+    ran = run(tmp_path, "memory")
+    check(ran)
+    assert ran.saved == [50, 100, STEPS], "saves to the store go by their own policy"
+    taken = sorted({line["snapped"] for line in ran.ranks[0]["steps"] if line["snapped"] is not None})
+    assert taken[0] >= 20
+    for before, step in itertools.pairwise(taken):
+        if step not in ran.saved:
+            assert step - before >= min(ran.agreed[at] for at in range(before, step)), (before, step)
+    assert "from step 2 on a snapshot in memory every 20 steps" in ran.output
 
 
 @pytest.mark.timeout(LIMIT_S + 30)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckptlib import Peers
+from ckptlib import Overhead, Peers, Steps
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,7 @@ from ckptlib import Peers
         ({"memory": "disk"}, "memory is 'host' or 'device'"),
         ({"link": "zip"}, "link is 'raw' or 'optimizer'"),
         ({"link": "optimizer", "every": 2}, "needs every=1, got every=2"),
+        ({"link": "optimizer", "every": Overhead(0.01)}, "needs every=1, got every=Overhead"),
     ],
 )
 def test_refused(options: dict[str, Any], message: str) -> None:
@@ -27,3 +28,14 @@ def test_refused(options: dict[str, Any], message: str) -> None:
 def test_taken() -> None:
     assert Peers().link == "raw"
     assert Peers(copies=2, link="optimizer").link == "optimizer"
+
+
+@pytest.mark.parametrize("every", [True, 1.5, "often", None, Steps(2)])
+def test_no_number_of_steps_and_no_budget(every: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected a number of steps, or a budget such as Overhead\(at_most=0.01\)"):
+        Peers(every=every)
+
+
+def test_when() -> None:
+    assert [step for step in range(7) if Peers(every=3).policy.due(step)] == [0, 3, 6]
+    assert Peers(every=Overhead(0.01)).policy == Overhead(0.01)

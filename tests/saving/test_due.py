@@ -10,7 +10,7 @@ from ckptlib.saving.due import DueSaves
 
 
 def due(every: int = 5, in_memory: int | None = None) -> DueSaves:
-    return DueSaves(Steps(every), in_memory)
+    return DueSaves(Steps(every), None if in_memory is None else Steps(in_memory))
 
 
 def test_what_is_due_stays_due_until_it_is_taken() -> None:
@@ -172,26 +172,39 @@ def test_a_first_save_is_due_once_in_each_run_wherever_it_goes_on() -> None:
 def test_an_overhead_goes_by_the_agreed_interval_from_the_last_save() -> None:
     saves = DueSaves(Overhead(at_most=0.01), None)
     assert steps_due(saves, range(501, 600)) == [], "nothing is agreed"
-    saves.agree(40, widened=False)
+    saves.store.agree(40, widened=False)
     assert steps_due(saves, range(600, 700)) == [600, 640, 680]
-    saves.agree(30, widened=True)
+    saves.store.agree(30, widened=True)
     assert steps_due(saves, range(700, 800)) == [], "a rank needs a baseline"
-    saves.agree(70, widened=False)
+    saves.store.agree(70, widened=False)
     assert steps_due(saves, range(800, 950)) == [800, 870, 940]
 
 
 def test_a_save_for_another_reason_begins_an_interval_anew() -> None:
     saves = DueSaves(Overhead(at_most=0.01) | Steps(100), None)
-    saves.agree(60, widened=False)
+    saves.store.agree(60, widened=False)
     assert steps_due(saves, range(1, 300)) == [60, 100, 160, 200, 260]
 
 
 def test_a_snapshot_for_memory_does_not_count_as_a_save() -> None:
-    saves = DueSaves(Overhead(at_most=0.01), 2)
-    saves.agree(5, widened=False)
+    saves = DueSaves(Overhead(at_most=0.01), Steps(2))
+    saves.store.agree(5, widened=False)
     for step in (1, 2, 3, 4):
         saves.look_ahead(step, now=0.0)
         saves.begin(to_store=False)
         assert not saves.to_store
     saves.look_ahead(5, now=0.0)
     assert saves.to_store
+
+
+def test_snapshots_in_memory_keep_to_a_budget_of_their_own() -> None:
+    saves = DueSaves(Steps(10), Overhead(at_most=0.01))
+    assert saves.memory is not None
+    saves.memory.agree(4, widened=False)
+    taken = []
+    for step in range(1, 31):
+        saves.look_ahead(step)
+        if saves.to_store or saves.in_memory:
+            taken.append(step)
+            saves.begin(saves.to_store)
+    assert taken == [4, 8, 10, 14, 18, 20, 24, 28, 30], "what is saved to the store is a snapshot, too"

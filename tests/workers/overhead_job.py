@@ -1,6 +1,7 @@
 """Two ranks that keep to an overhead; run by torchrun: overhead_job.py <directory> <case>.
 
-Each tells, as JSON: of each step the interval in force, the newest save, and what its own tuner needed after it.
+Each tells, as JSON: of each step the interval in force, the newest save and snapshot, and what its own tuner needed
+after it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import ckptlib
+from ckptlib.events import Begun, Event
 
 STEPS = 120
 PREEMPTED = 70
@@ -33,19 +35,30 @@ def main(directory: Path, case: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     budget = (0.9, 0.04)[rank] if case == "different" else 0.3
     bounds = {"at_most_lost": timedelta(seconds=0.001)} if case == "bounded" and rank == 0 else {}
-    options = {"peers": ckptlib.Peers(copies=1, every=2, domain=f"host{rank}")} if case == "peers" else {}
     every = ckptlib.Overhead(budget, **bounds)
+    options = {}
+    if case in ("peers", "memory"):
+        often = 2 if case == "peers" else ckptlib.Overhead(0.9)
+        options = {"peers": ckptlib.Peers(copies=1, every=often, domain=f"host{rank}")}
+    if case == "memory":
+        every = ckptlib.Steps(50)
     if case == "combined" and rank == 0:
         every |= ckptlib.First() | ckptlib.Steps(50)
     told: list[dict[str, int | None]] = []
     state = {"model": model, "optim": optimizer}
-    kept = ckptlib.Checkpointer(str(directory / "root"), state, every=every, **options)
+    begun: list[int] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, Begun):
+            begun.append(event.step)
+
+    kept = ckptlib.Checkpointer(str(directory / "root"), state, every=every, on_event=note, **options)
     with suppress(ckptlib.Preempted), kept as ckpt:
         start = ckpt.restore().step
         for step in ckpt.loop(start, start + STEPS):
             if step > start:
-                told.append(said(ckpt, step))
-            if case == "slow" and rank == 1:
+                told.append(said(ckpt, step, begun))
+            if case in ("slow", "memory") and rank == 1:
                 time.sleep(0.005)
             if case == "preempted" and rank == 1 and step == PREEMPTED:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -57,15 +70,17 @@ def main(directory: Path, case: str) -> None:
     dist.destroy_process_group()
 
 
-def said(ckpt: ckptlib.Checkpointer, step: int) -> dict[str, int | None]:
+def said(ckpt: ckptlib.Checkpointer, step: int, begun: list[int]) -> dict[str, int | None]:
     """After `step` steps."""
-    profile = ckpt._turns._profile
+    kinds = ckpt._turns._tuning._kinds
+    kind = kinds.store if ckpt.memory_interval is None else kinds.memory
     pending = ckpt.pending
     return {
         "step": step,
-        "interval": ckpt.interval,
+        "interval": ckpt.interval if ckpt.memory_interval is None else ckpt.memory_interval,
         "saved": None if pending is None else pending.step,
-        "needed": None if profile is None else profile.tuner.interval,
+        "snapped": begun[-1] if begun else None,
+        "needed": None if kind is None or kind.account is None else kind.account.tuner.interval,
     }
 
 

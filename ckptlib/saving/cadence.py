@@ -1,0 +1,36 @@
+"""When one kind of save falls due, those to the store or those in memory: a policy, and what it goes by. Pure."""
+
+from __future__ import annotations
+
+from ckptlib.policy.when import Moment, Policy
+
+
+class Cadence:
+    """One for each kind of save; the same on all ranks, but for their clocks."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._saved: int | None = None
+        """The step of the last save; before there is one, where this began."""
+        self._saved_at = 0.0
+        self._is_first = True
+        self.agreed: int | None = None
+        """Steps between saves that all ranks have agreed upon, where one of them keeps to an overhead."""
+        self._widened = False
+        """Whether all ranks have agreed that the next save waits for a baseline."""
+
+    def agree(self, interval: int, widened: bool) -> None:
+        """What all ranks said of their overhead: from the next step on it is in force, on all of them alike."""
+        self.agreed = interval or None
+        self._widened = widened
+
+    def is_due(self, step: int, now: float) -> bool:
+        """Whether the policy wants the state after `step`, which comes next. `now`: seconds."""
+        if self._saved is None:
+            self._saved, self._saved_at = step - 1, now
+        interval = None if self._widened else self.agreed
+        return self._policy.due_at(Moment(step, self._saved, now, self._saved_at, self._is_first, interval))
+
+    def note(self, step: int, now: float) -> None:
+        """The state after `step` is saved."""
+        self._saved, self._saved_at, self._is_first = step, now, False
