@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ckptlib._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from ckptlib import data as data
     from ckptlib import events as events
     from ckptlib.api import checkpoints, load, save, save_async
     from ckptlib.catalog.catalog import CheckpointInfo
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         ObjectExists,
         ObjectNotFound,
         ObjectUnreadable,
+        Preempted,
         SaveFailed,
         StateError,
         StateMismatch,
@@ -162,9 +164,13 @@ __all__ = [
 ]
 
 
+_MODULES = ("data", "events")
+"""Public ones, whose own names are promised, too."""
+
+
 def __getattr__(name: str) -> object:
-    if name == "events":
-        return importlib.import_module("ckptlib.events")
+    if name in _MODULES:
+        return importlib.import_module(f"ckptlib.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ckptlib' has no attribute {name!r}")

@@ -151,6 +151,20 @@ def test_public_names_survive_importing_everything() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("name", ["data.ResumableSampler", "data.resumable", "events.Committed", "Preempted"])
+def test_public_modules_need_no_import_of_their_own(name: str) -> None:
+    code = f"import ckptlib; ckptlib.{name}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_type_checkers_know_all_public_names() -> None:
+    tree = ast.parse((ROOT / "ckptlib" / "__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    known = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert known == {*ckptlib.__all__, "data", "events"}
+
+
 def test_documented_places() -> None:
     assert ckptlib.catalog.Catalog
     assert ckptlib.verify.verify_root
