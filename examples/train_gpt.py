@@ -108,7 +108,7 @@ class Windows(Dataset[torch.Tensor]):
 def make_loader(args: argparse.Namespace) -> ResumableLoader:
     """Shuffled windows: each once per epoch, across restarts and changes of the number of ranks."""
     windows = Windows(read_text(), args.context)
-    sampler = ResumableSampler(len(windows), args.batch, seed=args.seed)
+    sampler = ResumableSampler(windows, args.batch, seed=args.seed)
     return resumable(DataLoader(windows, batch_sampler=sampler, num_workers=args.workers))
 
 

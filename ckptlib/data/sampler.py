@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 
 import numpy as np
 import torch.distributed as dist
@@ -24,7 +24,7 @@ IN_SEQUENCE = "in sequence"
 class ResumableSampler(Sampler[list[int]]):
     """This rank's share of each global batch, for `DataLoader(dataset, batch_sampler=...)`.
 
-    length:       how many items the data set has: len(dataset).
+    data:         the data set, or how many items it has.
     global_batch: items per batch over all ranks, a multiple of `world_size`. It may be another one after a restart.
     seed:         the order of an epoch is a function of (seed, epoch), the same on all ranks.
     shuffle:      False: every epoch goes through the items in sequence.
@@ -40,7 +40,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     def __init__(
         self,
-        length: int,
+        data: int | Sized,
         global_batch: int,
         *,
         seed: int = 0,
@@ -49,6 +49,7 @@ class ResumableSampler(Sampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        length = _length_of(data)
         for name, value, least in [("length", length, 1), ("global_batch", global_batch, 1), ("seed", seed, 0)]:
             _check_int(name, value, least)
         if length > MAX_LENGTH or global_batch > MAX_LENGTH:
@@ -180,6 +181,17 @@ def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank >= world_size:
         raise ValueError(f"rank={rank}: expected less than world_size={world_size}")
     return rank, world_size
+
+
+def _length_of(data: int | Sized) -> int:
+    if isinstance(data, Sized):
+        return len(data)
+    if isinstance(data, int):
+        return data
+    raise TypeError(
+        f"ResumableSampler({data!r}): expected a data set with a length, or how many items it has. One that has none, "
+        "such as an IterableDataset, needs no sampler: give its DataLoader to ckptlib.data.resumable"
+    )
 
 
 def _check_int(name: str, value: object, least: int) -> None:

@@ -42,7 +42,7 @@ def _map_style(loader: DataLoader[Any]) -> MapStyleLoader:
         raise ValueError(
             f"this DataLoader takes its order from a {_order_of(loader)}, whose place cannot be restored; leave out "
             "batch_size, shuffle, sampler and drop_last, and make it as DataLoader(dataset, "
-            "batch_sampler=ckptlib.data.ResumableSampler(len(dataset), global_batch, seed=...), ...)"
+            "batch_sampler=ckptlib.data.ResumableSampler(dataset, global_batch, seed=...), ...)"
         )
     if loader.generator is not None:
         raise ValueError("leave out generator=: ResumableSampler's seed decides on order and workers' seeds")

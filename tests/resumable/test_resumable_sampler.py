@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -141,18 +142,17 @@ def test_a_batch_of_several_epochs() -> None:
         ({"global_batch": 2, "rank": 0, "world_size": 3}, r"multiple of 3.*use 3\. It may differ from the checkpoint"),
         ({"global_batch": 11, "drop_last": True}, r"with drop_last=True and 10 items: no epoch.*at most 10, or drop_"),
         ({"global_batch": 0}, r"global_batch=0: expected an integer of at least 1"),
-        ({"length": 0}, r"length=0: expected an integer of at least 1"),
-        ({"length": [1, 2]}, r"length=\[1, 2\]: expected an integer"),
+        ({"data": 0}, r"length=0: expected an integer of at least 1"),
         ({"seed": -1}, r"seed=-1: expected an integer of at least 0"),
         ({"seed": None}, r"seed=None: expected an integer"),
-        ({"length": 2**63}, r"expected at most 2\*\*62"),
+        ({"data": 2**63}, r"expected at most 2\*\*62"),
         ({"rank": 1}, r"rank=1, world_size=None: pass both or neither"),
         ({"rank": 2, "world_size": 2}, r"rank=2: expected less than world_size=2"),
     ],
 )
 def test_arguments(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ResumableSampler(**{"length": 10, "global_batch": 2, **options})  # type: ignore[arg-type]
+        ResumableSampler(**{"data": 10, "global_batch": 2, **options})  # type: ignore[arg-type]
 
 
 def test_ranks_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,3 +215,13 @@ def test_what_is_dropped_is_said(caplog: pytest.LogCaptureFixture) -> None:
     sampler.load_state_dict(state_of(global_batch=6))
     assert (sampler.epoch, sampler.consumed) == (1, 0)
     assert "the last 4 items of epoch 0 are left out" in caplog.text
+
+
+def test_a_data_set_tells_its_length_itself() -> None:
+    assert [*ResumableSampler(range(10), 4, seed=3)] == [*ResumableSampler(10, 4, seed=3)]
+
+
+@pytest.mark.parametrize("data", [10.0, None, iter([1]), object()])
+def test_what_has_no_length(data: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected a data set with a length, .* ckptlib.data.resumable"):
+        ResumableSampler(data, 4)
