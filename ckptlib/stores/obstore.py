@@ -171,7 +171,7 @@ class ObstoreStore(Store):
             except (BaseError, OSError) as error:
                 raise _Failed(error) from None
 
-        running = self._loop.start(put())
+        running = self._loop.start(put(), deadline)
         feed.watch(running)
         try:
             if not body.is_whole:
@@ -180,7 +180,7 @@ class ObstoreStore(Store):
                         break
                 else:
                     feed.give(None, deadline)
-            running.result(deadline)
+            running.result()
         finally:
             running.cancel()
             feed.close()

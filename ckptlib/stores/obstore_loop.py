@@ -44,8 +44,11 @@ class ClientLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, work: Coroutine[Any, Any, T]) -> Running[T]:
-        """Runs `work` in the loop's thread. Raises RuntimeError in a process forked from one that used the client."""
+    def start(self, work: Coroutine[Any, Any, T], deadline: float | None = None) -> Running[T]:
+        """Runs `work` in the loop's thread until the deadline; not at all behind it.
+
+        Raises RuntimeError in a process forked from one that used the client.
+        """
         if not _is_own_process():
             work.close()
             raise RuntimeError("obstore was used before this process was forked, and cannot be used in it: spawn it")
@@ -55,11 +58,11 @@ class ClientLoop:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
                 self._thread.start()
-            return Running(self._loop, work)
+            return Running(self._loop, work, deadline)
 
     def run(self, work: Coroutine[Any, Any, T], deadline: float | None = None) -> T:
         """What `work` returns or raises. Raises GivenUp at the deadline; `work` has ended then, too."""
-        return self.start(work).result(deadline)
+        return self.start(work, deadline).result()
 
     def close(self) -> None:
         with self._lock:
@@ -78,15 +81,19 @@ _OVER.set_result(None)
 class Running(Generic[T]):
     """A coroutine in the thread of a loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], deadline: float | None) -> None:
         self.loop = loop
-        self._work = work
+        self._work, self._deadline = work, deadline
         self._task: asyncio.Task[T] | None = None
         self.ended: concurrent.futures.Future[T] = concurrent.futures.Future()
         """Done when the coroutine has ended, not before: after a cancel, too."""
         loop.call_soon_threadsafe(self._begin)
 
     def _begin(self) -> None:
+        if _left(self._deadline) == 0:  # else it might send something before `result` gives it up
+            self._work.close()
+            self.ended.set_exception(GivenUp())
+            return
         self._task = self.loop.create_task(self._work)
         self._task.add_done_callback(self._finish)
 
@@ -99,10 +106,10 @@ class Running(Generic[T]):
         else:
             self.ended.set_result(task.result())
 
-    def result(self, deadline: float | None) -> T:
+    def result(self) -> T:
         """Raises GivenUp at the deadline. Whatever it raises, the coroutine has ended."""
         try:
-            concurrent.futures.wait([self.ended], _left(deadline))
+            concurrent.futures.wait([self.ended], _left(self._deadline))
         finally:
             self.cancel()
         ended, self.ended = self.ended, _OVER
