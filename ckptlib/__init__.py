@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from ckptlib.exporting.export import ExportReport, export
+    from ckptlib.imports.beginning import Init
     from ckptlib.imports.convert import ImportReport, convert
     from ckptlib.loading.report import LoadReport
     from ckptlib.policy.keep import Keep
@@ -63,6 +64,7 @@ _HOMES = {
     "CheckpointReader": "reading.opened",
     "ExportReport": "exporting.export",
     "ImportReport": "imports.convert",
+    "Init": "imports.beginning",
     "convert": "imports.convert",
     "LoadReport": "loading.report",
     "Pending": "saving.pending",
@@ -126,6 +128,7 @@ __all__ = [
     "First",
     "FormatError",
     "ImportReport",
+    "Init",
     "Keep",
     "LoadReport",
     "Lossy",

@@ -23,6 +23,7 @@ from ckptlib.errors import Preempted, SaveFailed, WaitTimeout
 from ckptlib.events import Event, Stopping
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import checked_step
+from ckptlib.imports.beginning import Init, begins_from
 from ckptlib.loading.report import LoadReport
 from ckptlib.loading.selection import Only, Rename
 from ckptlib.policy.codec import AUTO, Asked, CodecRules
@@ -92,6 +93,10 @@ class Checkpointer:
     config:          recorded with this run: a dict of plain values, such as dict(vars(args)). What looks like a secret
                      is left out, with a warning. `ckptlib show` prints it.
     record_code:     record the command line and the program's git revision, too.
+    init_from:       what a run begins from as long as it has no step of its own: another root's URL, or a checkpoint
+                     that `ckptlib import` reads; `Init` says more. `restore` fills the state from it, and the run
+                     begins at step 0; RNG state is not taken from it. A run that has a step never looks at it.
+    init_only:       the names, path prefixes or patterns of the state that are filled so, such as "model".
     on_event:        called with each of `ckptlib.events`: snapshots and saves that began, ended or failed, restores,
                      changes of the interval. The thread that trains calls it, as `after_step`, `save`, `restore`,
                      `close` and waits for a save end; no save depends on it, and the training waits for it. What it
@@ -128,6 +133,8 @@ class Checkpointer:
         config: Mapping[str, object] | None = None,
         record_code: bool = False,
         on_event: Callable[[Event], object] | None = None,
+        init_from: str | Path | Init | None = None,
+        init_only: Only = None,
     ) -> None:
         settings = Settings(
             url=absolute(url),
@@ -151,6 +158,7 @@ class Checkpointer:
         overhead_in(policy)  # refuses two budgets before anything is opened
         self._session = Session(settings, process_group, lambda: kind_of(flatten(self._state).leaves), on_event)
         self._group = self._session.group
+        self._beginning = begins_from(init_from, init_only, self._session)
         self._turns = Turns(self._session, policy, None if peers is None else peers.policy, preempted)
         self._due = self._turns.due
         self._attempts = Attempts(self._session, self._due)
@@ -211,6 +219,8 @@ class Checkpointer:
             raise ValueError("call restore before the first after_step; to go back, create another Checkpointer")
         part = Part(only, map, optional)
         report, self._generators = restore(self._session, self._state, strict, device, step, part)
+        if report.save is None and self._beginning is not None:
+            report = self._beginning.load(self._state, strict, device)
         self._restored = report.step
         if self._group.rank == 0:
             show(log, "restore: %s", report)

@@ -14,6 +14,7 @@ __all__ = [
     "Event",
     "Failed",
     "Held",
+    "Initialized",
     "IntervalChanged",
     "Restored",
     "Staged",
@@ -105,6 +106,17 @@ class Restored(Event):
     """Where it came from: "memory", "local" (local disks) or "store"."""
     skipped: int
     """Newer steps, or nearer copies, that were damaged or could not be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Initialized(Event):
+    """A fresh run has begun from `Checkpointer(init_from=)`; its step is 0."""
+
+    source: str
+    """For people."""
+    nbytes: int
+    """That this rank read."""
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
