@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         UnsupportedState,
         WaitTimeout,
     )
+    from ckptlib.exporting.asked import Export
     from ckptlib.exporting.export import ExportReport, export
     from ckptlib.imports.beginning import Init
     from ckptlib.imports.convert import ImportReport, convert
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "CheckpointInfo": "catalog.catalog",
     "CheckpointReader": "reading.opened",
+    "Export": "exporting.asked",
     "ExportReport": "exporting.export",
     "ImportReport": "imports.convert",
     "Init": "imports.beginning",
@@ -124,6 +126,7 @@ __all__ = [
     "CkptError",
     "CorruptData",
     "Coverage",
+    "Export",
     "ExportReport",
     "First",
     "FormatError",

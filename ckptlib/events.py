@@ -12,6 +12,8 @@ __all__ = [
     "Begun",
     "Committed",
     "Event",
+    "ExportFailed",
+    "Exported",
     "Failed",
     "Held",
     "Initialized",
@@ -106,6 +108,24 @@ class Restored(Event):
     """Where it came from: "memory", "local" (local disks) or "store"."""
     skipped: int
     """Newer steps, or nearer copies, that were damaged or could not be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported(Event):
+    """`Checkpointer(export=)` has exported a step. Rank 0 is told."""
+
+    out: str
+    nbytes: int
+    """Of the tensors in the files."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFailed(Event):
+    """It could not. The step itself is whole. Rank 0 is told."""
+
+    out: str
+    error: Exception
 
 
 @dataclass(frozen=True, slots=True)
