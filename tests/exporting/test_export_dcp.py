@@ -124,6 +124,20 @@ def test_damage_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["root"]
 
 
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path / "root", {"x": torch.randn(1 << 20)}, 1)
+    code = (
+        "import resource, sys, ckptlib\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "ckptlib.export(sys.argv[1], sys.argv[2], format='dcp')\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "root"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
+    assert "StoreError" in done.stderr
+    assert "File too large" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+
+
 def test_two_ranks_save_and_two_others_load(tmp_path: Path) -> None:
     assert torchrun(str(Path(__file__).parent / "dcp_ranks.py"), 2, tmp_path, timeout_s=120).count("alike") == 2
 
