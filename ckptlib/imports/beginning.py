@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +21,11 @@ from ckptlib.imports.foreign_step import ForeignStep
 from ckptlib.imports.formats import Format, format_of
 from ckptlib.loading.committed import resolve
 from ckptlib.loading.report import LoadReport
-from ckptlib.loading.selection import Only, Rename
+from ckptlib.loading.selection import Only, Rename, Selection
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
 from ckptlib.saving.session import Session
+from ckptlib.state.flatten import flatten
 from ckptlib.stores import absolute, open_store
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,8 @@ class Beginning:
                 source = resolve(session.group, Catalog(store), init.step)
                 report = load_step(session.group, source, order).report
         else:
-            step = _opened(session.group, known, Path(self._url.removeprefix(LOCAL)))
+            path = Path(self._url.removeprefix(LOCAL))
+            step = _opened(session.group, known, path, lambda: _ties(state, init.map))
             kind = known.name
             report = load_step(session.group, step, replace(order, reader=lambda _, rank: step.reader(rank))).report
         assert report.save is not None
@@ -152,12 +154,31 @@ def _foreign_format(path: Path) -> Format:
         raise FormatError(f"{path}: is no root of ckptlib; nor another library's: {error}") from error
 
 
-def _opened(group: Group, known: Format, path: Path) -> ForeignStep:
+def _ties(state: Mapping[str, object], rename: Rename) -> list[list[str]]:
+    """What the state has tied, by the source's names."""
+    named = Selection(None, rename).named
+    groups: dict[str, list[str]] = {}
+    for name, first in flatten(state).aliases.items():
+        groups.setdefault(first, [named(first)]).append(named(name))
+    return [*groups.values()]
+
+
+def _add_ties(foreign: Foreign, ties: Sequence[Sequence[str]]) -> None:
+    """What the source has under one name alone, as safetensors does, is what the others of the state are tied to."""
+    for names in ties:
+        there = [name for name in names if name in foreign.leaves]
+        for name in names if there else ():
+            if name not in there:
+                foreign.add_alias(name, there[0])
+
+
+def _opened(group: Group, known: Format, path: Path, ties: Callable[[], list[list[str]]]) -> ForeignStep:
     """Every rank maps the files itself. Collective."""
 
     def read() -> ForeignStep:
         foreign = Foreign(known.name)
         known.read(path, foreign)
+        _add_ties(foreign, ties())
         for note in foreign.notes if group.rank == 0 else ():
             log.warning("%s", note)
         return ForeignStep(foreign.flat, str(path), foreign.step or 0)

@@ -15,7 +15,7 @@ import torch
 from helpers.one_job import Job, catalog
 from launch import torchrun
 from onerank import bits
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
@@ -115,6 +115,32 @@ def test_all_of_a_root_or_one_step_under_other_names(tmp_path: Path) -> None:
     with ckptlib.Checkpointer(tmp_path / "b", state, every=5, init_from=init, init_only="net") as ckpt:
         ckpt.restore()
     assert bits(other.weight) == bits(before.model[0].weight)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.wte.weight
+
+
+def test_tied_weights_that_have_one_name_in_the_file(tmp_path: Path) -> None:
+    before, model = Tied(), Tied()
+    path = tmp_path / "tied.safetensors"
+    save_model(before, path)
+    with ckptlib.Checkpointer(tmp_path / "root", {"model": model}, every=5, init_from=path) as ckpt:
+        assert ckpt.restore().missing == ()
+    assert bits(model.wte.weight) == bits(before.wte.weight)
+    assert model.head.weight is model.wte.weight
+    other = nn.ModuleDict({"first": nn.Embedding(16, 8), "last": nn.Linear(8, 16, bias=False)})
+    with pytest.raises(StateMismatch, match="last"):  # what is not tied is not taken to be
+        begin_as(other, tmp_path / "other", ckptlib.Init(path, map={"model/first": "model/head"}))
+
+
+def begin_as(model: nn.Module, root: Path, init: ckptlib.Init) -> None:
+    with ckptlib.Checkpointer(root, {"model": model}, every=5, init_from=init) as ckpt:
+        ckpt.restore()
 
 
 def test_numbers_are_converted_only_when_asked_to(tmp_path: Path) -> None:
