@@ -45,7 +45,9 @@ if TYPE_CHECKING:
         UnsupportedState,
         WaitTimeout,
     )
+    from ckptlib.exporting.asked import Export
     from ckptlib.exporting.export import ExportReport, export
+    from ckptlib.imports.beginning import Init
     from ckptlib.imports.convert import ImportReport, convert
     from ckptlib.loading.report import LoadReport
     from ckptlib.policy.keep import Keep
@@ -61,8 +63,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "CheckpointInfo": "catalog.catalog",
     "CheckpointReader": "reading.opened",
+    "Export": "exporting.asked",
     "ExportReport": "exporting.export",
     "ImportReport": "imports.convert",
+    "Init": "imports.beginning",
     "convert": "imports.convert",
     "LoadReport": "loading.report",
     "Pending": "saving.pending",
@@ -122,10 +126,12 @@ __all__ = [
     "CkptError",
     "CorruptData",
     "Coverage",
+    "Export",
     "ExportReport",
     "First",
     "FormatError",
     "ImportReport",
+    "Init",
     "Keep",
     "LoadReport",
     "Lossy",

@@ -164,6 +164,8 @@ class LoadOrder:
     cast: bool = False
     device: str | torch.device | None = None
     optional: str | Sequence[str] = ()
+    reader: Callable[[StepSource, int], Reader] = Reader
+    """Of the source, for a rank."""
 
 
 class Loaded(NamedTuple):
@@ -245,7 +247,7 @@ def _bring_and_match(
     def lacks() -> set[int]:
         try:
             if not matched:
-                reader = Reader(source, group.rank)
+                reader = order.reader(source, group.rank)
                 names = SavedNames(reader)
                 found = targets(
                     state,

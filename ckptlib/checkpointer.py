@@ -21,8 +21,10 @@ from typing_extensions import Self
 from ckptlib.checkpoint import SaveOrder, save_step, without_overlap
 from ckptlib.errors import Preempted, SaveFailed, WaitTimeout
 from ckptlib.events import Event, Stopping
+from ckptlib.exporting.asked import Export
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import checked_step
+from ckptlib.imports.beginning import Init, begins_from
 from ckptlib.loading.report import LoadReport
 from ckptlib.loading.selection import Only, Rename
 from ckptlib.policy.codec import AUTO, Asked, CodecRules
@@ -38,6 +40,7 @@ from ckptlib.recovery.restore import Part, restore
 from ckptlib.saving.agreement import kind_of
 from ckptlib.saving.attempts import Attempts, begun
 from ckptlib.saving.estimate import estimate
+from ckptlib.saving.exports import Exports
 from ckptlib.saving.keeper import StateKeeper
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.run_record import encode_config
@@ -92,6 +95,12 @@ class Checkpointer:
     config:          recorded with this run: a dict of plain values, such as dict(vars(args)). What looks like a secret
                      is left out, with a warning. `ckptlib show` prints it.
     record_code:     record the command line and the program's git revision, too.
+    init_from:       what a run begins from as long as it has no step of its own: another root's URL, or a checkpoint
+                     that `ckptlib import` reads; `Init` says more. `restore` fills the state from it, and the run
+                     begins at step 0; RNG state is not taken from it. A run that has a step never looks at it.
+    init_only:       the names, path prefixes or patterns of the state that are filled so, such as "model".
+    export:          files for other libraries, written as the run ends, and at steps of your choice: see `Export`.
+                     Another process does it. No save depends on it; only `close` waits for it, within its timeout.
     on_event:        called with each of `ckptlib.events`: snapshots and saves that began, ended or failed, restores,
                      changes of the interval. The thread that trains calls it, as `after_step`, `save`, `restore`,
                      `close` and waits for a save end; no save depends on it, and the training waits for it. What it
@@ -128,6 +137,9 @@ class Checkpointer:
         config: Mapping[str, object] | None = None,
         record_code: bool = False,
         on_event: Callable[[Event], object] | None = None,
+        init_from: str | Path | Init | None = None,
+        init_only: Only = None,
+        export: Export | None = None,
     ) -> None:
         settings = Settings(
             url=absolute(url),
@@ -151,9 +163,11 @@ class Checkpointer:
         overhead_in(policy)  # refuses two budgets before anything is opened
         self._session = Session(settings, process_group, lambda: kind_of(flatten(self._state).leaves), on_event)
         self._group = self._session.group
+        self._beginning = begins_from(init_from, init_only, self._session)
         self._turns = Turns(self._session, policy, None if peers is None else peers.policy, preempted)
         self._due = self._turns.due
         self._attempts = Attempts(self._session, self._due)
+        self._exports = Exports(export, self._session)
         self._fence = Fence()
         self._stopping = False
         self._preempted = False
@@ -211,7 +225,10 @@ class Checkpointer:
             raise ValueError("call restore before the first after_step; to go back, create another Checkpointer")
         part = Part(only, map, optional)
         report, self._generators = restore(self._session, self._state, strict, device, step, part)
+        if report.save is None and self._beginning is not None:
+            report = self._beginning.load(self._state, strict, device)
         self._restored = report.step
+        self._exports.note_restored(report.save)
         if self._group.rank == 0:
             show(log, "restore: %s", report)
         if self._session.settings.peers is not None:
@@ -286,6 +303,7 @@ class Checkpointer:
         try:
             with self._session.stopwatch.step(step, self._fence.waited_s), self._turns.timed(self._fence.waited_s):
                 self._after_step(step, metrics)
+            self._exports.poll(self._attempts.last, step)
         finally:
             self._session.listener.deliver()
 
@@ -349,6 +367,7 @@ class Checkpointer:
             self._attempts.last = save_step(self._session, SaveOrder(self._state, step, told, spare=trained))
             self._note_saved(step, told)
             self._attempts.last.staging.go()
+            self._exports.poll(self._attempts.last, step)
             self._session.listener.tell(begun(self._attempts.last, began))
             self._session.listener.deliver()
         return self._attempts.last
@@ -472,6 +491,10 @@ class Checkpointer:
             raise
         finally:
             self._let_go(clean, timedelta(seconds=max(deadline - time.monotonic(), 0.0)))
+        if self._stopping:
+            self._exports.let_go()
+        else:
+            self._exports.finish(self._attempts.last, self._due.final, deadline)
 
     def _let_go(self, clean: bool, timeout: timedelta) -> None:
         self._turns.close()
@@ -491,3 +514,4 @@ class Checkpointer:
                 raise Preempted
         else:  # nothing is waited for: the writer has the slot, and finishes alone
             self._let_go(clean=False, timeout=timedelta(0))
+            self._exports.let_go()

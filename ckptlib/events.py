@@ -12,8 +12,11 @@ __all__ = [
     "Begun",
     "Committed",
     "Event",
+    "ExportFailed",
+    "Exported",
     "Failed",
     "Held",
+    "Initialized",
     "IntervalChanged",
     "Restored",
     "Staged",
@@ -105,6 +108,35 @@ class Restored(Event):
     """Where it came from: "memory", "local" (local disks) or "store"."""
     skipped: int
     """Newer steps, or nearer copies, that were damaged or could not be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported(Event):
+    """`Checkpointer(export=)` has exported a step. Rank 0 is told."""
+
+    out: str
+    nbytes: int
+    """Of the tensors in the files."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFailed(Event):
+    """It could not. The step itself is whole. Rank 0 is told."""
+
+    out: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Initialized(Event):
+    """A fresh run has begun from `Checkpointer(init_from=)`; its step is 0."""
+
+    source: str
+    """For people."""
+    nbytes: int
+    """That this rank read."""
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,10 +41,11 @@ def command(
     max_shard_size: str,
     option: tuple[str, ...],
 ) -> bool:
-    """Writes tensors of a step into OUT: a file, or for format hf a directory.
+    """Writes tensors of a step into OUT: a file, or for formats hf and dcp a directory.
 
     Every chunk is compared with its digest on the way. A file has its name only when it is whole and durable, and
-    nothing is overwritten. Tied weights are written once. --format torch needs torch.
+    nothing is overwritten. Tied weights are written once. --format torch and dcp need torch;
+    dcp has plain values, too, and names optimizer state by parameter.
     """
     began = time.monotonic()
     try:

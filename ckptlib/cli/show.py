@@ -304,6 +304,8 @@ def _run_rows(chain: list[Generation]) -> Iterator[tuple[str, str]]:
         dirty = git.get("dirty")
         changes = ", with changes" if dirty is True else "" if dirty is False else ", with changes or without"
         yield "git", f"{git.get('commit')}{changes}"
+    if chain and isinstance(init := chain[-1].run.get("init_from"), dict):
+        yield "begun from", plain(" ".join(str(init[key]) for key in ("kind", "url", "step") if key in init))
     config = run.get("config")
     for name, value in config.items() if isinstance(config, dict) else ():
         yield f"config.{plain(name)}", cut(value if isinstance(value, str) else json.dumps(value))

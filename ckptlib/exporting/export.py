@@ -14,8 +14,8 @@ from ckptlib.exporting.outputs import Outputs, outputs
 from ckptlib.exporting.stream import write
 from ckptlib.reading.opened import CheckpointReader, open
 
-SAFETENSORS, HF, TORCH = "safetensors", "hf", "torch"
-FORMATS = (SAFETENSORS, HF, TORCH)
+SAFETENSORS, HF, TORCH, DCP = "safetensors", "hf", "torch", "dcp"
+FORMATS = (SAFETENSORS, HF, TORCH, DCP)
 
 Progress = Callable[[int], None]
 
@@ -61,7 +61,8 @@ def export(
 
     format:  "safetensors": one file. "hf": a directory as transformers reads it, in files of at most `max_shard_size`,
              with an index where there are several. "torch": one file with a flat dict for `torch.load`; needs torch,
-             and as much disk again while it is written.
+             and as much disk again while it is written. "dcp": a directory for `torch.distributed.checkpoint`, nested
+             as the state was, plain values too; needs torch.
     only:    names, path prefixes or patterns of the checkpoint, as for `ckptlib.load`. Default: all tensors but the RNG
              state.
     strip:   a prefix that names lose, such as "model/".
@@ -69,8 +70,8 @@ def export(
     dtype:   "bf16", "fp16" or "fp32": what floating-point tensors of 16 to 64 bits are converted to.
 
     Weights that are tied are written once, under their first name; a file's metadata tells the others. Plain values are
-    not exported. Of tensors that each rank had its own, rank 0's are. Raises as `ckptlib.open` does; StateMismatch and
-    UnsupportedState by name; ObjectExists, NoRoom.
+    exported to "dcp" only. Of tensors that each rank had its own, rank 0's are. Raises as `ckptlib.open` does;
+    StateMismatch and UnsupportedState by name; ObjectExists, NoRoom.
     """
     path = local_path(out)
     naming = Naming([only] if isinstance(only, str) else only, strip, map or {})
@@ -114,13 +115,18 @@ def export_opened(
     expect: Progress = nothing,
 ) -> ExportReport:
     """As `export`, of an opened step. `expect` is told how many bytes there will be, `progress` of those done."""
-    items = _items(opened, order)
-    total = sum(item.nbytes for item in items)
-    expect(total)
     before = opened.nbytes_read
     directory = out if order.format == HF else out.parent
+    items = [] if order.format == DCP else _items(opened, order)
+    if items:
+        expect(sum(item.nbytes for item in items))
     with outputs(directory) as files:
-        if order.format == TORCH:
+        if order.format == DCP:
+            from ckptlib.exporting.dcp_files import write_dcp
+
+            items = write_dcp(opened, out.name, order.naming, order.dtype, files, progress, expect)
+            written = [out.name]
+        elif order.format == TORCH:
             written = _to_torch(opened, out.name, items, files, progress)
         else:
             written = _to_safetensors(opened, out.name, items, files, progress, order)
@@ -130,7 +136,7 @@ def export_opened(
         format=order.format,
         files=tuple(directory / name for name in written),
         num_tensors=len(items),
-        nbytes=total,
+        nbytes=sum(item.nbytes for item in items),
         nbytes_read=opened.nbytes_read - before,
         ties={tie: item.chosen.name for item in items for tie in item.chosen.ties},
         rounded=opened.rounded,

@@ -45,10 +45,8 @@ class Naming:
         """
         wanted = [name for name in names if self._wants(name)]
         idle = [p for p in self.only or () if not any(covers(p, name) for name in names)]
-        if self.strip and not any(name.startswith(self.strip) for name in wanted):
-            idle.append(f"strip {self.strip}")
+        idle += self._idle(wanted)
         stripped = {name: name.removeprefix(self.strip) for name in wanted}
-        idle += [f"map {old}" for old in self.map if not any(_begins(name, old) for name in stripped.values())]
         if idle or not wanted:
             tops = ", ".join(sorted({name.partition("/")[0] for name in names})[:20])
             asked = ", ".join(map(repr, idle)) or "what was asked for"
@@ -63,6 +61,22 @@ class Naming:
         ]
         _check_names(chosen)
         return sorted(chosen, key=lambda one: order[one.saved])
+
+    def _idle(self, names: Sequence[str]) -> list[str]:
+        """What renames none of them."""
+        stripped = [name.removeprefix(self.strip) for name in names]
+        idle = [] if not self.strip or any(name.startswith(self.strip) for name in names) else [f"strip {self.strip}"]
+        return idle + [f"map {old}" for old in self.map if not any(_begins(name, old) for name in stripped)]
+
+    def check_used(self, names: Sequence[str], where: str) -> None:
+        """Raises StateMismatch where `strip` or an entry of `map` meets none of these names."""
+        if idle := self._idle(names):
+            tops = ", ".join(sorted({name.partition("/")[0] for name in names})[:20])
+            raise StateMismatch(f"{where}: nothing for {', '.join(map(repr, idle))}; at its top are {tops}")
+
+    def rename(self, name: str) -> str:
+        """One name, by `strip` and `map`."""
+        return self._renamed(name.removeprefix(self.strip))
 
     def _wants(self, name: str) -> bool:
         if self.only is None:

@@ -36,7 +36,7 @@ class Outputs:
             raise NoRoom(f"{self._directory}: the export has {nbytes:,} bytes, and the disk has {free:,} left")
 
     def beside(self, name: str) -> Path:
-        """Where a file is written before it has its name."""
+        """Where a file, or a directory, is written before it has its name."""
         path = self._directory / f".{name}.{self._nonce}{PARTIAL}"
         self._written.append((path, self._directory / name))
         return path
@@ -72,7 +72,10 @@ class Outputs:
         """Removes what has no name yet."""
         for path in (*self._scratch, *(path for path, _ in self._written)):
             with suppress(OSError):
-                path.unlink(missing_ok=True)
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
 
 
 @contextmanager

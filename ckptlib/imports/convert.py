@@ -25,6 +25,7 @@ from ckptlib.reading.committed import Committed
 from ckptlib.reading.reader import Want
 from ckptlib.saving.session import Session
 from ckptlib.saving.settings import SAVE_DEADLINE, Settings
+from ckptlib.saving.terminal import show
 from ckptlib.state.flatten import Flat
 from ckptlib.state.raw_bytes import bytes_of
 from ckptlib.stores import absolute, open_store
@@ -149,8 +150,11 @@ def _save(settings: Settings, flat: Flat, step: int) -> None:
     clean = False
     try:
         session.await_room()
+        nbytes = f"{_nbytes(flat):,} bytes"
+        show(log, "1 of 3: copying %s to %s", nbytes, settings.arena)
         pending = save_step(session, SaveOrder(flat, step))
         pending.staging.go()
+        show(log, "2 of 3: writing %s to %s; then they are compared with the source", nbytes, session.store.url)
         pending.wait_committed()
         clean = True
     finally:

@@ -43,8 +43,15 @@ class LoadReport:
     """Seconds by phase: look (for snapshots in memory), wait (for writers of the job before), list (the steps), bring
     (from peers), plan, read, spread (over ranks)."""
 
+    initialized_from: str | None = None
+    """Of a fresh run: what `Checkpointer(init_from=)` filled the state from, for people."""
+
     @override
     def __str__(self) -> str:
+        if self.initialized_from is not None:
+            return (
+                f"a fresh run, which begins from {self.initialized_from}: {self.nbytes:,} bytes in {self.seconds:.2f} s"
+            )
         if self.save is None:
             return f"nothing to restore in {self.source}: a fresh run"
         rate = self.nbytes / self.seconds / 1e9 if self.seconds else 0.0

@@ -16,6 +16,13 @@ from ckptlib.saving.session import Session
 log = logging.getLogger(__name__)
 
 
+def _batches_given(part: object, is_fresh: bool) -> object:
+    """Of a loader. Ours counts from where it was made or loaded; torchdata's StatefulDataLoader from the epoch's begin,
+    which tells on a fresh run only."""
+    iterator = getattr(part, "_iterator", None) if is_fresh else None
+    return getattr(part, "batches_given", getattr(iterator, "_num_yielded", 0))
+
+
 class StateKeeper(Keeper):
     """One per Checkpointer; from `begin` to `end` loads of this process are told to it."""
 
@@ -31,7 +38,8 @@ class StateKeeper(Keeper):
 
     def warn_of_early_batches(self) -> None:
         """Before the first step: a batch that a loader of the state has given counts as trained on, and is not."""
-        given = (getattr(part, "batches_given", 0) for part in Parts(self._state, ask=False).objects)
+        is_fresh = self._session.lineage.resumed_from is None
+        given = (_batches_given(part, is_fresh) for part in Parts(self._state, ask=False).objects)
         if self._session.group.rank == 0 and any(isinstance(count, int) and count > 0 for count in given):
             log.warning(
                 "a batch was asked for before the first body of loop, and each restart will skip one. Write "

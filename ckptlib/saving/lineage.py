@@ -137,6 +137,10 @@ class Lineage:
         self.began = self.recorded = True
         writer.begin(record.encode().decode(), self.root.id, save.step, continues=False, is_put=True)
 
+    def note_init(self, source: Json) -> None:
+        """What the run began from, for its record. Before it has begun."""
+        self._run = {**self._run, "init_from": source}
+
     def note_recorded(self) -> None:
         """Rank 0's writer has put the record."""
         self.recorded, self._again = True, False

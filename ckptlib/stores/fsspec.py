@@ -178,6 +178,14 @@ class FsspecStore(Store):
         found = {entry.key: entry for entry in entries if entry.key.startswith(prefix) and is_key(entry.key)}
         return [found[key] for key in sorted(found) if key > after]
 
+    @override
+    def peek(self, most: int) -> list[str]:
+        """Of the root's own level: below it may lie a million objects, and no page of a listing can be asked for."""
+        with self._failures("list", ""):
+            self._fs.invalidate_cache()
+            entries = [self._entry(info) for info in self._list(self._root) if info["type"] == "file"]
+        return sorted(entry.key for entry in entries if is_key(entry.key))[:most]
+
     def _find(self, path: str) -> list[dict[str, Any]]:
         try:
             found = self._call("find", path, detail=True, nbytes=LISTING_NBYTES)

@@ -28,6 +28,7 @@ TORCH_FREE = {
 """Rooms; and the package itself."""
 TORCH_INSIDE_FUNCTIONS = {
     *("ckptlib.format.tagged_values", "ckptlib.reading.frameworks", "ckptlib.exporting.torch_file"),
+    "ckptlib.exporting.dcp_files",
 }
 RUNS_CODE = {"pickle", "_pickle", "shelve", "marshal", "dill", "cloudpickle"}
 PICKLES_INSIDE = {

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from ckptlib.errors import StoreError
 from ckptlib.recovery.foreign import foreign, warn_of_foreign
+from ckptlib.stores.fsspec import FsspecStore
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 
@@ -80,6 +81,17 @@ def test_a_listing_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> 
 
     warn_of_foreign(Away())
     assert "what else is there could not be looked at: away" in caplog.text
+
+
+def test_fsspec_looks_no_deeper_than_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FsspecStore("memory://peeked/root", {}) as made:
+        for key in ("a.pt", "packs/1/a.safetensors", "deep/er/b.pt"):
+            made.put(key, b"x")
+        for name in ("find", "walk", "glob"):
+            monkeypatch.setattr(made._fs, name, None)
+        assert made.peek(10) == ["a.pt"]
+    with FsspecStore("memory://nothing-was-ever-here", {}) as empty:
+        assert empty.peek(10) == []
 
 
 def test_a_directory_is_looked_at_no_deeper_than_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,3 +65,16 @@ def test_not_around_a_resumable_sampler() -> None:
     next(batches)
     with pytest.raises(StateError, match=r"none was counted as trained on.*Wrap torch's DataLoader"):
         loader.state_dict()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_order_of_zip(tmp_path: Path, caplog: pytest.LogCaptureFixture, num_workers: int, wrong: bool) -> None:
+    for total in (2, 4):
+        loader = make(num_workers)
+        with ckptlib.Checkpointer(tmp_path / "root", {"data": loader}, every=1, arena=tmp_path) as ckpt:
+            steps = ckpt.loop(ckpt.restore().step, total)
+            for _ in zip(loader, steps) if wrong else zip(steps, loader):  # noqa: B905
+                pass
+    said = "a batch was asked for before the first body of loop"
+    assert caplog.text.count(said) == int(wrong), "on the fresh run: what a resumed one has asked for, it does not tell"

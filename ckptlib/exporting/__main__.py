@@ -1,0 +1,36 @@
+"""`python -m ckptlib.exporting`: one export, in a process of its own. Its order comes over stdin, since it may hold
+secrets; what became of it goes to stdout. It needs nothing of whoever started it, and outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from ckptlib.errors import CkptError, describe
+from ckptlib.exporting.asked import order_of
+from ckptlib.exporting.export import export_opened
+from ckptlib.reading.opened import open
+
+NICE = 10
+"""Training on the same host goes first."""
+
+
+def main() -> None:
+    os.nice(NICE)
+    order = json.load(sys.stdin)
+    try:
+        with open(order["url"], order["step"], "numpy", storage_options=order["storage_options"]) as opened:
+            report = export_opened(opened, Path(order["out"]), order_of(order))
+        told = {"nbytes": report.nbytes, "files": [*map(str, report.files)]}
+    except (CkptError, ValueError) as error:
+        told = {"error": describe(error)}
+    with contextlib.suppress(BrokenPipeError):  # nobody is left who wants to know
+        print(json.dumps(told), flush=True)
+    os._exit(0)  # without a word about a pipe that is closed
+
+
+main()

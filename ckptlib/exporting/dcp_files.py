@@ -1,0 +1,267 @@
+"""A directory of torch.distributed.checkpoint: nested as the state was, optimizers by name of parameter, values too.
+
+torch's own writer makes the index, a pickle that is never read here. Only functions of this file need torch.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckptlib.errors import StateMismatch, UnsupportedState
+from ckptlib.exporting.casting import cast, target_of
+from ckptlib.exporting.files import Item
+from ckptlib.exporting.names import OWN, Chosen, Naming
+from ckptlib.exporting.outputs import Outputs
+from ckptlib.exporting.stream import BATCH_BYTES, CAST_ELEMENTS
+from ckptlib.format import dtypes
+from ckptlib.format.box import Box
+from ckptlib.reading.arrays import Raw, raw_dtype
+from ckptlib.reading.frameworks import TORCH, framework_of, present
+from ckptlib.reading.nested import key_of, nested
+from ckptlib.reading.opened import CheckpointReader
+from ckptlib.reading.reader import Want
+
+DATA = "__0_0.distcp"
+"""As the first file of rank 0 is called."""
+
+Path = tuple[Any, ...]
+"""Keys, and positions in lists."""
+
+
+class Leaf(NamedTuple):
+    """What the directory holds under one name."""
+
+    name: str
+    path: Path
+    value: Any
+    """A tensor of the meta device stands for one that is read later."""
+
+
+def write_dcp(
+    opened: CheckpointReader,
+    name: str,
+    naming: Naming,
+    dtype: str | None,
+    files: Outputs,
+    progress: Callable[[int], None],
+    expect: Callable[[int], None],
+) -> list[Item]:
+    """Streams tensors into a directory beside, which has its name when it is published. Returns the tensors."""
+    framework_of(TORCH)
+    found = _Tensors(opened)
+    leaves = _leaves(nested(found, naming.only), found, naming)  # type: ignore[arg-type]
+    by_saved: dict[str, list[str]] = {}
+    for leaf in leaves:
+        if (saved := found.saved_as(leaf.value)) is not None:
+            by_saved.setdefault(saved, []).append(leaf.name)
+    items = []
+    for saved, names in by_saved.items():
+        spec = opened.spec(saved)
+        items.append(Item(Chosen(saved, names[0], (*names[1:],)), spec.dtype, target_of(spec.dtype, dtype), spec.shape))
+    total = sum(item.nbytes for item in items)
+    expect(total)
+    files.make_room(total, name)
+    for item in items:
+        opened.check_there(item.chosen.saved)
+    _write(opened, files.beside(name), items, leaves, progress)
+    return items
+
+
+class _Tensors:
+    """An opened step as `nested` sees it, with tensors that hold nothing in the place of those that are saved."""
+
+    def __init__(self, opened: CheckpointReader) -> None:
+        import torch
+
+        self._opened = opened
+        self.step, self.trees, self.values = opened.step, opened.trees, opened.values
+        self.keys, self.groups = opened.keys, opened.groups
+        aliases = opened.aliases()
+        names = opened.keys()
+        self._first = {name: aliases.get(name, name) for name in names}
+        self._made: dict[str, Any] = {}
+        for name in self._first.values():
+            spec = opened.spec(name)
+            self._made[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+        self._names = {id(tensor): name for name, tensor in self._made.items()}
+
+    def get_tensors(self, names: Sequence[str]) -> dict[str, Any]:
+        return {name: self._made[self._first[name]] for name in names}
+
+    def saved_as(self, value: object) -> str | None:
+        """The name of the tensor that this stands for; None for a value."""
+        return self._names.get(id(value))
+
+
+def _leaves(tree: dict[str, Any], found: _Tensors, naming: Naming) -> list[Leaf]:
+    """As torch flattens the tree. Raises StateMismatch where an option meets nothing, UnsupportedState for names."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    if naming.only is None:
+        tree = {key: value for key, value in tree.items() if not key.startswith(OWN)}
+    for path, described in found.trees.items():
+        if isinstance(described, dict) and "optimizer" in described:
+            _name_parameters(tree, path)
+    _, paths = flatten_state_dict(tree)
+    leaves: dict[str, Leaf] = {}
+    joined = ["/".join(map(str, path)) for path in paths.values()]
+    if not joined:
+        raise StateMismatch(f"step {found.step}: nothing of it is exported; see only=")
+    naming.check_used(joined, f"step {found.step}")
+    for given, whole in zip(paths.values(), joined, strict=True):
+        renamed = naming.rename(whole)
+        kept: Path = given if renamed == whole else (*renamed.split("/"),)
+        name = ".".join(map(str, kept))
+        if not name or name in leaves:
+            raise UnsupportedState(f"{whole}: would be called {name!r}, as another is, or nothing; choose with only=")
+        leaves[name] = Leaf(name, kept, _at(tree, given))
+    return [*leaves.values()]
+
+
+def _at(tree: Any, path: Sequence[Any]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _name_parameters(tree: dict[str, Any], path: str) -> None:
+    """Of an optimizer, without the path of the module, as `get_optimizer_state_dict` names them."""
+    try:
+        node = _at(tree, [key_of(segment) for segment in path.split("/")])
+        groups, state = node["param_groups"], node["state"]
+    except (KeyError, IndexError, TypeError):  # not asked for, or only in part
+        return
+    names = [name for group in groups for name in group["params"]]
+    modules = [name.split("/")[:-1] for name in (*names, *state)]
+    home = 0
+    while modules and all(len(module) > home and module[home] == modules[0][home] for module in modules):
+        home += 1
+
+    def short(name: str) -> str:
+        return ".".join(name.split("/")[home:])
+
+    node["state"] = {short(name): entries for name, entries in state.items()}
+    for group in groups:
+        group["params"] = [*map(short, group["params"])]
+
+
+class Chunk(NamedTuple):
+    """A part of a tensor that is written as one object."""
+
+    item: Item
+    box: Box
+
+
+def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    """A tensor in boxes of at most so many elements, one at least, in row-major order. Pure."""
+    if math.prod(shape) <= most:
+        yield Box.whole(shape)
+        return
+    dim = next(d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= most)
+    rows = most // math.prod(shape[dim + 1 :])
+    for above in itertools.product(*map(range, shape[:dim])):
+        for first in range(0, shape[dim], rows):
+            offset = (*above, first, *(0 for _ in shape[dim + 1 :]))
+            yield Box(offset, (*(1 for _ in above), min(rows, shape[dim] - first), *shape[dim + 1 :]))
+
+
+def _batches(items: Sequence[Item]) -> Iterator[list[Chunk]]:
+    """Chunks that are read together."""
+    batch: list[Chunk] = []
+    filled = 0
+    for item in items:
+        itemsize = dtypes.itemsize(item.dtype_saved)
+        for box in boxes(item.shape, BATCH_BYTES // itemsize):
+            if batch and filled + box.numel * itemsize > BATCH_BYTES:
+                yield batch
+                batch, filled = [], 0
+            batch.append(Chunk(item, box))
+            filled += box.numel * itemsize
+    if batch:
+        yield batch
+
+
+def _write(
+    opened: CheckpointReader,
+    directory: Any,
+    items: Sequence[Item],
+    leaves: Sequence[Leaf],
+    progress: Callable[[int], None],
+) -> None:
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    known: dict[str, Any] = {}
+    results: list[Any] = []
+    directory.mkdir()
+    with open(directory / DATA, "xb") as file:
+
+        def put(value: object, *indices: Any) -> None:
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            at, nbytes = file.tell(), buffer.getbuffer().nbytes
+            file.write(buffer.getbuffer())
+            results.extend(WriteResult(index, nbytes, _StorageInfo(DATA, at, nbytes)) for index in indices)
+
+        tensors = {name for item in items for name in (item.chosen.name, *item.chosen.ties)}
+        for leaf in leaves:
+            if leaf.name not in tensors:
+                known[leaf.name] = BytesStorageMetadata()
+                put(leaf.value, MetadataIndex(leaf.name))
+        for item in items:
+            properties = TensorProperties(dtype=getattr(torch, item.dtype))
+            for name in (item.chosen.name, *item.chosen.ties):
+                known[name] = TensorStorageMetadata(properties, torch.Size(item.shape), [])
+        for batch in _batches(items):
+            for (item, box), raw in zip(batch, _read(opened, batch), strict=True):
+                names = (item.chosen.name, *item.chosen.ties)
+                for name in names:
+                    chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+                    known[name].chunks.append(chunk)
+                tensor = present(TORCH, item.chosen.saved, _converted(raw, item))
+                put(tensor, *(MetadataIndex(name, torch.Size(box.offset)) for name in names))
+                progress(tensor.nbytes)
+        file.flush()
+        os.fsync(file.fileno())
+    paths = {leaf.name: leaf.path for leaf in leaves}
+    FileSystemWriter(directory).finish(Metadata(known, planner_data=paths), [results])
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _read(opened: CheckpointReader, batch: Sequence[Chunk]) -> list[Raw]:
+    found = [Raw(np.empty(box.shape, raw_dtype(item.dtype_saved)), item.dtype_saved) for item, box in batch]
+    wants = [Want(item.chosen.saved, ((box, raw),)) for (item, box), raw in zip(batch, found, strict=True) if box.numel]
+    if wants:
+        opened.fill(wants)
+    return found
+
+
+def _converted(raw: Raw, item: Item) -> Raw:
+    """Some at a time, since that takes several times their memory."""
+    if raw.dtype == item.dtype:
+        return raw
+    flat, found = raw.array.reshape(-1), np.empty(raw.array.size, raw_dtype(item.dtype))
+    for first in range(0, flat.size, CAST_ELEMENTS):
+        some = Raw(flat[first : first + CAST_ELEMENTS], raw.dtype)
+        found[first : first + CAST_ELEMENTS] = cast(some, item.dtype, item.chosen.saved).array
+    return Raw(found.reshape(raw.array.shape), item.dtype)

@@ -1,0 +1,189 @@
+"""What a run begins from when its own root has no step: a step of another root, or another library's checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.checkpoint import LoadOrder, load_step
+from ckptlib.errors import CheckpointNotFound, FormatError, StateError
+from ckptlib.events import Initialized
+from ckptlib.format import keys
+from ckptlib.format.values import Json
+from ckptlib.imports.foreign import Foreign
+from ckptlib.imports.foreign_step import ForeignStep
+from ckptlib.imports.formats import Format, format_of
+from ckptlib.loading.committed import resolve
+from ckptlib.loading.report import LoadReport
+from ckptlib.loading.selection import Only, Rename, Selection
+from ckptlib.ranks.group import Group
+from ckptlib.ranks.together import together
+from ckptlib.saving.session import Session
+from ckptlib.state.flatten import flatten
+from ckptlib.stores import absolute, open_store
+
+log = logging.getLogger(__name__)
+
+LOCAL = "file://"
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """What `Checkpointer(init_from=)` begins from, where a path or URL alone does not say enough.
+
+    source:   the URL or path of a root, or the path of another library's checkpoint, which every rank can see.
+    step:     of a root: a number, "latest", "best" or a name. Another library's checkpoint has one step only.
+    map:      from a name in the state to the source's name, as for `ckptlib.load`: a function, or a dict of names and
+              path prefixes, such as {"model": "ema"}.
+    cast:     allow a target's dtype to differ from the source's.
+    optional: names, path prefixes or patterns that only one side may have, as for `ckptlib.load`.
+    storage_options: of a root in another store; default: the Checkpointer's own.
+    """
+
+    source: str | Path
+    step: int | str = "latest"
+    map: Rename = None
+    cast: bool = False
+    optional: str | Sequence[str] = ()
+    storage_options: Mapping[str, object] | None = field(default=None, repr=False)
+
+
+class Beginning:
+    """One per Checkpointer that was told of one; the same on all ranks."""
+
+    def __init__(self, init: Init, only: Only, session: Session) -> None:
+        """Collective. Looks at the source if the job is the first of its root, which then can have no step.
+
+        Raises ValueError for what can be no source, and then CheckpointNotFound or FormatError, on all ranks.
+        """
+        self._init, self._only, self._session = init, only, session
+        self._url = absolute(init.source)
+        if self._url == session.settings.url:
+            raise ValueError(f"init_from={str(init.source)!r} is the root of this run, which restores from it anyway")
+        if not session.group.same(f"{self._url} {init.step} {only}".encode()):
+            raise ValueError("init_from= and init_only= must be the same on all ranks")
+        if session.generation.number == 1:
+            self._look()
+
+    @property
+    def _options(self) -> Mapping[str, object]:
+        """For the store of a root."""
+        own = self._init.storage_options
+        if own is not None or self._url.partition("://")[0] != self._session.settings.url.partition("://")[0]:
+            return own or {}
+        return self._session.settings.options
+
+    def _look(self) -> Format | None:
+        """The format of another library's checkpoint; None for a root. Collective."""
+
+        def look() -> Format | None:
+            path = Path(self._url.removeprefix(LOCAL))
+            if self._url.startswith(LOCAL) and not (path / keys.ROOT).is_file():
+                return _foreign_format(path)
+            if self._session.group.rank == 0:
+                with open_store(self._url, self._options) as store:
+                    catalog = Catalog(store)
+                    catalog.root()
+                    catalog.resolve(self._init.step)
+            return None
+
+        return together(self._session.group, f"looking at init_from={str(self._init.source)!r}", look)
+
+    def load(self, state: Mapping[str, object], strict: bool, device: str | torch.device | None) -> LoadReport:
+        """Fills `state`; collective. The run begins at step 0 all the same, and its record says where it began from.
+
+        Raises as `ckptlib.load` and `ckptlib.convert` do.
+        """
+        session, init = self._session, self._init
+        known = self._look()
+        order = LoadOrder(
+            state,
+            strict=strict,
+            rename=init.map,
+            only=self._only,
+            cast=init.cast,
+            device=device,
+            optional=init.optional,
+        )
+        if known is None:
+            kind = "ckptlib"
+            with open_store(self._url, self._options) as store:
+                source = resolve(session.group, Catalog(store), init.step)
+                report = load_step(session.group, source, order).report
+        else:
+            path = Path(self._url.removeprefix(LOCAL))
+            step = _opened(session.group, known, path, lambda: _ties(state, init.map))
+            kind = known.name
+            report = load_step(session.group, step, replace(order, reader=lambda _, rank: step.reader(rank))).report
+        assert report.save is not None
+        record: dict[str, Json] = {"url": report.source, "kind": kind}
+        if known is None:
+            record["step"] = str(report.save)
+        session.lineage.note_init(record)
+        began = f"{kind} in {report.source}" if known is not None else f"step {report.save} of {report.source}"
+        session.listener.tell(Initialized(0, began, report.nbytes, report.seconds))
+        return replace(report, step=0, save=None, initialized_from=began)
+
+
+def begins_from(given: str | Path | Init | None, only: Only, session: Session) -> Beginning | None:
+    """What a Checkpointer was told of. Collective."""
+    if given is None:
+        if only is not None:
+            raise ValueError(f"init_only={only!r} says what of init_from= is taken, and there is no init_from=")
+        return None
+    try:
+        return Beginning(given if isinstance(given, Init) else Init(given), only, session)
+    except BaseException:
+        session.close(timedelta(0), clean=False)
+        raise
+
+
+def _foreign_format(path: Path) -> Format:
+    """Raises CheckpointNotFound, FormatError: of neither kind."""
+    if not path.exists():
+        raise CheckpointNotFound(f"{path}: does not exist, or this host does not see it")
+    try:
+        return format_of(path)
+    except FormatError as error:
+        raise FormatError(f"{path}: is no root of ckptlib; nor another library's: {error}") from error
+
+
+def _ties(state: Mapping[str, object], rename: Rename) -> list[list[str]]:
+    """What the state has tied, by the source's names."""
+    named = Selection(None, rename).named
+    groups: dict[str, list[str]] = {}
+    for name, first in flatten(state).aliases.items():
+        groups.setdefault(first, [named(first)]).append(named(name))
+    return [*groups.values()]
+
+
+def _add_ties(foreign: Foreign, ties: Sequence[Sequence[str]]) -> None:
+    """What the source has under one name alone, as safetensors does, is what the others of the state are tied to."""
+    for names in ties:
+        there = [name for name in names if name in foreign.leaves]
+        for name in names if there else ():
+            if name not in there:
+                foreign.add_alias(name, there[0])
+
+
+def _opened(group: Group, known: Format, path: Path, ties: Callable[[], list[list[str]]]) -> ForeignStep:
+    """Every rank maps the files itself. Collective."""
+
+    def read() -> ForeignStep:
+        foreign = Foreign(known.name)
+        known.read(path, foreign)
+        _add_ties(foreign, ties())
+        for note in foreign.notes if group.rank == 0 else ():
+            log.warning("%s", note)
+        return ForeignStep(foreign.flat, str(path), foreign.step or 0)
+
+    step = together(group, f"opening {path}", read)
+    if not group.same(next(iter(step.layouts)).encode()):
+        raise StateError(f"{path}: the ranks do not see the same checkpoint there; is the path on storage they share?")
+    return step

@@ -1,0 +1,204 @@
+"""Exports that a run makes by itself: of committed steps, one after the other, each in a process of its own.
+
+A failed export fails no save, and ends no training: it is told by the log and an event.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptlib.errors import StoreError
+from ckptlib.events import Exported, ExportFailed
+from ckptlib.exporting.asked import Export
+from ckptlib.format.keys import SaveId
+from ckptlib.saving.pending import Pending
+from ckptlib.saving.session import Session
+from ckptlib.saving.terminal import show
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+
+TOLD_CHARS = 2000
+"""The end of what a process that died has printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    process: subprocess.Popen[str]
+    save: SaveId
+    out: Path
+    began: float
+
+
+class Exports:
+    """One per Checkpointer; main thread. Only rank 0 has anything to do."""
+
+    def __init__(self, export: Export | None, session: Session) -> None:
+        self._export = export if session.group.rank == 0 else None
+        self._session = session
+        self._watched: deque[Pending] = deque()
+        """That are due, and not known to be committed yet."""
+        self._waiting: deque[SaveId] = deque()
+        self._running: _Running | None = None
+        self._owed = False
+        """Whether the next save is to be exported."""
+        self._seen: SaveId | None = None
+        """The latest save that was asked about."""
+        self._taken: SaveId | None = None
+        """The latest that is exported, if it comes to be committed."""
+        self._restored: SaveId | None = None
+        if self._export is not None and self._export.path(0).is_file():
+            log.warning("%s is there already, and no export overwrites it; the export will fail", self._export.path(0))
+
+    def note_restored(self, save: SaveId | None) -> None:
+        """If the run turns out to be at its end already, this step is the last one."""
+        self._restored = save
+
+    def poll(self, last: Pending | None, step: int) -> None:
+        """After each step: begins what is due, and tells of what has ended. Waits for nothing. `last`: the latest save.
+
+        A save may be taken some steps after it was due, so what counts is the first one from a due step on.
+        """
+        if self._export is None:
+            return
+        self._owed = self._owed or self._is_due(step)
+        if last is not None and last.save != self._seen:
+            self._seen = last.save
+            if last.drains and self._owed:
+                self._watched.append(last)
+                self._taken, self._owed = last.save, False
+        self._see_watched()
+        self._go_on()
+
+    def _see_watched(self) -> None:
+        while self._watched and (self._watched[0].committed or self._watched[0].error is not None):
+            pending = self._watched.popleft()
+            if pending.committed:
+                self._waiting.append(pending.save)
+            else:
+                self._owed = True
+
+    def finish(self, last: Pending | None, final: int | None, deadline: float) -> None:
+        """As the run ends: exports its last step, too, and waits for all of them up to the deadline.
+
+        `final`: the step that the loop was to end with. What is not done by then goes on alone.
+        """
+        if self._export is None or not self._session.owner.here:
+            return
+        self._see_watched()
+        if last is not None and last.committed and last.save != self._taken:
+            self._waiting.append(last.save)
+        restored = self._restored  # of a run that was at its end when it was started again
+        if last is None and restored is not None and restored.step == final and not self._export.path(final).exists():
+            self._waiting.append(restored)
+        self._go_on()
+        if self._running is not None:
+            steps = [self._running.save.step, *(save.step for save in self._waiting)]
+            seconds = max(deadline - time.monotonic(), 0.0)
+            show(log, "waiting up to %.0f s for the export of step %s", seconds, ", ".join(map(str, steps)))
+        while self._running is not None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            self._go_on()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Waits for nothing: what is under way goes on alone, and what has not begun is said."""
+        if self._export is None or not self._session.owner.here:
+            return
+        self._go_on(begin=False)
+        if self._running is not None:
+            running = self._running
+            log.warning(
+                "the export of step %d to %s has not ended; it goes on alone (pid %d)",
+                *(running.save.step, running.out, running.process.pid),
+            )
+        for save in self._waiting:
+            log.warning("step %d is not exported; ckptlib export --step %s does it", save.step, save)
+        self._waiting.clear()
+        self._session.listener.deliver()
+
+    def _is_due(self, step: int) -> bool:
+        """Where the user's function cannot tell, it is not."""
+        assert self._export is not None
+        try:
+            return self._export.is_due(step)
+        except Exception as error:  # anything that it may raise: no reason to end the training
+            log.error("Export(steps=...) failed for step %d, which is not exported: %r", step, error)
+            return False
+
+    def _go_on(self, begin: bool = True) -> None:
+        if self._running is not None and self._running.process.poll() is not None:
+            running, self._running = self._running, None
+            self._tell(running)
+        while begin and self._running is None and self._waiting:
+            self._begin(self._waiting.popleft())
+
+    def _begin(self, save: SaveId) -> None:
+        assert self._export is not None
+        out, settings = self._export.path(save.step), self._session.settings
+        order = {
+            **self._export.document(),
+            "url": settings.url,
+            "step": str(save),
+            "storage_options": dict(settings.options),
+            "out": str(out),
+        }
+        try:
+            text = json.dumps(order)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ckptlib.exporting"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+                    "PYTHONSAFEPATH": "1",
+                },
+            )
+            assert process.stdin is not None
+            process.stdin.write(text)
+            process.stdin.close()
+        except (OSError, TypeError, ValueError) as error:
+            self._fail(save, out, f"the process of the export could not be started: {error}")
+            return
+        self._running = _Running(process, save, out, time.monotonic())
+
+    def _tell(self, running: _Running) -> None:
+        assert running.process.stdout is not None
+        with running.process.stdout as output:
+            printed = output.read()
+        *_, last = printed.splitlines() or [""]
+        try:
+            told = json.loads(last)
+        except ValueError:
+            told = {}
+        if not isinstance(told, dict) or not told.keys() & {"error", "nbytes"}:
+            status = running.process.returncode
+            how = f"signal {-status}" if status < 0 else f"status {status}"
+            self._fail(running.save, running.out, f"its process ended with {how}: {printed[-TOLD_CHARS:].strip()}")
+        elif "error" in told:
+            self._fail(running.save, running.out, str(told["error"]))
+        else:
+            step, out, nbytes = running.save.step, str(running.out), int(told["nbytes"])
+            seconds = time.monotonic() - running.began
+            show(log, "step %d is exported to %s: %s bytes in %.1f s", step, out, f"{nbytes:,}", seconds)
+            self._session.listener.tell(Exported(step, out, nbytes, seconds))
+
+    def _fail(self, save: SaveId, out: Path, why: str) -> None:
+        log.error(
+            "the export of step %d to %s failed; the step itself is whole. ckptlib export --step %s tries again: %s",
+            *(save.step, out, save, why),
+        )
+        self._session.listener.tell(ExportFailed(save.step, str(out), StoreError(why)))

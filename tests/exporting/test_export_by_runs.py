@@ -1,0 +1,220 @@
+"""Exports that a run makes by itself, read by safetensors; and what becomes of those that fail or are killed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.one_job import Job, steps
+from onerank import bits
+from places import ROOT
+from safetensors.torch import load_file
+
+import ckptlib
+from ckptlib import events
+from ckptlib.errors import StateMismatch
+
+
+def weights(job: Job) -> dict[str, bytes]:
+    return {name: bits(tensor) for name, tensor in job.model.state_dict().items()}
+
+
+def run(job: Job, export: ckptlib.Export, total: int = 6) -> list[events.Event]:
+    """What a run with a save every second step told of its exports."""
+    told: list[events.Event] = []
+    with job.checkpointer(every=2, export=export, on_event=told.append) as ckpt:
+        for _ in ckpt.loop(ckpt.restore().step, total):
+            if ckpt.pending is not None:  # so that each save is taken when it is due
+                ckpt.pending.wait_committed()
+            job.body()
+    return [event for event in told if isinstance(event, (events.Exported, events.ExportFailed))]
+
+
+def exported(path: Path) -> dict[str, bytes]:
+    return {name: bits(tensor) for name, tensor in load_file(path).items()}
+
+
+def test_the_last_step_is_exported(tmp_path: Path) -> None:
+    job, out = Job(tmp_path / "root"), tmp_path / "out" / "model.safetensors"
+    export = ckptlib.Export(out, only="model", strip="model/")
+    (told,) = run(job, export)
+    assert isinstance(told, events.Exported)
+    assert (told.step, told.out) == (6, str(out))
+    assert exported(out) == weights(job)
+    modified = out.stat().st_mtime_ns
+    assert run(Job(tmp_path / "root"), export) == [], "a run that is at its end has exported it"
+    assert out.stat().st_mtime_ns == modified
+    out.unlink()
+    assert [event.step for event in run(Job(tmp_path / "root"), export)] == [6], "unless that was lost"
+    assert exported(out) == weights(job)
+
+
+def test_steps_of_ones_choice_are_exported_meanwhile(tmp_path: Path) -> None:
+    out = str(tmp_path / "{step}" / "hf")
+    export = ckptlib.Export(out, format="hf", only="model", steps=lambda step: step in (2, 5, 6, 7))
+    told = run(Job(tmp_path / "root"), export, total=8)
+    assert [event.step for event in told] == [2, 6, 8], "the first save from each of them on"
+    assert all((tmp_path / str(step) / "hf" / "model.safetensors").exists() for step in (2, 6, 8))
+    model = torch.nn.Sequential(torch.nn.Linear(150, 150), torch.nn.Dropout(0.2), torch.nn.BatchNorm1d(150))
+    for step in (2, 6):
+        ckptlib.load(tmp_path / "root", {"model": model}, step, only="model")
+        found = exported(tmp_path / str(step) / "hf" / "model.safetensors")
+        assert found == {f"model/{name}": bits(tensor) for name, tensor in model.state_dict().items()}
+
+
+def test_what_fails_is_told_and_no_save_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "taken").write_text("mine")
+    cases = {
+        "taken": "is there already",  # a file where the export goes
+        "taken/below": "File exists",
+    }
+    for n, (out, text) in enumerate(cases.items()):
+        (told,) = run(Job(tmp_path / str(n)), ckptlib.Export(tmp_path / out, only="model"))
+        assert isinstance(told, events.ExportFailed)
+        assert text in str(told.error)
+        assert steps(tmp_path / str(n)) == [2, 4, 6]
+    (told,) = run(Job(tmp_path / "names"), ckptlib.Export(tmp_path / "o", only="nobody"))
+    assert isinstance(told, events.ExportFailed)
+    assert "no tensor for 'nobody'" in str(told.error)
+    assert (tmp_path / "taken").read_text() == "mine"
+    assert "taken is there already, and no export overwrites it" in caplog.text
+    assert "the step itself is whole" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "names", "taken"]
+
+
+def test_what_cannot_be_meant_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="format 'gguf'"):
+        ckptlib.Export(tmp_path, format="gguf")
+    with pytest.raises(ValueError, match=r"put \{step\} into out"):
+        ckptlib.Export(tmp_path, steps=100)
+    with pytest.raises(ValueError, match="from the step alone"):
+        ckptlib.Export(tmp_path / "{step}", steps=ckptlib.Minutes(5))
+    with pytest.raises(ValueError, match="a path of this machine"):
+        ckptlib.Export("s3://bucket/model")
+    with pytest.raises(ValueError, match="dtype 'int3'"):
+        ckptlib.Export(tmp_path, dtype="int3")
+
+
+def large(root: Path) -> dict[str, torch.Tensor]:
+    return {"large": torch.arange(16 << 20, dtype=torch.float32)}  # 64 MiB
+
+
+def children(pid: int) -> list[int]:
+    """Exports that a process has begun and that have not ended."""
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in listed if b"ckptlib.exporting" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def test_an_export_that_is_killed_is_told_and_leaves_no_name(tmp_path: Path) -> None:
+    told: list[events.Event] = []
+    state, out = large(tmp_path), tmp_path / "out"
+    export = ckptlib.Export(out / "{step}", steps=1)
+    with ckptlib.Checkpointer(tmp_path / "root", state, every=1, export=export, on_event=told.append) as ckpt:
+        ckpt.restore()
+        ckpt.after_step(1)
+        assert ckpt.pending is not None
+        ckpt.pending.wait_committed()
+        ckpt.after_step(2)
+        (child,) = children(os.getpid())
+        os.kill(child, signal.SIGKILL)
+    failed, done = (event for event in told if isinstance(event, (events.Exported, events.ExportFailed)))
+    assert isinstance(failed, events.ExportFailed)
+    assert "signal 9" in str(failed.error)
+    assert (failed.step, done.step) == (1, 2)
+    assert [path.name for path in out.iterdir() if not path.name.startswith(".")] == ["2"]
+    assert steps(tmp_path / "root") == [1, 2]
+
+
+TRAINER = """
+import sys, torch, ckptlib
+root, out = sys.argv[1:]
+state = {"large": torch.arange(16 << 20, dtype=torch.float32)}
+with ckptlib.Checkpointer(root, state, every=1, export=ckptlib.Export(out + "/{step}", steps=1)) as ckpt:
+    ckpt.restore()
+    ckpt.after_step(1)
+    ckpt.pending.wait_committed()
+    ckpt.after_step(2)
+    print("begun", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_an_export_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(tmp_path / "root"), str(out)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == b"begun\n"
+    (child,) = children(trainer.pid)
+    trainer.kill()
+    trainer.wait()
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert [path.name for path in out.iterdir()] == ["1"], "whole, and nothing else"
+    assert torch.equal(load_file(out / "1")["large"], large(tmp_path)["large"])
+
+
+def test_a_full_disk_fails_the_export_alone(tmp_path: Path) -> None:
+    """By a limit on the size of files, which only the export meets: the tensor is cut into many packs of the run."""
+    code = TRAINER.replace("import sys", "import resource, sys").replace(
+        "    ckpt.restore()",
+        "    ckpt.restore()\n    real = __import__('subprocess').Popen\n"
+        "    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "    __import__('subprocess').Popen = lambda *a, **k: real(*a, preexec_fn=limit, **k)",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "root"), str(tmp_path / "out")],
+        input=b"",
+        capture_output=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"File too large" in done.stderr
+    assert [*(tmp_path / "out").iterdir()] == []
+    assert steps(tmp_path / "root") == [1, 2]
+
+
+def test_close_waits_no_longer_than_it_may(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    export = ckptlib.Export(tmp_path / "out" / "{step}", steps=1)
+    ckpt = ckptlib.Checkpointer(tmp_path / "root", large(tmp_path), every=1, export=export)
+    ckpt.restore()
+    ckpt.after_step(1)
+    assert ckpt.pending is not None
+    ckpt.pending.wait_committed()
+    ckpt.after_step(2)
+    ckpt.pending.wait_committed()
+    (child,) = children(os.getpid())
+    os.kill(child, signal.SIGSTOP)
+    with caplog.at_level(logging.INFO):
+        ckpt.close(timedelta(seconds=2))
+    os.kill(child, signal.SIGCONT)
+    assert (
+        f"the export of step 1 to {tmp_path / 'out' / '1'} has not ended; it goes on alone (pid {child})" in caplog.text
+    )
+    assert "step 2 is not exported" in caplog.text
+    os.waitpid(child, 0)
+    assert torch.equal(load_file(tmp_path / "out" / "1")["large"], large(tmp_path)["large"])
+
+
+def test_what_the_users_function_raises_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def steps_of(step: int) -> bool:
+        raise StateMismatch("mine")
+
+    told = run(Job(tmp_path / "root"), ckptlib.Export(tmp_path / "{step}", only="model", steps=steps_of))
+    assert [event.step for event in told] == [6]
+    assert "Export(steps=...) failed for step 2" in caplog.text

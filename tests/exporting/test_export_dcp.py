@@ -1,0 +1,172 @@
+"""Exports for torch.distributed.checkpoint, read by its own `load`, whole and in other shards."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from launch import torchrun
+from onerank import bits, same
+from places import ROOT
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
+
+import ckptlib
+from ckptlib.errors import CorruptData, ObjectExists, StateMismatch, UnsupportedState
+from ckptlib.exporting import dcp_files
+from ckptlib.exporting.dcp_files import boxes
+from ckptlib.format.box import Box
+
+
+def trained(seed: int, num_steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(30, 50), nn.BatchNorm1d(50), nn.Linear(50, 7))
+    optimizer = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[1:].parameters(), "lr": 0.5}])
+    for _ in range(num_steps):
+        model(torch.randn(4, 30)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    return state
+
+
+def test_a_job_of_torchs_own_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp_files, "BATCH_BYTES", 1000)
+    model, optimizer = trained(0, 3)
+    ckptlib.save(tmp_path / "root", {"model": model, "optim": optimizer, "args": {"lr": 0.1, "name": "x"}, "it": 3}, 3)
+    report = ckptlib.export(tmp_path / "root", tmp_path / "out", format="dcp")
+    assert report.files == (tmp_path / "out",)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "root"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".metadata", "__0_0.distcp"]
+
+    other, moments = trained(1, 1)
+    state = {
+        "model": get_model_state_dict(other),
+        "optim": get_optimizer_state_dict(other, moments),
+        "args": {"lr": None, "name": None},
+        "it": 0,
+    }
+    load(tmp_path / "out", state)
+    set_state_dict(other, moments, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert (state["args"], state["it"]) == ({"lr": 0.1, "name": "x"}, 3)
+    assert {n: bits(t) for n, t in other.state_dict().items()} == {n: bits(t) for n, t in model.state_dict().items()}
+    assert same(moments.state_dict(), optimizer.state_dict())
+
+    dcp_to_torch_save(tmp_path / "out", tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert same(dict(whole["model"]), dict(model.state_dict()))
+    ckptlib.convert(tmp_path / "out", tmp_path / "back")
+    again, its = trained(2, 1)
+    ckptlib.load(tmp_path / "back", {"model": again, "optim": its}, strict=False)
+    assert same(its.state_dict(), optimizer.state_dict())
+
+
+def test_tensors_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp_files, "BATCH_BYTES", 700)
+    shared = torch.randn(40, 3)
+    state: dict[str, Any] = {
+        "half": torch.randn(500).bfloat16(),
+        "fp8": torch.randn(5, 50).to(torch.float8_e4m3fn),
+        "complex": torch.randn(9, dtype=torch.complex128),
+        "wide": torch.randn(2, 3, 400),
+        "flags": torch.rand(77) < 0.5,
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "list": [torch.ones(2), {"deep": torch.zeros(3, dtype=torch.int8)}],
+        "shared": shared,
+        "again": shared,
+    }
+    ckptlib.save(tmp_path / "root", state, 1)
+    report = ckptlib.export(tmp_path / "root", tmp_path / "out", format="dcp")
+    assert len(report.ties) == 1
+    empty = {name: torch.zeros_like(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+    found = load(tmp_path / "out", {**empty, "list": [torch.zeros(2), {"deep": torch.ones(3, dtype=torch.int8)}]})
+    assert same(found, state)
+
+
+def test_names_and_numbers_of_ones_choice(tmp_path: Path) -> None:
+    model, optimizer = trained(0, 1)
+    ckptlib.save(tmp_path / "root", {"model": model, "optim": optimizer}, 1)
+    root, out = tmp_path / "root", tmp_path / "out"
+    names = {"strip": "model/", "map": {"0": "first"}}
+    ckptlib.export(root, out, format="dcp", only="model", dtype="bf16", **names)  # type: ignore[arg-type]
+    found = load(out, {"first.weight": torch.zeros(50, 30, dtype=torch.bfloat16)})
+    assert torch.equal(found["first.weight"], model.state_dict()["0.weight"].bfloat16())
+    with pytest.raises(ObjectExists, match="out is there already"):
+        ckptlib.export(root, out, format="dcp")
+    with pytest.raises(StateMismatch, match="strip nobody"):
+        ckptlib.export(root, tmp_path / "b", format="dcp", strip="nobody")
+    with pytest.raises(StateMismatch, match="nobody"):
+        ckptlib.export(root, tmp_path / "b", format="dcp", only="nobody")
+    with pytest.raises(UnsupportedState, match="would be called"):
+        ckptlib.export(root, tmp_path / "b", format="dcp", only="model", map={"model/0.bias": "model/2.bias"})
+    assert not (tmp_path / "b").exists()
+
+
+def test_damage_leaves_nothing(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path / "root", {"x": torch.randn(100_000)}, 1)
+    (pack,) = (tmp_path / "root" / "packs").rglob("*.safetensors")
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.chmod(0o644)
+    pack.write_bytes(data)
+    with pytest.raises(CorruptData, match="x"):
+        ckptlib.export(tmp_path / "root", tmp_path / "out", format="dcp")
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path / "root", {"x": torch.randn(1 << 20)}, 1)
+    code = (
+        "import resource, sys, ckptlib\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "ckptlib.export(sys.argv[1], sys.argv[2], format='dcp')\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "root"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
+    assert "StoreError" in done.stderr
+    assert "File too large" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+
+
+def test_two_ranks_save_and_two_others_load(tmp_path: Path) -> None:
+    assert torchrun(str(Path(__file__).parent / "dcp_ranks.py"), 2, tmp_path, timeout_s=120).count("alike") == 2
+
+
+def test_boxes() -> None:
+    assert [*boxes((), 5)] == [Box.whole(())]
+    assert [*boxes((0, 3), 5)] == [Box.whole((0, 3))]
+    for shape, most in (((7, 5), 12), ((3, 4, 5), 7), ((2, 100), 30), ((5,), 1)):
+        cut = [*boxes(shape, most)]
+        seen = torch.zeros(shape, dtype=torch.int)
+        for box in cut:
+            assert 0 < box.numel <= most
+            seen[box.slices()] += 1
+        assert (seen == 1).all()
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """512 MiB in one tensor, and 128 of 1 MiB, in a process of its own that tells its peak."""
+    state = {f"small{i}": torch.randn(1 << 18) for i in range(128)}
+    state["large"] = torch.arange(128 << 20, dtype=torch.float32)
+    ckptlib.save(tmp_path / "root", state, 1)
+    code = (
+        "import re, sys, torch, torch.distributed.checkpoint, ckptlib\n"
+        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
+        "before = peak()\n"
+        "ckptlib.export(sys.argv[1], sys.argv[2], format='dcp')\n"
+        "print(peak() - before)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "root"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=True)
+    print(done.stdout)
+    assert int(done.stdout) < 300_000, done.stdout

@@ -1,0 +1,215 @@
+"""A fresh run begins from other weights; a run that has a step of its own never looks at them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.one_job import Job, catalog
+from launch import torchrun
+from onerank import bits
+from safetensors.torch import save_file, save_model
+from torch import nn
+from torch.distributed import checkpoint as dcp
+
+import ckptlib
+from ckptlib import events
+from ckptlib.errors import CheckpointNotFound, FormatError, StateMismatch, UnsupportedState
+
+
+def weights(model: nn.Module) -> dict[str, bytes]:
+    return {name: bits(tensor) for name, tensor in model.state_dict().items()}
+
+
+def source(tmp_path: Path) -> Job:
+    """A run whose weights are another one's beginning."""
+    job = Job(tmp_path / "source", seed=7)
+    for _ in range(3):
+        job.body()
+    return job
+
+
+def as_torch(job: Job, at: Path) -> Path:
+    torch.save({"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict(), "it": 3}, at / "ckpt.pt")
+    return at / "ckpt.pt"
+
+
+def as_safetensors(job: Job, at: Path) -> Path:
+    (at / "hf").mkdir()
+    save_file(dict(job.model.state_dict()), at / "hf" / "model.safetensors")
+    return at / "hf"
+
+
+def as_dcp(job: Job, at: Path) -> Path:
+    dcp.save({"model": job.model.state_dict()}, checkpoint_id=at / "dcp", no_dist=True)
+    return at / "dcp"
+
+
+def as_root(job: Job, at: Path) -> Path:
+    ckptlib.save(job.root, job.state, 30)
+    return job.root
+
+
+@pytest.mark.parametrize("write", [as_torch, as_safetensors, as_dcp, as_root])
+def test_a_fresh_run_begins_from_it(write: Callable[[Job, Path], Path], tmp_path: Path) -> None:
+    before = source(tmp_path)
+    path = write(before, tmp_path)
+    told: list[events.Event] = []
+    job = Job(tmp_path / "root")
+    with job.checkpointer(init_from=path, init_only="model", every=1, on_event=told.append) as ckpt:
+        generators = torch.get_rng_state()
+        report = ckpt.restore()
+        assert torch.equal(torch.get_rng_state(), generators)
+        assert weights(job.model) == weights(before.model)
+        assert not job.optimizer.state
+        assert (report.step, report.save) == (0, None)
+        assert report.initialized_from is not None
+        assert str(path) in str(report)
+        for _ in ckpt.loop(report.step, 2):
+            job.body()
+    (began,) = (event for event in told if isinstance(event, events.Initialized))
+    assert began.step == 0
+    assert str(path) in began.source
+    assert began.nbytes > 0
+    assert f"{path.name}" in began_from(job.root)
+
+    shutil.rmtree(path) if path.is_dir() else path.unlink()  # a resumed run never looks at it
+    again = Job(tmp_path / "root", seed=1)
+    with again.checkpointer(init_from=path, init_only="model", every=1) as ckpt:
+        report = ckpt.restore()
+        assert (report.step, report.initialized_from) == (2, None)
+    assert weights(again.model) == weights(job.model)
+    assert f"{path.name}" in began_from(job.root)
+
+
+def began_from(root: Path) -> str:
+    """What `ckptlib show` says of it."""
+    command = [sys.executable, "-m", "ckptlib.cli", "show", str(root)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    (line,) = (line for line in shown.splitlines() if line.startswith("begun from"))
+    return line
+
+
+def test_all_of_a_root_or_one_step_under_other_names(tmp_path: Path) -> None:
+    before = source(tmp_path)
+    for step in (10, 20):
+        before.body()
+        ckptlib.save(before.root, before.state, step)
+        if step == 10:
+            wanted = before.bits()
+    job = Job(tmp_path / "root")
+    with job.checkpointer(init_from=ckptlib.Init(before.root, step=10)) as ckpt:
+        assert ckpt.restore().step == 0
+    assert job.bits() == wanted
+
+    other = nn.Linear(150, 150)
+    state = {"net": nn.ModuleDict({"first": other}), "optim": torch.optim.SGD(other.parameters())}
+    init = ckptlib.Init(before.root, map={"net/first.weight": "model/0.weight", "net/first.bias": "model/0.bias"})
+    with ckptlib.Checkpointer(tmp_path / "b", state, every=5, init_from=init, init_only="net") as ckpt:
+        ckpt.restore()
+    assert bits(other.weight) == bits(before.model[0].weight)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.wte.weight
+
+
+def test_tied_weights_that_have_one_name_in_the_file(tmp_path: Path) -> None:
+    before, model = Tied(), Tied()
+    path = tmp_path / "tied.safetensors"
+    save_model(before, path)
+    with ckptlib.Checkpointer(tmp_path / "root", {"model": model}, every=5, init_from=path) as ckpt:
+        assert ckpt.restore().missing == ()
+    assert bits(model.wte.weight) == bits(before.wte.weight)
+    assert model.head.weight is model.wte.weight
+    other = nn.ModuleDict({"first": nn.Embedding(16, 8), "last": nn.Linear(8, 16, bias=False)})
+    with pytest.raises(StateMismatch, match="last"):  # what is not tied is not taken to be
+        begin_as(other, tmp_path / "other", ckptlib.Init(path, map={"model/first": "model/head"}))
+
+
+def begin_as(model: nn.Module, root: Path, init: ckptlib.Init) -> None:
+    with ckptlib.Checkpointer(root, {"model": model}, every=5, init_from=init) as ckpt:
+        ckpt.restore()
+
+
+def test_numbers_are_converted_only_when_asked_to(tmp_path: Path) -> None:
+    job, half = Job(tmp_path / "root"), {n: t.bfloat16() for n, t in source(tmp_path).model.state_dict().items()}
+    half = {name: tensor for name, tensor in half.items() if tensor.dtype == torch.bfloat16}
+    save_file(half, tmp_path / "half.safetensors")
+    with pytest.raises(StateMismatch, match="cast"):
+        begin(job, tmp_path / "half.safetensors")
+    job = Job(tmp_path / "root2")
+    begin(job, ckptlib.Init(tmp_path / "half.safetensors", cast=True, optional="model/2.num_batches_tracked"))
+    found = job.model.state_dict()
+    assert all(torch.equal(found[name], half[name].to(found[name].dtype)) for name in half if "batches" not in name)
+
+
+def begin(job: Job, init: object, only: object = "model") -> None:
+    with job.checkpointer(init_from=init, init_only=only) as ckpt:
+        ckpt.restore()
+
+
+def test_what_is_wrong_is_said_at_construction(tmp_path: Path) -> None:
+    job = Job(tmp_path / "root")
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    (tmp_path / "empty").mkdir()
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (tmp_path / "nowhere", CheckpointNotFound, "nowhere: does not exist"),
+        (tmp_path / "notes.txt", FormatError, "no root of ckptlib; nor another library's"),
+        (tmp_path / "empty", FormatError, "no root of ckptlib; nor another library's"),
+        ("memory://no-such-root", CheckpointNotFound, "no-such-root"),
+        (job.root, ValueError, "is the root of this run"),
+    ]
+    for given, kind, text in cases:
+        shutil.rmtree(job.root, ignore_errors=True)
+        with pytest.raises(kind, match=text):
+            job.checkpointer(init_from=given)
+    with pytest.raises(ValueError, match="there is no init_from="):
+        job.checkpointer(init_only="model")
+    made = tmp_path / "made"
+    ckptlib.save(made, {"x": torch.ones(2)}, 1)
+    with pytest.raises(CheckpointNotFound, match="7"):
+        job.checkpointer(init_from=ckptlib.Init(made, step=7))
+
+
+def test_a_source_that_lacks_something_names_it_and_leaves_no_step(tmp_path: Path) -> None:
+    job = Job(tmp_path / "root")
+    torch.save({"model": {"0.weight": torch.ones(3)}}, tmp_path / "small.pt")
+    with pytest.raises(StateMismatch, match=r"model/0\.weight"):
+        begin(job, tmp_path / "small.pt")
+    torch.save({"model": job.model.state_dict(), "made": Made()}, tmp_path / "strange.pt")
+    with pytest.raises(UnsupportedState, match="Made"):
+        begin(job, tmp_path / "strange.pt")
+    assert catalog(job.root).saves() == []
+
+
+class Made:
+    """What only unpickling could make."""
+
+
+def test_a_run_that_died_before_its_first_step_begins_again(tmp_path: Path) -> None:
+    before = source(tmp_path)
+    path = as_torch(before, tmp_path)
+    for _ in range(2):
+        job = Job(tmp_path / "root")
+        ckpt = job.checkpointer(init_from=path, init_only="model")
+        ckpt.restore()
+        assert weights(job.model) == weights(before.model)
+        ckpt._let_go(clean=False, timeout=timedelta(0))
+
+
+def test_two_ranks_of_fsdp_and_ddp(tmp_path: Path) -> None:
+    """The oracle is torch's own `full_tensor`, and the files are read by torch and safetensors."""
+    script = Path(__file__).parent / "init_ranks.py"
+    assert torchrun(str(script), 2, tmp_path, timeout_s=120).count("alike") == 4
