@@ -83,7 +83,7 @@ def save_step(session: Session, order: SaveOrder) -> Pending:
     Where ranks do not compare before, what this rank alone finds wrong is published as its failure, and raised as
     SaveFailed; the next save compares.
     """
-    with session.stopwatch.stalled():
+    with session.stopwatch.stalled(), gc_pause.kept():
         return _save_step(session, order)
 
 

@@ -22,6 +22,7 @@ from ckptlib.checkpoint import SaveOrder, save_step, without_overlap
 from ckptlib.errors import Preempted, SaveFailed, WaitTimeout
 from ckptlib.events import Event, Stopping
 from ckptlib.exporting.asked import Export
+from ckptlib.format import gc_pause
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import checked_step
 from ckptlib.imports.beginning import Init, begins_from
@@ -180,7 +181,8 @@ class Checkpointer:
 
     def _install(self) -> None:
         """Looks at the state once, so that what cannot be saved is refused now, and makes room for it."""
-        flat = together(self._group, "looking at the state", lambda: flatten(self._state))
+        with gc_pause.kept():
+            flat = together(self._group, "looking at the state", lambda: flatten(self._state))
         self._fence.install(flat.optimizers.values())
         self._to_warm: int | None = estimate(flat.leaves, self._group.size)
         if self._session.settings.peers is None:

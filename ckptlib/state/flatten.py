@@ -31,7 +31,7 @@ from ckptlib.state.leaf import (
     join,
     leaf_of,
     local_of,
-    places,
+    place,
     refuse_tensor,
 )
 from ckptlib.state.memo import Fingerprint, Found, KnownLeaf, Memo, Section
@@ -227,7 +227,7 @@ class _Walk(Visitor[bool]):
 
     def _leaf(self, tensor: torch.Tensor | Sharded, name: str, per_rank: bool, tied: str | None) -> Leaf | None:
         owner = self.owners.get(id(local_of(tensor)))
-        at = places([local_of(tensor)])
+        at = place(local_of(tensor))
         known = self._memo.leaves.get(name)
         if known is not None and known.tensor is tensor and known.at == at:
             leaf = known.leaf

@@ -213,6 +213,14 @@ def _is_buffer(tensor: torch.Tensor) -> bool:
     return type(tensor) is getattr(nn, "Buffer", None)
 
 
+def place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """As `places`, of one tensor."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    spec = tensor._spec if isinstance(tensor, DTensor) else None
+    size, stride = local.size(), local.stride()
+    return spec, local.data_ptr(), size, stride, local.is_conj(), local.is_neg(), local.dtype
+
+
 def places(tensors: Sequence[torch.Tensor]) -> tuple[list[object], ...]:
     """Compares equal until one of them gets other memory, becomes another view of it, or is cut otherwise."""
     specs: list[object] = [t._spec for t in tensors if isinstance(t, DTensor)]
