@@ -6,9 +6,11 @@ is told here, by their tables; `ckptlib.catalog.shards` looks at the bytes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 
 from ckptlib.errors import FormatError, UnsupportedState
 from ckptlib.format import sharding
@@ -42,24 +44,53 @@ class Proof:
         """By name."""
         self._rows: dict[str, list[_Held | None]] = {}
         """By layout: what is held of each of its tensors; None: every rank has its own."""
+        self._runs: dict[tuple[str, tuple[int, ...]], _Alike] = {}
+        """Parts that were not told to `_held` yet, by layout and the tensors of their shards."""
+        self._kinds: dict[str, int] = {}
+        """By name, once it is asked for: equal for tensors that are cut alike."""
         self._lost: str | None = None
         self._clash: str | None = None
 
     def add(self, part: Part, layout: Layout) -> None:
         """A part that was checked against its layout. Parts come in the order of their ranks."""
         table, rank = part.table, part.rank
-        rows = self._rows.get(table.layout)
-        if rows is None:
-            rows = self._rows[table.layout] = [self._row(entry, rank) for entry in layout.tensors]
-        for tensor, box in zip(table.tensors, table.boxes, strict=True):
-            held = rows[tensor]
-            if held is not None:
-                held.boxes.append(box)
-                held.ranks.append(rank)
-        own = {*table.tensors}
-        lost = next((i for i in layout.per_rank if i not in own), None)
-        if lost is not None and self._lost is None:
-            self._lost = f"{layout.tensors[lost].name} of rank {part.rank}"
+        if table.layout not in self._rows:
+            self._rows[table.layout] = [self._row(entry, rank) for entry in layout.tensors]
+        run = self._runs.get((table.layout, table.tensors))
+        if run is None:
+            own = {*table.tensors}
+            lost = next((i for i in layout.per_rank if i not in own), None)
+            run = self._runs[table.layout, table.tensors] = _Alike(lost)
+        run.ranks.append(rank)
+        run.boxes.append(table.boxes)
+        if run.lost is not None and self._lost is None:
+            self._lost = f"{layout.tensors[run.lost].name} of rank {rank}"
+
+    def _tell(self) -> None:
+        """Tells the tensors what the parts hold of them: column by column, as there may be millions of shards."""
+        told: Counter[str] = Counter()
+        for (layout, tensors), run in self._runs.items():
+            columns: dict[int, list[tuple[Box, ...]]] = {}
+            for tensor, boxes in zip(tensors, zip(*run.boxes, strict=True), strict=True):
+                columns.setdefault(tensor, []).append(boxes)
+            ranks = {num: [rank for rank in run.ranks for _ in range(num)] for num in {*map(len, columns.values())}}
+            for tensor, shards in columns.items():
+                held = self._rows[layout][tensor]
+                if held is not None:
+                    held.boxes.extend(shards[0] if len(shards) == 1 else chain.from_iterable(zip(*shards, strict=True)))
+                    held.ranks.extend(ranks[len(shards)])
+                    told[held.entry.name] += 1
+        for name in (name for name, runs in told.items() if runs > 1):
+            self._held[name].sort()
+        if self._runs:
+            self._runs, self._kinds = {}, {}
+
+    def _kind(self, name: str) -> int:
+        self._tell()
+        if not self._kinds:
+            numbers: dict[object, int] = {}
+            self._kinds = {name: numbers.setdefault(held.kind, len(numbers)) for name, held in self._held.items()}
+        return self._kinds[name]
 
     def _row(self, entry: TensorEntry, rank: int) -> _Held | None:
         if isinstance(entry.holding, OwnPerRank):
@@ -82,10 +113,10 @@ class Proof:
         """
         if self._lost is not None:
             return self._lost
-        whole: set[object] = set()
+        whole: set[int] = set()
         effort = Effort()
         for name, held in self._held.items():
-            kind = held.kind
+            kind = self._kind(name)
             if kind not in whole:
                 try:
                     hole = _hole(held.entry, held.boxes, effort)
@@ -107,11 +138,11 @@ class Proof:
         Raises UnsupportedState where there is more of it than can be compared.
         """
         found: list[Doubt] = []
-        known: dict[object, list[Meeting]] = {}
+        known: dict[int, list[Meeting]] = {}
         for name, held in self._held.items():
+            kind = self._kind(name)
             if len(held.boxes) < 2:
                 continue
-            kind = held.kind
             if kind not in known:
                 known[kind] = _meetings(held.entry, held.boxes)
             if len(found) + len(known[kind]) > MAX_DOUBTS:
@@ -122,6 +153,17 @@ class Proof:
             for i, j, region in known[kind]:
                 found.append(Doubt(name, region, (held.ranks[i], held.ranks[j]), (held.boxes[i], held.boxes[j])))
         return sorted(found, key=lambda doubt: doubt.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Parts that have shards of the same tensors, as those of most ranks have."""
+
+    lost: int | None
+    """A tensor of which each rank has its own, and these parts none."""
+    ranks: list[int] = field(default_factory=list)
+    boxes: list[tuple[Box, ...]] = field(default_factory=list)
+    """Per part: of its shards."""
 
 
 class _Held:
@@ -136,6 +178,12 @@ class _Held:
         self.boxes: list[Box] = []
         self.ranks: list[int] = []
         """Of each box: in whose part it is."""
+
+    def sort(self) -> None:
+        """By rank; those of one rank stay in their order."""
+        order = sorted(range(len(self.ranks)), key=self.ranks.__getitem__)
+        self.boxes = [*map(self.boxes.__getitem__, order)]
+        self.ranks = [*map(self.ranks.__getitem__, order)]
 
     @property
     def kind(self) -> object:

@@ -110,7 +110,12 @@ def _is_whole(match: re.Match[bytes] | None, data: bytes) -> bool:
 
 
 def decode(kind: str, data: bytes, where: str) -> Fields:
-    """The body of a document of this kind, verified.
+    """The body of a document of this kind, verified. Raises as `body_of` does."""
+    return Fields(loads(body_of(kind, data, where)), where)
+
+
+def body_of(kind: str, data: bytes, where: str) -> bytes:
+    """The text of the body of a document of this kind, verified.
 
     Raises NewerFormat for one that is whole and newer, CorruptData when the digest does not match, FormatError for the
     rest. `where` names the object.
@@ -136,7 +141,7 @@ def decode(kind: str, data: bytes, where: str) -> Fields:
         )
     if (found := match[3].decode()) != kind:
         raise FormatError(f"{where} is a {found}, expected a {kind}")
-    return Fields(loads(data[match.end() : -2]), where)
+    return data[match.end() : -2]
 
 
 class Fields:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
 from ckptlib.errors import FormatError, UnsupportedState
@@ -140,6 +142,10 @@ class Layout:
         """Per tensor: position of the first one of its shape and dtype."""
         first: dict[tuple[tuple[int, ...], str], int] = {}
         return tuple(first.setdefault((entry.shape, entry.dtype), i) for i, entry in enumerate(self.tensors))
+
+    @cached_property
+    def alike_codes(self) -> npt.NDArray[np.int64]:
+        return np.array(self.alike, np.int64)
 
     @cached_property
     def per_rank(self) -> tuple[int, ...]:

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ckptlib.errors import CorruptData, FormatError
+from ckptlib.format import table_text
 from ckptlib.format.check import Check, decode_check
 from ckptlib.format.digests import HEX_WIDTH, XXH3, digester
-from ckptlib.format.documents import Fields, as_written, decode, dump_body, encode, seal
+from ckptlib.format.documents import Fields, as_written, body_of, decode, dump_body, encode, seal
 from ckptlib.format.keys import MAX_RANK, PackSet, PartName, SaveId, pack_set, parse_pack_set, parse_save
 from ckptlib.format.places import Coding, Places, decode_places, encode_places
 from ckptlib.format.table import Table
 from ckptlib.format.tagged_values import brief
-from ckptlib.format.values import Json
+from ckptlib.format.values import Json, loads
 
 MAX_ERROR = 2000
 """Characters of what a rank says of its failure."""
@@ -112,9 +113,10 @@ class Part:
     def decode(cls, name: PartName, data: bytes) -> Part:
         """The part of this name. Raises as `documents.decode` does, also when it is not what its name says."""
         data = checked(name, data)
-        fields = decode("part", data, name.key)
+        fields, table = _decode_body(body_of("part", data, name.key), name.key)
         placed = "places" not in fields  # version 1
-        table = Table.decode(fields.inner("table")) if placed else Table.decode_cuts(fields.inner("table"))
+        if table is None:
+            table = Table.decode(fields.inner("table")) if placed else Table.decode_cuts(fields.inner("table"))
         places = Places(table.packs, table.offsets, {}) if placed else decode_places(fields, table.nbytes)
         digests = fields.text("digests", "[0-9a-f]*")
         created = fields.number("created")
@@ -166,6 +168,27 @@ class Part:
                 raise FormatError(
                     f"{where}: base [{base.offset}:+{base.stored}] of pack {base.pack} lies outside of it"
                 )
+
+
+_TABLE = b',"table":'
+
+
+def _decode_body(body: bytes, where: str) -> tuple[Fields, Table | None]:
+    """The fields, and the table where it is the last of them, and told from its text; then it is none of them.
+
+    What comes before it is an object by itself only if all of its strings and lists end before it.
+    """
+    cut = body.rfind(_TABLE)
+    table = table_text.decode_cuts(body[cut + len(_TABLE) : -1]) if cut > 1 and body[-1:] == b"}" else None
+    if table is not None:
+        try:
+            fields = Fields(loads(body[:cut] + b"}"), where)
+        except FormatError:
+            table = None  # it is said of the whole
+        else:
+            if "table" not in fields and "places" in fields:
+                return fields, table
+    return Fields(loads(body), where), None
 
 
 def uses_digest(uses: Iterable[PackSet]) -> str:

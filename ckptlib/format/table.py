@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from ckptlib.errors import FormatError
 from ckptlib.format import dtypes
@@ -16,6 +21,24 @@ from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.documents import Fields, dump_body
 from ckptlib.format.layout import Layout, TensorEntry, check_spread, decode_shapes
 from ckptlib.format.values import Json
+
+Codes: TypeAlias = npt.NDArray[np.int64]
+"""Per shard: a small number, equal for those that are alike."""
+
+
+def distinct(codes: Codes, bound: int) -> tuple[Codes, Codes, Codes]:
+    """Ascending: those that differ; of each, the position of one that is it; and of all, their positions in these.
+
+    `bound`: all are below it. Where it is small they need not be sorted.
+    """
+    if bound > 64 * (len(codes) + 64):
+        return np.unique(codes, return_index=True, return_inverse=True)
+    at = np.full(bound, -1, np.int64)
+    at[codes] = np.arange(len(codes))
+    found = np.flatnonzero(at >= 0)
+    firsts = at[found]
+    at[found] = np.arange(len(found))
+    return found, firsts, at[codes]
 
 
 @dataclass(frozen=True)
@@ -77,10 +100,36 @@ class Table:
     def placed(self, packs: Sequence[int], offsets: Sequence[int]) -> Table:
         """The same shards, cut alike, with their chunks elsewhere."""
         table = replace(self, packs=tuple(packs), offsets=tuple(offsets))
-        for name in ("cuts", "cuts_digest", "first_chunks"):  # do not tell where chunks lie, and take a while to make
+        kept = ("cuts", "cuts_digest", "first_chunks", "tensor_codes", "box_codes", "_fitting")
+        for name in kept:  # do not tell where chunks lie, and take a while to make
             if name in self.__dict__:
                 table.__dict__[name] = self.__dict__[name]
         return table
+
+    def with_boxes(self, boxes: tuple[Box, ...], codes: Codes) -> Table:
+        """The same shards, of the same shapes, elsewhere in their tensors. `codes`: see `box_codes`."""
+        table = replace(self, boxes=boxes)
+        table.__dict__["box_codes"] = codes
+        for name in ("tensor_codes", "first_chunks", "_fitting"):  # do not tell where boxes begin
+            table.__dict__[name] = getattr(self, name)
+        return table
+
+    @cached_property
+    def tensor_codes(self) -> Codes:
+        """Of `tensors`: themselves."""
+        return np.array(self.tensors, np.int64)
+
+    @cached_property
+    def box_codes(self) -> Codes:
+        """Of `boxes`; those of boxes that differ differ."""
+        numbers: dict[int, int] = {}
+        return np.array([numbers.setdefault(id(box), len(numbers)) for box in self.boxes], np.int64)
+
+    @cached_property
+    def _fitting(self) -> set[str]:
+        """Digest of the layout, when shapes and chunks are known to fit it: of all that differ only in where boxes
+        begin."""
+        return set()
 
     @cached_property
     def first_chunks(self) -> tuple[int, ...]:
@@ -108,19 +157,20 @@ class Table:
 
     def sizes(self, layout: Layout) -> list[int]:
         """Per shard: its bytes."""
-        kinds = self._kinds(layout)
-        nbytes = {
-            kind: shard_nbytes(layout.tensors[self.tensors[shard]], self.boxes[shard])
-            for kind, shard in {kind: shard for shard, kind in enumerate(kinds)}.items()
-        }
-        return [*map(nbytes.__getitem__, kinds)]
+        examples, kinds = self._kinds(layout)
+        nbytes = [shard_nbytes(layout.tensors[self.tensors[shard]], self.boxes[shard]) for shard in examples]
+        return [*map(nbytes.__getitem__, kinds.tolist())]
 
-    def _kinds(self, layout: Layout) -> list[tuple[int, int]]:
-        """Per shard: equal for those with the same box of tensors of the same shape and dtype.
+    def _kinds(self, layout: Layout) -> tuple[list[int], Codes]:
+        """A shard of each kind, and the kind of each shard: of one kind are those with the same box of tensors
+        of the same shape and dtype.
 
         Thousands of shards are of few kinds, and equal boxes are one object.
         """
-        return [*zip(map(layout.alike.__getitem__, self.tensors), map(id, self.boxes), strict=True)]
+        num_boxes = int(self.box_codes.max(initial=0)) + 1
+        codes = layout.alike_codes[self.tensor_codes] * num_boxes + self.box_codes
+        _, examples, kinds = distinct(codes, len(layout.tensors) * num_boxes)
+        return examples.tolist(), kinds
 
     def shards_in(self, chunk: int) -> list[int]:
         """Positions of the shards that lie in a chunk, at least in part."""
@@ -177,8 +227,12 @@ class Table:
 
         `stored`: bytes of each chunk in its pack, where these are not its own.
         """
-        left = [*sizes]
-        for pack, offset, nbytes in zip(self.packs, self.offsets, stored or self.nbytes, strict=True):
+        stored, left = stored or self.nbytes, [*sizes]
+        if len({*self.packs}) == 1 and self.packs[0] < len(sizes):  # as most are, and quick to tell
+            size = sizes[self.packs[0]]
+            if max(map(operator.add, self.offsets, stored)) <= size and sum(stored) <= size:
+                return
+        for pack, offset, nbytes in zip(self.packs, self.offsets, stored, strict=True):
             if pack >= len(sizes) or offset + nbytes > sizes[pack]:
                 raise FormatError(f"{where}: chunk [{offset}:+{nbytes}] of pack {pack} lies outside of the packs")
             left[pack] -= nbytes
@@ -190,14 +244,18 @@ class Table:
         """Raises FormatError unless every shard lies in its tensor and its chunks hold exactly its bytes."""
         if layout.digest != self.layout:
             raise FormatError(f"{where}: table is for layout {self.layout}, not {layout.digest}")
-        if max(self.tensors, default=0) >= max(len(layout.tensors), 1):
+        fitting = layout.digest in self._fitting
+        if not fitting and max(self.tensors, default=0) >= max(len(layout.tensors), 1):
             raise FormatError(f"{where}: a shard names tensor {max(self.tensors)} of {len(layout.tensors)}")
-        for shard in {kind: shard for shard, kind in enumerate(self._kinds(layout))}.values():
+        for shard in sorted(self._kinds(layout)[0]):
             _check_box(self.boxes[shard], layout.tensors[self.tensors[shard]], where)
+        if fitting:
+            return
         for shard, count in enumerate(self.num_chunks):
             if count > 1:
                 self._check_cuts(shard, layout.tensors[self.tensors[shard]], where)
         self._check_sizes(layout, where)
+        self._fitting.add(layout.digest)
 
     def _check_sizes(self, layout: Layout, where: str) -> None:
         """Shards and chunks follow one another, so they fit when they end together, wherever both do."""

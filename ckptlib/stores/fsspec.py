@@ -137,7 +137,7 @@ class FsspecStore(Store):
                 data = self._cat(path, offset, nbytes, deadline)
                 if data and nbytes in (None, len(data)):
                     return data
-            size = self._size(path)
+            size = self._size(path, deadline)
             if offset + (nbytes or 0) > size:
                 raise ends_early(where, offset, nbytes, size)
             count = size - offset if nbytes is None else nbytes
@@ -153,12 +153,12 @@ class FsspecStore(Store):
             read = self._call("cat_file", path, start=offset, end=end, nbytes=nbytes or PACK_NBYTES, deadline=deadline)
             return bytes(read)
         except Exception as error:
-            if _is_behind_the_end(error) and offset >= self._size(path):
+            if _is_behind_the_end(error) and offset >= self._size(path, deadline):
                 return b""
             raise
 
-    def _size(self, path: str) -> int:
-        info = self._call("info", path)
+    def _size(self, path: str, deadline: float | None) -> int:
+        info = self._call("info", path, deadline=deadline)
         if info["type"] != "file":  # a prefix is none
             raise FileNotFoundError(path)
         return int(info["size"])
