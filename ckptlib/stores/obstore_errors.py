@@ -19,13 +19,15 @@ _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]{1,100})</Code>|\(code: ([A-Za-z]{1,100})\)")
 _SENTENCE = re.compile(r"<Message>([^<]{1,500})")
 _KIND = re.compile(r"kind: (Timeout|Connect|Interrupted|Request|Decode|Unknown),")
+_TLS = re.compile(r"\berror: (InvalidCertificate|InvalidMessage)\(")
 _SENT_AGAIN = re.compile(r"\bretries: [1-9]")
 
 _CREDENTIALS = {
     *("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"),
-    *("RequestTimeTooSkewed", "AuthenticationFailed", "NoAuthenticationInformation", "InvalidAuthenticationInfo"),
+    *("AuthenticationFailed", "NoAuthenticationInformation", "InvalidAuthenticationInfo"),
     *("UnauthorizedAccess", "AuthenticationRequired", "AuthorizationFailure"),
 }
+_CLOCK = {"RequestTimeTooSkewed"}
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "ContainerDisabled"}
 _NO_UPLOAD = {"NoSuchUpload"}
 _WRONG_REGION = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
@@ -47,6 +49,8 @@ class Failure:
     """One line."""
     kind: str
     """How the connection broke; '' where it did not."""
+    tls: str
+    """What TLS did not like: the server's certificate, or a message that is none of TLS; '' where it is not that."""
     was_sent_again: bool
     """Whether the request had been sent before: what it wanted may have been done by then."""
 
@@ -61,12 +65,14 @@ class Failure:
         elif status and status.group(1) == "404" and "bucket does not exist" in text:
             found = "NoSuchBucket"
         kind = _KIND.search(text)
+        tls = _TLS.search(text)
         broken = kind.group(1) if kind else "Timeout" if "TimedOut" in text or "timed out" in text else ""
         return cls(
             int(status.group(1)) if status else 0,
             found,
             _plain(said.group(1) if said else first),
             "" if status else broken,
+            tls.group(1) if tls and broken == "Connect" else "",
             _SENT_AGAIN.search(text) is not None,
         )
 
@@ -121,6 +127,8 @@ class Failure:
         if code in _WRONG_REGION:
             remedy = "name the bucket's region: client_kwargs={'region_name': ...}, or AWS_REGION"
             return StoreDenied(f"{what}: the bucket is in another region ({cause}); {remedy}")
+        if code in _CLOCK:
+            return StoreDenied(f"{what}: the clock of this host is wrong: set it by NTP ({cause})")
         if code in _CREDENTIALS or (denied and self.status == 401):
             return StoreDenied(f"{what}: the credentials are not accepted ({cause}); renew or correct them")
         if _lacks_credentials(str(error)):
@@ -136,6 +144,15 @@ class Failure:
             return ObjectNotFound(f"{where}: no such object")
         if code in _FULL or self.status == 507:
             return StoreFull(f"{what} {nbytes} bytes: {cause}; make room, raise the quota, and try again")
+        if self.tls == "InvalidCertificate":
+            remedy = (
+                "give client_kwargs={'verify': the file of its authority}, correct the endpoint_url, or ask whether a "
+                "proxy is in the way"
+            )
+            return StoreDenied(f"{what}: the server's certificate is not trusted: {remedy} ({cause})")
+        if self.tls:
+            remedy = "check whether the endpoint_url wants http://, and whether a proxy is in the way"
+            return StoreTimeout(f"{what}: TLS failed: {remedy} ({cause})")
         if self.kind == "Connect":
             return StoreTimeout(f"{what}: no connection ({cause}); is the endpoint right, and up?")
         if self.kind:

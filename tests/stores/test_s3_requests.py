@@ -10,15 +10,12 @@ import sys
 import threading
 import zlib
 from collections.abc import Iterator
-from datetime import datetime, timedelta, timezone
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from helpers.certificates import self_signed
 from helpers.servers import ObjectStorage
 
 from ckptlib.errors import StoreDenied, StoreError
@@ -190,28 +187,7 @@ def test_what_was_put_may_be_unmapped(s3: ObjectStorage, nbytes: int) -> None:
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> Path:
-    """Of a server on loopback, signed by itself; with its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now = datetime.now(timezone.utc)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    plain = serialization.NoEncryption()
-    path = tmp_path / "certificate.pem"
-    path.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
-        + made.public_bytes(serialization.Encoding.PEM)
-    )
-    return path
+    return self_signed(tmp_path / "certificate.pem")
 
 
 def test_tls(recorder: Recorder, certificate: Path) -> None:
