@@ -102,6 +102,10 @@ class Outage:
         lines = Path(f"{self.job.root.parent}/plan.json.log").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
+    def asked_here(self) -> int:
+        """Operations by the process that trains, on whichever thread; the writer is another one."""
+        return sum(line["pid"] == os.getpid() for line in self.operations())
+
     def met(self) -> bool:
         return any(line["fault"] for line in self.operations())
 
@@ -125,10 +129,12 @@ def test_a_swallowed_request_fails_its_save_and_blocks_no_step(outage: Outage, w
     with outage.checkpointer() as ckpt:
         ckpt.restore()
         outage.plan(stall(op, key))
+        assert (asked := outage.asked_here()) > 0
         outage.train_until(ckpt, outage.met)
         pid, waiting = writer_of(ckpt).pid, len(outage.said())
         made = outage.train_until(ckpt, lambda: outage.heard("failed and will never be committed"))
         assert made >= FREE_STEPS
+        assert outage.asked_here() == asked, "what trains asks the store nothing, so nothing there can hold it"
         request = f"{TOLD[op]} {key[1:].split('/')[0]}/"
         assert outage.heard("failed and will never be committed", f"has not answered {request}"), outage.said()
         assert outage.heard("has not answered", "training goes on"), "it is told before"
