@@ -103,7 +103,8 @@ def test_snapshots_in_memory_keep_to_a_budget_of_their_own(tmp_path: Path) -> No
     ran = run(tmp_path, "memory")
     check(ran)
     first, *others, last = ran.saved  # by their own policy, due at 50 and 100, and taken when a slot is free
-    assert (50 <= first, last) == (True, STEPS)
+    assert first >= 50
+    assert last == STEPS
     assert len(others) <= 1
     assert all(step >= 100 for step in others)
     taken = sorted({line["snapped"] for line in ran.ranks[0]["steps"] if line["snapped"] is not None})
