@@ -309,6 +309,11 @@ def _unnamed_layouts(catalog: Catalog, stock: _Stock, oldest: float) -> list[Ent
     return [entry for entry in old if entry.key not in named]
 
 
+def drop(catalog: Catalog, save: SaveId) -> None:
+    """Takes a step off the list, for good; `sweep` deletes its bytes after the grace period. A pinned one stays."""
+    _drop(catalog, None, [save])
+
+
 def _drop(catalog: Catalog, generation: keys.GenerationId | None, saves: Sequence[SaveId]) -> set[SaveId]:
     """The records first: without them, the next generation would take the parts for saves to be committed. And pins
     are read again behind them: whoever pins puts the pin, then looks for a record, so one of the two sees the other.

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.retention import drop
 from ckptlib.checkpoint import SaveOrder, save_step
 from ckptlib.errors import CorruptData, StateError
 from ckptlib.format.box import Box
-from ckptlib.format.keys import checked_step
+from ckptlib.format.keys import SaveId, checked_step
 from ckptlib.format.manifest import Manifest
 from ckptlib.imports.foreign import Foreign
 from ckptlib.imports.formats import format_of
@@ -74,8 +75,8 @@ def convert(
     """Saves a checkpoint that another library wrote as a step of a root. One process, no process group.
 
     The source is never unpickled: its pickles are read as data, so no code of it runs. When it returns, the step is
-    committed, and was read back and compared with the source. A conversion that fails or is killed leaves no step;
-    give the same call again.
+    committed, and was read back and compared with the source. A conversion that fails leaves no step; one that is
+    killed may leave a whole one, which the same call then compares.
 
     step:    default: the source's own where it has one, else 0.
     only:    names, path prefixes or patterns of what is to come over; skip: of what is not.
@@ -104,9 +105,15 @@ def convert(
         arena=Path(scratch or tempfile.gettempdir()),
         tags={"imported": foreign.kind},
     )
-    if not _is_there(settings, number):
-        _save(settings, flat, number)
-    _compare(settings, flat, number)
+    saved = None if _is_there(settings, number) else _save(settings, flat, number)
+    try:
+        _compare(settings, flat, number)
+    except CorruptData:
+        if saved is not None:
+            with open_store(settings.url, settings.options) as store:
+                drop(Catalog(store), saved)
+            log.error("step %d is not what the source has; it is dropped, and no longer listed", number)
+        raise
     for note in foreign.notes:
         log.warning("%s", note)
     return ImportReport(
@@ -145,7 +152,7 @@ def _is_there(settings: Settings, step: int) -> bool:
     return step in steps
 
 
-def _save(settings: Settings, flat: Flat, step: int) -> None:
+def _save(settings: Settings, flat: Flat, step: int) -> SaveId:
     session = Session(settings, None)
     clean = False
     try:
@@ -157,6 +164,7 @@ def _save(settings: Settings, flat: Flat, step: int) -> None:
         show(log, "2 of 3: writing %s to %s; then they are compared with the source", nbytes, session.store.url)
         pending.wait_committed()
         clean = True
+        return pending.save
     finally:
         session.close(SAVE_DEADLINE, clean=clean)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -185,6 +187,20 @@ def test_a_later_step_of_a_run_is_not_imported_behind_it(tmp_path: Path) -> None
     with pytest.raises(ckptlib.CorruptData, match="is not what the source has"):
         ckptlib.convert(tmp_path / "c.pt", tmp_path / "root", step=5)
     assert [info.step for info in ckptlib.checkpoints(tmp_path / "root")] == [5]
+
+
+def test_what_cannot_be_read_back_is_not_left_as_a_step(tmp_path: Path) -> None:
+    """The store gives other bytes than it was given; what it listed by then is taken off the list."""
+    source, plan, root = tmp_path / "c.pt", tmp_path / "plan.json", tmp_path / "root"
+    torch.save(nn.Linear(200, 200).state_dict(), source)
+    plan.write_text(json.dumps([{"op": "write", "key": "^packs/", "action": "flip"}]))
+    url = f"fault+file://{root}?plan={quote(str(plan))}"
+    with pytest.raises(ckptlib.CorruptData):
+        ckptlib.convert(source, url, step=5)
+    assert not [*(root / "steps").glob("*.json")]
+    assert [*(root / "packs").rglob("*")], "it was put"
+    assert ckptlib.convert(source, root, step=5).step == 5
+    assert [info.step for info in ckptlib.checkpoints(root)] == [5]
 
 
 def test_lightning(tmp_path: Path) -> None:
