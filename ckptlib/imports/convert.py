@@ -75,8 +75,8 @@ def convert(
     """Saves a checkpoint that another library wrote as a step of a root. One process, no process group.
 
     The source is never unpickled: its pickles are read as data, so no code of it runs. When it returns, the step is
-    committed, and was read back and compared with the source. A conversion that fails leaves no step; one that is
-    killed may leave a whole one, which the same call then compares.
+    committed, and was read back and compared with the source. A conversion that fails leaves no step, unless the store
+    fails while the step is read back; one that is killed may leave a whole one. The same call then compares it.
 
     step:    default: the source's own where it has one, else 0.
     only:    names, path prefixes or patterns of what is to come over; skip: of what is not.
