@@ -56,7 +56,7 @@ def write_dcp(
     """Streams tensors into a directory beside, which has its name when it is published. Returns the tensors."""
     framework_of(TORCH)
     found = _Tensors(opened)
-    leaves = _leaves(nested(found, naming.only), found, naming)  # type: ignore[arg-type]
+    leaves = _leaves(nested(found, naming.only), found, naming)
     by_saved: dict[str, list[str]] = {}
     for leaf in leaves:
         if (saved := found.saved_as(leaf.value)) is not None:

@@ -5,16 +5,35 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from ckptlib.errors import FormatError, StateMismatch
 from ckptlib.format import tagged_values
 from ckptlib.format.values import Json
 from ckptlib.policy.patterns import covers
-from ckptlib.reading.opened import CheckpointReader, open
+from ckptlib.reading.opened import open
 
 Leaves = dict[str, Any]
 """Tensors and values by name."""
+
+
+class Step(Protocol):
+    """What of an opened step its nesting follows from."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def values(self) -> Mapping[str, object]: ...
+
+    @property
+    def trees(self) -> Mapping[str, Json]: ...
+
+    def keys(self) -> list[str]: ...
+
+    def groups(self, path: str) -> dict[str, int]: ...
+
+    def get_tensors(self, names: Sequence[str]) -> dict[str, Any]: ...
 
 
 def read(
@@ -46,7 +65,7 @@ def read(
         return nested(opened, only)
 
 
-def nested(opened: CheckpointReader, only: str | Sequence[str] | None = None) -> dict[str, Any]:
+def nested(opened: Step, only: str | Sequence[str] | None = None) -> dict[str, Any]:
     """As `read`, of an opened step."""
     patterns = None if only is None else [only] if isinstance(only, str) else list(only)
     names, values = opened.keys(), opened.values
@@ -73,7 +92,7 @@ def _wanted(patterns: Sequence[str] | None, name: str) -> bool:
     return patterns is None or any(covers(pattern, name) for pattern in patterns)
 
 
-def _check_patterns(patterns: Sequence[str] | None, names: Sequence[str], opened: CheckpointReader) -> None:
+def _check_patterns(patterns: Sequence[str] | None, names: Sequence[str], opened: Step) -> None:
     idle = [p for p in patterns or () if not any(covers(p, name) or covers(p, f"{name}/") for name in names)]
     if idle:
         tops = sorted({name.partition("/")[0] for name in names})
