@@ -38,6 +38,7 @@ import ckptlib
 from benchmarks import limits, peers
 from benchmarks.common import Line, tell, told
 from benchmarks.figures import Figures, Options, rotated, run
+from ckptlib.saving.standing import await_room
 
 MEMORY = Path("/dev/shm")
 OWN, REPLICA, STORE, S3 = "own slots", "a peer's replica", "local store, cold", "S3 on this machine"
@@ -271,7 +272,7 @@ def _until_held(checkpointer: ckptlib.Checkpointer, step: int) -> None:
     while checkpointer.coverage.step is None or checkpointer.coverage.step < step:
         assert time.monotonic() < deadline, "no snapshot was held by both"
         time.sleep(0.02)
-        checkpointer._session.await_room()  # no step is done, so what is restored next is what was saved
+        await_room(checkpointer._session)  # no step is done, so what is restored next is what was saved
 
 
 def _bare(nbytes: int) -> dict[str, float]:

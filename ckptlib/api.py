@@ -26,6 +26,7 @@ from ckptlib.ranks.together import together
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.registry import registry
 from ckptlib.saving.settings import TIMEOUT
+from ckptlib.saving.standing import await_room
 from ckptlib.state.rng import LoadedRng
 from ckptlib.stores import absolute, open_store
 
@@ -103,7 +104,7 @@ def save_async(
     what = f"save of step {step}" if rules.asked == AUTO else f"save of step {step} with codec={rules.asked!r}"
     meet(process_group, str(url), what, timeout)
     session = registry.session(absolute(url), storage_options, process_group, rules, state, step)
-    session.await_room()
+    await_room(session)
     pending = save_step(session, SaveOrder(state, step, metrics))
     pending.staging.go()
     return pending

@@ -78,7 +78,7 @@ def save_step(session: Session, order: SaveOrder) -> Pending:
 
     What overlaps is copied when the caller says so: `pending.staging.go()`. Where there is no core to spare, the copy
     takes the caller's, which may have something to do before it goes on with the training. The caller knows, of all
-    ranks, that there is a slot: from what they say in the beat, or from `session.await_room`.
+    ranks, that there is a slot: from what they say in the beat, or from `await_room`.
 
     Where ranks do not compare before, what this rank alone finds wrong is published as its failure, and raised as
     SaveFailed; the next save compares.

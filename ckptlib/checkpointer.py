@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
-from ckptlib.checkpoint import SaveOrder, save_step, without_overlap
-from ckptlib.errors import Preempted, SaveFailed, WaitTimeout
-from ckptlib.events import Event, Stopping
+from ckptlib.errors import Preempted, WaitTimeout
+from ckptlib.events import Event
 from ckptlib.exporting.asked import Export
 from ckptlib.format import gc_pause
 from ckptlib.format.digests import XXH3
@@ -34,12 +33,10 @@ from ckptlib.policy.overhead import overhead_in
 from ckptlib.policy.peers import Coverage, Peers
 from ckptlib.policy.tier import KEEP_LAST, tier_of
 from ckptlib.policy.when import Policy, When, policy_of
-from ckptlib.ranks.beat import Word
 from ckptlib.ranks.together import together
 from ckptlib.recovery.keeping import keep_restored
 from ckptlib.recovery.restore import Part, restore
 from ckptlib.saving.agreement import kind_of
-from ckptlib.saving.attempts import Attempts, begun
 from ckptlib.saving.estimate import estimate
 from ckptlib.saving.exports import Exports
 from ckptlib.saving.keeper import StateKeeper
@@ -52,8 +49,8 @@ from ckptlib.saving.terminal import show
 from ckptlib.saving.turns import Turns
 from ckptlib.staging.fence import Fence
 from ckptlib.state.flatten import flatten
-from ckptlib.state.leaf import Leaf
 from ckptlib.state.rng import LoadedRng
+from ckptlib.steps import Steps
 from ckptlib.stores import absolute
 
 log = logging.getLogger(__name__)
@@ -167,14 +164,11 @@ class Checkpointer:
         self._beginning = begins_from(init_from, init_only, self._session)
         self._turns = Turns(self._session, policy, None if peers is None else peers.policy, preempted)
         self._due = self._turns.due
-        self._attempts = Attempts(self._session, self._due)
-        self._exports = Exports(export, self._session)
         self._fence = Fence()
-        self._stopping = False
-        self._preempted = False
+        metrics = StepMetrics(None if keep is None else keep.rule, 0 if keep is None else keep.last)
+        self._steps = Steps(self._session, state, self._turns, self._fence, metrics)
+        self._exports = Exports(export, self._session)
         self._generators: LoadedRng | None = None
-        self._metrics = StepMetrics(None if keep is None else keep.rule, 0 if keep is None else keep.last)
-        self._restored: int | None = None
         self._install()
         self._keeper = StateKeeper(self._session, state)
         self._keeper.begin()
@@ -229,7 +223,7 @@ class Checkpointer:
         report, self._generators = restore(self._session, self._state, strict, device, step, part)
         if report.save is None and self._beginning is not None:
             report = self._beginning.load(self._state, strict, device)
-        self._restored = report.step
+        self._steps.restored = report.step
         self._exports.note_restored(report.save)
         if self._group.rank == 0:
             show(log, "restore: %s", report)
@@ -243,7 +237,7 @@ class Checkpointer:
                 only,
             )
         if only is None:  # on all ranks
-            self._attempts.last = keep_restored(self._session, self._state, report)
+            self._steps.last = keep_restored(self._session, self._state, report)
         self._session.listener.deliver()
         return report
 
@@ -279,7 +273,7 @@ class Checkpointer:
         for step in range(start, total):
             yield step
             self.after_step(step + 1)
-            if self._stopping:
+            if self._steps.stopping:
                 return
 
     def log(self, metrics: Mapping[str, object]) -> None:
@@ -288,7 +282,7 @@ class Checkpointer:
         For `loop`, where nobody calls `after_step`. Metrics of a step that is not saved are dropped, so measure what
         `Keep(best=)` asks for at the steps that are saved. Rank 0's are recorded.
         """
-        self._metrics.note(metrics)
+        self._steps.metrics.note(metrics)
 
     def after_step(self, step: int, metrics: Mapping[str, object] | None = None) -> None:
         """Tells that `step` steps are done; saves when all ranks have agreed that a save is due.
@@ -303,52 +297,13 @@ class Checkpointer:
         self._check_open()
         step = checked_step(step)
         try:
-            with self._session.stopwatch.step(step, self._fence.waited_s), self._turns.timed(self._fence.waited_s):
-                self._after_step(step, metrics)
-            self._exports.poll(self._attempts.last, step)
+            if not self._turns.started:
+                self._generators = None  # too late for them
+                self._warm()
+            self._steps.done(step, metrics)
+            self._exports.poll(self._steps.last, step)
         finally:
             self._session.listener.deliver()
-
-    def _after_step(self, step: int, metrics: Mapping[str, object] | None) -> None:
-        session = self._session
-        if not self._turns.started:
-            self._generators = None  # too late for them
-            self._warm()
-            self._turns.say(step)
-        word = self._turns.agreed(step)
-        self._check_counted(step)
-        session.outcomes.poll()
-        compare = self._attempts.owe_again() or bool(word.agree)
-        self._turns.check(word)
-        self._stopping = bool(word.stop)
-        self._preempted = self._stopping and step != self._due.final
-        if self._stopping:
-            session.listener.tell(Stopping(step))
-            if self._group.rank == 0:
-                log.warning("asked to stop: saving step %d, the last one", step)
-        session.follow(word)
-        last, began = bool(word.stop) or step == self._due.final, time.perf_counter()
-        if last:
-            session.await_room(self._stop_timeout_s)
-        taken = None
-        if last or ((word.due or word.snap) and word.needs_held <= session.snapshots.held_by_all):
-            # a last one is compared before it is taken: no other could be, should it turn out to differ
-            compare = compare or last
-            taken = self._save(step, self._metrics.of(metrics), word, to_store=bool(last or word.due), compare=compare)
-        elif word.due or word.snap:
-            session.snapshots.make_room()
-            self._turns.tell_waiting()
-        try:
-            if not self._stopping:
-                self._turns.say(step + 1)
-        finally:
-            self._metrics.clear()
-            if taken is not None:
-                taken.staging.go()
-                session.listener.tell(begun(taken, began))
-        if last:  # no step of an optimizer follows, so nothing would wait at the fence
-            self._fence.wait()
-        self._fence.forget()
 
     def save(self, step: int, metrics: Mapping[str, object] | None = None) -> Pending:
         """Saves the state after `step` steps now, whatever the policy says. Collective; blocks until a slot is free.
@@ -356,71 +311,15 @@ class Checkpointer:
         Raises UnsupportedState, NoRoom or Superseded on all ranks, and SaveFailed if a rank could not save this step.
         """
         self._check_open()
-        known = self._attempts.has(step)
-        some, not_all = self._group.max([int(known), int(not known)])
-        if some and not_all:  # a rank without it would go into another save alone
-            raise SaveFailed(f"some rank could not save step {step}, which will never be committed; save a later one")
-        if self._attempts.last is None or not known:
-            began = time.perf_counter()
-            self._session.await_room()
-            trained = self._turns.started  # by after_step: an iteration has been
-            self._session.tier.begin_drained()
-            told = self._metrics.of(metrics)
-            self._attempts.last = save_step(self._session, SaveOrder(self._state, step, told, spare=trained))
-            self._note_saved(step, told)
-            self._attempts.last.staging.go()
-            self._exports.poll(self._attempts.last, step)
-            self._session.listener.tell(begun(self._attempts.last, began))
-            self._session.listener.deliver()
-        return self._attempts.last
+        pending = self._steps.save(step, metrics)
+        self._exports.poll(pending, step)
+        self._session.listener.deliver()
+        return pending
 
     def _check_open(self) -> None:
         if self._session.closed:
             raise ValueError(f"this Checkpointer of {self._session.store.url} is closed; create another one")
         self._session.owner.check()
-
-    def _check_counted(self, step: int) -> None:
-        """All ranks have agreed on the step, so all raise."""
-        if step == self._restored:
-            raise ValueError(
-                f"after_step({step}): the restored state had {step} steps done already; after the body of `step`, "
-                "call after_step(step + 1)"
-            )
-        self._restored = None
-
-    def _save(
-        self, step: int, metrics: Mapping[str, object] | None, word: Word, to_store: bool, compare: bool
-    ) -> Pending | None:
-        """What was begun, and is to `go` on; None where there is nothing to save, or it failed."""
-        due, last = self._due, word.stop or step == self._due.final
-        if self._attempts.has(step):
-            due.skip(to_store)
-            return None
-        self._turns.note_saved(to_store)
-        order = SaveOrder(
-            self._state,
-            step,
-            self._turns.with_interval(metrics),
-            to_store=to_store,
-            compare=compare,
-            overlap=without_overlap if due.inline or word.inline else self._earned,
-            drains=to_store and self._session.tier.decide(step, word, must=bool(last)),
-        )
-        taken = self._attempts.make(step, to_store, lambda: save_step(self._session, order))
-        if taken is not None:
-            self._fence.guard(taken.staging)
-            if to_store:
-                self._note_saved(step, metrics)
-        return taken
-
-    def _note_saved(self, step: int, metrics: Mapping[str, object] | None) -> None:
-        problem = self._metrics.lacking(step, metrics)
-        if problem is not None and self._group.rank == 0:
-            log.warning("%s", problem)
-
-    def _earned(self, leaf: Leaf) -> bool:
-        """Whether the leaf's only writer is an optimizer that was seen to wait at the fence."""
-        return leaf.owner is not None and self._fence.fired(leaf.owner)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -441,12 +340,12 @@ class Checkpointer:
     @property
     def stopping(self) -> bool:
         """Whether all ranks have agreed to stop. Only needed if you use neither `loop` nor a `with` block."""
-        return self._stopping
+        return self._steps.stopping
 
     @property
     def pending(self) -> Pending | None:
         """The latest save; None before the first."""
-        return self._attempts.last
+        return self._steps.last
 
     @property
     def coverage(self) -> Coverage | None:
@@ -468,23 +367,15 @@ class Checkpointer:
         """Total seconds that training has waited at the fence."""
         return self._fence.waited_s
 
-    @property
-    def _stop_timeout_s(self) -> float | None:
-        """How long the last save is waited for where the job was told to stop; whoever told it will not wait for ever.
-
-        None: it was not.
-        """
-        return self._session.settings.timeout.total_seconds() if self._stopping else None
-
     def close(self, timeout: timedelta = CLOSE_TIMEOUT) -> None:
         """Waits until the last save is committed; after SIGTERM not longer than ranks wait for one another.
 
         Raises SaveFailed if it never will be, and WaitTimeout: the writer goes on alone then.
         """
-        deadline = time.monotonic() + min(timeout.total_seconds(), self._stop_timeout_s or math.inf)
+        deadline = time.monotonic() + min(timeout.total_seconds(), self._steps.stop_timeout_s or math.inf)
         clean = True
         try:
-            last = self._attempts.last
+            last = self._steps.last
             if last is not None and self._session.owner.here:
                 wait = last.wait_committed if last.drains else last.wait_local
                 wait(deadline - time.monotonic())
@@ -493,10 +384,10 @@ class Checkpointer:
             raise
         finally:
             self._let_go(clean, timedelta(seconds=max(deadline - time.monotonic(), 0.0)))
-        if self._stopping:
+        if self._steps.stopping:
             self._exports.let_go()
         else:
-            self._exports.finish(self._attempts.last, self._due.final, deadline)
+            self._exports.finish(self._steps.last, self._due.final, deadline)
 
     def _let_go(self, clean: bool, timeout: timedelta) -> None:
         self._turns.close()
@@ -512,7 +403,7 @@ class Checkpointer:
     ) -> None:
         if error is None:
             self.close()
-            if self._preempted:
+            if self._steps.preempted:
                 raise Preempted
         else:  # nothing is waited for: the writer has the slot, and finishes alone
             self._let_go(clean=False, timeout=timedelta(0))

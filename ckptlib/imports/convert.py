@@ -26,6 +26,7 @@ from ckptlib.reading.committed import Committed
 from ckptlib.reading.reader import Want
 from ckptlib.saving.session import Session
 from ckptlib.saving.settings import SAVE_DEADLINE, Settings
+from ckptlib.saving.standing import await_room
 from ckptlib.saving.terminal import show
 from ckptlib.state.flatten import Flat
 from ckptlib.state.raw_bytes import bytes_of
@@ -156,7 +157,7 @@ def _save(settings: Settings, flat: Flat, step: int) -> SaveId:
     session = Session(settings, None)
     clean = False
     try:
-        session.await_room()
+        await_room(session)
         nbytes = f"{_nbytes(flat):,} bytes"
         show(log, "1 of 3: copying %s to %s", nbytes, settings.arena)
         pending = save_step(session, SaveOrder(flat, step))

@@ -42,22 +42,22 @@ def targets(
 
     `device`: where what has no memory is given some. `tops`: the names of the user's own entries.
     """
-    filling = LoadPlan(saved, Selection(only, rename, optional), cast)
-    walk = _Walk(filling, None if device is None else torch.device(device))
+    plan = LoadPlan(saved, Selection(only, rename, optional), cast)
+    walk = _Walk(plan, None if device is None else torch.device(device))
     with outside_inference(), torch.no_grad():
         walk.visit(state, None)
-    return filling.targets(tops)
+    return plan.targets(tops)
 
 
 class _Walk(Visitor[Setter]):
     """Hands down what puts another value in the place of an entry."""
 
-    def __init__(self, filling: LoadPlan, device: torch.device | None) -> None:
+    def __init__(self, plan: LoadPlan, device: torch.device | None) -> None:
         super().__init__()
-        self._filling = filling
+        self._plan = plan
         self._device = device
         self._params = Params()
-        self._targets = OptimizerTargets(filling, self._params)
+        self._targets = OptimizerTargets(plan, self._params)
 
     @override
     def below_per_rank(self, given: Setter) -> Setter:
@@ -74,19 +74,19 @@ class _Walk(Visitor[Setter]):
         self._params.add(local_of(tensor), path)
         if isinstance(tensor, Sharded):
             self._params.by_hand[id(tensor.tensor)] = tensor
-        self._filling.add_tensor(tensor, path)
+        self._plan.add_tensor(tensor, path)
 
     @override
     def add_generator(self, generator: torch.Generator, path: str) -> None:
-        self._filling.add_generator(generator, path)
+        self._plan.add_generator(generator, path)
 
     @override
     def add_stateful(self, node: Any, path: str, given: Setter) -> None:
-        self._filling.add_object(path, node.state_dict, loader_of(node))
+        self._plan.add_object(path, node.state_dict, loader_of(node))
 
     @override
     def add_plain(self, value: object, path: str, given: Setter) -> None:
-        self._filling.add_value(path, given)
+        self._plan.add_value(path, given)
 
     @override
     def add_optimizer(self, optimizer: torch.optim.Optimizer, path: str, given: Setter) -> None:
@@ -103,8 +103,8 @@ class _Walk(Visitor[Setter]):
                 continue
             self._params.add(value, full)
             if value.device.type != "meta":
-                self._filling.add_tensor(value, full)
-            elif self._filling.wanted(full):
+                self._plan.add_tensor(value, full)
+            elif self._plan.wanted(full):
                 self._materialise(value, full, owners.get(id(value), []), made)
         self._add_extra_states(module, path)
 
@@ -122,18 +122,18 @@ class _Walk(Visitor[Setter]):
             if isinstance(meta, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=meta.requires_grad)
             made[id(meta)] = new  # one for all its names, so that what was tied stays tied
-        self._filling.add_tensor(new, name)
-        if not self._filling.fills(new):
+        self._plan.add_tensor(new, name)
+        if not self._plan.fills(new):
             return  # it stays without memory rather than get some that nothing was read into
         for module, attribute in owners:
-            self._filling.then(_assigner(module, attribute, new))
+            self._plan.then(_assigner(module, attribute, new))
 
     def _add_extra_states(self, module: nn.Module, path: str) -> None:
         for name, submodule in module.named_modules(remove_duplicate=False):
             if type(submodule).get_extra_state is not nn.Module.get_extra_state:
                 prefix = f"{name}." if name else ""
                 key = join_module(path, _canonical_prefix(module, prefix) + "_extra_state")
-                self._filling.add_object(key, submodule.get_extra_state, submodule.set_extra_state)
+                self._plan.add_object(key, submodule.get_extra_state, submodule.set_extra_state)
 
 
 def join_module(path: str, name: str) -> str:

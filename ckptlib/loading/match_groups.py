@@ -29,9 +29,9 @@ class GroupTarget(NamedTuple):
 class GroupTargets:
     """Adds groups to what is to be filled."""
 
-    def __init__(self, filling: LoadPlan) -> None:
-        self._filling = filling
-        self._saved = filling.saved
+    def __init__(self, plan: LoadPlan) -> None:
+        self._plan = plan
+        self._saved = plan.saved
 
     def add(
         self,
@@ -64,7 +64,7 @@ class GroupTargets:
             or self._saved_options(group_path(path, o.index)) != options
         ]
         if different:
-            self._filling.mismatch(
+            self._plan.mismatch(
                 f"{path}: group {index} holds parameters that were saved in groups {sorted({o.index for o in origins})}"
                 " with different hyper-parameters; load them into groups that can be told apart"
             )
@@ -76,13 +76,13 @@ class GroupTargets:
         alike = not (lacking and unknown) and (name == type(optimizer).__name__ or not (lacking or unknown))
         if not alike and (name not in _names(optimizer) or (lacking and unknown)):
             for key in sorted(lacking):
-                self._filling.miss(prefix + key)
+                self._plan.miss(prefix + key)
             for key in sorted(unknown):
-                self._filling.leave_foreign(prefix + key, f"{prefix}{key}: not in the state")
+                self._plan.leave_foreign(prefix + key, f"{prefix}{key}: not in the state")
             options = {key: parts for key, parts in options.items() if key in now}
             saved = {key: value for key, value in saved.items() if key in now and _is_one(value) == _is_one(now[key])}
         builds = {
-            key: self._filling.rebuild(self._saved.objects.get(prefix + key, "tensor"), prefix + key, now.get(key))
+            key: self._plan.rebuild(self._saved.objects.get(prefix + key, "tensor"), prefix + key, now.get(key))
             for key in options
         }
 
@@ -93,7 +93,7 @@ class GroupTargets:
                 else:
                     group[key] = value
 
-        self._filling.then(finish)
+        self._plan.then(finish)
         return GroupTarget(alike, {**now, **saved})
 
     def _saved_hyper_parameters(self, path: str, group: SavedGroup) -> dict[str, Any]:

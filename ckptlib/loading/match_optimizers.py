@@ -43,23 +43,23 @@ class Params:
 class OptimizerTargets:
     """Adds optimizers to what is to be filled."""
 
-    def __init__(self, filling: LoadPlan, params: Params) -> None:
-        self._filling = filling
-        self._saved = filling.saved
+    def __init__(self, plan: LoadPlan, params: Params) -> None:
+        self._plan = plan
+        self._saved = plan.saved
         self._params = params
-        self._groups = GroupTargets(filling)
+        self._groups = GroupTargets(plan)
         self._instances: dict[int, dict[str, torch.Tensor]] = {}
         """By id of optimizer, and by nature: one of the tensor subclasses in its state."""
 
     def add(self, optimizer: torch.optim.Optimizer, path: str) -> None:
-        if not self._filling.wanted(path, whole=True):
+        if not self._plan.wanted(path, whole=True):
             return
-        saved_path = self._filling.named(path)
+        saved_path = self._plan.named(path)
         groups = self._saved.groups.get(saved_path)
         if groups is None:
-            self._filling.miss(path)
+            self._plan.miss(path)
             return
-        self._filling.use(saved_path)
+        self._plan.use(saved_path)
         if any(param.is_meta for group in optimizer.param_groups for param in group["params"]):
             raise UnsupportedState(
                 f"{path}: holds parameters on the meta device, which loading a module replaces; load the module first, "
@@ -77,10 +77,10 @@ class OptimizerTargets:
             for name, param in zip(group_names, group["params"], strict=True):
                 saved_name = self._saved_name(name)
                 if saved_name not in groups:
-                    self._filling.miss(f"{path}/{name}")
+                    self._plan.miss(f"{path}/{name}")
                     continue
                 taken.add(saved_name)
-                self._filling.use(f"{saved_path}/{saved_name}")
+                self._plan.use(f"{saved_path}/{saved_name}")
                 keys = entries.get(saved_name, {})
                 ordered = {key: keys[key] for key in self._saved.in_order(saved_path, keys)}
                 kind = kinds(self._shape_of(param))
@@ -92,11 +92,11 @@ class OptimizerTargets:
             taken.add(self._saved_name(name))
             self._check_tie(path, name, first, entries)
         for name in sorted(groups.keys() - taken):
-            self._filling.leave(f"{saved_path}/{name}")
+            self._plan.leave(f"{saved_path}/{name}")
 
     def _saved_name(self, name: str) -> str:
         """What the checkpoint keeps the state of a parameter under."""
-        return self._saved.first_name(self._filling.named(name))
+        return self._saved.first_name(self._plan.named(name))
 
     def _check_tie(self, path: str, name: str, first: str, entries: Mapping[str, Mapping[str, str]]) -> None:
         """One parameter here may have been two: a pipeline has the tied weight on its first stage and on its last."""
@@ -106,7 +106,7 @@ class OptimizerTargets:
         other = entries.get(taken, {})
         for key, saved_name in entries.get(mine, {}).items():
             if saved_name in self._saved.tensors and not self._saved.same(other.get(key, ""), saved_name):
-                self._filling.mismatch(f"{path}/{name}: is tied to {first}, but their optimizer state differs")
+                self._plan.mismatch(f"{path}/{name}: is tied to {first}, but their optimizer state differs")
 
     def _entries_by_param(self, path: str, layouts: Collection[int]) -> dict[str, dict[str, str]]:
         """By parameter: the keys of its saved state, each with its full name. `layouts`: of the parameters."""
@@ -119,7 +119,7 @@ class OptimizerTargets:
                 continue
             param, _, key = name[len(prefix) :].rpartition("/")
             found.setdefault(param, {})[key.replace("%2F", "/").replace("%25", "%")] = name
-            self._filling.use(name)
+            self._plan.use(name)
         return found
 
     def _shape_of(self, param: torch.Tensor) -> tuple[int, ...]:
@@ -142,10 +142,10 @@ class OptimizerTargets:
         """
         strange = [] if alike else kind.strange(keys)
         for key in strange:
-            self._filling.leave_foreign(f"{name}/{key}", f"{name}/{key}: means nothing to {type(optimizer).__name__}")
+            self._plan.leave_foreign(f"{name}/{key}", f"{name}/{key}: means nothing to {type(optimizer).__name__}")
         lacking = kind.lacks(keys.keys() - strange, stateful=bool(optimizer.state.get(param)))
         for key in lacking:
-            self._filling.miss(f"{name}/{key}")
+            self._plan.miss(f"{name}/{key}")
         return None if lacking else {key: full for key, full in keys.items() if key not in strange}
 
     def _fit(self, kind: Kind | None, param: torch.Tensor, name: str, saved_name: str, keys: Mapping[str, str]) -> bool:
@@ -166,7 +166,7 @@ class OptimizerTargets:
             and entry.shape != expected.get(key, shape if cut and entry.shape else entry.shape)
         ]
         for text in wrong:
-            self._filling.mismatch(text)
+            self._plan.mismatch(text)
         return not wrong
 
     def _add_param_state(
@@ -184,7 +184,7 @@ class OptimizerTargets:
                 kind = kind_in(tree)
                 if kind is not None and there is None:
                     there = self._another(optimizer, param, kind, name)
-                builds[key] = self._filling.rebuild(tree, name, there, _device_of(param))
+                builds[key] = self._plan.rebuild(tree, name, there, _device_of(param))
             elif name in self._saved.tensors:
                 builds[key] = _constant(self._state_tensor(name, key, now.get(key), param, group))
             else:
@@ -194,7 +194,7 @@ class OptimizerTargets:
             if builds or param in optimizer.state:
                 optimizer.state[param] = {key: build() for key, build in builds.items()}
 
-        self._filling.then(finish)
+        self._plan.then(finish)
 
     def _another(
         self, optimizer: torch.optim.Optimizer, param: torch.Tensor, kind: Mapping[str, Json], name: str
@@ -227,7 +227,7 @@ class OptimizerTargets:
             alike = isinstance(now, torch.Tensor) and (now.shape, dtype_name(now)) == (param.shape, entry.dtype)
             tensor = now if alike and isinstance(now, torch.Tensor) else torch.empty_like(param, dtype=dtype)
             cut = Sharded(tensor, by_hand.offset, by_hand.shape)
-            self._filling.fill(leaf_of(cut, name, per_rank=False, owner=None), entry)
+            self._plan.fill(leaf_of(cut, name, per_rank=False, owner=None), entry)
             return tensor
         if fits(now, entry):
             tensor = now
@@ -236,7 +236,7 @@ class OptimizerTargets:
         else:
             on_device = group.get("capturable") or group.get("fused") or (key != "step" and entry.shape)
             tensor = torch.empty(entry.shape, dtype=dtype, device=_device_of(param) if on_device else "cpu")
-        self._filling.fill(leaf_of(tensor, name, per_rank=False, owner=None), entry)
+        self._plan.fill(leaf_of(tensor, name, per_rank=False, owner=None), entry)
         return tensor
 
 

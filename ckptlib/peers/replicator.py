@@ -163,23 +163,23 @@ class Replicator:
         `staging`: None where this rank could not begin one. `local_replicas` are filled when it is done.
         """
         filled = {} if staging is None else {twin.header.rank: self._filled(twin, staging) for twin in local_replicas}
-        link, fate = self._link, ReplicaOutcome(len(self._senders))
+        link, outcome = self._link, ReplicaOutcome(len(self._senders))
         for to, sender in self._senders.items():
             if link is None:
-                fate.note(sealed=False)
+                outcome.note(sealed=False)
             else:
-                sender.put(partial(self._send, link, to, now, staging, fate))
+                sender.put(partial(self._send, link, to, now, staging, outcome))
         for origin, receiver in self._receivers.items():
             if link is not None:
                 receiver.put(partial(self._receive, link, origin, now, filled.get(origin)))
-        return fate
+        return outcome
 
     def _filled(self, twin: CopyJob, staging: Staging) -> _Filled:
         table = self._readers[twin.header.rank].table(twin.header.rank)
         assert table is not None
         return _Filled(twin, staging, table.digest)
 
-    def _send(self, link: Link, to: int, now: Round, staging: Staging | None, fate: ReplicaOutcome) -> None:
+    def _send(self, link: Link, to: int, now: Round, staging: Staging | None, outcome: ReplicaOutcome) -> None:
         step, sealed, sent, steps = now.save.step, False, 0, self._sent.get(to)
         try:
             if staging is not None:
@@ -196,7 +196,7 @@ class Replicator:
         except CkptError as error:
             self._told(f"replicas on rank {to}", step, error)
         finally:
-            fate.note(sealed, sent, steps)
+            outcome.note(sealed, sent, steps)
 
     def _receive(self, link: Link, origin: int, now: Round, twin: _Filled | None) -> None:
         arena, taken, steps = self._arenas[origin], list[Slot](), self._held.get(origin)
@@ -321,14 +321,14 @@ class Replicator:
 class _Filled:
     """A slot for a replica, with what this rank has of it copied into it when its own snapshot is done."""
 
-    lot: CopyJob
+    copy: CopyJob
     staging: Staging
     table: str
     """Digest of the table by which it is filled."""
 
     @property
     def slot(self) -> Slot:
-        return self.lot.slot
+        return self.copy.slot
 
     def wait(self, timeout: timedelta) -> bool:
         """Whether the copies are whole. Raises WaitTimeout."""
@@ -341,7 +341,7 @@ class _Filled:
 
     def lacks(self, offered: SlotHeader) -> Ranges:
         """What of the snapshot that is offered is neither here nor between chunks."""
-        there = [(o, round_up(o + s.tensor.nbytes)) for s, o in zip(self.lot.sources, self.lot.offsets, strict=True)]
+        there = [(o, round_up(o + s.tensor.nbytes)) for s, o in zip(self.copy.sources, self.copy.offsets, strict=True)]
         edges = [0, *(edge for span in sorted(there) for edge in span), offered.body_nbytes]
         return [ByteRange(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
 

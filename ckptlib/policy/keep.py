@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 from ckptlib.policy.best import Best
+
+log = logging.getLogger(__name__)
 
 GRACE = timedelta(hours=24)
 """Longer than any load takes, and long enough for somebody to notice in the morning."""
@@ -113,6 +116,16 @@ class Keep:
             mode=data["mode"],
             num_best=data["num_best"],
         )
+
+    def is_exempt(self, step: int) -> bool:
+        """Whether `exempt` says that the step stays for good. A step of which it cannot tell stays, too."""
+        if self.exempt is None:
+            return False
+        try:
+            return bool(self.exempt(step))
+        except Exception as error:  # anything the user's function may raise: no reason to lose the save, nor to drop it
+            log.error("Keep(exempt=...) failed for step %d, which is kept for good: %r", step, error)
+            return True
 
     def choose(self, saves: Iterable[S], facts: Mapping[S, Facts]) -> list[S]:
         """Those of the visible saves that are dropped, ascending. Pure.

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
@@ -14,18 +12,14 @@ import torch.distributed as dist
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.local_disk import open_disk
-from ckptlib.errors import WaitTimeout
 from ckptlib.events import Event
 from ckptlib.format import keys, values
 from ckptlib.format.keys import SaveId
 from ckptlib.format.table import Table
 from ckptlib.policy.peers import DEVICE
-from ckptlib.ranks.beat import Word
 from ckptlib.ranks.group import Group
-from ckptlib.ranks.held import NONE
 from ckptlib.ranks.meeting import group_of, group_or_world, notices_over
 from ckptlib.ranks.together import together
-from ckptlib.saving.ballots import Poll
 from ckptlib.saving.bounded_store import BoundedStore
 from ckptlib.saving.forks import Owner, check_root
 from ckptlib.saving.lineage import Lineage
@@ -53,8 +47,6 @@ from ckptlib.state.memo import Memo
 from ckptlib.state.rng import RngState
 from ckptlib.stores import open_store
 from ckptlib.stores.probe import probe
-
-log = logging.getLogger(__name__)
 
 WHOLE_EVERY = 20
 """Every so many saves, what several ranks hold is digested whole, also what an optimizer owns."""
@@ -174,15 +166,9 @@ class Session:
         return flatten(whole_state(state, PerRank(self._rng)), self._memo), encoded
 
     def is_exempt(self, step: int) -> bool:
-        """Whether `Keep(exempt=)` says that the step stays for good; where it cannot tell, the step does."""
+        """Whether `Keep(exempt=)` says that the step stays for good. Rank 0 asks."""
         keep = self.settings.keep
-        if keep is None or keep.exempt is None or self.group.rank != 0:
-            return False
-        try:
-            return bool(keep.exempt(step))
-        except Exception as error:  # anything the user's function may raise: no reason to lose the save, nor to drop it
-            log.error("Keep(exempt=...) failed for step %d, which is kept for good: %r", step, error)
-            return True
+        return self.group.rank == 0 and keep is not None and keep.is_exempt(step)
 
     def give_up(self, save: SaveId, number: int, to_store: bool, drains: bool, reason: str) -> None:
         """This rank alone has no snapshot: the others are told, and all compare before the next one."""
@@ -236,81 +222,6 @@ class Session:
             self.writer.persist(save, staging.slot.path, drains)
         else:
             self.writer.void(save, str(staging.error), drains)
-
-    # What all ranks found
-
-    def say(self, word: Word) -> tuple[Word, Poll]:
-        """This rank's word for the next step, with what the session knows; and its votes."""
-        snapshots, outcomes = self.snapshots, self.outcomes
-        word = self.tier.say(word, failed=outcomes.run.count > 0)._replace(
-            agree=int(self.planner.must_compare),
-            needs_held=snapshots.needs_held(),
-            failures=max(outcomes.run.count, word.failures),
-            failed=max(int(outcomes.run.too_long), word.failed),
-            superseded=int(outcomes.superseded is not None),
-            link_failed=int(self.link.failed),
-            calm=int(self.link.calm),
-            oldest_held=self._newest_held,
-            held_since=snapshots.own.since,
-            oldest_settled=snapshots.own.settled,
-            oldest_local=self._newest_local,
-            oldest_local_settled=self.tier.own.settled,
-        )
-        return word, self.verdicts.poll()  # after `own` was asked: what is held has been voted upon
-
-    @property
-    def _newest_held(self) -> int:
-        """None before the record of the generation is in the store: nobody would come back from the snapshot."""
-        return self.snapshots.own.newest if self.lineage.recorded or self.settings.peers is None else NONE
-
-    @property
-    def _newest_local(self) -> int:
-        """As above: what earlier generations left on local disks is needed until this one can be restored."""
-        return self.tier.own.newest if self.lineage.recorded else NONE
-
-    def follow(self, word: Word) -> None:
-        """Acts upon what all ranks said of their snapshots and their links. Collective where links are mended."""
-        self.snapshots.note_all(word.oldest_held, word.held_since, word.oldest_settled)
-        self.tier.note_all(word.oldest_local, word.local_since, word.oldest_local_settled)
-        self.link.mend(bool(word.link_failed), bool(word.calm))
-
-    def await_room(self, timeout_s: float | None = None) -> None:
-        """Returns when every rank has a slot for another snapshot. Collective.
-
-        Raises WaitTimeout after `timeout_s`; by default later than a save is given up, whose slot is free then.
-        """
-        with self.stopwatch.stalled():
-            self._await_room(1.5 * self.root.save_deadline_s if timeout_s is None else timeout_s)
-
-    def _await_room(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        lacking = True
-        while lacking:
-            lacks = together(self.group, "waiting for a slot", lambda: self._lacks_room(deadline, timeout_s))
-            own, local = self.snapshots.own, self.tier.own
-            (any_lacks, since, local_since), (newest, settled, newest_local, local_settled) = self.group.extremes(
-                [int(lacks), own.since, local.since],
-                [self._newest_held, own.settled, self._newest_local, local.settled],
-            )
-            lacking = bool(any_lacks)
-            poll = self.verdicts.poll()
-            if poll.votes:
-                self.verdicts.conclude(poll, self.group.start_sum(poll.votes)())
-            self.snapshots.note_all(newest, since, settled)
-            self.tier.note_all(newest_local, local_since, local_settled)
-
-    def _lacks_room(self, deadline: float, timeout_s: float) -> bool:
-        """Whether there is no slot after a while."""
-        patience = time.monotonic() + self.group.patience_s
-        self.outcomes.poll()
-        while self.snapshots.settling or self.snapshots.needs_held() > self.snapshots.own.newest:
-            now = time.monotonic()
-            if now > deadline:
-                raise WaitTimeout(f"no slot was free within {timeout_s:.0f} s: {self.outcomes.waits_for()}")
-            if now > patience:
-                return True
-            self.outcomes.poll(0.02)
-        return False
 
     def close(self, timeout: timedelta, clean: bool) -> None:
         """Lets go. `clean`: the writer finishes what it has and the slots go; else it finishes alone.

@@ -38,12 +38,12 @@ class Begun:
     """None: it failed on this rank before anything was copied."""
     persists: bool
     """Whether it goes to the store; else it is for memory only."""
-    fate: ReplicaOutcome | None
+    replicas: ReplicaOutcome | None
     """Of its replicas; None: there are to be none."""
 
     @property
     def settled(self) -> bool:
-        return (self.staging is None or self.staging.done) and (self.fate is None or self.fate.settled)
+        return (self.staging is None or self.staging.done) and (self.replicas is None or self.replicas.settled)
 
     @property
     def ready(self) -> bool:
@@ -51,7 +51,7 @@ class Begun:
 
     @property
     def held(self) -> bool:
-        return self.ready and not (self.fate is not None and self.fate.failed)
+        return self.ready and not (self.replicas is not None and self.replicas.failed)
 
 
 class Snapshots:
@@ -112,12 +112,12 @@ class Snapshots:
 
         number: see `SlotHeader.number`. `local_replicas`: copied with it.
         """
-        fate = None
+        replicas = None
         if self.replicator is not None:
-            fate = self.replicator.begin(self._round(save, number), staging, local_replicas)
+            replicas = self.replicator.begin(self._round(save, number), staging, local_replicas)
         if persists and staging is not None:
             self._persisting[str(save)] = staging.slot
-        self._unsettled.append(Begun(save.step, staging, persists, fate))
+        self._unsettled.append(Begun(save.step, staging, persists, replicas))
 
     def _round(self, save: SaveId, number: int) -> Round:
         return Round(self._root_id, save, number, self.held_by_all, self._settled_by_all, frozenset(self._voided))
@@ -136,7 +136,7 @@ class Snapshots:
         """Takes note of the snapshots that have come to their end."""
         while self._unsettled and self._unsettled[0].settled:
             begun = self._unsettled.popleft()
-            self._sent = begun.fate or self._sent
+            self._sent = begun.replicas or self._sent
             self.own.note(begun.step, begun.held)
             if begun.staging is not None:
                 if begun.ready:

@@ -16,6 +16,7 @@ from ckptlib.saving.ballots import Poll
 from ckptlib.saving.due import DueSaves
 from ckptlib.saving.failures import MAX_FAILURES
 from ckptlib.saving.session import Session
+from ckptlib.saving.standing import say
 from ckptlib.saving.tuning import Tuning, kinds_of
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class Turns:
             failures=due.failures,
             failed=int(due.failures >= MAX_FAILURES),
         )
-        word, self._poll = self._session.say(self._tuning.say(word))
+        word, self._poll = say(self._session, self._tuning.say(word))
         self._beat.start(word, self._poll.votes)
 
     @property

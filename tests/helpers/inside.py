@@ -8,6 +8,7 @@ from typing import Any
 
 import ckptlib
 from ckptlib.checkpoint import SaveOrder, save_step
+from ckptlib.saving import standing
 from ckptlib.saving.session import Session
 from ckptlib.saving.snapshots import Snapshots
 from ckptlib.staging.arena import Arena
@@ -76,7 +77,7 @@ def is_settled(ckpt: ckptlib.Checkpointer, persisted: bool) -> bool:
 
 def await_room(ckpt: ckptlib.Checkpointer) -> None:
     """Until there is a slot for the next snapshot."""
-    session_of(ckpt).await_room()
+    standing.await_room(session_of(ckpt))
 
 
 def save_now(ckpt: ckptlib.Checkpointer, state: Mapping[str, object], step: int) -> ckptlib.Pending:
@@ -94,7 +95,7 @@ def owe_a_save(ckpt: ckptlib.Checkpointer) -> None:
 
 def forget_last_save(ckpt: ckptlib.Checkpointer) -> None:
     """So that nobody waits for it, and it may have failed."""
-    ckpt._attempts.last = None
+    ckpt._steps.last = None
 
 
 def refuse_slots(ckpt: ckptlib.Checkpointer, take_slot: Callable[[int], Any]) -> None:

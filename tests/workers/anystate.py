@@ -35,6 +35,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import ckptlib
 from ckptlib.checkpoint import SaveOrder, save_step
 from ckptlib.errors import CkptError, SaveFailed, UnsupportedState
+from ckptlib.saving.standing import await_room
 
 # Saving and loading
 
@@ -104,7 +105,7 @@ class Job:
         self.step += 1
         state = build(states[self.rank], self.size, self.rank, blank=False)
         session = session_for(f"file://{self.root}", self.group, state, self.step)
-        session.await_room()
+        await_room(session)
         compare = session.group.any(session.planner.must_compare)
         try:
             pending = save_step(session, SaveOrder(state, self.step, compare=compare))

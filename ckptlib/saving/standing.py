@@ -1,0 +1,91 @@
+"""How this rank stands: what it tells the others of its snapshots and links, and what it does by what they told."""
+
+from __future__ import annotations
+
+import time
+
+from ckptlib.errors import WaitTimeout
+from ckptlib.ranks.beat import Word
+from ckptlib.ranks.held import NONE
+from ckptlib.ranks.together import together
+from ckptlib.saving.ballots import Poll
+from ckptlib.saving.session import Session
+
+
+def say(session: Session, word: Word) -> tuple[Word, Poll]:
+    """Completes this rank's word for the next step with what the session knows; and gives its votes."""
+    snapshots, outcomes = session.snapshots, session.outcomes
+    word = session.tier.say(word, failed=outcomes.run.count > 0)._replace(
+        agree=int(session.planner.must_compare),
+        needs_held=snapshots.needs_held(),
+        failures=max(outcomes.run.count, word.failures),
+        failed=max(int(outcomes.run.too_long), word.failed),
+        superseded=int(outcomes.superseded is not None),
+        link_failed=int(session.link.failed),
+        calm=int(session.link.calm),
+        oldest_held=_newest_held(session),
+        held_since=snapshots.own.since,
+        oldest_settled=snapshots.own.settled,
+        oldest_local=_newest_local(session),
+        oldest_local_settled=session.tier.own.settled,
+    )
+    return word, session.verdicts.poll()  # after `own` was asked: what is held has been voted upon
+
+
+def _newest_held(session: Session) -> int:
+    """NONE before the record of the generation is in the store: no job could restore from the snapshot."""
+    return session.snapshots.own.newest if session.lineage.recorded or session.settings.peers is None else NONE
+
+
+def _newest_local(session: Session) -> int:
+    """As above: local steps of earlier generations are needed until this generation can be restored."""
+    return session.tier.own.newest if session.lineage.recorded else NONE
+
+
+def follow(session: Session, word: Word) -> None:
+    """Acts upon what all ranks said of their snapshots and their links. Collective where links are mended."""
+    session.snapshots.note_all(word.oldest_held, word.held_since, word.oldest_settled)
+    session.tier.note_all(word.oldest_local, word.local_since, word.oldest_local_settled)
+    session.link.mend(bool(word.link_failed), bool(word.calm))
+
+
+def await_room(session: Session, timeout_s: float | None = None) -> None:
+    """Returns when every rank has a slot for another snapshot. Collective.
+
+    Raises WaitTimeout after `timeout_s`. The default is longer than the deadline of a save, whose slot is free then.
+    """
+    with session.stopwatch.stalled():
+        _await_room(session, 1.5 * session.root.save_deadline_s if timeout_s is None else timeout_s)
+
+
+def _await_room(session: Session, timeout_s: float) -> None:
+    group, deadline = session.group, time.monotonic() + timeout_s
+    lacking = True
+    while lacking:
+        lacks = together(group, "waiting for a slot", lambda: _lacks_room(session, deadline, timeout_s))
+        own, local = session.snapshots.own, session.tier.own
+        (any_lacks, since, local_since), (newest, settled, newest_local, local_settled) = group.extremes(
+            [int(lacks), own.since, local.since],
+            [_newest_held(session), own.settled, _newest_local(session), local.settled],
+        )
+        lacking = bool(any_lacks)
+        poll = session.verdicts.poll()
+        if poll.votes:
+            session.verdicts.conclude(poll, group.start_sum(poll.votes)())
+        session.snapshots.note_all(newest, since, settled)
+        session.tier.note_all(newest_local, local_since, local_settled)
+
+
+def _lacks_room(session: Session, deadline: float, timeout_s: float) -> bool:
+    """Whether there is no slot after a while."""
+    patience = time.monotonic() + session.group.patience_s
+    snapshots, outcomes = session.snapshots, session.outcomes
+    outcomes.poll()
+    while snapshots.settling or snapshots.needs_held() > snapshots.own.newest:
+        now = time.monotonic()
+        if now > deadline:
+            raise WaitTimeout(f"no slot was free within {timeout_s:.0f} s: {outcomes.waits_for()}")
+        if now > patience:
+            return True
+        outcomes.poll(0.02)
+    return False

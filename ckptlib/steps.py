@@ -1,0 +1,176 @@
+"""What a Checkpointer does after each step of the training.
+
+What could differ between ranks is said in one step and acted upon, by all of them, in the next; see `ranks/beat.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+from ckptlib.checkpoint import SaveOrder, save_step, without_overlap
+from ckptlib.errors import SaveFailed
+from ckptlib.events import Stopping
+from ckptlib.ranks.beat import Word
+from ckptlib.saving.attempts import Attempts, begun
+from ckptlib.saving.pending import Pending
+from ckptlib.saving.session import Session
+from ckptlib.saving.standing import await_room, follow
+from ckptlib.saving.step_metrics import StepMetrics
+from ckptlib.saving.turns import Turns
+from ckptlib.staging.fence import Fence
+from ckptlib.state.leaf import Leaf
+
+log = logging.getLogger(__name__)
+
+
+class Steps:
+    """One per Checkpointer; main thread."""
+
+    def __init__(
+        self, session: Session, state: Mapping[str, object], turns: Turns, fence: Fence, metrics: StepMetrics
+    ) -> None:
+        self._session = session
+        self._state = state
+        self._turns = turns
+        self._due = turns.due
+        self._fence = fence
+        self._attempts = Attempts(session, turns.due)
+        self.metrics = metrics
+        """Of the step that is under way."""
+        self.restored: int | None = None
+        """The step whose state this is, until the next one is done."""
+        self.stopping = False
+        """Whether all ranks have agreed that this is the last step."""
+        self.preempted = False
+        """Whether that came before the end of the loop."""
+
+    @property
+    def last(self) -> Pending | None:
+        """The newest save that goes to the store or to local disks, as far as this rank could take it."""
+        return self._attempts.last
+
+    @last.setter
+    def last(self, pending: Pending | None) -> None:
+        self._attempts.last = pending
+
+    def done(self, step: int, metrics: Mapping[str, object] | None) -> None:
+        """Saves if all ranks have agreed that a save is due, and says what this rank wants of the next step."""
+        waited_s = self._fence.waited_s
+        with self._session.stopwatch.step(step, waited_s), self._turns.timed(waited_s):
+            self._done(step, metrics)
+
+    def _done(self, step: int, metrics: Mapping[str, object] | None) -> None:
+        session = self._session
+        if not self._turns.started:
+            self._turns.say(step)
+        word = self._turns.agreed(step)
+        self._check_counted(step)
+        session.outcomes.poll()
+        compare = self._attempts.owe_again() or bool(word.agree)
+        self._turns.check(word)
+        last = self._stops(word) or step == self._due.final
+        follow(session, word)
+        began = time.perf_counter()
+        if last:
+            await_room(session, self.stop_timeout_s)
+        taken = None
+        if last or ((word.due or word.snap) and word.needs_held <= session.snapshots.held_by_all):
+            # a last one is compared before it is taken: no other could be, should it turn out to differ
+            compare = compare or last
+            taken = self._take(step, self.metrics.of(metrics), word, to_store=bool(last or word.due), compare=compare)
+        elif word.due or word.snap:
+            session.snapshots.make_room()
+            self._turns.tell_waiting()
+        try:
+            if not self.stopping:
+                self._turns.say(step + 1)
+        finally:
+            self.metrics.clear()
+            if taken is not None:
+                taken.staging.go()
+                session.listener.tell(begun(taken, began))
+        if last:  # no step of an optimizer follows, so nothing would wait at the fence
+            self._fence.wait()
+        self._fence.forget()
+
+    def _check_counted(self, step: int) -> None:
+        """All ranks have agreed on the step, so all raise."""
+        if step == self.restored:
+            raise ValueError(
+                f"after_step({step}): the restored state had {step} steps done already; after the body of `step`, "
+                "call after_step(step + 1)"
+            )
+        self.restored = None
+
+    def _stops(self, word: Word) -> bool:
+        """Whether the training ends here because a rank was told to stop."""
+        self.stopping = bool(word.stop)
+        self.preempted = self.stopping and word.step != self._due.final
+        if self.stopping:
+            self._session.listener.tell(Stopping(word.step))
+            if self._session.group.rank == 0:
+                log.warning("asked to stop: saving step %d, the last one", word.step)
+        return self.stopping
+
+    @property
+    def stop_timeout_s(self) -> float | None:
+        """How long the last save is waited for where the job was told to stop; whoever told it will not wait for ever.
+
+        None: it was not.
+        """
+        return self._session.settings.timeout.total_seconds() if self.stopping else None
+
+    def _take(
+        self, step: int, metrics: Mapping[str, object] | None, word: Word, to_store: bool, compare: bool
+    ) -> Pending | None:
+        """What was begun, and is to `go` on; None where there is nothing to save, or it failed."""
+        due, last = self._due, word.stop or step == self._due.final
+        if self._attempts.has(step):
+            due.skip(to_store)
+            return None
+        self._turns.note_saved(to_store)
+        order = SaveOrder(
+            self._state,
+            step,
+            self._turns.with_interval(metrics),
+            to_store=to_store,
+            compare=compare,
+            overlap=without_overlap if due.inline or word.inline else self._earned,
+            drains=to_store and self._session.tier.decide(step, word, must=bool(last)),
+        )
+        taken = self._attempts.make(step, to_store, lambda: save_step(self._session, order))
+        if taken is not None:
+            self._fence.guard(taken.staging)
+            if to_store:
+                self._warn_of_metrics(step, metrics)
+        return taken
+
+    def _earned(self, leaf: Leaf) -> bool:
+        """Whether the leaf's only writer is an optimizer that was seen to wait at the fence."""
+        return leaf.owner is not None and self._fence.fired(leaf.owner)
+
+    def _warn_of_metrics(self, step: int, metrics: Mapping[str, object] | None) -> None:
+        problem = self.metrics.lacking(step, metrics)
+        if problem is not None and self._session.group.rank == 0:
+            log.warning("%s", problem)
+
+    def save(self, step: int, metrics: Mapping[str, object] | None) -> Pending:
+        """Saves now, whatever is due, unless this step is saved already. Collective; blocks until a slot is free."""
+        session, known = self._session, self._attempts.has(step)
+        some, not_all = session.group.max([int(known), int(not known)])
+        if some and not_all:  # a rank without it would go into another save alone
+            raise SaveFailed(f"some rank could not save step {step}, which will never be committed; save a later one")
+        if self.last is not None and known:
+            return self.last
+        began = time.perf_counter()
+        await_room(session)
+        trained = self._turns.started  # by after_step: an iteration has been
+        session.tier.begin_drained()
+        told = self.metrics.of(metrics)
+        taken = self.last = save_step(session, SaveOrder(self._state, step, told, spare=trained))
+        self._warn_of_metrics(step, told)
+        taken.staging.go()
+        session.listener.tell(begun(taken, began))
+        return taken
