@@ -1,6 +1,6 @@
 """The main path: save a step, load a step, each from top to bottom.
 
-The words are those of docs/how-it-works.md. What a session keeps from save to save is in `saving/session.py`.
+The words are those of docs/how-it-works.md. The state that lives from save to save is in `saving/session.py`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from ckptlib.state.rng import LoadedRng
 log = logging.getLogger(__name__)
 
 QUICK_BYTES = 256 * 1024 * 1024
-"""Garbage is not collected while a load reads no more than this. It takes a second or less, of which a collection would
-be a large part; and what requests leave behind is in proportion to it."""
+"""Garbage is not collected while a load reads no more than this. Such a load takes a second or less, of which a
+collection would be a large part; and its garbage is small."""
 
 
 # Saving
@@ -56,7 +56,7 @@ def without_overlap(leaf: Leaf) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """What is to be saved, and how. The same on all ranks but for the state."""
+    """One save: its state and its options. Options are the same on all ranks."""
 
     state: Mapping[str, object] | Flat
     step: int
@@ -76,9 +76,9 @@ class SaveOrder:
 def save_step(session: Session, order: SaveOrder) -> Pending:
     """Takes a snapshot, and has it persisted. Collective where `order.compare`.
 
-    What overlaps is copied when the caller says so: `pending.staging.go()`. Where there is no core to spare, the copy
-    takes the caller's, which may have something to do before it goes on with the training. The caller knows, of all
-    ranks, that there is a slot: from what they say in the beat, or from `await_room`.
+    Copies that overlap with training begin when the caller says so: `pending.staging.go()`. Without a spare core they
+    compete with the caller, which may have work to do before training goes on. The caller knows, of all ranks, that
+    there is a slot: from what they say in the beat, or from `await_room`.
 
     Where ranks do not compare before, what this rank alone finds wrong is published as its failure, and raised as
     SaveFailed; the next save compares.
@@ -155,7 +155,7 @@ def _agree(session: Session, order: SaveOrder, compare: bool) -> tuple[Flat, dic
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """What is to be filled, and how; see `ckptlib.load`."""
+    """One load: the state to fill and its options; see `ckptlib.load`."""
 
     state: Mapping[str, object]
     strict: bool = True
@@ -277,8 +277,8 @@ def _but_generators(rename: Rename) -> Rename:
 
 
 def _lacked_anywhere(group: Group, wanted: Targets) -> tuple[list[str], list[str]]:
-    """Names that no rank took: what one rank of a pipeline does not know, another does. And names that some rank's
-    state has, and the checkpoint may lack. Collective."""
+    """Saved names that no rank loads (ranks of a pipeline load different ones); and names of some rank's state that the
+    checkpoint lacks and may lack. Collective."""
     mine = {name for name in wanted.unexpected if not name.startswith(RNG)}
     excused = wanted.excused(wanted.missing)
     if not group.any(bool(mine or excused)):
@@ -289,7 +289,7 @@ def _lacked_anywhere(group: Group, wanted: Targets) -> tuple[list[str], list[str
 
 
 def _tell_excused(step: int, untouched: Sequence[str], unread: Sequence[str]) -> None:
-    """What a strict load did not refuse, and did not load either."""
+    """Logs the names that a strict load neither refused nor loaded."""
     for names, what in (untouched, "not in the checkpoint, and left as it was"), (unread, "not in the state"):
         if names:
             more = f" and {len(names) - 40} more" if len(names) > 40 else ""

@@ -174,7 +174,8 @@ class Checkpointer:
         self._keeper.begin()
 
     def _install(self) -> None:
-        """Looks at the state once, so that what cannot be saved is refused now, and makes room for it."""
+        """Looks at the state once: refuses an object that cannot be saved before training begins, and makes room for
+        snapshots."""
         with gc_pause.kept():
             flat = together(self._group, "looking at the state", lambda: flatten(self._state))
         self._fence.install(flat.optimizers.values())
@@ -349,7 +350,7 @@ class Checkpointer:
 
     @property
     def coverage(self) -> Coverage | None:
-        """What the memory of the job's hosts protects right now; None without peers."""
+        """How well the snapshots in the memory of the job's hosts protect it right now; None without peers."""
         return self._session.snapshots.coverage
 
     @property

@@ -1,4 +1,4 @@
-"""What a holder has of one rank, and how it makes the rank's next snapshot of that and of increments."""
+"""The receiving end of increments: a holder makes a rank's next snapshot from the one it has and from increments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptlib.slots.snapshot import Snapshot
 
 
 class StepReceiver:
-    """What this rank holds of another one, and how it decodes what comes next. For one thread."""
+    """The replicas that this rank holds of another rank, and the decoding of the next one. For one thread."""
 
     def __init__(self) -> None:
         self._coder = OptimizerStep()
@@ -39,7 +39,7 @@ class StepReceiver:
         self._last = slot, header
 
     def base(self, but: Slot | None = None) -> Slot | None:
-        """The slot of what was sealed last, if that is in it still; not `but`, which is to be overwritten."""
+        """The slot of the last sealed replica, if it still holds that; never `but`, which is to be overwritten."""
         if self._last is None or self.distrusted or self._last[0] is but:
             return None
         slot, header = self._last
@@ -49,14 +49,14 @@ class StepReceiver:
             return None
 
     def offer(self, header: SlotHeader, but: Slot) -> Base | None:
-        """What the sender is told that this rank has, when it offers a snapshot that goes to `but`."""
+        """The base that this rank names to a sender who offers a snapshot that goes to `but`."""
         if self.base(but) is None or self._last is None:
             return None
         last = self._last[1]
         return Base.of(last) if last.documents["table"] == header.documents["table"] else None
 
     def accept(self, data: bytes, snapshot: Snapshot, lacking: Ranges) -> list[tuple[Span, ...]]:
-        """The states that are to come as increments. Raises FormatError for what cannot be such."""
+        """The states that come as increments. Raises FormatError for a request that names none."""
         where = f"plan of increments of rank {snapshot.header.rank}"
         try:
             rows = [[int(shard) for shard in row] for row in json.loads(data)]

@@ -1,4 +1,5 @@
-"""What a rank sends to one holder of its snapshots as increments: which parameters, by which rules, and why not others.
+"""The sending end of increments, from a rank to one holder of its snapshots: which parameters, by which rules, and why
+not others.
 
 All that this takes is in the slots of both snapshots: names, groups and classes of optimizers, their hyper-parameters
 as they were after the step, and the tensors. Nothing is asked of the training, so nothing waits for it.
@@ -33,8 +34,8 @@ REFUSED = "the holder refused"
 
 
 NUM_SAMPLED = 8
-"""Parameters of one group and step that are sampled one by one, lest the holder waits for thousands; those behind them
-are taken to be updated alike, and what of them is not goes as it is."""
+"""How many parameters of one group and step are sampled, lest the holder wait for thousands. The rest is assumed to be
+updated alike; a parameter for which that is wrong is sent whole."""
 
 
 class Update(NamedTuple):
@@ -54,7 +55,7 @@ class _Sent(NamedTuple):
 
 
 class StepSender:
-    """What this rank sends to one holder, and what that has of it. For one thread."""
+    """The increments from this rank to one holder. For one thread."""
 
     def __init__(self) -> None:
         self._reader = SnapshotReader()
@@ -63,7 +64,7 @@ class StepSender:
         """By digest of the table."""
         self._next: _Sent | None = None
         self._last: _Sent | None = None
-        """What the holder sealed last."""
+        """The snapshot that the holder sealed last."""
         self.coded = 0
         """Bytes of the newest snapshot that went as increments, before they were coded."""
         self.left: Mapping[str, int] = {}
@@ -94,7 +95,7 @@ class StepSender:
         self._last, self._next = self._next, None
 
     def plan(self, lacking: Ranges, base: Base | None) -> list[Update]:
-        """What goes as increments: of which parameters, and by which rules."""
+        """The parameters that are sent as increments, and the rule of each."""
         new, last = self._next, self._last
         assert new is not None
         assert self._known is not None
@@ -110,7 +111,7 @@ class StepSender:
         return found
 
     def refused(self, updates: Sequence[Update]) -> None:
-        """What was planned goes as it is."""
+        """Sends the planned parameters whole."""
         self.left = {**self.left, REFUSED: sum(span.nbytes for update in updates for span in update.parameter.spans)}
         self.coded = 0
 
@@ -131,7 +132,7 @@ class StepSender:
                 yield HEAD.pack(how, len(frame)), frame
 
     def intact(self) -> bool:
-        """Whether the base is still what it was when this was begun."""
+        """Whether the base is unchanged since this was begun."""
         try:
             return self._last is not None and self._last.slot.read_header() == self._last.header
         except CkptError:  # it is being overwritten, or was closed, since it was too small

@@ -98,7 +98,7 @@ def stretches(states: Sequence[tuple[Span, ...]]) -> Iterator[Stretch]:
 
 
 def beside(lacking: Ranges, states: Collection[tuple[Span, ...]]) -> Ranges:
-    """What is lacking once the state of these has come, in a few ranges."""
+    """The ranges that are still lacking once the state of these has come; a few."""
     # behind a large shard nothing lies until the next page begins
     ends = {
         span.offset: round_up(span.end) if span.nbytes >= ALIGN_FROM_BYTES else span.end for s in states for span in s
@@ -129,7 +129,7 @@ def send_increments(link: Link, to: int, tag: int, frames: Iterator[tuple[bytes,
 def receive_increments(
     link: Link, frm: int, tag: int, expected: Sequence[Stretch], decode: Callable[[int, memoryview, Stretch], None]
 ) -> FormatError | None:
-    """Decodes one while the next is on its way; what is wrong with the first that cannot be. All have come then.
+    """Decodes each while the next is on its way. Returns the first problem, once all have come.
 
     Raises AgreementFailed.
     """

@@ -1,7 +1,7 @@
-"""Which shards of a snapshot are the state of one parameter: its weights, and what its optimizer keeps beside them.
+"""Which shards of a snapshot are the state of one parameter: its weights, and its optimizer's moments.
 
-Told by the names in the layout, and by what its optimizer was given. Knows a rank's own share only: of a parameter
-whose state has several writers, no rank has all. Reads no tensor.
+Names in the layout and the optimizer's options tell. Knows a rank's own share only: of a parameter whose state has
+several writers, no rank has all. Reads no tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ MIN_ELEMENTS = 1 << 14
 
 ADAM, LION, SGD = ("exp_avg", "exp_avg_sq"), ("exp_avg",), ("momentum_buffer",)
 FAMILIES = (ADAM, LION, SGD)
-"""What optimizers keep for a parameter, the average of gradients first. What has `exp_avg_sq` is no Lion."""
+"""The moments that optimizers keep for a parameter, the average of gradients first. An optimizer with `exp_avg_sq` is
+no Lion."""
 
 OTHER = "no optimizer's that is known"
 SEVERAL = "its parameter's state has several writers"
@@ -74,7 +75,7 @@ class Parameters:
 
     found: tuple[Parameter, ...]
     classes: Mapping[str, str]
-    """By path of an optimizer: what it is called."""
+    """By path of an optimizer: its class name."""
     scalars: Mapping[str, Span]
     """By name: tensors of one element, such as steps and learning rates."""
     left: Mapping[str, int]

@@ -45,7 +45,7 @@ def joined(ranges: Ranges) -> Ranges:
 
 
 def without(ranges: Ranges, holes: Iterable[ByteRange]) -> Ranges:
-    """What is left of them. The holes are apart, too, in any order."""
+    """The ranges without the holes. Holes do not overlap; their order does not matter."""
     left, cut = list[ByteRange](), sorted(holes, reverse=True)
     for start, end in ranges:
         at = start

@@ -1,7 +1,7 @@
 """The replicator: sends this rank's snapshots to their holders, and keeps those of the ranks it holds.
 
-All ranks begin the same snapshots at the same step, so a holder knows what comes and waits for it with a time-out; no
-rank listens for what may never come. What a holder has in its own share of the state, as with data parallelism, it
+All ranks begin the same snapshots at the same step, so a holder knows which replica comes next and waits for it with a
+time-out; no rank listens without end. What a holder has in its own share of the state, as with data parallelism, it
 copies itself, and only the rest is sent. One thread for each direction of each pair of ranks; gloo moves the bytes
 without the GIL. What goes wrong is noted and told by the beat: training never waits for a replica.
 """
@@ -50,7 +50,7 @@ LAST_BACKOFF_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One snapshot of the job: what all ranks know of it when they begin it."""
+    """One snapshot of the job, as all ranks know it when they begin it."""
 
     root_id: str
     save: SaveId
@@ -73,7 +73,7 @@ FindAlike = Callable[[int, Table], tuple[Sequence[CopySource], tuple[int, ...]] 
 
 
 class ReplicaOutcome:
-    """What becomes of one snapshot at its holders."""
+    """The outcome of one snapshot at its holders."""
 
     def __init__(self, num_holders: int) -> None:
         self._left = num_holders
@@ -103,7 +103,7 @@ class ReplicaOutcome:
 
 
 class Replicator:
-    """One per rank. Main thread, but for what its own threads do."""
+    """One per rank. Main thread; its own threads send and receive."""
 
     def __init__(
         self,
@@ -126,9 +126,9 @@ class Replicator:
         self._sent = {to: StepSender() for to in self._senders if coded}
         self._held = {origin: StepReceiver() for origin in self._receivers if coded}
         self._unlike: set[int] = set()
-        """Ranks of which this one has turned out not to hold what it should."""
+        """Ranks whose replica this rank should hold and does not."""
         self._failing: set[str] = set()
-        """What was warned of and has not succeeded since."""
+        """Problems that were logged and have not passed since."""
         self._backoff_s = FIRST_BACKOFF_S
         self._retry_at = 0.0
         self._link: Link | None = None
@@ -138,7 +138,7 @@ class Replicator:
     # Snapshots
 
     def local_replicas(self, now: Round, find: FindAlike) -> list[CopyJob]:
-        """What of the snapshots that will come here this rank can copy itself, into their slots."""
+        """Shards of incoming replicas that this rank has itself, and copies into their slots."""
         found = []
         for origin, receiver in self._receivers.items():
             # while a receiver is busy, its arena and its reader are its own
@@ -300,10 +300,10 @@ class Replicator:
         return [*self._senders.values(), *self._receivers.values()]
 
     def close(self, clean: bool) -> None:
-        """Lets go; `clean`: what is under way is waited for, and the replicas go.
+        """Closes. `clean`: waits for transfers in flight, and removes the replicas.
 
-        Else nothing is waited for: replicas are let go of when what is under way has come to its end, so that a job
-        that follows in this very process finds them.
+        Else waits for nothing: replicas are let go when the transfers in flight have ended, so that the next job in
+        this process finds them.
         """
         if not clean:
             for origin, receiver in self._receivers.items():
@@ -319,7 +319,7 @@ class Replicator:
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
-    """A slot for a replica, with what this rank has of it copied into it when its own snapshot is done."""
+    """A slot for a replica, into which this rank copies the shards that it has itself when its own snapshot is done."""
 
     copy: CopyJob
     staging: Staging
@@ -340,7 +340,7 @@ class _Filled:
         return offered.documents.get("table", (0, 0, ""))[2] == self.table
 
     def lacks(self, offered: SlotHeader) -> Ranges:
-        """What of the snapshot that is offered is neither here nor between chunks."""
+        """Ranges of the offered snapshot that this rank has not copied itself; padding between chunks is left out."""
         there = [(o, round_up(o + s.tensor.nbytes)) for s, o in zip(self.copy.sources, self.copy.offsets, strict=True)]
         edges = [0, *(edge for span in sorted(there) for edge in span), offered.body_nbytes]
         return [ByteRange(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]

@@ -51,7 +51,7 @@ MAX_DOCUMENTS_BYTES = 2**30
 _GOOD, _DAMAGED, _REFUSED, _FAILED = range(4)
 _ERRORS: dict[int, type[CkptError]] = {_DAMAGED: CorruptData, _REFUSED: PeerRefused, _FAILED: ReplicationFailed}
 _VERDICT = struct.Struct(f"<II{PAGE_BYTES - 8}s")
-"""One of the above, and why, or what is lacking: so many bytes of UTF-8. Never begins as a header does."""
+"""One of the above, and why, or the ranges that are lacking: so many bytes of UTF-8. Never begins as a header does."""
 
 
 def send_slot(link: Link, to: int, slot: Slot, header: SlotHeader, steps: StepSender | None = None) -> int:
@@ -95,7 +95,7 @@ def send_slot(link: Link, to: int, slot: Slot, header: SlotHeader, steps: StepSe
 def _send_steps(
     link: Link, to: int, tags: _Tags, steps: StepSender, lacking: Ranges, base: Base | None
 ) -> tuple[int, Ranges]:
-    """Bytes sent, and what is lacking still. Without a base, the peer expects nothing."""
+    """Bytes sent, and the ranges still lacking. Without a base, the peer expects no increments."""
     updates = steps.plan(lacking, base)
     if base is None:
         return 0, lacking
@@ -180,7 +180,7 @@ def _offered(page: bytes, where: str, origin: int) -> SlotHeader:
 
 
 def _asked(text: str, body_nbytes: int, who: str) -> tuple[Ranges, Base | None]:
-    """What a peer says that it lacks, and what it has. Raises FormatError."""
+    """The ranges that a peer lacks, and the base that it has. Raises FormatError."""
     try:
         lacking, base = json.loads(text)
         ranges = [ByteRange(int(start), int(end)) for start, end in lacking]
@@ -211,7 +211,7 @@ def _receive_content(
     lacking: Ranges,
     steps: StepReceiver | None,
 ) -> CkptError | None:
-    """What is wrong with it, if anything. All that was sent has been received then, good or not.
+    """The problem with the body, if any. All that was sent has been received then, good or not.
 
     `steps`: None where no increments come.
     """
@@ -244,7 +244,7 @@ def _receive_content(
 def _receive_steps(
     link: Link, frm: int, tags: _Tags, steps: StepReceiver, slot: Slot, snapshot: Snapshot | None, lacking: Ranges
 ) -> tuple[CkptError | None, Ranges]:
-    """What is wrong with an increment, if anything, and what is lacking still."""
+    """The problem with an increment, if any, and the ranges still lacking."""
     text = _hear(link, frm, tags.data)
     if not (text.isascii() and text.isdigit() and 2 <= int(text) <= MAX_PLAN_BYTES):
         raise link.give_up(frm, f"it announces a plan of {text[:20]} bytes, expected up to {MAX_PLAN_BYTES:,}")
@@ -298,7 +298,7 @@ def _hear(link: Link, frm: int, tag: int) -> str:
 
 
 def _heed(page: bytes, peer: int) -> str:
-    """What a verdict says beside that all is good. Raises what it says otherwise."""
+    """The details of a good verdict. Raises the error that a bad one carries."""
     verdict, nbytes, data = _VERDICT.unpack(page)
     text = str(data[:nbytes].decode(errors="replace"))
     if verdict != _GOOD:

@@ -1,7 +1,7 @@
 """How a parameter may have been updated, by what its optimizer's group says of itself: to be tried on a sample.
 
-What a snapshot knows is the state after a step. A scheduler that stepped before `after_step` has left the learning rate
-of the next step there; that of this one is in the snapshot before. Pure; no torch.
+A snapshot knows the state after a step. A scheduler that stepped before `after_step` has left the learning rate of the
+next step there; that of this one is in the snapshot before. Pure; no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Options = Mapping[str, object]
 
 
 class Guess(NamedTuple):
-    """A rule, and what it multiplies by."""
+    """A rule, and its learning rate."""
 
     rule: UpdateRule
     by: Scalars
@@ -26,7 +26,7 @@ class Guess(NamedTuple):
 def guesses(
     family: tuple[str, ...], kind: str, options: Options, before: Options, step: float | None, steps: float
 ) -> list[Guess]:
-    """The likeliest first; none where the group does not say what a rule needs.
+    """The likeliest first; none where the group lacks an option that rules need.
 
     kind:   the class of the optimizer. `before`: the options in the snapshot before.
     step:   of the parameter, if known. `steps`: how many the training has done, which is most often the same.
@@ -78,7 +78,7 @@ _ADAM, _MOMENTUM, _NESTEROV, _LION = Adam(), Momentum(), Nesterov(), Lion()
 
 
 def _number(value: object) -> float | None:
-    """None for what is none, or too large to count with."""
+    """None for a value that is no number, or too large to count with."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e15:
         return None
     return float(value)

@@ -1,7 +1,7 @@
 """The beat: a few integers agreed upon by all ranks, once per step, without waiting.
 
 Each rank gives its word in `after_step` i; the agreed words are acted upon by all ranks at `after_step` i + 1, never
-earlier. So nobody saves, skips, stops or raises on what it alone knows.
+earlier. So no rank saves, skips, stops or raises on its own knowledge.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ckptlib.ranks.held import NONE
 
 
 class Word(NamedTuple):
-    """What one rank says; and, when it is agreed upon, what all of them say together.
+    """One rank's word; and, once agreed upon, the word of all ranks together.
 
-    The largest of what the ranks say counts, but from `calm` on the smallest.
+    Of each field the largest counts, but from `calm` on the smallest.
     """
 
     step: int
@@ -45,7 +45,7 @@ class Word(NamedTuple):
     held_since: int = 0
     """From which step on all snapshots of this rank have been held."""
     drain: int = 0
-    """1: what is saved next should be drained from local disks to the store."""
+    """1: the next save should be drained from local disks to the store."""
     drains_full: int = 0
     """1: this rank has as much to drain already as it may."""
     local_since: int = 0
@@ -98,7 +98,7 @@ class Beat:
         return self._group.start_extremes(word[:NUM_HIGHS], [first, *word[NUM_HIGHS:]])
 
     def forget(self) -> None:
-        """No rank will ask what was said last; the group need not wait until it is let go of."""
+        """Drops the last word, which no rank will ask for."""
         self._pending = self._pending_votes = None
 
     @property
@@ -106,7 +106,7 @@ class Beat:
         return self._pending is not None
 
     def agreed(self, step: int) -> Word:
-        """What all ranks said for `step`.
+        """The agreed word for `step`.
 
         Raises AgreementFailed when they were not at the same step, or one did not come.
         """

@@ -1,6 +1,6 @@
 """gloo connections of our own among the ranks of a process group, and the store by which those ranks found each other.
 
-Knows how connections are made and closed; what goes over them is the business of `group` and `link`.
+Knows how connections are made and closed; `group` and `link` use them.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def connect(over: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
 
 
 def disconnect(gloo: dist.ProcessGroup) -> None:
-    """Closes what `connect` made. torch 2.6 does so only when nobody refers to it any more."""
+    """Closes a group that `connect` made. torch 2.6 closes it only when nothing refers to it any more."""
     if hasattr(gloo, "shutdown"):
         gloo.shutdown()
 
 
 def failure(what: str, size: int, timeout: timedelta, error: RuntimeError) -> AgreementFailed:
-    """What a collective raises when gloo gave it up."""
+    """The error of a collective that gloo gave up."""
     return AgreementFailed(
         f"{what} among {size} ranks failed on rank {dist.get_rank()}: another rank is gone, or did not "
         f"answer within {timeout.total_seconds():.0f} s: {error}"
@@ -55,7 +55,7 @@ def failure(what: str, size: int, timeout: timedelta, error: RuntimeError) -> Ag
 
 
 _stores: dict[str, tuple[Store, Store]] = {}
-"""By name of a process group: the store by which torch.distributed was initialised, and what of it is the group's."""
+"""By name of a process group: the store of torch.distributed, and the part of it that is the group's."""
 
 
 def store_of(over: dist.ProcessGroup, timeout: timedelta) -> Store:

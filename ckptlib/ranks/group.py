@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class Extremes(NamedTuple):
-    """What the ranks gave, from all of them the largest or the smallest of each."""
+    """Element by element, the largest or the smallest value of all ranks."""
 
     highs: list[int]
     lows: list[int]
@@ -43,11 +43,11 @@ class Group(ABC):
 
     @abstractmethod
     def gather(self, data: bytes) -> list[bytes]:
-        """What every rank gave, by rank."""
+        """Each rank's bytes, by rank."""
 
     @abstractmethod
     def broadcast(self, data: bytes | None) -> bytes:
-        """What rank 0 gave; the others give None."""
+        """Rank 0's bytes; the others pass None."""
 
     @abstractmethod
     def broadcast_from(self, rank: int, buffer: torch.Tensor) -> None:
@@ -102,11 +102,11 @@ class Group(ABC):
 
     @abstractmethod
     def global_rank(self, rank: int) -> int:
-        """The rank in the job's world, which is what meshes are made of."""
+        """The rank in the job's world, by which meshes count."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back what the group holds."""
+        """Closes the group's connections."""
 
 
 class SoloGroup(Group):

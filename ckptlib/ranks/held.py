@@ -1,7 +1,7 @@
 """Which snapshots one rank holds, so that all can tell the newest that every one of them does.
 
-A snapshot is held when it is whole in this rank's slot and, with peers, in all of its replicas. What is held by all
-ranks can bring the job back, so it stays until all of them hold a newer one.
+A snapshot is held when it is whole in this rank's slot and, with peers, in all of its replicas. A snapshot that all
+ranks hold can bring the job back, so it stays until all of them hold a newer one.
 """
 
 from __future__ import annotations

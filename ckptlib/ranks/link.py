@@ -1,7 +1,7 @@
 """The link between ranks: bytes from the memory of one into that of another, over gloo connections of their own.
 
-Point-to-point only, so that it may be used on other threads than the main one, several at once. Knows nothing of
-what the bytes mean.
+Point-to-point only, so that it may be used on other threads than the main one, several at once. Knows nothing of the
+bytes' meaning.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ IN_FLIGHT = 2
 _DATA, _END, _ANSWER = range(3)
 """What goes with a message: a byte behind it, and one back when it is there.
 
-These are what is waited for. Of a connection that closes, gloo (torch 2.13) tells nobody who waits for a message of
-which a part has gone through: in 10 of 12 kills in the middle of a body the other rank waited until its time-out.
+These are what is waited for. When a connection closes, gloo (torch 2.13) does not tell a rank that waits for a message
+of which a part has gone through: in 10 of 12 kills in the middle of a body the other rank waited until its time-out.
 """
 
 
@@ -79,7 +79,7 @@ class Link:
         return self._stream(self._begin_recv, frm, buffer, tag, "receiving from")
 
     def begin_send(self, to: int, buffer: memoryview, tag: int) -> Callable[[], None]:
-        """Like `send`, of at most CHUNK_BYTES, or what is worth a message: gives what waits until the peer has them.
+        """Like `send`, of at most CHUNK_BYTES at once; returns a function that waits until the peer has them.
 
         Several may be under way; they are waited for in the order in which they were begun. Both raise AgreementFailed.
         """
@@ -99,10 +99,10 @@ class Link:
             wait()
 
     def ask(self, peer: int, request: memoryview, answer: Sequence[memoryview], tag: int) -> None:
-        """Sends a request to who waits for it in `recv_request`, and fills the buffers with what it gives to `answer`.
+        """Sends a request to the peer that waits in `recv_request`, and fills the buffers with its answer.
 
-        The last buffer is small: it is what is waited for, see _DATA. The rest has CHUNK_BYTES at most. One at a time
-        with each tag. Raises AgreementFailed, with anything in the buffers.
+        The last buffer is small: this end waits for that one, see _DATA. The rest has CHUNK_BYTES at most. One at a
+        time with each tag. Raises AgreementFailed, with anything in the buffers.
         """
         with self._reaching(peer, "asking"):
             coming = [self._gloo.recv([_tensor(buffer)], peer, 3 * tag + _DATA) for buffer in answer]
@@ -114,12 +114,12 @@ class Link:
             self._wait(self._gloo.recv([_tensor(request)], frm, 3 * tag + _ANSWER))
 
     def answer(self, to: int, answer: Sequence[memoryview], tag: int) -> None:
-        """Sends what was asked for. Raises AgreementFailed."""
+        """Sends the answer to a request. Raises AgreementFailed."""
         with self._reaching(to, "answering"):
             self._wait(*[self._gloo.send([_tensor(buffer)], to, 3 * tag + _DATA) for buffer in answer])
 
     def give_up(self, peer: int, why: str) -> AgreementFailed:
-        """To be raised where nobody can tell any more what a peer sends next: all are to connect anew."""
+        """To be raised where the next message of a peer can no longer be told: all connect anew."""
         self.broken = True
         return AgreementFailed(
             f"the link to rank {self._ranks[peer]} is given up on rank {self._ranks[self.rank]}: {why}"
@@ -171,7 +171,7 @@ class Link:
 
 
 Begin = Callable[[int, torch.Tensor, int], Callable[[], None]]
-"""(peer, data, tag) to what waits until it is there."""
+"""(peer, data, tag) to a function that waits for it."""
 
 
 def _end(wait: Callable[[], None], end: int) -> int:

@@ -1,6 +1,6 @@
 """How the ranks of a process group find each other: the group made over it, and meetings.
 
-A meeting comes before what one rank may call alone by mistake. It goes by keys in the store that the ranks share, not
+A meeting guards calls that one rank may make alone by mistake. It goes by keys in the store that the ranks share, not
 by a collective, so a rank that waits in vain leaves nothing half done.
 """
 
@@ -122,7 +122,7 @@ _MET = "met"
 
 
 def _came(store: Store, number: int, group: dist.ProcessGroup) -> dict[int, str]:
-    """By rank of the world: what it came to this meeting for."""
+    """By rank of the world: the purpose that it came to this meeting for."""
     found = {}
     for rank, rank_of_world in enumerate(dist.get_process_group_ranks(group)):
         if store.check([f"rank{rank}"]):
@@ -133,6 +133,6 @@ def _came(store: Store, number: int, group: dist.ProcessGroup) -> dict[int, str]
 
 
 def _differing(came: dict[int, str]) -> str:
-    """Who came for what; nothing when all came for the same."""
+    """Which ranks came for which purpose; nothing when all came for the same."""
     first = {what: rank for rank, what in sorted(came.items(), reverse=True)}
     return "; ".join(f"rank {rank} called {what}" for what, rank in first.items()) if len(first) > 1 else ""

@@ -1,8 +1,8 @@
-"""What rank 0 tells all others without a collective: it leaves a notice that each finds when it looks.
+"""Notices from rank 0 to all others without a collective: each rank finds them when it looks.
 
 By a key in the store that the ranks share, so that nobody waits for anybody. Looking is a hint at best: the store may
-be gone with the host of another rank, and its client waits for an answer for ever. So a thread asks, and whoever looks
-gets what it found last.
+be gone with the host of another rank, and its client waits for an answer for ever. So a thread asks, and a look returns
+its last answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptlib.jobs import JobThread
 log = logging.getLogger(__name__)
 
 KEPT = 8
-"""Notices; who looks for an older one has waited for long, and asks elsewhere."""
+"""How many notices stay. A rank that looks for an older one has waited for long, and asks the store."""
 
 LOOKS_PER_S = 2000
 """Of all ranks together, that one store answers with ease."""

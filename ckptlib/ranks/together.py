@@ -17,10 +17,10 @@ Result = TypeVar("Result")
 
 
 def together(group: Group, what: str, call: Callable[[], Result]) -> Result:
-    """What `call` returns, if it succeeds on every rank; collective.
+    """The result of `call`, if it succeeds on every rank; collective.
 
-    All ranks raise an error of the same class, since callers act on it: that of the first rank that failed, or what it
-    derives from, where that is ckptlib's. A rank that failed so itself raises its own. No rank goes on alone, and none
+    Else all ranks raise an error of the same class, since callers act on it: that of the first rank that failed, or its
+    base class, where that is ckptlib's. A rank that failed so itself raises its own. No rank goes on alone, and none
     waits for one that gave up.
     """
     own: Exception | None = None
@@ -48,10 +48,10 @@ def _known(error: Exception) -> str:
 
 
 def together_at_length(group: Group, what: str, call: Callable[[], Result]) -> Result:
-    """As `together`, for what may take one rank longer than the others wait for it in a collective.
+    """As `together`, for calls that may take one rank longer than a collective waits.
 
-    It runs in a thread; the ranks meet now and then, so that one that takes long is waited for, and one that is gone is
-    not. Returns, and raises, when nothing runs here any more.
+    The call runs in a thread; the ranks meet now and then, so that a slow rank is waited for, and a dead one is not.
+    Returns, or raises, when the call has ended here.
     """
     if group.size == 1:
         return together(group, what, call)

@@ -1,7 +1,7 @@
-"""What snapshots are in the memory of a job's hosts, and who reads what out to whom to restore one of them.
+"""The snapshots in the memory of a job's hosts, and which rank reads which shards out to which others to restore one.
 
-Every rank looks at its own host once; what they found is exchanged, and all conclude the same from it. Who a slot
-belonged to does not matter: it is found by its content.
+Every rank looks at its own host once; all exchange their findings, and conclude the same. A slot is found by its
+content, whichever rank it belonged to.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def look(slots: Iterable[Slot], root_id: str) -> list[Found]:
 
 
 def describe(found: Iterable[Found], memories: Iterable[str]) -> bytes:
-    """What a rank tells the others: what it found, and the memories that it can open slots in, its own first."""
+    """One rank's findings, and the memories in which it can open slots, its own first."""
     return json.dumps({"found": [f.to_json() for f in found], "memories": list(memories)}).encode()
 
 
@@ -122,10 +122,10 @@ class Transfer:
 
 
 class Inventory:
-    """What all ranks found; the same on each of them."""
+    """The findings of all ranks; the same on each of them."""
 
     def __init__(self, told: Sequence[bytes]) -> None:
-        """`told`: by rank, what it described."""
+        """`told`: each rank's description, by rank."""
         self.memories: list[list[str]] = []
         """By rank."""
         found: set[Found] = set()
@@ -140,7 +140,7 @@ class Inventory:
                 self._readers.setdefault(memory, []).append(rank)
 
     def drop(self, damaged: Collection[SlotPlace]) -> None:
-        """These are not what they say; on all ranks alike."""
+        """Drops copies that proved damaged; on all ranks alike."""
         self._found = [f for f in self._found if f.place not in damaged]
 
     def of(self, snapshot: SnapshotId) -> dict[int, list[Found]]:
@@ -154,7 +154,7 @@ class Inventory:
     def whole(self) -> list[SnapshotId]:
         """Snapshots of which every rank's share is there, newest first.
 
-        One that the job had no time to vote upon is voted upon here: what its ranks held alike is alike in it.
+        A snapshot that the job had no time to vote upon is voted upon here.
         """
         ids = {found.snapshot for found in self._found}
         return sorted((s for s in ids if self._is_whole(s, self.of(s))), reverse=True)
@@ -169,7 +169,7 @@ class Inventory:
         return tuple(sorted(set.intersection(*sets))) if sets else ()
 
     def moves(self, snapshot: SnapshotId, needs: Sequence[Collection[int]]) -> list[Transfer]:
-        """What must be read out to ranks that cannot open a copy of what they need. Pure.
+        """The shards that must be read out to ranks that cannot open a copy themselves. Pure.
 
         `needs`: by rank, the saved ranks whose shares it needs. Raises CorruptData when a share is nowhere.
         """

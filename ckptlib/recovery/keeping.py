@@ -1,4 +1,4 @@
-"""What was restored, in as many copies as it is to have: memory and local disks may have been all that had it."""
+"""Gives a restored step as many copies as it should have: it may have come from memory or a local disk alone."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ log = logging.getLogger(__name__)
 
 
 def keep_restored(session: Session, state: Mapping[str, object], report: LoadReport) -> Pending | None:
-    """With peers, keeps it in memory again; where the store lacks it, saves it again. Collective.
+    """With peers, keeps the restored state in memory again; saves it again where the store lacks it. Collective.
 
-    Only for what was restored whole: else a part of the step would stand for all of it.
+    Only for a state that was restored whole: else a part of the step would stand for all of it.
 
-    Returns the save, if there is one. No room for it, on all ranks alike, is no reason not to go on from what was
-    restored.
+    Returns the save, if there is one. Where the ranks have no room for it, the job goes on without.
     """
     with_peers = session.settings.peers is not None
     if report.save is None or (report.committed and not with_peers):

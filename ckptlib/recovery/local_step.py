@@ -1,9 +1,8 @@
 """A step on the local disks of the job's hosts, as a source for a Reader: which ones are whole, and how one is read.
 
-Each rank lists its own host's disk. Of the saves that are on the job's history it tells what it has of the newest; what
-they find is exchanged, and all conclude the same from it. A rank reads what lies on its own host. What all ranks want
-is read where it lies, and spread; what one rank needs from another host's disk is not fetched: that step is read from
-the store then.
+Each rank lists its own host's disk. It tells the others which parts of the newest visible saves it has, and all
+conclude the same. A rank reads parts on its own host. Tensors that all ranks want are read where they lie, and
+broadcast. A step of which one rank needs a part of another host's disk is read from the store.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def _parts_on(disk: Catalog) -> Mapping[SaveId, Mapping[int, list[PartName]]]:
 
 
 def look(disk: Catalog, saves: Collection[SaveId]) -> bytes:
-    """What this rank's host has of these: of each the number of its ranks, and the keys of its parts.
+    """The parts of these saves on this rank's host: of each save its number of ranks, and the keys of the parts.
 
     Raises StoreError.
     """
@@ -96,7 +95,7 @@ def look(disk: Catalog, saves: Collection[SaveId]) -> bytes:
 
 
 def whole(told: Sequence[bytes]) -> dict[SaveId, LocalStep]:
-    """The steps that are whole. `told`: by rank, what it found. Pure; the same on all ranks."""
+    """The steps that are whole. `told`: each rank's findings, by rank. Pure; the same on all ranks."""
     by_rank = [json.loads(data) for data in told]
     found: dict[SaveId, LocalStep] = {}
     for text in {save for rows in by_rank for save in rows}:
@@ -115,7 +114,7 @@ class OnDisks:
     """One such step; of all ranks together, though each reads its own host's disk."""
 
     def __init__(self, group: Group, disk: Catalog, step: LocalStep) -> None:
-        """Collective. Raises, on all ranks, what is the matter with a part or a layout."""
+        """Collective. Raises, on all ranks, the error of a damaged part or layout."""
         self._group, self._disk, self._step = group, disk, step
         self.save, self.world_size = step.save, len(step.parts)
         self.where, self.in_memory = f"local disks ({disk.store.url})", False

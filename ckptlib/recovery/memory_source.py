@@ -1,7 +1,7 @@
 """A snapshot in the memory of the job's hosts, as a source for a Reader.
 
-What a rank needs is read where it lies: on its own host, or on another one, a rank of which reads it out. A slot that
-proves damaged is dropped by all ranks, and the next copy is tried.
+A rank reads a shard where it lies: on its own host, or on another one, a rank of which reads it out. A slot that proves
+damaged is dropped by all ranks, and the next copy is tried.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ log = logging.getLogger(__name__)
 _NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 CACHED = IoLimits(most=4 * 1024 * 1024, threads=min(THREADS, _NUM_CORES))
-"""Of slots on this host: what is read at once is still in the caches when it is checked. Two ranks at once on two cores
-with 2 MiB of L2 and 32 of L3, read and checked: 0.35 s per GB for 1 to 4 MiB, 0.45 for 16; the bare read takes 0.27. It
-is work for cores, and more threads than these only wait for one another: 0.33 s for 0.5 GB with 8, 0.23 with 2."""
+"""Of slots on this host: bytes read at once are still in the caches when they are checked. Two ranks at once on two
+cores with 2 MiB of L2 and 32 of L3, read and checked: 0.35 s per GB for 1 to 4 MiB, 0.45 for 16; the bare read takes
+0.27. It is work for cores, and more threads than these only wait for one another: 0.33 s for 0.5 GB with 8, 0.23 with
+2."""
 
 GATHERED = IoLimits(direct_from=RUN_BYTES)
 """Of slots on other hosts: tensors of a few megabytes come several at a time, since each message costs gloo as much CPU
@@ -47,7 +48,7 @@ as a copy of some megabytes."""
 
 
 class _Share(NamedTuple):
-    """What one rank needs of a snapshot."""
+    """The part of a snapshot that one rank needs."""
 
     reader: int
     saved: int
@@ -83,7 +84,7 @@ class InMemory:
         self._at: dict[int, Found] = {}
         """By saved rank: where this rank reads its share."""
         self._moves: dict[_Share, Transfer] = {}
-        """What is on other hosts only; the same on all ranks."""
+        """Shards that are on other hosts only; the same on all ranks."""
         self._exchange: Exchange | None = None
         self.save = snapshot.save
         self.world_size = snapshot.world_size
@@ -224,7 +225,8 @@ class InMemory:
     # Damage, and the end
 
     def drop_damaged(self) -> bool:
-        """Checks all that this rank has opened; whether any rank found damage. What is damaged is used no more.
+        """Checks every slot that this rank has opened, and drops damaged ones. Returns whether any rank found damage.
+        What is damaged is used no more.
 
         Collective; after a load failed.
         """

@@ -1,4 +1,5 @@
-"""A slot on another host, read by ranged requests over the Link: only what is asked for travels, straight to its place.
+"""A slot on another host, read by ranged requests over the Link: only the requested bytes travel, straight to their
+place.
 
     asker                                       server
     number of an offer, first byte, bytes  -->  offered to this asker, and within the slot?
@@ -39,7 +40,7 @@ STREAMS = 4
 """For each pair of an asker and a server."""
 
 PIECE_BYTES = 64 * 1024 * 1024
-"""The most that one request asks for; who asks for more is not answered."""
+"""The most that one request asks for; a larger request is not answered."""
 
 _REQUEST = struct.Struct("<QQQ")
 """Which offer, the first byte, how many."""
@@ -52,7 +53,7 @@ _VERDICT = struct.Struct("<?I507s")
 
 
 class Exchange:
-    """What the ranks read out to one another: both ends of it on this one. Main thread, but for its own threads."""
+    """The reading out of slots between ranks: both ends of it on this rank. Main thread; its own threads serve."""
 
     def __init__(self, over: dist.ProcessGroup, timeout: timedelta, open_slot: Callable[[Found], ReadableSlot]) -> None:
         """Collective over `over`. `open_slot`: of this host; from any thread. Raises AgreementFailed."""
@@ -70,7 +71,8 @@ class Exchange:
         return sum(remote.nbytes_received for remote in self._remotes.values())
 
     def add(self, moves: Iterable[Transfer]) -> dict[str, RemoteSlot]:
-        """Offers what this rank is to read out from now on; by path, what is read out to it. All ranks add the same."""
+        """Offers the slots that this rank reads out from now on; returns, by path, the slots that others read out to
+        it. All ranks add the same."""
         slots = {}
         for move in moves:
             if move.sender == self._link.rank:
@@ -136,7 +138,7 @@ def serve(link: Link, to: int, stream: int, offered: Callable[[int], ReadableSlo
 
 
 def _read_out(offered: Callable[[int], ReadableSlot], number: int, at: int, nbytes: int) -> tuple[memoryview, str]:
-    """What was asked for; or zeros, and why."""
+    """The requested bytes; or zeros, and why."""
     try:
         slot = offered(number)
         data = slot.view(at, nbytes)
@@ -149,7 +151,7 @@ def _read_out(offered: Callable[[int], ReadableSlot], number: int, at: int, nbyt
 
 
 class Remote:
-    """What one other rank offers to this one. From any thread."""
+    """A slot that another rank offers to this one. From any thread."""
 
     def __init__(self, link: Link, frm: int, timeout: timedelta) -> None:
         """`timeout`: for a stream to become free."""
@@ -229,7 +231,7 @@ class RemoteSlot(ReadableSlot):
     @property
     @override
     def end(self) -> int:
-        """Where it is nobody knows here; what lies far behind is not believed."""
+        """The path is the other host's; offsets far beyond the slot are refused."""
         return PAGE_BYTES + self._body_nbytes + MAX_DOCUMENTS_BYTES
 
     @override

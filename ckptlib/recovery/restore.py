@@ -1,8 +1,8 @@
 """Restoring: from the newest step that is whole, in memory or in the store, on all ranks the same one.
 
-Memory first, since it is the newest and the quickest; then local disks, then the store; then the step before. What
-proves damaged is named and skipped, and so is what cannot be read for a reason of its own. A store that is away is no
-reason to go back to an older step: it is waited for by whoever starts the job again.
+Memory first, since it is the newest and the quickest; then local disks, then the store; then the step before. A damaged
+copy is named and skipped, and so is one that cannot be read for a reason of its own. An unreachable store is no reason
+to go back to an older step: restore raises, and the next start tries again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from ckptlib.stores.local import LocalStore
 log = logging.getLogger(__name__)
 
 DAMAGE = (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
-"""What makes a committed step unusable, where the store can be reached."""
+"""The errors that make a committed step unusable, where the store can be reached."""
 
 ORPHANS_TIMEOUT_S = 60.0
 """How long a restart waits for writers that its predecessor left behind on this host."""
@@ -96,7 +96,8 @@ def restore(
     step: int | str | None = None,
     part: Part | None = None,
 ) -> tuple[LoadReport, LoadedRng | None]:
-    """Fills `state`; collective. What random generators are to be put back to comes with the report, but for a part.
+    """Fills `state`; collective. Returns the report and, unless only a part is restored, the saved state of the random
+    generators.
 
     With `step`, a number or a full name, nothing but that step will do, and the job goes back to it: see
     `Lineage.go_back`. Raises CheckpointNotFound where it does not exist.
@@ -202,7 +203,7 @@ LACKS = "lacks an object"
 
 
 def _why(error: CkptError) -> str:
-    """What is the matter with a step that is skipped."""
+    """The problem of a step that is skipped."""
     if isinstance(error, NewerFormat):
         return "is of a newer format"
     if isinstance(error, (CheckpointNotFound, ObjectNotFound)):
@@ -211,7 +212,7 @@ def _why(error: CkptError) -> str:
 
 
 def _look_around(session: Session) -> Inventory:
-    """What is in the memory of all hosts; collective. Nothing where the job keeps no snapshots for itself."""
+    """The snapshots in the memory of all hosts; collective. None where the job keeps none."""
     if session.settings.peers is None:
         return Inventory([])
 
@@ -226,7 +227,7 @@ def _look_around(session: Session) -> Inventory:
 def _look_at_disks(session: Session, step: int | str | None) -> Mapping[SaveId, LocalStep]:
     """The steps that the local disks of all hosts hold, and that may be wanted; collective. None without a local tier.
 
-    What was left behind is none: there may be more of it than is looked at, and it may be of later steps.
+    Abandoned steps are left out: there may be more of them than are looked at, and they may be later ones.
     """
     local, group = session.settings.local, session.group
     if local is None:
@@ -250,8 +251,8 @@ def _candidates(
     on_disks: Mapping[SaveId, LocalStep] | None = None,
     step: int | str | None = None,
 ) -> Iterator[_Candidate]:
-    """Newest first; the same on all ranks. What history has left behind is none, wherever it is. With `step`, only
-    that one; by its full name also one that was left behind, as far as the store has it."""
+    """Newest first; the same on all ranks. Abandoned steps are left out, wherever they are. With `step`, only that one;
+    by its full name also an abandoned one, if the store has it."""
     in_memory, on_disks = inventory.whole(), on_disks or {}
 
     def names() -> bytes:
@@ -348,7 +349,7 @@ def _describe(session: Session, inventory: Inventory, candidate: _Candidate) -> 
 
 
 def _finish(session: Session) -> None:
-    """Commits what is whole in the store and was not committed before its job died. Collective."""
+    """Commits saves that are whole in the store and were not committed before their job died. Collective."""
 
     def finish() -> None:
         for save in finish_saves(session.catalog, session.generation) if session.group.rank == 0 else []:

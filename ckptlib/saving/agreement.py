@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 
 class Row(NamedTuple):
-    """What a rank says of one of its names."""
+    """One name of a rank's state, as the rank describes it to the others."""
 
     dtype: str
     shape: Sequence[int]
-    """Global; empty for what is per rank."""
+    """Global; empty for a per-rank value."""
     how: str
     """It is held."""
     is_owned: bool
@@ -43,7 +43,7 @@ class Row(NamedTuple):
     digest: str
     """Of a plain tensor."""
     box: tuple[Sequence[int], Sequence[int]] | None
-    """Offset and shape of what is cut by hand, unless that is empty."""
+    """Offset and shape of a tensor cut by hand, unless that is empty."""
     tied: str | None
     """See `Leaf.tied`."""
 
@@ -63,13 +63,14 @@ class Agreement:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names of tied tensors, each with the first one: those that all ranks with either of them tie so."""
     written: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
-    """Of tensors cut by hand whose boxes overlap: what this rank writes of its box, where that is not all of it."""
+    """Of tensors cut by hand whose boxes overlap: the part of its box that this rank writes, where that is not all of
+    it."""
     overlaps: tuple[Overlap, ...] = ()
-    """What this rank holds of tensors cut by hand that other ranks hold as well; each of them has it in this order."""
+    """The shared boxes of tensors cut by hand that this rank holds; every holder has them in this order."""
 
 
 def rows_of(leaves: Sequence[Leaf], group: Group, own: Collection[str] = ()) -> dict[str, Row]:
-    """What this rank holds, by name; reads plain tensors whole, for their digests. Not collective.
+    """This rank's rows, by name; reads plain tensors whole, for their digests. Not collective.
 
     `own`: plain tensors that have differed between ranks. Nothing in a group of one, which has nobody to tell it to.
     """
@@ -119,10 +120,11 @@ _tied = operator.attrgetter("tied")
 
 
 def _take_aliases(found: dict[str, dict[int, Row]], own: Collection[str]) -> dict[str, str]:
-    """Takes the names out that stand for another one on all ranks that have either; gives those of this rank with that.
+    """Removes names that are tied to another one on all ranks that have either; returns this rank's, each with that
+    other.
 
-    What some ranks tie and others do not is saved under each of its names: a layout with an alias would send those who
-    read a rank's share of one name to the share of another.
+    A tensor that some ranks tie and others do not is saved under each of its names: a layout with an alias would send
+    those who read a rank's share of one name to the share of another.
     """
     ties = {name: {*map(_tied, by_rank.values())} for name, by_rank in found.items()}
     aliases = {
@@ -186,7 +188,7 @@ def entries_of(leaves: Sequence[Leaf], agreement: Agreement) -> list[TensorEntry
 
 
 def kind_of(leaves: Sequence[Leaf]) -> str:
-    """Names what this rank holds: alike on ranks with the same boxes of the same tensors, whatever is in them."""
+    """A digest of this rank's boxes: equal on ranks with the same boxes of the same tensors, whatever their values."""
     rows = sorted((leaf.name, leaf.dtype, [[box.offset, box.shape] for box, _ in leaf.pieces]) for leaf in leaves)
     return str(xxhash.xxh3_128_hexdigest(json.dumps(rows).encode()))
 
@@ -194,8 +196,8 @@ def kind_of(leaves: Sequence[Leaf]) -> str:
 def _join_meshes(leaves: Sequence[Leaf], found: Mapping[str, Mapping[int, Row]], group: Group) -> dict[str, Placed]:
     """By name: the one mesh that several make, for DTensors that are equal on all of them. Collective if there are any.
 
-    FSDP on one axis of a mesh and tensor parallelism on the other leave such: what the latter does not know is sharded
-    on the first axis alone, once for each rank of the other.
+    FSDP on one axis of a mesh and tensor parallelism on the other make such tensors: one that is not tensor-parallel is
+    sharded on the first axis alone, once for each rank of the other.
     """
     candidates = {name: placed for name, by_rank in sorted(found.items()) if (placed := _alike(by_rank)) is not None}
     if not candidates:

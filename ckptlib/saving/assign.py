@@ -1,6 +1,6 @@
-"""Which rank writes what several of them hold. Pure: no torch, no I/O.
+"""Which rank writes a tensor that several of them hold. Pure: no torch, no I/O.
 
-Every function here gives the same answer on every rank that asks about the same tensors, so nothing is gathered.
+Every rank that asks about the same tensors gets the same answer, so nothing is gathered.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ckptlib.format.layout import Placed, TensorEntry
 def assign(entries: Iterable[TensorEntry], partial: Container[str] = ()) -> list[TensorEntry]:
     """The entries, each with the writer of its replicas.
 
-    Balanced by local bytes, largest first, among the tensors of the same mesh and replicating axes: whoever holds one
-    of those holds all of them, so all holders come to the same answer.
+    Balanced by local bytes, largest first, among the tensors of the same mesh and replicating axes: a rank that holds
+    one of those holds all of them, so all holders come to the same answer.
 
-    `partial`: names that not all ranks of their mesh have. Who writes those no coordinate tells; see `writes`.
+    `partial`: names that not all ranks of their mesh have. No coordinate tells their writer; see `writes`.
     """
     queues: dict[object, list[tuple[int, tuple[int, ...]]]] = {}
     writers: dict[str, TensorEntry] = {}

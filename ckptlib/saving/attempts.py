@@ -1,6 +1,6 @@
 """Saves that are due, and what becomes of each on this rank: taken, owed once more, or failed.
 
-What takes one is handed in; what its writer makes of it then is in `outcome`.
+The caller hands in the function that saves; the writer's part of the outcome is in `outcome`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Attempts:
         return self.last is not None and step == self.last.step
 
     def make(self, step: int, to_store: bool, take: Callable[[], Pending]) -> Pending | None:
-        """What was taken, and is to `go` on; None where that failed and training goes on.
+        """The save, whose copies the caller starts with `go`; None where it failed and training goes on.
 
-        Raises, on all ranks, what no later save would mend.
+        Raises, on all ranks, errors that no later save would mend.
         """
         self._due.begin(to_store)
         try:
@@ -70,7 +70,7 @@ class Attempts:
         self._session.listener.tell(Failed(step, error, tier="store"))
 
     def owe_again(self) -> bool:
-        """What was taken and came to nothing is due once more. Returns whether the ranks must compare before it."""
+        """Owes a save again whose snapshot came to nothing. Returns whether the ranks must compare before it."""
         self._owe_torn()
         return self._owe_differing()
 
@@ -96,7 +96,7 @@ class Attempts:
 
 
 def begun(pending: Pending, since: float) -> Begun:
-    """What is told of a snapshot that was begun. `since`: when training stopped for it, by `time.perf_counter`."""
+    """The event of a snapshot that was begun. `since`: when training stopped for it, by `time.perf_counter`."""
     tier = "memory" if not pending.persists else "store" if pending.drains else "local"
     nbytes = pending.staging.content.header.body_nbytes
     return Begun(pending.step, nbytes, tier, time.perf_counter() - since)

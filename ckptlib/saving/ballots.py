@@ -1,4 +1,4 @@
-"""Ballots: whether what several ranks should hold alike is alike in a snapshot, as all ranks together find.
+"""Ballots: all ranks together find whether the replicas in a snapshot are alike.
 
 Each rank tells its check as soon as its snapshot is sealed, with the beat, and goes on telling it until all have; one
 without a snapshot says so. Every rank concludes the same at the same step. Main thread only.
@@ -43,7 +43,7 @@ class Ballot:
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """What this rank says of the snapshots that are voted upon."""
+    """This rank's votes."""
 
     ballots: tuple[Ballot, ...]
     votes: list[int]
@@ -51,7 +51,7 @@ class Poll:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks conclude of a snapshot."""
+    """All ranks' verdict on one snapshot."""
 
     ballot: Ballot
     alike: bool

@@ -1,4 +1,4 @@
-"""When one kind of save falls due, those to the store or those in memory: a policy, and what it goes by. Pure."""
+"""When one kind of save falls due, to the store or in memory: a policy, and its measurements. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Cadence:
         """Whether all ranks have agreed that the next save waits for a baseline."""
 
     def agree(self, interval: int, widened: bool) -> None:
-        """What all ranks said of their overhead: from the next step on it is in force, on all of them alike."""
+        """Takes the interval that all ranks agreed upon; it is in force from the next step on, on all of them alike."""
         self.agreed = interval or None
         self._widened = widened
 

@@ -1,4 +1,4 @@
-"""What a Checkpointer has yet to save, and how its saves have gone: one rank's view, told to the others by the beat.
+"""The saves that a Checkpointer owes, and how earlier ones went: one rank's view, told to the others by the beat.
 
 Pure: it knows neither ranks, nor tensors, nor the store.
 """
@@ -25,7 +25,7 @@ class DueSaves:
         self._interval: int | None = None
         """Steps from there back to the time before."""
         self._waits_since = 0
-        """Where what is due fell due."""
+        """The step at which the due save fell due."""
         self._told_waiting = False
         self.final: int | None = None
         """The last step of the loop, which is always saved; None: not known."""
@@ -69,7 +69,7 @@ class DueSaves:
         return self._waits_long and not told
 
     def begin(self, to_store: bool) -> None:
-        """A snapshot is taken now: what it serves is due no longer."""
+        """A snapshot is taken now: the saves that it serves are due no longer."""
         self.skip(to_store)
         self.inline = False
 

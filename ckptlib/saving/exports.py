@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.05
 
 TOLD_CHARS = 2000
-"""The end of what a process that died has printed."""
+"""The last lines that a process printed before it died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,10 @@ class Exports:
         self._restored = save
 
     def poll(self, last: Pending | None, step: int) -> None:
-        """After each step: begins what is due, and tells of what has ended. Waits for nothing. `last`: the latest save.
+        """After each step: begins exports that are due, and reports those that have ended. Waits for nothing. `last`:
+        the latest save.
 
-        A save may be taken some steps after it was due, so what counts is the first one from a due step on.
+        A save may be taken some steps after it was due, so the first one from a due step on counts.
         """
         if self._export is None:
             return
@@ -90,7 +91,7 @@ class Exports:
     def finish(self, last: Pending | None, final: int | None, deadline: float) -> None:
         """As the run ends: exports its last step, too, and waits for all of them up to the deadline.
 
-        `final`: the step that the loop was to end with. What is not done by then goes on alone.
+        `final`: the step that the loop was to end with. An export that is not done by then goes on alone.
         """
         if self._export is None or not self._session.owner.here:
             return
@@ -111,7 +112,7 @@ class Exports:
         self.let_go()
 
     def let_go(self) -> None:
-        """Waits for nothing: what is under way goes on alone, and what has not begun is said."""
+        """Waits for nothing: exports in flight go on alone; those that have not begun are named in the log."""
         if self._export is None or not self._session.owner.here:
             return
         self._go_on(begin=False)

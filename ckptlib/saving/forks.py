@@ -1,7 +1,7 @@
-"""Which process made what: a forked child inherits all of it, and must leave it alone.
+"""Tells a forked child from the process that opened the session. The child must leave alone what it inherits.
 
-What is shared with the parent is its files, its sockets and its writer; its threads are not there. A normal exit of the
-child runs the parent's exit handlers and unwinds its `with` blocks.
+It shares its parent's files, sockets and writer; the parent's threads are not there. A normal exit of the child runs
+the parent's exit handlers and unwinds its `with` blocks.
 """
 
 from __future__ import annotations

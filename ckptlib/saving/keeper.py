@@ -1,4 +1,4 @@
-"""What a Checkpointer does about loads into the state that it saves: goes on from there, or refuses."""
+"""Watches loads into the state that a Checkpointer saves: it goes on from there, or refuses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StateKeeper(Keeper):
         self._state = state
 
     def begin(self) -> None:
-        """What was loaded before counts, too."""
+        """An earlier load counts, too."""
         url = self._session.settings.url
         self.note_load(url, registry.take_loads(url, self._session.over))
         registry.keepers.add(self)
@@ -48,7 +48,7 @@ class StateKeeper(Keeper):
             )
 
     def end(self) -> None:
-        """What is loaded from now on is another one's."""
+        """Later loads belong to another Checkpointer."""
         registry.keepers.discard(self)
         if self._session.owner.here:
             registry.take_loads(self._session.settings.url, self._session.over)

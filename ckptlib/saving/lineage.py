@@ -48,7 +48,7 @@ class Lineage:
     ) -> None:
         """Opens the root, or makes it with this algorithm and deadline. Collective. `slots_in`: where slots may be.
 
-        Raises, on all ranks, what is wrong with the root, and NewerFormat where a newer ckptlib has saved in it; also
+        Raises, on all ranks, the error of an unusable root, and NewerFormat where a newer ckptlib has saved in it; also
         StoreError where a rank does not see the root that rank 0 opened.
         """
         self._catalog = catalog
@@ -65,9 +65,9 @@ class Lineage:
         self.placement: ReplicaMap | None = None
         """Of replicas, where snapshots are kept in memory."""
         self.at_once = False
-        """Whether its record is wanted before anything is put: what is on local disks is of no use without it."""
+        """Whether its record is put before anything else: steps on local disks are of no use without it."""
         self.best: Best | None = None
-        """What the job calls its best step."""
+        """The rule by which the job calls a step its best."""
 
     def _agree(self, wanted: Root) -> tuple[Root, GenerationId]:
         def make() -> bytes:
@@ -121,7 +121,7 @@ class Lineage:
         self.began, self._again = True, False
 
     def go_back(self, writer: Writer, save: SaveId) -> None:
-        """Enters history at once: what follows on `save` is not listed from here on, whether this job saves or not.
+        """Enters history at once: steps after `save` are not listed from here on, whether this job saves or not.
 
         Only before it has begun. Collective. Raises Superseded where a newer job has begun.
         """
@@ -138,7 +138,7 @@ class Lineage:
         writer.begin(record.encode().decode(), self.root.id, save.step, continues=False, is_put=True)
 
     def note_init(self, source: Json) -> None:
-        """What the run began from, for its record. Before it has begun."""
+        """Notes where the run began from, for its record. Before it has begun."""
         self._run = {**self._run, "init_from": source}
 
     def note_recorded(self) -> None:

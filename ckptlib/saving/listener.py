@@ -1,4 +1,4 @@
-"""What the user wants to be told of, queued until the training can wait for it."""
+"""Events for the user's function, queued until the training can wait for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Listener:
         self._queue: deque[tuple[str, Callable[[], object]]] = deque()
         self._delivering = False
         self._told: set[str] = set()
-        """What has raised, and that was said."""
+        """Functions that have raised, each of which was logged once."""
 
     def tell(self, event: Event) -> None:
         """Something happened; `deliver` passes it on."""
@@ -32,7 +32,7 @@ class Listener:
         self._queue.append((what, function))
 
     def deliver(self) -> None:
-        """Calls the user with what was queued. What that raises is logged and harms nothing."""
+        """Calls the user's functions with the queued events. Their errors are logged and harm nothing."""
         if self._delivering:  # a call of the user's that came back here: the loop below goes on with the rest
             return
         self._delivering = True

@@ -1,4 +1,4 @@
-"""When a rank that does not commit asks the store what became of a save. Pure.
+"""When a rank that does not commit asks the store for the outcome of a save. Pure.
 
 Rank 0 leaves a notice as soon as it hears from its writer, and that costs the store nothing. The store is asked for
 the case that rank 0 is in a long computation, or gone. All ranks may wait at once, and each question is paid for.

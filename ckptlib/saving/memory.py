@@ -1,4 +1,4 @@
-"""What a session opens in the memory of its host: slots, the writer that reads them, and the link to peers."""
+"""Opens a session's part in its host's memory: slots, the writer that reads them, and the link to peers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Memory(NamedTuple):
 def open_memory(
     settings: Settings, group: Group, over: dist.ProcessGroup | None, lineage: Lineage, stopwatch: Stopwatch
 ) -> Memory:
-    """Collective. Raises, on all ranks, what any of them finds in the way."""
+    """Collective. Raises on all ranks if one of them fails."""
     peers, placement, root = settings.peers, lineage.placement, lineage.root
 
     def make_arena(writer: Writer, pin: bool = True) -> Arena:

@@ -1,4 +1,4 @@
-"""How a rank that does not commit learns what became of a save: by rank 0's notices, or now and then from the store."""
+"""How a rank that does not commit learns the outcome of a save: by rank 0's notices, or now and then from the store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptlib.ranks.notices import Notices
 from ckptlib.saving.looks import Looks
 
 TOLD = {"save": 100, "kind": 100, "error": 1000, "event": 100}
-"""What notices tell of an event of rank 0's writer, and how many characters of it."""
+"""The fields of a writer's event that notices carry, and how many characters of each."""
 
 
 class News:
@@ -22,7 +22,7 @@ class News:
         self._num_ranks, self._is_local = num_ranks, is_local
 
     def tell(self, event: Mapping[str, object]) -> None:
-        """What rank 0's writer told is known to all who look; that of other writers is not."""
+        """Leaves rank 0's events as notices; other ranks' events stay their own."""
         if self._rank == 0 and event["event"] in ("committed", "failed"):
             told = {name: str(event[name])[:most] for name, most in TOLD.items() if name in event}
             self._notices.leave(json.dumps(told))

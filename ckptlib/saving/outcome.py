@@ -1,4 +1,4 @@
-"""What becomes of saves: what this rank's writer tells of each of them, and the waiting for it."""
+"""The outcome of each save, as this rank's writer reports it, and waiting for it."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Outcome:
     local: bool = False
     """With a local tier: whether this rank's share is durable on its host's disk."""
     callbacks: list[Callable[[], object]] = field(default_factory=list)
-    """To be called when what becomes of it is known."""
+    """To be called when its outcome is known."""
     looks: Looks | None = None
     """When a rank that does not commit asks the store next, where nobody waits; None: nobody is to know."""
     watches: int = 0
-    """How often a rank that does not commit has asked what becomes of it, and was not answered yet."""
+    """How often a rank that does not commit has asked for its outcome without an answer."""
 
     @property
     def decided(self) -> bool:
@@ -83,13 +83,13 @@ class Outcomes:
         self.listener = listener
         self._max_outage_s = max_outage_s
         self._wanted: list[Outcome] = []
-        """Of those that are not decided: what somebody is to be called back for, on a rank that does not commit."""
+        """Undecided saves with a callback, on a rank that does not commit."""
         self._open: dict[str, Outcome] = {}
-        """By save: what is not known yet and may be heard of."""
+        """By save: the outcomes that are still to come."""
         self.run = FailureRun(max_outage_s)
         """Saves that failed in a row, as far as this rank knows."""
         self._told_waiting: str | None = None
-        """The save of which was told what it waits for."""
+        """The save whose wait was logged."""
         self._told_unrecorded = False
         self.superseded: Superseded | None = None
 
@@ -107,7 +107,7 @@ class Outcomes:
         return outcome is not None
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Takes note of what the staging thread and the writer have done."""
+        """Takes in the events of the staging thread and the writer."""
         self._owner.check()
         self._snapshots.poll()
         for event in self._writer.poll(timeout_s):
@@ -116,7 +116,7 @@ class Outcomes:
         self._ask_for_wanted()
 
     def note(self, event: Mapping[str, object]) -> None:
-        """What the writer told."""
+        """One event of the writer."""
         kind = event["event"]
         if kind in ("ready", "waiting", "begun", "not-begun", "swept"):
             self._note_store(event)
@@ -164,7 +164,7 @@ class Outcomes:
         self.listener.tell(Committed(step, nbytes, float(seconds)))
 
     def _note_store(self, event: Mapping[str, object]) -> None:
-        """What the writer told of the store, and of no save's end."""
+        """An event of the store that ends no save."""
         kind, lineage = event["event"], self._lineage
         if kind == "begun":
             lineage.note_recorded()
@@ -186,7 +186,7 @@ class Outcomes:
             log.warning("%s; training goes on", self.waits_for())
 
     def waits_for(self) -> str:
-        """What keeps this rank's slots busy, as far as is known."""
+        """The reason that this rank's slots are busy, for messages."""
         waiting, steps = self._writer.waiting, [keys.parse_save(save).step for save in self._snapshots.persisting_saves]
         at = "nothing of this rank is being written, so it waits for other ranks"
         if steps:
@@ -227,7 +227,7 @@ class Outcomes:
     # Asking for one
 
     def is_known(self, outcome: Outcome, staging: Staging) -> bool:
-        """Whether it is known what became of it. Waits for nothing; a rank that does not commit asks now and then."""
+        """Whether its outcome is known. Waits for nothing; a rank that does not commit asks the store now and then."""
         self.poll()
         if self._rank != 0 and staging.done and not outcome.decided:
             outcome.looks = outcome.looks or self._news.looks(math.inf)
@@ -235,7 +235,7 @@ class Outcomes:
         return outcome.decided or (staging.done and staging.error is not None)
 
     def call_back(self, outcome: Outcome, function: Callable[[], object]) -> None:
-        """Has the listener call it when it is known what became of the save; at once where it is."""
+        """Has the listener call it when the outcome of the save is known; at once where it is."""
         outcome.callbacks.append(function)
         if outcome.decided:
             self._call_back(outcome)
@@ -249,7 +249,7 @@ class Outcomes:
             self.listener.call("a done callback", function)
 
     def _ask_for_wanted(self) -> None:
-        """Where this rank does not commit, it asks what became of those that somebody is to be told of."""
+        """Where this rank does not commit, it asks for the outcome of saves with a callback."""
         self._wanted = [outcome for outcome in self._wanted if not outcome.decided]
         for outcome in self._wanted:
             if outcome.looks is not None and not self._snapshots.is_persisting(str(outcome.save)):
@@ -306,7 +306,7 @@ class Outcomes:
             listen_s = min(2 * listen_s, LISTEN_LAST_S)
 
     def _ask(self, outcome: Outcome, looks: Looks) -> None:
-        """What became of a save that rank 0 commits; it tells, or now and then the store."""
+        """The outcome of a save that rank 0 commits: by its notices, or now and then from the store."""
         event = self._news.of(str(outcome.save))
         if event is not None:
             self.expect(outcome)
@@ -317,7 +317,7 @@ class Outcomes:
             self._writer.watch(outcome.save, 0.0)
 
     def close(self, timeout: timedelta) -> None:
-        """The writer finishes what it has, and what it tells then is noted."""
+        """The writer finishes its saves, whose outcome is noted."""
         for event in self._writer.close(timeout.total_seconds()):
             self._news.tell(event)
             self.note(event)

@@ -30,7 +30,7 @@ class PeerLink:
         return self._replicator is None or self._replicator.calm
 
     def mend(self, failed: bool, calm: bool) -> None:
-        """Does what all ranks agreed upon. Collective where `calm`.
+        """Acts as all ranks agreed. Collective where `calm`.
 
         failed: some rank lost a peer. calm: no rank has anything under way, and all have waited long enough.
         """

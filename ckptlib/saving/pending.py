@@ -1,4 +1,4 @@
-"""A save under way, for whoever waits for it."""
+"""A save in flight, for callers that wait for it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Pending:
     def wait_staged(self, timeout: float | None = None) -> None:
         """Returns when the snapshot is whole in memory that outlives this process.
 
-        Raises WaitTimeout after `timeout` seconds, or what made the snapshot fail.
+        Raises WaitTimeout after `timeout` seconds, or the error that made the snapshot fail.
         """
         self._wait(lambda: self._outcomes.wait_staged(self.staging, timeout))
 
@@ -113,7 +113,7 @@ class Pending:
         self._wait(lambda: self._outcomes.wait_committed(self._outcome, self.staging, timeout))
 
     def _wait(self, wait: Callable[[], None]) -> None:
-        """The thread that trains stands still anyway, so whoever wants to be told is."""
+        """Training stands still anyway, so callbacks may run now."""
         try:
             wait()
         finally:

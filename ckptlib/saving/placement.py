@@ -1,4 +1,4 @@
-"""Who keeps whose replicas: all ranks agree on it before the first snapshot."""
+"""Which rank keeps whose replicas: all ranks agree on it before the first snapshot."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from ckptlib.slots.placement import ReplicaMap, place
 
 
 def agree_placement(group: Group, peers: Peers, kind: Callable[[], str]) -> ReplicaMap:
-    """Who keeps whose replicas. Collective.
+    """Which rank keeps whose replicas. Collective.
 
-    `kind`: names what this rank holds of the state; see `kind_of`. Raises what it raises, on all ranks, and ValueError
-    where there are too few domains.
+    `kind`: see `kind_of`; its errors are raised on all ranks, as is ValueError where there are too few domains.
     """
 
     def own_domain() -> str:

@@ -1,4 +1,4 @@
-"""The planner: what this rank stages, and from where, as long as the state stays the same.
+"""The planner: which shards this rank copies, and from where, as long as the state stays the same.
 
 Nothing is planned anew, and nothing compared between ranks, for a state whose tensors are those of the last save.
 """
@@ -31,19 +31,19 @@ Overlap = Callable[[Leaf], bool]
 """Whether its only writer waits at the fence; asked once for all leaves of one owner."""
 
 Shape = tuple[tuple[object, ...], ...]
-"""Of every leaf: what a plan depends upon."""
+"""Of every leaf: the properties that a plan depends upon."""
 
 
 Order = tuple[tuple[int, int, Box | None], ...]
 """Leaves and their pieces; and the region of a piece that is meant, in the tensor's global coordinates; None: all."""
 
 _Late: TypeAlias = dict["torch.optim.Optimizer | None", bool]
-"""By owner: whether what it owns is copied behind the fence."""
+"""By owner: whether its tensors are copied behind the fence."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What this rank stages."""
+    """The shards that this rank copies."""
 
     shape: Shape
     layout: Layout
@@ -53,7 +53,7 @@ class Plan:
     body_nbytes: int
     """Of a slot."""
     shared: tuple[Shared, ...]
-    """What other ranks hold, too; one of them writes it for all."""
+    """Shards that other ranks hold, too; one of them writes each for all."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Alike:
 
 @dataclass(frozen=True)
 class _Sources:
-    """What a save copied, and what that depended upon."""
+    """The copies of one save, and the properties that they depended upon."""
 
     order: Order
     leaves: list[Leaf]
@@ -98,7 +98,7 @@ class Planner:
         self._moving: frozenset[str] = frozenset()
         """Frozen parameters that have been seen to change."""
         self._digests: tuple[Plan, list[Leaf], _Late, frozenset[str], ReplicaDigests] | None = None
-        """With what they depend upon."""
+        """With the properties that they depend upon."""
         self.must_compare = False
         """Whether the ranks are to compare what they hold before the next save."""
 
@@ -108,11 +108,12 @@ class Planner:
         return self._agreement is not None
 
     def rows(self, flat: Flat) -> dict[str, Row]:
-        """What this rank says of its state when all compare."""
+        """This rank's description of its state, when all compare."""
         return rows_of(flat.leaves, self._group, self._own)
 
     def agree(self, flat: Flat, rows: dict[str, Row]) -> Plan:
-        """The plan that follows from what all ranks say. Collective. Raises, on all of them, what does not agree."""
+        """The plan that follows from all ranks' descriptions. Collective. Raises on all of them where they do not
+        agree."""
         self.must_compare = True  # until it is done
         agreement = agree(flat.leaves, rows, self._group)
         known = self._known(flat) if agreement == self._agreement else None
@@ -141,7 +142,7 @@ class Planner:
         return self._plan_for(flat, known)
 
     def _news(self, flat: Flat) -> str:
-        """What is new, for people."""
+        """The change since the last plan, for messages."""
         before = {leaf.name for leaf in self._leaves}
         new = [leaf.name for leaf in flat.leaves if leaf.name not in before]
         return f" (new: {', '.join(new[:3])}{', ...' if len(new) > 3 else ''})" if new else ""
@@ -159,7 +160,7 @@ class Planner:
         return self._plan
 
     def let_go(self, leaves: list[Leaf]) -> None:
-        """Keeps nothing of what was made for the last snapshot alone. `leaves`: of that snapshot."""
+        """Drops objects that were made for the last snapshot alone. `leaves`: of that snapshot."""
         if not any(map(operator.attrgetter("lent"), leaves)):
             return
         self._leaves = _kept(self._leaves)
@@ -192,14 +193,13 @@ class Planner:
         return Plan(_shape(flat.leaves), layout, table, order, body_nbytes(table), shared)
 
     def sources(self, leaves: list[Leaf], plan: Plan, overlap: Overlap) -> list[CopySource]:
-        """What is copied, in the table's order; the very sources of the last save where nothing changed."""
+        """The sources of all copies, in the table's order; the very ones of the last save where nothing changed."""
         return self._sources_of(self._group.rank, plan.order, leaves, overlap)
 
     def alike(self, rank: int, table: Table, plan: Plan) -> Alike | None:
         """Which large shards of another rank's snapshot this rank could copy from its own memory; None: none.
 
-        What a layout calls a replica might have become another value since: a copy is worth nothing until its digests
-        are those of that rank.
+        A replica, by the layout, may have changed since: a copy counts only when its digests are those of that rank.
         """
         if table.layout != plan.layout.digest:
             return None
@@ -213,7 +213,7 @@ class Planner:
         return self._sources_of(rank, alike.order, leaves, overlap)
 
     def digests(self, leaves: list[Leaf], plan: Plan, overlap: Overlap) -> ReplicaDigests:
-        """Of what other ranks hold, too; the very same as at the last save where nothing changed."""
+        """Digests of shards that other ranks hold, too; the very same object as at the last save where nothing changed."""
         late, known = _late(leaves, overlap), self._digests
         if (
             known is None
@@ -286,7 +286,7 @@ _NONE = torch.empty(0, device="cpu")
 
 
 def _kept(leaves: list[Leaf]) -> list[Leaf]:
-    """In the place of what was lent, a leaf without a tensor: nothing is the very same as that."""
+    """Replaces a lent leaf by one without a tensor, which equals nothing."""
     return [replace(leaf, pieces=()) if leaf.lent else leaf for leaf in leaves]
 
 

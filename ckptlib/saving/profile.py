@@ -1,6 +1,6 @@
-"""What each step took, and what saves took of it: read off the clock for the tuners of one rank.
+"""The time of each step, and the share that saves took of it: measured for the tuners of one rank.
 
-Whether a save was at work beside a step is what all ranks said, since one rank's writer slows the steps of all.
+All ranks tell whether a save was in flight beside a step, since one rank's writer slows the steps of all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Account:
         """When the last one did."""
 
     def note_step(self, seconds: float, ours_s: float) -> None:
-        """A step, and what `after_step` and the fence took of it."""
+        """The time of a step, and the share of it that `after_step` and the fence took."""
         self.tuner.note(Iteration(seconds, ours_s, self._at_work, self._saved))
 
     def note_agreed(self, at_work: bool) -> None:
@@ -74,7 +74,7 @@ class Profile:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what waits for other ranks: the training would wait for them, too, were nothing saved."""
+        """Around waits for other ranks: training would wait for them even if nothing were saved."""
         began = time.perf_counter()
         yield
         self._waited_s += time.perf_counter() - began
