@@ -1,1 +1,1 @@
-"""From a checkpoint to tensors: what is read, in which order, and where each byte goes."""
+"""From a checkpoint to tensors: which chunks are read, in which order, and where each byte goes."""

@@ -1,4 +1,4 @@
-"""Where bytes that were read come ashore on a device: pinned buffers, two per thread, and a stream for each of them.
+"""The way of bytes from a read onto a device: pinned buffers, two per thread, and a stream for each of them.
 
 A thread reads into one buffer while the other is on its way; the device cuts, casts and places what has arrived. From
 ordinary memory on the training's stream, each copy would hold up its thread, at a fifth of the link's speed.
@@ -24,7 +24,7 @@ class _Berth:
     def __init__(self) -> None:
         self.buffers: list[torch.Tensor | None] = [None, None]
         self.busy: list[list[torch.Event]] = [[], []]
-        """By buffer: what has to be done before it is filled again."""
+        """By buffer: the wait that must end before it is filled again."""
         self.at = 0
         self.streams: dict[torch.device, torch.Stream] = {}
 
@@ -33,7 +33,7 @@ class Landing:
     """Of one load: made, and closed, by the thread that asks for it."""
 
     def __init__(self, targets: Iterable[torch.Tensor]) -> None:
-        """What writes to these before now, on the current streams, is over before anything lands."""
+        """Earlier writes to these, on the current streams, are over before anything lands."""
         devices = set(map(accelerator.device_of, targets))
         self._before = {
             device: accelerator.current_stream(device).record_event()
@@ -49,7 +49,7 @@ class Landing:
         return bool(self._before)
 
     def device(self, target: torch.Tensor) -> torch.device | None:
-        """Where what is for a target comes ashore; None: nowhere, it goes there as it is."""
+        """The buffer for a target's bytes; None: they go straight there."""
         if not self._before:  # asked for each of thousands of small tensors
             return None
         found = accelerator.device_of(target)
@@ -63,7 +63,7 @@ class Landing:
         return found
 
     def buffer(self, nbytes: int, device: torch.device) -> memoryview:
-        """This thread's next buffer: what was in it has landed."""
+        """This thread's next buffer; its last content has landed."""
         berth = self._berth()
         berth.at = 1 - berth.at
         while berth.busy[berth.at]:
@@ -76,7 +76,7 @@ class Landing:
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        """What this thread enqueues in the body may read its buffer, until it is asked for the next but one."""
+        """Around work that reads this thread's buffer on the device; the buffer is reused only after it."""
         berth = self._berth()
         stream = self._stream(berth, device)
         with accelerator.on(stream):

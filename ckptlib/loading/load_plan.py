@@ -1,4 +1,5 @@
-"""What is to be filled with what of a checkpoint, name by name, and what of a state was not found or does not fit.
+"""The plan of a load: the saved tensor or value for each name of the state, and the names that are missing or do not
+fit.
 
 Knows tensors, values and objects; modules and optimizers are made of these by `ckptlib.loading.match` and
 `ckptlib.loading.match_optimizers`.
@@ -30,7 +31,7 @@ Setter = Callable[[object], None] | None
 
 
 class Filler(NamedTuple):
-    """What fills a tensor of the state."""
+    """The saved tensor that fills a tensor of the state."""
 
     tensor: object
     """Kept alive, so that no other has its id."""
@@ -39,7 +40,7 @@ class Filler(NamedTuple):
 
 
 class LoadPlan:
-    """Collects what a load will do, for `targets` to give; changes nothing yet."""
+    """Collects the targets of a load; changes nothing yet."""
 
     def __init__(self, saved: SavedNames, asked: Selection, cast: bool) -> None:
         self.saved, self._asked = saved, asked
@@ -50,7 +51,7 @@ class LoadPlan:
         self._unexpected: list[str] = []
         self._mismatched: list[str] = []
         self._kinds: dict[str, str] = {}
-        """By name that is missing: what the checkpoint has there, of another kind."""
+        """By name that is missing: the entry of another kind that the checkpoint has there."""
         self._plain: set[str] = set()
         """Names of plain values that one side lacks, and nobody asked for by themselves."""
         self._foreign: dict[str, str] = {}
@@ -106,7 +107,7 @@ class LoadPlan:
         self._missing.append(name)
 
     def miss_kind(self, name: str, saved_name: str, here: str) -> bool:
-        """Whether the checkpoint has something else there; then it is told. `here`: what the state has."""
+        """Whether the checkpoint has another kind of entry there, which is noted. `here`: the kind in the state."""
         saved = self.saved
         if saved_name in saved.tensors:
             entry = saved.tensors[saved_name]
@@ -123,11 +124,11 @@ class LoadPlan:
         return True
 
     def leave(self, saved_name: str) -> None:
-        """The checkpoint has this name, and the state has not; what nobody uses is found by itself."""
+        """Notes a name that the checkpoint has and the state lacks; unused names are found without this."""
         self._unexpected.append(saved_name)
 
     def leave_foreign(self, saved_name: str, why: str) -> None:
-        """As `leave`, of what an optimizer of this rank would not understand, whatever other ranks say."""
+        """As `leave`, of state that an optimizer of this rank would not understand, whatever other ranks say."""
         self._foreign[saved_name] = why
 
     def mismatch(self, text: str) -> None:
@@ -135,7 +136,7 @@ class LoadPlan:
         self._mismatched.append(text)
 
     def then(self, action: Callable[[], None]) -> None:
-        """Is done when everything is filled, after what was given before."""
+        """Adds a call for when everything is filled; calls are made in the order given."""
         self._finish.append(action)
 
     def fill(self, leaf: Leaf | None, entry: TensorEntry) -> None:
@@ -157,7 +158,7 @@ class LoadPlan:
             self._fill(tensor, name, saved_name, self._cast)
 
     def _fill_subclass(self, tensor: torch.Tensor, name: str, saved_name: str, kind: Mapping[str, Json] | None) -> None:
-        """Fills what an instance is made of, if it is of the kind that was saved.
+        """Fills the inner tensors of an instance, if it is of the kind that was saved.
 
         Not even where dtypes may differ may these: a class reads them together.
         """
@@ -246,7 +247,7 @@ class LoadPlan:
             self.then(lambda: _call(generator.set_state, state))
 
     def add_object(self, path: str, get: Callable[[], object], load: Callable[[Any], object]) -> None:
-        """An object is given back what its `state_dict()` once was, rebuilt."""
+        """Rebuilds the `state_dict()` of an object, and gives it back to it."""
         if not self.wanted(path, whole=True):
             return
         name = self.named(path)
@@ -266,7 +267,7 @@ class LoadPlan:
     def rebuild(
         self, tree: Json, path: str, now: object, device: torch.device | None = None, depth: int = 0
     ) -> Callable[[], object]:
-        """Wants what the tree needs; returns what makes the object once that is filled.
+        """Wants the tensors of a tree; returns the function that makes the object once they are filled.
 
         `device`: of tensors that the object has not yet.
         """
@@ -375,7 +376,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def fits(now: object, entry: TensorEntry) -> TypeGuard[torch.Tensor]:
-    """Whether what is there can be filled as it is, and be updated then."""
+    """Whether a tensor can be filled in place, and updated afterwards."""
     if not isinstance(now, torch.Tensor) or now.is_meta or now.is_inference() or _is_expanded(now):
         return False
     return (tuple(now.shape), dtype_name(now)) == (entry.shape, entry.dtype)
@@ -393,7 +394,7 @@ def _call(function: Callable[[Any], object], argument: object) -> None:
 
 
 def _call_like(now: object, load: Callable[[Any], object], state: object) -> None:
-    """What was made in inference mode, such as an average for an evaluation, can be written to in that mode alone."""
+    """A tensor made in inference mode, such as an average for an evaluation, can be written to in that mode alone."""
     with torch.inference_mode() if _holds_inference(now) else nullcontext():
         load(state)
 

@@ -1,7 +1,7 @@
-"""What was loaded in this process, and into what: so that a save is known to go on from an older step.
+"""The loads of this process, and the states that they filled, so that a save is known to go on from an older step.
 
-A state is known again by what it is made of: its modules, its optimizers, its other objects, the memory of its tensors.
-Nothing of it is kept alive. Plain values tell nothing.
+A state is recognised by its parts: its modules, its optimizers, its other objects, the memory of its tensors. Nothing
+of it is kept alive. Plain values tell nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckptlib.state.visitor import is_stateful
 
 
 class Parts:
-    """What a state is made of. Holds it: not to be kept."""
+    """The parts of a state. Keeps them alive: not to be stored."""
 
     def __init__(self, state: object, *, ask: bool) -> None:
         """`ask`: calls each `state_dict()`, so that objects made for one save or load are known by their tensors.
@@ -50,7 +50,7 @@ def _tensors_of(part: object, ask: bool) -> list[torch.Tensor]:
 
 
 class Filled:
-    """What a load has filled, known again as long as it is there."""
+    """The parts that a load has filled, recognised as long as they live."""
 
     def __init__(self, parts: Parts, read_into: Iterable[torch.Tensor] = ()) -> None:
         """`read_into`: the memory that modules and other objects have as their own since."""

@@ -1,4 +1,4 @@
-"""Where loaded data goes: the tensors to be filled, and what is to be done once they are.
+"""Where loaded data goes: the tensors to be filled, and the calls to be made once they are.
 
 Modules and optimizers are filled in place; optimizer state is written tensor
 by tensor, so it goes into an optimizer that has not stepped yet and keeps the dtype it was saved with.
@@ -38,7 +38,7 @@ def targets(
     optional: str | Sequence[str] = (),
     tops: Sequence[str] = (),
 ) -> Targets:
-    """What is to be filled and done so that `state` becomes what was saved. Changes nothing yet.
+    """The targets by which `state` becomes the saved one. Changes nothing yet.
 
     `device`: where what has no memory is given some. `tops`: the names of the user's own entries.
     """

@@ -14,20 +14,20 @@ from ckptlib.reading.saved_names import SavedGroup
 from ckptlib.state.optimizers import group_path, hyper_parameters
 
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "min_momentum", "swa_lr"}
-"""What torch's schedulers put into a group; a load may come before there is one, or without."""
+"""Keys that torch's schedulers put into a group; a load may come before there is a scheduler, or without."""
 
 
 class GroupTarget(NamedTuple):
-    """What is known of a group before it is filled."""
+    """A group before it is filled."""
 
     alike: bool
     """Whether the optimizer is of the kind that was saved, for all that is known."""
     options: dict[str, object]
-    """What the group is going to have."""
+    """The group's future entries."""
 
 
 class GroupTargets:
-    """Adds groups to what is to be filled."""
+    """Adds parameter groups to a plan."""
 
     def __init__(self, plan: LoadPlan) -> None:
         self._plan = plan
@@ -97,7 +97,7 @@ class GroupTargets:
         return GroupTarget(alike, {**now, **saved})
 
     def _saved_hyper_parameters(self, path: str, group: SavedGroup) -> dict[str, Any]:
-        """Those that hold no tensors. Raises StateMismatch for what are none."""
+        """The saved groups, which hold no tensors. Raises StateMismatch for an entry that is no list of groups."""
         name = group_path(path, group.index)
         found = values.decode(self._saved.values_with(group.layout).get(name, {}), name)
         if not isinstance(found, dict):

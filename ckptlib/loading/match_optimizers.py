@@ -41,7 +41,7 @@ class Params:
 
 
 class OptimizerTargets:
-    """Adds optimizers to what is to be filled."""
+    """Adds optimizers to a plan."""
 
     def __init__(self, plan: LoadPlan, params: Params) -> None:
         self._plan = plan
@@ -95,7 +95,7 @@ class OptimizerTargets:
             self._plan.leave(f"{saved_path}/{name}")
 
     def _saved_name(self, name: str) -> str:
-        """What the checkpoint keeps the state of a parameter under."""
+        """The name under which the checkpoint keeps a parameter's state."""
         return self._saved.first_name(self._plan.named(name))
 
     def _check_tie(self, path: str, name: str, first: str, entries: Mapping[str, Mapping[str, str]]) -> None:
@@ -135,10 +135,10 @@ class OptimizerTargets:
         keys: Mapping[str, str],
         alike: bool,
     ) -> dict[str, str] | None:
-        """What an optimizer of torch's takes of a parameter's saved state; None where it could not step with that.
+        """The saved keys that an optimizer of torch's takes for a parameter; None where it could not step with them.
 
-        `keys`: each with its full name. `alike`: whether it is of the same kind; then what it does not know is the
-        user's, and is kept.
+        `keys`: each with its full name. `alike`: whether it is of the same kind; then unknown keys are the user's, and
+        are kept.
         """
         strange = [] if alike else kind.strange(keys)
         for key in strange:

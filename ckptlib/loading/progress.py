@@ -1,4 +1,4 @@
-"""What people see of long operations, a line that moves on a terminal; and how long each of their parts took."""
+"""Progress of long operations: a line that moves on a terminal; and the time of each phase."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SHOW_AFTER_S = 1.0
-"""What is done sooner needs no progress."""
+"""A shorter operation shows no progress."""
 
 REFRESH_S = 0.2
 
@@ -22,7 +22,7 @@ class Laps:
         self._last = time.perf_counter()
 
     def end(self, phase: str) -> None:
-        """What came since the last call was of this phase; several of one name count together."""
+        """The time since the last call belongs to this phase; phases of one name add up."""
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now

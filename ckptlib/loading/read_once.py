@@ -1,4 +1,4 @@
-"""Reading what every rank wants once per job: each rank reads its share, and collectives spread it.
+"""Tensors that every rank wants are read once per job: each rank reads its share, and broadcasts it.
 
 A plain tensor of a DDP job is wanted whole by all ranks; N ranks that read it N times make a store N times as slow.
 """
@@ -24,7 +24,7 @@ Near = Callable[[Want[torch.Tensor]], Collection[int] | None]
 
 
 class Bucket(NamedTuple):
-    """What one rank reads for all, and gives the others in one broadcast."""
+    """Tensors that one rank reads for all, and broadcasts at once."""
 
     owner: int
     """The rank that reads it."""
@@ -32,7 +32,7 @@ class Bucket(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Who reads what."""
+    """The rank that reads each tensor."""
 
     reads: list[Want[torch.Tensor]]
     """By this rank."""
@@ -41,7 +41,7 @@ class Shares(NamedTuple):
 
 
 def share_out(wants: Sequence[Want[torch.Tensor]], group: Group, near: Near) -> Shares:
-    """What this rank reads, and what is spread afterwards. Collective.
+    """The tensors that this rank reads, and the buckets that are broadcast afterwards. Collective.
 
     `near`: the ranks that are nearest to what is wanted, the same on all of them; None, or nobody: all alike.
     Where ranks do not want the same plain tensors, everybody reads its own.
@@ -67,7 +67,7 @@ def share_out(wants: Sequence[Want[torch.Tensor]], group: Group, near: Near) -> 
 
 @torch.inference_mode()  # else a target that was made in it could not be written to
 def spread(buckets: Iterable[Bucket], group: Group) -> None:
-    """Gives every rank what one of them read. Collective; after all ranks have read their share."""
+    """Broadcasts each bucket from the rank that read it. Collective; after all ranks have read their share."""
     for owner, wants in buckets:
         targets = [want.pieces[0][1] for want in wants]
         device = accelerator.device_of(targets[0])

@@ -47,7 +47,7 @@ class Landed(NamedTuple):
 
 
 class TensorLanding(requests.Landing):
-    """What is for the host is placed chunk by chunk; what is for a device, buffer by buffer."""
+    """Bytes for the host are placed chunk by chunk; bytes for a device, buffer by buffer."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._devices = Landing(tensors)
@@ -89,7 +89,7 @@ class TensorLanding(requests.Landing):
 
     @override
     def close(self) -> None:
-        """What goes to a device has arrived."""
+        """Copies to devices have arrived."""
         self._devices.close()
 
 
@@ -133,7 +133,7 @@ def _land(buffer: torch.Tensor, copies: list[Landed], device: torch.device) -> N
 
 
 def _cut_into(stretch: torch.Tensor, copy: ByteCopy) -> None:
-    """Of a stretch of a chunk, bytes where the target is, what is wanted."""
+    """The wanted part of a stretch of a chunk, whose bytes are on the target's device."""
     source = stretch.view(torch_dtype(copy.dtype)).view(copy.shape)[copy.inside]
     target = _tensor_of(copy)[copy.outside]
     if source.dtype == target.dtype and source.is_contiguous() and is_bytes(target):

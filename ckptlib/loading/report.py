@@ -1,4 +1,4 @@
-"""What a load did, for whoever asked for it."""
+"""The report of a load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptlib.format.keys import SaveId
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did."""
+    """The result of a load."""
 
     step: int
     """0 where nothing was there to be restored."""
@@ -33,7 +33,7 @@ class LoadReport:
     in_memory: bool = False
     """Whether it came from the memory of the job's hosts."""
     tier: str = "store"
-    """What it came from: "memory", "local" (local disks) or "store"."""
+    """"memory", "local" (local disks) or "store"."""
     committed: bool = True
     """Whether the store has it."""
     rounded: Mapping[str, float] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class LoadReport:
     (from peers), plan, read, spread (over ranks)."""
 
     initialized_from: str | None = None
-    """Of a fresh run: what `Checkpointer(init_from=)` filled the state from, for people."""
+    """Of a fresh run: the source from which `Checkpointer(init_from=)` filled the state."""
 
     @override
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Which names of a state a load was asked for, what the checkpoint calls them, and which of them either side may lack:
+"""Which names of a state a load was asked for, their names in the checkpoint, and which of them either side may lack:
 `only=`, `map=` and `optional=`.
 
 Pure: knows neither the state nor the checkpoint.
@@ -16,7 +16,7 @@ Only = str | Sequence[str] | None
 
 
 class Selection:
-    """What was asked for, and what of it no name of the state has met yet."""
+    """The selection, and those of its entries that no name of the state has met yet."""
 
     def __init__(self, only: Only, rename: Rename, optional: str | Sequence[str] = ()) -> None:
         self.patterns = None if only is None else [only] if isinstance(only, str) else list(only)
@@ -38,7 +38,7 @@ class Selection:
         return bool(met)
 
     def named(self, name: str) -> str:
-        """What the checkpoint calls it. In a dict the longest entry counts that is the name, or a path above it."""
+        """Its name in the checkpoint. In a dict the longest entry counts that is the name, or a path above it."""
         if self._function is not None:
             return self._function(name)
         head = name if self._rename else ""
@@ -52,12 +52,12 @@ class Selection:
         return name
 
     def idle(self) -> list[str]:
-        """What of `only` and `map` the state has nothing of, once all its names were asked about."""
+        """The entries of `only` and `map` that no name of the state has met, once all were asked about."""
         keys = {key for key in self._idle_keys if self.patterns is None or self._any_covers(key)}
         return sorted(self._idle_patterns | keys)
 
     def why_idle(self, asked: str) -> str | None:
-        """Of an entry that is idle: what it was probably meant for; None where nothing begins like it."""
+        """The name that an idle entry was probably meant for; None where nothing begins like it."""
         met = sorted(self._met)
         at = bisect_left(met, asked)
         if at == len(met) or not met[at].startswith(asked):
@@ -84,7 +84,7 @@ class Selection:
     def expects(self, saved_name: str) -> bool:
         """Whether a name of the checkpoint that nobody took should have been taken.
 
-        Of a part, what the state has of that name was told to come from elsewhere.
+        In a partial load, a name that the state fills from elsewhere is excused.
         """
         return self.patterns is None or (self._any_covers(saved_name) and self.named(saved_name) == saved_name)
 

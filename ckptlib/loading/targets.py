@@ -1,4 +1,4 @@
-"""What a load will do to a state: the tensors to be filled, what comes after, and all that does not fit."""
+"""The targets of a load: the tensors to be filled, the calls that come after, and all mismatches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptlib.reading.reader import Want
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a load will do to a state."""
+    """The targets of a load."""
 
     wants: tuple[Want[torch.Tensor], ...]
     missing: tuple[str, ...]
@@ -25,13 +25,13 @@ class Targets:
     """Names whose shape or dtype differ, with both."""
     foreign: Mapping[str, str]
     """Names of the checkpoint that an optimizer of this rank would not understand: unexpected, whatever other ranks
-    say. Each with what is to be told of it."""
+    say. Each with a message."""
     values: dict[str, object]
     """Plain values by path, as saved."""
     finish: tuple[Callable[[], None], ...]
     """To be called in order, when every want is filled."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """By name that is missing or unexpected: what is to be told of it in place of that."""
+    """By name that is missing or unexpected: the message that tells more than that."""
     optional: frozenset[str] = frozenset()
     """Names that either side may lack, since the user said so."""
     plain: frozenset[str] = frozenset()
@@ -66,7 +66,7 @@ class Targets:
         return [name for name in names if name in self.optional or name in self.plain]
 
     def _alone(self, unexpected: Sequence[str]) -> str:
-        """What to do where the state has a part of the step, and nothing else is the matter."""
+        """The advice where the state has a part of the step, and there is no other problem."""
         beside = not any(name == top or name.startswith(f"{top}/") for name in unexpected for top in self.tops)
         if not unexpected or not beside or not 0 < len(self.tops) <= MAX_TOPS:
             return ""
@@ -89,7 +89,7 @@ def _brief(tops: Sequence[str]) -> str:
 
 @contextmanager
 def outside_inference() -> Iterator[None]:
-    """Whatever the caller's mode: what is made in inference mode can never be updated outside of it, by no step."""
+    """Leaves inference mode: tensors that are made in it could never be updated outside of it."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             yield

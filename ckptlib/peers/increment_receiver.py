@@ -56,7 +56,7 @@ class StepReceiver:
         return Base.of(last) if last.documents["table"] == header.documents["table"] else None
 
     def accept(self, data: bytes, snapshot: Snapshot, lacking: Ranges) -> list[tuple[Span, ...]]:
-        """The states that come as increments. Raises FormatError for a request that names none."""
+        """The states that come as increments. Raises FormatError for a malformed plan."""
         where = f"plan of increments of rank {snapshot.header.rank}"
         try:
             rows = [[int(shard) for shard in row] for row in json.loads(data)]

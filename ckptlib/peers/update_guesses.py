@@ -17,7 +17,7 @@ Options = Mapping[str, object]
 
 
 class Guess(NamedTuple):
-    """A rule, and its learning rate."""
+    """A rule, and the scalars that it takes."""
 
     rule: UpdateRule
     by: Scalars

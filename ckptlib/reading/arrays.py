@@ -1,4 +1,4 @@
-"""A step read into numpy arrays, whose elements are bytes: what they mean is for others to say."""
+"""A step read into numpy arrays of bytes; the caller knows their dtypes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ Leaves = dict[str, Any]
 
 
 class Step(Protocol):
-    """What of an opened step its nesting follows from."""
+    """The parts of an opened step from which its nesting follows."""
 
     @property
     def step(self) -> int: ...

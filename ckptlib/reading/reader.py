@@ -1,7 +1,7 @@
 """From the parts and packs of a step into memory, whatever layout either side has.
 
-A part's rows are the truth of what lies where; layouts only tell which parts to open. Every chunk is read whole and
-checked against its digest before a byte of it is believed; every element of every target is filled, or it is an error.
+A part's rows say where each shard lies; layouts only tell which parts to open. Every chunk is read whole and checked
+against its digest before a byte of it is believed; every element of every target is filled, or it is an error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """What it fills of its tensor."""
+        """Its box in its tensor."""
         return self.share.part.table.boxes[self.shard]
 
     def whole(self) -> SavedShard:
@@ -51,12 +51,12 @@ class Place(NamedTuple):
 
 
 class Touching(NamedTuple):
-    """A saved box that holds something of what is wanted."""
+    """A saved box that meets the wanted one."""
 
     position: int
     """Among the saved boxes."""
     run: Run | None
-    """What they have in common, where that is one run."""
+    """Their intersection, where that is one run."""
 
 
 class Cover(NamedTuple):
@@ -64,7 +64,7 @@ class Cover(NamedTuple):
 
     touching: tuple[Touching, ...]
     hole: Box | None
-    """What none of them holds."""
+    """A region that none of them holds."""
 
 
 Reads = dict[tuple[int, int], ChunkRead]
@@ -101,7 +101,7 @@ class StepReader(ABC, Generic[T]):
 
     @abstractmethod
     def target(self, memory: T) -> Target:
-        """What fills this memory."""
+        """The shards that fill this memory."""
 
     @abstractmethod
     def landing(self, memory: Iterable[T]) -> Landing:
@@ -187,7 +187,7 @@ class StepReader(ABC, Generic[T]):
     def check_there(self, name: str, box: Box, itemsize: int) -> None:
         """Before memory is taken for a large box of a tensor: whether all of it is where parts say that it is.
 
-        Raises CorruptData for what no part has, and as a read does where a pack ends early.
+        Raises CorruptData where no part has a region, and as a read does where a pack ends early.
         """
         if box.numel * itemsize <= UNSEEN_BYTES:
             return
@@ -206,7 +206,7 @@ class StepReader(ABC, Generic[T]):
             self._source.read_into(pack, end - 1, memoryview(bytearray(1)))
 
     def ranks_for(self, want: Want[T]) -> frozenset[int]:
-        """Whose parts may hold what is wanted."""
+        """The ranks whose parts may hold the wanted box."""
         return self.ranks_holding(want.name, [box for box, _ in want.pieces])
 
     def ranks_holding(self, name: str, boxes: Iterable[Box]) -> frozenset[int]:
@@ -240,7 +240,7 @@ class StepReader(ABC, Generic[T]):
         return merge(reads.values(), self._source.limits)
 
     def _plan_want(self, want: Want[T], shares: Sequence[PartIndex], reads: Reads) -> None:
-        """Adds what fills a want. `shares`: those that may hold it."""
+        """Adds the reads that fill a want. `shares`: those that may hold it."""
         places = _places(want.name, shares)
         boxes = tuple([share.part.table.boxes[shard] for share, shard in places])
         if len(boxes) > 1 and _meetings(want.name, boxes):
@@ -261,7 +261,7 @@ class StepReader(ABC, Generic[T]):
         return [*map(self._share, sorted(ranks))]
 
     def _sources(self, name: str, places: Sequence[Place], wanted: Sequence[Box]) -> dict[Box, Place]:
-        """By box: the first shard that fills it. What is wanted of two shards that overlap must be equal in both."""
+        """By box: the first shard that fills it. Where two shards overlap, the wanted part must be equal in both."""
         boxes = tuple([place.box for place in places])
         for i, j, region in _meetings(name, boxes):
             for common in filter(None, map(region.intersect, wanted)):
@@ -284,7 +284,7 @@ class StepReader(ABC, Generic[T]):
             )
 
     def _run(self, request: Request, verify: Callable[[memoryview], str], landing: Landing) -> int:
-        """One request: its chunks are checked, then placed. What is damaged is read again where that may help."""
+        """One request: its chunks are checked, then placed. A damaged chunk is read again where that may help."""
         source = self._source
         check_there(source.read_into, request.pack, request.offset, request.nbytes)
         for last in (n + 1 >= source.limits.reads for n in itertools.count()):
@@ -306,7 +306,7 @@ def _places(name: str, shares: Iterable[PartIndex]) -> list[Place]:
 
 
 def _plan_alike(place: Place, box: Box, to: Target, reads: Reads) -> None:
-    """As `_plan_shard`, of a shard that fills just what is wanted. Not empty."""
+    """As `_plan_shard`, of a shard that is just the wanted box. Not empty."""
     share, shard = place
     table, numel = share.part.table, to.numel
     if to.is_row_major and table.num_chunks[shard] <= 1:
@@ -317,7 +317,7 @@ def _plan_alike(place: Place, box: Box, to: Target, reads: Reads) -> None:
 
 
 def _plan_shard(place: Place, run: Run | None, wanted: Box, to: Target, reads: Reads) -> None:
-    """Adds the chunks of a shard that hold something of `wanted`. `run`: what they have in common, if it is one."""
+    """Adds the chunks of a shard that meet `wanted`. `run`: their intersection, if it is one run."""
     share, shard = place
     table, skipped = share.part.table, share.skipped[shard]
     dtype = share.layout.tensors[table.tensors[shard]].dtype

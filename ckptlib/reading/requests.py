@@ -49,7 +49,7 @@ class ByteCopy(NamedTuple):  # there may be hundreds of thousands
     shape: tuple[int, ...]
     """Of the stretch, as it lies in the chunk."""
     inside: Index
-    """What of that is wanted."""
+    """The wanted part of it."""
     target: object
     """Memory of the kind that the read's `Landing` places."""
     outside: Index
@@ -82,7 +82,7 @@ class ChunkRead:
 
     @property
     def coding(self) -> Coding | None:
-        """What the pack has instead of the chunk's bytes."""
+        """The coding of the chunk in the pack; None: its own bytes."""
         return self.share.part.codings.get(self.chunk)
 
     @property
@@ -99,7 +99,7 @@ class ChunkRead:
 
 
 class Target(ABC):
-    """Memory to be filled with a box of a tensor: what a plan has to know of it. It is gone when all is planned."""
+    """Memory to be filled with a box of a tensor, as a plan sees it. It lives only while reads are planned."""
 
     __slots__ = ("address", "dtype", "is_row_major", "memory", "numel")
 
@@ -110,7 +110,7 @@ class Target(ABC):
         """Of the memory, when that is its value, and the host's."""
 
     def take(self, read: ChunkRead, skipped: int, at: int, numel: int, dtype: str) -> None:
-        """Its elements from `at` on, row-major, are what lies behind `skipped` bytes of a chunk."""
+        """Its elements from `at` on, row-major, come from a chunk, behind `skipped` bytes."""
         if self.address is not None and self.dtype == dtype:
             itemsize = dtypes.itemsize(dtype)
             read.moves.append(ByteMove(skipped, numel * itemsize, self.address + at * itemsize))
@@ -130,7 +130,7 @@ def _stretch(at: int, numel: int) -> tuple[tuple[int, ...], Index]:
 
 
 class Landing(ABC):
-    """Where chunks are before they are placed, and what places them: of one read, by many threads. In host memory."""
+    """Buffers for chunks, and their placing: of one read, by many threads. In host memory."""
 
     def buffer(self, nbytes: int, reads: Sequence[ChunkRead]) -> memoryview:
         """Where the bytes of these are put together before they are placed."""
@@ -144,7 +144,7 @@ class Landing(ABC):
 
     @abstractmethod
     def put(self, copy: ByteCopy, data: memoryview) -> None:
-        """Copies what is wanted of a stretch, whose bytes these are."""
+        """Copies the wanted part of a stretch, whose bytes these are."""
 
     def finish(self, buffer: memoryview) -> None:  # noqa: B027  (arrays are there when they were placed)
         """All chunks of a buffer were placed."""
@@ -167,7 +167,7 @@ class Request:
 
     @property
     def coded(self) -> bool:
-        """Whether what is read are frames; all of its chunks are stored so, or none."""
+        """Whether it reads frames; all of its chunks are stored so, or none."""
         return self.reads[0].coding is not None
 
     @property
@@ -200,7 +200,7 @@ class Request:
         return self.offset if self.direct else self.offset - self.offset % 64
 
     def buffer(self, landing: Landing) -> memoryview:
-        """What is to be read into: the memory of the targets, or a buffer of this thread's."""
+        """The memory to read into: the targets', or a buffer of this thread's."""
         if self.direct:
             return memoryview((ctypes.c_char * self.nbytes).from_address(self.base or 0)).cast("B")
         nbytes = self.offset + self.nbytes - self.start
@@ -228,8 +228,8 @@ class Request:
     ) -> None:
         """Checks what was read, chunk by chunk, then puts it where it is wanted. Raises CorruptData.
 
-        `fetch` brings what frames were made against; `verify` gives the digest of a chunk; `step` is for messages. What
-        goes to a device has arrived when `landing` is closed.
+        `fetch` reads the bases of frames; `verify` gives the digest of a chunk; `step` is for messages. Copies to a
+        device have arrived when `landing` is closed.
         """
         starts = [read.offset - self.start for read in self.reads]
         if self.coded:
@@ -304,7 +304,7 @@ _move.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]  # type: ig
 
 
 def move_out(read: ChunkRead, data: memoryview) -> None:
-    """Copies what goes into host memory as it is."""
+    """Copies the moves of a chunk into host memory."""
     base = ctypes.addressof(ctypes.c_char.from_buffer(data))
     for first, nbytes, address in read.moves:
         move = _move if nbytes < DIRECT_FROM_BYTES else ctypes.memmove

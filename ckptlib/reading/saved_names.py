@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by name, as the rank that loads it sees it."""
+"""The names in a checkpoint, as the rank that loads it sees them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ class SavedGroup:
 class SavedNames:
     """One step: its tensors, values, trees of objects and groups of optimizers.
 
-    A rank takes its own values. What it takes over from others, such as another stage of a pipeline, comes with the
-    values of the first rank that had it.
+    A rank takes its own values; those of names that it did not save itself come from the first rank that did.
     """
 
     def __init__(self, reader: StepReader[Any]) -> None:
@@ -38,7 +37,7 @@ class SavedNames:
         self.values: Mapping[str, Json] = own.values
         """This rank's own."""
         self.tensors: dict[str, TensorEntry] = {}
-        """By name or alias. What this rank's own layout says of a name counts, else what the first that has it says."""
+        """By name or alias. This rank's own layout counts, else the first that has the name."""
         self.objects: dict[str, Json] = {}
         self._aliases: dict[str, str] = {}
         self.groups: dict[str, dict[str, SavedGroup]] = {}

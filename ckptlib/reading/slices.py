@@ -1,4 +1,4 @@
-"""What of a tensor an index names: a box, and what is then done to the box's elements. Pure."""
+"""The meaning of an index: a box of the tensor, and an index into that box. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Cut(NamedTuple):
     box: Box
     """All that has to be read."""
     inside: Index
-    """Of the box: what was asked for."""
+    """The index into the box."""
 
 
 def cut(name: str, shape: Sequence[int], index: object) -> Cut:
     """Of whole numbers, slices with a step of at least 1, and "...".
 
-    Raises TypeError for what is none of these, ValueError for another step, IndexError outside of the tensor.
+    Raises TypeError for any other type, ValueError for another step, IndexError outside of the tensor.
     """
     given = list(index) if isinstance(index, tuple) else [index]
     dots = [i for i, item in enumerate(given) if item is Ellipsis]
@@ -44,7 +44,7 @@ def cut(name: str, shape: Sequence[int], index: object) -> Cut:
 
 
 def _of_dim(name: str, dim: int, item: object, size: int) -> tuple[int, int, int | slice]:
-    """First index and number of indices to be read, and what of these."""
+    """First index and number of indices to be read, and the index into these."""
     if isinstance(item, slice):
         start, stop, step = item.indices(size)
         if step < 1:

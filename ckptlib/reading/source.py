@@ -1,4 +1,4 @@
-"""Where a step is read from: what a reader asks of a store, of this host's memory or of a peer's."""
+"""Where a step is read from: the interface of a store, of this host's memory and of a peer's, for a reader."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from ckptlib.state.leaf import Leaf
 
 
 def estimate(leaves: list[Leaf], num_ranks: int) -> int:
-    """Bytes of this rank's snapshot: its tensors, and two fp32 moments for each parameter whose optimizer has none yet."""
+    """Bytes of this rank's snapshot: its tensors, and two fp32 moments for each parameter that has none yet."""
     nbytes = 0
     for leaf in leaves:
         if leaf.tied is not None:

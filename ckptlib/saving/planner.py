@@ -213,7 +213,7 @@ class Planner:
         return self._sources_of(rank, alike.order, leaves, overlap)
 
     def digests(self, leaves: list[Leaf], plan: Plan, overlap: Overlap) -> ReplicaDigests:
-        """Digests of shards that other ranks hold, too; the very same object as at the last save where nothing changed."""
+        """Digests of shards that other ranks hold, too; the very object of the last save where nothing changed."""
         late, known = _late(leaves, overlap), self._digests
         if (
             known is None

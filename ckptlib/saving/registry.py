@@ -1,4 +1,4 @@
-"""What a process keeps from call to call: a group for each process group, a session for each root that it saves to."""
+"""Kept by a process from call to call: a group for each process group, a session for each root that it saves to."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Registry:
         self.keepers: weakref.WeakSet[Keeper] = weakref.WeakSet()
         """The open ones."""
         self._left_alone: list[object] = []
-        """What is the parent's. Kept: to destroy it would close the parent's connections."""
+        """The parent's groups and sessions. Kept: destroying them would close the parent's connections."""
 
     @staticmethod
     def key(url: str, over: dist.ProcessGroup | None) -> Key:
@@ -97,11 +97,11 @@ class Registry:
         return session
 
     def note_load(self, url: str, over: dist.ProcessGroup | None) -> Loads:
-        """What was loaded from a root since the last save to it, to be added to."""
+        """The loads from a root since the last save to it; the caller adds to them."""
         return self.loads.setdefault(self.key(url, over), Loads())
 
     def take_loads(self, url: str, over: dist.ProcessGroup | None) -> Loads:
-        """What was loaded from a root since the last save to it; forgotten here."""
+        """The loads from a root since the last save to it; forgotten here."""
         return self.loads.pop(self.key(url, over), Loads())
 
     def close(self) -> None:
@@ -138,8 +138,8 @@ def gone_back_to(
 ) -> SaveId | None:
     """The earlier save from which this one goes on; None where it follows the last one. Collective.
 
-    That is the step that was loaded into what is saved now. Where nothing was, what a process loaded before its first
-    save, or before it saves an older step, is what it goes on from: it may have been copied since.
+    That is the step that was loaded into the state that is saved now. A state that was not loaded into goes on from the
+    process's last load before its first save, or before it saves an older step: the state may be a copy of that.
     """
 
     def found() -> tuple[str, SaveId | None]:

@@ -1,7 +1,7 @@
-"""What runs, for the record of a generation: the user's config, the command line and the git revision of the program.
+"""The record of a run in its generation: the user's config, the command line and the git revision of the program.
 
-Only what was asked for, of bounded size, without what looks like a secret: whoever can list a root reads it. Git is
-asked without hooks, prompts or locks, and not for long; where it has no answer, nothing is recorded of it.
+Only on request, of bounded size, and without values that look like secrets: anybody who can list a root can read it.
+Git is asked without hooks, prompts or locks, and not for long; where it has no answer, nothing is recorded of it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _NAMES = re.compile(
     re.IGNORECASE,
 )
 _VALUES = re.compile(r"[A-Za-z0-9_./+=-]{8,}")
-"""What may be a secret where the name says so; a `pad_token` of <pad> is none."""
+"""Values that are taken for secrets where the name says so; a `pad_token` of <pad> is none."""
 _KNOWN = re.compile(
     r"hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,}|://[^/@\s:]*:[^/@\s]+@"
 )
-"""What is one, whatever its name is."""
+"""Values that are secrets, whatever their name."""
 
 
 def encode_config(config: Mapping[str, object]) -> Json:
@@ -132,7 +132,7 @@ def revision(directory: Path) -> Json:
 
 
 def _git(directory: Path, deadline: float, *arguments: str) -> str | None:
-    """What it prints; None where it fails, is not there, or takes too long. It is not waited for then."""
+    """Its output; None where it fails, is not there, or takes too long. It is left running then."""
     quiet = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}

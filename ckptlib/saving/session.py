@@ -49,7 +49,7 @@ from ckptlib.stores import open_store
 from ckptlib.stores.probe import probe
 
 WHOLE_EVERY = 20
-"""Every so many saves, what several ranks hold is digested whole, also what an optimizer owns."""
+"""Every so many saves, all replicated tensors are digested whole, those of optimizers too."""
 
 
 class Session:
@@ -62,9 +62,9 @@ class Session:
         kind: Callable[[], str] = str,
         on_event: Callable[[Event], object] | None = None,
     ) -> None:
-        """Collective. Raises, on all ranks, what any of them finds wrong with the store, or what `kind` raises.
+        """Collective. Raises on all ranks where one finds something wrong with the store, or `kind` raises.
 
-        `kind`: names what this rank holds of the state; see `kind_of`. Asked for where there are peers. `on_event`: of
+        `kind`: describes the boxes that this rank holds; see `kind_of`. Asked for where there are peers. `on_event`: of
         this rank alone; see `listener`.
         """
         check_platform()
@@ -135,7 +135,7 @@ class Session:
     # What a save asks for, in this order; see `checkpoint.save_step`
 
     def next_save(self, step: int) -> SaveId:
-        """Raises ValueError where steps do not ascend, TypeError for what is no step."""
+        """Raises ValueError where steps do not ascend, TypeError for a value that is no step."""
         step = keys.checked_step(step)
         if step <= self.newest_step:
             raise ValueError(
@@ -155,7 +155,7 @@ class Session:
     ) -> tuple[Flat, dict[str, values.Json]]:
         """The state, flattened, with the random generators; and the metrics. The first save begins the generation.
 
-        What is flat already is saved as it is: it is no state of this process, whose generators mean nothing beside it.
+        A flat state is saved as it is: an importer made it, and the generators of this process have no part in it.
         """
         if self.outcomes.superseded is not None:
             raise self.outcomes.superseded
@@ -194,7 +194,7 @@ class Session:
     def local_replicas(
         self, save: SaveId, number: int, leaves: list[Leaf], plan: Plan, overlap: Overlap
     ) -> list[CopyJob]:
-        """What this rank copies itself of the replicas that it is to hold of other ranks' snapshots."""
+        """The shards of other ranks' replicas that this rank has, too, and copies itself."""
 
         def find(rank: int, table: Table) -> tuple[list[CopySource], tuple[int, ...]] | None:
             alike = self.planner.alike(rank, table, plan)
@@ -205,7 +205,7 @@ class Session:
         return self.snapshots.local_replicas(save, number, find)
 
     def read_shared(self, leaves: list[Leaf], plan: Plan, overlap: Overlap, number: int) -> Reading | None:
-        """Digests of what other ranks hold, too: to be voted upon after the snapshot."""
+        """Digests of replicated shards: ranks vote on them after the snapshot."""
         if self.group.size == 1:
             return None
         digests = self.planner.digests(leaves, plan, overlap)
@@ -224,9 +224,9 @@ class Session:
             self.writer.void(save, str(staging.error), drains)
 
     def close(self, timeout: timedelta, clean: bool) -> None:
-        """Lets go. `clean`: the writer finishes what it has and the slots go; else it finishes alone.
+        """Closes. `clean`: the writer finishes its saves, and the slots are removed; else it finishes alone.
 
-        A forked child has nothing to let go of: all of it is its parent's.
+        In a forked child it does nothing: everything belongs to the parent.
         """
         self.closed = True
         if not self.owner.here:

@@ -1,4 +1,4 @@
-"""What a job is opened with."""
+"""The settings of a job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REFRESH = timedelta(days=7)
 
 @dataclass(frozen=True)
 class Settings:
-    """What a session is opened with."""
+    """The settings of a session."""
 
     url: str
     options: Mapping[str, object] = field(default_factory=dict)
@@ -43,9 +43,9 @@ class Settings:
     arena: Path | None = None
     keep: Keep | None = None
     codec: CodecRules = field(default_factory=CodecRules)
-    """What the chunks of each tensor are stored as."""
+    """The codec of each tensor's chunks."""
     refresh: timedelta = REFRESH
-    """What has not changed for longer is written again."""
+    """A chunk that has not changed for longer is written again."""
     tags: Mapping[str, str] = field(default_factory=dict)
     config: Json = None
     """The user's, encoded; None: none is recorded."""

@@ -1,4 +1,4 @@
-"""What several ranks hold: boxes of tensors that one of them writes for all, and the proof that all hold the same.
+"""Replicated boxes of tensors, which one rank writes for all, and the proof that all hold the same.
 
 Either a DTensor says so, or the ranks' agreement on plain tensors, or boxes cut by hand overlap.
 """
@@ -32,7 +32,7 @@ class Shared:
     leaf: int
     piece: int
     region: Box
-    """In the tensor's global coordinates: the piece, or what of it overlaps with those of others."""
+    """In the tensor's global coordinates: the piece, or its overlap with those of others."""
 
     def tensor(self, leaves: Sequence[Leaf]) -> torch.Tensor:
         """This rank's, as a view of the region's shape; detached."""
@@ -67,7 +67,7 @@ def shared_of(leaves: Sequence[Leaf], agreement: Agreement, rank: int) -> tuple[
 def prove(leaves: Sequence[Leaf], shared: Sequence[Shared], group: Group) -> None:
     """Compares DTensors that several ranks hold, whole. Collective; one small sum where all are alike.
 
-    What else they share was compared when they agreed on it. Raises ReplicasDiffer that names what differs, on all.
+    Other replicas were compared when the ranks agreed on them. Raises ReplicasDiffer that names the tensors, on all.
     """
     if group.size == 1:
         return

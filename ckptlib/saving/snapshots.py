@@ -1,4 +1,4 @@
-"""This rank's snapshots in memory: what is under way, what it holds, and what all ranks are known to hold.
+"""This rank's snapshots in memory: those in flight, those it holds, and those that all ranks are known to hold.
 
 Which slot may be overwritten, and whether peers are connected anew, follows from what all ranks said of themselves.
 Main thread only.
@@ -89,7 +89,7 @@ class Snapshots:
         self.may_begin: Callable[[], bool] = lambda: True
         """Whether there is all that a snapshot needs beside a slot."""
         self.tell: Callable[[Event], None] = lambda event: None
-        """Is told of what happens to snapshots."""
+        """Called with each event of a snapshot."""
         self._torn: Begun | None = None
 
     # Snapshots
@@ -102,7 +102,7 @@ class Snapshots:
         return slot
 
     def local_replicas(self, save: SaveId, number: int, find: FindAlike) -> list[CopyJob]:
-        """What this rank can copy itself of the replicas that it is to hold; see `begin`."""
+        """The shards of replicas that this rank has itself, and copies; see `begin`."""
         return [] if self.replicator is None else self.replicator.local_replicas(self._round(save, number), find)
 
     def begin(
@@ -123,10 +123,10 @@ class Snapshots:
         return Round(self._root_id, save, number, self.held_by_all, self._settled_by_all, frozenset(self._voided))
 
     def released(self, save: str, durable: bool) -> None:
-        """The writer reads the slot of this save no more, if it did. `durable`: what was in it is in the store.
+        """The writer reads the slot of this save no more. `durable`: the store has the snapshot.
 
-        Nobody restores from such a slot but a job with peers: else the next snapshot may have it at once, and one that
-        is saved and waited for needs no second slot, whose pages would cost more than the save.
+        Only jobs with peers restore from such a slot; otherwise the next snapshot may reuse it immediately, so that a
+        loop that waits for each save needs no second slot, whose pages would cost more than the save.
         """
         slot = self._persisting.pop(save, None)
         if slot is not None and durable and self.placement is None:
@@ -164,8 +164,8 @@ class Snapshots:
     def make_room(self) -> None:
         """A snapshot was due, and some rank had no slot for it.
 
-        With peers three are enough for one at every step (held by all, under way, begun) until the writer keeps one:
-        whoever writes longer than from one snapshot to the next gets a fourth.
+        With peers three are enough for one at every step (held by all, in flight, begun) until the writer keeps one: a
+        rank whose writer takes longer than the time between snapshots gets a fourth.
         """
         if self.replicator is not None and self.persisting:
             self.arena.grow()
@@ -213,7 +213,7 @@ class Snapshots:
         return self.arena.needs_held(self._in_use()) if self.may_begin() else NEVER
 
     def note_all(self, oldest_newest: int, latest_since: int, settled: int) -> None:
-        """Takes note of what all ranks said of their own: minimum, maximum and minimum over them.
+        """Takes note of all ranks' words on their own snapshots: minimum, maximum and minimum over them.
 
         Steps between the newest held by all and the newest settled on all failed on some rank. They must not keep their
         slots, or no other snapshot could ever be taken.
@@ -233,7 +233,8 @@ class Snapshots:
             self.arena.forget(self.held_by_all, settled)
 
     def _reclaim(self) -> None:
-        """What the job before left in memory is needed no more; its writers may have it open for a while yet."""
+        """Removes the slots of the job before, which nobody needs any more; its writers may have some open for a while
+        yet."""
         if self._reclaim_at is None or time.monotonic() < self._reclaim_at:
             return
         self.arena.others.reclaim()
@@ -260,5 +261,5 @@ class Snapshots:
 
 
 def staged(staging: Staging) -> Staged:
-    """What is told of a snapshot that is ready."""
+    """The event of a snapshot that is ready."""
     return Staged(staging.step, staging.content.header.body_nbytes, staging.seconds, staging.fence_s)

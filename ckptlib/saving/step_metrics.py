@@ -13,7 +13,7 @@ class StepMetrics:
     """One per Checkpointer."""
 
     def __init__(self, best: Best | None, keep_last: int) -> None:
-        """`best`: what retention calls the best step, beside which it keeps the `keep_last` newest."""
+        """`best`: retention's rule for the best step, beside which it keeps the `keep_last` newest."""
         self._best = best
         self._left = keep_last + 1
         """Saves that may still come without the metric before the first of them is dropped."""
@@ -34,7 +34,7 @@ class StepMetrics:
         self._noted.clear()
 
     def lacking(self, step: int, metrics: Mapping[str, object] | None) -> str | None:
-        """Of a step that was saved: what to warn of, once, where none so far has had a number as the metric."""
+        """A warning, once, if no saved step so far, this one included, has had a number as the metric."""
         if self._best is None or self._left <= 0:
             return None
         name = self._best.metric

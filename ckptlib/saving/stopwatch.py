@@ -1,4 +1,5 @@
-"""What the training spends its time on, noted step by step where the writer finds it even if the trainer is killed.
+"""Measures where the training's time goes, step by step, and notes it where the writer finds it even if the trainer is
+killed.
 
 A step costs some microseconds: numbers into a page that the writer process has mapped. No torch, no store.
 """
@@ -57,7 +58,7 @@ class Stopwatch:
 
     @contextmanager
     def stalled(self) -> Iterator[None]:
-        """Around what training waits for."""
+        """Around waits of the training."""
         if not self._stalls:
             self._stall_began = self._now
         self._stalls += 1
@@ -80,7 +81,7 @@ class Stopwatch:
         self._write()
 
     def snapshot(self, step: int) -> dict[str, Json]:
-        """A snapshot is taken after `step` steps: what its manifest tells; nothing where no loop is seen."""
+        """The account for the manifest of a snapshot taken after `step` steps; None where no loop is seen."""
         if not self._trains:
             return {}
         self._num_saves += 1

@@ -1,4 +1,4 @@
-"""What somebody who watches a run wants to see of it, where nobody has set up logging."""
+"""Lines for a person who watches a run in which nobody has set up logging."""
 
 from __future__ import annotations
 

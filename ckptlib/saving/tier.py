@@ -1,4 +1,4 @@
-"""The trainer's part in the local tier: which saves are drained, and what all ranks have on their local disks.
+"""The trainer's part in the local tier: which saves are drained, and which steps all ranks have on their local disks.
 
 All of it is said and agreed upon in the beat, so all ranks drain the same steps. Main thread only.
 """
@@ -24,7 +24,7 @@ class TierState:
         self._writer = writer
         self._due = DueDrains(None if settings is None else settings.drain)
         self.own = HeldSteps()
-        """What is on this host's disk of this rank."""
+        """This rank's steps on its host's disk."""
         self._whole_by_all = NONE
         self._settled_by_all = NONE
         self._skipped = 0
@@ -47,7 +47,7 @@ class TierState:
         )
 
     def note_all(self, oldest_local: int, latest_since: int, settled: int) -> None:
-        """Takes note of what all ranks said of their disks: minimum, maximum and minimum.
+        """Takes note of all ranks' words on their disks: minimum, maximum and minimum.
 
         Steps between the newest whole one and the newest settled on all failed on some rank. They must not fill the
         disks of the others, or no save could succeed any more where they all share one.

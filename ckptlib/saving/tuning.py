@@ -1,4 +1,4 @@
-"""Intervals that follow from what saves cost: each rank says what it needs, and all go by the longest."""
+"""Intervals that follow from the cost of saves: each rank says which it needs, and all go by the longest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Kind:
-    """Saves to the store, or in memory: one rank's account of what they cost, and when all ranks make them."""
+    """Saves to the store, or in memory: one rank's account of their cost, and the interval that all ranks keep."""
 
     name: str
     """As in events: "store" or "memory"."""
@@ -60,7 +60,7 @@ class Tuning:
         self.profile = Profile([kind.account for kind in kinds if kind is not None and kind.account is not None])
 
     def say(self, word: Word) -> Word:
-        """This rank's word, with what it needs."""
+        """This rank's word, with the interval that it needs."""
         store, memory = self._kinds
         interval, widen = store.say()
         word = word._replace(interval=interval, widen=widen, at_work=int(self._is_writing))
@@ -78,7 +78,7 @@ class Tuning:
         return snapshots.persisting or drains or writer.finishes
 
     def agree(self, word: Word) -> None:
-        """What all ranks said."""
+        """Takes in the agreed word."""
         store, memory = self._kinds
         self._agree(store, word.step, word.interval, word.widen, word.at_work)
         if memory is not None:
@@ -110,7 +110,7 @@ class Tuning:
 
 
 def kinds_of(snapshots: Snapshots, due: DueSaves, store: Policy, memory: Policy | None) -> Kinds:
-    """What is saved, and what each kind may cost; memory: None without peers."""
+    """The kinds of saves, each with its budget; memory: None without peers."""
     account = _account(store, snapshots=memory is not None)
     to_store = Kind("store", "save", due.store, account, lambda: snapshots.persisting_saves)
     if memory is None or due.memory is None:

@@ -1,4 +1,4 @@
-"""From step to step: what this rank says for the next one, and what all ranks have agreed upon for this one."""
+"""From step to step: this rank's word for the next one, and all ranks' agreed word for this one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Turns:
         self._stop = StopSignal()
         self._preemption = None if preempted is None else Preemption(preempted)
         self._poll = Poll((), [])
-        """What was voted with the last word."""
+        """The votes that went with the last word."""
         self._tuning = Tuning(session, kinds_of(session.snapshots, self.due, store, memory))
 
     @property
@@ -71,7 +71,7 @@ class Turns:
         return self._stop.wanted or (self._preemption is not None and self._preemption.wanted)
 
     def agreed(self, step: int) -> Word:
-        """What all ranks said for `step`. Raises AgreementFailed where they are not at the same one."""
+        """The agreed word for `step`. Raises AgreementFailed where ranks are at different ones."""
         self._stop.note_step()
         with self._tuning.profile.waiting():
             word = self._beat.agreed(step)
@@ -89,7 +89,7 @@ class Turns:
         return metrics if interval is None else {**(metrics or {}), INTERVAL: interval}
 
     def check(self, word: Word) -> None:
-        """Raises, on all ranks, what they agreed must end the training."""
+        """Raises, on all ranks, where they agreed that the training must end."""
         if word.stop:
             self._stop.heed()
         if word.superseded:
@@ -110,7 +110,7 @@ class Turns:
             log.warning("no save for two intervals, and one is due: %s; training goes on", session.outcomes.waits_for())
 
     def close(self) -> None:
-        """Nothing more is said; what was said last is not asked for."""
+        """Sends no further word, and drops the last one."""
         if not self._session.owner.here:
             return
         self._stop.remove()

@@ -1,4 +1,4 @@
-"""What all ranks find of snapshots that they did not compare before: alike, and kept; or not, and given up by all."""
+"""Verdicts on snapshots that ranks did not compare before: alike, and kept; or not, and given up by all."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Verdicts:
         """Given up, and nobody has taken note of it yet."""
 
     def compared(self, number: int) -> None:
-        """All ranks compared what they hold before the save of this number."""
+        """All ranks compared their replicas before the save of this number."""
         self._compared = number
 
     def vote(self, save: SaveId, number: int, to_store: bool, staging: Staging | None, reading: Reading | None) -> None:
@@ -45,11 +45,11 @@ class Verdicts:
         self._ballots.begin(Ballot(save.step, number, to_store, staging, reading))
 
     def poll(self) -> Poll:
-        """What this rank says of the snapshots that are voted upon."""
+        """This rank's votes."""
         return self._ballots.poll()
 
     def conclude(self, poll: Poll, sums: Sequence[int]) -> None:
-        """Acts upon what all ranks found. `sums`: of their votes in this poll."""
+        """Acts upon the verdicts. `sums`: of their votes in this poll."""
         for verdict in self._ballots.conclude(poll, sums):
             ballot = verdict.ballot
             if verdict.alike and ballot.reading is not None:

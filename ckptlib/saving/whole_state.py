@@ -1,4 +1,4 @@
-"""What is saved under which names: the user's state, and beside it what ckptlib adds of its own."""
+"""The names under which everything is saved: the user's state, and ckptlib's own entries beside it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class SlotFile:
 
 
 def find(directories: Iterable[Path]) -> Iterator[SlotFile]:
-    """What is a slot of this user."""
+    """The slots of this user."""
     directories = list(directories)
     late = {writer_lock.generation_of(path) for path in _locks(directories) if writer_lock.is_awaited(path)}
     for directory in directories:

@@ -18,7 +18,7 @@ from ckptlib.pages import PAGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """What a slot says of itself."""
+    """The fields of a slot's header."""
 
     root_id: str
     save: SaveId
@@ -33,7 +33,7 @@ class SlotHeader:
     documents: Mapping[str, tuple[int, int, str]]
     """By name: offset in the file, bytes, digest."""
     check: Check | None = None
-    """What its rank says of what others hold, too. None while it is written, and in older slots."""
+    """Its rank's check of replicated shards. None while it is written, and in older slots."""
 
     @property
     def ready(self) -> bool:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReplicaMap:
-    """Who holds what. Equal on all ranks that know the same domains."""
+    """Which rank keeps replicas of which others. Equal on all ranks that know the same domains."""
 
     domains: tuple[str, ...]
-    """Per rank: what is lost together with it, such as its host."""
+    """Per rank: its failure domain, such as its host."""
     holders: tuple[tuple[int, ...], ...]
     """Per rank: the ranks that keep a replica of its snapshots; each in a domain of its own, none in the rank's."""
     kinds: tuple[int, ...]

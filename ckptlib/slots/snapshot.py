@@ -1,4 +1,4 @@
-"""Snapshots: what a ready slot holds, decoded, and the check that its bytes are those that were sealed. No torch."""
+"""Snapshots: the decoded documents of a ready slot, and the check that its bytes are the sealed ones. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptlib.slots.readable import ReadableSlot
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a ready slot says it holds."""
+    """The documents of a ready slot, decoded."""
 
     header: SlotHeader
     table: Table
@@ -37,7 +37,7 @@ class Snapshot:
 
 
 class SnapshotReader:
-    """Reads snapshots. Keeps what is the same from one save of a rank to its next. Owned by one thread."""
+    """Reads snapshots. Keeps documents that are the same from one save of a rank to its next. Owned by one thread."""
 
     def __init__(self) -> None:
         self._tables: dict[int, tuple[str, Table, Layout]] = {}

@@ -48,12 +48,12 @@ class Arena:
         self._num_slots = num_slots
         self._slots: list[Slot] = []
         self._steps: dict[Path, int] = {}
-        """What is in the slots that hold something to be kept."""
+        """The snapshots in slots that must be kept."""
         self._warming: threading.Thread | None = None
         self._growing: threading.Thread | None = None
         self._pinning = Pinning(pin)
         self.on_made: Callable[[Path], None] = lambda path: None
-        """Told of each slot when it is made, from any thread: who has it open unlinks it, should this process die."""
+        """Called with each new slot, from any thread: a process that has it open unlinks it, should this one die."""
         self.on_gone: Callable[[Path], None] = lambda path: None
         """Told of each that is unlinked before the end, so that nobody keeps its memory."""
 

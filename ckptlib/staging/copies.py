@@ -1,8 +1,8 @@
-"""What a snapshot copies: shards of the state and their places in a slot, sorted by the way that each of them goes.
+"""The copies of a snapshot: shards of the state and their places in a slot, sorted by the way that each of them goes.
 
 From the host's memory by address. From a device to the host; or, where memory of the device is to spare, to a copy that
-lies there as it will lie in the slot, which nobody writes to, and from there to the host in few large runs. What is
-small always goes that way.
+lies there as it will lie in the slot, which nobody writes to, and from there to the host in few large runs. Small
+tensors always go that way.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Pairs:
         self.strided = [pair for pair in pairs if pair.device is None and not pair.movable]
         self.devices = list(dict.fromkeys(pair.device for pair in pairs if pair.device is not None))
         self.works: dict[tuple[torch.device, int], DeviceWork] = {}
-        """By device, and the address of its memory that they go by; 0: none but for what is small."""
+        """By device, and the address of the copy in its memory; 0: only small tensors have one."""
 
     def move_now(self) -> None:
         """All that is in host memory and is not copied behind the fence."""

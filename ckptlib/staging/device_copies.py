@@ -1,7 +1,7 @@
 """The copies of a snapshot from one device, on streams of their own beside the training's.
 
-What must be copied at once holds up the training's stream; the rest is behind an event that the fence makes whoever
-writes wait for. Where memory of the device is to spare, that event comes when the copy there is whole, and the host's
+Copies that must be made at once hold up the training's stream; the others are behind an event for which the fence makes
+writers wait. Where memory of the device is to spare, that event comes when the copy there is whole, and the host's
 follows from it on another stream, so that no fence ever waits for the link. The host waits for neither, as long as its
 memory is registered with the driver; else it goes by way of a ring, which the staging thread drives.
 """
@@ -27,7 +27,7 @@ class Lane:
 
     copy: torch.Stream
     link: torch.Stream
-    """What is copied from memory of the device to the host."""
+    """The tensors that are copied from the device to the host."""
     now: Ring
     """Of the training's thread."""
     later: Ring
@@ -97,7 +97,8 @@ class DeviceCopies:
                     work.samples.look_after()
 
     def finish(self) -> list[str]:
-        """Waits until all is on the host; returns the names of what was written to meanwhile. On the staging thread."""
+        """Waits until all is on the host; returns the names of tensors that were written to meanwhile. On the staging
+        thread."""
         cuda.relax_capture()
         lane = self._lane
         try:
@@ -123,7 +124,7 @@ def _enqueue(across: Across) -> None:
 
 
 class Devices:
-    """What a rank's snapshots need of its devices, from the first of them to the last; main thread."""
+    """Streams, events and memory that a rank's snapshots share, from the first to the last; main thread."""
 
     def __init__(self, wants_spare: bool) -> None:
         """`wants_spare`: whether devices keep a copy in memory of their own, where it fits."""
@@ -177,7 +178,7 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What of one slot comes from devices."""
+    """The copies from devices into one slot."""
 
     rank: int
     body: Body

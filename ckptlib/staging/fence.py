@@ -1,8 +1,8 @@
 """The fence: an optimizer that is about to write waits for the copy that still reads.
 
 It is a step pre-hook on every optimizer of the state, so no training script has to remember it. The hook also tells
-which optimizers really run through it: a wrapper with a kernel of its own fires no hook, and what it owns is then
-copied before `after_step` returns. So it is for what a CUDA graph replays, since a replay calls no Python.
+which optimizers really run through it: a wrapper with a kernel of its own fires no hook, and its tensors are then
+copied before `after_step` returns. So are tensors that a CUDA graph writes, since a replay calls no Python.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Fence:
     def wait(self) -> None:
         """Returns when no copy reads its sources any more; on devices, the current stream is made to wait instead.
 
-        Each thread waits for itself, on its own stream: what one of them has waited for is not done for another. In a
-        forked process no copy reads anything: it has memory of its own.
+        Each thread waits for itself, on its own stream: the wait of one does not serve another. In a forked process no
+        copy reads anything: it has memory of its own.
         """
         pending = self._under_way()
         if pending:
@@ -119,7 +119,7 @@ class Fence:
         return id(optimizer) in self._fired and id(optimizer) not in self._captured
 
     def forget(self) -> None:
-        """Begins a new interval: what fired before it says nothing about the next."""
+        """Begins a new interval: hooks that fired in the last one do not count."""
         self._fired.clear()
 
     def remove(self) -> None:
@@ -134,6 +134,6 @@ DRAIN_TIMEOUT_S = 600.0
 
 
 def _is_captured(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether what the optimizer is about to do is recorded, not done."""
+    """Whether the optimizer's step is recorded into a graph, not executed."""
     devices = (accelerator.device_of(p) for group in optimizer.param_groups for p in group["params"][:1])
     return any(accelerator.capturing(device) for device in devices if device is not None)

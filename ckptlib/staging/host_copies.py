@@ -38,7 +38,7 @@ class HostCopies:
             pair.move()
 
     def written(self) -> list[str]:
-        """The names of what was written to meanwhile: slot and source do not both still show the sample."""
+        """The names of tensors that were written to meanwhile: slot and source do not both still show the sample."""
         found = []
         for pair, (offset, data) in zip(self._pairs, self._samples, strict=True):
             window = slice(offset, offset + SAMPLE_BYTES)

@@ -1,8 +1,8 @@
-"""What is known of the shards that go to each slot, from one snapshot to the next.
+"""Facts about the shards that go to each slot, kept from one snapshot to the next.
 
-A snapshot in a slot that was used before looks nothing up again for what is still the same. But nothing is kept for
-the sake of that alone: not what was made for one snapshot (the copies that a `state_dict()` gives), nor the memory that
-a parameter had before it was given other. Each slot would keep a copy of it, in the device's memory.
+A snapshot in a slot that was used before looks nothing up again for tensors that are still the same. But they keep no
+memory alive: neither copies that a `state_dict()` made for one snapshot, nor the memory that a parameter had before.
+Each slot would keep a copy of it, in the device's memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class KnownPairs:
     def __init__(self) -> None:
         self._known: dict[_Destination, _Known] = {}
         self._sources: dict[int, list[CopySource]] = {}
-        """By rank: what is kept of those of its last snapshot."""
+        """By rank: the facts kept since its last snapshot."""
 
     def pairs_of(self, rank: int, slot: Slot, sources: Sequence[CopySource], offsets: tuple[int, ...]) -> list[Pairs]:
         """The shards of a rank and their places in a slot. `offsets`: the very same ones as long as the layout is."""
@@ -80,7 +80,7 @@ class KnownPairs:
         return known.made
 
     def _forget(self, rank: int, sources: list[CopySource]) -> None:
-        """In all slots of a rank: what has another source now."""
+        """In all slots of a rank: shards that have another source now."""
         before = self._sources.get(rank, [])
         self._sources[rank] = sources
         if len(before) != len(sources):

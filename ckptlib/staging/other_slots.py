@@ -27,12 +27,12 @@ OPEN: set[Path] = set()
 
 
 def root_prefix(root_id: str) -> str:
-    """What the names of all slots of a root begin with."""
+    """The common beginning of the names of all slots of a root."""
     return f"ckptlib-{root_id[:16]}-"
 
 
 def prefix_of(root_id: str, generation: GenerationId) -> str:
-    """What the names of all slots of a generation begin with, and those of its writers' locks."""
+    """The common beginning of the names of all slots of a generation, and of its writers' locks."""
     return f"{root_prefix(root_id)}{generation}"
 
 
@@ -67,10 +67,11 @@ class OtherSlots:
         self._root_prefix = root_prefix(root_id)
         self._own_prefix = prefix_of(root_id, generation)
         self._left_alone: set[Path] = set()
-        """What was told of already."""
+        """Slots that were logged already."""
 
     def under_way(self, after: SaveId | None = None) -> list[Path]:
-        """What left writers on this host have yet to finish with: slots, and locks of those with orders to read.
+        """Slots that writers of earlier jobs on this host have yet to finish with, and locks of writers with orders to
+        read.
 
         `after`: slots alone, and only those whose snapshot is newer than this one.
         """
@@ -94,7 +95,7 @@ class OtherSlots:
     def reclaim(self, but: SaveId | None = None) -> list[Path]:
         """Unlinks those of earlier generations that no live process on this host has open, or may open yet.
 
-        `but`: those that hold this snapshot stay. What a later generation keeps for its successor is not ours to take.
+        `but`: those that hold this snapshot stay. Slots that a later generation keeps for its successor stay.
         """
         spared = {*map(generation_of, self._unread())}
         for path in self._locks():
@@ -128,10 +129,10 @@ class OtherSlots:
 
     @contextmanager
     def opened(self) -> Iterator[list[Slot]]:
-        """All of them, open for a moment. What is not this user's is left alone.
+        """All of them, open for a moment. Files of other users are left alone.
 
-        Who only looks does not count as having them open: ranks of one host that look at the same time would each take
-        the other for an owner, and none would reclaim anything.
+        A look does not count as having them open: ranks of one host that look at the same time would each take the
+        other for an owner, and none would reclaim anything.
         """
         slots = []
         for directory in self.directories:

@@ -59,7 +59,7 @@ def _refuse(module: nn.Module, path: str) -> None:
 
 
 def _refuse_copies(module: nn.Module, state: Mapping[str, object], path: str) -> None:
-    """What a hook of `state_dict()` has made is not the module's own, so nothing loaded into it would arrive."""
+    """Refuses a tensor that a hook of `state_dict()` made: not the module's own, so a load into it would be lost."""
     tensors = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
     own = {id(tensor) for tensor in tensors}
     others = {k: v for k, v in state.items() if id(v) not in own and not is_extra_state(k)}

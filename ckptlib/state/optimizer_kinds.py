@@ -1,6 +1,7 @@
-"""Kinds of optimizers: what each of torch's keeps for a parameter, so that what it would not understand is told before.
+"""Kinds of optimizers: the state that each of torch's keeps for a parameter, so that a load refuses state which it
+would not understand.
 
-Of other classes nothing is known: what they keep may change from step to step, and only they know what for.
+Of other classes nothing is known: their state may change from step to step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "SGD": (),
     "SparseAdam": ("step", "exp_avg", "exp_avg_sq"),
 }
-"""What `step()` reads of a parameter that has any state; it fails where one of them is not there."""
+"""Keys that `step()` reads of a parameter that has any state; it fails where one is not there."""
 
 _OF_LBFGS = (
     "func_evals",
@@ -50,25 +51,25 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "Muon": ("momentum_buffer",),
     "SGD": ("momentum_buffer",),
 }
-"""What it reads where it is there."""
+"""Keys that it reads where they are there."""
 
 _SWITCHED: dict[str, dict[str, str]] = {
     "Adam": {"amsgrad": "max_exp_avg_sq"},
     "AdamW": {"amsgrad": "max_exp_avg_sq"},
     "RMSprop": {"momentum": "momentum_buffer", "centered": "grad_avg"},
 }
-"""What it reads where a hyper-parameter is neither 0 nor False."""
+"""Keys that it reads where a hyper-parameter is neither 0 nor False."""
 
 _AT_ONCE = {"Adagrad"}
 """Those that make their state when they are made, and never again."""
 
 _OWN_SHAPE = {"step", "eta", "mu", "mu_product"}
-"""What has not the shape of its parameter."""
+"""Keys whose tensors do not have the shape of the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What one of torch's optimizers keeps for one parameter."""
+    """The state that one of torch's optimizers keeps for one parameter."""
 
     needed: frozenset[str]
     known: frozenset[str]
@@ -79,11 +80,11 @@ class Kind:
     """Whether it needs them before its first step."""
 
     def lacks(self, keys: Collection[str], stateful: bool) -> list[str]:
-        """What `step()` would look for in vain. `stateful`: whether the parameter has state now."""
+        """Keys that `step()` would look for in vain. `stateful`: whether the parameter has state now."""
         return sorted(self.needed.difference(keys)) if keys or (stateful and self.at_once) else []
 
     def strange(self, keys: Iterable[str]) -> list[str]:
-        """What it would never read."""
+        """Keys that it would never read."""
         return sorted({*keys} - self.known)
 
 

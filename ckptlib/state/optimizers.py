@@ -71,7 +71,7 @@ def names_of_params(optimizer: torch.optim.Optimizer, param_names: Mapping[int, 
 
 
 _told: WeakKeyDictionary[torch.optim.Optimizer, set[str]] = WeakKeyDictionary()
-"""What each optimizer was looked at for."""
+"""The findings on each optimizer."""
 
 
 def warn_of_positions(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], path: str, done: str) -> None:
@@ -93,12 +93,12 @@ def warn_of_positions(optimizer: torch.optim.Optimizer, names: Sequence[Sequence
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """What a parameter group holds beside its parameters."""
+    """A parameter group's entries beside its parameters."""
     return ((key, value) for key, value in group.items() if key not in ("params", "param_names"))
 
 
 def cut_like(param: Sharded | None, value: torch.Tensor) -> torch.Tensor | Sharded:
-    """Optimizer state of a parameter that was cut by hand: what has its shape was cut like it."""
+    """Optimizer state of a parameter that was cut by hand: tensors of its shape were cut like it."""
     if param is None or value.shape != param.tensor.shape:
         return value
     return Sharded(value, param.offset, param.shape)

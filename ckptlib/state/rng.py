@@ -43,7 +43,7 @@ class RngState:
         self._given: dict[str, torch.Tensor] = {}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The tensors are the same at every call, and show the newest state: what lies where need not be asked anew."""
+        """The tensors are the same at every call, and show the newest state, so a plan stays valid."""
         state = capture()
         for name, new in state.items():
             given = self._given.get(name)
@@ -85,8 +85,8 @@ class LoadedRng:
     def restore(self) -> None:
         """Puts the generators back; each time to the same state.
 
-        Raises StateMismatch for what this process cannot take. That is no damage: it is what was saved, and an older
-        step would be no better.
+        Raises StateMismatch for a state that this process cannot take. That is no damage: an older step would be no
+        better.
         """
         try:
             if self._state is not None:

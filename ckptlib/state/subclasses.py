@@ -1,8 +1,8 @@
-"""Tensor subclasses that tell what they are made of, by torch's protocol `__tensor_flatten__`.
+"""Tensor subclasses that name their inner tensors, by torch's protocol `__tensor_flatten__`.
 
 Their inner tensors are saved as tensors of their own; what the class adds, its kind, is saved to be compared, and never
 to make anything of: a load fills the inner tensors of an instance that is there. Classes of torch itself are not taken:
-those that follow the protocol stand for something that is not there yet, or for several tensors.
+those that follow the protocol stand for a value that is not there yet, or for several tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckptlib.state.leaf import PLAIN, dtype_name, join, mesh_of, placements_of, 
 MAX_NESTED = 8
 """Subclasses within subclasses."""
 _MAX_CONTEXT = 32
-"""Levels of what a class says of itself."""
+"""Levels of a class's own context."""
 
 
 @dataclass(frozen=True, slots=True)

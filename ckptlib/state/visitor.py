@@ -19,7 +19,7 @@ from ckptlib.state.leaf import PerRank, Sharded, join
 from ckptlib.state.optimizers import refuse_optimizer
 
 Given = TypeVar("Given")
-"""What a walk hands down, from what holds an entry to the entry."""
+"""The context that a walk hands down from a container to its entries."""
 
 
 class Visitor(ABC, Generic[Given]):
@@ -72,11 +72,11 @@ class Visitor(ABC, Generic[Given]):
 
     @abstractmethod
     def below_per_rank(self, given: Given) -> Given:
-        """What is handed down through a PerRank."""
+        """The context inside a PerRank."""
 
     @abstractmethod
     def below(self, container: object, given: Given) -> Callable[[object], Given]:
-        """What is handed down to each entry of a mapping, list or tuple, by its key or index."""
+        """The context of an entry of a mapping, list or tuple, by its key or index."""
 
     @abstractmethod
     def add_any_tensor(self, tensor: torch.Tensor | Sharded, path: str, given: Given) -> None:
@@ -107,7 +107,7 @@ def is_stateful(node: object) -> bool:
 
 
 def check_depth(node: object, path: str) -> None:
-    """Raises UnsupportedState for what is nested without an end."""
+    """Raises UnsupportedState for a state that is nested without an end."""
     if isinstance(node, (Mapping, list, tuple)) and path.count("/") > MAX_DEPTH:
         raise too_deep(path)
 
