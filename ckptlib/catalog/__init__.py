@@ -1,4 +1,4 @@
-"""What is in a root: committed steps, generations, their history, and what may go. No torch."""
+"""The content of a root: committed steps, generations, their history, and retention. No torch."""
 
 from ckptlib.catalog.catalog import Catalog, CheckpointInfo
 

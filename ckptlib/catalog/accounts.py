@@ -1,4 +1,4 @@
-"""The accounts of a root: what each start of its job spent its time on, in few objects beside the generations.
+"""The accounts of a root: where the time of each start of its job went, in few objects beside the generations.
 
 The writer of a start's first rank puts its account when the trainer is gone. Where host and writer went with it, the
 newest manifest of that start tells how far it had come, and the next start puts that. When there are too many objects,
@@ -25,12 +25,12 @@ MAX_OBJECTS = 64
 """More are put into one."""
 
 MAX_ACCOUNT_BYTES = 64 * 2**20
-"""Of an object that is read: what is larger was not written by ckptlib."""
+"""Of an object that is read: ckptlib writes none that is larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """What was found of a root's starts."""
+    """The accounts found in a root."""
 
     told: Mapping[GenerationId, Account]
     untold: Sequence[GenerationId]
@@ -40,7 +40,7 @@ class Accounts:
 
 
 def put_account(catalog: Catalog, generation: GenerationId, account: Account) -> None:
-    """And one for all, where there are too many objects. Raises what the store raises."""
+    """And one for all, where there are too many objects. Raises the store's errors."""
     _put(catalog, generation, {generation: account})
     found = _keys(catalog)
     if len(found) > MAX_OBJECTS:
@@ -59,7 +59,7 @@ def keep_account_of(catalog: Catalog, save: SaveId) -> None:
 
 
 def read_accounts(catalog: Catalog) -> Accounts:
-    """Of all starts. What cannot be read is told, and hides nothing else. Raises what the store raises."""
+    """Of all starts. An account that cannot be read is reported, and hides no other. Raises the store's errors."""
     saves, ids = catalog.saves(), catalog.generation_ids()
     told, problems = _read(catalog, _keys(catalog))
     newest = {save.generation: save for save in saves}  # ascending by step

@@ -1,7 +1,7 @@
 """What a root holds: its steps, the generations that saved them, and the documents of both.
 
-It lists and reads, and puts what is put once. Which steps are on the history of the job is for `history` to say; how a
-step comes to exist, for `commit`. No torch.
+It lists, reads, and puts documents that are put once. Which steps are on the history of the job is for `history` to
+say; how a step comes to exist, for `commit`. No torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class CheckpointInfo:
     generation: int
     world_size: int
     nbytes: int
-    """Of all packs that were put for it; what has not changed since an earlier step lies in the packs of that one."""
+    """Of all packs that were put for it; chunks that have not changed since an earlier step lie in the packs of that
+    one."""
     nbytes_state: int
     """Of all tensors."""
     created: float
@@ -60,7 +61,7 @@ class CheckpointInfo:
 
 
 class Steps(NamedTuple):
-    """What one listing of the steps tells."""
+    """The result of one listing of the steps."""
 
     saves: list[SaveId]
     """Every committed one, by step."""
@@ -71,8 +72,8 @@ class Steps(NamedTuple):
 
 
 class Stand(NamedTuple):
-    """What of a manifest matters to others: on which packs its step stands, besides its own, and on which layouts;
-    and what tells whether it stays."""
+    """The fields of a manifest that matter to other steps: the packs of others and the layouts that its step uses; and
+    the facts by which retention decides."""
 
     created: float
     uses: Mapping[PackSet, float]
@@ -119,7 +120,7 @@ class Catalog:
         return self.steps().saves
 
     def steps(self, since: SaveId | None = None) -> Steps:
-        """What is told by the names below `steps/`: of all, or of this save and those that come after it."""
+        """The result of listing `steps/`: of all, or of this save and later ones."""
         entries = self.store.scan(keys.STEPS, "" if since is None else f"{keys.STEPS}{since}")
         names = [entry.key for entry in entries]
         saves = sorted(filter(None, map(keys.parse_manifest_key, names)))
@@ -173,8 +174,8 @@ class Catalog:
     def check_versions(self) -> None:
         """Raises NewerFormat where a newer ckptlib has written the root's document or the record of a generation.
 
-        What this one would take for the newest step may then be one that the job left behind, and what it would delete
-        may be needed. Other damage of these documents is told where they are needed.
+        This version could take an abandoned step for the newest, and delete packs that are needed. Other damage of
+        these documents is told where they are needed.
         """
         self._check_versions(self.generation_ids())
 
@@ -247,7 +248,7 @@ class Catalog:
         return found
 
     def best_rule(self, ids: Sequence[GenerationId] | None = None) -> Best | None:
-        """What the newest job that says it calls the best step. `ids`: the generations, where listed before."""
+        """The rule for the best step, of the newest job that has one. `ids`: the generations, where listed before."""
         ids = self.generation_ids() if ids is None else ids
         self._warm_generations(ids)
         for generation in reversed(ids):
@@ -286,7 +287,7 @@ class Catalog:
         return self._stands[save]
 
     def warm_stands(self, saves: Iterable[SaveId]) -> None:
-        """Reads at once what will be asked for of these; after a start, of all steps."""
+        """Reads the documents of these ahead, many at once; after a start, those of all steps."""
         warm(self.stand, [save for save in saves if save not in self._stands])
 
     def trash_record(self, save: SaveId) -> TrashRecord:
@@ -325,7 +326,7 @@ class Catalog:
         return self.decode_part(name, self.store.get(name.key))
 
     def decode_part(self, name: PartName, data: bytes) -> Part:
-        """As `part`, of what was read of it."""
+        """As `part`, from its bytes."""
         with gc_pause.kept():  # of a thousand ranks, collections took twice as long as all else
             part = Part.decode(name, data)
             part.table.check(self.layout(part.table.layout), name.key)

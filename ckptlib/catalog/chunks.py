@@ -1,6 +1,6 @@
 """The bytes of one chunk of a part, wherever they lie in packs, and whatever they are stored as. No torch.
 
-Memory is taken for what the part's table says of the chunk, never for what a frame says of itself.
+The part's table, not the frame itself, says how much memory is taken.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def read_chunk(read: ReadInto, part: Part, chunk: int) -> memoryview:
 
 
 def decode_chunk(read: ReadInto, part: Part, chunk: int, frame: memoryview, out: memoryview) -> None:
-    """Fills `out`, of the chunk's size, with what its frame stands for; reads its base if it has one.
+    """Decodes a frame into `out`, of the chunk's size; reads its base if it has one.
 
-    Raises as `read` does, FormatError for what is no frame, CorruptData for a base that does not match its digest.
+    Raises as `read` does, FormatError for a malformed frame, CorruptData for a base that does not match its digest.
     """
     coding = part.codings[chunk]
     if coding.base is None:

@@ -7,7 +7,7 @@ from ckptlib.format import keys
 from ckptlib.stores import Store
 
 CLOCK = f"{keys.TRASH}clock-"
-"""What begins the names of objects that were put to be told the time; a crash may leave one."""
+"""The beginning of the names of objects that were put to learn the store's time; a crash may leave one."""
 
 
 def now(store: Store) -> float:

@@ -1,7 +1,7 @@
 """The one way by which a step comes to exist: its parts are chosen, proved to be whole, and named by a manifest.
 
-Nothing is listed as a step before its manifest is put, and a manifest is put last and once. What the catalog lists and
-reads is in `catalog`; what makes a set of parts whole, in `completeness`. No torch.
+Nothing is listed as a step before its manifest is put, and a manifest is put last and once. Listing and reading are in
+`catalog`; the conditions for a whole set of parts, in `completeness`. No torch.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ HEAD_EVERY_S = 10.0
 """How often a committer that waits for parts asks an object store whether its job was superseded."""
 
 SHARES_KEPT = 4
-"""Parts that are kept while what several ranks wrote is compared, rank by rank."""
+"""Parts that are kept while replicas are compared, rank by rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Proved:
-    """What the tables of a whole step say of it."""
+    """The facts of a whole step, from its tables."""
 
     layouts: Mapping[str, tuple[int, ...]]
     """The ranks of each layout."""
@@ -156,7 +156,8 @@ class Committer:
 
 
 def _prove(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> tuple[_Proved, Sequence[Doubt]]:
-    """Reads every part; also what only a look at the bytes could settle. Raises SaveFailed for what is not whole."""
+    """Reads every part; returns overlaps, too, which only the bytes can settle. Raises SaveFailed if the save is not
+    whole."""
     found: list[tuple[str, int]] = []
     nbytes, nbytes_state, proof = 0, 0, Proof()
     # Decoded here: to do so is work for one core, and garbage collection is put off meanwhile.
@@ -183,7 +184,7 @@ def _prove(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> tuple[_
 
 
 def _settle(catalog: Catalog, save: SaveId, names: Sequence[PartName], doubts: Sequence[Doubt]) -> None:
-    """Raises SaveFailed where what two ranks wrote of a tensor is not equal."""
+    """Raises SaveFailed where two ranks wrote different bytes of a tensor."""
     contents = ShardComparer(catalog.store.get_into)
 
     @lru_cache(maxsize=SHARES_KEPT)
@@ -240,7 +241,7 @@ def _raise_failure(catalog: Catalog, save: SaveId, found: Mapping[int, Sequence[
 def finish_saves(catalog: Catalog, generation: GenerationId) -> list[SaveId]:
     """Commits the saves of dead generations, older than `generation`, whose parts are all there.
 
-    What was persisted whole before a crash is not lost with the committer.
+    A save that was persisted whole before a crash is not lost with the committer.
     """
     committed = set(catalog.saves())
     waiting = {

@@ -1,7 +1,7 @@
 """What it takes for a save to be whole: its parts hold every element of every tensor, and one value for each.
 
-A load needs no more than that, so what is proved at the commit loads. Pure: no torch, no I/O. What two parts hold both
-is told here, by their tables; `ckptlib.catalog.shards` looks at the bytes.
+A load needs no more than that, so a step whose commit proved it loads. Pure: no torch, no I/O. Overlaps of two parts
+are found here, by their tables; `ckptlib.catalog.shards` compares the bytes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ckptlib.format.overlaps import Meeting, meetings
 from ckptlib.format.part import Part
 
 MAX_DOUBTS = 2**14
-"""Of a save: half a second. Ranks that compared what they hold write no element twice, but for boxes whose overlaps
+"""Of a save: half a second. Ranks that compared their replicas write no element twice, but for boxes whose overlaps
 would cut them into very many pieces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """What two shards hold both; the tensor has a value only if they are equal there."""
+    """The overlap of two shards; the tensor has a value only if they are equal there."""
 
     name: str
     region: Box
@@ -37,13 +37,13 @@ class Doubt:
 
 
 class Proof:
-    """What a set of parts holds. Each is looked at once and not kept: those of a thousand ranks are gigabytes."""
+    """The content of a set of parts. Each is looked at once and not kept: those of a thousand ranks are gigabytes."""
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
         """By name."""
         self._rows: dict[str, list[_Held | None]] = {}
-        """By layout: what is held of each of its tensors; None: every rank has its own."""
+        """By layout: the boxes held of each of its tensors; None: every rank has its own."""
         self._runs: dict[tuple[str, tuple[int, ...]], _Alike] = {}
         """Parts that were not told to `_held` yet, by layout and the tensors of their shards."""
         self._kinds: dict[str, int] = {}
@@ -67,7 +67,7 @@ class Proof:
             self._lost = f"{layout.tensors[run.lost].name} of rank {rank}"
 
     def _tell(self) -> None:
-        """Tells the tensors what the parts hold of them: column by column, as there may be millions of shards."""
+        """Adds the shards of the parts to their tensors: column by column, as there may be millions."""
         told: Counter[str] = Counter()
         for (layout, tensors), run in self._runs.items():
             columns: dict[int, list[tuple[Box, ...]]] = {}
@@ -107,9 +107,9 @@ class Proof:
         return held
 
     def missing(self) -> str | None:
-        """What no part holds, as "name[box]", or None when every tensor of their layouts is whole.
+        """A region that no part holds, as "name[box]", or None when every tensor of their layouts is whole.
 
-        Raises FormatError where that cannot be told, UnsupportedState for what torch reads in two ways.
+        Raises FormatError where that cannot be told, UnsupportedState for placements that torch reads in two ways.
         """
         if self._lost is not None:
             return self._lost
@@ -132,8 +132,8 @@ class Proof:
         return self._clash
 
     def doubts(self) -> list[Doubt]:
-        """All that several shards hold, in the order of the ranks; none where every element is written once, as in
-        every save for which the ranks compared what they hold.
+        """All overlaps of shards, in the order of the ranks; none where every element is written once, as in every save
+        for which the ranks compared their replicas.
 
         Raises UnsupportedState where there is more of it than can be compared.
         """

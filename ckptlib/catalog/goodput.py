@@ -1,4 +1,4 @@
-"""Goodput: what became of the time of a whole run, from the accounts of its starts. Pure.
+"""Goodput: where the time of a whole run went, from the accounts of its starts. Pure.
 
 Between two starts the clocks of two hosts are compared, nowhere else. A start's steps are good up to the step at which
 a later start went on; those above were lost, and done again or given up.
@@ -16,10 +16,10 @@ from ckptlib.format.keys import GenerationId
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Seconds, by what they were spent on. Together they are all the time there was."""
+    """Seconds by use. They add up to the whole time."""
 
     trained: float = 0.0
-    """On steps that count, without what is below: computation, communication, data, evaluation."""
+    """On steps that count, without the times below: computation, communication, data, evaluation."""
     stalled: float = 0.0
     """By saves of the steps that count: in `after_step`, in `save` and at the fence."""
     lost: float = 0.0
@@ -77,8 +77,8 @@ class Goodput:
 
     @property
     def ettr(self) -> float | None:
-        """Effective training time ratio: the share of the time that trained what counts. MLPerf and ml-goodput call it
-        goodput."""
+        """Effective training time ratio: the share of the time that trained steps which count. MLPerf and ml-goodput
+        call it goodput."""
         return self.spent.trained / self.spent.total if self.spent.total else None
 
     @property
@@ -174,6 +174,6 @@ def _start(generation: GenerationId, account: Account, limit: float, gap: float)
 
 
 def _ending(account: Account, rest: float) -> dict[str, float]:
-    """What came after the last step: a step that was cut short, or the wait for the last commit."""
+    """The time after the last step: a step that was cut short, or the wait for the last commit."""
     closed = account.end == CLOSED
     return {"lost": 0.0 if closed else rest, "closing": rest if closed else 0.0}

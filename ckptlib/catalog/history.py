@@ -1,4 +1,4 @@
-"""Which steps are on the job's way, and which generation is its head: from what a root lists, without asking it.
+"""Which steps are on the job's history, and which generation is its head: from a root's listing, without I/O.
 
 History is linear with rewinds. The head is the newest generation that has committed, or that was put to go back.
 Visible are its own steps and those of the generation it resumed from, up to the step it resumed from, and so on. Any

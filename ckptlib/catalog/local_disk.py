@@ -1,7 +1,7 @@
-"""What the disk of one host holds of a root's saves, where there is a local tier: which stay there, and for how long.
+"""A root's saves on the disk of one host, where there is a local tier: which stay there, and for how long.
 
 Names and bytes are those of the root. There is no manifest: a step is whole when the disks of all hosts together hold a
-part of every rank. The disk belongs to its host: each rank's writer removes what its own rank put, and what is left of
+part of every rank. The disk belongs to its host: each rank's writer removes objects of its own rank, and leftovers of
 earlier generations. No torch.
 """
 
@@ -24,7 +24,7 @@ from ckptlib.stores.probe import PREFIX as PROBE
 log = logging.getLogger(__name__)
 
 UNFINISHED_S = 3600.0
-"""What a crash left half written goes when nobody has written to it for so long: other ranks write here, too."""
+"""A half-written file of a crash is removed when nobody has written to it for so long: other ranks write here, too."""
 
 
 def open_disk(path: str, root: Root, store: Store | None) -> None:
@@ -66,7 +66,7 @@ def part_there(disk: Catalog, save: SaveId, rank: int) -> PartName | None:
 
 @dataclass(frozen=True, slots=True)
 class Stays:
-    """What must stay of the steps of the own generation."""
+    """The steps of the own generation that must stay."""
 
     whole: SaveId | None
     """The newest one that all ranks hold; None: not known, and all stays."""
@@ -93,8 +93,8 @@ def unwanted(
 ) -> list[Entry]:
     """What goes: parts, then packs. Pure.
 
-    `saves`: of this generation, that stay. `packs`: that their parts name. What a newer generation put stays, and so
-    does what other ranks of this one did.
+    `saves`: of this generation, that stay. `packs`: that their parts name. Objects of a newer generation stay, and so
+    do those of other ranks of this one.
     """
     found: list[tuple[bool, Entry]] = []
     for entry in objects:
@@ -109,7 +109,8 @@ def unwanted(
 
 
 class DiskSweeper:
-    """Removes from this host's disk what one rank needs there no more. Used by the thread that puts things there."""
+    """Removes objects of one rank from this host's disk when they are no longer needed. Used by the thread that puts
+    them."""
 
     def __init__(self, disk: Catalog, rank: int) -> None:
         self._disk, self._rank = disk, rank

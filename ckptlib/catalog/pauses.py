@@ -1,4 +1,4 @@
-"""How long to wait before a store is asked again for what others put there. Pure."""
+"""How long to wait before a store is asked again for objects that others put. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pauses:
     """They grow from the first to the last, which stays."""
 
     def __init__(self, store: Store, usual_s: float = 0.0) -> None:
-        """`usual_s`: how long what is waited for mostly takes, as far as that is known."""
+        """`usual_s`: how long the wait mostly takes, as far as that is known."""
         if store.is_local:
             self._next, self._last = LOCAL_FIRST_S, LOCAL_LAST_S
         else:

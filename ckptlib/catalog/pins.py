@@ -1,4 +1,4 @@
-"""Pins: objects that say of a step that it stays, whatever retention is asked for. No torch.
+"""Pins: objects that keep a step, whatever retention rules say. No torch.
 
 A pin is put beside the manifest, under a name that is never used again. Whoever drops a step puts its trash record, and
 only then lists pins; whoever pins it puts the pin, and only then looks for a trash record. So one of the two sees the

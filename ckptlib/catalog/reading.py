@@ -1,6 +1,6 @@
-"""Many documents at once: what counts is the time of a request, which an object store answers in some 30 ms.
+"""Many documents at once: the latency of a request counts, some 30 ms with an object store.
 
-Knows threads and order, not what is read.
+Knows threads and order, not the documents.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def each(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
 
 
 def warm(call: Callable[[T], object], items: Sequence[T]) -> None:
-    """Calls what remembers its results, so that the calls that follow need not wait.
+    """Calls a function that remembers its results, so that later calls need not wait.
 
-    What fails now fails again for whoever asks for that item.
+    A call that fails now fails again later.
     """
 
     def quietly(item: T) -> None:

@@ -1,10 +1,10 @@
-"""What leaves a store, and when: the only place that deletes from one.
+"""Retention: which steps leave a store, and when. The only place that deletes from one.
 
-Two passes, a grace period apart. The first turns what is no longer wanted into trash: a record is put, then the
-manifest goes, and the step with it. The second deletes parts, then packs, then the record, once the record is older
-than the grace period and a fresh listing shows no manifest. Many objects go by one request, which has no order and may
-do half of its work: one request never has objects of two of these stages. So a reader that has just looked a step up
-has that long to read it, and whoever was about to commit the parts of a dead generation is seen to have done so.
+Two passes, a grace period apart. The first turns unwanted steps into trash: a record is put, then the manifest goes,
+and the step with it. The second deletes parts, then packs, then the record, once the record is older than the grace
+period and a fresh listing shows no manifest. Many objects go by one request, which has no order and may do half of its
+work: one request never has objects of two of these stages. So a reader that has just looked a step up has that long to
+read it, and whoever was about to commit the parts of a dead generation is seen to have done so.
 
 Packs that other steps use stay, and so does the record of their step, which says why they are there. While a manifest
 cannot be read, nobody knows what its step uses, and no pack is deleted.
@@ -60,7 +60,7 @@ BATCH = 1000
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What a sweep did, or with dry_run would do."""
+    """The result of a sweep, or with dry_run its plan."""
 
     dropped: tuple[SaveId, ...]
     """Committed steps that became trash: they are gone, and their bytes wait, as long as other steps use them."""
@@ -79,7 +79,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class _Stock:
-    """What a store holds, as far as it can ever be deleted."""
+    """The objects of a store that may ever be deleted."""
 
     objects: dict[SaveId, list[Entry]]
     """Parts, then packs, of every save."""
@@ -87,7 +87,7 @@ class _Stock:
     records: dict[SaveId, Entry]
     """Trash records."""
     clocks: list[Entry]
-    """What earlier sweeps did not come to delete."""
+    """Trash that earlier sweeps left."""
     committed: set[SaveId]
     refreshes: list[SaveId]
     """Asked for; see `_is_done`."""
@@ -180,7 +180,7 @@ def _idle_pins(stock: _Stock, oldest: float) -> list[str]:
 
 
 def _deletable(stock: _Stock, due: Iterable[SaveId], needed: Needed) -> tuple[set[SaveId], list[list[Entry]]]:
-    """What may go of the trash that is due: whole saves; and the objects, stage by stage, in the order of deletion."""
+    """The due trash that may be deleted: whole saves; and the objects, stage by stage, in the order of deletion."""
     gone: set[SaveId] = set()
     parts: list[Entry] = []
     packs: list[Entry] = []
@@ -241,7 +241,7 @@ def _generations(catalog: Catalog, stock: _Stock, live: bool) -> Mapping[Generat
 
 
 def _stands(catalog: Catalog, stock: _Stock) -> tuple[dict[SaveId, Stand], set[SaveId]]:
-    """What the manifests say that can be read; and of which nobody can tell now what they say. These stay; one that is
+    """The facts of the readable manifests; and the saves whose manifests cannot be read now. These stay; one that is
     damaged for good has no rights."""
     known: dict[SaveId, Stand] = {}
     unknown: set[SaveId] = set()

@@ -52,7 +52,7 @@ class SavedShard:
 
     @property
     def box(self) -> Box:
-        """What it fills of its tensor."""
+        """Its box in its tensor."""
         return self.part.table.boxes[self.shard]
 
     @property
@@ -112,11 +112,11 @@ class ShardComparer:
     def __init__(self, read: ReadInto) -> None:
         self._read = read
         self._chunks: OrderedDict[_Key, bytes] = OrderedDict()
-        """What was asked for last is last."""
+        """The most recently used is last."""
         self._nbytes = 0
         """Of them."""
         self._altered: dict[_Key, str] = {}
-        """What is the matter with those that do not match."""
+        """The problem of those that do not match."""
 
     def settles(self, doubt: Doubt, share: Callable[[int], PartIndex]) -> bool:
         """Whether the shards of a doubt are equal. `share`: a rank's. Raises as `same` does."""

@@ -1,9 +1,9 @@
-"""Which packs of other saves a step needs, and what keeps them from being deleted. No torch.
+"""Which packs of other saves a step needs, and why they are not deleted. No torch.
 
-A save refers to packs of earlier saves for what has not changed since. Such a pack stays as long as a committed step
-names its set and its rank in `uses`, or a trash record does that is younger than the grace period. So a save may refer
-to the packs that a committed step has or uses: if that step is dropped meanwhile, its record protects them for longer
-than a save may take, and after that the manifest of the new step does.
+A save refers to packs of earlier saves for chunks that have not changed since. Such a pack stays as long as a committed
+step names its set and its rank in `uses`, or a trash record does that is younger than the grace period. So a save may
+refer to the packs that a committed step has or uses: if that step is dropped meanwhile, its record protects them for
+longer than a save may take, and after that the manifest of the new step does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckptlib.format.keys import PackSet, SaveId
 from ckptlib.format.manifest import Manifest, TrashRecord
 
 UNREADABLE = (CheckpointNotFound, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
-"""What may be the matter with one document."""
+"""The errors that concern one document."""
 
 
 Needed = Mapping[PackSet, "frozenset[int] | None"]
@@ -55,7 +55,7 @@ def needed_by(catalog: Catalog, committed: Iterable[SaveId], trashed: Collection
 
 
 def add_needed(needed: dict[PackSet, frozenset[int] | None], by: Manifest | Stand | TrashRecord) -> None:
-    """Adds what a step uses."""
+    """Adds the packs that a step uses."""
     for of in by.uses:
         before, ranks = needed.get(of, frozenset()), by.users.get(of)
         needed[of] = None if before is None or ranks is None else before | ranks
@@ -109,7 +109,7 @@ def _cover(
     times: Mapping[PackSet, float],
     users: Mapping[PackSet, frozenset[int]],
 ) -> None:
-    """Takes away what somebody uses, too."""
+    """Removes packs that any step uses."""
     for needed in [*left]:
         if needed in times:
             found[needed] = times[needed]

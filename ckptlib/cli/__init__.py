@@ -1,4 +1,4 @@
-"""The `ckptlib` command: what is in a root, whether it is whole, what may go, and whether a host is fit. No torch."""
+"""The `ckptlib` command: lists a root, verifies and cleans it, and checks a host. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What of tensors and values differs between two steps. It is given documents and a way to read packs. No torch.
+"""The differences between two steps, tensor by tensor and value by value. It is given documents and a way to read
+packs. No torch.
 
 Chunks of equal digest are equal without being read. Chunks that differ count whole, unless elements are asked for.
 Where the steps cut a tensor differently, the digests of one say nothing of the other, and the bytes are read.
@@ -38,7 +39,7 @@ class Changed:
 
 
 class ShardDiffer(ShardComparer):
-    """Counts what differs between shards; owned by one thread."""
+    """Counts differences between shards; owned by one thread."""
 
     def count(self, first: SavedShard, second: SavedShard, region: Box, deep: bool, into: Changed) -> None:
         """Adds what differs in a region that lies in the boxes of both, which are of tensors of one dtype.

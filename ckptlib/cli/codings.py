@@ -1,4 +1,4 @@
-"""What the chunks of a step are stored as: by codec, and by kind of tensor. Pure: it is told of parts and layouts."""
+"""The codings of a step's chunks: by codec, and by kind of tensor. Pure: it is told of parts and layouts."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _described(found: Line) -> str:
 
 
 def defaults(store: Store, speeds: Speeds) -> list[str]:
-    """What a job does here, in sentences."""
+    """The findings, in sentences."""
     return [
         f"a rank's packs are objects of up to {size(store.pack_nbytes)}"
         + ("" if store.is_local else f", sent in parts of {size(PART_NBYTES)} where the client can"),

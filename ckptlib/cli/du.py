@@ -1,4 +1,4 @@
-"""`ckptlib du`: what steps take, alone and together, and what of a root no step needs."""
+"""`ckptlib du`: the bytes of steps, alone and together, and the bytes that no step needs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def command(store: Store, output: Output) -> bool:
 
 
 def _documents(catalog: Catalog, executor: ThreadPoolExecutor) -> Iterator[tuple[SaveId, Manifest | Part | CkptError]]:
-    """Of each committed step its manifest, then its parts; or what is wrong with one. Only a few are read ahead."""
+    """Of each committed step its manifest, then its parts; or the problem of one. Only a few are read ahead."""
 
     def manifest_of(save: SaveId) -> Manifest | CkptError:
         return attempt(partial(catalog.manifest, save))
@@ -100,7 +100,7 @@ def _documents(catalog: Catalog, executor: ThreadPoolExecutor) -> Iterator[tuple
 
 
 def _missing(usage: Usage) -> list[str]:
-    """What is to be said of packs that are not there."""
+    """The message on missing packs."""
     some = [f"{key}: is not there, or shorter than what steps need of it" for key in usage.missing[:MAX_MISSING]]
     more = len(usage.missing) - len(some)
     return [*some, *([f"and {count(more, 'more pack')}: run ckptlib verify --all"] if more else [])]

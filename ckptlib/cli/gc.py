@@ -1,4 +1,4 @@
-"""`ckptlib gc`: drops old steps and deletes what was dropped long enough ago. What goes is decided by `retention`."""
+"""`ckptlib gc`: drops old steps and deletes what was dropped long enough ago. `retention` decides which."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _is_idle(sweep: Sweep) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What of a dropped save stays, and for whom."""
+    """The packs of a dropped save that stay, and the steps that need them."""
 
     sets: frozenset[PackSet]
     """Its packs that other steps use."""

@@ -1,4 +1,4 @@
-"""`ckptlib goodput`: what became of the time of a run."""
+"""`ckptlib goodput`: where the time of a run went."""
 
 from __future__ import annotations
 

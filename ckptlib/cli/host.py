@@ -1,4 +1,4 @@
-"""What a host has for checkpoints: memory for slots, limits, kernel, versions, and slots that are there. Reads only."""
+"""A host, as a job would find it: memory for slots, limits, kernel, versions, and slots that are there. Reads only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Check:
     """bad: saves will fail."""
     found: str
     advice: str = ""
-    """What to do about it."""
+    """The remedy."""
     numbers: Mapping[str, object] = field(default_factory=dict)
     """For programs."""
     details: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ def shared_memory(path: Path) -> Check:
 
 
 def cgroup_memory(mount: Path, membership: Path) -> Check:
-    """The tightest limit of this process's group and those above it. What is in /dev/shm counts against it."""
+    """The tightest limit of this process's group and those above it. Files in /dev/shm count against it."""
     tightest: tuple[int, int, str] | None = None
     for directory, limit_name, usage_name in _cgroup_directories(mount, membership):
         limit, usage = _number(directory / limit_name), _number(directory / usage_name)
@@ -157,7 +157,7 @@ def locked_memory() -> Check:
 
 
 def kernel() -> Check:
-    """What the writer process and the slots ask of it."""
+    """The needs of the writer process and the slots."""
     release = platform.release()
     try:
         os.close(os.pidfd_open(os.getpid()))

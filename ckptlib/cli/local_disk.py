@@ -1,4 +1,4 @@
-"""What the disk of this host holds of a root with a local tier, for `ckptlib ls --local`."""
+"""The steps of a root with a local tier on this host's disk, for `ckptlib ls --local`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptlib.stores.local import LocalStore
 
 @dataclass(frozen=True, slots=True)
 class DiskShare:
-    """Of one save, what is on this disk."""
+    """The objects of one save on this disk."""
 
     ranks: tuple[int, ...]
     """Whose parts are there; ascending."""

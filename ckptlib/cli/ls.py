@@ -26,11 +26,11 @@ from ckptlib.stores.io_limits import DOCUMENT_THREADS
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What `ls` takes from a manifest, which may be long."""
+    """The fields of a manifest that `ls` shows; a manifest may be long."""
 
     world_size: int
     nbytes_state: int
-    """What a load gives back."""
+    """Bytes that a load gives back."""
     created: float
     metrics: Mapping[str, object]
     stands: Stands
@@ -52,7 +52,7 @@ class Row:
     """When it was taken; for trash, when it was dropped; seconds since the epoch."""
     problem: str | None = None
     local: DiskShare | None = None
-    """What the local disk that was asked for has of it."""
+    """Its objects on the local disk that was asked for."""
     kept: tuple[str, ...] = ()
     """Why retention keeps it, whatever its age: pinned, exempt, best."""
 
@@ -160,7 +160,7 @@ def others(catalog: Catalog, known: set[SaveId]) -> Iterator[Row]:
 
 
 def with_disk(catalog: Catalog, rows: Iterable[Row], disk: Mapping[SaveId, DiskShare], everything: bool) -> list[Row]:
-    """The rows, with what a local disk has of each; and of steps that are there only."""
+    """The rows, each with its objects on a local disk; and rows of steps that are only there."""
     found = {row.save: replace(row, local=disk.get(row.save)) for row in rows}
     visible = {*catalog.visible(disk, newer=True)}
     committed = {*catalog.saves()}

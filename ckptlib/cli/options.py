@@ -1,4 +1,4 @@
-"""What the commands share: the URL and the options of its store, --json, and how errors end a command."""
+"""Shared by the commands: the URL and the options of its store, --json, and how errors end a command."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What people and programs see: aligned columns with human sizes, or one JSON document.
+"""Output for people and programs: aligned columns with human sizes, or one JSON document.
 
-Names and values come from a store and may hold anything; what a terminal could take for an order is escaped.
+Names and values come from a store and may hold anything; control characters are escaped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CALM = Theme(dict.fromkeys(("progress.download", "progress.data.speed", "progre
 
 
 class Output:
-    """Where a command writes: results to stdout, and what is about them (progress, questions, errors) to stderr."""
+    """Where a command writes: results to stdout; progress, questions and errors to stderr."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json

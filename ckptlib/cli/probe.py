@@ -1,4 +1,4 @@
-"""`ckptlib probe`: how fast a store is from this host; what `doctor` says of it, for machines."""
+"""`ckptlib probe`: how fast a store is from this host; `doctor` says it for people."""
 
 from __future__ import annotations
 

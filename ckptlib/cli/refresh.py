@@ -1,4 +1,5 @@
-"""`ckptlib refresh`: makes the next save write again what it would else take over from a step and those before it."""
+"""`ckptlib refresh`: makes the next save write chunks again that it would else take over from a step and those before
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that end in time, whatever they call: by threads, for what cannot be cancelled, and on an event loop."""
+"""Calls that end in time: by threads, for functions that cannot be cancelled, and on an event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOP_GRACE_S = 5.0
 
 
 def in_thread(call: Callable[[], T], limit_s: float) -> T:
-    """What `call` returns or raises. Raises TimeoutError after `limit_s` seconds; the call goes on by itself then."""
+    """The result of `call`, or its error. Raises TimeoutError after `limit_s` seconds; the call goes on then."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
@@ -29,7 +29,7 @@ def in_thread(call: Callable[[], T], limit_s: float) -> T:
 
 
 def on_loop(make: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop, limit_s: float) -> T:
-    """What the coroutine returns or raises. Raises TimeoutError after `limit_s` seconds; it is cancelled then."""
+    """The result of the coroutine, or its error. Raises TimeoutError after `limit_s` seconds; it is cancelled then."""
 
     async def run() -> T:
         return await asyncio.wait_for(make(), limit_s)

@@ -81,7 +81,7 @@ class FsspecStore(Store):
     def _call(self, name: str, *args: Any, nbytes: int = 0, deadline: float | None = None, **kwargs: Any) -> Any:
         """Calls a method of the filesystem that moves so many bytes; again where it takes too long.
 
-        Raises what that raises, and StoreTimeout.
+        Raises its errors, and StoreTimeout.
         """
         began = time.monotonic()
         until = began + RETRY_S if deadline is None else min(began + RETRY_S, deadline)
@@ -98,7 +98,7 @@ class FsspecStore(Store):
                 time.sleep(max(0.0, min(1.0, tried + limit_s - now)))  # the backend itself may be in a hurry
 
     def _attempt(self, name: str, limit_s: float, *args: Any, **kwargs: Any) -> Any:
-        """Raises TimeoutError, and what the method raises."""
+        """Raises TimeoutError, and the method's errors."""
         coroutine = getattr(self._fs, f"_{name}", None) if self._fs.async_impl else None
         if coroutine is None or not inspect.iscoroutinefunction(coroutine):
             return in_thread(partial(getattr(self._fs, name), *args, **kwargs), limit_s)
@@ -264,7 +264,7 @@ class FsspecStore(Store):
 
 
 class NoBucket(Exception):
-    """What the URL begins with is not there."""
+    """The bucket or directory of the URL does not exist."""
 
 
 def _is_forbidden(error: Exception) -> bool:

@@ -18,7 +18,7 @@ DIRECT_FROM_BYTES = 1024 * 1024
 
 
 DOCUMENT_THREADS = 16
-"""Requests for documents under way at once: they are small, and what counts is the time of a request."""
+"""Requests for documents in flight at once: they are small, so latency counts."""
 
 WRITE_BYTES = 16 * 1024 * 1024
 """Per write: from 4 MiB on, one thread saturates a local NVMe with direct I/O."""
@@ -62,4 +62,4 @@ class IoLimits:
     threads: int = THREADS
     """Requests under way at once."""
     reads: int = 1
-    """How often bytes are read before what does not match its digest counts as damaged: on the way, a bit may flip."""
+    """How often bytes are read before a mismatch counts as damage: a bit may flip on the way."""

@@ -150,7 +150,7 @@ class LocalStore(Store):
 
     @override
     def clean(self, before: float) -> None:
-        """Nothing goes but regular files with a name of ours: who else put something there wants it back."""
+        """Only regular files with a name of ours are removed: other files belong to somebody else."""
         path = os.path.join(self._root, TEMP_DIRECTORY)
         try:
             with tree.directory(self._root, [TEMP_DIRECTORY], to_list=True) as fd:

@@ -1,4 +1,4 @@
-"""What an error of the file system means to whoever uses a store."""
+"""From errors of the file system to errors of a store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OWN = {
     *(errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE),
     *(getattr(errno, name, errno.EIO) for name in ("EBADMSG", "EUCLEAN", "ENODATA", "EILSEQ", "EREMOTEIO")),
 }
-"""What may be the matter with one file alone: bad sectors, checksums of the file system, permissions."""
+"""Errors that may concern one file alone: bad sectors, checksums of the file system, permissions."""
 
 
 def failure(error: OSError, doing: str, path: str, nbytes: int = 0) -> StoreError:

@@ -104,7 +104,7 @@ class LocalUpload:
             self.abort()
 
     def abort(self) -> None:
-        """Drops what was written. Does nothing after a commit."""
+        """Drops the written bytes. Does nothing after a commit."""
         if not self._open:
             return
         self._open = False

@@ -26,7 +26,7 @@ SHAPES = ((MIB, 1), (4 * MIB, 1), (16 * MIB, 1), (16 * MIB, 4), (4 * MIB, THREAD
 
 
 class Transfer(NamedTuple):
-    """What was reached with requests of one size."""
+    """The rate of requests of one size."""
 
     nbytes: int
     """Of each request."""
@@ -35,7 +35,7 @@ class Transfer(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A request of n bytes, alone, takes `latency_s + n / bytes_per_second`: what fits the measurements best."""
+    """The best fit: a request of n bytes, alone, takes `latency_s + n / bytes_per_second`."""
 
     latency_s: float
     bytes_per_second: float
@@ -72,7 +72,7 @@ class Speeds:
 
 
 def line(transfers: Sequence[Transfer]) -> Line:
-    """Through what requests alone reached, by least squares."""
+    """By least squares, through requests that were alone."""
     points = [(t.nbytes, t.nbytes / t.bytes_per_second) for t in transfers if t.at_once == 1]
     mean_n, mean_s = (statistics.fmean(values) for values in zip(*points, strict=True))
     spread = sum((n - mean_n) ** 2 for n, _ in points)
@@ -84,7 +84,7 @@ def line(transfers: Sequence[Transfer]) -> Line:
 
 
 def measure(store: Store, nbytes: int) -> Speeds:
-    """Moves up to `nbytes` for each size and number, and deletes what it put. Raises what the store raises."""
+    """Moves up to `nbytes` for each size and number, and deletes what it put. Raises the store's errors."""
     with _objects(store) as new_key, memoryview(_random(max(nbytes, MIB))) as data, _threads() as threads:
         latency_s = _small(store, new_key)
         puts, gets = _small_at_once(store, new_key, threads)

@@ -1,7 +1,7 @@
 """Objects in S3, GCS and Azure by their native clients: the package obstore, Rust below.
 
-It sends the parts of an object side by side and in place, and sends most requests again that failed. What it cannot do
-is done here: keep a deadline, send again what arrived damaged, and tell a full bucket from a wrong key.
+It sends the parts of an object side by side and in place, and sends most requests again that failed. This module adds
+deadlines, sends damaged uploads again, and tells a full bucket from a wrong key.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class ObstoreStore(Store):
         get: Callable[[], Coroutine[Any, Any, T]],
         deadline: float | None,
     ) -> T | None:
-        """What `get` returns; None where there is nothing behind `offset`, and nothing was asked for."""
+        """The result of `get`; None where the object ends at `offset`, and no bytes were asked for."""
         try:
             return self._request("get", key, get, deadline)
         except _Beyond:
@@ -348,7 +348,7 @@ class ObstoreStore(Store):
         deadline: float | None,
         nbytes: int = 0,
     ) -> T:
-        """What `work` returns. The client sends again what it takes for harmless; so is all that is asked for here."""
+        """The result of `work`. The client repeats requests that it takes for harmless; all of ours are."""
         retries = Retries(deadline)
         while True:
             try:

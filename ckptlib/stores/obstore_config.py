@@ -1,6 +1,6 @@
 """From a URL and the options that s3fs, gcsfs and adlfs take to a client of obstore.
 
-What cannot be said to obstore is refused by name: an option that was dropped would be missed much later, if ever.
+An option that obstore lacks is refused by name: a dropped one would be missed much later, if ever.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CONNECTION_OTHERS = {"DefaultEndpointsProtocol", "EndpointSuffix", "BlobEndpoin
 
 @dataclass
 class Client:
-    """What obstore is told; `open` makes a client of it."""
+    """The options for obstore; `open` makes a client."""
 
     make: Callable[..., Any]
     bucket: str
@@ -176,7 +176,7 @@ def _set_endpoint(client: Client, style: str, use_ssl: bool) -> None:
 
 
 def _use_boto(client: Client, profile: str | None) -> None:
-    """Lets boto3 look for credentials where obstore does not: in the files of ~/.aws, and what they lead to."""
+    """Lets boto3 look for credentials where obstore does not: in the files of ~/.aws, and sources named there."""
     files = [os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), "~/.aws/config"]
     if not profile and ("AWS_ACCESS_KEY_ID" in os.environ or not any(Path(f).expanduser().exists() for f in files)):
         return

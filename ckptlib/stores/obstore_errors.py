@@ -1,4 +1,4 @@
-"""What an error of obstore means to whoever uses a store.
+"""From errors of obstore to errors of a store.
 
 obstore has few classes of errors; what happened stands in the text, after which comes a dump of all that Rust knows.
 Of both, only the status, the server's own code and sentence, and the kind of a broken connection are looked at and
@@ -39,7 +39,7 @@ _BUSY = {"ConditionalRequestConflict", "OperationAborted"}
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What obstore's error says."""
+    """An error of obstore, parsed."""
 
     status: int
     """Of HTTP; 0 where there was no answer."""
@@ -50,7 +50,8 @@ class Failure:
     kind: str
     """How the connection broke; '' where it did not."""
     tls: str
-    """What TLS did not like: the server's certificate, or a message that is none of TLS; '' where it is not that."""
+    """The reason why TLS failed: the server's certificate, or a message that is none of TLS; '' where TLS did not fail.
+    """
     was_sent_again: bool
     """Whether the request had been sent before: what it wanted may have been done by then."""
 
@@ -88,12 +89,12 @@ class Failure:
 
     @property
     def lost_directory(self) -> bool:
-        """What gateways to a file system say of a put into a directory that a delete beside it has just emptied."""
+        """The answer of gateways to a file system to a put into a directory that a delete has just emptied."""
         return self.code == "NoSuchKey"
 
     @property
     def was_damaged(self) -> bool:
-        """Whether what arrived was not what had been sent."""
+        """Whether the server got other bytes than were sent."""
         return self.code in _DAMAGED
 
     @property

@@ -61,7 +61,7 @@ class ClientLoop:
             return Running(self._loop, work, deadline)
 
     def run(self, work: Coroutine[Any, Any, T], deadline: float | None = None) -> T:
-        """What `work` returns or raises. Raises GivenUp at the deadline; `work` has ended then, too."""
+        """The result of `work`, or its error. Raises GivenUp at the deadline; `work` has ended then, too."""
         return self.start(work, deadline).result()
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Feed:
         self._pieces: asyncio.Queue[memoryview | None] = asyncio.Queue()
 
     def watch(self, client: Running[Any]) -> None:
-        """`client` is who asks: nobody waits for it once it has ended."""
+        """`client` asks for pieces: nothing waits for it once it has ended."""
         self._client = client
         client.ended.add_done_callback(lambda _: self._asked.release())
 
@@ -167,7 +167,7 @@ class Feed:
         return True
 
     def close(self) -> None:
-        """Whoever still asks is told that there is no more."""
+        """Later requests are answered that there is no more."""
         self._client.loop.call_soon_threadsafe(self._pieces.put_nowait, None)
 
 

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 def probe(store: Store) -> Mapping[str, float]:
-    """Seconds that each of put, scan, get and delete took. Raises what the store raises, and StoreError for a lie."""
+    """Seconds that each of put, scan, get and delete took. Raises the store's errors, and StoreError for a lie."""
     key = f"{PREFIX}{secrets.token_hex(8)}"
     data = secrets.token_bytes(64)
     seconds: dict[str, float] = {}

@@ -14,13 +14,13 @@ from typing_extensions import Buffer
 from ckptlib.stores import io_limits
 
 _SLICE_NBYTES = 256 << 10
-"""What one call of `send` is given."""
+"""Bytes for one call of `send`."""
 
 _SMALL_NBYTES = 16 << 10
 """Smaller ones are joined first."""
 
 _SOCKET_NBYTES = 4 << 20
-"""What the kernel may hold of a body that looks sent (the end of tcp_wmem)."""
+"""How much of a body that looks sent the kernel may still hold (the end of tcp_wmem)."""
 
 
 class Progress:
@@ -42,7 +42,7 @@ class Progress:
 
 
 class Body:
-    """What the views hold, one behind the other."""
+    """The bytes of the views, one behind the other."""
 
     def __init__(self, views: list[memoryview]) -> None:
         self.views = views
@@ -64,7 +64,7 @@ class Body:
         return md5.digest()
 
     def sent(self, progress: Progress) -> Buffer | Sending:
-        """What botocore is given for one try."""
+        """The body for one try of botocore."""
         return Sending(self, progress) if self.nbytes else b""
 
     def slices(self) -> Iterator[Buffer]:

@@ -120,7 +120,7 @@ class S3Client:
             sums = self.sums.of(body)
 
     async def tried(self, call: Call, attempt: Attempt[T], retries: Retries, idle_s: float | None = None) -> T:
-        """What an attempt returns that is watched, and made again after what may pass."""
+        """The result of an attempt, which is watched, and made again after a fault that may pass."""
         while True:
             progress = Progress(io_limits.IDLE_S if idle_s is None else idle_s)
             try:
@@ -188,7 +188,7 @@ class S3Client:
         return answered.wait(wait_s)
 
     def run(self, call: Call, work: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine returns."""
+        """The result of the coroutine."""
         with self.failures(call):
             future = self.start(work)
             self.wait(call, [future])
@@ -229,7 +229,7 @@ class S3Client:
 
 
 async def _watched(work: Coroutine[Any, Any, T], progress: Progress, deadline: float | None) -> T:
-    """What it returns. Raises Stalled when it stands still for too long, and at the deadline."""
+    """Its result. Raises Stalled when it makes no progress for too long, and at the deadline."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
@@ -265,7 +265,7 @@ def _expect_nothing(params: dict[str, Any], **_: object) -> None:
 
 
 def _config(given: object) -> dict[str, Any]:
-    """What the user wants of botocore, but for tries and time-outs, which are ours."""
+    """The user's options for botocore, but for tries and time-outs, which are ours."""
     wanted: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
     defaults = {
         "parameter_validation": False,

@@ -39,7 +39,7 @@ _DENIED = {
     "AuthorizationHeaderMalformed": _REGION,
     "IllegalLocationConstraintException": _REGION,
 }
-"""What fails again until somebody changes something, and has little to do with one object."""
+"""Errors that come again until somebody changes something, and do not concern one object."""
 
 _FULL = {"InsufficientStorage", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded", "DiskQuota"}
 
@@ -77,7 +77,7 @@ class Meaning:
     """Of one error."""
 
     kind: type[StoreError]
-    """What a caller is told."""
+    """The error for a caller."""
     passes: bool
     """Whether the same request may succeed in a while."""
     advice: str = ""
@@ -86,7 +86,7 @@ class Meaning:
 
 
 def code_of(error: BaseException) -> str:
-    """What the server calls its answer; '' where it did not answer."""
+    """The server's error code; '' where it did not answer."""
     return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, boto.ClientError) else ""
 
 

@@ -16,7 +16,7 @@ from ckptlib.stores.s3_client import Call, S3Client
 from ckptlib.stores.s3_errors import Torn, code_of, meaning_of, status_of
 
 _READ_NBYTES = 1 << 20
-"""What may wait in memory for each request."""
+"""Bytes that may wait in memory for each request."""
 
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
@@ -36,7 +36,7 @@ class Reading:
         self._place = place
         self._done = 0
         self._version: tuple[int, str] | None = None
-        """Size of the object, and what the server calls its bytes."""
+        """Size of the object, and its ETag."""
 
     async def run(self) -> None:
         """Raises FormatError when the object ends earlier."""
@@ -110,7 +110,7 @@ class Reading:
         return begin, last, size
 
     def _failure(self, error: ClientError) -> StoreError:
-        """What may be the matter with this object alone is told from what is the store's."""
+        """Tells errors of this object alone from errors of the store."""
         denied = meaning_of(error).kind is StoreDenied
         if status_of(error) == 404 and not denied:
             return ObjectNotFound(f"{self._where}: no such object")

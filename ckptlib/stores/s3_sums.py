@@ -18,7 +18,7 @@ _CRC32, _MD5 = "ChecksumCRC32", "ContentMD5"
 
 
 class Sums:
-    """Of one server: what it was found to know."""
+    """The checksums that a server was found to support."""
 
     def __init__(self) -> None:
         self._kinds = {_CRC32, _MD5}

@@ -138,7 +138,7 @@ class Upload:
             self._futures.add(self._client.start(self._send(number, data, self._client.sums.of(data))))
 
     def _wait(self, num_left: int) -> None:
-        """Until at most so many parts are under way. Raises what one of them met."""
+        """Waits until at most so many parts are in flight. Raises the error of any."""
         while len(self._futures) > num_left:
             self._client.wait(self._call, self._futures)
             done = {future for future in self._futures if future.done()}
@@ -216,7 +216,7 @@ class Upload:
 
 
 def _etag(parts: list[dict[str, object]]) -> str:
-    """What S3 calls an object of these parts; '' where it calls them by anything else than their MD5."""
+    """The ETag that S3 gives an object of these parts; '' where their ETags are no MD5."""
     if not all(_MD5.fullmatch(str(part["ETag"])) for part in parts):
         return ""
     md5s = b"".join(bytes.fromhex(str(part["ETag"]).strip('"')) for part in parts)

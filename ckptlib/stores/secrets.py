@@ -1,4 +1,4 @@
-"""What must not be shown of a store's URL and options, in messages and tracebacks."""
+"""Removes secrets from a store's URL and options, in messages and tracebacks."""
 
 from __future__ import annotations
 

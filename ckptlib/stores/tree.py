@@ -92,11 +92,11 @@ def open_by_path(path: str) -> tuple[int, os.stat_result]:
 
 
 class NotAFile(OSError):
-    """Something else is there under the name. Its argument: what."""
+    """Another kind of file is there under the name. Its argument names it."""
 
 
 def kind_of(fd: int, name: str) -> str | None:
-    """What is there under a name, in words; None for a regular file, and where that cannot be told."""
+    """The kind of file under a name, in words; None for a regular file, and where that cannot be told."""
     try:
         mode = os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode
     except OSError:

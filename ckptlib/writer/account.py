@@ -1,6 +1,6 @@
 """The account of a start, put by the writer of its first rank when the trainer is gone. No torch.
 
-In threads of their own: whoever waits for a save or its commit does not wait for sums.
+In threads of their own: no save and no commit waits for sums.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StartAccount:
         self._threads: list[threading.Thread] = []
 
     def continues(self, save: SaveId) -> None:
-        """The job went on from this save; whoever made it may have left no account."""
+        """The job went on from this save; the start that made it may have left no account."""
         if save != self._origin and save.generation != self._generation:
             self._origin = save
             self._begin(partial(keep_account_of, Catalog(self._store), save))
@@ -53,7 +53,7 @@ class StartAccount:
             self._begin(partial(put_account, Catalog(self._store), self._generation, account))
 
     def finish(self) -> None:
-        """Waits for what was begun, if it does not hang."""
+        """Waits for the threads, if they do not hang."""
         deadline = time.monotonic() + FINISH_S
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))

@@ -1,4 +1,5 @@
-"""How the trainer's generation begins: each writer goes on from what it resumed from, rank 0's puts its record.
+"""How the trainer's generation begins: each writer takes its parent from the resumed step, and rank 0's puts the
+record.
 
 No torch.
 """
@@ -48,7 +49,7 @@ class Beginning:
             self._record.is_put = message["is_put"]
 
     def put_now(self) -> None:
-        """Since what is in memory, or on local disks, is of no use before it is there."""
+        """Since snapshots in memory, or on local disks, are of no use before the record is there."""
         try:
             with self._watchdog.work("begin", None, time.monotonic() + self._trainer.deadline_s):
                 self.put()

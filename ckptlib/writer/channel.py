@@ -1,4 +1,4 @@
-"""What trainer and writer say to each other: lines of JSON over a socket pair, never secrets in arguments."""
+"""The channel between trainer and writer: lines of JSON over a socket pair, so that no secret is in an argument."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 Message = dict[str, Any]
 
 PROTOCOL = 4
-"""Of what they say; a trainer and a writer of other versions of ckptlib do not understand each other."""
+"""Version of the protocol; a trainer and a writer of other versions of ckptlib do not understand each other."""
 
 
 class Channel:

@@ -47,12 +47,12 @@ class Writer:
         self._unread = unread
         self._slots: list[str] = []
         self._open: dict[_OrderKey, Message] = {}
-        """What another writer must do, should this one die."""
+        """The orders that another writer must carry out, should this one die."""
         self._held: SaveId | None = None
         self._whole: tuple[SaveId, int] | None = None
         self._begun: Message | None = None
         self.waiting: Message | None = None
-        """What the writer has waited for in vain for a while, as it told: the request, the save, since when."""
+        """The wait that the writer reported: the request, the save, since when."""
         self._deaths = 0
         self._sweeps = 0
         """That the writer is to make, or makes."""
@@ -109,7 +109,7 @@ class Writer:
         self._channel.send({"op": "held", "save": str(save)})
 
     def whole(self, save: SaveId, settled: int) -> None:
-        """All ranks have it on their local disks: what is older there may go, and what follows it up to `settled`."""
+        """All ranks have it on their local disks: older steps may be removed there, and later ones up to `settled`."""
         self._whole = save, settled
         self._channel.send({"op": "whole", "save": str(save), "settled": settled})
 
@@ -161,7 +161,7 @@ class Writer:
             return self._sweeps > 0 or any(order["op"] == "commit" for order in self._open.values())
 
     def watch(self, save: SaveId, timeout_s: float) -> None:
-        """Asks what becomes of a save that another rank commits; answered by `committed`, `failed` or `undecided`."""
+        """Asks for the outcome of a save of another committer; the answer is `committed`, `failed` or `undecided`."""
         self._order({"op": "await", "save": str(save), "timeout_s": timeout_s})
 
     def _order(self, message: Message) -> None:
@@ -170,7 +170,7 @@ class Writer:
             self._channel.send(message)
 
     def poll(self, timeout_s: float = 0.0) -> list[Message]:
-        """What the writer has said since the last call; waits up to `timeout_s` for the first word.
+        """The writer's events since the last call; waits up to `timeout_s` for the first.
 
         A writer that died is started again as soon as there is something to do, with all orders that it did not carry
         out, or snapshots to be kept for a successor. When it keeps dying, each of the orders is answered by a failure
@@ -277,7 +277,7 @@ class Writer:
             self._unread.close()
 
     def close(self, timeout_s: float) -> list[Message]:
-        """Lets the writer finish what was ordered; returns what it said, as `poll` does.
+        """Lets the writer finish its orders; returns its events, as `poll` does.
 
         Raises WaitTimeout when it does not end in time; it goes on then.
         """

@@ -1,7 +1,7 @@
 """Chunks into frames: with the codec that the user's rules and the store give each, in threads beside the upload.
 
-What a save learns is kept for the next one: how fast the store takes bytes, how fast encoding is and what it saves on
-each kind of tensor, and what patches need. Owned by the thread that persists. No torch.
+Measurements of one save serve the next: how fast the store takes bytes, how fast encoding is and how much it saves on
+each kind of tensor, and the bases of patches. Owned by the thread that persists. No torch.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ SAMPLED_EVERY = 16
 
 
 class Encoded(NamedTuple):
-    """What becomes of a chunk."""
+    """The coding of a chunk."""
 
     chunk: int
     frame: bytes | None
     """None: it is stored as it is."""
     coding: Coding | None
     digest: str | None = None
-    """Of what the frame decodes to, where that is not the chunk itself."""
+    """Of the decoded frame, where that is not the chunk itself."""
 
 
 Kind = tuple[str, str]
-"""The last word of a tensor's name, and its dtype: what layers have in common."""
+"""The last word of a tensor's name, and its dtype, which all layers share."""
 
 
 class _Plan(NamedTuple):
@@ -75,7 +75,7 @@ class _Plan(NamedTuple):
 
 @dataclass(slots=True)
 class _Learned:
-    """What is known of a kind."""
+    """Measurements of a kind."""
 
     stored: Rate = field(default_factory=Rate)
     """Bytes of frames."""
@@ -85,7 +85,7 @@ class _Learned:
 
 
 class _Work(NamedTuple):
-    """What one thread did with a chunk."""
+    """The result of one thread for a chunk."""
 
     attempt: Attempt | None
     frame: bytes | None
@@ -132,13 +132,13 @@ class Coder:
         """By chunk. None: it is stored as it is."""
         self._patches: Patches | None = None
         self._distrusted: set[str] = set()
-        """Codecs of which a frame did not give back what was saved."""
+        """Codecs of which a frame did not decode to its chunk."""
         self._executor: ThreadPoolExecutor | None = None
 
     def note_upload(self, nbytes: int, began: float, ended: float) -> None:
         """So many bytes went into the store, in a pack; times by the monotonic clock. Any thread may tell.
 
-        Time in which several were under way counts once: what counts is what they reach together.
+        Time in which several were in flight counts once: the rate is that of all together.
         """
         if nbytes >= MEASURED_FROM_BYTES:
             with self._uploads_lock:
@@ -146,7 +146,7 @@ class Coder:
                 self._uploads_until = max(self._uploads_until, ended)
 
     def forget_patches(self) -> None:
-        """What was saved was not what it said, or was not put: nothing is patched before the next whole copy."""
+        """The save failed, or its slot was damaged: nothing is patched before the next whole copy."""
         self._patches = None
 
     def candidates(self, snapshot: Snapshot, chunks: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -193,7 +193,7 @@ class Coder:
         parent: Part | None,
         refused: Set[int] = frozenset(),
     ) -> Generator[Encoded, None, None]:
-        """What becomes of each of these, in their order. A base's pack is counted as the parent's.
+        """The coding of each of these, in their order. A base's pack is counted as the parent's.
 
         `refused`: chunks that are not to be stored as changes of what the parent has. `body` is read until the iterator
         ends or is closed.
@@ -286,7 +286,7 @@ class Coder:
         attempt: Attempt,
         digest: str,
     ) -> Encoded | None:
-        """What is stored, if that is a patch."""
+        """The stored bytes, if they are a patch."""
         found = None
         if attempt.frame is not None:
             assert job.base is not None

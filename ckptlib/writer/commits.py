@@ -1,4 +1,4 @@
-"""What follows when a save is persisted: rank 0's writer commits it and removes old steps, others wait. No torch."""
+"""After a save is persisted: rank 0's writer commits it and removes old steps, others wait. No torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Commits:
         self._jobs.put(partial(self._commit, save, began))
 
     def put_wait(self, save: SaveId, timeout_s: float) -> None:
-        """The trainer of a rank that does not commit is told what became of it."""
+        """The trainer of a rank that does not commit learns the outcome."""
         self._jobs.put(partial(self._await, save, timeout_s))
 
     def finish(self) -> None:

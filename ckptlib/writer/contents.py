@@ -1,4 +1,4 @@
-"""What lies in a chunk of a slot, as codecs are told of it. Pure."""
+"""The content of a chunk of a slot, as codecs see it. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TensorChunk(NamedTuple):
 
 
 def tensor_chunk(table: Table, layout: Layout, chunk: int) -> TensorChunk | None:
-    """What lies in a chunk. None where several small shards share it: such chunks are never coded."""
+    """The content of a chunk. None where several small shards share it: such chunks are never coded."""
     shards = table.shards_in(chunk)
     if len(shards) > 1 or table.is_shared(shards[0]):
         return None

@@ -134,7 +134,7 @@ class Drain:
             raise _unreadable(save.step, error) from error
 
     def _present(self, part: Part) -> dict[str, Entry]:
-        """What the store has of this share."""
+        """The objects of this share that the store has."""
         start = f"{part.rank:06d}-{part.attempt}"
         prefixes = (f"{part.save.packs_prefix}{start}", f"{part.save.parts_prefix}{start}")
         return {entry.key: entry for prefix in prefixes for entry in self._bucket.store.scan(prefix)}
@@ -161,7 +161,7 @@ class Drain:
         self._note_upload(pack.nbytes, began, time.monotonic())
 
     def _pieces(self, pack: Pack) -> Iterator[Buffer]:
-        """What follows the first page; the next piece is read while one is sent."""
+        """The bytes behind the first page; the next piece is read while one is sent."""
         starts = range(PAGE_BYTES, pack.nbytes, PIECE_BYTES)
         ahead: deque[Future[Buffer]] = deque()
         for at in starts:

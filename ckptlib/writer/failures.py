@@ -1,4 +1,4 @@
-"""What a save that fails leads to: a word to the other ranks through the store, an event to the trainer. No torch."""
+"""When a save fails: a word to the other ranks through the store, an event to the trainer. No torch."""
 
 from __future__ import annotations
 

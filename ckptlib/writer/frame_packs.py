@@ -68,7 +68,7 @@ def frames_of(encoded: Iterable[Encoded], raw: list[int]) -> Iterator[Encoded]:
 
 
 def in_packs(frames: Iterable[Encoded]) -> Iterator[list[Encoded]]:
-    """What one pack is made of, each."""
+    """The chunks of each pack."""
     some: list[Encoded] = []
     nbytes, enough = 0, FIRST_FRAMES_BYTES
     for one in frames:

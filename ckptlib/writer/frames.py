@@ -1,8 +1,8 @@
-"""Frames that were seen to decode to what was saved: each is decoded again before it is put.
+"""Every frame is decoded again before it is put, and compared with its chunk.
 
-A bug of an encoder would be found by the load only, when what was saved is gone. Here it costs a few bytes: the chunk
-is stored as it is. Memory to decode into is made once per thread, and filled with the complement of what is to come
-out: no byte that a decoder leaves out can be right by chance, or because it was right at the last save. No torch.
+Otherwise only the load would find an encoder's bug, when the state is gone. Here it costs a few bytes: the chunk is
+stored as it is. Memory to decode into is made once per thread, and filled with the complement of what is to come out:
+no byte that a decoder leaves out can be right by chance, or because it was right at the last save. No torch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ckptlib.format.digests import digester
 
 
 class WrongFrame(Exception):
-    """A frame does not give back what was saved: a bug of its codec. Says what is wrong."""
+    """A frame does not decode to its chunk: a bug of its codec. The message says how."""
 
 
 class Rounded(NamedTuple):
-    """What a frame decodes to, where that is not the chunk."""
+    """The decoded frame, where that is not the chunk."""
 
     digest: str
     absolute: float
@@ -32,7 +32,7 @@ class Rounded(NamedTuple):
 
 
 class _Memory(threading.local):
-    """What a thread decodes into, and decodes patches against: as large as the largest chunk that it has met."""
+    """A thread's memory for decoding, and for the bases of patches: as large as the largest chunk that it has met."""
 
     def __init__(self) -> None:
         self.decoded, self.base = bytearray(), bytearray()

@@ -30,7 +30,7 @@ class GenerationRecord:
         self.is_put = False
 
     def put(self, catalog: Catalog) -> str | None:
-        """Puts it; returns what the user should know. Raises what the store raises.
+        """Puts it; returns warnings for the user. Raises the store's errors.
 
         Raises Superseded where two jobs made the root in the same moment, and the store kept that of the other.
         """
@@ -55,7 +55,7 @@ class GenerationRecord:
 
 
 def _continued(catalog: Catalog, step: int) -> tuple[SaveId | None, str | None]:
-    """What a job that did not restore continues: the newest step before its own first one. And a warning."""
+    """The step that a job continues which did not restore: the newest one before its own first. And a warning."""
     visible = catalog.visible()
     hidden = [save.step for save in visible if save.step >= step]
     warning = None

@@ -1,4 +1,4 @@
-"""What a save writes, and what it takes over from the save before: chunk by chunk, by their digests. Pure.
+"""Which chunks a save writes, and which it takes over from the save before, by their digests. Pure.
 
 A chunk of equal digest at the same place in an equal table is not written again: the new part names the place that it
 has in the packs of an earlier save. Some are written all the same, though they have not changed:
@@ -35,7 +35,7 @@ STAGGER = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What decides whether a chunk that has not changed is written again."""
+    """The facts that decide whether a chunk that has not changed is written again."""
 
     now: float
     """When the snapshot was taken; seconds since the epoch."""
@@ -43,7 +43,7 @@ class Rules:
     """Nothing older is referred to."""
     committed: Set[SaveId]
     distrusted: SaveId | None = None
-    """What was put for this save and those before it is not referred to."""
+    """Packs of this save and those before it are not referred to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def unchanged(digests: Sequence[str], parent: Part) -> list[int]:
 
 
 def plan(digests: Sequence[str], parent: Part, rules: Rules) -> Increment:
-    """What is written of a snapshot with these digests. The parent's table is equal."""
+    """The chunks of a snapshot that are written. The parent's table is equal."""
     same = unchanged(digests, parent)
     packs = _packs_of(parent, same)
     doomed = _doomed(parent, same, rules)

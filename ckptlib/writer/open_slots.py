@@ -13,7 +13,8 @@ from ckptlib.slots.slot import Slot
 log = logging.getLogger(__name__)
 
 RESCUE_AFTER_S = 15.0
-"""How long a restart may take before what is in memory only is persisted: less than a killed allocation has left."""
+"""How long a restart may take before snapshots that are in memory only are persisted: less than a killed allocation has
+left."""
 
 SUCCESSOR_POLL_S = 0.2
 

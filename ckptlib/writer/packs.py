@@ -26,7 +26,7 @@ from ckptlib.format.values import Json
 from ckptlib.pages import PAGE_BYTES, round_up
 
 MAX_HEAD_BYTES = 100_000_000
-"""What safetensors' own reader takes."""
+"""The largest header that safetensors' own reader takes."""
 
 HEAD_BUDGET_BYTES = 64 * 1024 * 1024
 
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackShape:
-    """One pack of a part: what follows its header, and the header's entries."""
+    """One pack of a part: its chunks, and the header's entries."""
 
     pieces: tuple[Piece, ...]
     """Ranges of the body, one behind the other; whole pages where the chunks in them are. A pack of frames has none."""
@@ -93,7 +93,7 @@ class Packing:
 
 
 class Packer:
-    """Packs chunks of slots with one table. Keeps what is the same from one save to the next."""
+    """Packs chunks of slots with one table. Keeps headers that are the same from one save to the next."""
 
     def __init__(self, table: Table, layout: Layout, pack_nbytes: int) -> None:
         """A pack is larger than `pack_nbytes` only where one chunk, or a block of small shards, is."""
@@ -165,7 +165,7 @@ class Packer:
             yield some
 
     def frames_head_nbytes(self, chunks: Sequence[int]) -> int:
-        """What suffices for the header of a pack of frames of any of these chunks: none is larger than its chunk."""
+        """Room that suffices for the header of a pack of frames of these chunks: no frame is larger than its chunk."""
         return self.pack_frames([Framed(chunk, LONGEST_CODEC, self.table.nbytes[chunk]) for chunk in chunks])[
             0
         ].head_nbytes
@@ -187,7 +187,7 @@ class Packer:
         return shape, [shape.head_nbytes + end - frame.nbytes for frame, end in zip(frames, ends, strict=True)]
 
     def _entries_of(self, chunk: int) -> list[_Entry]:
-        """What a header says of a chunk: an entry for each shard in it."""
+        """A header's entries for a chunk: one for each shard in it."""
         if chunk not in self._entries:
             self._entries[chunk] = [*map(partial(self._entry, chunk), self.table.shards_in(chunk))]
         return self._entries[chunk]
@@ -210,7 +210,7 @@ class Packer:
 
 
 KNOWN_PACKINGS = 4
-"""Of one table: what changes and what stays is often the same at every save."""
+"""Of one table: often the same chunks change at every save."""
 
 
 def _pieces(table: Table, chunks: Sequence[int]) -> tuple[tuple[Piece, ...], list[int]]:
@@ -244,7 +244,7 @@ def _runs(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class _Entry(NamedTuple):
-    """What a header says of a shard, or of one chunk of it, wherever that lies in the pack."""
+    """A header's entry for a shard, or for one chunk of it, without its place in the pack."""
 
     name: str
     dtype: str

@@ -1,8 +1,7 @@
-"""The save from which the next one takes over what has not changed: a part of the same rank, of a committed step.
+"""The parent of a save, from which it takes over unchanged chunks: a part of the same rank, of a committed step.
 
 Candidates are the parts that this writer has put, and after a start the newest one of its generation, or the one that
-the job resumed from. Only a committed step is a parent: what it needs is kept from then on, and what it names is there.
-No torch.
+the job resumed from. Only a committed step is a parent: its packs exist, and are kept from then on. No torch.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Parents:
         """Newest last."""
         self._searched = False
         self.origin: SaveId | None = None
-        """What the job resumed from; None: the record of its generation tells."""
+        """The step that the job resumed from; None: the record of its generation tells."""
 
     def remember(self, part: Part) -> None:
         """A part that was put; once its step is committed, it may be a parent.
@@ -133,7 +132,7 @@ def _oldest_save(part: Part) -> SaveId:
 
 
 def _nbytes_gained(snapshot: Snapshot, newest: Part, parent: Part | None) -> int:
-    """What could be taken over from the newest part, beyond what can be from the parent."""
+    """The bytes that could be taken over from the newest part, but not from the parent."""
     found = {*unchanged(snapshot.digests, newest)}
     if parent is not None:
         found -= {*unchanged(snapshot.digests, parent)}

@@ -1,8 +1,8 @@
-"""Which chunks are stored as changes of their last whole copy, and what is kept for that from save to save.
+"""Which chunks are stored as changes of their last whole copy, and the memory for that from save to save.
 
-The bytes of the whole copy, the keyframe, are gone when the next save comes. What is kept of it is a summary, about a
-twentieth of it, in this process: in a file beside the slots it would take as much memory, and a writer that dies stores
-such chunks whole once more.
+The bytes of the whole copy, the keyframe, are gone when the next save comes. A summary is kept, about a twentieth of
+it, in this process: in a file beside the slots it would take as much memory, and a writer that dies stores such chunks
+whole once more.
 
 Most tensors change as a whole at every save, and a summary of them is made for nothing. So a few chunks of each tensor
 are tried first; where a patch of one of them pays, the next whole copy of the tensor's other chunks is summarized, too.
@@ -39,7 +39,7 @@ KEYFRAMES_KEPT = parents.KEPT
 
 
 class Attempt(NamedTuple):
-    """What a thread found out about a chunk."""
+    """A thread's findings on a chunk."""
 
     frame: bytes | None
     """None: a patch does not pay, or there is nothing to make it against. Else it is what is stored."""
@@ -55,14 +55,14 @@ class _Keyframe:
 
     summary: bytes
     cycle: Cycle
-    """What it and the patches against it took."""
+    """Bytes of it and of the patches against it."""
     last: SaveId
     """The newest save that needs it."""
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """What is known of one chunk."""
+    """The state of one chunk."""
 
     keyframes: dict[str, _Keyframe] = field(default_factory=dict)
     """By digest; newest last."""
@@ -82,11 +82,11 @@ class Patches:
 
     @property
     def summaries_nbytes(self) -> int:
-        """Memory that is taken by what is kept."""
+        """Memory of the summaries, in bytes."""
         return sum(len(k.summary) for chunk in self._chunks.values() for k in chunk.keyframes.values())
 
     def attempt(self, chunk: int, of: TensorChunk, base: Base | None) -> Callable[[memoryview], Attempt]:
-        """What may be run in another thread, with the chunk's bytes."""
+        """A function for another thread, of the chunk's bytes."""
         known, codec = self._known(chunk, base), self._codec
         tried = self._chunks.get(chunk)
         is_due = (tried is None or tried.trials.due) and (of.tensor in self._paying or _is_probe(of))
@@ -146,7 +146,7 @@ class Patches:
             del kept[next(iter(kept))]
 
     def _known(self, chunk: int, base: Base | None) -> _Keyframe | None:
-        """What is kept of a base."""
+        """The summary of a base."""
         found = self._chunks.get(chunk)
         return None if base is None or found is None else found.keyframes.get(base.digest)
 

@@ -40,7 +40,7 @@ GATHER_BYTES = 1024 * 1024
 
 
 class Persister:
-    """Persists snapshots of one rank. Keeps what is the same from one save to the next."""
+    """Persists snapshots of one rank. Keeps packs and parents from one save to the next."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Persister:
         self._coder = Coder(CodecRules.of(RAW) if rules is None else rules, store.is_local)
         self._layouts_put: set[str] = set()
         self._deadline: float | None = None
-        """Of what is persisted now."""
+        """Of the save that is persisted now."""
         self._patience_s = 0.0
         """How long the last save took: waiting longer for the commit of a parent would cost more than it saves."""
 
@@ -76,9 +76,9 @@ class Persister:
     def persist(self, slot: Slot, save: SaveId, deadline: float | None = None, may_be_parent: bool = True) -> Part:
         """Puts the packs and the part of the snapshot in `slot`, whose content the caller has locked for reading.
 
-        What has not changed since the parent is not put again. `deadline`: of all that is put, by the monotonic clock.
-        `may_be_parent`: whether it will be committed, for all that is known now. Raises CorruptData when the slot is
-        not what was sealed, and what the store raises; no part is put then.
+        Chunks that have not changed since the parent are not put again. `deadline`: of all that is put, by the
+        monotonic clock. `may_be_parent`: whether it will be committed, for all that is known now. Raises CorruptData
+        when the slot is not what was sealed, and the store's errors; no part is put then.
         """
         self._deadline = deadline
         try:
@@ -134,7 +134,7 @@ class Persister:
         return part
 
     def go_on_from(self, save: SaveId) -> None:
-        """What the job resumed from; where nobody says so, the record of its generation is asked."""
+        """The step that the job resumed from; where nobody says so, the record of its generation tells."""
         if isinstance(self._parents, Parents):  # else the first save is written whole
             self._parents.origin = save
 
@@ -146,7 +146,8 @@ class Persister:
         return self._snapshots.read(slot, header)
 
     def _plan(self, snapshot: Snapshot) -> tuple[Part | None, Increment, Set[int]]:
-        """What is written of a snapshot, what is taken over from which part, and which chunks are not patched."""
+        """The chunks of a snapshot that are written, those that are taken over from which part, and those that are not
+        patched."""
         if snapshot.header.rank != self._rank:  # this is the stand-in of a rank whose parts it does not know
             return None, whole(len(snapshot.digests)), frozenset()
         try:
@@ -196,7 +197,7 @@ class Persister:
     ) -> tuple[list[PutChunks], list[int]]:
         """Frames in one pack, of which the store takes each as it is made; and the chunks that turned out to be none.
 
-        What the pack's header says is known last, so room is left for the longest that it can be.
+        The pack's header is known last, so room is left for the longest that it can be.
         """
         put: list[PutChunks] = []
         raw: list[int] = []

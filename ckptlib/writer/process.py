@@ -1,4 +1,4 @@
-"""The writer process: takes orders until its trainer is gone, and finishes what it took.
+"""The writer process: takes orders until its trainer is gone, and finishes them.
 
 The main thread listens to the trainer and watches for its death. One thread persists, one commits, one removes old
 steps, with a local tier one drains; each takes its jobs in order. No job outlives its deadline: see `watchdog`.
@@ -52,7 +52,7 @@ STUCK_STATUS = 3
 
 
 class WriterProcess:
-    """One per process: takes each order to whoever carries it out."""
+    """One per process: hands each order to the thread that carries it out."""
 
     def __init__(self, channel: Channel, trainer_pid: int, unread: WriterLock | None = None) -> None:
         """`unread`: the next job on this host waits while it is locked, if the trainer is gone."""
@@ -115,15 +115,15 @@ class WriterProcess:
                 return False
 
     def _orphaned(self) -> None:
-        """The trainer is gone: what it has not finished will not come."""
+        """The trainer is gone: snapshots that it has not finished will not come."""
         self._trainer.leave()
         error = SaveFailed("the trainer died before its snapshot was whole")
         for save, drains in sorted(self._expected.items()):
             self._persists.put(partial(self._fail, save, error, drains))
 
     def _await_record(self) -> None:
-        """Without the record of its generation, what the trainer has left in memory or on the local disk counts for
-        nothing: the next job waits for it, too."""
+        """Without the record of its generation, snapshots that the trainer has left in memory or on the local disk
+        count for nothing: the next job waits for the record, too."""
         while self._beginning.owes_record:
             putting = self._persists.busy or (self._tier is not None and self._tier.jobs.busy)
             if not putting or time.monotonic() > self._trainer.stops_draining():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WINDOW_BYTES = 256 * 1024 * 1024
-"""What was measured before the last so many bytes counts for less than half."""
+"""Measurements before the last so many bytes count for less than half."""
 
 
 @dataclass(slots=True)

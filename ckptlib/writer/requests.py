@@ -1,4 +1,4 @@
-"""What a writer asks of its store right now: each request, and since when it makes no progress. No torch."""
+"""A writer's store requests in flight: each, and since when it makes no progress. No torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Requests:
 
     @contextmanager
     def note(self, op: str, key: str) -> Iterator[Callable[[], None]]:
-        """Within, it is under way; gives what is called when it makes progress."""
+        """Within, it is in flight; yields a function to call when it makes progress."""
         request, number = Request(op, key, time.monotonic()), next(self._numbers)
 
         def moved() -> None:

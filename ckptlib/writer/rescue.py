@@ -1,7 +1,7 @@
-"""What an orphaned writer does with a snapshot that is in memory only, when no job comes to go on from it.
+"""An orphaned writer persists a snapshot that is in memory only, when no job comes to go on from it.
 
-Each persists its own rank's share; then those of replicas whose ranks have put none, since their host may be lost. Who
-has put rank 0's share commits. It is a save like any other: it exists when its manifest does.
+Each persists its own rank's share; then those of replicas whose ranks have put none, since their host may be lost. The
+writer that has put rank 0's share commits. It is a save like any other: it exists when its manifest does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POLL_S = 0.5
 
 
 def rescue(slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persister, committer: Committer) -> None:
-    """Persists what is in these slots of a snapshot that all ranks held, and commits it if that falls to this writer.
+    """Persists these slots of a snapshot that all ranks held, and commits it if that falls to this writer.
 
     `save`: the newest that this rank's trainer knew to be held by all; others may have known of a newer one, and what
     they put then is gone along with. Raises Superseded when a newer generation has begun, SaveFailed when shares are

@@ -1,4 +1,4 @@
-"""A rank's share of a save, put together: what was taken over from its parent, and what was put. Pure."""
+"""A rank's share of a save: the chunks taken over from its parent, and those that were put. Pure."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class PutChunks:
     codings: Mapping[int, Coding] = field(default_factory=dict)
     """By chunk. Their bases lie in packs of the parent, by its count."""
     digests: Mapping[int, str] = field(default_factory=dict)
-    """By chunk: of what a load gives back, where that is not what was saved."""
+    """By chunk: digest of the bytes that a load gives back, where a lossy codec changed them."""
 
 
 class Share(NamedTuple):
-    """What a part says of its chunks."""
+    """A part's rows of its chunks."""
 
     packs: tuple[Pack, ...]
     places: Places

@@ -57,7 +57,7 @@ class Tier:
         self.parents = DrainedParents(self.disk, lambda: self._steps)
         self._drain: Drain | None = None
         self.jobs = JobThread("drain")
-        """What uses the store, but for commits."""
+        """The objects that use the store, but for commits."""
         self.gives_up_at: Callable[[], float] = lambda: float("inf")
         """When a drain for which the store fails is tried no more; by the monotonic clock."""
 
@@ -82,7 +82,8 @@ class Tier:
         self._whole, self._settled = save, settled
 
     def make_room(self, save: SaveId) -> None:
-        """Before a save is persisted here: what the disk has to hold no more goes. From the thread that persists."""
+        """Before a save is persisted here: removes objects that the disk need not hold any longer. From the thread that
+        persists."""
         with self._lock:
             pinned = {*self._undrained}
         if self._drained is not None and not self._failed(self._drained):
@@ -134,7 +135,7 @@ class Tier:
         log.info("step %d: %d bytes drained in %.3f s", save.step, nbytes, time.monotonic() - began)
 
     def commit(self, save: SaveId, commit: Callable[[], Manifest], seconds_left: Callable[[], float]) -> Manifest:
-        """What `commit` returns; while the store fails it is tried again. Raises as it does. From any thread."""
+        """Calls `commit` again while the store fails; returns its result. Raises as it does. From any thread."""
         pause = AGAIN_FIRST_S
         while True:
             try:

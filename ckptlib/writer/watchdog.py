@@ -1,7 +1,7 @@
 """The writer's watchdog: nothing that a writer does outlives its deadline, whatever the store does.
 
-A call that hangs in a thread cannot be cancelled. So each piece of work says by when it ends at the latest, and whoever
-finds one that did not tells it, and ends the process: the trainer starts another. No torch.
+A call that hangs in a thread cannot be cancelled. So each piece of work names its deadline. The watchdog reports one
+that is overdue, and ends the process: the trainer starts another. No torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Work:
 
 
 def overdue(under_way: Iterable[Work], now: float, slack_s: float) -> Work | None:
-    """What is to be given up now. Pure."""
+    """The work that is to be given up now. Pure."""
     works = list(under_way)
     late = [work for work in works if now > work.deadline + slack_s]
     major = [work for work in late if not work.minor]
@@ -105,7 +105,7 @@ class Watchdog:
 
 
 def stuck(work: Work, request: Request | None) -> str:
-    """What is told of work that is given up."""
+    """The message on work that is given up."""
     now = time.monotonic()
     what = work.what if work.save is None else f"the {work.what} of step {work.save.step}"
     told = f"{what} did not end within {work.deadline - work.since:.0f} s and is given up: "

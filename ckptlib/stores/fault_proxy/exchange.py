@@ -1,4 +1,4 @@
-"""One request and its answer, on their way through the proxy, and what befalls them."""
+"""One request and its answer, on their way through the proxy, and their faults."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Exchange:
                     await sink.write(data)
 
     async def _strike(self, sink: Peer, piece: bytes, num_before: int, count: Callable[[int], None]) -> bytes:
-        """What is to be passed on of a piece, when anything is."""
+        """The part of a piece that is passed on, if any."""
         self._note()
         kind, seconds = self._fault.kind, self._fault.seconds
         if kind in ("flip_up", "flip_down"):

@@ -39,7 +39,7 @@ class Peer:
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """What reading from it may raise."""
+        """The errors of reading from it."""
         try:
             yield
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:

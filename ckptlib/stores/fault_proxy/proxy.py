@@ -74,7 +74,7 @@ class FaultProxy:
 
     @property
     def url(self) -> str:
-        """What clients take for the server."""
+        """The proxy's own URL, which clients take for the server's."""
         return f"http://{_HOST}:{self._port}"
 
     @property

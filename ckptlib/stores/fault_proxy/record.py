@@ -1,4 +1,4 @@
-"""What the proxy saw of a request. No I/O."""
+"""Records of requests. No I/O."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Request:
-    """What the proxy saw of one request."""
+    """One request, as the proxy saw it."""
 
     op: str
     """In the words of S3: PutObject, UploadPart, CreateMultipartUpload, ..., or Other."""
@@ -26,7 +26,7 @@ class Request:
     seconds: float | None = None
     """None while it is under way."""
     fault: str | None = None
-    """What befell it; None when that was nothing, or only latency and bandwidth.
+    """Its fault; None when there was none, or only latency and bandwidth.
 
     No rule's fault: `server down` (it could not be reached), `server gone` and `client gone` (one of them closed the
     connection too early, or sent what is no HTTP).

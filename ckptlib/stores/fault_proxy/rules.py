@@ -33,7 +33,7 @@ class Rule(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What one request meets."""
+    """The faults that one request meets."""
 
     kind: str | None = None
     after: int = 0
