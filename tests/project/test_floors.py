@@ -105,24 +105,21 @@ def own_imports_of(module: str) -> set[str]:
     return names - {"ckptlib.__version__"}
 
 
-every_module = pytest.mark.parametrize("module", MODULES)
+def test_every_module_has_a_floor() -> None:
+    homeless = [module for module in MODULES if room(module) not in FLOORS]
+    assert not homeless, f"{homeless}: in no room; add it to the table of CONTRIBUTING.md"
 
 
-@every_module
-def test_has_a_floor(module: str) -> None:
-    assert room(module) in FLOORS, f"{module} is in no room; add it to the table of CONTRIBUTING.md"
-
-
-@every_module
-def test_imports_downward_only(module: str) -> None:
-    if room(module) not in FLOORS:
-        pytest.skip("in no room; another test says so")
-    own, floor = room(module), FLOORS[room(module)]
-    others = {name for name in own_imports_of(module) if room(name) != own}
-    if module == "ckptlib":
-        others = {name for name in others if not is_public_home(name)}
-    wrong = {name for name in others if FLOORS.get(room(name), floor) >= floor}
-    assert not wrong, f"{module} (floor {floor}) imports from its own floor or from above: {sorted(wrong)}"
+def test_imports_go_downward_only() -> None:
+    wrong = {}
+    for module in MODULES:
+        own = room(module)
+        others = {name for name in own_imports_of(module) if room(name) != own}
+        if module == "ckptlib":
+            others = {name for name in others if not is_public_home(name)}
+        if found := {name for name in others if FLOORS.get(room(name), FLOORS[own]) >= FLOORS[own]}:
+            wrong[module] = sorted(found)
+    assert not wrong, f"imports from their own floor or from above: {wrong}"
 
 
 def is_public_home(name: str) -> bool:
@@ -173,16 +170,17 @@ def test_documented_places() -> None:
     assert ckptlib.testing.LatencyStore is ckptlib.stores.testing.LatencyStore
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if is_torch_free(m)])
-def test_torch_free(module: str) -> None:
-    torch = {
-        name
-        for name, inside in imports_of(module)
-        if name.partition(".")[0] == "torch" and not (inside and module in TORCH_INSIDE_FUNCTIONS)
-    }
-    assert not torch, f"{module} must run without torch and imports {sorted(torch)}"
-    loaded = {other for other in own_imports_of(module) if not is_torch_free(other)}
-    assert not loaded, f"{module} must run without torch and imports modules that may need it: {sorted(loaded)}"
+def test_torch_free() -> None:
+    wrong = {}
+    for module in filter(is_torch_free, MODULES):
+        torch = {
+            name
+            for name, inside in imports_of(module)
+            if name.partition(".")[0] == "torch" and not (inside and module in TORCH_INSIDE_FUNCTIONS)
+        }
+        if found := torch | {other for other in own_imports_of(module) if not is_torch_free(other)}:
+            wrong[module] = sorted(found)
+    assert not wrong, f"must run without torch, and import it or modules that may need it: {wrong}"
 
 
 def test_torch_free_when_run() -> None:
@@ -197,23 +195,27 @@ def test_torch_free_when_run() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@every_module
-def test_clients_of_stores_stay_in_stores(module: str) -> None:
+def test_clients_of_stores_stay_in_stores() -> None:
     clients = ("fsspec", "s3fs", "obstore", "aiobotocore", "botocore", "aiohttp")
-    found = {name for name, _ in imports_of(module) if name.partition(".")[0] in clients}
-    assert not found or room(module) == "stores", f"{module} imports {sorted(found)}; only stores/ may"
-
-
-@every_module
-def test_nothing_unpickles(module: str) -> None:
-    names = {name for name, _ in imports_of(module)}
-    names |= {
-        ast.unparse(node)
-        for node, _ in nodes(ast.parse(MODULES[module].read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute)
+    found = {
+        module: name
+        for module in MODULES
+        for name, _ in imports_of(module)
+        if name.partition(".")[0] in clients and room(module) != "stores"
     }
-    found = {n for n in names if n.partition(".")[0] in RUNS_CODE or {n, n.rpartition(".")[2]} & PICKLES_INSIDE}
-    assert not found, f"{module} uses {sorted(found)}; opening a checkpoint must never run code"
+    assert not found, f"only stores/ may import these: {found}"
+
+
+def test_nothing_unpickles() -> None:
+    wrong = {}
+    for module, path in MODULES.items():
+        names = {name for name, _ in imports_of(module)}
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names |= {ast.unparse(node) for node, _ in nodes(tree) if isinstance(node, ast.Attribute)}
+        found = {n for n in names if n.partition(".")[0] in RUNS_CODE or {n, n.rpartition(".")[2]} & PICKLES_INSIDE}
+        if found:
+            wrong[module] = sorted(found)
+    assert not wrong, f"opening a checkpoint must never run code, and these may: {wrong}"
 
 
 # -- the reading itself --
