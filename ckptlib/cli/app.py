@@ -18,6 +18,7 @@ from ckptlib.cli import (
     import_,
     ls,
     pin,
+    plan,
     probe,
     refresh,
     rewind,
@@ -37,7 +38,9 @@ def cli() -> None:
     """
 
 
-for _module in (ls, show, diff, du, verify, refresh, rewind, copy, export, import_, goodput, gc, doctor, probe, slots):
+for _module in (
+    *(ls, show, diff, du, verify, refresh, rewind, copy, export, import_, goodput, gc, doctor, probe, plan, slots),
+):
     cli.add_command(_module.command)
 cli.add_command(pin.pin_command)
 cli.add_command(pin.unpin_command)

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "ckptlib"
 
 TORCH_FREE = {
     *("policy", "jobs", "pages", "errors", "events", "_version"),
-    *("format", "stores", "catalog", "slots", "codecs", "verify", "writer", "reading", "exporting", "cli"),
+    *("format", "stores", "catalog", "slots", "codecs", "verify", "writer", "reading", "exporting", "sizing", "cli"),
 }
 """Rooms; and the package itself."""
 TORCH_INSIDE_FUNCTIONS = {

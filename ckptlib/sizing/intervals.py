@@ -1,0 +1,40 @@
+"""How often to save: by failures, by a budget, and by how long a save takes. Pure; seconds."""
+
+from __future__ import annotations
+
+import math
+
+
+def young(stall_s: float, mtbf_s: float) -> float:
+    """The interval that loses least, for saves that stall training so long and are durable at once.
+
+    Young, A first order approximation to the optimum checkpoint interval (CACM 1974).
+    """
+    return math.sqrt(2 * stall_s * mtbf_s)
+
+
+def daly(stall_s: float, mtbf_s: float) -> float:
+    """The same where the stall is no small part of the time between failures.
+
+    Daly, A higher order estimate of the optimum checkpoint interval for restart dumps (FGCS 2006), of training between
+    the end of one save and the begin of the next.
+    """
+    if stall_s >= 2 * mtbf_s:
+        return mtbf_s
+    x = stall_s / (2 * mtbf_s)
+    return young(stall_s, mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - stall_s
+
+
+def by_budget(stall_s: float, at_most: float) -> float:
+    """The shortest interval in which saves stall training by no more than this share."""
+    return stall_s / at_most
+
+
+def ettr(interval_s: float, stall_s: float, persist_s: float, restart_s: float, mtbf_s: float) -> float:
+    """The share of time that trains steps which count, of a job that saves so often.
+
+    (1 - (u0 + T_f + dt/2) / MTBF) / (1 + w/dt): a failure costs the restart, half an interval on average, and the time
+    in which the newest save was still being written. Kokolis et al. (HPCA 2025).
+    """
+    failing = (restart_s + persist_s + interval_s / 2) / mtbf_s
+    return max(0.0, 1 - failing) / (1 + stall_s / interval_s)
