@@ -27,16 +27,17 @@ import ckptlib
 from benchmarks import peers
 from benchmarks.common import resident_bytes, tell, told
 from benchmarks.figures import Figures, Options, run
-from benchmarks.peers import PEERS, State, TorchCheckpointingUnflushed, Wait, why_not
+from benchmarks.peers import PEERS, CkptlibDcp, State, TorchCheckpointingUnflushed, Wait, why_not
 
 CHECKPOINTS = 2
 """In one turn; each has the iterations up to the next to finish in the background."""
 
 ITERATION_S = 1.2
 WIDTH = 1024
+DROP_IN = "ckptlib.dcp"
 OTHERS = {
-    name: TorchCheckpointingUnflushed if name == "torch_checkpointing" else PEERS[name]
-    for name in ("torch_checkpointing", "DCP async thread", "DCP", "torch.save+fsync")
+    name: {"torch_checkpointing": TorchCheckpointingUnflushed, DROP_IN: CkptlibDcp}.get(name) or PEERS[name]
+    for name in (DROP_IN, "torch_checkpointing", "DCP async thread", "DCP", "torch.save+fsync")
 }
 """Peers as they take part here: what is written in the background is not flushed."""
 
@@ -244,10 +245,12 @@ class PeerTaker(Taker):
     def drain(self) -> None:
         self._wait()
         self._wait = peers.done
-        remove(self._directory)
+        if self.name != DROP_IN:  # whose next save goes to the same root
+            remove(self._directory)
 
     def close(self) -> None:
         self._peer.close()
+        remove(self._directory)
 
 
 def remove(directory: Path) -> None:

@@ -21,6 +21,7 @@ from ckptlib.loading.report import LoadReport
 from ckptlib.loading.selection import Only, Rename
 from ckptlib.policy.best import Best
 from ckptlib.policy.codec import AUTO, Asked, CodecRules
+from ckptlib.policy.keep import Keep
 from ckptlib.ranks.meeting import meet
 from ckptlib.ranks.together import together
 from ckptlib.saving.pending import Pending
@@ -42,6 +43,7 @@ def save(
     storage_options: Mapping[str, object] | None = None,
     process_group: dist.ProcessGroup | None = None,
     codec: Asked = AUTO,
+    keep: Keep | None = None,
     metrics: Mapping[str, object] | None = None,
     timeout: timedelta = CALL_TIMEOUT,
 ) -> None:
@@ -53,6 +55,7 @@ def save(
 
     codec: "auto", "raw" or "planes", or a dict of these and of `Lossy` by pattern of tensor names, as for
            `Checkpointer`. The same at every save to a root by one process; else ValueError.
+    keep:  which steps to keep, as for `Checkpointer`; None keeps all of them. As for `codec`, always the same.
 
     Raises UnsupportedState for what cannot be saved, and SaveFailed if the step will never exist; on all ranks.
     """
@@ -63,6 +66,7 @@ def save(
         storage_options=storage_options,
         process_group=process_group,
         codec=codec,
+        keep=keep,
         metrics=metrics,
         timeout=timeout,
     )
@@ -92,6 +96,7 @@ def save_async(
     storage_options: Mapping[str, object] | None = None,
     process_group: dist.ProcessGroup | None = None,
     codec: Asked = AUTO,
+    keep: Keep | None = None,
     metrics: Mapping[str, object] | None = None,
     timeout: timedelta = CALL_TIMEOUT,
 ) -> Pending:
@@ -101,9 +106,10 @@ def save_async(
     slots are in use by earlier saves.
     """
     step, rules = checked_step(step), CodecRules.of(codec)
-    what = f"save of step {step}" if rules.asked == AUTO else f"save of step {step} with codec={rules.asked!r}"
+    others = {"codec": None if rules.asked == AUTO else rules.asked, "keep": keep}
+    what = " with ".join([f"save of step {step}", *(f"{k}={v!r}" for k, v in others.items() if v is not None)])
     meet(process_group, str(url), what, timeout)
-    session = registry.session(absolute(url), storage_options, process_group, rules, state, step)
+    session = registry.session(absolute(url), storage_options, process_group, rules, state, step, keep)
     await_room(session)
     pending = save_step(session, SaveOrder(state, step, metrics))
     pending.staging.go()

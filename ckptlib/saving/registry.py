@@ -15,6 +15,7 @@ from ckptlib.errors import CkptError
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.loading.loaded import Loads, Parts, tells
 from ckptlib.policy.codec import CodecRules
+from ckptlib.policy.keep import Keep
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.meeting import group_of, group_or_world
 from ckptlib.ranks.together import together
@@ -70,10 +71,11 @@ class Registry:
         codec: CodecRules,
         state: Mapping[str, object],
         step: int,
+        keep: Keep | None = None,
     ) -> Session:
         """To save `step` with. Where an older step was loaded to go on from, that is a new generation's. Collective.
 
-        `codec`: the same on all ranks. Raises ValueError, on all of them, where an open session has another.
+        `codec` and `keep`: the same on all ranks. Raises ValueError, on all of them, where an open session has others.
         """
         key = self.key(url, over)
         session, loads, origin = self.sessions.get(key), self.loads.get(key), None
@@ -84,6 +86,11 @@ class Registry:
                 f"step {step}: codec={codec.asked!r}, but this process saves to {url} with "
                 f"codec={session.settings.codec.asked!r}; give the same codec to every save of a run"
             )
+        if session is not None and session.settings.keep != keep:
+            raise ValueError(
+                f"step {step}: keep={keep!r}, but this process saves to {url} with keep={session.settings.keep!r}; "
+                "give the same keep to every save of a run"
+            )
         if loads is not None:
             origin = gone_back_to(self.group(over), loads, session, state, step)
             if session is not None and origin is not None:
@@ -91,10 +98,22 @@ class Registry:
                 session = None
         if session is None:
             self._close_at_exit()
-            session = self.sessions[key] = Session(Settings(url=url, options=options or {}, codec=codec), over)
+            settings = Settings(url=url, options=options or {}, codec=codec, keep=keep)
+            session = self.sessions[key] = Session(settings, over)
             session.lineage.resumed_from = origin
         self.loads.pop(key, None)
         return session
+
+    def newest_step(self, url: str, over: dist.ProcessGroup | None) -> int | None:
+        """The last step that this process saved to a root; None where it has saved none."""
+        session = self.sessions.get(self.key(url, over))
+        return None if session is None or session.closed or session.newest_step < 0 else session.newest_step
+
+    def begin_again(self, url: str, over: dist.ProcessGroup | None) -> None:
+        """The next save to a root begins a new generation. Collective; waits for saves in flight."""
+        session = self.sessions.pop(self.key(url, over), None)
+        if session is not None and not session.closed:
+            session.close(SAVE_DEADLINE, clean=True)
 
     def note_load(self, url: str, over: dist.ProcessGroup | None) -> Loads:
         """The loads from a root since the last save to it; the caller adds to them."""

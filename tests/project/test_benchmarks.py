@@ -33,7 +33,7 @@ def test_every_benchmark_says_its_question() -> None:
 
 
 CASES = {
-    "two ranks": ("ckptlib", "DCP async thread", "DCP", "torch.save+fsync"),
+    "two ranks": ("ckptlib", "ckptlib.dcp", "DCP async thread", "DCP", "torch.save+fsync"),
     "four ranks": ("ckptlib", "DCP async thread"),
 }
 

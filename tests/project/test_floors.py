@@ -252,7 +252,7 @@ from .deep import x
 def test_the_table_is_read() -> None:
     assert FLOORS["errors"] == 0
     assert FLOORS["stores"] == 1
-    assert set(FLOORS.values()) == set(range(9))
+    assert set(FLOORS.values()) == set(range(11))
     assert not [name for name in FLOORS if " " in name]
     assert {name for name in TORCH_FREE if name not in FLOORS} == set()
     assert [

@@ -1,0 +1,233 @@
+"""torch.distributed.checkpoint's functions, by ckptlib: `import ckptlib.dcp as dcp`.
+
+A state dict is what it is for DCP: modules and optimizers may be in it as they are, any other object with state_dict()
+and load_state_dict() is asked for its state, and tensors and plain values may be nested in dicts, lists and tuples.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, MutableMapping
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from ckptlib import api
+from ckptlib.adapters.checkpoint_id import Place, place_of
+from ckptlib.adapters.state_dicts import asked, gives_state, unwrap, wrapped
+from ckptlib.errors import StateMismatch, WaitTimeout
+from ckptlib.policy.codec import AUTO, Asked
+from ckptlib.policy.keep import Keep
+from ckptlib.ranks.meeting import meet
+from ckptlib.ranks.together import together
+from ckptlib.saving.pending import Pending
+from ckptlib.saving.registry import registry
+from ckptlib.stores import absolute
+
+CheckpointId = str | os.PathLike[str] | None
+
+REPLACED = Keep(last=1, grace=timedelta(hours=2))
+"""Of a checkpoint_id without a step: the one before stays until the new one is committed, and its bytes for a while, as
+somebody may be loading them."""
+
+
+def save(
+    state_dict: Mapping[str, object],
+    *,
+    checkpoint_id: CheckpointId = None,
+    storage_writer: object = None,
+    planner: object = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    storage_options: Mapping[str, object] | None = None,
+    codec: Asked = AUTO,
+    keep: Keep | None = None,
+) -> None:
+    """Saves a state dict; when it returns, the checkpoint is committed and durable, on every rank. Collective.
+
+    checkpoint_id: a path or URL, such as "runs/7/step-12": step 12 of the root "runs/7/step". One without a step, such
+                   as "runs/last", has one checkpoint, which each save replaces once the new one is committed.
+    storage_options, codec, keep: see `ckptlib.save`.
+
+    Steps of a root ascend. A save of a step that this process has passed already begins a new generation, which
+    abandons the later steps: see docs/history.md.
+
+    Raises as `ckptlib.save`; ValueError for `storage_writer`, `planner`, `no_dist` or `use_collectives=False`, which
+    ckptlib has no use for. DCP's Metadata has no counterpart: returns None.
+    """
+    _refuse_planning(process_group, no_dist, use_collectives, storage_writer=storage_writer, planner=planner)
+    url, step, kept = _next_save(checkpoint_id, process_group, storage_options, keep)
+    state = wrapped(asked(state_dict))
+    api.save(*(url, state, step), storage_options=storage_options, process_group=process_group, codec=codec, keep=kept)
+
+
+def async_save(
+    state_dict: Mapping[str, object],
+    *,
+    checkpoint_id: CheckpointId = None,
+    storage_writer: object = None,
+    planner: object = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: object = None,
+    async_stager: object = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    storage_options: Mapping[str, object] | None = None,
+    codec: Asked = AUTO,
+    keep: Keep | None = None,
+) -> SaveFuture:
+    """Copies a state dict and returns a Future of its step; another process writes it. Collective.
+
+    The state may change as soon as this returns. The checkpoint exists when the Future is done. As for `save`;
+    `async_checkpointer_type` makes no difference, and `async_stager` is refused.
+    """
+    given = {"storage_writer": storage_writer, "planner": planner, "async_stager": async_stager}
+    _refuse_planning(process_group, no_dist, use_collectives, **given)
+    url, step, kept = _next_save(checkpoint_id, process_group, storage_options, keep)
+    state = wrapped(asked(state_dict))
+    pending = api.save_async(
+        *(url, state, step), storage_options=storage_options, process_group=process_group, codec=codec, keep=kept
+    )
+    return SaveFuture(pending)
+
+
+def load(
+    state_dict: MutableMapping[str, Any],
+    *,
+    checkpoint_id: CheckpointId = None,
+    storage_reader: object = None,
+    planner: object = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    storage_options: Mapping[str, object] | None = None,
+) -> None:
+    """Fills a state dict in place, whatever layout and world size it was saved with. Collective.
+
+    Objects with load_state_dict() get theirs; plain values are replaced. Names that only the checkpoint has are not
+    loaded. A name that only `state_dict` has raises StateMismatch, unless `planner` is a DefaultLoadPlanner with
+    allow_partial_load=True. Raises as `ckptlib.load`; ValueError for a `storage_reader`, and for another planner.
+    """
+    partial = bool(getattr(planner, "allow_partial_load", False))
+    _refuse_planning(process_group, no_dist, True, storage_reader=storage_reader, planner=None if partial else planner)
+    url, step = place_of(checkpoint_id)
+    states = asked(state_dict)
+    target = wrapped(states)
+    report = api.load(
+        *(url, target, "latest" if step is None else step),
+        storage_options=storage_options,
+        process_group=process_group,
+        strict=False,
+    )
+    if report.missing and not partial:
+        raise StateMismatch(
+            f"{checkpoint_id}: step {report.step} of {url} lacks {', '.join(report.missing[:20])}"
+            f"{' and more' if len(report.missing) > 20 else ''}, which the state dict has; what the checkpoint has was "
+            "loaded. Take these out of the state dict, or pass planner=DefaultLoadPlanner(allow_partial_load=True)"
+        )
+    unwrap(states, target)
+    for key, given in state_dict.items():
+        if gives_state(given):
+            given.load_state_dict(states[key])
+        else:
+            state_dict[key] = states[key]
+
+
+class SaveFuture(Future[int]):
+    """The step of a save in flight, once it is committed and durable."""
+
+    def __init__(self, pending: Pending) -> None:
+        super().__init__()
+        self.pending = pending
+
+    @override
+    def result(self, timeout: float | None = None) -> int:
+        """Waits. Raises SaveFailed if the checkpoint never will exist, and TimeoutError after `timeout` seconds."""
+        try:
+            return self.pending.result(timeout)
+        except WaitTimeout as error:
+            raise TimeoutError(str(error)) from error
+
+    @override
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            self.result(timeout)
+        except TimeoutError:
+            raise
+        except Exception as error:  # whatever `result` raises is asked for
+            return error
+        return None
+
+    @override
+    def done(self) -> bool:
+        return self.pending.done()
+
+    @override
+    def running(self) -> bool:
+        return not self.done()
+
+    @override
+    def cancel(self) -> bool:
+        """No save can be cancelled."""
+        return False
+
+    @override
+    def add_done_callback(self, fn: Callable[[Future[int]], object]) -> None:
+        """As `Pending.add_done_callback`: by the thread that trains."""
+        self.pending.add_done_callback(lambda _: fn(self))
+
+
+def _next_save(
+    checkpoint_id: CheckpointId,
+    process_group: dist.ProcessGroup | None,
+    storage_options: Mapping[str, object] | None,
+    keep: Keep | None,
+) -> tuple[str, int, Keep | None]:
+    """Root, step and retention of a save. Collective where there may be a checkpoint to be replaced."""
+    url, step = place_of(checkpoint_id)
+    newest = registry.newest_step(absolute(url), process_group)
+    if step is None:
+        if newest is None:
+            newest = _newest_committed(Place(url, None), process_group, storage_options)
+        return url, newest + 1, keep or REPLACED
+    if newest is not None and step <= newest:
+        registry.begin_again(absolute(url), process_group)
+    return url, step, keep
+
+
+def _newest_committed(
+    place: Place, process_group: dist.ProcessGroup | None, storage_options: Mapping[str, object] | None
+) -> int:
+    """-1 for none. Collective; rank 0 asks the store."""
+    meet(process_group, place.url, "save", api.CALL_TIMEOUT)
+    group = registry.group(process_group)
+
+    def newest() -> bytes | None:
+        if group.rank != 0:
+            return None
+        steps = [info.step for info in api.checkpoints(place.url, storage_options=storage_options)]
+        return str(max(steps, default=-1)).encode()
+
+    return int(group.broadcast(together(group, f"looking for the checkpoint of {place.url}", newest)))
+
+
+def _refuse_planning(
+    process_group: dist.ProcessGroup | None, no_dist: bool, use_collectives: bool, **given: object
+) -> None:
+    """Arguments of DCP that would change what is written or read."""
+    for name, value in given.items():
+        if value is not None and type(value).__name__ not in ("DefaultSavePlanner", "DefaultLoadPlanner"):
+            raise ValueError(
+                f"{name}={type(value).__name__}: ckptlib plans, stages and stores by itself; leave {name} out and give "
+                "checkpoint_id, or use torch.distributed.checkpoint"
+            )
+    if not use_collectives:
+        raise ValueError("use_collectives=False: the ranks must agree on a checkpoint; leave it out")
+    if no_dist and dist.is_initialized() and dist.get_world_size(process_group) > 1:
+        raise ValueError(
+            f"no_dist=True in a job of {dist.get_world_size(process_group)} ranks: give process_group=, a group of the "
+            "ranks that hold this state"
+        )
