@@ -235,10 +235,16 @@ class LoadPlan:
                 if not self._asked.is_asked_for(path):
                     self._plain.add(path)
             return
-        self.use(name)
-        value = self._values[path] = self.saved.value(name)
+        value = self.take_value(path)
         if setter is not None:
             self.then(lambda: setter(value))
+
+    def take_value(self, path: str) -> object:
+        """The saved value of a name of the state, which the report lists."""
+        name = self.named(path)
+        self.use(name)
+        value = self._values[path] = self.saved.value(name)
+        return value
 
     def add_generator(self, generator: torch.Generator, path: str) -> None:
         state = generator.get_state()

@@ -16,6 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 from ckptlib.loading.load_plan import LoadPlan, Setter
+from ckptlib.loading.match_lists import ListTargets
 from ckptlib.loading.match_optimizers import OptimizerTargets, Params
 from ckptlib.loading.selection import Only, Rename, Selection
 from ckptlib.loading.targets import Targets, outside_inference
@@ -24,7 +25,7 @@ from ckptlib.state.frameworks import loader_of
 from ckptlib.state.leaf import PerRank, Sharded, home_of, local_of
 from ckptlib.state.modules import canonical, is_extra_state, named_state, owners_of
 from ckptlib.state.subclasses import is_subclass, like
-from ckptlib.state.visitor import Visitor
+from ckptlib.state.visitor import Visitor, is_plain
 
 
 def targets(
@@ -58,6 +59,7 @@ class _Walk(Visitor[Setter]):
         self._device = device
         self._params = Params()
         self._targets = OptimizerTargets(plan, self._params)
+        self._lists = ListTargets(plan)
 
     @override
     def below_per_rank(self, given: Setter) -> Setter:
@@ -68,6 +70,13 @@ class _Walk(Visitor[Setter]):
         if isinstance(container, tuple):
             return _tuple_setter(container, given)
         return _setter(container) if isinstance(container, (MutableMapping, list)) else lambda key: None
+
+    @override
+    def entries(self, node: Sequence[object], path: str) -> Sequence[object]:
+        """A list of plain values becomes as long as it was when it was saved, such as one of losses that grows."""
+        if not isinstance(node, list) or not all(map(is_plain, node)):
+            return node
+        return node[: self._lists.add(node, path)]
 
     @override
     def add_any_tensor(self, tensor: torch.Tensor | Sharded, path: str, given: Setter) -> None:

@@ -6,7 +6,7 @@ Saving and loading both walk a state by a `Visitor`, so that they agree on what 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -60,7 +60,7 @@ class Visitor(ABC, Generic[Given]):
                 self._collect(value, join(path, key), entry(key))
         elif type(node) in (list, tuple):
             entry = self.below(node, given)
-            for i, value in enumerate(node):  # type: ignore[arg-type]
+            for i, value in enumerate(self.entries(node, path)):  # type: ignore[arg-type]
                 self._collect(value, join(path, i), entry(i))
         elif is_stateful(node):
             refuse_optimizer(node, path)
@@ -69,6 +69,10 @@ class Visitor(ABC, Generic[Given]):
         else:
             refuse_loader(node, path)
             self.add_plain(node, path, given)
+
+    def entries(self, node: Sequence[object], path: str) -> Sequence[object]:
+        """Those of a list or tuple that are walked."""
+        return node
 
     @abstractmethod
     def below_per_rank(self, given: Given) -> Given:
@@ -99,6 +103,12 @@ class Visitor(ABC, Generic[Given]):
     @abstractmethod
     def add_plain(self, value: object, path: str, given: Given) -> None:
         """Whatever is none of these: a value, or nothing that can be saved."""
+
+
+def is_plain(node: object) -> bool:
+    """Whether it is neither walked nor asked for its state."""
+    kinds = (torch.Tensor, Sharded, PerRank, nn.Module, torch.optim.Optimizer, torch.Generator, Mapping, list, tuple)
+    return not isinstance(node, kinds) and not is_stateful(node)
 
 
 def is_stateful(node: object) -> bool:

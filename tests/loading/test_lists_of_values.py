@@ -1,0 +1,66 @@
+"""Lists of plain values come back as long as they were saved, whatever length they have when they are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.registry import close_sessions
+
+import ckptlib
+
+VALUES = [0.5, "two", None, 3, (4, 5)]
+
+
+@pytest.fixture(autouse=True)
+def _close() -> Any:
+    yield
+    close_sessions()
+
+
+@pytest.mark.parametrize("before", [0, 2, 5, 9])
+def test_as_long_as_saved(tmp_path: Path, before: int) -> None:
+    ckptlib.save(tmp_path, {"losses": [*VALUES[:4]], "deep": {"a": [["x"], ["y"]]}, "w": torch.ones(1)}, 1)
+    losses: list[object] = ["old"] * before
+    state = {"losses": losses, "deep": {"a": [["x"], ["old"]]}, "w": torch.zeros(1)}
+    report = ckptlib.load(tmp_path, state, 1)
+    assert state["losses"] is losses, "in place, as other names of it see the same"
+    assert losses == VALUES[:4]
+    assert state["deep"] == {"a": [["x"], ["y"]]}
+    assert (report.missing, report.unexpected) == ((), ())
+    assert {f"losses/{i}": VALUES[i] for i in range(4)}.items() <= report.values.items()
+
+
+def test_a_job_that_is_restarted_has_all_of_its_losses(tmp_path: Path) -> None:
+    for total in (3, 7):
+        losses: list[float] = []
+        with ckptlib.Checkpointer(tmp_path, {"losses": losses, "w": torch.ones(1)}, every=2) as ckpt:
+            for step in ckpt.loop(ckpt.restore().step, total):
+                losses.append(step / 2)
+    assert losses == [step / 2 for step in range(7)]
+
+
+def test_what_stays_as_it_was(tmp_path: Path) -> None:
+    """No plain values here or there, or not asked for: as if the list were a dict."""
+    saved = {"mixed": [1, torch.ones(1)], "nested": [1, {"a": 2}], "left": [1, 2, 3], "other": [1, 2]}
+    ckptlib.save(tmp_path, saved, 1)
+    state: dict[str, Any] = {"mixed": [0], "nested": [0], "left": [0], "other": [0, 0, 0], "absent": [7, 8]}
+    ckptlib.load(tmp_path, state, 1, strict=False, only=["mixed", "nested", "other/1", "absent"])
+    assert state == {"mixed": [1], "nested": [1], "left": [0], "other": [0, 2, 0], "absent": [7, 8]}
+
+
+def test_renamed(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path, {"old": {"losses": [1, 2, 3]}, "w": torch.ones(1)}, 1)
+    losses: list[int] = []
+    ckptlib.load(tmp_path, {"new": {"losses": losses}, "w": torch.zeros(1)}, 1, map={"new": "old"})
+    assert losses == [1, 2, 3]
+
+
+def test_nothing_is_changed_where_the_load_is_refused(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path, {"losses": [1, 2, 3], "w": torch.ones(1)}, 1)
+    losses = [9]
+    with pytest.raises(ckptlib.StateMismatch):
+        ckptlib.load(tmp_path, {"losses": losses, "w": torch.zeros(2)}, 1)
+    assert losses == [9]
