@@ -1,0 +1,238 @@
+"""Checkpoints of Lightning by ckptlib: `Trainer(plugins=[CkptlibCheckpointIO()])`. Needs the package lightning.
+
+Lightning asks the plugin for files: a path holds a checkpoint, can be listed, and can be removed. Here the file at the
+path is a line of JSON that names a step of the root beside it; the root has the data of all of them. So what did not
+change is written once, however many files (`last.ckpt`, the best ones) have it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import PurePosixPath
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from typing_extensions import override
+
+from ckptlib import api
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.retention import drop, sweep
+from ckptlib.errors import CheckpointNotFound, CkptError, FormatError, SaveFailed
+from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.policy.codec import AUTO, Asked
+from ckptlib.policy.keep import Keep
+from ckptlib.reading.nested import read
+from ckptlib.saving.pending import Pending
+from ckptlib.saving.settings import SAVE_DEADLINE
+from ckptlib.stores import open_store
+
+ROOT = "ckptlib"
+"""The directory of the root, beside the files that name its steps."""
+
+KEPT = Keep(last=10**9, grace=2 * SAVE_DEADLINE)
+"""Lightning says which steps are removed."""
+
+POLL_S = 0.1
+MOST = 4096
+"""Bytes of a file that names a step."""
+
+
+class CkptlibCheckpointIO(CheckpointIO):
+    """Saves each checkpoint of Lightning as a step of a root, and writes a file that names it once it is committed.
+
+    For strategies that gather the state on rank 0, such as DDP, and for one process. FSDP and ModelParallel save shards
+    by themselves, and do not ask a CheckpointIO.
+
+    asynchronous:    `save_checkpoint` returns as soon as the state is copied; another process writes it. `teardown`
+                     and the next call for the same path wait.
+    codec:           as for `ckptlib.save`.
+    storage_options: for the root, where it is no local directory.
+    """
+
+    def __init__(
+        self,
+        *,
+        asynchronous: bool = True,
+        codec: Asked = AUTO,
+        storage_options: Mapping[str, object] | None = None,
+    ) -> None:
+        self._asynchronous = asynchronous
+        self._codec: Asked = codec
+        self._options = storage_options
+        self._steps: dict[str, int] = {}
+        """By root: the last step that this process saved."""
+        self._saving: dict[str, tuple[Pending, Future[None]]] = {}
+        """By path."""
+        self._group: dist.ProcessGroup | None = None
+        self._publisher = ThreadPoolExecutor(1, "ckptlib-lightning")
+        self._closing = threading.Event()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Raises UnsupportedState for objects that are no plain values; SaveFailed, maybe of an earlier save."""
+        self._settle()
+        where = str(path)
+        self._finish(where)
+        root = _root_of(where)
+        step = self._next_step(root)
+        state = {"checkpoint": _Tree(checkpoint)}
+        pending = api.save_async(
+            *(root, state, step), storage_options=self._options, process_group=self._alone(), codec=self._codec
+        )
+        self._steps[root] = step
+        self._saving[where] = pending, self._publisher.submit(self._publish, where, root, pending.save)
+        if not self._asynchronous:
+            self._finish(where)
+
+    @override
+    def load_checkpoint(
+        self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """`weights_only` makes no difference: nothing is ever unpickled.
+
+        Raises CheckpointNotFound, FormatError for a file of another kind, CorruptData.
+        """
+        where = str(path)
+        self._finish(where)
+        found = read(_root_of(where), step=str(_save_at(where)), storage_options=self._options)
+        checkpoint: dict[str, Any] = found["checkpoint"]
+        return checkpoint if map_location is None else _moved(checkpoint, map_location)
+
+    @override
+    def remove_checkpoint(self, path: Any) -> None:
+        """Waits for a save of it that is under way. The data goes two hours later, but for what other steps use."""
+        where = str(path)
+        self._finish(where)
+        fs = get_filesystem(where)
+        if not fs.exists(where):
+            return
+        save = _save_at(where)
+        fs.rm(where)
+        with open_store(_root_of(where), self._options) as store:
+            catalog = Catalog(store)
+            drop(catalog, save)
+            sweep(catalog, KEPT, None)
+
+    @override
+    def teardown(self) -> None:
+        """Waits for all saves. Raises SaveFailed."""
+        try:
+            for where in [*self._saving]:
+                self._finish(where)
+        finally:
+            self._closing.set()
+            self._publisher.shutdown(wait=True)
+
+    def _settle(self) -> None:
+        """Raises the error of a save that failed; forgets those that are done."""
+        for where, (_, published) in [*self._saving.items()]:
+            if published.done():
+                self._finish(where)
+
+    def _finish(self, where: str) -> None:
+        """Waits for a save to this path, if there is one."""
+        if where not in self._saving:
+            return
+        pending, published = self._saving.pop(where)
+        try:
+            pending.wait_committed()
+        except CkptError:
+            published.cancel()
+            raise
+        published.result()
+
+    def _publish(self, where: str, root: str, save: SaveId) -> None:
+        """Writes the file as soon as the step is in the store. On a thread: training goes on, and asks nobody."""
+        deadline = time.monotonic() + SAVE_DEADLINE / timedelta(seconds=1)
+        with open_store(root, self._options) as store:
+            catalog = Catalog(store)
+            while not catalog.is_committed(save):
+                if self._closing.wait(POLL_S) or time.monotonic() > deadline:
+                    raise SaveFailed(f"{where}: step {save.step} of {root} was not committed")
+        fs = get_filesystem(where)
+        text = json.dumps({"ckptlib": ROOT, "step": str(save)}) + "\n"
+        partial = f"{where}.{save.step}.part"
+        with fs.open(partial, "w") as file:
+            file.write(text)
+        fs.mv(partial, where)
+
+    def _next_step(self, root: str) -> int:
+        if root not in self._steps:
+            with open_store(root, self._options) as store:
+                self._steps[root] = max((save.step for save in Catalog(store).saves()), default=-1)
+        return self._steps[root] + 1
+
+    def _alone(self) -> dist.ProcessGroup | None:
+        """Lightning calls on rank 0 alone."""
+        if dist.is_initialized() and dist.get_world_size() > 1 and self._group is None:
+            self._group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        return self._group
+
+
+class _Tree:
+    """Its state comes back with every dict, list and tuple as it was."""
+
+    def __init__(self, checkpoint: dict[str, Any]) -> None:
+        self._checkpoint = checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        plain: dict[str, Any] = _plain(self._checkpoint)
+        return plain
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._checkpoint = state
+
+
+def _plain(node: Any) -> Any:
+    """Kinds of dict that only Lightning knows, such as AttributeDict, become dicts."""
+    if isinstance(node, dict):
+        made = {key: _plain(value) for key, value in node.items()}
+        return type(node)(made) if type(node) in (OrderedDict, Counter) else made
+    if type(node) in (list, tuple):
+        return type(node)(map(_plain, node))
+    return node
+
+
+def _moved(node: Any, location: Any) -> Any:
+    """As torch.load's `map_location`."""
+    if isinstance(node, torch.Tensor):
+        if callable(location):
+            moved = location(node.untyped_storage(), "cpu")
+            return node if moved is None else torch.empty_like(node, device=moved.device).copy_(node)
+        return node.to(location.get("cpu", "cpu") if isinstance(location, dict) else location)
+    if isinstance(node, dict):
+        return type(node)((key, _moved(value, location)) for key, value in node.items())
+    return type(node)(_moved(value, location) for value in node) if type(node) in (list, tuple) else node
+
+
+def _root_of(where: str) -> str:
+    scheme, found, rest = where.rpartition("://")
+    return f"{scheme}{found}{PurePosixPath(rest).parent / ROOT}"
+
+
+def _save_at(where: str) -> SaveId:
+    """The step that a file names."""
+    fs = get_filesystem(where)
+    if not fs.exists(where):
+        raise CheckpointNotFound(f"{where}: no such file")
+    with fs.open(where, "rb") as file:
+        data = file.read(MOST)
+    try:
+        found = json.loads(data)
+        if found["ckptlib"] != ROOT:
+            raise ValueError(found["ckptlib"])
+        return parse_save(found["step"])
+    except (FormatError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise FormatError(
+            f"{where}: expected a line of JSON that names a step, as CkptlibCheckpointIO writes it, got {data[:40]!r}; "
+            "a file that Lightning wrote itself loads without the plugin"
+        ) from error

@@ -1,0 +1,175 @@
+"""The CheckpointIO for Lightning: by itself, and in trainings that are killed and go on in mid-epoch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.registry import close_sessions
+from launch import environment
+from places import ROOT, WORKERS
+
+import ckptlib
+from ckptlib.adapters.lightning import CkptlibCheckpointIO
+
+
+@pytest.fixture
+def io() -> Iterator[CkptlibCheckpointIO]:
+    made = CkptlibCheckpointIO()
+    yield made
+    made.teardown()
+    close_sessions()
+
+
+def checkpoint(n: int) -> dict[str, Any]:
+    """As Lightning makes it, and more."""
+    return {
+        "epoch": n,
+        "state_dict": OrderedDict({"net.0.weight": torch.full((4, 2), float(n)), "n": torch.tensor(n)}),
+        "optimizer_states": [{"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}],
+        "loops": {"fit_loop": {"state_dict": {}, "done": [1, (2, 3)], "none": None}},
+        "callbacks": {"ModelCheckpoint{'monitor': 'loss'}": {"best_k_models": {"/a/b=1.ckpt": torch.tensor(0.5)}}},
+        "empty": {},
+        "hyper_parameters": {"names": ("a", "b"), "inf": float("inf")},
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    """Types and order as well."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return [*a] == [*b] and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return bool(a == b)
+
+
+def test_what_goes_in_comes_out(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
+    paths = [tmp_path / f"step={n}-loss=0.1.ckpt" for n in range(3)]
+    for n, path in enumerate(paths):
+        saved = checkpoint(n)
+        io.save_checkpoint(saved, path)
+        saved["state_dict"]["net.0.weight"].zero_()  # training goes on
+    for n, path in enumerate(paths):
+        assert same(io.load_checkpoint(path), checkpoint(n))
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "ckptlib")] == [0, 1, 2]
+
+
+def test_a_path_is_saved_to_again(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
+    for n in range(4):
+        io.save_checkpoint(checkpoint(n), tmp_path / "last.ckpt")
+    assert same(io.load_checkpoint(str(tmp_path / "last.ckpt")), checkpoint(3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckptlib", "last.ckpt"]
+
+
+def test_removed_while_it_is_saved(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
+    for n in range(3):
+        io.save_checkpoint(checkpoint(n), tmp_path / f"{n}.ckpt")
+        io.remove_checkpoint(tmp_path / f"{n}.ckpt")
+        assert not (tmp_path / f"{n}.ckpt").exists()
+    io.remove_checkpoint(tmp_path / "never.ckpt")
+    io.teardown()
+    assert [path.name for path in tmp_path.iterdir()] == ["ckptlib"]
+    assert [*ckptlib.checkpoints(tmp_path / "ckptlib")] == []
+
+
+def test_another_process_goes_on(tmp_path: Path) -> None:
+    for n in range(3):
+        io = CkptlibCheckpointIO(asynchronous=n != 1)
+        io.save_checkpoint(checkpoint(n), tmp_path / f"{n}.ckpt")
+        io.teardown()
+        close_sessions()
+    io = CkptlibCheckpointIO()
+    for n in range(3):
+        assert same(io.load_checkpoint(tmp_path / f"{n}.ckpt"), checkpoint(n))
+
+
+@pytest.mark.parametrize(
+    "location", ["cpu", torch.device("cpu"), {"cpu": "cpu"}, lambda storage, where: storage], ids=str
+)
+def test_map_location(io: CkptlibCheckpointIO, tmp_path: Path, location: Any) -> None:
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    assert same(io.load_checkpoint(tmp_path / "1.ckpt", map_location=location), checkpoint(1))
+
+
+def test_objects_are_refused_by_name(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
+    with pytest.raises(ckptlib.UnsupportedState, match=r"callbacks\.mine"):
+        io.save_checkpoint({**checkpoint(0), "callbacks": {"mine": object()}}, tmp_path / "0.ckpt")
+    assert not (tmp_path / "0.ckpt").exists()
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    assert same(io.load_checkpoint(tmp_path / "1.ckpt"), checkpoint(1))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"PK\x03\x04",
+        b"[]",
+        b"{}",
+        b'{"ckptlib": "../other", "step": "000000000000-000001-aaaaaaaa"}',
+        b'{"ckptlib": "ckptlib", "step": 3}',
+        b'{"ckptlib": "ckptlib", "step": "../../etc"}',
+        b"[" * 4000,
+        b"\xff" * 100_000,
+    ],
+)
+def test_hostile_files(io: CkptlibCheckpointIO, tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "bad.ckpt").write_bytes(data)
+    with pytest.raises(ckptlib.FormatError, match=r"bad\.ckpt"):
+        io.load_checkpoint(tmp_path / "bad.ckpt")
+
+
+def test_files_of_steps_that_are_not_there(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
+    with pytest.raises(ckptlib.CheckpointNotFound):
+        io.load_checkpoint(tmp_path / "none.ckpt")
+    io.save_checkpoint(checkpoint(0), tmp_path / "0.ckpt")
+    io.load_checkpoint(tmp_path / "0.ckpt")
+    text = (tmp_path / "0.ckpt").read_text()
+    (tmp_path / "1.ckpt").write_text(text.replace("000000000000-", "000000000007-"))
+    with pytest.raises(ckptlib.CheckpointNotFound):
+        io.load_checkpoint(tmp_path / "1.ckpt")
+
+
+def train(directory: Path, steps: int, killed_at: int = -1, devices: int = 1, whose: str = "ours") -> dict[str, Any]:
+    """Empty where it was killed."""
+    out = directory.with_suffix(".pt")
+    command = [sys.executable, WORKERS / "lightning_job.py", directory, steps, killed_at, out, devices, whose]
+    variables = {**environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), environment()["PYTHONPATH"]])}
+    done = subprocess.run([*map(str, command)], env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == (0 if killed_at < 0 else -9), done.stdout + done.stderr
+    return torch.load(out, weights_only=True) if killed_at < 0 else {}
+
+
+@pytest.mark.timeout(300)
+def test_killed_and_resumed_in_mid_epoch(tmp_path: Path) -> None:
+    """Four batches are an epoch, and checkpoints come every third step."""
+    whole = train(tmp_path / "whole", 14)
+    train(tmp_path / "parted", 14, killed_at=11)
+    assert (tmp_path / "parted" / "last.ckpt").exists()
+    parted = train(tmp_path / "parted", 14)
+    assert (parted["step"], whole["step"]) == (14, 14)
+    assert same(parted["model"], whole["model"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_ranks_resume_as_with_lightnings_own_files(tmp_path: Path) -> None:
+    """Lightning keeps the place in the data of rank 0 alone, so a run that goes on is another one than one that was
+    left alone; it is the same with either plugin."""
+    ends = []
+    for whose in ("ours", "theirs"):
+        train(tmp_path / whose, 10, devices=2, whose=whose)
+        ends.append(train(tmp_path / whose, 14, devices=2, whose=whose))
+    assert ends[0]["step"] == 14
+    assert same(ends[0], ends[1])
