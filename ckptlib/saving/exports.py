@@ -10,10 +10,12 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from ckptlib.errors import StoreError
 from ckptlib.events import Exported, ExportFailed
@@ -34,6 +36,8 @@ TOLD_CHARS = 2000
 @dataclass(frozen=True, slots=True)
 class _Running:
     process: subprocess.Popen[str]
+    printed: IO[str]
+    """A file, since nobody reads while the process runs: a full pipe would stop it."""
     save: SaveId
     out: Path
     began: float
@@ -155,10 +159,11 @@ class Exports:
         }
         try:
             text = json.dumps(order)
+            printed = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (closed when it is read)
             process = subprocess.Popen(
                 [sys.executable, "-m", "ckptlib.exporting"],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=printed,
                 stderr=subprocess.STDOUT,
                 text=True,
                 start_new_session=True,
@@ -174,12 +179,12 @@ class Exports:
         except (OSError, TypeError, ValueError) as error:
             self._fail(save, out, f"the process of the export could not be started: {error}")
             return
-        self._running = _Running(process, save, out, time.monotonic())
+        self._running = _Running(process, printed, save, out, time.monotonic())
 
     def _tell(self, running: _Running) -> None:
-        assert running.process.stdout is not None
-        with running.process.stdout as output:
-            printed = output.read()
+        with running.printed as file:
+            file.seek(0)
+            printed = file.read()
         *_, last = printed.splitlines() or [""]
         try:
             told = json.loads(last)

@@ -218,3 +218,15 @@ def test_what_the_users_function_raises_ends_no_training(tmp_path: Path, caplog:
     told = run(Job(tmp_path / "root"), ckptlib.Export(tmp_path / "{step}", only="model", steps=steps_of))
     assert [event.step for event in told] == [6]
     assert "Export(steps=...) failed for step 2" in caplog.text
+
+
+def test_an_export_that_prints_much_is_not_held_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a library does that warns for each tensor. Nobody reads before the process has ended."""
+    (tmp_path / "site").mkdir()
+    code = "import sys\nif 'ckptlib.exporting' in sys.orig_argv: print('a warning ' * 100_000)\n"
+    (tmp_path / "site" / "sitecustomize.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    job, out = Job(tmp_path / "root"), tmp_path / "out.safetensors"
+    (told,) = run(job, ckptlib.Export(out, only="model", strip="model/"))
+    assert isinstance(told, events.Exported)
+    assert exported(out) == weights(job)
