@@ -177,7 +177,7 @@ class Checkpointer:
         """Looks at the state once: refuses an object that cannot be saved before training begins, and makes room for
         snapshots."""
         with gc_pause.kept():
-            flat = together(self._group, "looking at the state", lambda: flatten(self._state))
+            flat = together(self._group, "looking at the state", lambda: self._session.peek(self._state))
         self._fence.install(flat.optimizers.values())
         self._to_warm: int | None = estimate(flat.leaves, self._group.size)
         if self._session.settings.peers is None:

@@ -6,6 +6,7 @@ Which shards a rank writes is for `saving/assign` to say.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from ckptlib.format import dtypes
 from ckptlib.format.box import Box
@@ -37,25 +38,24 @@ def lay_out(layout: Layout, shards: Sequence[tuple[str, Box]], chunk_bytes: int 
     gaps, widest elements first, so that each is aligned to its element. The smallest of them share chunks. Offsets
     count from the body's first byte; all chunks are in pack 0.
     """
-    sized = []
-    for name, box in shards:
-        entry = layout.tensors[layout.index[name]]
-        sized.append((entry, box, shard_nbytes(entry, box)))
-    large = sorted((s for s in sized if s[2] >= ALIGN_FROM_BYTES), key=lambda s: (s[0].name, s[1].offset))
-    small = sorted(
-        (s for s in sized if s[2] < ALIGN_FROM_BYTES),
-        key=lambda s: (-dtypes.itemsize(s[0].dtype), s[0].name, s[1].offset),
-    )
+    return lay_out_in_order(layout, shards, chunk_bytes)[0]
+
+
+def lay_out_in_order(
+    layout: Layout, shards: Sequence[tuple[str, Box]], chunk_bytes: int = CHUNK_BYTES
+) -> tuple[Table, list[int]]:
+    """As `lay_out`, and of each shard of the table its position in `shards`."""
+    large, small = _sorted_shards(layout, shards)
     offsets: list[int] = []
     sizes: list[int] = []
     counts: list[int] = []
     end = 0
-    for _, _, nbytes in large:
+    for *_, nbytes in large:
         counts.append(_add_chunks(round_up(end), nbytes, chunk_bytes, offsets, sizes))
         end = offsets[-1] + sizes[-1]
     end = block = round_up(end)
     shared_bytes, room = min(SHARED_CHUNK_BYTES, chunk_bytes), 0
-    for _, _, nbytes in small:
+    for *_, nbytes in small:
         if end - block >= ALIGN_FROM_BYTES:  # a pack can only be cut where a page begins
             end = block = round_up(end)
             room = 0
@@ -67,16 +67,41 @@ def lay_out(layout: Layout, shards: Sequence[tuple[str, Box]], chunk_bytes: int 
             room = shared_bytes
         room -= nbytes
         end += nbytes
-    ordered = large + small
-    return Table(
+    order = [i for *_, i, _ in large + small]
+    tensors, boxes = [layout.index[name] for name, _ in shards], [box for _, box in shards]
+    table = Table(
         layout=layout.digest,
-        tensors=tuple(layout.index[entry.name] for entry, _, _ in ordered),
-        boxes=tuple(box for _, box, _ in ordered),
+        tensors=tuple(map(tensors.__getitem__, order)),
+        boxes=tuple(map(boxes.__getitem__, order)),
         num_chunks=tuple(counts),
         packs=(0,) * len(offsets),
         offsets=tuple(offsets),
         nbytes=tuple(sizes),
     )
+    return table, order
+
+
+_Sized: TypeAlias = tuple[int, str, tuple[int, ...], int, int]
+"""Of a shard: what it is sorted by, its position, and its bytes."""
+
+
+def _sorted_shards(layout: Layout, shards: Sequence[tuple[str, Box]]) -> tuple[list[_Sized], list[_Sized]]:
+    """The large ones, and the small ones, which are sorted by the size of their elements first."""
+    large: list[_Sized] = []
+    small: list[_Sized] = []
+    known: dict[tuple[int, str], int] = {}  # boxes that are equal are mostly one object
+    itemsize = {dtype: dtypes.itemsize(dtype) for dtype in {entry.dtype for entry in layout.tensors}}
+    for i, (name, box) in enumerate(shards):
+        entry = layout.tensors[layout.index[name]]
+        kind = id(box), entry.dtype
+        nbytes = known.get(kind)
+        if nbytes is None:
+            nbytes = known[kind] = shard_nbytes(entry, box)
+        if nbytes >= ALIGN_FROM_BYTES:
+            large.append((0, name, box.offset, i, nbytes))
+        else:
+            small.append((-itemsize[entry.dtype], name, box.offset, i, nbytes))
+    return sorted(large), sorted(small)
 
 
 def _add_chunks(start: int, nbytes: int, chunk_bytes: int, offsets: list[int], sizes: list[int]) -> int:

@@ -183,12 +183,15 @@ def _writers(shape: tuple[int, ...], placed: Placed, writer: tuple[int, ...], bo
 def _encode(layout: Layout) -> bytes:
     meshes: dict[Mesh, int] = {}
     holdings: dict[Holding, int] = {}
+    known: dict[int, int] = {}  # by id: they are few, and slow to compare
     rows: list[Json] = []
     for entry in layout.tensors:
-        if isinstance(entry.holding, Placed):
-            meshes.setdefault(entry.holding.mesh, len(meshes))
-        index = holdings.setdefault(entry.holding, len(holdings))
-        rows.append([entry.name, entry.dtype, list(entry.shape), index])
+        index = known.get(id(entry.holding))
+        if index is None:
+            if isinstance(entry.holding, Placed):
+                meshes.setdefault(entry.holding.mesh, len(meshes))
+            index = known[id(entry.holding)] = holdings.setdefault(entry.holding, len(holdings))
+        rows.append([entry.name, entry.dtype, entry.shape, index])  # type: ignore[list-item]
     body: dict[str, Json] = {
         "world_size": layout.world_size,
         "meshes": [{"shape": list(mesh.shape), "ranks": list(mesh.ranks)} for mesh in meshes],

@@ -184,7 +184,7 @@ def entries_of(leaves: Sequence[Leaf], agreement: Agreement) -> list[TensorEntry
     rows = (
         TensorEntry(leaf.name, leaf.dtype, leaf.shape, holdings[leaf.name]) for leaf in leaves if leaf.name in holdings
     )
-    return sorted(rows, key=lambda entry: entry.name)
+    return sorted(rows, key=operator.attrgetter("name"))
 
 
 def kind_of(leaves: Sequence[Leaf]) -> str:

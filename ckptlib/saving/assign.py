@@ -6,11 +6,13 @@ Every rank that asks about the same tensors gets the same answer, so nothing is 
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Container, Iterable
 from dataclasses import replace
+from typing import TypeAlias
 
 from ckptlib.format import sharding
-from ckptlib.format.layout import Placed, TensorEntry
+from ckptlib.format.layout import Mesh, Placed, TensorEntry
 
 
 def assign(entries: Iterable[TensorEntry], partial: Container[str] = ()) -> list[TensorEntry]:
@@ -21,22 +23,47 @@ def assign(entries: Iterable[TensorEntry], partial: Container[str] = ()) -> list
 
     `partial`: names that not all ranks of their mesh have. No coordinate tells their writer; see `writes`.
     """
-    queues: dict[object, list[tuple[int, tuple[int, ...]]]] = {}
-    writers: dict[str, TensorEntry] = {}
-    entries = list(entries)
-    for entry in sorted(entries, key=lambda e: (-e.nbytes_global, e.name)):
-        holding = entry.holding
+    entries = list(entries)  # keeps the holdings, which are known by id: they are few, and slow to compare
+    queues = _queues_of(entries)
+    order: Iterable[int] = range(len(entries))
+    if any(len(queue) > 1 for queue in queues.values()):
+        sizes = [entry.nbytes_global for entry in entries]
+        order = [i for *_, i in sorted(zip(map(operator.neg, sizes), map(_name, entries), order, strict=True))]
+    written: dict[tuple[int, Coordinate], Placed] = {}
+    assigned = list(entries)
+    for i in order:
+        entry, holding = entries[i], entries[i].holding
         if not isinstance(holding, Placed) or entry.name in partial:
             continue
-        axes = sharding.replica_axes(holding.placements)
-        key = (holding.mesh, axes)
-        queue = queues.get(key)
-        if queue is None:
-            queue = queues[key] = [(0, at) for at in _coordinates(holding.mesh.shape, axes)]
-        load, at = heapq.heappop(queue)
-        heapq.heappush(queue, (load + entry.nbytes_global + 1, at))
-        writers[entry.name] = replace(entry, holding=replace(holding, writer=at))
-    return [writers.get(entry.name, entry) for entry in entries]
+        queue = queues[id(holding)]
+        load, at = queue[0]
+        if len(queue) > 1:
+            heapq.heapreplace(queue, (load + sizes[i] + 1, at))
+        key = id(holding), at
+        held = written.get(key) or written.setdefault(key, replace(holding, writer=at))
+        assigned[i] = TensorEntry(entry.name, entry.dtype, entry.shape, held)
+    return assigned
+
+
+Coordinate: TypeAlias = tuple[int, ...]
+
+_Queue: TypeAlias = list[tuple[int, Coordinate]]
+"""A heap of coordinates, each with the bytes that it writes so far."""
+
+
+def _queues_of(entries: Iterable[TensorEntry]) -> dict[int, _Queue]:
+    """By id of holding; one for all of the same mesh and replicating axes."""
+    queues: dict[tuple[Mesh, tuple[int, ...]], _Queue] = {}
+    found: dict[int, _Queue] = {}
+    for holding in {id(entry.holding): entry.holding for entry in entries}.values():
+        if isinstance(holding, Placed):
+            axes = sharding.replica_axes(holding.placements)
+            start = [(0, at) for at in _coordinates(holding.mesh.shape, axes)]
+            found[id(holding)] = queues.setdefault((holding.mesh, axes), start)
+    return found
+
+
+_name = operator.attrgetter("name")
 
 
 def _coordinates(shape: tuple[int, ...], axes: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -11,9 +11,11 @@ def estimate(leaves: list[Leaf], num_ranks: int) -> int:
     for leaf in leaves:
         if leaf.tied is not None:
             continue
-        local = sum(tensor.nbytes for _, tensor in leaf.pieces)
-        moments = sum(tensor.numel() for _, tensor in leaf.pieces) * 8
-        is_param = leaf.owner is not None and any(t.requires_grad for _, t in leaf.pieces)
+        local = 0
+        for _, tensor in leaf.pieces:
+            local += tensor.nbytes
+            if leaf.owner is not None and tensor.requires_grad:
+                local += 8 * tensor.numel()
         share = 1 if len(leaf.pieces) == 0 or leaf.pieces[0][0].shape != leaf.shape else num_ranks
-        nbytes += (local + (moments if is_param else 0)) // share
+        nbytes += local // share
     return nbytes + nbytes // 16 + (1 << 20)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 
 from ckptlib.errors import StateChanged
-from ckptlib.format.body_layout import ALIGN_FROM_BYTES, body_nbytes, lay_out
+from ckptlib.format.body_layout import ALIGN_FROM_BYTES, body_nbytes, lay_out_in_order
 from ckptlib.format.box import Box
 from ckptlib.format.layout import ByHand, Layout, OwnPerRank, Placed
 from ckptlib.format.table import Table
@@ -120,8 +120,9 @@ class Planner:
         self._agreement = agreement
         plan = self._plan_for(flat, known)
         prove(flat.leaves, plan.shared, self._group)
-        plain = {leaf.name for leaf in flat.leaves if isinstance(leaf.held, Plain)}
-        self._own |= {name for name in plain if isinstance(agreement.holdings.get(name), OwnPerRank)}
+        if self._group.size > 1:
+            plain = {leaf.name for leaf in flat.leaves if isinstance(leaf.held, Plain)}
+            self._own |= {name for name in plain if isinstance(agreement.holdings.get(name), OwnPerRank)}
         self.must_compare = self._restless(known is None)
         return plan
 
@@ -178,17 +179,29 @@ class Planner:
         by = self._agreement
         entries = assign(entries_of(flat.leaves, by), partial=by.holders)
         layout = Layout(self._group.size, tuple(entries), by.aliases, flat.objects)
-        places: dict[tuple[str, Box], tuple[int, int, Box | None]] = {}
+        shards: list[tuple[str, Box]] = []
+        places: list[tuple[int, int, Box | None]] = []
+        mine: dict[int, bool] = {}  # by id of a holding, of which there are few
         for i, leaf in enumerate(flat.leaves):
-            if leaf.name in by.aliases:
+            name = leaf.name
+            if name in by.aliases:
                 continue
-            entry = layout.tensors[layout.index[leaf.name]]
-            if leaf.name in by.written:
-                places.update({(leaf.name, box): (i, 0, box) for box in by.written[leaf.name]})
-            elif writes(entry, self._group.rank, by.holders.get(leaf.name)):
-                places.update({(leaf.name, box): (i, piece, None) for piece, (box, _) in enumerate(leaf.pieces)})
-        table = lay_out(layout, list(places))
-        order = tuple(places[layout.tensors[t].name, box] for t, box in zip(table.tensors, table.boxes, strict=True))
+            if name in by.written:
+                shards += [(name, box) for box in by.written[name]]
+                places += [(i, 0, box) for box in by.written[name]]
+                continue
+            entry, holders = layout.tensors[layout.index[name]], by.holders.get(name)
+            if holders is not None:
+                is_mine = writes(entry, self._group.rank, holders)
+            elif (known := mine.get(id(entry.holding))) is not None:
+                is_mine = known
+            else:
+                is_mine = mine[id(entry.holding)] = writes(entry, self._group.rank)
+            if is_mine:
+                shards += [(name, box) for box, _ in leaf.pieces]
+                places += [(i, piece, None) for piece in range(len(leaf.pieces))]
+        table, positions = lay_out_in_order(layout, shards)
+        order = tuple(map(places.__getitem__, positions))
         shared = shared_of(flat.leaves, by, self._group.rank)
         return Plan(_shape(flat.leaves), layout, table, order, body_nbytes(table), shared)
 

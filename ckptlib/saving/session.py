@@ -165,6 +165,10 @@ class Session:
             return state, encoded
         return flatten(whole_state(state, PerRank(self._rng)), self._memo), encoded
 
+    def peek(self, state: object) -> Flat:
+        """The state, flattened, before the first save, which need not look again at what is still the same then."""
+        return flatten(state, self._memo)
+
     def is_exempt(self, step: int) -> bool:
         """Whether `Keep(exempt=)` says that the step stays for good. Rank 0 asks."""
         keep = self.settings.keep

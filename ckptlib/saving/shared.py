@@ -58,7 +58,7 @@ def shared_of(leaves: Sequence[Leaf], agreement: Agreement, rank: int) -> tuple[
         if len(those) > 1:
             pieces = enumerate(leaf.pieces)
             found += ((those, leaf.name, Shared(those, i, piece, box)) for piece, (box, _) in pieces)
-    by_name = {leaf.name: i for i, leaf in enumerate(leaves)}
+    by_name = {leaf.name: i for i, leaf in enumerate(leaves)} if agreement.overlaps else {}
     for overlap in agreement.overlaps:
         found.append((overlap.ranks, overlap.name, Shared(overlap.ranks, by_name[overlap.name], 0, overlap.box)))
     return tuple(s for _, _, s in sorted(found, key=lambda f: (f[0], f[1], f[2].region.offset, f[2].region.shape)))

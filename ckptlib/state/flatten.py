@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -23,15 +23,19 @@ from ckptlib.format.layout import OwnPerRank
 from ckptlib.format.tagged_values import MAX_DEPTH, is_unicode
 from ckptlib.format.values import Json
 from ckptlib.state.leaf import (
+    PLAIN,
     Leaf,
     PerRank,
     Sharded,
     identity,
+    identity_of_plain,
     is_elsewhere,
     join,
     leaf_of,
+    leaf_of_plain,
     local_of,
     place,
+    place_of_plain,
     refuse_tensor,
 )
 from ckptlib.state.memo import Fingerprint, Found, KnownLeaf, Memo, Section
@@ -88,6 +92,10 @@ def flatten(state: object, memo: Memo | None = None) -> Flat:
     return walk.flat
 
 
+SECTION_FROM = 16
+"""So many tensors in a dict are asked about together."""
+
+
 class _Part(NamedTuple):
     """What `add_tensor` takes: an ordinary tensor, or one of those that a tensor of a subclass is made of."""
 
@@ -121,6 +129,19 @@ class _Walk(Visitor[bool]):
     @override
     def below(self, container: object, per_rank: bool) -> Callable[[object], bool]:
         return lambda key: per_rank
+
+    @override
+    def add_entries(self, node: Mapping[object, object], path: str, per_rank: bool) -> bool:
+        if len(node) < SECTION_FROM or {*map(type, node.values())} - {*PLAIN} or {*map(type, node)} != {str}:
+            return False
+        keys, tensors = list(node), cast(list[torch.Tensor], list(node.values()))
+
+        def add(walk: _Walk) -> None:
+            for key, tensor in zip(keys, tensors, strict=True):
+                walk.add_tensor(tensor, join(path, key), per_rank)
+
+        self._add_section((path, per_rank), Fingerprint(keys, (), tensors), add)
+        return True
 
     @override
     def add_any_tensor(self, tensor: torch.Tensor | Sharded, path: str, per_rank: bool) -> None:
@@ -184,6 +205,9 @@ class _Walk(Visitor[bool]):
             add(self)
 
     def add_tensor(self, tensor: torch.Tensor | Sharded, name: str, per_rank: bool) -> None:
+        if type(tensor) in PLAIN:
+            self._add_plain_tensor(tensor, name, per_rank)  # type: ignore[arg-type]
+            return
         self._claim(name)
         known = self._memo.leaves.get(name)
         if known is None or known.tensor is not tensor:
@@ -198,6 +222,32 @@ class _Walk(Visitor[bool]):
         if key is not None:
             self.found.seen.setdefault(key, name)
         self.found.leaves.append(leaf)
+
+    def _add_plain_tensor(self, tensor: torch.Tensor, name: str, per_rank: bool) -> None:
+        """As `add_tensor`, with each question asked once: nearly all tensors are such, and there may be thousands."""
+        self._claim(name)
+        known = self._memo.leaves.get(name)
+        if known is None or known.tensor is not tensor:
+            refuse_tensor(tensor, name)
+        found, number = self.found, id(tensor)
+        found.param_names.setdefault(number, name)
+        at = place_of_plain(tensor)
+        tied: str | None = None
+        if not per_rank and (key := identity_of_plain(tensor, at)) is not None:
+            first = found.seen.setdefault(key, name)
+            tied = None if first is name else first
+        owner = self.owners.get(number)
+        if known is not None and known.tensor is tensor and known.at == at:
+            leaf = known.leaf
+            if leaf.owner is owner and leaf.tied == tied and isinstance(leaf.held, OwnPerRank) == per_rank:
+                found.leaves.append(leaf)
+                return
+        made = leaf_of_plain(tensor, name, per_rank, owner, tied)
+        if self._lent and owner is None and accelerator.device_of(tensor) is not None:
+            made = replace(made, lent=True)
+        else:
+            self._memo.leaves[name] = KnownLeaf(tensor, at, made)
+        found.leaves.append(made)
 
     def _add_subclass(self, tensor: torch.Tensor, name: str, per_rank: bool) -> Json:
         """A tensor that is made of others, where it stands by itself. Gives what a tree has in its place."""

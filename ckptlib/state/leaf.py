@@ -100,11 +100,17 @@ def leaf_of(
         if per_rank:
             raise UnsupportedState(f"{name}: a DTensor cannot be PerRank; give tensor.to_local()")
         return _leaf_of_dtensor(tensor, name, owner)
-    tensor = _checked(tensor, name)
+    return leaf_of_plain(_checked(tensor, name), name, per_rank, owner)
+
+
+def leaf_of_plain(
+    tensor: torch.Tensor, name: str, per_rank: bool, owner: torch.optim.Optimizer | None, tied: str | None = None
+) -> Leaf:
+    """As `leaf_of`, of an ordinary tensor that was not refused."""
     shape = tuple(tensor.shape)
-    pieces = ((_whole(shape), tensor),) if tensor.numel() else ()
+    pieces = () if 0 in shape else ((_whole(shape), tensor),)
     held = _OWN if per_rank else _REPLICA
-    return Leaf(name, dtype_name(tensor), shape, held, pieces, owner, frozen=_is_frozen(tensor))
+    return Leaf(name, _name_of(tensor.dtype), shape, held, pieces, owner, tied, _is_frozen(tensor))
 
 
 @lru_cache(maxsize=1024)
@@ -215,10 +221,17 @@ def _is_buffer(tensor: torch.Tensor) -> bool:
 
 def place(tensor: torch.Tensor) -> tuple[object, ...]:
     """As `places`, of one tensor."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    spec = tensor._spec if isinstance(tensor, DTensor) else None
-    size, stride = local.size(), local.stride()
-    return spec, local.data_ptr(), size, stride, local.is_conj(), local.is_neg(), local.dtype
+    if not isinstance(tensor, DTensor):
+        return place_of_plain(tensor)
+    return tensor._spec, *place_of_plain(tensor._local_tensor)[1:]
+
+
+def place_of_plain(tensor: torch.Tensor) -> tuple[object, ...]:
+    """As `place`, of one that is no DTensor."""
+    return (
+        *(None, tensor.data_ptr(), tensor.size(), tensor.stride()),
+        *(tensor.is_conj(), tensor.is_neg(), tensor.dtype),
+    )
 
 
 def places(tensors: Sequence[torch.Tensor]) -> tuple[list[object], ...]:
@@ -272,6 +285,11 @@ def identity(tensor: torch.Tensor | Sharded) -> object:
         return (id(tensor.tensor), tuple(tensor.offset), tuple(tensor.shape))
     if isinstance(tensor, (nn.Parameter, DTensor)):
         return id(tensor)
-    if tensor.numel() == 0:
-        return None
-    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return identity_of_plain(tensor, place_of_plain(tensor))
+
+
+def identity_of_plain(tensor: torch.Tensor, at: tuple[object, ...]) -> object:
+    """As `identity`, of one of `PLAIN` in its place."""
+    if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):  # the former is quicker to ask
+        return id(tensor)
+    return at if tensor.numel() else None

@@ -75,7 +75,10 @@ class Found:
         self.leaves += other.leaves
         self.names |= other.names
         self.seen |= other.seen
-        self.param_names = other.param_names | self.param_names
+        if self.param_names.keys().isdisjoint(other.param_names):
+            self.param_names |= other.param_names
+        else:
+            self.param_names = other.param_names | self.param_names
 
 
 class KnownLeaf(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 
 from ckptlib.format.tagged_values import MAX_DEPTH, Where, text_of
 from ckptlib.state.frameworks import unwrapped
-from ckptlib.state.leaf import PerRank
+from ckptlib.state.leaf import PLAIN, PerRank
 from ckptlib.state.visitor import too_deep
 
 
@@ -30,6 +30,8 @@ def _optimizers_in(node: object, where: Where = "", depth: int = 0) -> Iterator[
             yield inner
     elif isinstance(node, Mapping):
         for key, value in node.items():
+            if type(value) in PLAIN:  # there may be thousands
+                continue
             yield from _optimizers_in(value, (where, key), depth + 1)
     elif isinstance(node, (list, tuple)):
         for i, value in enumerate(node):

@@ -55,6 +55,8 @@ class Visitor(ABC, Generic[Given]):
         elif isinstance(node, torch.Generator):
             self.add_generator(node, path)
         elif isinstance(node, Mapping):
+            if self.add_entries(node, path, given):
+                return
             entry = self.below(node, given)
             for key, value in node.items():
                 self._collect(value, join(path, key), entry(key))
@@ -81,6 +83,10 @@ class Visitor(ABC, Generic[Given]):
     @abstractmethod
     def below(self, container: object, given: Given) -> Callable[[object], Given]:
         """The context of an entry of a mapping, list or tuple, by its key or index."""
+
+    def add_entries(self, node: Mapping[object, object], path: str, given: Given) -> bool:
+        """May add all entries of a mapping at once. Returns whether it did; else they are visited one by one."""
+        return False
 
     @abstractmethod
     def add_any_tensor(self, tensor: torch.Tensor | Sharded, path: str, given: Given) -> None:
