@@ -262,7 +262,9 @@ class Catalog:
 
     def manifest(self, save: SaveId) -> Manifest:
         """Raises CheckpointNotFound, CorruptData, FormatError."""
-        return Manifest.decode(save, self.manifest_document(save), f"{self.store.url}/{save.manifest_key}")
+        document = self.manifest_document(save)
+        with gc_pause.kept():
+            return Manifest.decode(save, document, f"{self.store.url}/{save.manifest_key}")
 
     def manifest_document(self, save: SaveId) -> bytes:
         """As it was put. Raises CheckpointNotFound."""
@@ -349,11 +351,16 @@ class Catalog:
     def parts(self, save: SaveId) -> dict[int, list[PartName]]:
         """By rank: the parts of a save that are there, failed ones included, sorted."""
         found: dict[int, list[PartName]] = {}
-        for entry in self.store.scan(save.parts_prefix):
-            name = keys.parse_part_key(entry.key)
-            if name is not None and name.save == save:
-                found.setdefault(name.rank, []).append(name)
-        return {rank: sorted(names, key=lambda n: n.attempt) for rank, names in found.items()}
+        entries = self.store.scan(save.parts_prefix)
+        with gc_pause.kept():
+            for entry in entries:
+                name = keys.parse_part_key(entry.key)
+                if name is not None and name.save == save:
+                    found.setdefault(name.rank, []).append(name)
+        for names in found.values():
+            if len(names) > 1:
+                names.sort(key=lambda n: n.attempt)
+        return found
 
     def is_committed(self, save: SaveId) -> bool:
         """Whether its manifest is there. Costs a tenth of a listing, where these are paid for."""

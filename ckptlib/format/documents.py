@@ -213,7 +213,8 @@ class Fields:
 
     def texts(self, name: str, pattern: str = ".*") -> list[str]:
         value = self.items(name)
-        if not all(isinstance(v, str) and re.fullmatch(pattern, v, re.DOTALL) for v in value):
+        wrong = {*map(type, value)} - {str}  # by columns: there may be a name of each of thousands of ranks
+        if wrong or (pattern != ".*" and not all(map(re.compile(pattern, re.DOTALL).fullmatch, value))):  # type: ignore[arg-type]
             raise self._wrong(name, "a list of strings" + (f" like {pattern}" if pattern != ".*" else ""))
         return value  # type: ignore[return-value]
 

@@ -22,6 +22,7 @@ import operator
 import re
 import secrets
 from dataclasses import dataclass
+from functools import lru_cache
 
 from typing_extensions import override
 
@@ -177,6 +178,7 @@ class PartName:
         return f"{self.save.parts_prefix}{self.rank:06d}-{self.attempt}-{outcome}-{self.digest}{check}{uses}.json"
 
 
+@lru_cache(maxsize=64)  # one object for the names of all ranks
 def _save_id(step: str, number: str, nonce: str) -> SaveId:
     return SaveId(int(step), GenerationId(int(number), nonce))
 
