@@ -42,9 +42,6 @@ from ckptlib.writer.watchdog import Watchdog, Work, stuck
 
 log = logging.getLogger(__name__)
 
-NICENESS = 10
-"""Training comes first wherever both want a core."""
-
 RECORD_POLL_S = 0.02
 
 STUCK_STATUS = 3
@@ -72,7 +69,6 @@ class WriterProcess:
 
     def run(self) -> None:
         """Returns when the trainer has closed the channel, or is gone, and all jobs are done."""
-        os.nice(NICENESS)
         threading.excepthook = _die
         closed = self._listen()
         if self._is_set_up:  # else its trainer died before it could order anything

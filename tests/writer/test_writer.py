@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -47,6 +48,26 @@ def test_starts_without_torch_in_a_session_of_its_own_at_low_priority(
     for stream in (1, 2):
         assert os.readlink(f"/proc/{writer.pid}/fd/{stream}") == str(writer.log_path)
     assert writer.log_path.parent.stat().st_mode & 0o777 == 0o700
+
+
+_EARLY = """
+import os, runpy, sys
+os.nice = lambda by: print(by, "numpy" in sys.modules, "ckptlib.writer.process" in sys.modules, flush=True)
+runpy.run_module("ckptlib.writer", run_name="__main__")
+"""
+
+
+def test_gives_way_before_it_imports_anything() -> None:
+    """Imports take 0.3 s of a core, just when the training starts or restores."""
+    found = subprocess.run([sys.executable, "-c", _EARLY], capture_output=True, text=True, timeout=60)
+    assert found.stdout == "10 False False\n"
+    assert "IndexError" in found.stderr, "it has no socket to listen to"
+
+
+def test_starts_no_threads_for_algebra_that_it_never_does(bench: Bench) -> None:
+    writer = bench.writer()
+    hear(writer, "ready")
+    assert b"OPENBLAS_NUM_THREADS=1" in Path(f"/proc/{writer.pid}/environ").read_bytes().split(b"\0")
 
 
 def test_secrets_do_not_show(bench: Bench) -> None:
