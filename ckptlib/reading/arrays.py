@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from typing_extensions import override
 
 from ckptlib.errors import NoRoom
 from ckptlib.format import dtypes
+from ckptlib.pages import PAGE_BYTES
 from ckptlib.reading.reader import StepReader
 from ckptlib.reading.requests import ByteCopy, Landing, Target
 
@@ -37,12 +39,25 @@ class Raw(NamedTuple):
         return self.array.reshape(-1).view(np.uint8).data
 
 
+ALIGN_FROM_BYTES = 1 << 20
+"""What is as large begins on a page: numpy's own begin 16 bytes behind one, and the kernel copies slower to there."""
+
+
 def empty(name: str, dtype: str, shape: Sequence[int]) -> Raw:
     """Memory for a box of a tensor. Raises NoRoom."""
     try:
-        return Raw(np.empty(tuple(shape), raw_dtype(dtype)), dtype)
+        return Raw(_empty(tuple(shape), raw_dtype(dtype)), dtype)
     except (MemoryError, ValueError) as error:  # ValueError: a size beyond 64 bits
         raise NoRoom(f"{name}: no memory for {dtype}{list(shape)}: {error}; read it in slices") from error
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < ALIGN_FROM_BYTES:
+        return np.empty(shape, dtype)
+    room = np.empty(nbytes + PAGE_BYTES, np.uint8)
+    skipped = -room.ctypes.data % PAGE_BYTES
+    return room[skipped : skipped + nbytes].view(dtype).reshape(shape)
 
 
 def raw_dtype(dtype: str) -> np.dtype[Any]:
