@@ -166,8 +166,11 @@ class Session:
         return flatten(whole_state(state, PerRank(self._rng)), self._memo), encoded
 
     def peek(self, state: object) -> Flat:
-        """The state, flattened, before the first save, which need not look again at what is still the same then."""
-        return flatten(state, self._memo)
+        """The state, flattened, before the first save, which takes modules, optimizers and dicts of tensors as they
+        were found here where they are the same then. Tensors that an object's `state_dict()` made are let go of."""
+        flat = flatten(state, self._memo)
+        self._memo.leaves.clear()
+        return flat
 
     def is_exempt(self, step: int) -> bool:
         """Whether `Keep(exempt=)` says that the step stays for good. Rank 0 asks."""

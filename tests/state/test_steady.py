@@ -133,3 +133,27 @@ def test_generators_are_saved_as_they_are_at_each_save(tmp_path: Path) -> None:
             root.step = step
             root.load(state)
             assert (torch.rand(1).item(), random.random(), np.random.rand()) == expected
+
+
+class Clones:
+    """Gives new tensors each time."""
+
+    def __init__(self) -> None:
+        self.given: list[weakref.ref[torch.Tensor]] = []
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        made = torch.ones(1000)
+        self.given.append(weakref.ref(made))
+        return {"made": made}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None: ...
+
+
+def test_construction_keeps_nothing_that_was_made_for_it(tmp_path: Path) -> None:
+    clones = Clones()
+    state = {"clones": clones, "model": torch.nn.Linear(2, 2)}
+    with ckptlib.Checkpointer(tmp_path / "root", state, every=10**6) as ckpt:
+        gc.collect()
+        assert [made() for made in clones.given] == [None]
+        ckpt.save(1)
+    assert len(clones.given) == 2
