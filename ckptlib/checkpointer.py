@@ -47,6 +47,7 @@ from ckptlib.saving.settings import MAX_OUTAGE, REFRESH, SAVE_DEADLINE, TIMEOUT,
 from ckptlib.saving.step_metrics import StepMetrics
 from ckptlib.saving.terminal import show
 from ckptlib.saving.turns import Turns
+from ckptlib.saving.whole_state import first_look
 from ckptlib.staging.fence import Fence
 from ckptlib.state.flatten import flatten
 from ckptlib.state.rng import LoadedRng
@@ -177,7 +178,7 @@ class Checkpointer:
         """Looks at the state once: refuses an object that cannot be saved before training begins, and makes room for
         snapshots."""
         with gc_pause.kept():
-            flat = together(self._group, "looking at the state", lambda: self._session.peek(self._state))
+            flat = together(self._group, "looking at the state", lambda: first_look(self._state, self._session.memo))
         self._fence.install(flat.optimizers.values())
         self._to_warm: int | None = estimate(flat.leaves, self._group.size)
         if self._session.settings.peers is None:

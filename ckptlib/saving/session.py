@@ -104,7 +104,7 @@ class Session:
         self.listener = Listener(on_event)
         """To be told of events at any time, and to `deliver` them where the training can wait."""
         self.snapshots.tell = self.listener.tell
-        self._memo = Memo()
+        self.memo = Memo()
         self._rng = RngState()
         self.planner = Planner(self.group)
         self._num_saves = 0
@@ -163,14 +163,7 @@ class Session:
         encoded = {name: values.encode(value, f"metrics[{name}]") for name, value in (metrics or {}).items()}
         if isinstance(state, Flat):
             return state, encoded
-        return flatten(whole_state(state, PerRank(self._rng)), self._memo), encoded
-
-    def peek(self, state: object) -> Flat:
-        """The state, flattened, before the first save, which takes modules, optimizers and dicts of tensors as they
-        were found here where they are the same then. Tensors that an object's `state_dict()` made are let go of."""
-        flat = flatten(state, self._memo)
-        self._memo.leaves.clear()
-        return flat
+        return flatten(whole_state(state, PerRank(self._rng)), self.memo), encoded
 
     def is_exempt(self, step: int) -> bool:
         """Whether `Keep(exempt=)` says that the step stays for good. Rank 0 asks."""

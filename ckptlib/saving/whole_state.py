@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ckptlib.state.flatten import Flat, flatten
+from ckptlib.state.memo import Memo
+
 RNG = "@rng"
 """Where the random generators are kept, beside the user's own names."""
 
@@ -18,3 +21,11 @@ def whole_state(state: object, generators: object) -> dict[object, object]:
     if RNG in state:
         raise ValueError(f"{RNG!r} is reserved for ckptlib; rename that entry of the state")
     return {**state, RNG: generators}
+
+
+def first_look(state: object, memo: Memo) -> Flat:
+    """The state, flattened, before the first save, which reuses the leaves of modules, optimizers and dicts of tensors
+    that are the same then. Tensors that an object's `state_dict()` made are let go of."""
+    flat = flatten(state, memo)
+    memo.leaves.clear()
+    return flat
