@@ -6,6 +6,7 @@ and load_state_dict() is asked for its state, and tensors and plain values may b
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ from typing_extensions import override
 from ckptlib import api
 from ckptlib.adapters.checkpoint_id import Place, place_of
 from ckptlib.adapters.state_dicts import asked, gives_state, unwrap, wrapped
-from ckptlib.errors import StateMismatch, WaitTimeout
+from ckptlib.errors import StateError, StateMismatch, WaitTimeout
 from ckptlib.policy.codec import AUTO, Asked
 from ckptlib.policy.keep import Keep
 from ckptlib.ranks.meeting import meet
@@ -26,6 +27,8 @@ from ckptlib.ranks.together import together
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.registry import registry
 from ckptlib.stores import absolute
+
+log = logging.getLogger(__name__)
 
 CheckpointId = str | os.PathLike[str] | None
 
@@ -136,6 +139,10 @@ def load(
             state_dict[key] = states[key]
 
 
+MOST_REPLACED = 4
+"""Steps that a root may have whose saves replace one another: one that is kept, and some that wait for a sweep."""
+
+
 class SaveFuture(Future[int]):
     """The step of a save in flight, once it is committed and durable."""
 
@@ -191,17 +198,22 @@ def _next_save(
     newest = registry.newest_step(absolute(url), process_group)
     if step is None:
         if newest is None:
-            newest = _newest_committed(Place(url, None), process_group, storage_options)
+            newest = _newest_committed(Place(url, None), process_group, storage_options, keep)
         return url, newest + 1, keep or REPLACED
     if newest is not None and step <= newest:
+        if step < newest and registry.group(process_group).rank == 0:
+            log.warning("%s: step %d is saved after step %d; the steps behind it are abandoned", url, step, newest)
         registry.begin_again(absolute(url), process_group)
     return url, step, keep
 
 
 def _newest_committed(
-    place: Place, process_group: dist.ProcessGroup | None, storage_options: Mapping[str, object] | None
+    place: Place,
+    process_group: dist.ProcessGroup | None,
+    storage_options: Mapping[str, object] | None,
+    keep: Keep | None,
 ) -> int:
-    """-1 for none. Collective; rank 0 asks the store."""
+    """-1 for none. Collective; rank 0 asks the store. Raises StateError for a root with the steps of a run."""
     meet(process_group, place.url, "save", api.CALL_TIMEOUT)
     group = registry.group(process_group)
 
@@ -209,6 +221,12 @@ def _newest_committed(
         if group.rank != 0:
             return None
         steps = [info.step for info in api.checkpoints(place.url, storage_options=storage_options)]
+        if len(steps) > MOST_REPLACED and keep is None:
+            raise StateError(
+                f"{place.url} has {len(steps)} steps, of a run that keeps more than one: a save without a step would "
+                "drop them. Name a step, such as "
+                f"{place.url}/step-{steps[-1] + 1}, or say with keep= which ones stay"
+            )
         return str(max(steps, default=-1)).encode()
 
     return int(group.broadcast(together(group, f"looking for the checkpoint of {place.url}", newest)))

@@ -151,11 +151,12 @@ def test_a_future(tmp_path: Path) -> None:
     assert state["w"].eq(1).all()
 
 
-def test_a_step_again(tmp_path: Path) -> None:
+def test_a_step_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The steps up to it stay; those behind it are abandoned, as a new generation goes on from there."""
     for step in (1, 2, 3):
         dcp.save({"w": torch.tensor(float(step))}, checkpoint_id=tmp_path / f"step-{step}")
     dcp.save({"w": torch.tensor(20.0)}, checkpoint_id=tmp_path / "step-2")
+    assert "step 2 is saved after step 3; the steps behind it are abandoned" in caplog.text
     assert [info.step for info in ckptlib.checkpoints(tmp_path / "step")] == [1, 2]
     for step, value in ((1, 1.0), (2, 20.0)):
         state = {"w": torch.zeros(())}
@@ -182,6 +183,17 @@ def test_one_checkpoint_that_is_replaced(tmp_path: Path, asynchronous: bool) -> 
     dcp.save({"w": torch.tensor(9.0)}, checkpoint_id=where)  # as another process would
     dcp.load(state, checkpoint_id=where)
     assert state["w"] == 9
+
+
+def test_the_steps_of_a_run_are_not_replaced(tmp_path: Path) -> None:
+    for step in range(6):
+        ckptlib.save(tmp_path / "run", {"w": torch.tensor(float(step))}, step)
+    close_sessions()
+    with pytest.raises(ckptlib.StateError, match="6 steps, of a run that keeps more than one"):
+        dcp.save({"w": torch.ones(())}, checkpoint_id=tmp_path / "run")
+    assert len([*ckptlib.checkpoints(tmp_path / "run")]) == 6
+    dcp.save({"w": torch.ones(())}, checkpoint_id=tmp_path / "run", keep=ckptlib.Keep(last=10))
+    assert len([*ckptlib.checkpoints(tmp_path / "run")]) == 7
 
 
 def test_names_of_one_side(tmp_path: Path) -> None:
