@@ -95,7 +95,9 @@ def test_another_process_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "location", ["cpu", torch.device("cpu"), {"cpu": "cpu"}, lambda storage, where: storage], ids=str
+    "location",
+    ["cpu", torch.device("cpu"), {"cpu": "cpu"}, lambda storage, where: storage],
+    ids=["name", "device", "dict", "function"],
 )
 def test_map_location(io: CkptlibCheckpointIO, tmp_path: Path, location: Any) -> None:
     io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
