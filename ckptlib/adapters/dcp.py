@@ -14,12 +14,16 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from ckptlib import api
 from ckptlib.adapters.checkpoint_id import Place, place_of
-from ckptlib.adapters.state_dicts import asked, gives_state, unwrap, wrapped
+from ckptlib.adapters.state_dicts import asked, gives_state, model_of, unwrap, wrapped
 from ckptlib.errors import StateError, StateMismatch, WaitTimeout
+from ckptlib.loading.report import LoadReport
 from ckptlib.policy.codec import AUTO, Asked
 from ckptlib.policy.keep import Keep
 from ckptlib.ranks.meeting import meet
@@ -119,16 +123,22 @@ def load(
     url, step = place_of(checkpoint_id)
     states = asked(state_dict)
     target = wrapped(states)
-    report = api.load(
-        *(url, target, "latest" if step is None else step),
-        storage_options=storage_options,
-        process_group=process_group,
-        strict=False,
-    )
-    if report.missing and not partial:
+
+    def fill(some: dict[str, Any]) -> LoadReport:
+        where = (url, some, "latest" if step is None else step)
+        return api.load(*where, storage_options=storage_options, process_group=process_group, strict=False)
+
+    report = fill(target)
+    missing = {*report.missing}
+    for key in sorted(missing):
+        if isinstance(states.get(key), Optimizer) and (model := model_of(states[key], states)) is not None:
+            missing.remove(key)
+            missing |= {*_load_by_names(key, states[key], model, fill)}
+    if missing and not partial:
+        names = sorted(missing)
         raise StateMismatch(
-            f"{checkpoint_id}: step {report.step} of {url} lacks {', '.join(report.missing[:20])}"
-            f"{' and more' if len(report.missing) > 20 else ''}, which the state dict has; what the checkpoint has was "
+            f"{checkpoint_id}: step {report.step} of {url} lacks {', '.join(names[:20])}"
+            f"{' and more' if len(names) > 20 else ''}, which the state dict has; what the checkpoint has was "
             "loaded. Take these out of the state dict, or pass planner=DefaultLoadPlanner(allow_partial_load=True)"
         )
     unwrap(states, target)
@@ -185,6 +195,19 @@ class SaveFuture(Future[int]):
     def add_done_callback(self, fn: Callable[[Future[int]], object]) -> None:
         """As `Pending.add_done_callback`: by the thread that trains."""
         self.pending.add_done_callback(lambda _: fn(self))
+
+
+def _load_by_names(
+    key: str, optim: Optimizer, model: nn.Module, fill: Callable[[dict[str, Any]], LoadReport]
+) -> tuple[str, ...]:
+    """Loads an optimizer from what `get_state_dict` once gave of it. Returns the names that are missing."""
+    state = {key: get_optimizer_state_dict(model, optim)}
+    target = wrapped(state)
+    missing = fill(target).missing
+    if not missing:
+        unwrap(state, target)
+        set_optimizer_state_dict(model, optim, state[key])
+    return missing
 
 
 def _next_save(

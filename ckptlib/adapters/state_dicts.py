@@ -40,6 +40,13 @@ def gives_state(value: object) -> TypeGuard[Stateful]:
     return isinstance(value, Stateful) and not isinstance(value, (nn.Module, Optimizer))
 
 
+def model_of(optim: Optimizer, states: Mapping[str, object]) -> nn.Module | None:
+    """The module beside an optimizer that has its parameters."""
+    params = {id(param) for group in optim.param_groups for param in group["params"]}
+    modules = (value for value in states.values() if isinstance(value, nn.Module))
+    return next((module for module in modules if params <= {*map(id, module.parameters())}), None)
+
+
 def asked(state_dict: Mapping[str, object]) -> dict[str, Any]:
     """The same, with the state of each object that gives one."""
     return {key: value.state_dict() if gives_state(value) else value for key, value in state_dict.items()}

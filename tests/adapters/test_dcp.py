@@ -134,6 +134,19 @@ def test_tensors_are_filled_in_place(tmp_path: Path) -> None:
     assert state["n"] == 3
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_named_state_goes_into_an_optimizer(tmp_path: Path, steps: int) -> None:
+    """What get_state_dict gave loads into a module and an optimizer as they are, whether this has stepped or not."""
+    model, optim = trained(1)
+    dcp.save(App(1).state_dict(), checkpoint_id=tmp_path / "step-1")
+    other_model, other_optim = trained(2, steps)
+    dcp.load({"model": other_model, "optim": other_optim}, checkpoint_id=tmp_path / "step-1")
+    assert bits(other_model) == bits(model)
+    assert bits(other_optim) == bits(optim)
+    with pytest.raises(ckptlib.StateMismatch, match="lacks optim"):
+        dcp.load({"optim": other_optim}, checkpoint_id=tmp_path / "step-1")
+
+
 def test_a_future(tmp_path: Path) -> None:
     w = torch.ones(1000)
     future = dcp.async_save({"w": w}, checkpoint_id=tmp_path / "step-5")
