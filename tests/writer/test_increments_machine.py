@@ -121,5 +121,6 @@ def test_any_order() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_any_order_for_long() -> None:
     run_state_machine_as_test(Increments, settings=settings(max_examples=2500, stateful_step_count=80, deadline=None))
