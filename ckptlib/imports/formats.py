@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptlib.errors import FormatError
 from ckptlib.imports.dcp import METADATA, read_dcp
+from ckptlib.imports.deepspeed import is_deepspeed, read_deepspeed
 from ckptlib.imports.entries import add_entries
 from ckptlib.imports.foreign import Foreign, is_module
 from ckptlib.imports.mapped import Mapped
@@ -81,6 +82,7 @@ def _add_lightning(tree: Mapping[Any, Any], foreign: Foreign) -> None:
 FORMATS = [
     Format("DCP", lambda source: (source / METADATA).is_file(), read_dcp),
     Format("torchsnapshot", lambda source: (source / SNAPSHOT_METADATA).is_file(), read_torchsnapshot),
+    Format("DeepSpeed", is_deepspeed, read_deepspeed),
     Format("safetensors", _is_safetensors, _read_safetensors),
     Format("torch.save", lambda source: source.is_file() and is_torch_file(source), _read_torch),
 ]
