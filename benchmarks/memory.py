@@ -53,7 +53,7 @@ def work() -> None:
             for _ in range(2):
                 peer.load(state, directory / "large", 2)
         tell(peer=name, what="extra while loading", samples=[peak.extra / 1e6])
-        writers = [resident_bytes(pid)[0] / 1e6 for pid in _children("ckptlib.writer")]
+        writers = [resident_bytes(pid)[0] / 1e6 for pid in children("ckptlib.writer")]
         if name == "ckptlib" and writers:
             tell(peer=name, what="writer, private", samples=[max(writers)])
         peer.close()
@@ -92,7 +92,7 @@ def _anonymous() -> int:
     return next(int(words[1]) << 10 for words in lines if words[0] == "RssAnon:")
 
 
-def _children(text: str) -> list[int]:
+def children(text: str) -> list[int]:
     """Processes of this one whose command line holds `text`."""
     pids = [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
     return [pid for pid in pids if text.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and pid != os.getpid()]

@@ -13,7 +13,17 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ckptlib.catalog.history import check_head, check_known, history, named, numbered, read_records, successor
+from ckptlib.catalog.history import (
+    check_head,
+    check_known,
+    history,
+    named,
+    newest,
+    newest_first,
+    numbered,
+    read_records,
+    successor,
+)
 from ckptlib.catalog.metrics import best_of, numeric
 from ckptlib.catalog.reading import warm
 from ckptlib.errors import (
@@ -226,6 +236,8 @@ class Catalog:
         """
         saves = self.saves()  # first: who commits has put its record
         ids = self.generation_ids()
+        if step == "latest" and (found := self._newest(saves, ids)) is not None:
+            return found
         self._check_versions(ids)
         if step == "best":
             visible = self._visible(saves, saves, ids)
@@ -233,6 +245,10 @@ class Catalog:
         if step != "latest" and isinstance(step, str) and not step.isdigit():
             return named(step, lambda: saves, self.store.url)
         return numbered(step, self._visible(saves, saves, ids), self.store.url)
+
+    def _newest(self, saves: Collection[SaveId], ids: Sequence[GenerationId]) -> SaveId | None:
+        self._warm_generations(newest_first(ids, saves))
+        return newest(saves, ids, self.generation)
 
     def known_metrics(self, saves: Sequence[SaveId]) -> dict[SaveId, Mapping[str, float]]:
         """The metrics that are numbers, of those saves whose manifest can be read; of the others it warns."""

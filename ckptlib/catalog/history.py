@@ -7,7 +7,7 @@ other generation that never committed is no part of history. No torch, no I/O bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -56,6 +56,35 @@ def head_of(committed: Iterable[GenerationId], generations: Mapping[GenerationId
     """The generation that history ends with. `committed`: those that have a step."""
     rewinds = (generation for generation, record in generations.items() if record.rewind)
     return max([*committed, *rewinds], default=None)
+
+
+def newest_first(ids: Iterable[GenerationId], saves: Iterable[SaveId]) -> list[GenerationId]:
+    """Those generations whose records `newest` needs: the last that has committed, and all after it, newest first."""
+    committed = max((save.generation for save in saves), default=None)
+    return [] if committed is None else sorted((one for one in ids if one >= committed), reverse=True)
+
+
+def newest(
+    saves: Collection[SaveId], ids: Iterable[GenerationId], read: Callable[[GenerationId], Generation]
+) -> SaveId | None:
+    """The last visible one of committed saves, where few records tell it; None: only all of them can.
+
+    A job begins only where it can read every record and the root's document, so its own record has the highest version
+    of them: whoever has read the newest records may take this step. `read` may raise NewerFormat.
+    """
+    asked = newest_first(ids, saves)
+    try:
+        records = [read(generation) for generation in asked]
+    except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable) as error:
+        if isinstance(error, NewerFormat):
+            raise
+        return None
+    if not records or any(record.rewind for record in records[:-1]):
+        return None
+    head = records[-1]
+    own = max((save for save in saves if save.generation == head.id), default=None)
+    origin = head.resumed_from
+    return None if own is None or (origin is not None and origin.step >= own.step) else own
 
 
 def check_known(

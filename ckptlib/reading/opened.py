@@ -13,10 +13,10 @@ from typing import Any
 from typing_extensions import Self, override
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.errors import StateMismatch, UnsupportedState
+from ckptlib.errors import CheckpointNotFound, StateMismatch, UnsupportedState
 from ckptlib.format import dtypes, values
 from ckptlib.format.box import Box
-from ckptlib.format.keys import checked_step
+from ckptlib.format.keys import SaveId, checked_step
 from ckptlib.format.layout import TensorEntry, TensorSpec
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.values import Json
@@ -57,11 +57,18 @@ def open(
     store = open_store(str(url), storage_options)
     try:
         catalog = Catalog(store)
-        catalog.root()
-        manifest = catalog.manifest(catalog.resolve(step))
+        manifest = catalog.manifest(_resolve(catalog, step))
         return CheckpointReader(store, catalog, manifest, framework, rank)
     except BaseException:
         store.close()
+        raise
+
+
+def _resolve(catalog: Catalog, step: int | str) -> SaveId:
+    try:
+        return catalog.resolve(step)
+    except CheckpointNotFound:
+        catalog.root()  # raises where there is none, which says more
         raise
 
 

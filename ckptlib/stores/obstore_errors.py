@@ -13,13 +13,19 @@ from dataclasses import dataclass
 from obstore import exceptions
 
 from ckptlib.errors import ObjectNotFound, ObjectUnreadable, StoreDenied, StoreError, StoreFull, StoreTimeout
+from ckptlib.stores import certificates
 from ckptlib.stores.secrets import Secrets
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]{1,100})</Code>|\(code: ([A-Za-z]{1,100})\)")
 _SENTENCE = re.compile(r"<Message>([^<]{1,500})")
 _KIND = re.compile(r"kind: (Timeout|Connect|Interrupted|Request|Decode|Unknown),")
-_TLS = re.compile(r"\berror: (InvalidCertificate|InvalidMessage)\(")
+_TLS = re.compile(r"\berror: (InvalidCertificate|InvalidMessage)\(\s*(\w*)")
+_CERTIFICATE = {
+    **dict.fromkeys(("Expired", "ExpiredContext", "NotValidYet", "NotValidYetContext"), certificates.EXPIRED),
+    **dict.fromkeys(("NotValidForName", "NotValidForNameContext"), certificates.OTHER_NAME),
+}
+"""By the errors of rustls."""
 _SENT_AGAIN = re.compile(r"\bretries: [1-9]")
 
 _CREDENTIALS = {
@@ -52,6 +58,8 @@ class Failure:
     tls: str
     """The reason why TLS failed: the server's certificate, or a message that is none of TLS; '' where TLS did not fail.
     """
+    certificate: str
+    """Why a certificate was refused, where that is why TLS failed: one of `certificates`."""
     was_sent_again: bool
     """Whether the request had been sent before: what it wanted may have been done by then."""
 
@@ -74,6 +82,7 @@ class Failure:
             _plain(said.group(1) if said else first),
             "" if status else broken,
             tls.group(1) if tls and broken == "Connect" else "",
+            _CERTIFICATE.get(tls.group(2), certificates.UNKNOWN) if tls else "",
             _SENT_AGAIN.search(text) is not None,
         )
 
@@ -146,11 +155,8 @@ class Failure:
         if code in _FULL or self.status == 507:
             return StoreFull(f"{what} {nbytes} bytes: {cause}; make room, raise the quota, and try again")
         if self.tls == "InvalidCertificate":
-            remedy = (
-                "give client_kwargs={'verify': the file of its authority}, correct the endpoint_url, or ask whether a "
-                "proxy is in the way"
-            )
-            return StoreDenied(f"{what}: the server's certificate is not trusted: {remedy} ({cause})")
+            remedy = certificates.advice(self.certificate, "give client_kwargs={'verify': the file of its authority}")
+            return StoreDenied(f"{what}: {remedy} ({cause})")
         if self.tls:
             remedy = "check whether the endpoint_url wants http://, and whether a proxy is in the way"
             return StoreTimeout(f"{what}: TLS failed: {remedy} ({cause})")

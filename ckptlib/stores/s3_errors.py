@@ -16,6 +16,7 @@ import botocore.exceptions as boto
 from botocore.parsers import ResponseParserError
 
 from ckptlib.errors import StoreDenied, StoreError, StoreFull, StoreTimeout
+from ckptlib.stores import certificates
 
 _RIGHTS = (
     "the credentials may not do this; they need s3:GetObject, s3:PutObject, s3:DeleteObject, s3:ListBucket, "
@@ -54,6 +55,14 @@ _PASSING_STATUS = {408, 429, 500, 502, 503, 504}
 
 _PUTS = ("PutObject", "UploadPart", "CompleteMultipartUpload")
 """JuiceFS answers that there is no such key when another client deletes the last object beside the new one."""
+
+_CERTIFICATE = {
+    9: certificates.EXPIRED,
+    10: certificates.EXPIRED,
+    62: certificates.OTHER_NAME,
+    64: certificates.OTHER_NAME,
+}
+"""By X509_V_ERR_CERT_NOT_YET_VALID, CERT_HAS_EXPIRED, HOSTNAME_MISMATCH and IP_ADDRESS_MISMATCH of OpenSSL."""
 
 _NO_CREDENTIALS = (
     boto.NoCredentialsError,
@@ -111,12 +120,12 @@ def meaning_of(error: BaseException) -> Meaning:
             "AWS_SECRET_ACCESS_KEY; a bucket that anybody may use needs anon=True",
         )
     causes = list(_causes(error))
-    if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes):
-        advice = (
-            "the server's certificate is not trusted: set AWS_CA_BUNDLE to the file of its authority, "
-            "correct the endpoint_url, or ask whether a proxy is in the way"
-        )
-        return Meaning(StoreDenied, passes=False, advice=advice)
+    refused = [cause for cause in causes if isinstance(cause, ssl.SSLCertVerificationError)]
+    if refused:
+        codes = {getattr(cause, "verify_code", 0) for cause in refused}  # aiohttp's own error of that class has none
+        why = next((_CERTIFICATE[code] for code in codes if code in _CERTIFICATE), certificates.UNKNOWN)
+        told = certificates.advice(why, "set AWS_CA_BUNDLE to the file of its authority")
+        return Meaning(StoreDenied, passes=False, advice=told)
     if isinstance(error, _SILENCE):
         nowhere = any(isinstance(cause, socket.gaierror | ConnectionRefusedError) for cause in causes)
         return Meaning(StoreTimeout, passes=True, advice=_advice(causes), is_nowhere=nowhere)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,8 @@ class Request:
     op: str
     key: str
     since: float
-    """When it began, or last took a piece; by the monotonic clock, which trainer and writer share."""
+    """When it began, or last took a piece; by the monotonic clock, which trainer and writer share. Infinite while the
+    next piece is being made: then nobody waits for the store."""
 
     @override
     def __str__(self) -> str:
@@ -37,14 +39,14 @@ class Requests:
         self._under_way: dict[int, Request] = {}
 
     @contextmanager
-    def note(self, op: str, key: str) -> Iterator[Callable[[], None]]:
-        """Within, it is in flight; yields a function to call when it makes progress."""
+    def note(self, op: str, key: str) -> Iterator[Callable[[float], None]]:
+        """Within, it is in flight; yields a function to call when it makes progress, with the new `Request.since`."""
         request, number = Request(op, key, time.monotonic()), next(self._numbers)
 
-        def moved() -> None:
+        def moved(since: float) -> None:
             with self._lock:
                 if number in self._under_way:  # a thread of the store may be late
-                    self._under_way[number] = replace(request, since=time.monotonic())
+                    self._under_way[number] = replace(request, since=since)
 
         with self._lock:
             self._under_way[number] = request
@@ -55,9 +57,10 @@ class Requests:
                 del self._under_way[number]
 
     def oldest(self) -> Request | None:
-        """The one that has stood still for longest; None while nothing is asked."""
+        """The one that has stood still for longest; None while the store is asked nothing."""
         with self._lock:
-            return min(self._under_way.values(), key=lambda request: request.since, default=None)
+            asked = [request for request in self._under_way.values() if request.since < math.inf]
+        return min(asked, key=lambda request: request.since, default=None)
 
 
 class NotedStore(Store):
@@ -82,8 +85,13 @@ class NotedStore(Store):
         with self._requests.note("put", key) as moved:
 
             def taken() -> Iterator[Buffer]:
-                for piece in pieces:
-                    moved()
+                made = iter(pieces)
+                while True:
+                    moved(math.inf)
+                    piece = next(made, None)
+                    moved(time.monotonic())
+                    if piece is None:
+                        return
                     yield piece
 
             noted = InPlace(pieces.nbytes, taken()) if isinstance(pieces, InPlace) else taken()

@@ -13,10 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckptlib.format.keys import SaveId
+from ckptlib.stores import io_limits
 from ckptlib.writer.requests import Request, Requests
 
-WAITS_S = 60.0
-"""A request that has not been answered for so long is told to the trainer: a pack of 64 MiB at 1 MB/s takes as long."""
+TOLD_IDLES = 1.8
+"""A request that has stood still for so many idle limits is told to the trainer, so before two of them are over. One
+that was swallowed once has been sent again by then, and a part of 16 MiB has arrived at 1 MB/s. Larger parts, of packs
+of more than 2 GiB, on connections as slow as that are told of as well, once for a save."""
 
 SLACK_S = 30.0
 """How much later than its deadline work may end: what the store bounds by itself fails in an orderly way before."""
@@ -64,12 +67,12 @@ class Watchdog:
         """
         self.slack_s = min(SLACK_S, deadline_s / 10)
         self._requests = requests
-        self._waits_s = min(WAITS_S, deadline_s / 10)
+        self._waits_s = min(TOLD_IDLES * io_limits.IDLE_S, deadline_s / 10)
         self._on_waiting, self._on_overdue = on_waiting, on_overdue
         self._lock = threading.Lock()
         self._works: list[Work] = []
         self._told: Request | None = None
-        self._tick_s = min(TICK_S, max(deadline_s / 20, 0.05))
+        self._tick_s = min(TICK_S, max(min(deadline_s, self._waits_s) / 20, 0.05))
         threading.Thread(target=self._watch, name="ckptlib-watchdog", daemon=True).start()
 
     @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptlib.catalog.history import history
+from ckptlib.catalog.history import history, newest, newest_first
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 
@@ -76,3 +76,43 @@ def test_any_history_ends_and_shows_the_newest_generation(story: list[tuple[obje
     if committed:
         head = max(committed)[0]
         assert {save for save in committed if save[0] == head} <= set(found)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.none() | st.tuples(st.integers(1, 6), st.integers(0, 20)),
+            st.lists(st.integers(0, 20), max_size=4, unique=True),
+            st.booleans(),
+            st.booleans(),
+        ),
+        max_size=6,
+    )
+)
+def test_what_few_records_tell_is_what_all_of_them_do(
+    story: list[tuple[tuple[int, int] | None, list[int], bool, bool]],
+) -> None:
+    """Whatever was resumed from, wherever records are lost, and however few are read."""
+    records, saves, read = {}, [], []
+    for number, (origin, steps, rewinds, has_record) in enumerate(story, 1):
+        resumed = None if origin is None else SaveId(origin[1], generation_id(origin[0]))
+        rewind = rewinds and resumed is not None
+        if has_record:
+            records[generation_id(number)] = Generation(
+                generation_id(number), 1, resumed, 0.0, {}, "here", rewind=rewind
+            )
+        saves += [SaveId(step, generation_id(number)) for step in steps]
+
+    def reading(generation: GenerationId) -> Generation:
+        read.append(generation)
+        return records[generation]
+
+    found = newest(saves, records, reading)
+    assert read == newest_first(records, saves)
+    if found is not None:
+        assert found == history(saves, records)[-1]
+    elif saves:
+        head = max(save.generation for save in saves)
+        later = [record for record in records.values() if record.id > head]
+        origin_of_head = records[head].resumed_from if head in records else None
+        assert head not in records or any(record.rewind for record in later) or origin_of_head is not None

@@ -154,10 +154,22 @@ def test_latest_is_one_page_for_each_thousand_steps(store: CountingStore, catalo
     reader = Catalog(store)
     with store.counted() as first:
         assert reader.resolve("latest") == newest
-    assert first == [Requests(get=1 + 5, list=3 + 1)]  # the root, five generations
+    assert first == [Requests(get=5, list=3 + 1)]  # the generation that saved it, and those that were put since
     with store.counted() as again:
         assert reader.resolve("latest") == newest
     assert again == [Requests(list=3 + 1)]
+
+
+def test_latest_is_three_requests_whatever_the_number_of_restarts(store: CountingStore, catalog: Catalog) -> None:
+    save = None
+    for number in range(1, 21):
+        save = make_save(catalog, make_generation(catalog, number, save), number, state(number))
+        with store.counted() as found:
+            assert Catalog(store).resolve("latest") == save
+        assert found == [Requests(get=1, list=2)]
+    with store.counted() as found:
+        assert Catalog(store).resolve(20) == save
+    assert found == [Requests(get=1 + 20, list=2)]  # which of several saves of a step: all of history says
 
 
 def test_a_sweep_that_drops_a_step(store: CountingStore, catalog: Catalog) -> None:

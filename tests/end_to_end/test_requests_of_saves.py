@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+import torch
+from helpers.servers import ObjectStorage
 from launch import fork_ranks
+
+import ckptlib
+from ckptlib.testing import FaultProxy
 
 PARTS = 1
 """Of each rank's pack, which is small."""
@@ -39,3 +46,47 @@ def test_requests_per_checkpoint(tmp_path: Path, num_ranks: int, waits: str) -> 
         assert asked["get parts"] == 1, "of rank 0"
     # The first one reads all parts once, and every rank what the job resumed from and whether its layout is there.
     assert sum(found[1].values()) <= num_ranks * (PARTS + 8) + 20, found[1]
+
+
+LATEST = """
+import json, sys
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.stores import open_store
+url, options = json.loads(sys.argv[1])
+print(Catalog(open_store(url, options)).resolve("latest").step)
+"""
+OPEN = """
+import json, sys
+import ckptlib
+url, options = json.loads(sys.argv[1])
+with ckptlib.open(url, framework="numpy", storage_options=options) as step:
+    print(step.step)
+"""
+
+
+THREE = ["ListObjects steps", "ListObjects generations", "GetObject generations"]
+
+
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+def test_requests_for_the_newest_step_in_a_new_process(s3: ObjectStorage, client: str) -> None:
+    """On the wire, behind two restarts."""
+    if client == "obstore":
+        pytest.importorskip("obstore")
+    url = s3.url()
+    for step in (1, 2):
+        with ckptlib.Checkpointer(url, {"w": torch.ones(9)}, every=1, storage_options=s3.options()) as ckpt:
+            ckpt.restore()
+            ckpt.save(step)
+    with FaultProxy(s3.endpoint) as proxy:
+        given, num_before = json.dumps([url, {**s3.options(proxy.url), "client": client}]), 0
+        for script, more in ((LATEST, []), (OPEN, ["GetObject steps", "GetObject layouts", "GetObject parts"])):
+            done = subprocess.run([sys.executable, "-c", script, given], capture_output=True, text=True, timeout=120)
+            assert done.stdout == "2\n", done.stderr
+            seen = [f"{request.op} {room_of(request.path)}" for request in proxy.requests[num_before:]]
+            assert sorted(seen) == sorted([*THREE, *more])
+            num_before += len(seen)
+
+
+def room_of(path: str) -> str:
+    (room,) = (room for room in ("steps", "generations", "layouts", "parts", "ckptlib.json") if room in path)
+    return room

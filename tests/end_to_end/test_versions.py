@@ -82,11 +82,12 @@ def test_a_newer_root_or_generation_refuses_the_root(root: Path, what: str) -> N
     files = sorted(path for path in root.rglob("*") if path.is_file())
     attempts: list[Callable[[], object]] = [
         lambda: restored(root),
-        lambda: ckptlib.load(root, state(0)),
         lambda: ckptlib.load(root, state(0), step=1),
         lambda: ckptlib.load(root, state(0), step=next((root / "steps").iterdir()).stem),
         lambda: ckptlib.Checkpointer(root, state(3), every=1000),
     ]
+    if what != "ckptlib.json":  # whose version the newest record has, too: the newest step is told by that alone
+        attempts.append(lambda: ckptlib.load(root, state(0)))
     for attempt in attempts:
         with pytest.raises(NewerFormat, match=r"version 3; .*update ckptlib"):
             attempt()

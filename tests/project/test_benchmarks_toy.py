@@ -21,6 +21,8 @@ from benchmarks.common import launch
 
 SUBJECTS = {
     "object_store": {"ckptlib, s3", "ckptlib, fsspec", "obstore, bare"},
+    "bucket_job": {"ckptlib, s3fs"},
+    "bucket_faults": {"ckptlib, s3fs"},
     "limits": {"direct write", "direct read", "copy", "digest"},
     "save": {"ckptlib", "DCP", "torch.save+fsync", "safetensors+fsync", "bare direct write"},
     "load": {"ckptlib", "DCP", "torch.load", "safetensors", "bare direct read"},

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
+from typing_extensions import Buffer
 
 from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.stores import io_limits
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.writer.requests import NotedStore, Request, Requests
-from ckptlib.writer.watchdog import Watchdog, Work, overdue
+from ckptlib.writer.watchdog import TICK_S, TOLD_IDLES, Watchdog, Work, overdue
 
 SAVE = SaveId(5, GenerationId(1, "00000001"))
 PERSIST = Work("persist", SAVE, 0.0, 100.0)
@@ -49,7 +51,6 @@ def test_what_stands_still_for_longest_is_named_and_what_moves_is_not() -> None:
             for _ in range(3):
                 found = [*requests._under_way.values()]
                 seen.append(str(max(found, key=lambda request: request.since)))
-                time.sleep(0.002)
                 yield b"x" * 10
 
         store.put("new", b"head", some())
@@ -59,22 +60,32 @@ def test_what_stands_still_for_longest_is_named_and_what_moves_is_not() -> None:
     assert store.get("new") == b"head" + b"x" * 30
 
 
-def test_a_put_that_takes_pieces_moves() -> None:
+def test_a_put_that_takes_pieces_moves_and_waits_for_nobody_while_they_are_made() -> None:
     requests = Requests()
     began = []
 
-    store = NotedStore(MemoryStore(), requests)
+    class Seen(MemoryStore):
+        def put(self, key: str, head: object, pieces: Iterable[Buffer] = (), **more: object) -> None:  # type: ignore[override]
+            for _ in pieces:
+                request = requests.oldest()
+                assert request is not None
+                began.append(request.since)
 
     def pieces() -> Iterator[bytes]:
         for _ in range(3):
-            request = requests.oldest()
-            assert request is not None
-            began.append(request.since)
+            assert requests.oldest() is None, "the store is not what is waited for"
             time.sleep(0.002)
             yield b"x"
 
-    store.put("key", b"", pieces())
+    NotedStore(Seen(), requests).put("key", b"", pieces())
     assert began == sorted({*began}), "each piece is progress"
+    assert len(began) == 3
+
+
+def test_what_waits_is_told_before_two_idle_limits_are_over() -> None:
+    """With the limits that users have, and a save deadline of minutes or more."""
+    assert TOLD_IDLES * io_limits.IDLE_S + TICK_S < 2 * io_limits.IDLE_S
+    assert TOLD_IDLES * io_limits.IDLE_S > io_limits.PART_NBYTES / io_limits.SLOWEST_BPS, "no part that still moves"
 
 
 def test_an_error_ends_a_request() -> None:
