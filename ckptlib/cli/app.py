@@ -21,6 +21,7 @@ from ckptlib.cli import (
     plan,
     probe,
     refresh,
+    report,
     rewind,
     show,
     slots,
@@ -39,7 +40,25 @@ def cli() -> None:
 
 
 for _module in (
-    *(ls, show, diff, du, verify, refresh, rewind, copy, export, import_, goodput, gc, doctor, probe, plan, slots),
+    *(
+        ls,
+        show,
+        diff,
+        du,
+        verify,
+        refresh,
+        rewind,
+        copy,
+        export,
+        import_,
+        goodput,
+        gc,
+        doctor,
+        probe,
+        plan,
+        report,
+        slots,
+    ),
 ):
     cli.add_command(_module.command)
 cli.add_command(pin.pin_command)
