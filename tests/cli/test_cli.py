@@ -47,6 +47,7 @@ def test_needs_no_torch(made: LocalStore, tmp_path: Path) -> None:
         ["pin", url, "2"],
         ["unpin", url, "2"],
         ["verify", url, "--all"],
+        ["report", url, "-o", str(tmp_path / "report.html")],
         ["gc", url, "--keep-last", "3"],
         ["doctor", url, "--size", "1", "--json"],
     ]
