@@ -35,6 +35,11 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def seconds(span: float) -> str:
+    """As `duration`, with a decimal where a second counts: "3.2 s"."""
+    return f"{span:.1f} s" if 1 <= span < 120 else duration(span)
+
+
 def age(since: float) -> str:
     """How long ago a time was, given in seconds since the epoch."""
     seconds = time.time() - since

@@ -26,6 +26,7 @@ from ckptlib.cli import (
     show,
     slots,
     verify,
+    watch,
 )
 
 
@@ -40,25 +41,8 @@ def cli() -> None:
 
 
 for _module in (
-    *(
-        ls,
-        show,
-        diff,
-        du,
-        verify,
-        refresh,
-        rewind,
-        copy,
-        export,
-        import_,
-        goodput,
-        gc,
-        doctor,
-        probe,
-        plan,
-        report,
-        slots,
-    ),
+    *(ls, show, diff, du, verify, refresh, rewind, copy, export, import_, goodput, report, watch, gc, doctor, probe),
+    *(plan, slots),
 ):
     cli.add_command(_module.command)
 cli.add_command(pin.pin_command)

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.text import Text
 from rich.theme import Theme
 
-from ckptlib.words import age, count, duration, metrics, moment, plain, ranks, size
+from ckptlib.words import age, count, duration, metrics, moment, plain, ranks, seconds, size
 
-__all__ = ["Cell", "Output", "age", "count", "duration", "metrics", "moment", "plain", "ranks", "size"]
+__all__ = ["Cell", "Output", "age", "count", "duration", "metrics", "moment", "plain", "ranks", "seconds", "size"]
 
 Cell = str | Text
 

@@ -21,7 +21,7 @@ from ckptlib.reporting.charts import (
 from ckptlib.reporting.html import Child, Element, tag
 from ckptlib.reporting.records import Begin, Records, Step
 from ckptlib.reporting.scale import Scale, is_date
-from ckptlib.words import count, duration, moment, size
+from ckptlib.words import count, moment, seconds, size
 
 USES = {
     "trained": ("c-blue", "steps that count"),
@@ -51,10 +51,6 @@ def pair(*sections: Element) -> Element:
 def key(*rows: tuple[str, str]) -> Element:
     """What colours mean."""
     return tag("ul", *(tag("li", tag("i", class_=kind), word) for kind, word in rows), class_="key")
-
-
-def seconds(value: float) -> str:
-    return f"{value:.1f} s" if 1 <= value < 120 else duration(value)
 
 
 # The course of the run
@@ -165,7 +161,7 @@ def stalls(found: Records) -> Element:
     title = "Stall"
     if not known:
         return section(title, tag("p", "No save has left word of how long training waited."))
-    bars = [_bar(step, [("c-yellow", value)], f"training waited {duration(value)}") for step, value in known]
+    bars = [_bar(step, [("c-yellow", value)], f"training waited {seconds(value)}") for step, value in known]
     return section(
         title,
         tag("p", f"Seconds that training stood still from a save to the next one, on rank 0. {_summary(known)}"),
@@ -179,7 +175,7 @@ def persists(found: Records) -> Element:
     if not known:
         why = "The times of the manifests tell nothing: the root was copied, or the store's clock is off."
         return section(title, tag("p", why if found.steps else "No save is committed."))
-    bars = [_bar(step, [("c-blue", value)], f"committed after {duration(value)}") for step, value in known]
+    bars = [_bar(step, [("c-blue", value)], f"committed after {seconds(value)}") for step, value in known]
     left = len(found.steps) - len(known)
     more = f" Of {count(left, 'save')} that is not known." if left else ""
     return section(
@@ -192,7 +188,7 @@ def persists(found: Records) -> Element:
 def _summary(known: Sequence[tuple[Step, float]]) -> str:
     values = [value for _, value in known]
     step, most = max(known, key=lambda item: item[1])
-    return f"Median {duration(median(values))}, at most {duration(most)} (step {step.save.step})."
+    return f"Median {seconds(median(values))}, at most {seconds(most)} (step {step.save.step})."
 
 
 def sizes(found: Records) -> Element:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from ckptlib.catalog.codings import Count
 from ckptlib.format.account import CLOSED
 from ckptlib.reporting.html import Child, Element, join, tag
-from ckptlib.reporting.plots import seconds, section
+from ckptlib.reporting.plots import section
 from ckptlib.reporting.records import Begin, FailedSave, Records, Step
-from ckptlib.words import count, duration, metrics, moment, ranks, size
+from ckptlib.words import count, metrics, moment, ranks, seconds, size
 
 MAX_ROWS = 1000
 """Of a table; of more, the newest ones."""
@@ -241,8 +241,8 @@ def _step(step: Step) -> list[Child]:
         size(step.nbytes_state),
         size(step.nbytes),
         f"{step.num_uses:,}",
-        "" if times.stall_s is None else duration(times.stall_s),
-        "" if times.persist_s is None else duration(times.persist_s),
+        "" if times.stall_s is None else seconds(times.stall_s),
+        "" if times.persist_s is None else seconds(times.persist_s),
         marks,
         cut(metrics(step.metrics)),
     ]

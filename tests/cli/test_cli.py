@@ -48,6 +48,7 @@ def test_needs_no_torch(made: LocalStore, tmp_path: Path) -> None:
         ["unpin", url, "2"],
         ["verify", url, "--all"],
         ["report", url, "-o", str(tmp_path / "report.html")],
+        ["watch", url, "--once"],
         ["gc", url, "--keep-last", "3"],
         ["doctor", url, "--size", "1", "--json"],
     ]
