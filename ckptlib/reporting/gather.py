@@ -20,7 +20,7 @@ from ckptlib.catalog.metrics import best_of, numeric
 from ckptlib.catalog.reading import in_order
 from ckptlib.errors import CheckpointNotFound, CkptError, ObjectNotFound
 from ckptlib.format import keys
-from ckptlib.format.account import Account, decode_account
+from ckptlib.format.account import Account, decode_account, interval_why
 from ckptlib.format.keys import GenerationId, PartName, SaveId
 from ckptlib.format.layout import Layout
 from ckptlib.format.manifest import Generation, Manifest, TrashRecord
@@ -33,9 +33,6 @@ from ckptlib.verify.findings import attempt
 
 INTERVAL = "ckptlib.interval"
 """The metric that says which interval was in force."""
-
-WHY = "ckptlib.interval_why"
-"""The metric that says why, of the first save under another interval."""
 
 MAX_PARTS = 20_000
 """That are read, of the newest steps: some minutes with an object store."""
@@ -135,7 +132,7 @@ def _best(catalog: Catalog, manifests: Mapping[SaveId, Manifest], visible: Itera
 def _step(
     manifest: Manifest, on_history: bool, marks: Mapping[str, bool], times: Times, contents: Mapping[SaveId, Content]
 ) -> Step:
-    save, interval, why = manifest.save, manifest.metrics.get(INTERVAL), manifest.metrics.get(WHY)
+    save, interval = manifest.save, manifest.metrics.get(INTERVAL)
     return Step(
         save=save,
         created=manifest.created,
@@ -144,9 +141,9 @@ def _step(
         nbytes=manifest.nbytes,
         num_uses=len({of.save for of in manifest.uses} - {save}),
         on_history=on_history,
-        metrics={name: value for name, value in manifest.metrics.items() if name not in (INTERVAL, WHY)},
+        metrics={name: value for name, value in manifest.metrics.items() if name != INTERVAL},
         interval=interval if type(interval) is int and interval > 0 else None,
-        why=why if isinstance(why, str) else None,
+        why=interval_why(manifest.account),
         kept=tuple(name for name, applies in {**marks, "exempt": manifest.exempt}.items() if applies),
         times=times,
         content=contents.get(save),
@@ -162,7 +159,8 @@ def _begin(
     account: Account | None,
 ) -> Begin:
     saves = None if account is None else account.num_saves
-    return Begin(of, generations.get(of), on_history, start, marks.of(of), saves)
+    tier = None if account is None else account.restored_from
+    return Begin(of, generations.get(of), on_history, start, marks.of(of), saves, tier)
 
 
 def _contents(

@@ -11,6 +11,9 @@ from ckptlib.reporting.plots import section
 from ckptlib.reporting.records import Begin, FailedSave, Records, Step
 from ckptlib.words import count, metrics, moment, ranks, seconds, size
 
+PLACES = {"memory": "memory", "local": "local disks", "store": "the store"}
+"""Of the tiers of a restore."""
+
 MAX_ROWS = 1000
 """Of a table; of more, the newest ones."""
 
@@ -55,9 +58,12 @@ def starts(found: Records) -> Element:
         "end",
     )
     rows = [_start(begin) for begin in found.begins]
-    words = "Each start of the job, and each rewind. A start that resumed says from which step."
-    if not any(begin.restored_from for begin in found.begins):
-        words += " Whether it read that from memory, a local disk or the store is not recorded in the root."
+    words = "Each start of the job, and each rewind. A start that resumed says from which step, and where it read that."
+    resumed = [
+        b for b in found.begins if b.record is not None and b.record.resumed_from is not None and not b.is_rewind
+    ]
+    if any(begin.restored_from is None for begin in resumed):
+        words += " Of some it is not recorded whether they read memory, local disks or the store."
     if any(begin.start is not None and begin.start.skew > 1.0 for begin in found.begins):
         words += " Some start began before the one before it had ended: their hosts' clocks differ, or both ran."
     right = ("generation", "ranks", "restored in", "lost", "saves", "down before")
@@ -92,7 +98,7 @@ def _origin(begin: Begin) -> str:
     if origin is None:
         return "began anew"
     words = f"step {origin.step} of generation {origin.generation.number}"
-    tier = "" if begin.restored_from is None else f", from {begin.restored_from}"
+    tier = "" if begin.restored_from is None else f", read from {PLACES[begin.restored_from]}"
     return (f"went back to {words}" if begin.is_rewind else words) + tier
 
 
@@ -152,7 +158,7 @@ def changes(found: Records) -> Element | None:
     words = "The ranks agree upon an interval by what saves cost. Each row is the first save under another one."
     header = ["first save", "generation", "before", "steps", "why"]
     if not any(row[-1] for row in rows):
-        words += " Why it changed is in rank 0's log, and not in the root."
+        words += " Why is not recorded in the root."
         header, rows = header[:-1], [row[:-1] for row in rows]
     right = ("first save", "generation", "before", "steps")
     return section("Changes of the interval", tag("p", words), table(header, rows, right, "changes"))

@@ -60,6 +60,7 @@ def test_every_start(root: Path, page: Page) -> None:
     assert [row[4].rpartition(" of ")[0] or row[4] for row in rows] == [
         *("began anew", "step 15", "went back to step 25", "step 25", "step 40"),
     ]
+    assert [row[4].rpartition(", ")[2] for row in rows if row[4].startswith("step")] == ["read from the store"] * 3
     assert [row[6] for row in rows] == ["0 to 16", "15 to 42", "", "25 to 40", "40 to 70"]
     assert [row[7] for row in rows] == ["1", "17", "", "0", "0"]
     assert [row[10] for row in rows] == ["failed", "ended", "rewind", "not known", "ended"]
@@ -83,10 +84,11 @@ def test_the_save_that_failed(page: Page) -> None:
 
 
 def test_the_interval(page: Page) -> None:
-    """The one that is recorded with the first save under it."""
+    """The one that is recorded with the first save under it, and why."""
     rows = page.table("first save", "generation", "before")
     assert rows[0][2] == ""
     assert int(rows[0][3]) > 0
+    assert "a save costs" in rows[0][4] or "nothing is measured" in rows[0][4]
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
