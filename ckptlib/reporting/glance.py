@@ -10,7 +10,7 @@ from ckptlib.catalog.accounts import read_accounts
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.goodput import Goodput, goodput
 from ckptlib.catalog.history import history
-from ckptlib.errors import CkptError
+from ckptlib.errors import CheckpointNotFound, CkptError
 from ckptlib.format import keys
 from ckptlib.format.account import Account, decode_account
 from ckptlib.format.keys import GenerationId, SaveId
@@ -124,7 +124,7 @@ class Watcher:
             manifest = self._manifests.get(save) or attempt(lambda save=save: self._catalog.manifest(save))  # type: ignore[misc]
             if isinstance(manifest, Manifest):
                 found[save] = manifest
-            else:
+            elif not isinstance(manifest, CheckpointNotFound):  # dropped since it was listed
                 problems.append(str(manifest))
         self._manifests = found
         return [*found.values()]

@@ -17,7 +17,7 @@ body { margin: 0; background: var(--page); color: var(--text);
 main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 60px; }
 h1 { font-size: 22px; line-height: 1.3; margin: 0; overflow-wrap: anywhere; font-weight: 650; }
 h2 { font-size: 16px; margin: 0 0 2px; font-weight: 650; }
-p { margin: 4px 0 10px; max-width: 78ch; } p, .dim { color: var(--dim); }
+p { margin: 4px 0 10px; max-width: 96ch; } p, .dim { color: var(--dim); }
 header p { margin: 2px 0 18px; overflow-wrap: anywhere; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin-bottom: 16px; }
 .tile, section { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; }
@@ -31,7 +31,8 @@ svg { display: block; width: 100%; height: auto; overflow: visible; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; margin-top: 6px; }
 th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 th { color: var(--dim); font-weight: 500; white-space: nowrap; } tr:last-child td { border-bottom: 0; }
-td { overflow-wrap: anywhere; min-width: 4.5em; }
+td { overflow-wrap: anywhere; min-width: 4em; }
+td.s { white-space: nowrap; }
 .scroll svg { min-width: 640px; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 tr.faded td { color: var(--dim); }

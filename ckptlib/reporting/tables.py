@@ -17,6 +17,9 @@ PLACES = {"memory": "memory", "local": "local disks", "store": "the store"}
 MAX_ROWS = 1000
 """Of a table; of more, the newest ones."""
 
+MAX_CHANGES = 8
+"""Of the interval; more are folded away."""
+
 MAX_KINDS = 20
 """Kinds of tensors, the largest first."""
 
@@ -28,13 +31,29 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Child]], right: Iterabl
     """With the newest rows, where there are too many. `right`: columns of numbers. `what`: the rows' noun."""
     ends = {n for n, name in enumerate(header) if name in {*right}}
     cells = [
-        tag("tr", *(tag("td", cell, class_="n" if n in ends else None) for n, cell in enumerate(row)))
+        tag(
+            "tr",
+            *(
+                tag("td", cell, class_="n" if n in ends else "s" if is_short(cell) else None)
+                for n, cell in enumerate(row)
+            ),
+        )
         for row in rows[-MAX_ROWS:]
     ]
     head = tag("tr", *(tag("th", name, class_="n" if n in ends else None) for n, name in enumerate(header)))
     left = len(rows) - len(cells)
     note = tag("p", f"The newest {len(cells):,} of {len(rows):,} {what}.") if left > 0 else None
     return join(note, tag("div", tag("table", head, *cells), class_="scroll"))
+
+
+def is_short(cell: Child) -> bool:
+    """Whether it is better kept on one line."""
+    return isinstance(cell, str) and len(cell) <= len("2026-11-23 15:42:54")
+
+
+def date(seconds_since: float) -> str:
+    """UTC, as the header says."""
+    return moment(seconds_since).removesuffix(" UTC")
 
 
 def cut(text: str) -> str:
@@ -46,7 +65,7 @@ def cut(text: str) -> str:
 def starts(found: Records) -> Element:
     header = (
         "generation",
-        "began",
+        "began (UTC)",
         "host",
         "ranks",
         "went on from",
@@ -78,7 +97,7 @@ def _start(begin: Begin) -> list[Child]:
         end = "ended" if start.end == CLOSED else tag("span", "failed", class_="bad")
     return [
         begin.id.number,
-        "" if began is None else moment(began),
+        "" if began is None else date(began),
         "" if record is None else cut(record.host),
         "" if record is None or begin.is_rewind else record.world_size,
         _origin(begin),
@@ -114,7 +133,7 @@ def failures(found: Records) -> Element:
     gone = [save for save in found.failed if not save.may_come]
     if found.failed:
         rows = [_failed(save) for save in found.failed]
-        header = ("step", "generation", "last put", "parts", "written", "what became of it")
+        header = ("step", "generation", "last put (UTC)", "parts", "written", "what became of it")
         parts.append(tag("p", f"{count(len(gone), 'save')} begun and never committed:" if gone else "Saves under way:"))
         parts.append(table(header, rows, ("step", "generation", "parts", "written"), "saves"))
     if found.problems:
@@ -131,7 +150,7 @@ def _failed(save: FailedSave) -> list[Child]:
         f"{'rank' if len(who) == 1 else 'ranks'} {ranks(sorted(who))}: {cut(error)}" for error, who in said.items()
     ]
     how = "; ".join(words) or ("under way, for all that is known" if save.may_come else "cut short: no rank told why")
-    return [save.save.step, save.save.generation.number, moment(save.modified), save.num_parts, size(save.nbytes), how]
+    return [save.save.step, save.save.generation.number, date(save.modified), save.num_parts, size(save.nbytes), how]
 
 
 def changes(found: Records) -> Element | None:
@@ -161,7 +180,10 @@ def changes(found: Records) -> Element | None:
         words += " Why is not recorded in the root."
         header, rows = header[:-1], [row[:-1] for row in rows]
     right = ("first save", "generation", "before", "steps")
-    return section("Changes of the interval", tag("p", words), table(header, rows, right, "changes"))
+    found_table = table(header, rows, right, "changes")
+    if len(rows) > MAX_CHANGES:
+        found_table = tag("details", tag("summary", f"all {count(len(rows), 'change')}"), found_table)
+    return section("Changes of the interval", tag("p", words), found_table)
 
 
 def tiers(found: Records) -> Element:
@@ -227,7 +249,19 @@ def steps(found: Records) -> Element:
     if not found.steps:
         return section("Steps", tag("p", "None is committed."))
     with_metrics = any(step.metrics for step in found.steps)
-    header = ["step", "generation", "taken", "ranks", "logical", "written", "uses", "stall", "persist", "", "metrics"]
+    header = [
+        "step",
+        "generation",
+        "taken (UTC)",
+        "ranks",
+        "logical",
+        "written",
+        "uses",
+        "stall",
+        "persist",
+        "",
+        "metrics",
+    ]
     rows = [_step(step) for step in found.steps]
     if not with_metrics:
         header, rows = header[:-1], [row[:-1] for row in rows]
@@ -242,7 +276,7 @@ def _step(step: Step) -> list[Child]:
     return [
         step.save.step,
         step.save.generation.number,
-        moment(step.created),
+        date(step.created),
         f"{step.world_size:,}",
         size(step.nbytes_state),
         size(step.nbytes),

@@ -21,7 +21,7 @@ def test_a_page(ckptlib: Ckptlib, saved: Path, tmp_path: Path, monkeypatch: pyte
     assert [
         "step",
         "generation",
-        "taken",
+        "taken (UTC)",
         "ranks",
         "logical",
         "written",

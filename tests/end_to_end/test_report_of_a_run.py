@@ -34,7 +34,7 @@ def page(root: Path) -> Page:
 
 def test_every_save(root: Path, page: Page) -> None:
     """Sizes are those of the files; the times until commits are those between the snapshots and the files' own."""
-    rows = page.table("step", "generation", "taken")
+    rows = page.table("step", "generation", "taken (UTC)")
     numbers = {number: n for n, number in enumerate(sorted({int(row[1]) for row in rows}), 1)}
     told = [(int(row[0]), numbers[int(row[1])]) for row in rows]
     assert told[: len(STEPS)] == STEPS
@@ -56,7 +56,7 @@ def test_every_save(root: Path, page: Page) -> None:
 
 
 def test_every_start(root: Path, page: Page) -> None:
-    rows = page.table("generation", "began", "host")
+    rows = page.table("generation", "began (UTC)", "host")
     assert [row[4].rpartition(" of ")[0] or row[4] for row in rows] == [
         *("began anew", "step 15", "went back to step 25", "step 25", "step 40"),
     ]
@@ -77,7 +77,7 @@ def test_every_start(root: Path, page: Page) -> None:
 
 
 def test_the_save_that_failed(page: Page) -> None:
-    (row,) = page.table("step", "generation", "last put")
+    (row,) = page.table("step", "generation", "last put (UTC)")
     assert row[0] == "35"
     assert row[5].startswith("rank 0: fault+file://")
     assert row[5].endswith("no space, as planned")
@@ -91,6 +91,7 @@ def test_the_interval(page: Page) -> None:
     assert "a save costs" in rows[0][4] or "nothing is measured" in rows[0][4]
 
 
+@pytest.mark.browser
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_in_a_browser(root: Path, page: Page, scheme: str) -> None:
