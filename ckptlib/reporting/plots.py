@@ -40,6 +40,10 @@ MAX_POINTS = 1500
 """Of a line: more are no longer told apart."""
 
 
+MAX_COURSES = 300
+"""Starts that are drawn, the newest ones."""
+
+
 def section(title: str, *children: Child) -> Element:
     return tag("section", tag("h2", title), *children)
 
@@ -58,9 +62,10 @@ def key(*rows: tuple[str, str]) -> Element:
 
 def course(found: Records) -> Element | None:
     """Steps over time; None where no time is known."""
-    failed = found.failed_starts
-    lines = [line for begin in found.begins if (line := _course(begin, begin in failed)) is not None]
-    dots = [dot for dot in (*_saves(found.steps), *_rewinds(found.begins)) if is_date(dot.at)]
+    failed = {begin.id for begin in found.failed_starts}
+    drawn = found.begins[-MAX_COURSES:]
+    lines = [line for begin in drawn if (line := _course(begin, begin.id in failed)) is not None]
+    dots = [dot for dot in (*_saves(found.steps), *_rewinds(drawn)) if is_date(dot.at)]
     times = [at for line in lines for at, _ in (*line.kept, *line.lost)] + [dot.at for dot in dots]
     if not times:
         return None
@@ -68,10 +73,11 @@ def course(found: Records) -> Element | None:
     x_axis = scale.time_axis(first, last)
     x = Scale(first, last, LEFT + 10, 1100 - RIGHT - 10)
     highest = max([step for line in lines for _, step in (*line.kept, *line.lost)] + [dot.step for dot in dots])
+    more = f" The newest {MAX_COURSES} of {len(found.begins):,}." if len(drawn) < len(found.begins) else ""
     chart = course_chart(lines, dots, x_axis, x, scale.count_axis(highest))
     return section(
         "The run",
-        tag("p", f"Steps over time (UTC), {moment(first)} to {moment(last)}. Each line is one start of the job."),
+        tag("p", f"Steps over time (UTC), {moment(first)} to {moment(last)}. Each line is one start of the job.{more}"),
         tag("div", chart, class_="scroll"),
         key(
             ("c-blue", "steps that count; a dot is a committed save"),

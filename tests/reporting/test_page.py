@@ -8,18 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.pages import check_harmless
+from places import TESTS
 from support import make_generation, make_root, make_save, replace_object, state
 
 from ckptlib.catalog.accounts import put_account
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.codings import Codings, Count
 from ckptlib.errors import CheckpointNotFound
-from ckptlib.format.account import Account, Mark
+from ckptlib.format.account import DIED, Account, Mark, encode_accounts
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation, TrashRecord
 from ckptlib.format.part import FailedPart
 from ckptlib.reporting.gather import gather
 from ckptlib.reporting.page import page
+from ckptlib.reporting.plots import MAX_COURSES
 from ckptlib.reporting.records import Times
 from ckptlib.stores.local import LocalStore
 
@@ -101,6 +103,40 @@ def test_a_lost_record_of_a_generation(tmp_path: Path) -> None:
     found = gather(Catalog(catalog.store))
     assert len(found.steps) == 3
     assert "its record cannot be read" in check_harmless(page(found)).text
+
+
+@pytest.mark.parametrize("version", ["written-by-0.1", "written-by-0.2"])
+def test_roots_of_older_versions(version: str) -> None:
+    roots = [path.parent for path in (TESTS / "data" / version).rglob("ckptlib.json")]
+    assert roots
+    for root in roots:
+        found = gather(Catalog(LocalStore(str(root))))
+        assert found.steps
+        assert not found.problems
+        assert "left no account of the time" in check_harmless(page(found)).text
+
+
+def test_replicas_in_memory(tmp_path: Path) -> None:
+    catalog, saves = run(tmp_path)
+    domains = (HOSTILE, HOSTILE, "rack 2")
+    catalog.put_generation(Generation(GenerationId(2, "0" * 8), 3, saves[0], 1e9, {}, "h", {}, domains, 1))
+    text = check_harmless(shown(catalog)).text
+    assert "generation 2: 1 replica of each snapshot in memory, over 2 failure domains" in text
+
+
+def test_a_job_that_was_started_very_often(tmp_path: Path) -> None:
+    catalog, saves = run(tmp_path, 1)
+    accounts = {
+        GenerationId(n, "0" * 8): Account(1.7e9 + 10 * n, 9.0, 1.0, DIED, 1, (Mark(n, 0.0, 0.0), Mark(n + 3, 7.0, 0.5)))
+        for n in range(2, 10_000)
+    }
+    catalog.store.put(saves[0].generation.account_key("0" * 8), encode_accounts(accounts))
+    text = shown(catalog)
+    found = check_harmless(text)
+    assert len(text) < 1_000_000
+    assert found.tags.count("polyline") <= 2 * MAX_COURSES
+    assert "The newest 300 of 9,999." in found.text
+    assert "9,998 starts failed" in found.text
 
 
 def test_a_root_without_steps(tmp_path: Path) -> None:
