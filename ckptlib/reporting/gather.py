@@ -66,7 +66,8 @@ def gather(catalog: Catalog, max_parts: int = MAX_PARTS) -> Records:
         marks.add(generation, told)
     for save, manifest in manifests.items():
         marks.add(save.generation, decode_account(manifest.account, save.manifest_key))
-    times = times_of(manifests.values(), put_at, marks, deadline_s)
+    in_memory = {of for of, record in generations.items() if record.domains}
+    times = times_of(manifests.values(), put_at, marks, deadline_s, in_memory)
     best = _best(catalog, manifests, visible)
     steps = [
         _step(manifest, save in visible, {"pinned": save in pinned, "best": save == best}, times[save], contents)

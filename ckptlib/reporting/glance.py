@@ -14,7 +14,7 @@ from ckptlib.errors import CheckpointNotFound, CkptError
 from ckptlib.format import keys
 from ckptlib.format.account import Account, decode_account
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.format.manifest import Manifest
+from ckptlib.format.manifest import Generation, Manifest
 from ckptlib.format.part import FailedPart
 from ckptlib.reporting.gather import INTERVAL
 from ckptlib.reporting.records import Times
@@ -110,7 +110,7 @@ class Watcher:
         return Glance(
             at=time.time(),
             num_steps=len(saves),
-            recent=_recent(manifests, put_at, self._told, self._deadline_s),
+            recent=_recent(manifests, put_at, self._told, self._deadline_s, generations),
             under_way=under_way,
             failed=dict(sorted(self._failed.items())),
             num_starts=sum(not record.rewind for record in generations.values()),
@@ -169,14 +169,16 @@ def _recent(
     put_at: Mapping[SaveId, float],
     told: Mapping[GenerationId, Account],
     deadline_s: float,
+    generations: Mapping[GenerationId, Generation],
 ) -> list[Recent]:
-    """Of one more than there is room for, the first one only tells when the interval of the second one began."""
+    """Of one more than there is room for, the first one only tells the others' intervals."""
     marks = Marks()
     for generation in {manifest.save.generation for manifest in manifests}:
         marks.add(generation, told.get(generation))
     for manifest in manifests:
         marks.add(manifest.save.generation, decode_account(manifest.account, manifest.save.manifest_key))
-    times = times_of(manifests, put_at, marks, deadline_s)
+    in_memory = {of for of, record in generations.items() if record.domains}
+    times = times_of(manifests, put_at, marks, deadline_s, in_memory)
     return [
         Recent(
             save=manifest.save,

@@ -203,7 +203,7 @@ def tiers(found: Records) -> Element:
     reasons: dict[str, list[int]] = {}
     for drop in found.dropped:
         reasons.setdefault(drop.reason, []).append(drop.save.step)
-    drops = [f"{cut(reason)}: {cut(', '.join(map(str, steps)))}" for reason, steps in [*reasons.items()][:MAX_KINDS]]
+    drops = [f"{cut(reason)}: {_range(steps)}" for reason, steps in [*reasons.items()][:MAX_KINDS]]
     return section(
         "Tiers",
         tag("p", words),
@@ -211,6 +211,10 @@ def tiers(found: Records) -> Element:
         tag("p", (memory + local).strip()),
         tag("ul", *(tag("li", lines[n]) for n in kept), class_="plain") if lines else None,
     )
+
+
+def _range(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"{count(len(steps), 'step')} from {min(steps)} to {max(steps)}"
 
 
 def kinds(found: Records) -> Element | None:

@@ -1,12 +1,15 @@
 """What each save took, from the accounts that manifests carry and from when they were put. Pure; seconds.
 
-An account has the latest few snapshots of its start: those of all manifests together have all of them.
+An account has the latest few snapshots of its start. So two of its marks are neighbours, with no snapshot in between,
+unless the first of them is the start itself and there were more snapshots than it has. Steps that retention has
+dropped are in the accounts of those that stayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from ckptlib.format.account import Account, Mark
 from ckptlib.format.keys import GenerationId, SaveId
@@ -18,45 +21,76 @@ CLOCKS_S = 5.0
 
 
 @dataclass(slots=True)
-class Marks:
-    """How far the time had come at the snapshots of each start."""
+class Course:
+    """How far the time of one start had come at what is known of it."""
 
-    _of: dict[GenerationId, set[Mark]] = field(default_factory=dict)
+    marks: set[Mark] = field(default_factory=set)
+    snapshots: dict[int, Mark] = field(default_factory=dict)
+    """By step: when its snapshot began; of several, the latest."""
+    before: dict[Mark, Mark] = field(default_factory=dict)
+    """Of each the neighbour before it, where that is known."""
+    after: dict[Mark, Mark] = field(default_factory=dict)
+
+    def add(self, account: Account) -> None:
+        """Takes in what an account tells."""
+        self.marks.update(account.marks)
+        inner = account.marks[1:-1]
+        for mark in inner:
+            self.snapshots[mark.step] = max(mark, self.snapshots.get(mark.step, mark))
+        known = account.marks if account.num_saves <= len(inner) else account.marks[1:]
+        for earlier, later in pairwise(dict.fromkeys(known)):
+            self.before[later] = max(earlier, self.before.get(later, earlier))
+            self.after[earlier] = min(later, self.after.get(earlier, later))
+
+
+@dataclass(slots=True)
+class Marks:
+    """Of all starts."""
+
+    _of: dict[GenerationId, Course] = field(default_factory=dict)
 
     def add(self, generation: GenerationId, account: Account | None) -> None:
         """Takes in what an account of this start tells."""
         if account is not None:
-            self._of.setdefault(generation, set()).update(account.marks)
+            self._of.setdefault(generation, Course()).add(account)
+
+    def course(self, generation: GenerationId) -> Course:
+        return self._of.get(generation, Course())
 
     def of(self, generation: GenerationId) -> tuple[Mark, ...]:
-        """Ascending. Of one step there may be two: before its save and, where it was the last one, after it."""
-        return tuple(sorted(self._of.get(generation, ())))
+        """All that are known, ascending."""
+        return tuple(sorted(self.course(generation).marks))
 
 
 def times_of(
-    manifests: Collection[Manifest], put_at: Mapping[SaveId, float], marks: Marks, deadline_s: float
+    manifests: Collection[Manifest],
+    put_at: Mapping[SaveId, float],
+    marks: Marks,
+    deadline_s: float,
+    in_memory: Collection[GenerationId] = (),
 ) -> dict[SaveId, Times]:
-    """Of each save. `put_at`: when its manifest was put, by the store's clock. `deadline_s`: the root's for a save."""
-    by_generation: dict[GenerationId, list[Manifest]] = {}
-    for manifest in manifests:
-        by_generation.setdefault(manifest.save.generation, []).append(manifest)
+    """Of each save. `put_at`: when its manifest was put, by the store's clock. `deadline_s`: the root's for a save.
+
+    `in_memory`: starts with snapshots in memory, which leave marks as well: their saves are told by the manifests.
+    """
     found: dict[SaveId, Times] = {}
-    for generation, saves in by_generation.items():
-        of = marks.of(generation)
-        first_at = {mark.step: n for n, mark in reversed([*enumerate(of)])}
-        before: Mark | None = of[0] if of else None
-        for manifest in sorted(saves, key=lambda manifest: manifest.save):
-            save = manifest.save
-            n = first_at.get(save.step)
-            here = None if n is None else of[n]
-            since = None if here is None or before is None or here.step <= before.step else (before, here)
-            found[save] = Times(
-                persist_s=_persist(put_at[save] - manifest.created, deadline_s),
-                stall_s=None if n is None or n + 1 >= len(of) else max(of[n + 1].stalled_s - of[n].stalled_s, 0.0),
-                since_s=None if since is None else _seconds(since[1]) - _seconds(since[0]),
-                since_steps=None if since is None else since[1].step - since[0].step,
-            )
-            before = here or before
+    last: dict[GenerationId, Mark] = {}
+    for manifest in sorted(manifests, key=lambda manifest: manifest.save):
+        save, course = manifest.save, marks.course(manifest.save.generation)
+        here = course.snapshots.get(save.step)
+        persist_s = _persist(put_at[save] - manifest.created, deadline_s)
+        if here is None:
+            found[save] = Times(persist_s)
+            continue
+        before = last.get(save.generation) if save.generation in in_memory else course.before.get(here)
+        after = course.after.get(here)
+        last[save.generation] = here
+        found[save] = Times(
+            persist_s=persist_s,
+            stall_s=None if after is None else max(after.stalled_s - here.stalled_s, 0.0),
+            since_s=None if before is None or before.step >= here.step else _seconds(here) - _seconds(before),
+            since_steps=None if before is None or before.step >= here.step else here.step - before.step,
+        )
     return found
 
 
@@ -67,8 +101,3 @@ def _seconds(mark: Mark) -> float:
 def _persist(seconds: float, deadline_s: float) -> float | None:
     """None for times that no commit can have: the root was copied, or clocks differ."""
     return max(seconds, 0.0) if -CLOCKS_S <= seconds <= deadline_s + CLOCKS_S else None
-
-
-def are_copied(times: Iterable[Times]) -> bool:
-    """Whether no save has a time until its commit."""
-    return all(found.persist_s is None for found in times)

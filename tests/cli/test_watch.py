@@ -14,12 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.commands import Ckptlib, files
 from helpers.forkserver import context, start_server
 from helpers.increments import body_of
 from support import make_generation, make_root, put_parts, state
 from workers.reported_run import train
 
+import ckptlib as library
+from ckptlib import events
 from ckptlib.format.keys import SaveId
 from ckptlib.format.part import FailedPart
 from ckptlib.stores.local import LocalStore
@@ -172,3 +175,27 @@ def test_into_a_pipe(saved: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=WAIT_S)
     assert (process.returncode, told) == (0, "")
+
+
+def test_intervals_where_steps_are_dropped(ckptlib: Ckptlib, tmp_path: Path) -> None:
+    """Retention leaves two steps and one that is kept for good; the job itself tells which it began."""
+    began: list[int] = []
+
+    def note(event: events.Event) -> None:
+        if isinstance(event, events.Begun):
+            began.append(event.step)
+
+    (tmp_path / "arena").mkdir()
+    keep, where = library.Keep(last=2, every=40), tmp_path / "arena"
+    values = {"w": torch.zeros(4)}
+    with library.Checkpointer(tmp_path / "root", values, every=2, arena=where, keep=keep, on_event=note) as ckpt:
+        for _ in ckpt.loop(ckpt.restore().step, 80):
+            values["w"] += 1
+            if ckpt.pending is not None:
+                ckpt.pending.wait_committed()
+    recent = ckptlib("watch", tmp_path / "root", "--once", "--json").json["recent"]
+    assert [one["step"] for one in recent] == [40, 78, 80]
+    for one in recent:
+        at = began.index(one["step"])
+        assert one["since_steps"] == one["step"] - (began[at - 1] if at else 0)
+    assert [one["stall_s"] is None for one in recent] == [True, False, False]
