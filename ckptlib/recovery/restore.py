@@ -158,7 +158,7 @@ def restore(
             seconds=sum(phases.values()),
         )
         told = Restored(candidate.save.step, report.nbytes, report.seconds, report.tier, len(skipped))
-        session.stopwatch.restored()
+        session.stopwatch.restored(report.tier)
         session.listener.tell(told)
         return report, generators
     if step is not None:
