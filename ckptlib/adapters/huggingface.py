@@ -179,7 +179,7 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
         def look() -> bytes:
             if group.rank != 0:
                 return b""
-            found = checkpoints_in(directory, self.ckptlib_root, self._storage_options)
+            found = checkpoints_in(directory, self.ckptlib_root, self.ckptlib_options)
             return json.dumps([*map(str, found)]).encode()
 
         told = together(group, f"looking for checkpoints in {directory}", look)

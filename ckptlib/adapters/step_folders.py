@@ -18,14 +18,19 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import finish_saves
 from ckptlib.catalog.retention import drop, sweep
-from ckptlib.errors import CkptError, FormatError
+from ckptlib.errors import CheckpointNotFound, CkptError, FormatError
 from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.recovery.restore import ORPHANS_TIMEOUT_S
+from ckptlib.staging.arena import directories
+from ckptlib.staging.other_slots import OtherSlots
 from ckptlib.stores import open_store
 
 log = logging.getLogger(__name__)
@@ -38,6 +43,8 @@ ROOT = "ckptlib"
 
 MOST = 4096
 """Bytes of a file that names a step."""
+
+POLL_S = 0.05
 
 HEAD, TAIL = ".", ".part"
 """Around the name of a draft."""
@@ -69,12 +76,17 @@ class StepFolders:
         root: str,
         storage_options: Mapping[str, object] | None,
         beyond: Callable[[Path], list[Path]],
+        arena: str | Path | None = None,
     ) -> None:
-        """`beyond`: the directories that are too many, given the one that has come last. A thread calls it."""
+        """`beyond`: the directories that are too many, given the one that has come last. A thread calls it.
+
+        `arena`: as for `Checkpointer`.
+        """
         self._directory = directory
         self._root = root
         self._options = storage_options
         self._beyond = beyond
+        self._arena = None if arena is None else Path(arena).absolute()
         self._named = {folder: save for folder, save in _readable(directory) if not _is_draft(folder)}
         self._thread = ThreadPoolExecutor(1, "ckptlib-folders")
         self._publishing: list[Future[None]] = []
@@ -87,11 +99,26 @@ class StepFolders:
             return
         with open_store(self._root, self._options) as store:
             catalog = Catalog(store)
+            if not all(catalog.is_committed(save) for _, save in drafts):
+                self._finish(catalog)
             for draft, save in drafts:
                 if catalog.is_committed(save):
                     self._give_name(draft.name[len(HEAD) : -len(TAIL)], save)
                 else:
                     shutil.rmtree(draft)
+
+    def _finish(self, catalog: Catalog) -> None:
+        """Waits for the writers that an earlier process left on this host, and commits what they have left whole."""
+        try:
+            root = catalog.root()
+        except CheckpointNotFound:
+            return
+        generation = catalog.next_generation()
+        others = OtherSlots(root.id, generation, directories(self._arena))
+        deadline = time.monotonic() + ORPHANS_TIMEOUT_S
+        while others.under_way() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        finish_saves(catalog, generation)
 
     def draft(self, name: str, save: SaveId) -> Path:
         """A new directory for the files of a checkpoint, which nobody takes for one yet."""

@@ -43,16 +43,16 @@ class TrainerRun:
         self._trainer = trainer
         self._directory = Path(trainer._get_output_dir(getattr(trainer, "_trial", None))).absolute()
         self._root = absolute(root or str(self._directory / ROOT))
-        self._options = options.get("storage_options")
+        self._options, self._arena = options.get("storage_options"), options.get("arena")
         self._state = state_of(trainer)
+        self._group = registry.group(None)
+        self._folders = self._folders_of_rank_0()
         given = {"config": trainer.args.to_sanitized_dict(), **options}
         more = given.pop("every", None)
         every = policy_of(self._is_due)
         self.checkpointer = Checkpointer(
             self._root, self._state, every=every if more is None else every | more, **given
         )
-        self._group = registry.group(None)
-        self._folders = self._folders_of_rank_0()
         self._told = int(trainer.state.global_step)
         """The last step that the Checkpointer knows of."""
         self._noted: Pending | None = None
@@ -64,7 +64,7 @@ class TrainerRun:
         def settled() -> StepFolders | None:
             if self._group.rank != 0:
                 return None
-            folders = StepFolders(self._directory, self._root, self._options, self._beyond)
+            folders = StepFolders(self._directory, self._root, self._options, self._beyond, self._arena)
             folders.settle()
             return folders
 
@@ -201,10 +201,11 @@ class TrainerRun:
         self.checkpointer.__exit__(type(error), error, error.__traceback__)
 
 
-def checkpoints_in(directory: Path, root: str | None, options: Mapping[str, object] | None) -> list[Path]:
+def checkpoints_in(directory: Path, root: str | None, options: Mapping[str, Any]) -> list[Path]:
     """Newest first, once those are finished that an earlier process left. One process of a job calls it."""
     directory = directory.absolute()
-    folders = StepFolders(directory, root or str(directory / ROOT), options, lambda _: [])
+    where = root or str(directory / ROOT)
+    folders = StepFolders(directory, where, options.get("storage_options"), lambda _: [], options.get("arena"))
     try:
         folders.settle()
     finally:

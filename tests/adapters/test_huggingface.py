@@ -103,30 +103,103 @@ def test_two_ranks_killed_and_resumed(tmp_path: Path) -> None:
 def test_told_to_stop(tmp_path: Path, whole: dict[str, Any]) -> None:
     """The state is saved at once, and train() ends with the status that says so."""
     with pytest.raises(ckptlib.Preempted):
-        here(tmp_path / "run", at=7, **{"at": "term"})
+        here(tmp_path / "run", at=7, how="term")
     assert checkpoints(tmp_path / "run") == ["checkpoint-6", "checkpoint-8"]
     assert_same_end(here(tmp_path / "run"), whole)
 
 
 def test_an_error_in_the_training(tmp_path: Path, whole: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="as asked"):
-        here(tmp_path / "run", at=8, **{"at": "raise"})
+        here(tmp_path / "run", at=8, how="raise")
     assert_same_end(here(tmp_path / "run", resume=True), whole)
     assert steps_of(tmp_path / "run") == [12, 14]
+
+
+def damage(root: Path, step: int) -> None:
+    """One bit of each pack of a step."""
+    for pack in root.glob(f"packs/{step:012d}-*/**/*"):
+        if pack.is_file():
+            data = bytearray(pack.read_bytes())
+            data[-1] ^= 1
+            pack.write_bytes(data)
 
 
 def test_a_damaged_checkpoint_is_skipped(
     tmp_path: Path, whole: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    here(tmp_path / "run", steps=10, max_grad_norm=1.0, lr_scheduler_kwargs={}, save_total_limit=None)
-    assert checkpoints(tmp_path / "run") == ["checkpoint-10", "checkpoint-3", "checkpoint-6", "checkpoint-9"]
-    root = tmp_path / "run" / "ckptlib"
-    for pack in root.glob("packs/*"):
-        data = bytearray(pack.read_bytes())
-        data[-1] ^= 1
-        pack.write_bytes(data)
-    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    directory = tmp_path / "run"
+    end = here(directory, at=10, how="stop", save_total_limit=None)
+    assert end["step"] == 10
+    assert checkpoints(directory) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    damage(directory / "ckptlib", 9)
+    assert_same_end(here(directory, resume=True), whole)
+    assert f"{directory / 'checkpoint-9'} cannot be resumed from and is skipped" in caplog.text
+
+
+def test_all_are_damaged(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    here(directory, at=7, how="stop")
+    for step in (3, 6):
+        damage(directory / "ckptlib", step)
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     with pytest.raises(ckptlib.CorruptData):
-        here(tmp_path / "run", resume=True)
-    assert "checkpoint-6" in caplog.text
+        here(directory, resume=True)
     assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.parametrize("whose", ["theirs", "ours"])
+def test_going_on_from_another_directory(tmp_path: Path, whole: dict[str, Any], whose: str) -> None:
+    """From ckptlib's checkpoints, and from Trainer's own."""
+    here(tmp_path / "one", at=7, how="stop", whose=whose)
+    assert_same_end(here(tmp_path / "two", resume=str(tmp_path / "one" / "checkpoint-6")), whole)
+    assert steps_of(tmp_path / "two") == [12, 14]
+    assert checkpoints(tmp_path / "one") == ["checkpoint-3", "checkpoint-6"]
+
+
+def test_going_back(tmp_path: Path, whole: dict[str, Any]) -> None:
+    """Later checkpoints are written anew; a run without `resume_from_checkpoint` begins at the begin."""
+    here(tmp_path / "run", at=10, how="stop", save_total_limit=None)
+    assert_same_end(here(tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-3")), whole)
+    assert checkpoints(tmp_path / "run") == ["checkpoint-12", "checkpoint-14"]
+    assert_same_end(here(tmp_path / "run", resume=False), whole)
+    assert steps_of(tmp_path / "run") == [12, 14]
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+
+
+def test_the_best_model_is_loaded(tmp_path: Path) -> None:
+    """And its checkpoint is the one that stays, as with Trainer's own files."""
+    ends = []
+    for whose in ("ours", "theirs"):
+        ends.append(here(tmp_path / whose, whose=whose, save_total_limit=1, **EVALUATED))
+    assert same(ends[0]["model"], ends[1]["model"])
+    assert checkpoints(tmp_path / "ours") == checkpoints(tmp_path / "theirs")
+    assert [f"checkpoint-{step}" for step in steps_of(tmp_path / "ours")] == checkpoints(tmp_path / "theirs")
+
+
+def test_saves_by_epoch_and_of_the_model_only(tmp_path: Path) -> None:
+    here(tmp_path / "run", save_strategy="epoch", save_only_model=True, save_total_limit=None)
+    assert checkpoints(tmp_path / "run") == ["checkpoint-10", "checkpoint-14", "checkpoint-5"]
+    assert set(ckptlib.read(tmp_path / "run" / "ckptlib", 10)) == {"model", "@rng"}
+
+
+def test_options(tmp_path: Path, whole: dict[str, Any]) -> None:
+    """More saves than Trainer asks for have directories, too."""
+    options = {"every": 4, "codec": "planes"}
+    assert_same_end(here(tmp_path / "run", options=options, save_total_limit=None), whole)
+    assert steps_of(tmp_path / "run") == [3, 4, 6, 8, 9, 12, 14]
+    here(tmp_path / "run", at=9, how="stop", resume=str(tmp_path / "run" / "checkpoint-4"))
+    assert_same_end(here(tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-8")), whole)
+    with pytest.raises(ValueError, match="keep cannot be given"):
+        here(tmp_path / "other", options={"keep": ckptlib.Keep(last=2)})
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"step": 3}', b'{"step": "../../etc"}', b"[" * 5000], ids=range(5))
+def test_hostile_files(tmp_path: Path, data: bytes) -> None:
+    directory = tmp_path / "run"
+    (directory / "checkpoint-3").mkdir(parents=True)
+    (directory / "checkpoint-3" / POINTER).write_bytes(data)
+    (directory / "checkpoint-3" / "trainer_state.json").write_text("{}")
+    with pytest.raises(ckptlib.FormatError, match=POINTER):
+        here(directory, resume=True)

@@ -3,7 +3,7 @@
     hf_job.py <directory> <steps> <step at which it is killed, or -1> <file for the weights> <whose> [JSON]
 
 `whose`: "ours", or "theirs" for Trainer's own files. JSON: arguments of TrainingArguments; "resume" for `train`,
-"options" for `ckptlib_options`, "at" for what happens at the step: "kill", "term" or "raise".
+"options" for `ckptlib_options`, "how" for what happens at the step: "kill", "term", "stop" or "raise".
 
 Five updates are an epoch; checkpoints come every third step. Resumes where there is a checkpoint.
 """
@@ -52,7 +52,7 @@ class Ours(CkptlibTrainerMixin, Trainer):
 
 
 class Hurt(TrainerCallback):
-    """Ends the process, or its training, once the step before is committed."""
+    """Ends the process, or its training."""
 
     def __init__(self, at: int, how: str) -> None:
         self.at, self.how = at, how
@@ -65,14 +65,16 @@ class Hurt(TrainerCallback):
         if self.how == "term":
             if state.is_world_process_zero:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return
-        raise RuntimeError("as asked")
+        elif self.how == "stop":
+            control.should_training_stop = True
+        else:
+            raise RuntimeError("as asked")
 
 
 def main(directory: Path, steps: int, at: int, out: Path, whose: str, asked: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    resume, how = asked.pop("resume", None), asked.pop("at", "kill")
+    resume, how = asked.pop("resume", None), asked.pop("how", "kill")
     Ours.ckptlib_options = asked.pop("options", {})
     world = int(os.environ.get("WORLD_SIZE", 1))
     data = [{"x": torch.randn(4), "labels": torch.randn(())} for _ in range(4 * 2 * 5 * world)]
