@@ -46,8 +46,8 @@ MOST = 4096
 
 POLL_S = 0.05
 
-HEAD, TAIL = ".", ".part"
-"""Around the name of a draft."""
+HEAD = "."
+"""Begins the name of a draft."""
 
 
 def step_of(folder: Path) -> SaveId | None:
@@ -87,14 +87,14 @@ class StepFolders:
         self._options = storage_options
         self._beyond = beyond
         self._arena = None if arena is None else Path(arena).absolute()
-        self._named = {folder: save for folder, save in _readable(directory) if not _is_draft(folder)}
+        self._named = {folder: save for folder, save in _readable(directory) if not _is_draft(folder, save)}
         self._thread = ThreadPoolExecutor(1, "ckptlib-folders")
         self._publishing: list[Future[None]] = []
         self._failed: OSError | None = None
 
     def settle(self) -> None:
         """Gives drafts of an earlier process their names where their step was committed, and removes the others."""
-        drafts = [(path, save) for path, save in _readable(self._directory) if _is_draft(path)]
+        drafts = [(path, save) for path, save in _readable(self._directory) if _is_draft(path, save)]
         if not drafts:
             return
         with open_store(self._root, self._options) as store:
@@ -103,7 +103,7 @@ class StepFolders:
                 self._finish(catalog)
             for draft, save in drafts:
                 if catalog.is_committed(save):
-                    self._give_name(draft.name[len(HEAD) : -len(TAIL)], save)
+                    self._give_name(draft.name[len(HEAD) : -len(_tail(save))], save)
                 else:
                     shutil.rmtree(draft)
 
@@ -122,16 +122,14 @@ class StepFolders:
 
     def draft(self, name: str, save: SaveId) -> Path:
         """A new directory for the files of a checkpoint, which nobody takes for one yet."""
-        path = self._draft_of(name)
-        if path.exists():
-            shutil.rmtree(path)
+        path = self._draft_of(name, save)
         path.mkdir(parents=True)
         (path / POINTER).write_text(json.dumps({"ckptlib": ROOT, "step": str(save)}) + "\n")
         return path
 
-    def discard(self, name: str) -> None:
+    def discard(self, name: str, save: SaveId) -> None:
         """The step of this draft will never be."""
-        shutil.rmtree(self._draft_of(name), ignore_errors=True)
+        shutil.rmtree(self._draft_of(name, save), ignore_errors=True)
 
     def publish(self, name: str, save: SaveId) -> None:
         """Has the draft get its name, and those that are too many removed. Does not wait."""
@@ -158,8 +156,9 @@ class StepFolders:
         """Waits for nothing."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _draft_of(self, name: str) -> Path:
-        return self._directory / f"{HEAD}{name}{TAIL}"
+    def _draft_of(self, name: str, save: SaveId) -> Path:
+        """Another one for each step: one of the same name may be under way yet."""
+        return self._directory / f"{HEAD}{name}{_tail(save)}"
 
     def _publish(self, name: str, save: SaveId) -> None:
         """The training goes on where this fails: its rank would stop alone."""
@@ -170,7 +169,7 @@ class StepFolders:
             self._failed = error
 
     def _give_name(self, name: str, save: SaveId) -> None:
-        draft, folder = self._draft_of(name), self._directory / name
+        draft, folder = self._draft_of(name, save), self._directory / name
         for path in [*draft.rglob("*"), draft]:
             _flush(path)
         if folder.exists():
@@ -201,13 +200,18 @@ class StepFolders:
             log.warning("%s: steps that no directory names are left: %s", self._root, error)
 
 
-def _is_draft(path: Path) -> bool:
-    return path.name.startswith(HEAD) and path.name.endswith(TAIL) and len(path.name) > len(HEAD + TAIL)
+def _tail(save: SaveId) -> str:
+    """Ends the name of a draft."""
+    return f".{save}.part"
+
+
+def _is_draft(path: Path, save: SaveId) -> bool:
+    return path.name.startswith(HEAD) and path.name.endswith(_tail(save)) and len(path.name) > len(HEAD + _tail(save))
 
 
 def _readable(directory: Path) -> Iterator[tuple[Path, SaveId]]:
     """The directories in this one that name a step. Warns of those of which nobody can tell which."""
-    for folder in sorted(directory.iterdir()) if directory.is_dir() else []:
+    for folder in sorted(directory.iterdir()) if directory.is_dir() else ():
         if folder.is_symlink() or not folder.is_dir():
             continue
         try:

@@ -155,7 +155,7 @@ class TrainerRun:
                 self._folders.publish(name, pending.save)
             else:
                 log.error("%s: step %d is not saved: %s", self._directory / name, pending.step, pending.error)
-                self._folders.discard(name)
+                self._folders.discard(name, pending.save)
 
     def _beyond(self, newest: Path) -> list[Path]:
         """The directories that `save_total_limit` leaves no room for, oldest first."""
