@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,7 @@ from ckptlib.catalog.retention import drop, sweep
 from ckptlib.errors import CheckpointNotFound, CkptError, FormatError
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.recovery.restore import ORPHANS_TIMEOUT_S
+from ckptlib.saving.settings import SAVE_DEADLINE
 from ckptlib.staging.arena import directories
 from ckptlib.staging.other_slots import OtherSlots
 from ckptlib.stores import open_store
@@ -45,6 +47,7 @@ MOST = 4096
 """Bytes of a file that names a step."""
 
 POLL_S = 0.05
+ASK_EVERY_S = 0.1
 
 HEAD = "."
 """Begins the name of a draft."""
@@ -134,6 +137,23 @@ class StepFolders:
     def publish(self, name: str, save: SaveId) -> None:
         """Has the draft get its name, and those that are too many removed. Does not wait."""
         self._publishing.append(self._thread.submit(self._publish, name, save))
+
+    def publish_when_committed(self, name: str, save: SaveId, given_up: threading.Event) -> None:
+        """As `publish`, for callers that hear of nothing meanwhile: the thread asks the store until the step is there.
+
+        `given_up`: set where it never will be; the draft is discarded then.
+        """
+        self._publishing.append(self._thread.submit(self._await, name, save, given_up))
+
+    def _await(self, name: str, save: SaveId, given_up: threading.Event) -> None:
+        deadline = time.monotonic() + SAVE_DEADLINE.total_seconds()
+        with open_store(self._root, self._options) as store:
+            catalog = Catalog(store)
+            while not catalog.is_committed(save):
+                if given_up.wait(ASK_EVERY_S) or time.monotonic() > deadline:
+                    self.discard(name, save)
+                    return
+        self._publish(name, save)
 
     def wait(self) -> None:
         """Returns when all that was asked for is done. Raises OSError where a directory could not get its name."""
