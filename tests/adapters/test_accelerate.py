@@ -1,4 +1,4 @@
-"""Loops with Accelerate whose checkpoints are ckptlib's: they resume in mid-epoch with the bits of an undisturbed run."""
+"""Loops with Accelerate whose checkpoints are ckptlib's: resumed in mid-epoch, with the bits of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from helpers.registry import close_sessions
+from helpers.same import same
 from launch import forked
 from places import WORKERS
-from test_huggingface import same
 
 import ckptlib
 from ckptlib.adapters.accelerate import CkptlibAccelerator

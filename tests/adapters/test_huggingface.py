@@ -17,6 +17,7 @@ import hf_job
 import pytest
 import torch
 from helpers.registry import close_sessions
+from helpers.same import same
 from launch import environment, forked
 from places import ROOT, WORKERS
 
@@ -44,14 +45,6 @@ def here(directory: Path, steps: int = STEPS, at: int = -1, whose: str = "ours",
         torch.set_rng_state(state[0])
         torch.set_num_threads(state[1])
     return torch.load(out, weights_only=True)
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return bool(a == b)
 
 
 def assert_same_end(a: dict[str, Any], b: dict[str, Any]) -> None:
