@@ -43,9 +43,6 @@ def main(arguments: list[str]) -> None:
                 waits += told["waits"][1:] if subject == "ckptlib" else []
         for subject, samples in stalls.items():
             report.add("figure", subject=subject, what="stall", unit="s", **spread(samples))
-            report.add(
-                "figure", subject=subject, what="training", unit="s", **spread([*steps[subject], steps[subject][0]])
-            )
         report.add("figure", subject="ckptlib", what="fence", unit="s", **spread(waits))
 
 
