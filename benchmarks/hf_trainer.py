@@ -42,8 +42,8 @@ def main(arguments: list[str]) -> None:
                 stalls[subject] += told["stalls"][1:]
                 waits += told["waits"][1:] if subject == "ckptlib" else []
         for subject, samples in stalls.items():
-            report.add("figure", subject=subject, what="stall", unit="s", **spread(samples))
-        report.add("figure", subject="ckptlib", what="fence", unit="s", **spread(waits))
+            report.add("figure", subject=subject, what="stall", unit="s", **spread(samples), worst=max(samples))
+        report.add("figure", subject="ckptlib", what="fence", unit="s", **spread(waits), worst=max(waits))
 
 
 def train(subject: str, directory: Path, nbytes: int) -> dict[str, list[float]]:

@@ -92,6 +92,13 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
             self._run.let_go()
             self._run = None
 
+    def last_checkpoint(self) -> str | None:
+        """The newest checkpoint of `output_dir`; None: there is none. Collective.
+
+        First finishes what a kill has left, so that it may see one more than transformers' `get_last_checkpoint`.
+        """
+        return next(iter(self._to_try()), None)
+
     # Saving: Trainer calls these
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -5,7 +5,7 @@
 `whose`: "ours", or "theirs" for Trainer's own files. JSON: arguments of TrainingArguments; "resume" for `train`,
 "options" for `ckptlib_options`, "how" for what happens at the step: "kill", "term", "stop" or "raise".
 
-Five updates are an epoch; checkpoints come every third step. Resumes where there is a checkpoint.
+Five updates are an epoch; checkpoints come every third step. Resumes from the newest of ours, unless told otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +97,13 @@ def main(directory: Path, steps: int, at: int, out: Path, whose: str, asked: dic
     trainer = (Ours if whose == "ours" else Trainer)(
         Model(Config()), args, train_dataset=data, eval_dataset=data[:8], callbacks=[Hurt(at, how)]
     )
-    if resume is None:
-        resume = any(directory.glob("checkpoint-*")) or any(directory.glob(".checkpoint-*"))
-    began = time.perf_counter()
+    if resume is None and whose == "ours":
+        resume = trainer.last_checkpoint() is not None
     trainer.train(resume_from_checkpoint=resume)
     if trainer.is_world_process_zero():
         optim = trainer.optimizer.state_dict()["state"]
         told = {"step": trainer.state.global_step, "history": [*map(repr, trainer.state.log_history)]}
         torch.save({"model": trainer.model.state_dict(), "optim": optim, **told}, out)
-        print("trained", time.perf_counter() - began)
 
 
 if __name__ == "__main__":
