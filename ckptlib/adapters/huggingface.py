@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from ckptlib import api
 from ckptlib.adapters.step_folders import ROOT, step_of
-from ckptlib.adapters.trainer_run import TrainerRun, checkpoints_in
-from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable
+from ckptlib.adapters.trainer_callback import CkptlibCallback as CkptlibCallback
+from ckptlib.adapters.trainer_run import UNUSABLE, TrainerRun, checkpoints_in, state_of
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.ranks.together import together
 from ckptlib.saving.registry import registry
@@ -31,9 +31,6 @@ else:
     _Trainer = object
 
 log = logging.getLogger(__name__)
-
-UNUSABLE = (CheckpointNotFound, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
-"""The errors of a checkpoint that make it sensible to try the one before."""
 
 
 class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
@@ -158,7 +155,7 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
     def _open(self) -> None:
         """Collective."""
         self._let_go()
-        self._run = TrainerRun(self, self.ckptlib_root, self.ckptlib_options)
+        self._run = TrainerRun(self, state_of(self), self.ckptlib_root, self.ckptlib_options)
 
     @property
     def _storage_options(self) -> Mapping[str, object] | None:

@@ -12,7 +12,16 @@ from typing import Any
 from ckptlib import api
 from ckptlib.adapters.step_folders import ROOT, StepFolders
 from ckptlib.checkpointer import Checkpointer
-from ckptlib.errors import Preempted, SaveFailed, StateMismatch
+from ckptlib.errors import (
+    CheckpointNotFound,
+    CorruptData,
+    FormatError,
+    ObjectNotFound,
+    ObjectUnreadable,
+    Preempted,
+    SaveFailed,
+    StateMismatch,
+)
 from ckptlib.format.keys import SaveId
 from ckptlib.policy.when import policy_of
 from ckptlib.ranks.together import together, together_at_length
@@ -26,6 +35,9 @@ STATE = "trainer_state.json"
 PREFIX = "checkpoint-"
 NUMBERED = re.compile(rf"{PREFIX}([0-9]+)")
 
+UNUSABLE = (CheckpointNotFound, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
+"""The errors of a checkpoint that make it sensible to try the one before."""
+
 OURS = ("keep", "peers", "drain", "process_group")
 """Arguments of Checkpointer that contradict what Trainer says."""
 
@@ -33,18 +45,19 @@ OURS = ("keep", "peers", "drain", "process_group")
 class TrainerRun:
     """One per call of `train`, from the time that its optimizer is there. Main thread."""
 
-    def __init__(self, trainer: Any, root: str | None, options: Mapping[str, Any]) -> None:
-        """Collective. Raises ValueError for what cannot be saved so, UnsupportedState for objects in the state."""
+    def __init__(self, trainer: Any, state: dict[str, object], root: str | None, options: Mapping[str, Any]) -> None:
+        """`trainer`: or what a callback sees of one. Collective. Raises ValueError for options that contradict Trainer,
+        UnsupportedState for objects in the state."""
         wrong = [name for name in OURS if name in options]
         if wrong:
             raise ValueError(
-                f"ckptlib_options: {', '.join(wrong)} cannot be given: Trainer says what is saved and kept"
+                f"{', '.join(wrong)} cannot be given to Checkpointer here: Trainer says what is saved and kept"
             )
         self._trainer = trainer
         self._directory = Path(trainer._get_output_dir(getattr(trainer, "_trial", None))).absolute()
         self._root = absolute(root or str(self._directory / ROOT))
         self._options, self._arena = options.get("storage_options"), options.get("arena")
-        self._state = state_of(trainer)
+        self._state = state
         self._group = registry.group(None)
         self._folders = self._folders_of_rank_0()
         given = {"config": trainer.args.to_sanitized_dict(), **options}
@@ -185,6 +198,13 @@ class TrainerRun:
 
         together_at_length(self._group, f"waiting for the checkpoints of {self._directory}", finish)
 
+    def finish(self) -> None:
+        """Saves the last step, unless it is saved, and closes. Collective."""
+        self.step_done()
+        if self._noted is None or self._noted.step != self._told:
+            self._note(self.checkpointer.save(self._told))
+        self.close()
+
     def close(self) -> None:
         """Waits for all saves. Collective. Raises SaveFailed if the last one failed."""
         self.wait()
@@ -244,8 +264,7 @@ def write_files(trainer: Any, folder: Path) -> None:
             exported.setdefault(type(callback).__name__, []).append(callback.state())
     trainer.state.stateful_callbacks.update({k: v[0] if len(v) == 1 else v for k, v in exported.items()})
     trainer.state.save_to_json(str(folder / STATE))
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    for part in (getattr(model, "config", None), trainer.processing_class):
+    for part in (getattr(trainer.model, "config", None), trainer.processing_class):
         if part is not None and hasattr(part, "save_pretrained"):
             part.save_pretrained(str(folder))
 

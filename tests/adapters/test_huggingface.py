@@ -79,18 +79,28 @@ def test_killed_and_resumed_in_mid_epoch(tmp_path: Path, whole: dict[str, Any]) 
         assert f"checkpoint-{state['global_step']}" == name
 
 
-@pytest.mark.timeout(300)
-def test_two_ranks_killed_and_resumed(tmp_path: Path) -> None:
+def two_ranks(directory: Path, at: int, whose: str) -> dict[str, Any]:
+    """In processes of their own. Empty where they were killed."""
+    out = directory.with_suffix(".pt")
+    codes, output = forked(WORKERS / "hf_job.py", 2, directory, STEPS, at, out, whose, timeout_s=250)
+    assert set(codes) == {0} if at < 0 else -9 in codes, output[-20000:]
+    return torch.load(out, weights_only=True) if at < 0 else {}
+
+
+@pytest.fixture(scope="module")
+def whole_of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return two_ranks(tmp_path_factory.mktemp("whole") / "two", -1, "theirs")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("whose", ["ours", "callback"])
+def test_two_ranks_killed_and_resumed(tmp_path: Path, whole_of_two: dict[str, Any], whose: str) -> None:
     """Each has its own random state, and BatchNorm's of its own batches."""
-    ends = []
-    for name, whose, runs in (("theirs", "theirs", [-1]), ("ours", "ours", [KILLED_AT, -1])):
-        directory, out = tmp_path / name, tmp_path / f"{name}.pt"
-        for at in runs:
-            codes, output = forked(WORKERS / "hf_job.py", 2, directory, STEPS, at, out, whose, timeout_s=250)
-            assert set(codes) == {0} if at < 0 else -9 in codes, output[-20000:]
-        ends.append(torch.load(out, weights_only=True))
-    assert_same_end(*ends)
-    assert steps_of(tmp_path / "ours") == [12, 14]
+    two_ranks(tmp_path / "run", KILLED_AT, whose)
+    assert_same_end(two_ranks(tmp_path / "run", -1, whose), whole_of_two)
+    steps = steps_of(tmp_path / "run")
+    assert (len(steps), steps[1]) == (2, 14)
+    assert {f"checkpoint-{step}" for step in steps} == {*checkpoints(tmp_path / "run")}
 
 
 def test_told_to_stop(tmp_path: Path, whole: dict[str, Any]) -> None:
@@ -199,3 +209,30 @@ def test_hostile_files(tmp_path: Path, data: bytes) -> None:
     (directory / "checkpoint-3" / "trainer_state.json").write_text("{}")
     with pytest.raises(ckptlib.FormatError, match=POINTER):
         here(directory, resume=True)
+
+
+@pytest.mark.parametrize("every", [5, 3], ids=["from the begin of an epoch", "from its midst"])
+def test_a_callback_in_a_trainer_of_any_class(tmp_path: Path, whole: dict[str, Any], every: int) -> None:
+    """It resumes with the bits of an undisturbed run, though Trainer itself is handed weights and nothing else."""
+    directory = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="as asked"):
+        here(directory, at=every + 1, how="raise", whose="callback", every=every)
+    assert_same_end(here(directory, whose="callback", every=every), whole)
+    steps = steps_of(directory)
+    assert (len(steps), steps[1]) == (2, 14)  # save_total_limit=2
+    assert {f"checkpoint-{step}" for step in steps} == {*checkpoints(directory)}
+
+
+def test_a_callback_skips_what_is_damaged(tmp_path: Path, whole: dict[str, Any]) -> None:
+    directory = tmp_path / "run"
+    here(directory, at=10, how="stop", whose="callback", save_total_limit=None)
+    first, *steps = steps_of(directory)
+    assert (first, steps[-1]) == (3, 10)
+    for step in steps:
+        damage(directory / "ckptlib", step)
+    assert_same_end(here(directory, whose="callback"), whole)
+
+
+def test_a_callback_says_what_it_does_not_do(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="save_strategy='no'"):
+        here(tmp_path / "run", whose="callback", save_strategy="steps")

@@ -2,8 +2,10 @@
 
     hf_job.py <directory> <steps> <step at which it is killed, or -1> <file for the weights> <whose> [JSON]
 
-`whose`: "ours", or "theirs" for Trainer's own files. JSON: arguments of TrainingArguments; "resume" for `train`,
-"options" for `ckptlib_options`, "how" for what happens at the step: "kill", "term", "stop" or "raise".
+`whose`: "ours" for the mixin, "callback" for the callback, or "theirs" for Trainer's own files.
+
+JSON: arguments of TrainingArguments; "resume" for `train`, "options" for `ckptlib_options`, "every" for the callback,
+"how" for what happens at the step: "kill", "term", "stop" or "raise".
 
 Five updates are an epoch; checkpoints come every third step. Resumes from the newest of ours, unless told otherwise.
 """
@@ -21,7 +23,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from ckptlib.adapters.huggingface import CkptlibTrainerMixin
+from ckptlib.adapters.huggingface import CkptlibCallback, CkptlibTrainerMixin
 
 
 class Config(PretrainedConfig):
@@ -75,6 +77,7 @@ def main(directory: Path, steps: int, at: int, out: Path, whose: str, asked: dic
     torch.manual_seed(0)
     resume, how = asked.pop("resume", None), asked.pop("how", "kill")
     Ours.ckptlib_options = asked.pop("options", {})
+    saves = CkptlibCallback(every=asked.pop("every", 3))
     world = int(os.environ.get("WORLD_SIZE", 1))
     data = [{"x": torch.randn(4), "labels": torch.randn(())} for _ in range(4 * 2 * 5 * world)]
     args = TrainingArguments(
@@ -83,6 +86,7 @@ def main(directory: Path, steps: int, at: int, out: Path, whose: str, asked: dic
             "max_steps": steps,
             "per_device_train_batch_size": 4,
             "gradient_accumulation_steps": 2,
+            "save_strategy": "no" if whose == "callback" else "steps",
             "save_steps": 3,
             "save_total_limit": 2,
             "learning_rate": 0.05,
@@ -94,11 +98,14 @@ def main(directory: Path, steps: int, at: int, out: Path, whose: str, asked: dic
             **asked,
         }
     )
+    callbacks = [saves, Hurt(at, how)] if whose == "callback" else [Hurt(at, how)]
     trainer = (Ours if whose == "ours" else Trainer)(
-        Model(Config()), args, train_dataset=data, eval_dataset=data[:8], callbacks=[Hurt(at, how)]
+        Model(Config()), args, train_dataset=data, eval_dataset=data[:8], callbacks=callbacks
     )
     if resume is None and whose == "ours":
         resume = trainer.last_checkpoint() is not None
+    if resume is None and whose == "callback":
+        resume = saves.last_checkpoint(args)
     trainer.train(resume_from_checkpoint=resume)
     if trainer.is_world_process_zero():
         optim = trainer.optimizer.state_dict()["state"]
