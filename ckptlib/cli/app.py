@@ -8,6 +8,7 @@ import click
 
 from ckptlib._version import __version__
 from ckptlib.cli import (
+    completion,
     copy,
     diff,
     doctor,
@@ -47,6 +48,8 @@ for _module in (
     cli.add_command(_module.command)
 cli.add_command(pin.pin_command)
 cli.add_command(pin.unpin_command)
+cli.add_command(completion.command)
+completion.complete_arguments(cli)
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
