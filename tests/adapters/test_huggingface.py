@@ -185,7 +185,7 @@ def test_a_store_that_fails(tmp_path: Path, whole: dict[str, Any], monkeypatch: 
 
     with monkeypatch.context() as patched:
         patched.setattr(hf_job.Hurt, "on_step_end", fail)
-        with pytest.raises(ckptlib.SaveFailed, match="step 14|000000000014"):
+        with pytest.raises(ckptlib.SaveFailed, match="000000000014-"):
             here(directory)
     packs.unlink()
     (directory / "elsewhere").rename(packs)
