@@ -48,8 +48,8 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
         Writes the weights of the newest checkpoint into it, which Trainer asks for. One that is damaged is skipped with
         an error in the log.
         """
-        group = registry.group(None) if args.device is not None else None  # the device comes with the process group
-        assert group is not None
+        assert args.device is not None  # asking for it has Accelerate make the process group
+        group = registry.group(None)
         found: list[Path] = []
 
         def look() -> None:

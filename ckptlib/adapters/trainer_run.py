@@ -207,10 +207,14 @@ class TrainerRun:
 
     def close(self) -> None:
         """Waits for all saves. Collective. Raises SaveFailed if the last one failed."""
-        self.wait()
-        folders, self._folders = self._folders, None
-        if folders is not None:
-            folders.close()
+        try:
+            self.wait()
+            if self._folders is not None:
+                self._folders.close()
+        except BaseException:
+            self.let_go()
+            raise
+        self._folders = None
         self.checkpointer.close()
 
     def let_go(self) -> None:

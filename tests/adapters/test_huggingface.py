@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,29 @@ def test_going_back(tmp_path: Path, whole: dict[str, Any]) -> None:
     assert checkpoints(tmp_path / "run") == ["checkpoint-12", "checkpoint-14"]
     assert_same_end(here(tmp_path / "run", resume=False), whole)
     assert steps_of(tmp_path / "run") == [12, 14]
+
+
+def test_a_store_that_fails(tmp_path: Path, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on; checkpoints of failed saves never appear; the next start goes on from the last whole one."""
+    directory = tmp_path / "run"
+    packs = directory / "ckptlib" / "packs"
+
+    def fail(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5:
+            deadline = time.monotonic() + 120
+            while not steps_of(directory) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            packs.rename(directory / "elsewhere")
+            packs.write_text("no directory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hf_job.Hurt, "on_step_end", fail)
+        with pytest.raises(ckptlib.SaveFailed, match="000000000014-"):
+            here(directory)
+    packs.unlink()
+    (directory / "elsewhere").rename(packs)
+    assert checkpoints(directory) == ["checkpoint-3"]
+    assert_same_end(here(directory), whole)
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
