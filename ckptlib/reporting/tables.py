@@ -72,7 +72,7 @@ def starts(found: Records) -> Element:
         "restored in",
         "steps",
         "lost",
-        "saves",
+        "snapshots",
         "down before",
         "end",
     )
@@ -85,7 +85,7 @@ def starts(found: Records) -> Element:
         words += " Of some it is not recorded whether they read memory, local disks or the store."
     if any(begin.start is not None and begin.start.skew > 1.0 for begin in found.begins):
         words += " Some start began before the one before it had ended: their hosts' clocks differ, or both ran."
-    right = ("generation", "ranks", "restored in", "lost", "saves", "down before")
+    right = ("generation", "ranks", "restored in", "lost", "snapshots", "down before")
     return section("Starts and restores", tag("p", words), table(header, rows, right, "starts"))
 
 
@@ -129,7 +129,8 @@ def failures(found: Records) -> Element:
         text = f"{count(goodput.failures, 'start')} failed, one every {seconds(goodput.mtbf)} in the mean"
         text += f"; of {count(unknown, 'start')} no word came after the last save" if unknown else ""
         lost = sum(start.steps_lost for start in goodput.starts)
-        parts.append(tag("p", f"{text}. {count(lost, 'step')} were lost, by rewinds too."))
+        text += f". {count(lost, 'step')} were lost, by rewinds too" if lost else ""
+        parts.append(tag("p", f"{text}."))
     gone = [save for save in found.failed if not save.may_come]
     if found.failed:
         rows = [_failed(save) for save in found.failed]
@@ -191,9 +192,9 @@ def tiers(found: Records) -> Element:
     for begin in found.begins:
         record = begin.record
         if record is not None and record.domains:
-            copies = count(record.copies, "replica")
             domains = count(len({*record.domains}), "failure domain")
-            lines.append(f"generation {begin.id.number}: {copies} of each snapshot in memory, over {domains}")
+            copies = f"{count(record.copies, 'replica')} of each" if record.copies else "no replicas"
+            lines.append(f"generation {begin.id.number}: snapshots in memory, {copies}, over {domains}")
     kept = sorted({*range(len(lines))} if len(lines) <= MAX_KINDS else {*range(len(lines) - MAX_KINDS, len(lines))})
     words = f"The store holds {count(len(found.steps), 'committed step')}, in {size(found.nbytes_packs)} of packs."
     if found.dropped:

@@ -121,7 +121,7 @@ def test_replicas_in_memory(tmp_path: Path) -> None:
     domains = (HOSTILE, HOSTILE, "rack 2")
     catalog.put_generation(Generation(GenerationId(2, "0" * 8), 3, saves[0], 1e9, {}, "h", {}, domains, 1))
     text = check_harmless(shown(catalog)).text
-    assert "generation 2: 1 replica of each snapshot in memory, over 2 failure domains" in text
+    assert "generation 2: snapshots in memory, 1 replica of each, over 2 failure domains" in text
 
 
 def test_a_job_that_was_started_very_often(tmp_path: Path) -> None:

@@ -80,6 +80,12 @@ def test_of_saves_that_were_dropped_nothing_falls_to_those_that_stayed() -> None
     assert [t.since_steps for t in told] == [10, 10]
 
 
+def test_of_the_oldest_snapshot_of_an_account_nobody_knows_the_one_before() -> None:
+    told = found(manifests(3000), account((0, 0.0, 0.0), (3000, 1500.0, 29.9), (3004, 1502.0, 30.1), num_saves=300))
+    assert (told[0].since_steps, told[0].since_s) == (None, None)
+    assert told[0].stall_s == pytest.approx(0.2)
+
+
 def test_snapshots_in_memory_are_no_saves() -> None:
     """Each step leaves a mark; each tenth is saved."""
     steps = [(step, 0.5 * step, 0.01 * step) for step in range(15, 21)]
