@@ -141,6 +141,35 @@ def test_a_name_is_in_use(tmp_path: Path) -> None:
         one.accelerator.save_state()
 
 
+def stateful(directory: Path, stops_at: int = -1) -> list[Any]:
+    """The batches of two epochs, from where the newest checkpoint says."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    loading = accelerate_job.DataLoaderConfiguration(
+        use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=3
+    )
+    accelerator = CkptlibAccelerator(cpu=True, dataloader_config=loading)
+    torch.manual_seed(0)
+    loader = torch.utils.data.DataLoader(torch.arange(20.0), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    loader = accelerator.prepare(loader)
+    if (directory / "a").exists():
+        accelerator.load_state(directory / "a")
+    seen = []
+    for _ in range(loader.iteration, 2):
+        for batch in loader:
+            seen.append(batch.tolist())
+            if len(seen) == stops_at:
+                accelerator.save_state(directory / "a")
+                accelerator.end_training()
+                return seen
+    return seen
+
+
+def test_a_stateful_loader_goes_on_at_its_batch(tmp_path: Path) -> None:
+    whole = stateful(tmp_path)
+    assert len(whole) == 20
+    assert stateful(tmp_path, stops_at=13) + stateful(tmp_path) == whole
+
+
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     one = Trained()
     one.accelerator.register_for_checkpointing(Strange())

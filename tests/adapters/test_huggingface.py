@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import hf_job
 import pytest
 import torch
 from helpers.registry import close_sessions
@@ -24,6 +23,10 @@ from places import ROOT, WORKERS
 
 import ckptlib
 from ckptlib.adapters.step_folders import POINTER
+from ckptlib.errors import EXIT_PREEMPTED
+
+pytest.importorskip("transformers", reason="transformers is not installed: it needs Python 3.11")
+import hf_job
 
 STEPS = 14
 KILLED_AT = 11
@@ -110,6 +113,16 @@ def test_told_to_stop(tmp_path: Path, whole: dict[str, Any]) -> None:
         here(tmp_path / "run", at=7, how="term")
     assert checkpoints(tmp_path / "run") == ["checkpoint-6", "checkpoint-8"]
     assert_same_end(here(tmp_path / "run"), whole)
+
+
+@pytest.mark.timeout(400)
+def test_one_of_two_ranks_is_told_to_stop(tmp_path: Path) -> None:
+    """Both save the same step, and end with the status that says so."""
+    arguments = (tmp_path / "run", STEPS, 7, tmp_path / "run.pt", "ours", json.dumps({"how": "term"}))
+    codes, output = forked(WORKERS / "hf_job.py", 2, *arguments, timeout_s=250)
+    assert codes == [EXIT_PREEMPTED] * 2, output[-20000:]
+    assert checkpoints(tmp_path / "run") == ["checkpoint-6", "checkpoint-8"]
+    assert steps_of(tmp_path / "run") == [6, 8]
 
 
 def test_an_error_in_the_training(tmp_path: Path, whole: dict[str, Any]) -> None:

@@ -22,6 +22,8 @@ SNIPPETS = [
 
 @pytest.mark.parametrize("code", SNIPPETS)
 def test_snippets_run(code: str, tmp_path: Path) -> None:
+    if "transformers" in code:
+        pytest.importorskip("transformers", reason="transformers is not installed: it needs Python 3.11")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
