@@ -1,0 +1,196 @@
+"""Checkpoints of torchtitan by ckptlib: `checkpoint=CkptlibCheckpointManager.Config(enable=True)`. Needs torchtitan.
+
+torchtitan asks its manager to save after each step, and to load once. Here a Checkpointer does both, with the model's
+parts, torch's own optimizers, the schedulers, the data loader and the train state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER
+from torchtitan.tools import filesystem
+from typing_extensions import override
+
+from ckptlib import api
+from ckptlib.checkpointer import Checkpointer
+from ckptlib.errors import CheckpointNotFound
+from ckptlib.exporting.asked import Export
+from ckptlib.imports.beginning import Init
+from ckptlib.policy.keep import Keep
+from ckptlib.policy.when import First, Policy, Steps
+
+FINAL = "final-step-{step}"
+"""Beside the root: the model of the last step, for torch.distributed.checkpoint."""
+
+_EXPORTED_AS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+
+
+class CkptlibCheckpointManager(BaseCheckpointManager):
+    """torchtitan's CheckpointManager, with its Config and steps of one root instead of `step-N` directories.
+
+    Loads as torchtitan does: the run's own newest step, or that of `load_step`; where the run has none,
+    `initial_load_path`. Saves are asynchronous, whatever `async_mode` was.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):
+        """torchtitan's, and `checkpointer`."""
+
+        checkpointer: dict[str, Any] = field(default_factory=dict)
+        """Further arguments of `ckptlib.Checkpointer`, such as peers, codec, local, or another `every`."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any | None,
+        model_parts: list[nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any | None,
+        base_folder: str = "",
+    ) -> None:
+        """Raises ValueError for options that ckptlib does not have."""
+        self.enable = config.enable
+        self.save_future = None
+        if not self.enable:
+            return
+        _refuse(config)
+        self._config = config
+        self.folder = filesystem.join(base_folder, config.folder)
+        self.interval = config.interval
+        self._state = {
+            MODEL: _model(model_parts),
+            OPTIMIZER: _each(optimizers.optimizers),
+            LR_SCHEDULER: lr_schedulers,
+            **({} if dataloader is None else {DATALOADER: dataloader}),
+            **states,
+        }
+        unknown = [key for key in config.exclude_from_loading if key not in self._state]
+        if unknown:
+            raise ValueError(f"exclude_from_loading has {unknown}; the state has {[*self._state]}")
+        states |= {MODEL: model_parts, OPTIMIZER: optimizers, LR_SCHEDULER: lr_schedulers, DATALOADER: dataloader}
+        self._checkpointer: Checkpointer | None = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    @override
+    def _load(self, step: int = -1) -> bool:
+        config = self._config
+        kept = [key for key in self._state if key not in config.exclude_from_loading]
+        if config.load_only:
+            return self._load_alone(step, kept)
+        every = config.checkpointer.get("every", self._policy())
+        options = {
+            "keep": Keep(last=config.keep_latest_k) if config.keep_latest_k else None,
+            "export": self._export(),
+            **self._beginning(),
+            **{key: value for key, value in config.checkpointer.items() if key != "every"},
+        }
+        self._checkpointer = Checkpointer(self.folder, self._state, every=every, **options)
+        report = self._checkpointer.restore(
+            step=None if step == -1 else step, only=kept if config.exclude_from_loading else None
+        )
+        self._checkpointer.restore_random()
+        return report.save is not None or report.initialized_from is not None
+
+    def _load_alone(self, step: int, kept: Sequence[str]) -> bool:
+        """Without a job in the root: nothing there changes."""
+        begin = self._beginning().get("init_from")
+        try:
+            api.load(self.folder, self._state, step="latest" if step == -1 else step, only=kept)
+        except CheckpointNotFound:
+            if step != -1:
+                raise
+            if begin is None:
+                return False
+            only = self._beginning().get("init_only")
+            api.load(begin.source, self._state, only=only if only is not None else kept)
+        return True
+
+    @override
+    @torch.no_grad()
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if self._config.load_only:
+            return False
+        if self._checkpointer is None:  # torchtitan loads first, but for a seed checkpoint
+            api.save(self.folder, {MODEL: self._state[MODEL]}, curr_step)
+            return True
+        before = self._checkpointer.pending
+        if last_step:
+            self._checkpointer.save(curr_step)
+        else:
+            self._checkpointer.after_step(curr_step)
+        return self._checkpointer.pending is not before
+
+    @override
+    def _maybe_wait_for_staging(self) -> None:
+        """The Checkpointer's hook waits as the optimizer steps, as long as is needed."""
+
+    @override
+    def _wait_for_saving(self) -> None:
+        """`close` does."""
+
+    @override
+    def _close(self) -> None:
+        checkpointer = getattr(self, "_checkpointer", None)
+        if checkpointer is not None:
+            self._checkpointer = None
+            checkpointer.close()
+
+    def _policy(self) -> Policy:
+        steps = Steps(self.interval)
+        return First() | steps if self._config.enable_first_step_checkpoint else steps
+
+    def _beginning(self) -> dict[str, Any]:
+        path = self._config.initial_load_path
+        if not path:
+            return {}
+        return {"init_from": Init(path), "init_only": MODEL if self._config.initial_load_model_only else None}
+
+    def _export(self) -> Export | None:
+        """The last step is saved whole, so that the run can be extended; its model is exported besides."""
+        if not self._config.last_save_model_only or filesystem.is_remote(self.folder):
+            return None
+        out = filesystem.join(self.folder.rstrip("/") + "-export", FINAL)
+        dtype = _EXPORTED_AS[self._config.export_dtype]
+        return Export(out, format="dcp", only=MODEL, strip=f"{MODEL}/", dtype=dtype)
+
+
+def _refuse(config: BaseCheckpointManager.Config) -> None:
+    """Raises ValueError for what needs torchtitan's own converters."""
+    if config.initial_load_in_hf:
+        raise ValueError(
+            "initial_load_in_hf: convert weights with scripts/checkpoint_conversion/convert_from_hf.py of torchtitan, "
+            "and give the directory that it writes as initial_load_path"
+        )
+    if config.last_save_in_hf:
+        raise ValueError(
+            "last_save_in_hf: use last_save_model_only, and give the exported directory to "
+            "scripts/checkpoint_conversion/convert_to_hf.py of torchtitan"
+        )
+
+
+def _model(parts: Sequence[nn.Module]) -> nn.Module | Mapping[str, Any]:
+    """Of pipeline stages, which name their layers apart, one state."""
+    if len(parts) == 1:
+        return parts[0]
+    merged: dict[str, Any] = {}
+    for part in parts:
+        merged |= dict(part.state_dict(keep_vars=True))
+    return merged
+
+
+def _each(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]:
+    """torchtitan has one for each part of the model and kind of optimizer."""
+    if len(optimizers) == 1:
+        return optimizers[0]
+    return {str(i): optimizer for i, optimizer in enumerate(optimizers)}

@@ -1,0 +1,91 @@
+"""The checkpoint manager for torchtitan, with torchtitan's containers: killed and resumed, and from its own files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import environment
+from places import ROOT, WORKERS
+
+import ckptlib
+
+pytest.importorskip("torchtitan", reason="brings dozens of packages")
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def train(
+    folder: Path,
+    out: Path,
+    *,
+    ranks: int = 2,
+    steps: int = 14,
+    killed_at: int = -1,
+    whose: str = "ours",
+    initial: str = "",
+) -> tuple[dict[str, Any], str]:
+    """Empty where it was killed; and what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    job = [WORKERS / "torchtitan_job.py", folder, steps, killed_at, out, whose, *([initial] if initial else [])]
+    variables = {**environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run([*map(str, [*command, *job])], env=variables, capture_output=True, text=True, timeout=200)
+    assert (done.returncode == 0) == (killed_at < 0), done.stdout + done.stderr
+    return (torch.load(out, weights_only=True) if killed_at < 0 else {}), done.stdout
+
+
+def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert (first["step"], first["seen"]) == (second["step"], second["seen"])
+    assert all(torch.equal(tensor, second["model"][name]) for name, tensor in first["model"].items())
+
+
+def test_killed_and_resumed(tmp_path: Path) -> None:
+    whole, _ = train(tmp_path / "whole", tmp_path / "whole.pt")
+    train(tmp_path / "parted", tmp_path / "parted.pt", killed_at=11)
+    parted, told = train(tmp_path / "parted", tmp_path / "parted.pt")
+    assert "loaded True, step 9\n" in told
+    assert_same(whole, parted)
+    steps = [info.step for info in ckptlib.checkpoints(tmp_path / "parted" / "checkpoint")]
+    assert len(steps) == 2  # keep_latest_k
+    assert steps[-1] == 14
+
+
+def test_goes_on_from_its_own_files(tmp_path: Path) -> None:
+    """A run of torchtitan's own manager; its newest directory is where the run begins, model only."""
+    train(tmp_path / "theirs", tmp_path / "theirs.pt", steps=6, whose="theirs")
+    begun, told = train(
+        tmp_path / "ours", tmp_path / "ours.pt", steps=0, initial=str(tmp_path / "theirs" / "checkpoint" / "step-6")
+    )
+    assert "loaded True, step 0" in told
+    theirs = torch.load(tmp_path / "theirs.pt", weights_only=True)
+    assert all(torch.equal(tensor, begun["model"][name]) for name, tensor in theirs["model"].items())
+
+
+def test_other_numbers_of_ranks(tmp_path: Path) -> None:
+    train(tmp_path / "run", tmp_path / "two.pt", steps=6)
+    _, told = train(tmp_path / "run", tmp_path / "one.pt", ranks=1, steps=7)
+    assert "loaded True, step 6" in told
+
+
+@pytest.mark.parametrize(
+    ("option", "match"), [("initial_load_in_hf", "convert_from_hf"), ("last_save_in_hf", "convert_to_hf")]
+)
+def test_what_needs_its_converters(tmp_path: Path, option: str, match: str) -> None:
+    from ckptlib.adapters.torchtitan import CkptlibCheckpointManager
+
+    config = CkptlibCheckpointManager.Config(enable=True, **{option: True})
+    with pytest.raises(ValueError, match=match):
+        config.build(
+            dataloader=None,
+            model_parts=[torch.nn.Linear(1, 1)],
+            optimizers=None,
+            lr_schedulers=None,
+            states={},
+            sd_adapter=object(),
+            base_folder=str(tmp_path),
+        )
