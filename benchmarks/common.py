@@ -29,6 +29,8 @@ PACKAGES = (
     "torchsnapshot",
     "torch-checkpointing",
     "lightning",
+    "transformers",
+    "accelerate",
     "nvidia-resiliency-ext",
 )
 

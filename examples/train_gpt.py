@@ -209,10 +209,13 @@ def set_up(args: argparse.Namespace) -> tuple[int, int, torch.device]:
         torch.set_num_threads(1)
     if args.parallel == "none":
         return 0, 1, device
-    # torchrun keeps one key-value store for all restarts, and in torch 2.13 nothing tells the attempts apart: the new
-    # ranks would find the addresses of the dead ones. A prefix of our own does.
     store, rank, world_size = next(iter(dist.rendezvous("env://")))
-    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun keeps one key-value store for all restarts, and in torch 2.13 nothing tells the attempts apart: the
+        # new ranks would find the addresses of the dead ones. A prefix of our own does. Where torchrun makes a store
+        # for each attempt (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, for nodes that are replaced), there must be none: a
+        # new node counts its restarts from 0.
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     return rank, world_size, device

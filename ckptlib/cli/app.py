@@ -21,10 +21,12 @@ from ckptlib.cli import (
     plan,
     probe,
     refresh,
+    report,
     rewind,
     show,
     slots,
     verify,
+    watch,
 )
 
 
@@ -39,7 +41,8 @@ def cli() -> None:
 
 
 for _module in (
-    *(ls, show, diff, du, verify, refresh, rewind, copy, export, import_, goodput, gc, doctor, probe, plan, slots),
+    *(ls, show, diff, du, verify, refresh, rewind, copy, export, import_, goodput, report, watch, gc, doctor, probe),
+    *(plan, slots),
 ):
     cli.add_command(_module.command)
 cli.add_command(pin.pin_command)

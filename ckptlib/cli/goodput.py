@@ -10,7 +10,7 @@ from ckptlib.catalog.accounts import Accounts, read_accounts
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.goodput import Goodput, Spent, Start, goodput
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, count, duration, moment
+from ckptlib.cli.output import Output, count, duration, moment, seconds
 from ckptlib.format.account import CLOSED, DIED
 from ckptlib.stores import Store
 
@@ -99,15 +99,15 @@ def _print(output: Output, found: Goodput, accounts: Accounts) -> None:
 def _print_sums(output: Output, found: Goodput) -> None:
     total = found.spent.total
     rows = [
-        (name, _seconds(value), _share(value / total if total else None), WORDS[name])
+        (name, seconds(value), _share(value / total if total else None), WORDS[name])
         for name, value in asdict(found.spent).items()
     ]
-    output.columns(("", "time", "share", ""), [*rows, ("total", _seconds(total), "", "")], right=("time", "share"))
+    output.columns(("", "time", "share", ""), [*rows, ("total", seconds(total), "", "")], right=("time", "share"))
     output.line("")
-    mtbf = "none" if found.mtbf is None else f"{found.failures:,}, every {_seconds(found.mtbf)} in the mean"
+    mtbf = "none" if found.mtbf is None else f"{found.failures:,}, every {seconds(found.mtbf)} in the mean"
     output.line(f"failures: {mtbf}")
     if found.interval is not None and found.save_cost is not None:
-        saves = f"{count(found.num_saves, 'save')}, one for {_seconds(found.interval)} of training"
+        saves = f"{count(found.num_saves, 'save')}, one for {seconds(found.interval)} of training"
         output.line(f"saves: {saves}, which waits {duration(found.save_cost)} for it")
     output.line(f"ETTR: {_share(found.ettr)} measured, {_share(found.predicted)} by the formula")
 
@@ -123,7 +123,7 @@ def _print_starts(output: Output, found: Goodput) -> None:
             moment(start.began),
             "none" if start.last is None else f"{start.first} to {start.last}",
             f"{start.steps_lost}",
-            *(_seconds(s) for s in _some(start.spent)),
+            *(seconds(s) for s in _some(start.spent)),
             {DIED: "failed", CLOSED: "ended"}.get(start.end or "", "not known"),
         )
         for start in shown
@@ -133,10 +133,6 @@ def _print_starts(output: Output, found: Goodput) -> None:
 
 def _some(spent: Spent) -> tuple[float, ...]:
     return spent.trained, spent.stalled, spent.restoring, spent.down
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if 1 <= seconds < 120 else duration(seconds)
 
 
 def _share(value: float | None) -> str:

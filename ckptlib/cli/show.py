@@ -15,8 +15,8 @@ import click
 from rich.text import Text
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.codings import Codings, Count
 from ckptlib.catalog.reading import in_order
-from ckptlib.cli.codings import Codings, Count
 from ckptlib.cli.marks import Marks
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, age, count, metrics, moment, plain, ranks, size

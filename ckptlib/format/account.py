@@ -29,8 +29,17 @@ MAX_ACCOUNTS = 10_000
 DIED, CLOSED = "died", "closed"
 """How a start ended: by its trainer's death or an error of it; or by itself, with all saved."""
 
-_HALF = struct.Struct(f"<{10 + 3 * MAX_MARKS}d")
+TIERS = ("memory", "local", "store")
+"""From where a start may have restored."""
+
+MAX_WHY = 1000
+"""Characters of why an interval was chosen."""
+
+_NUMBERS = 11
+"""Of a start, beside its marks but the first and the last one."""
+_HALF = struct.Struct(f"<{_NUMBERS + 3 * MAX_MARKS}d")
 _ENDS = (None, CLOSED, DIED)
+_TIERS = (None, *TIERS)
 _CHOICE = struct.Struct("<B")
 _OFFSETS = (8, 8 + _HALF.size)
 
@@ -61,6 +70,8 @@ class Account:
     """Snapshots taken."""
     marks: tuple[Mark, ...]
     """Ascending: where it started, the latest snapshots, and the last step that was done."""
+    restored_from: str | None = None
+    """One of TIERS; None of a fresh start, and where it is not recorded."""
 
     def to_json(self) -> dict[str, Json]:
         return {
@@ -70,6 +81,7 @@ class Account:
             "end": self.end,
             "saves": self.num_saves,
             "marks": [[*mark] for mark in self.marks],
+            **({"restored_from": self.restored_from} if self.restored_from else {}),
         }
 
     @classmethod
@@ -79,7 +91,9 @@ class Account:
         marks = tuple(_mark(row, fields) for row in fields.items("marks")[: MAX_MARKS + 3])
         end = None if fields.raw("end") is None else fields.text("end", f"{DIED}|{CLOSED}")
         began, seconds, restoring_s = times
-        found = cls(began, seconds, restoring_s, end, fields.integer("saves"), marks)
+        tier = fields.get("restored_from")
+        tier = tier if isinstance(tier, str) and tier in TIERS else None  # a newer ckptlib may have others
+        found = cls(began, seconds, restoring_s, end, fields.integer("saves"), marks, tier)
         if (problem := found._problem()) is not None:
             raise fields.fail(f"not an account of a start: {problem}")
         return found
@@ -117,11 +131,11 @@ def write_page(page: memoryview, account: Account, began_at: float) -> None:
     first, last = (marks[0], marks[-1]) if marks else (Mark(-1, 0.0, 0.0), Mark(-1, 0.0, 0.0))
     numbers = [
         *(account.began, began_at, account.seconds, account.restoring_s, _ENDS.index(account.end), account.num_saves),
-        *(first.step, *last),
+        *(_TIERS.index(account.restored_from), first.step, *last),
         *inner,
     ]
     half = 2 if page[0] == 1 else 1
-    _HALF.pack_into(page, _OFFSETS[half - 1], *numbers, *[-1.0] * (10 + 3 * MAX_MARKS - len(numbers)))
+    _HALF.pack_into(page, _OFFSETS[half - 1], *numbers, *[-1.0] * (_NUMBERS + 3 * MAX_MARKS - len(numbers)))
     _CHOICE.pack_into(page, 0, half)
 
 
@@ -132,13 +146,15 @@ def read_page(page: memoryview, now: float | None) -> Account | None:
     """
     if page[0] not in (1, 2):
         return None
-    began, began_at, seconds, restoring_s, end, num_saves, first, *more = _HALF.unpack_from(page, _OFFSETS[page[0] - 1])
+    began, began_at, seconds, restoring_s, end, num_saves, tier, first, *more = _HALF.unpack_from(
+        page, _OFFSETS[page[0] - 1]
+    )
     last, inner = Mark(int(more[0]), more[1], more[2]), more[3:]
     rows = zip(*[iter(inner)] * 3, strict=False)
     marks = [Mark(int(step), trained_s, stalled_s) for step, trained_s, stalled_s in rows if step >= 0]
     whole = () if first < 0 else (Mark(int(first), 0.0, 0.0), *marks, last)
     seconds = seconds if now is None else max(now - began_at, seconds)
-    return Account(began, seconds, restoring_s, _ENDS[int(end)] or DIED, int(num_saves), whole)
+    return Account(began, seconds, restoring_s, _ENDS[int(end)] or DIED, int(num_saves), whole, _TIERS[int(tier)])
 
 
 def encode_accounts(accounts: Mapping[GenerationId, Account]) -> bytes:
@@ -169,6 +185,12 @@ def decode_account(value: Mapping[str, Json], where: str) -> Account | None:
         return Account.of(Fields(dict(value), where)) if value else None
     except FormatError:
         return None
+
+
+def interval_why(value: Mapping[str, Json]) -> str | None:
+    """Of the account of a manifest: why the interval was chosen that was in force, where that is recorded."""
+    why = value.get("interval_why")
+    return why[:MAX_WHY] if isinstance(why, str) else None
 
 
 def fullest(accounts: Iterable[Account]) -> Account:

@@ -1,7 +1,6 @@
 """torch.distributed.checkpoint (DCP): a `.metadata` pickle that says which box of which tensor is where.
 
-It is read as data. Megatron-core's `torch_dist` checkpoints look like such directories, but keep a part of what they
-hold in a `common.pt` beside: they are refused.
+It is read as data.
 """
 
 from __future__ import annotations
@@ -21,17 +20,11 @@ from ckptlib.imports.torch_file import read_torch_file
 
 METADATA = ".metadata"
 _MODULE = "torch.distributed.checkpoint"
-_MEGATRON = "common.pt"
 
 
 def read_dcp(directory: Path, foreign: Foreign) -> None:
-    """Adds all that a directory of DCP holds. Raises FormatError for what is damaged, not whole, or Megatron-core's."""
-    if (directory / _MEGATRON).exists():
-        raise FormatError(
-            f"{directory}: has a {_MEGATRON}, so Megatron-core wrote it, whose checkpoints are not read. Load it "
-            "there, dcp.save a plain state dict, and import that"
-        )
-    tree = _Dcp(directory, foreign).tree()
+    """Adds all that a directory of DCP holds. Raises FormatError for what is damaged or not whole."""
+    tree = DcpDirectory(directory, foreign).tree()
     tensors = {key: value for key, value in tree.items() if isinstance(value, torch.Tensor)}
     if tensors and "model" not in tree:  # torchtitan keeps its model's tensors beside the other entries
         foreign.add_module(tensors, "model")
@@ -39,7 +32,9 @@ def read_dcp(directory: Path, foreign: Foreign) -> None:
     add_entries(tree, foreign)
 
 
-class _Dcp:
+class DcpDirectory:
+    """One directory, whose metadata is read."""
+
     def __init__(self, directory: Path, foreign: Foreign) -> None:
         self._directory, self._foreign = directory, foreign
         self._what = str(directory / METADATA)
@@ -49,14 +44,28 @@ class _Dcp:
             raise FormatError(f"{self._what}: {metadata.nbytes} bytes of metadata")
         self._fields = self._of(read_pickle(metadata.bytes(0, metadata.nbytes, "the metadata"), self._what), "Metadata")
 
-    def tree(self) -> dict[Any, Any]:
-        """Nested as it was given to dcp.save."""
+    def flat(self) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """Its tensors, by the names that it has them under, and the names of all else, which is not read."""
+        places = self._places()
+        kinds = {str(name): kind for name, kind in self._dict("state_dict_metadata").items()}
+        values = [name for name, kind in kinds.items() if _is_value(kind)]
+        return {
+            name: self._entry(name, kind, places.get(name, [])) for name, kind in kinds.items() if not _is_value(kind)
+        }, values
+
+    def _places(self) -> dict[str, list[tuple[tuple[int, ...] | None, dict[str, Any]]]]:
+        """Of the shards of each entry: where in the tensor, and in which file."""
         places: dict[str, list[tuple[tuple[int, ...] | None, dict[str, Any]]]] = {}
         for key, value in self._dict("storage_data").items():
             index, info = self._of(key, "MetadataIndex"), self._of(value, "_StorageInfo")
             offset = index.get("offset")
             at = None if offset is None else self._size(offset)
             places.setdefault(str(index.get("fqn")), []).append((at, info))
+        return places
+
+    def tree(self) -> dict[Any, Any]:
+        """Nested as it was given to dcp.save."""
+        places = self._places()
         paths = self._fields.get("planner_data")
         paths = paths if isinstance(paths, dict) else {}
         root: dict[Any, Any] = {}
@@ -70,7 +79,7 @@ class _Dcp:
     def _entry(self, name: str, kind: Any, places: list[tuple[tuple[int, ...] | None, dict[str, Any]]]) -> Any:
         if not places:
             raise FormatError(f"{self._what}: {name[:200]} is named, but is in no file")
-        if isinstance(kind, Made) and kind.by.endswith(".BytesStorageMetadata"):
+        if _is_value(kind):
             return self._read(name, places[0][1])
         fields = self._of(kind, "TensorStorageMetadata")
         shape = self._size(fields.get("size"))
@@ -136,6 +145,11 @@ class _Dcp:
     def _size(self, node: Any) -> tuple[int, ...]:
         given = node.arguments[0] if isinstance(node, Made) and node.by == "torch.Size" and node.arguments else node
         return sized(given, self._what)
+
+
+def _is_value(kind: Any) -> bool:
+    """Whether an entry is no tensor."""
+    return isinstance(kind, Made) and kind.by.endswith(".BytesStorageMetadata")
 
 
 def _unflattened(node: Any) -> Any:

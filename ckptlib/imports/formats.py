@@ -9,11 +9,14 @@ from typing import Any
 
 from ckptlib.errors import FormatError
 from ckptlib.imports.dcp import METADATA, read_dcp
+from ckptlib.imports.deepspeed import is_deepspeed, read_deepspeed
 from ckptlib.imports.entries import add_entries
 from ckptlib.imports.foreign import Foreign, is_module
 from ckptlib.imports.mapped import Mapped
+from ckptlib.imports.megatron import is_megatron, read_megatron
 from ckptlib.imports.safetensors_files import read_safetensors
 from ckptlib.imports.torch_file import is_torch_file, read_torch_file
+from ckptlib.imports.torch_shards import is_torch_shards, read_torch_shards
 from ckptlib.imports.torchsnapshot import METADATA as SNAPSHOT_METADATA
 from ckptlib.imports.torchsnapshot import read_torchsnapshot
 
@@ -79,8 +82,11 @@ def _add_lightning(tree: Mapping[Any, Any], foreign: Foreign) -> None:
 
 
 FORMATS = [
+    Format("Megatron-core", is_megatron, read_megatron),  # before DCP, whose files it has as well
     Format("DCP", lambda source: (source / METADATA).is_file(), read_dcp),
     Format("torchsnapshot", lambda source: (source / SNAPSHOT_METADATA).is_file(), read_torchsnapshot),
+    Format("DeepSpeed", is_deepspeed, read_deepspeed),
+    Format("torch.save in shards", is_torch_shards, read_torch_shards),
     Format("safetensors", _is_safetensors, _read_safetensors),
     Format("torch.save", lambda source: source.is_file() and is_torch_file(source), _read_torch),
 ]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ckptlib.errors import FormatError
-from ckptlib.imports.mapped import Mapped, inside, numel_of, sized
+from ckptlib.imports.index_file import json_of, read_indexed
+from ckptlib.imports.mapped import Mapped, numel_of, sized
 
 MAX_HEADER = 100_000_000
 """The format's own limit."""
@@ -41,7 +40,7 @@ def read_safetensors(source: Path) -> dict[str, torch.Tensor]:
         return _read_file(source)
     index = source if source.is_file() else _index_of(source)
     if index is not None:
-        return _read_indexed(index)
+        return read_indexed(index, _read_file)
     files = sorted(source.glob("*.safetensors"))
     found: dict[str, torch.Tensor] = {}
     for file in files:
@@ -59,29 +58,12 @@ def _index_of(directory: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _read_indexed(index: Path) -> dict[str, torch.Tensor]:
-    document = _json(index.read_bytes() if index.stat().st_size <= MAX_HEADER else b"", str(index))
-    places = document.get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise FormatError(f"{index}: has no weight_map from names to files")
-    files = {name: _read_file(inside(index.parent, name)) for name in sorted(set(places.values()))}
-    found: dict[str, torch.Tensor] = {}
-    for name, file in places.items():
-        if name not in files[file]:
-            raise FormatError(f"{index}: says that {name[:200]!r} is in {file}, which does not have it")
-        found[name] = files[file][name]
-    extra = {name for tensors in files.values() for name in tensors} - found.keys()
-    if extra:
-        raise FormatError(f"{index}: does not name {min(extra)[:200]!r}, which a file of it has")
-    return found
-
-
 def _read_file(path: Path) -> dict[str, torch.Tensor]:
     mapped = Mapped(path)
     nbytes = int.from_bytes(mapped.bytes(0, 8, "the header's size"), "little")
     if nbytes > min(MAX_HEADER, mapped.nbytes - 8):
         raise FormatError(f"{path}: a header of {nbytes} bytes in a file of {mapped.nbytes}; is it a safetensors file?")
-    header = _json(mapped.bytes(8, nbytes, "the header"), str(path))
+    header = json_of(mapped.bytes(8, nbytes, "the header"), str(path))
     header.pop("__metadata__", None)
     begin, end, found = 8 + nbytes, 0, {}
     for name, entry in sorted(header.items(), key=lambda item: _offsets(item, path)):
@@ -108,19 +90,3 @@ def _offsets(item: tuple[str, object], path: Path) -> tuple[int, int]:
             return first, last
         case _:
             raise FormatError(f"{path}: {name[:200]} has no data_offsets that can be")
-
-
-def _json(data: bytes, what: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a name stands twice")
-        return found
-
-    try:
-        found = json.loads(data, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{what}: its JSON cannot be read: {str(error)[:200]}") from None
-    if not isinstance(found, dict):
-        raise FormatError(f"{what}: its JSON is no object")
-    return found

@@ -10,7 +10,7 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,17 @@ def is_torch_file(path: Path) -> bool:
         return file.read(4) == MAGIC
 
 
-def read_torch_file(mapped: Mapped, begin: int = 0, nbytes: int | None = None) -> Any:
+Classes = Mapping[str, Callable[[Any], Any]]
+"""By name of a class: what its objects are here, given the state that they were saved with."""
+
+
+def read_torch_file(mapped: Mapped, begin: int = 0, nbytes: int | None = None, classes: Classes | None = None) -> Any:
     """What was given to torch.save: dict, list, tuple, plain values, tensors that are views of the file, and `Strange`.
 
-    `begin`, `nbytes`: where in the file, if not all of it. Raises FormatError for what is no such file, or damaged.
+    `begin`, `nbytes`: where in the file, if not all of it; `classes`: what else a library saves, so that it is not
+    Strange. Raises FormatError for what is no such file, or damaged.
     """
-    return _TorchFile(mapped, begin, mapped.nbytes - begin if nbytes is None else nbytes).objects()
+    return _TorchFile(mapped, begin, mapped.nbytes - begin if nbytes is None else nbytes, classes or {}).objects()
 
 
 class _Window:
@@ -92,8 +97,8 @@ class _Window:
 
 
 class _TorchFile:
-    def __init__(self, mapped: Mapped, begin: int, nbytes: int) -> None:
-        self._mapped, self._begin = mapped, begin
+    def __init__(self, mapped: Mapped, begin: int, nbytes: int, classes: Classes) -> None:
+        self._mapped, self._begin, self._classes = mapped, begin, classes
         self._what = str(mapped.path)
         mapped.bytes(begin, 0, "an entry")
         mapped.tensor(begin, nbytes, torch.uint8, "an entry")
@@ -166,6 +171,8 @@ class _TorchFile:
         if isinstance(node, tuple):
             return tuple(real(item) for item in node)
         maker = _MAKERS.get(node.by)
+        if node.by in self._classes:
+            return self._classes[node.by](real(node.state))
         if maker is None:
             return Strange(node.by)
         try:
@@ -231,7 +238,9 @@ class _TorchFile:
 
 
 def _key(key: Any) -> Any:
-    return key if isinstance(key, (str, int, float, bool, tuple, bytes, type(None))) else Strange(str(key)[:80])
+    if isinstance(key, tuple):
+        return tuple(map(_key, key))
+    return key if isinstance(key, (str, int, float, bool, bytes, type(None))) else Strange(str(key)[:80])
 
 
 Real = Callable[[Any], Any]
@@ -252,6 +261,17 @@ def _tensor_v3(file: _TorchFile, node: Made, real: Real) -> Any:
 
 def _parameter(file: _TorchFile, node: Made, real: Real) -> Any:
     return real(node.arguments[0])
+
+
+def _with_attributes(file: _TorchFile, node: Made, real: Real) -> Any:
+    """A tensor on which somebody set attributes, which are left out. A subclass may mean its elements otherwise."""
+    match node.arguments:
+        case (Global(made_by), Global("torch.Tensor" | "torch.nn.parameter.Parameter"), tuple(arguments), _):
+            return real(Made(made_by, arguments))
+        case (_, Global(name), *_):
+            return Strange(name)
+        case _:
+            raise ValueError("other arguments than torch gives")
 
 
 def _ordered(file: _TorchFile, node: Made, real: Real) -> Any:
@@ -312,6 +332,7 @@ _MAKERS: dict[str, Callable[[_TorchFile, Made, Real], Any]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._tensor._rebuild_from_type_v2": _with_attributes,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "collections.OrderedDict": _ordered,

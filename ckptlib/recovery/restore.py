@@ -43,6 +43,7 @@ from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look
 from ckptlib.recovery.local_step import LocalStep, OnDisks
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.saving.session import Session
+from ckptlib.saving.whole_state import RNG
 from ckptlib.slots.host import memory_of
 from ckptlib.state.rng import LoadedRng
 from ckptlib.stores.local import LocalStore
@@ -157,7 +158,7 @@ def restore(
             seconds=sum(phases.values()),
         )
         told = Restored(candidate.save.step, report.nbytes, report.seconds, report.tier, len(skipped))
-        session.stopwatch.restored()
+        session.stopwatch.restored(report.tier)
         session.listener.tell(told)
         return report, generators
     if step is not None:
@@ -333,6 +334,8 @@ def _load(session: Session, order: LoadOrder, source: StepSource) -> tuple[LoadR
     if order.only is not None:
         return load_step(session.group, source, order).report, None
     generators = LoadedRng(session.group.rank, source.world_size)
+    optional = [order.optional] if isinstance(order.optional, str) else order.optional
+    order = replace(order, optional=[*optional, RNG])  # other libraries' checkpoints that were imported have none
     report = load_step(session.group, source, order, generators).report
     together(session.group, f"putting back the random generators of step {report.step}", generators.restore)
     return report, generators

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckptlib.format.account import CLOSED, DIED, MAX_MARKS, PAGE_NBYTES, Account, Mark, write_page
+from ckptlib.format.account import CLOSED, DIED, MAX_MARKS, MAX_WHY, PAGE_NBYTES, Account, Mark, write_page
 from ckptlib.format.values import Json
 
 
@@ -34,6 +34,8 @@ class Stopwatch:
         self._last: Mark | None = None
         self._saves: deque[Mark] = deque(maxlen=MAX_MARKS)
         self._end: str | None = None
+        self._tier: str | None = None
+        self._why = ""
         self._trains = False
         self._fd = -1
         self._page: memoryview | None = None
@@ -48,13 +50,18 @@ class Stopwatch:
             return None
         return self._fd
 
-    def restored(self) -> None:
-        """The state is that of a step, or there was none."""
+    def restored(self, tier: str | None = None) -> None:
+        """The state is that of a step, which came from this tier; None: there was none."""
         if self._first is None:
+            self._tier = tier
             self._restoring_s = self._now
             self._stalled_s, self._num_saves = 0.0, 0
             self._trains = True
             self._write()
+
+    def note_interval(self, why: str) -> None:
+        """Saves are as frequent as they are from now on for this reason."""
+        self._why = why[:MAX_WHY]
 
     @contextmanager
     def stalled(self) -> Iterator[None]:
@@ -90,7 +97,8 @@ class Stopwatch:
             if self._saves and self._saves[-1].step >= mark.step:
                 self._saves.pop()
             self._saves.append(mark)
-        return self._account(self._saves[-1] if self._saves else None).to_json()
+        account = self._account(self._saves[-1] if self._saves else None).to_json()
+        return {**account, "interval_why": self._why} if self._why else account
 
     def close(self, clean: bool) -> None:
         """`clean`: the job came to its end, or was told to stop and saved."""
@@ -117,7 +125,7 @@ class Stopwatch:
 
     def _account(self, last: Mark | None) -> Account:
         marks = [mark for mark in (self._first, *self._saves, last) if mark is not None]
-        return Account(self._began, self._now, self._restoring_s, self._end, self._num_saves, tuple(marks))
+        return Account(self._began, self._now, self._restoring_s, self._end, self._num_saves, tuple(marks), self._tier)
 
     def _write(self) -> None:
         if self._page is not None:

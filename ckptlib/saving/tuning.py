@@ -98,6 +98,8 @@ class Tuning:
             why = f"another rank needs it; rank 0 needs {own}, as {why}" if own else "another rank needs it"
         instead = "" if before is None else f" instead of {before}"
         log.info("from step %d on a %s every %d steps%s: %s", step + 1, kind.noun, interval, instead, why)
+        if kind.name == "store":
+            self._session.stopwatch.note_interval(why)
         self._session.listener.tell(IntervalChanged(step, interval, before, why, kind.name))
 
     def note_saved(self, to_store: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from ckptlib.format.account import (
     DIED,
     MAX_MARKS,
     PAGE_NBYTES,
+    TIERS,
     Account,
     Mark,
+    decode_account,
     decode_accounts,
     encode_accounts,
     read_page,
@@ -100,16 +103,19 @@ def test_between_marks_in_proportion() -> None:
     assert spent_at((), 3) == (0.0, 0.0)
 
 
-def test_page() -> None:
+@pytest.mark.parametrize("tier", [None, *TIERS])
+def test_page(tier: str | None) -> None:
     page = memoryview(bytearray(PAGE_NBYTES))
     assert read_page(page, 0.0) is None
-    account = start(1000.0, 5, 205)
+    account = replace(start(1000.0, 5, 205), restored_from=tier)
     for n in range(3):
         write_page(page, account, began_at=50.0 - n)
     found = read_page(page, 48.0 + account.seconds + 3)
     assert found is not None
     assert found.seconds == pytest.approx(account.seconds + 3)
     assert (found.marks, found.num_saves, found.end) == (account.marks, account.num_saves, DIED)
+    assert found.restored_from == tier
+    assert decode_account(account.to_json(), "here") == account
     last = read_page(page, None)
     assert last is not None
     assert last.seconds == account.seconds

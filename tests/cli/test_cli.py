@@ -47,6 +47,8 @@ def test_needs_no_torch(made: LocalStore, tmp_path: Path) -> None:
         ["pin", url, "2"],
         ["unpin", url, "2"],
         ["verify", url, "--all"],
+        ["report", url, "-o", str(tmp_path / "report.html")],
+        ["watch", url, "--once"],
         ["gc", url, "--keep-last", "3"],
         ["doctor", url, "--size", "1", "--json"],
     ]
@@ -101,6 +103,8 @@ def test_on_s3(ckptlib: Ckptlib, s3: ObjectStorage, monkeypatch: pytest.MonkeyPa
 
     assert [row["step"] for row in ckptlib("ls", url, *options, "--json").json["steps"]] == [1, 2]
     assert ckptlib("verify", url, "--all", *options, "--json").json["good"]
+    assert [row["step"] for row in ckptlib("watch", url, "--once", *options, "--json").json["recent"]] == [1, 2]
+    assert "all 2 committed saves" in ckptlib("report", url, "-o", "-", *options).out
     assert ckptlib("doctor", url, "--size", 1, *options).code == 0
     pack = store.scan(saves[1].packs_prefix)[0].key
     data = store.get(pack)

@@ -75,13 +75,6 @@ def test_dcp_that_tells_of_less_than_a_whole_tensor(tmp_path: Path) -> None:
     refuses(tmp_path / "dcp", tmp_path / "root", "has 4 of its 9 elements")
 
 
-def test_a_directory_of_megatron_is_not_taken_for_one_of_dcp(tmp_path: Path) -> None:
-    """A part of its state, the optimizer's options for instance, is in another file."""
-    dcp_save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "iter_0000005")
-    torch.save({"iteration": 5}, tmp_path / "iter_0000005" / "common.pt")
-    refuses(tmp_path / "iter_0000005", tmp_path / "root", "Megatron-core")
-
-
 def test_torch_files_cut_anywhere(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.randn(300)}}, tmp_path / "whole.pt")
     data = (tmp_path / "whole.pt").read_bytes()

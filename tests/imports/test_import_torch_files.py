@@ -203,6 +203,19 @@ def test_what_cannot_be_read_back_is_not_left_as_a_step(tmp_path: Path) -> None:
     assert [info.step for info in ckptlib.checkpoints(root)] == [5]
 
 
+def test_checkfreq(tmp_path: Path) -> None:
+    """As its manager writes a `.chk`: what it tracks by the caller's names, and further state beside."""
+    model, optimizer, _ = job(1, 2)
+    tracked = OrderedDict(model=model.state_dict(), optim=optimizer.state_dict())
+    torch.save(OrderedDict(**tracked, epoch=1, iter=300), tmp_path / "300.chk")
+    other, fresh, _ = job(2, 1)
+    names = names_of(model, optimizer)
+    ckptlib.convert(tmp_path / "300.chk", tmp_path / "root", params={"optim": names})
+    ckptlib.load(tmp_path / "root", {"model": other, "optim": fresh}, only=["model", "optim"])
+    assert_same_state(model.state_dict(), other.state_dict())
+    assert_same_state(optimizer.state_dict()["state"], fresh.state_dict()["state"])
+
+
 def test_lightning(tmp_path: Path) -> None:
     """Written by Lightning 2.6.6."""
     path = WRITTEN / "lightning-2.6.6.ckpt"

@@ -100,6 +100,14 @@ def test_every_benchmark_that_compares_is_run_here() -> None:
     assert compares == {*SUBJECTS, "stall"}, "stall has a test of its own"
 
 
+def test_trainer(tmp_path: Path) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed; it is in the extra called huggingface")
+    _run("hf_trainer", "--toy", "--out", str(tmp_path / "out.jsonl"), "--directory", str(tmp_path))
+    found = {(line.get("subject"), line.get("what")) for line in _lines(tmp_path / "out.jsonl")[1:]}
+    assert found == {("Trainer", "stall"), ("ckptlib", "stall"), ("ckptlib", "fence")}
+
+
 def test_report_says_what_was_met_and_what_was_not(tmp_path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         pytest.skip("matplotlib is not installed; it is in the extra called bench")

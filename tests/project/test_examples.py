@@ -122,3 +122,35 @@ def test_demo() -> None:
     command = [sys.executable, EXAMPLES / "demo.py", "--quick"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# The script as it is, but for a SIGKILL in the middle of a certain step.
+KILLED = f"""
+import itertools, os, runpy, signal, sys
+from transformers import Trainer
+
+step, steps = Trainer.training_step, itertools.count()
+
+def killed(self, *args, **kwargs):
+    if next(steps) == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *args, **kwargs)
+
+Trainer.training_step = killed
+runpy.run_path({str(EXAMPLES / "hf_trainer.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.timeout(300)
+def test_trainer_is_killed_and_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    for name, what, status in (("whole", None, 0), ("parted", script, -9), ("parted", None, 0)):
+        command = [sys.executable, what or EXAMPLES / "hf_trainer.py", tmp_path / name, "12"]
+        variables = {**environment(), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([*map(str, command)], env=variables, capture_output=True, text=True, timeout=200)
+        assert done.returncode == status, done.stdout + done.stderr
+    for name in ("final", "checkpoint-12"):
+        assert (tmp_path / "parted" / name).is_dir()
+    weights = [(tmp_path / name / "final" / "model.safetensors").read_bytes() for name in ("whole", "parted")]
+    assert weights[0] == weights[1]

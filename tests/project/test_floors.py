@@ -22,8 +22,9 @@ import ckptlib.verify
 PACKAGE = ROOT / "ckptlib"
 
 TORCH_FREE = {
-    *("policy", "jobs", "pages", "errors", "events", "_version"),
-    *("format", "stores", "catalog", "slots", "codecs", "verify", "writer", "reading", "exporting", "sizing", "cli"),
+    *("policy", "jobs", "pages", "words", "errors", "events", "_version"),
+    *("format", "stores", "catalog", "slots", "codecs", "verify", "writer", "reading", "exporting", "sizing"),
+    *("reporting", "cli"),
 }
 """Rooms; and the package itself."""
 TORCH_INSIDE_FUNCTIONS = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import layout_of, shards_of
 
-from ckptlib.cli.codings import SMALL, Codings, Count, kind_of
+from ckptlib.catalog.codings import SMALL, Codings, Count, kind_of
 from ckptlib.format import body_layout
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId

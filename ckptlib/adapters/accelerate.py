@@ -1,0 +1,303 @@
+"""Checkpoints of Accelerate by ckptlib: `CkptlibAccelerator` in place of Accelerator. Needs the package accelerate.
+
+A directory that `save_state` was given has a line of JSON that names a step of the root beside it, which has the
+tensors of all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from typing_extensions import override
+
+from ckptlib import api
+from ckptlib.adapters.step_folders import ROOT, StepFolders, step_of
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.errors import SaveFailed
+from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.policy.codec import AUTO, Asked
+from ckptlib.ranks.together import together, together_at_length
+from ckptlib.saving.pending import Pending
+from ckptlib.saving.registry import registry
+from ckptlib.state.leaf import PerRank
+from ckptlib.state.rng import capture, restore
+from ckptlib.stores import open_store
+
+log = logging.getLogger(__name__)
+
+NUMBERED = re.compile("checkpoint_([0-9]+)")
+UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
+    """An Accelerator whose `save_state` and `load_state` go through ckptlib; all else is as it was.
+
+    Saves all that was prepared or registered, and the random state of every rank. `save_state` returns as soon as the
+    state is copied; another process writes it, and the directory appears when the step is committed: `wait_for_saves`
+    and `end_training` wait for that. All ranks must see the directory.
+
+    Where a state was loaded, the first `skip_first_batches` puts the random state back once its batches are skipped:
+    a data loader draws from it as it begins.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        ckptlib_codec: Asked = AUTO,
+        ckptlib_storage_options: Mapping[str, object] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """`ckptlib_codec`: as for `ckptlib.save`. All other arguments are Accelerator's."""
+        super().__init__(*args, **kwargs)
+        self._codec: Asked = ckptlib_codec
+        self._storage_options = ckptlib_storage_options
+        self._folders: dict[Path, StepFolders] = {}
+        """By directory; on rank 0."""
+        self._under_way: list[tuple[Pending, threading.Event]] = []
+        self._newest: dict[str, int] = {}
+        """By root: the last step that this process saved or found."""
+        self._random: Mapping[str, Any] | None = None
+        """What was loaded, until batches are skipped."""
+
+    @override
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> str:
+        """As Accelerate's; collective. Returns where the directory will be.
+
+        `safe_serialization` makes no difference: nothing is ever pickled. Raises UnsupportedState for registered
+        objects whose state is no plain values and tensors; SaveFailed, maybe of an earlier save.
+        """
+        self._settle_done()
+        folder = self._folder_to_save(output_dir)
+        root = str(folder.parent / ROOT)
+        step = self._next_step(folder.parent, root)
+        pending = api.save_async(root, self._state(), step, storage_options=self._storage_options, codec=self._codec)
+        self._newest[root] = step
+        given_up = threading.Event()
+        self._under_way.append((pending, given_up))
+        if folder.parent in self._folders:
+            folders = self._folders[folder.parent]
+            folders.draft(folder.name, pending.save)
+            folders.publish_when_committed(folder.name, pending.save, given_up)
+        self.project_configuration.iteration += 1
+        return str(folder)
+
+    @override
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """As Accelerate's; collective. Directories that Accelerate wrote itself load as ever.
+
+        Raises CheckpointNotFound, StateMismatch, and CorruptData, on all ranks.
+        """
+        self.wait_for_saves()
+        folder = self._folder_to_load(input_dir)
+        save = self._named_by(folder)
+        if save is None:
+            super().load_state(str(folder), load_kwargs, **kwargs)
+            return
+        root, state = str(folder.parent / ROOT), self._state()
+        api.load(root, state, str(save), random=True, storage_options=self._storage_options)
+        self.step = state["step"]
+        for loader, iteration in zip(self._dataloaders, state["iterations"], strict=True):
+            loader.iteration = iteration
+        self._random = capture()
+
+    @override
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        skipped, random = super().skip_first_batches(dataloader, num_batches), self._random
+        if random is None:
+            return skipped
+        self._random = None
+        return _Resumed(skipped, dataloader, random)
+
+    def wait_for_saves(self) -> None:
+        """Returns when each directory of an earlier `save_state` is there. Collective. Raises SaveFailed."""
+
+        def finish() -> None:
+            under_way, self._under_way = self._under_way, []
+            failed: SaveFailed | None = None
+            for pending, given_up in under_way:
+                try:
+                    pending.wait_committed()
+                except SaveFailed as error:
+                    given_up.set()
+                    failed = error
+            for folders in self._folders.values():
+                folders.wait()
+            if failed is not None:
+                raise failed
+
+        together_at_length(registry.group(None), "waiting for checkpoints", finish)
+
+    @override
+    def end_training(self) -> None:
+        """Waits for the last checkpoints first."""
+        self.wait_for_saves()
+        folders, self._folders = self._folders, {}
+        for each in folders.values():
+            each.close()
+        super().end_training()
+
+    # The state
+
+    def _state(self) -> dict[str, Any]:
+        """By the names of Accelerate's files: model, model_1, ..."""
+        is_fsdp1 = self.distributed_type == DistributedType.FSDP and not self.is_fsdp2
+        if self.distributed_type in UNSUPPORTED or is_fsdp1:
+            raise ValueError(f"CkptlibAccelerator saves no {self.distributed_type}; use FSDP2, DDP or one process")
+        if self._save_model_state_pre_hook or self._load_model_state_pre_hook:
+            raise ValueError(
+                "CkptlibAccelerator calls no hooks of register_save_state_pre_hook and register_load_state_pre_hook, "
+                "which write and read files of models; leave them out, or use Accelerator"
+            )
+        stateful = [each for each in self._dataloaders if getattr(each, "use_stateful_dataloader", False)]
+        groups: dict[str, list[Any]] = {
+            "model": self._models,
+            "optimizer": [optimizer.optimizer for optimizer in self._optimizers],
+            "scheduler": [scheduler.scheduler for scheduler in self._schedulers],
+            "custom_checkpoint": self._custom_objects,
+            "dataloader": [PerRank(each) for each in stateful],
+            "scaler": [] if self.scaler is None else [self.scaler],
+        }
+        state: dict[str, Any] = {
+            name if i == 0 else f"{name}_{i}": each for name, group in groups.items() for i, each in enumerate(group)
+        }
+        iterations = [getattr(loader, "iteration", 0) for loader in self._dataloaders]
+        return {**state, "step": self.step, "iterations": iterations}
+
+    # Where it goes
+
+    def _folder_to_save(self, output_dir: str | os.PathLike[str] | None) -> Path:
+        if not self.project_configuration.automatic_checkpoint_naming:
+            if output_dir is None:
+                raise ValueError("save_state needs output_dir, such as 'checkpoints/step_100'")
+            return Path(output_dir).expanduser().absolute()
+        folder = self._automatic / f"checkpoint_{self.save_iteration}"
+        if self._on_rank_0(f"looking for {folder}", lambda: "there" if folder.exists() else ""):
+            raise ValueError(
+                f"{folder} exists already; to go on behind a checkpoint that was loaded, set "
+                "accelerator.project_configuration.iteration to the number of the next one"
+            )
+        return folder
+
+    def _folder_to_load(self, input_dir: str | os.PathLike[str] | None) -> Path:
+        if input_dir is not None:
+            folder = Path(input_dir).expanduser().absolute()
+            self._open(folder.parent)
+            return folder
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise ValueError("load_state needs input_dir, as automatic_checkpoint_naming is off")
+        self._open(self._automatic)
+        newest = self._on_rank_0(f"looking into {self._automatic}", lambda: str(max(self._numbered(), default=-1)))
+        if newest == "-1":
+            raise ValueError(f"{self._automatic}: no directory is called checkpoint_N")
+        return self._automatic / f"checkpoint_{newest}"
+
+    @property
+    def _automatic(self) -> Path:
+        return Path(self.project_dir).expanduser().absolute() / "checkpoints"
+
+    def _numbered(self) -> list[int]:
+        if not self._automatic.is_dir():
+            return []
+        return [int(m[1]) for path in self._automatic.iterdir() if (m := NUMBERED.fullmatch(path.name))]
+
+    def _beyond(self, newest: Path) -> list[Path]:
+        """As `total_limit` says, oldest first."""
+        limit = self.project_configuration.total_limit
+        if limit is None or not self.project_configuration.automatic_checkpoint_naming:
+            return []
+        numbers = sorted(n for n in self._numbered() if self._automatic / f"checkpoint_{n}" != newest)
+        return [self._automatic / f"checkpoint_{n}" for n in numbers[: max(0, len(numbers) + 1 - max(1, limit))]]
+
+    def _open(self, directory: Path) -> None:
+        """Finishes what an earlier process left in a directory. Collective."""
+
+        def settle() -> str:
+            if directory not in self._folders:
+                root = str(directory / ROOT)
+                self._folders[directory] = StepFolders(directory, root, self._storage_options, self._beyond)
+                self._folders[directory].settle()
+            return ""
+
+        self._on_rank_0(f"looking at {directory}", settle)
+
+    def _next_step(self, directory: Path, root: str) -> int:
+        self._open(directory)
+
+        def newest() -> str:
+            with open_store(root, self._storage_options) as store:
+                return str(max((save.step for save in Catalog(store).saves()), default=-1))
+
+        if root not in self._newest:
+            self._newest[root] = int(self._on_rank_0(f"looking for the steps of {root}", newest))
+        return self._newest[root] + 1
+
+    def _named_by(self, folder: Path) -> SaveId | None:
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no directory")
+        name = self._on_rank_0(f"reading {folder}", lambda: str(step_of(folder) or ""))
+        return parse_save(name) if name else None
+
+    def _on_rank_0(self, what: str, call: Any) -> str:
+        """What rank 0 finds. Collective."""
+        group = registry.group(None)
+        told = together(group, what, lambda: call().encode() if group.rank == 0 else b"")
+        return group.broadcast(told).decode()
+
+    def _settle_done(self) -> None:
+        """Forgets saves that are done. Raises SaveFailed, on all ranks, where one failed."""
+        failed: list[str] = []
+        for pending, given_up in [*self._under_way]:
+            if pending.done():
+                self._under_way.remove((pending, given_up))
+                if pending.error is not None:
+                    given_up.set()
+                    failed.append(f"step {pending.step} is not saved: {pending.error}")
+
+        def tell() -> None:
+            if failed:
+                raise SaveFailed("; ".join(failed))
+
+        together(registry.group(None), "saving", tell)
+
+
+class _Resumed:
+    """The rest of an epoch: puts the random state back behind the batches that are skipped, once.
+
+    At its end the loader that has them all is told that this epoch is over: it would shuffle the next one alike.
+    """
+
+    def __init__(self, loader: Any, whole: Any, random: Mapping[str, Any]) -> None:
+        self._loader = loader
+        self._whole = whole
+        self._random: Mapping[str, Any] | None = random
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            self._put_back()
+            yield batch
+        self._put_back()  # all were skipped
+        if hasattr(self._loader, "iteration"):
+            self._whole.iteration = self._loader.iteration
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def _put_back(self) -> None:
+        random, self._random = self._random, None
+        if random is not None:
+            restore(random)

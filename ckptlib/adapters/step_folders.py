@@ -1,0 +1,251 @@
+"""Directories that each name a step of a root, as trainers keep one for each checkpoint.
+
+A directory gets its name when the step is committed, so one that is there is a whole checkpoint. Until then it is a
+draft, whose name begins with a dot:
+
+    a kill ...                      leaves                                  then `settle`
+    before the commit               the draft, and no step                  removes the draft
+    after the commit                the draft, and the step                 gives the draft its name
+    as one is replaced              the draft, and no directory             gives the draft its name
+    as one is removed               the step, which no directory names      leaves it: `ckptlib rewind` and `gc` can
+
+This module knows neither trainers nor tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import finish_saves
+from ckptlib.catalog.retention import drop, sweep
+from ckptlib.errors import CheckpointNotFound, CkptError, FormatError
+from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.recovery.restore import ORPHANS_TIMEOUT_S
+from ckptlib.saving.settings import SAVE_DEADLINE
+from ckptlib.staging.arena import directories
+from ckptlib.staging.other_slots import OtherSlots
+from ckptlib.stores import open_store
+
+log = logging.getLogger(__name__)
+
+POINTER = "ckptlib_step.json"
+"""The file of a directory that names its step."""
+
+ROOT = "ckptlib"
+"""The directory of the root, beside those that name its steps."""
+
+MOST = 4096
+"""Bytes of a file that names a step."""
+
+POLL_S = 0.05
+ASK_EVERY_S = 0.1
+
+HEAD = "."
+"""Begins the name of a draft."""
+
+
+def step_of(folder: Path) -> SaveId | None:
+    """The step that a directory names; None where none is named. Raises FormatError for a file of another kind."""
+    where = folder / POINTER
+    try:
+        with where.open("rb") as file:
+            data = file.read(MOST)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return parse_save(json.loads(data)["step"])
+    except (FormatError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise FormatError(
+            f"{where}: expected a line of JSON that names a step, as ckptlib writes it, got {data[:40]!r}; resume from "
+            "another directory, or write the step that `ckptlib ls --json` prints into this file"
+        ) from error
+
+
+class StepFolders:
+    """Those of one directory and one root. One process has it; files are flushed and deleted by a thread of its own."""
+
+    def __init__(
+        self,
+        directory: Path,
+        root: str,
+        storage_options: Mapping[str, object] | None,
+        beyond: Callable[[Path], list[Path]],
+        arena: str | Path | None = None,
+    ) -> None:
+        """`beyond`: the directories that are too many, given the one that has come last. A thread calls it.
+
+        `arena`: as for `Checkpointer`.
+        """
+        self._directory = directory
+        self._root = root
+        self._options = storage_options
+        self._beyond = beyond
+        self._arena = None if arena is None else Path(arena).absolute()
+        self._named = {folder: save for folder, save in _readable(directory) if not _is_draft(folder, save)}
+        self._thread = ThreadPoolExecutor(1, "ckptlib-folders")
+        self._publishing: list[Future[None]] = []
+        self._failed: OSError | None = None
+
+    def settle(self) -> None:
+        """Gives drafts of an earlier process their names where their step was committed, and removes the others."""
+        drafts = [(path, save) for path, save in _readable(self._directory) if _is_draft(path, save)]
+        if not drafts:
+            return
+        with open_store(self._root, self._options) as store:
+            catalog = Catalog(store)
+            if not all(catalog.is_committed(save) for _, save in drafts):
+                self._finish(catalog)
+            for draft, save in drafts:
+                if catalog.is_committed(save):
+                    self._give_name(draft.name[len(HEAD) : -len(_tail(save))], save)
+                else:
+                    shutil.rmtree(draft)
+
+    def _finish(self, catalog: Catalog) -> None:
+        """Waits for the writers that an earlier process left on this host, and commits what they have left whole."""
+        try:
+            root = catalog.root()
+        except CheckpointNotFound:
+            return
+        generation = catalog.next_generation()
+        others = OtherSlots(root.id, generation, directories(self._arena))
+        deadline = time.monotonic() + ORPHANS_TIMEOUT_S
+        while others.under_way() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        finish_saves(catalog, generation)
+
+    def draft(self, name: str, save: SaveId) -> Path:
+        """A new directory for the files of a checkpoint, which nobody takes for one yet."""
+        path = self._draft_of(name, save)
+        path.mkdir(parents=True)
+        (path / POINTER).write_text(json.dumps({"ckptlib": ROOT, "step": str(save)}) + "\n")
+        return path
+
+    def discard(self, name: str, save: SaveId) -> None:
+        """The step of this draft will never be."""
+        shutil.rmtree(self._draft_of(name, save), ignore_errors=True)
+
+    def publish(self, name: str, save: SaveId) -> None:
+        """Has the draft get its name, and those that are too many removed. Does not wait."""
+        self._publishing.append(self._thread.submit(self._publish, name, save))
+
+    def publish_when_committed(self, name: str, save: SaveId, given_up: threading.Event) -> None:
+        """As `publish`, for callers that hear of nothing meanwhile: the thread asks the store until the step is there.
+
+        `given_up`: set where it never will be; the draft is discarded then.
+        """
+        self._publishing.append(self._thread.submit(self._await, name, save, given_up))
+
+    def _await(self, name: str, save: SaveId, given_up: threading.Event) -> None:
+        deadline = time.monotonic() + SAVE_DEADLINE.total_seconds()
+        with open_store(self._root, self._options) as store:
+            catalog = Catalog(store)
+            while not catalog.is_committed(save):
+                if given_up.wait(ASK_EVERY_S) or time.monotonic() > deadline:
+                    self.discard(name, save)
+                    return
+        self._publish(name, save)
+
+    def wait(self) -> None:
+        """Returns when all that was asked for is done. Raises OSError where a directory could not get its name."""
+        for future in self._publishing:
+            future.result()
+        self._publishing.clear()
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def close(self) -> None:
+        """Waits as `wait` does, and drops the steps of directories that somebody else has removed meanwhile."""
+        try:
+            self._thread.submit(self._drop_gone).result()
+            self.wait()
+        finally:
+            self._thread.shutdown(wait=True)
+
+    def let_go(self) -> None:
+        """Waits for nothing."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _draft_of(self, name: str, save: SaveId) -> Path:
+        """Another one for each step: one of the same name may be under way yet."""
+        return self._directory / f"{HEAD}{name}{_tail(save)}"
+
+    def _publish(self, name: str, save: SaveId) -> None:
+        """The training goes on where this fails: its rank would stop alone."""
+        try:
+            self._give_name(name, save)
+        except OSError as error:
+            log.error("%s: step %d is saved, but its directory is not: %s", self._directory / name, save.step, error)
+            self._failed = error
+
+    def _give_name(self, name: str, save: SaveId) -> None:
+        draft, folder = self._draft_of(name, save), self._directory / name
+        for path in [*draft.rglob("*"), draft]:
+            _flush(path)
+        if folder.exists():
+            shutil.rmtree(folder)
+        draft.rename(folder)
+        _flush(self._directory)
+        replaced = self._named.get(folder)
+        self._named[folder] = save
+        for other in self._beyond(folder):
+            log.info("%s is removed, as it is one too many", other)
+            shutil.rmtree(other, ignore_errors=True)
+        self._drop_gone([replaced] if replaced is not None else [])
+
+    def _drop_gone(self, further: list[SaveId] | None = None) -> None:
+        """Drops the steps whose directories are gone. Their bytes go after the grace period of the root."""
+        gone = [folder for folder in self._named if not folder.is_dir()]
+        saves = {*(further or []), *(self._named.pop(folder) for folder in gone)} - {*self._named.values()}
+        if not saves:
+            return
+        try:
+            with open_store(self._root, self._options) as store:
+                catalog = Catalog(store)
+                for save in sorted(saves):
+                    if catalog.is_committed(save):
+                        drop(catalog, save)
+                sweep(catalog, None, None)
+        except CkptError as error:  # they only take room: `ckptlib gc` deletes them
+            log.warning("%s: steps that no directory names are left: %s", self._root, error)
+
+
+def _tail(save: SaveId) -> str:
+    """Ends the name of a draft."""
+    return f".{save}.part"
+
+
+def _is_draft(path: Path, save: SaveId) -> bool:
+    return path.name.startswith(HEAD) and path.name.endswith(_tail(save)) and len(path.name) > len(HEAD + _tail(save))
+
+
+def _readable(directory: Path) -> Iterator[tuple[Path, SaveId]]:
+    """The directories in this one that name a step. Warns of those of which nobody can tell which."""
+    for folder in sorted(directory.iterdir()) if directory.is_dir() else ():
+        if folder.is_symlink() or not folder.is_dir():
+            continue
+        try:
+            save = step_of(folder)
+        except (FormatError, OSError) as error:
+            log.warning("%s", error)
+        else:
+            if save is not None:
+                yield folder, save
+
+
+def _flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,279 @@
+"""One call of `train` of a Trainer whose checkpoints are ckptlib's: its Checkpointer, and its directories."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptlib import api
+from ckptlib.adapters.step_folders import ROOT, StepFolders
+from ckptlib.checkpointer import Checkpointer
+from ckptlib.errors import (
+    CheckpointNotFound,
+    CorruptData,
+    FormatError,
+    ObjectNotFound,
+    ObjectUnreadable,
+    Preempted,
+    SaveFailed,
+    StateMismatch,
+)
+from ckptlib.format.keys import SaveId
+from ckptlib.policy.when import policy_of
+from ckptlib.ranks.together import together, together_at_length
+from ckptlib.saving.pending import Pending
+from ckptlib.saving.registry import registry
+from ckptlib.stores import absolute
+
+log = logging.getLogger(__name__)
+
+STATE = "trainer_state.json"
+PREFIX = "checkpoint-"
+NUMBERED = re.compile(rf"{PREFIX}([0-9]+)")
+
+UNUSABLE = (CheckpointNotFound, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
+"""The errors of a checkpoint that make it sensible to try the one before."""
+
+OURS = ("keep", "peers", "drain", "process_group")
+"""Arguments of Checkpointer that contradict what Trainer says."""
+
+
+class TrainerRun:
+    """One per call of `train`, from the time that its optimizer is there. Main thread."""
+
+    def __init__(self, trainer: Any, state: dict[str, object], root: str | None, options: Mapping[str, Any]) -> None:
+        """`trainer`: or what a callback sees of one. Collective. Raises ValueError for options that contradict Trainer,
+        UnsupportedState for objects in the state."""
+        wrong = [name for name in OURS if name in options]
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)} cannot be given to Checkpointer here: Trainer says what is saved and kept"
+            )
+        self._trainer = trainer
+        self._directory = Path(trainer._get_output_dir(getattr(trainer, "_trial", None))).absolute()
+        self._root = absolute(root or str(self._directory / ROOT))
+        self._options, self._arena = options.get("storage_options"), options.get("arena")
+        self._state = state
+        self._group = registry.group(None)
+        self._folders = self._folders_of_rank_0()
+        given = {"config": trainer.args.to_sanitized_dict(), **options}
+        more = given.pop("every", None)
+        every = policy_of(self._is_due)
+        self.checkpointer = Checkpointer(
+            self._root, self._state, every=every if more is None else every | more, **given
+        )
+        self._told = int(trainer.state.global_step)
+        """The last step that the Checkpointer knows of."""
+        self._noted: Pending | None = None
+        """The last save that has a directory, or a draft."""
+        self._under_way: list[tuple[str, Pending]] = []
+        """Drafts, and the saves that they wait for."""
+
+    def _folders_of_rank_0(self) -> StepFolders | None:
+        def settled() -> StepFolders | None:
+            if self._group.rank != 0:
+                return None
+            folders = StepFolders(self._directory, self._root, self._options, self._beyond, self._arena)
+            folders.settle()
+            return folders
+
+        return together(self._group, f"looking at {self._directory}", settled)
+
+    # Loading
+
+    def resume(self, root: str, save: SaveId) -> bool:
+        """Fills the state from a step. Whether this run's own Checkpointer has done it; else the root is another one.
+
+        Collective. Raises StateMismatch, CorruptData and so on as `Checkpointer.restore` does.
+        """
+        expected = int(self._trainer.state.global_step)
+        if save.step != expected:
+            raise StateMismatch(
+                f"{STATE} says global_step {expected}, but the file beside it names step {save.step} of {root}: they "
+                "are not of one checkpoint; resume from another one"
+            )
+        if absolute(root) == self._root:
+            self.checkpointer.restore(step=str(save))
+            return True
+        api.load(root, self._state, str(save), storage_options=self._options)
+        return False
+
+    # Training
+
+    def step_done(self) -> None:
+        """Tells the Checkpointer of a step, once. Collective.
+
+        Called as late as can be: what Trainer does behind a step, as to evaluate, is behind it then. Raises Preempted
+        where all ranks have agreed to stop.
+        """
+        step = int(self._trainer.state.global_step)
+        if step == self._told:
+            return
+        self._told = step
+        self.checkpointer.after_step(step)
+        self._note(self.checkpointer.pending)
+        self._publish_done()
+        if self.checkpointer.stopping:
+            self.close()
+            raise Preempted
+
+    def save(self, trial: Any) -> None:
+        """As Trainer's `_save_checkpoint`. Collective."""
+        trainer = self._trainer
+        if trainer.hp_search_backend is None and trial is None:
+            trainer.store_flos()
+        best = trainer.state.best_global_step
+        if best:
+            folder = self._directory / f"{PREFIX}{best}"
+            if best == trainer.state.global_step or self._has(best) or folder.is_dir():
+                trainer.state.best_model_checkpoint = str(Path(trainer._get_output_dir(trial)) / folder.name)
+        self.step_done()
+        if self._noted is None or self._noted.step != trainer.state.global_step:
+            self._note(self.checkpointer.save(int(trainer.state.global_step)))
+
+    def _has(self, step: int) -> bool:
+        """Whether its directory is on its way."""
+        return any(name == f"{PREFIX}{step}" for name, _ in self._under_way)
+
+    def _is_due(self, step: int) -> bool:
+        """What Trainer will ask for, as far as can be told beforehand: such a save is copied beside the training."""
+        args, state = self._trainer.args, self._trainer.state
+        if str(getattr(args.save_strategy, "value", args.save_strategy)) != "steps":
+            return False
+        return bool((state.save_steps > 0 and step % state.save_steps == 0) or step == state.max_steps)
+
+    def _note(self, pending: Pending | None) -> None:
+        """Makes a draft of a new save."""
+        if pending is None or pending is self._noted:
+            return
+        self._noted = pending
+        name = f"{PREFIX}{pending.step}"
+        self._under_way.append((name, pending))
+        if self._folders is not None:
+            write_files(self._trainer, self._folders.draft(name, pending.save))
+
+    def _publish_done(self) -> None:
+        """On rank 0; the others only forget."""
+        for name, pending in [*self._under_way]:
+            if not pending.done():
+                continue
+            self._under_way.remove((name, pending))
+            if self._folders is None:
+                continue
+            if pending.committed:
+                self._folders.publish(name, pending.save)
+            else:
+                log.error("%s: step %d is not saved: %s", self._directory / name, pending.step, pending.error)
+                self._folders.discard(name, pending.save)
+
+    def _beyond(self, newest: Path) -> list[Path]:
+        """The directories that `save_total_limit` leaves no room for, oldest first."""
+        limit, best = self._trainer.args.save_total_limit, self._trainer.state.best_model_checkpoint
+        if limit is None or limit <= 0:
+            return []
+        stays = {newest} if best is None else {newest, Path(best).absolute()}
+        others = [path for path in _numbered(self._directory) if path not in stays]
+        others.sort(key=lambda path: path.stat().st_mtime_ns)
+        stays = {path for path in stays if path.is_dir()}
+        return others[: max(0, len(others) - max(0, limit - len(stays)))]
+
+    # Ending
+
+    def wait(self) -> None:
+        """Returns when each save has its directory, or has failed. Collective."""
+
+        def finish() -> None:
+            for _, pending in self._under_way:
+                try:
+                    pending.wait_committed()
+                except SaveFailed:
+                    continue  # it is told below
+            self._publish_done()
+            if self._folders is not None:
+                self._folders.wait()
+
+        together_at_length(self._group, f"waiting for the checkpoints of {self._directory}", finish)
+
+    def finish(self) -> None:
+        """Saves the last step, unless it is saved, and closes. Collective."""
+        self.step_done()
+        if self._noted is None or self._noted.step != self._told:
+            self._note(self.checkpointer.save(self._told))
+        self.close()
+
+    def close(self) -> None:
+        """Waits for all saves. Collective. Raises SaveFailed if the last one failed."""
+        self.wait()
+        folders, self._folders = self._folders, None
+        if folders is not None:
+            folders.close()
+        self.checkpointer.close()
+
+    def let_go(self) -> None:
+        """Waits for nothing: the writers finish alone, and the next run gives their steps directories."""
+        if self._folders is not None:
+            self._folders.let_go()
+        error = sys.exc_info()[1] or SaveFailed("the training was begun anew")
+        self.checkpointer.__exit__(type(error), error, error.__traceback__)
+
+
+def checkpoints_in(directory: Path, root: str | None, options: Mapping[str, Any]) -> list[Path]:
+    """Newest first, once those are finished that an earlier process left. One process of a job calls it."""
+    directory = directory.absolute()
+    where = root or str(directory / ROOT)
+    folders = StepFolders(directory, where, options.get("storage_options"), lambda _: [], options.get("arena"))
+    try:
+        folders.settle()
+    finally:
+        folders.let_go()
+    return sorted(_numbered(directory), key=_number, reverse=True)
+
+
+def state_of(trainer: Any) -> dict[str, object]:
+    """What is saved of a Trainer. Raises ValueError for trainings whose state is not in torch's own objects."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if trainer.is_deepspeed_enabled or getattr(trainer, "is_fsdp_xla_enabled", False):
+        raise ValueError("CkptlibTrainerMixin saves no DeepSpeed and no XLA; use FSDP2, DDP or one process")
+    if trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
+        raise ValueError("CkptlibTrainerMixin saves no FSDP1; use fsdp_config={'fsdp_version': 2}")
+    if trainer.args.push_to_hub and trainer.args.hub_strategy != "end":
+        raise ValueError(
+            f"hub_strategy={str(trainer.args.hub_strategy)!r}: checkpoint-N has no weights to be pushed at each save; "
+            "use hub_strategy='end'"
+        )
+    state: dict[str, object] = {"model": trainer.model}
+    if trainer.args.save_only_model:
+        return state
+    state["optim"] = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    state["sched"] = trainer.lr_scheduler
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    return state if scaler is None else {**state, "scaler": scaler}
+
+
+def write_files(trainer: Any, folder: Path) -> None:
+    """Everything of a checkpoint but its tensors: the state of Trainer, the model's config and the tokenizer."""
+    from transformers.trainer_callback import ExportableState
+
+    exported: dict[str, list[Any]] = {}
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            exported.setdefault(type(callback).__name__, []).append(callback.state())
+    trainer.state.stateful_callbacks.update({k: v[0] if len(v) == 1 else v for k, v in exported.items()})
+    trainer.state.save_to_json(str(folder / STATE))
+    for part in (getattr(trainer.model, "config", None), trainer.processing_class):
+        if part is not None and hasattr(part, "save_pretrained"):
+            part.save_pretrained(str(folder))
+
+
+def _numbered(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        return []
+    return [path for path in directory.iterdir() if NUMBERED.fullmatch(path.name) and path.is_dir()]
+
+
+def _number(path: Path) -> int:
+    return int(path.name[len(PREFIX) :])

@@ -1,0 +1,59 @@
+"""`ckptlib report`: a run's records as one page of HTML."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.cli.options import with_output, with_store
+from ckptlib.cli.output import Output, count, size
+from ckptlib.errors import CkptError
+from ckptlib.reporting.gather import gather
+from ckptlib.reporting.page import page
+from ckptlib.stores import Store
+
+STDOUT = "-"
+
+
+@click.command("report", short_help="Write a page that shows what a run's checkpoints do.")
+@click.option(
+    "-o", "--out", default="report.html", show_default=True, metavar="FILE", help="The page; - writes it to stdout."
+)
+@with_store
+@with_output
+def command(output: Output, store: Store, out: str) -> bool:
+    """Writes one HTML page about a run: stalls, persist times, sizes, codecs, intervals, restores, failures, ETTR.
+
+    It shows what the root's records tell, reads no tensor data, and changes nothing in the root. The page needs no
+    network and runs no script. Exit status 1 where a record cannot be read; the page says which, and shows all others.
+    """
+    if out == STDOUT and output.as_json:
+        raise click.UsageError("--out - and --json both write to stdout; give one of them")
+    found = gather(Catalog(store))
+    text = page(found)
+    if out == STDOUT:
+        sys.stdout.write(text)
+    else:
+        _write(Path(out), text)
+        nbytes = len(text.encode())
+        output.document({"out": out, "nbytes": nbytes, "steps": len(found.steps), "problems": [*found.problems]})
+        output.line(f"{out}: {count(len(found.steps), 'step')}, {size(nbytes)}")
+    for problem in found.problems[:8]:
+        output.err.print(problem, style="red", markup=False)
+    return not found.problems
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole, or not at all: a page of before is replaced when the new one is there."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise CkptError(f"{path}: cannot write the page: {error.strerror or error}") from None

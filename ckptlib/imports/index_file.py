@@ -1,0 +1,57 @@
+"""An index: a JSON file that says which file beside it has which tensor, as transformers and ColossalAI write it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ckptlib.errors import FormatError
+from ckptlib.imports.mapped import inside
+
+MAX_BYTES = 100_000_000
+
+T = TypeVar("T")
+
+
+def read_indexed(index: Path, read: Callable[[Path], Mapping[Any, T]]) -> dict[str, T]:
+    """All that the files of an index have, by name. `read` gives what one file has.
+
+    Raises FormatError where the index and the files do not tell of the same names.
+    """
+    document = json_of(index.read_bytes() if index.stat().st_size <= MAX_BYTES else b"", str(index))
+    places = document.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise FormatError(f"{index}: has no weight_map from names to files")
+    files = {
+        name: {str(key): value for key, value in read(inside(index.parent, name)).items()}
+        for name in sorted(set(places.values()))
+    }
+    found: dict[str, T] = {}
+    for name, file in places.items():
+        if name not in files[file]:
+            raise FormatError(f"{index}: says that {name[:200]!r} is in {file}, which does not have it")
+        found[name] = files[file][name]
+    extra = {name for entries in files.values() for name in entries} - found.keys()
+    if extra:
+        raise FormatError(f"{index}: does not name {min(extra)[:200]!r}, which a file of it has")
+    return found
+
+
+def json_of(data: bytes, what: str) -> dict[str, Any]:
+    """An object. Raises FormatError for what is none, and for names that stand twice."""
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name stands twice")
+        return found
+
+    try:
+        found = json.loads(data, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{what}: its JSON cannot be read: {str(error)[:200]}") from None
+    if not isinstance(found, dict):
+        raise FormatError(f"{what}: its JSON is no object")
+    return found

@@ -1,0 +1,69 @@
+"""Files of torch.save in shards, with an index: older models of transformers, ColossalAI's models and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptlib.errors import FormatError
+from ckptlib.imports.foreign import Foreign
+from ckptlib.imports.index_file import json_of, read_indexed
+from ckptlib.imports.mapped import Mapped, inside
+from ckptlib.imports.safetensors_files import read_safetensors
+from ckptlib.imports.torch_file import read_torch_file
+
+MODEL = "*model.bin.index.json"
+OPTIMIZER = "*optim.bin.index.json"
+MODEL_DIRECTORY, OPTIMIZER_DIRECTORY = "modeling", "optimizer"
+"""As ColossalAI's examples call them, side by side."""
+
+
+def is_torch_shards(source: Path) -> bool:
+    """Whether a directory has an index of such files, or two directories that have one each."""
+    return source.is_dir() and any(_index(directory, pattern) for directory, pattern in _places(source))
+
+
+def read_torch_shards(source: Path, foreign: Foreign) -> None:
+    """Adds the model as `model`, and the optimizer, whose parameters are numbered, as `optimizer`.
+
+    Raises FormatError.
+    """
+    for directory, pattern in _places(source):
+        index = _index(directory, pattern)
+        if index is None and pattern == MODEL and any(directory.glob("*.safetensors")):
+            foreign.add_module(read_safetensors(directory), "model")
+        elif index is not None and pattern == MODEL:
+            foreign.add_module(read_indexed(index, _read), "model")
+        elif index is not None:
+            foreign.add_tree(_optimizer(index), "optimizer")
+
+
+def _places(source: Path) -> list[tuple[Path, str]]:
+    inner = [(source / MODEL_DIRECTORY, MODEL), (source / OPTIMIZER_DIRECTORY, OPTIMIZER)]
+    return [(source, MODEL), (source, OPTIMIZER), *inner]
+
+
+def _index(directory: Path, pattern: str) -> Path | None:
+    found = sorted(directory.glob(pattern))
+    if len(found) > 1:
+        raise FormatError(f"{directory}: has {len(found)} indexes; give a directory with the one that is meant")
+    return found[0] if found else None
+
+
+def _optimizer(index: Path) -> dict[str, Any]:
+    """As its state_dict() was. The index names the file of the groups of parameters."""
+    state = read_indexed(index, _read)
+    metadata = json_of(index.read_bytes(), str(index)).get("metadata")
+    name = metadata.get("param_groups") if isinstance(metadata, dict) else None
+    if not isinstance(name, str) or not all(number.isdecimal() for number in state):
+        raise FormatError(f"{index}: names no file of param_groups, or its entries are no numbers of parameters")
+    groups = read_torch_file(Mapped(inside(index.parent, name)))
+    return {"state": {int(number): entry for number, entry in state.items()}, "param_groups": groups}
+
+
+def _read(path: Path) -> Mapping[Any, Any]:
+    found = read_torch_file(Mapped(path))
+    if not isinstance(found, Mapping):
+        raise FormatError(f"{path}: has a {type(found).__name__}, expected a dict")
+    return found

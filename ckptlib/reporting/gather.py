@@ -1,0 +1,269 @@
+"""Reads what a report shows from a root: listings and documents, no pack.
+
+A document that cannot be read is a problem to be told, and hides nothing else. Of the times of steps `times` makes
+sense.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence, Set
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+
+from ckptlib.catalog.accounts import read_accounts
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.codings import Codings
+from ckptlib.catalog.goodput import Start, goodput
+from ckptlib.catalog.history import history, limits_of
+from ckptlib.catalog.metrics import best_of, numeric
+from ckptlib.catalog.reading import in_order
+from ckptlib.errors import CheckpointNotFound, CkptError, ObjectNotFound
+from ckptlib.format import keys
+from ckptlib.format.account import Account, decode_account, interval_why
+from ckptlib.format.keys import GenerationId, PartName, SaveId
+from ckptlib.format.layout import Layout
+from ckptlib.format.manifest import Generation, Manifest, TrashRecord
+from ckptlib.format.part import FailedPart, Part
+from ckptlib.reporting.contents import Contents
+from ckptlib.reporting.records import Begin, Content, Dropped, FailedSave, Records, Step, Times
+from ckptlib.reporting.times import Marks, times_of
+from ckptlib.stores.io_limits import DOCUMENT_THREADS
+from ckptlib.verify.findings import attempt
+
+INTERVAL = "ckptlib.interval"
+"""The metric that says which interval was in force."""
+
+MAX_PARTS = 20_000
+"""That are read, of the newest steps: some minutes with an object store."""
+
+MAX_FAILURES = 200
+"""Saves without a commit that are told of, the newest ones."""
+
+MAX_WORDS = 8
+"""Ranks of such a save whose words are read."""
+
+
+def gather(catalog: Catalog, max_parts: int = MAX_PARTS) -> Records:
+    """Raises CheckpointNotFound where there is no root, and the store's errors."""
+    deadline_s, problems = catalog.root().save_deadline_s, Problems()
+    with ThreadPoolExecutor(DOCUMENT_THREADS, "ckptlib-report") as executor:
+        listed = catalog.store.scan(keys.STEPS)
+        put_at = {save: e.modified for e in listed if (save := keys.parse_manifest_key(e.key)) is not None}
+        pinned = {save for e in listed if (save := keys.parse_pin_key(e.key)) is not None}
+        manifests = _manifests(catalog, executor, sorted(put_at), problems)
+        generations, lost = catalog.records(put_at, newer=True)
+        problems.add(*lost.values())
+        accounts = read_accounts(catalog)
+        problems.add(*accounts.problems)
+        visible = {*history(manifests, generations)}
+        newest = max(visible, default=None)
+        contents, codings = _contents(catalog, executor, manifests, newest, max_parts, problems)
+        dropped = _dropped(catalog, executor, problems)
+        failed, nbytes_packs = _failed(catalog, executor, {*put_at}, {drop.save for drop in dropped}, problems)
+    marks = Marks()
+    for generation, told in accounts.told.items():
+        marks.add(generation, told)
+    for save, manifest in manifests.items():
+        marks.add(save.generation, decode_account(manifest.account, save.manifest_key))
+    in_memory = {of for of, record in generations.items() if record.domains}
+    times = times_of(manifests.values(), put_at, marks, deadline_s, in_memory)
+    best = _best(catalog, manifests, visible)
+    steps = [
+        _step(manifest, save in visible, {"pinned": save in pinned, "best": save == best}, times[save], contents)
+        for save, manifest in manifests.items()
+    ]
+    limits = limits_of({save.generation for save in put_at}, generations)
+    known = goodput(accounts.told)
+    starts = {start.generation: start for start in known.starts}
+    return Records(
+        url=catalog.store.url,
+        at=time.time(),
+        steps=sorted(steps, key=lambda step: (step.save.generation, step.save)),
+        begins=[
+            _begin(of, generations, of in limits, starts.get(of), marks, accounts.told.get(of))
+            for of in sorted({*generations, *lost, *accounts.told})
+        ],
+        goodput=known,
+        failed=failed,
+        dropped=dropped,
+        nbytes_packs=nbytes_packs,
+        newest=codings,
+        num_without_content=len(manifests) - len(contents),
+        untold=sum(1 for of in accounts.untold if not (of in generations and generations[of].rewind)),
+        problems=problems.found,
+    )
+
+
+class Problems:
+    """What could not be read, each once."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, None] = {}
+
+    def add(self, *problems: object) -> None:
+        self._found.update(dict.fromkeys(map(str, problems)))
+
+    @property
+    def found(self) -> list[str]:
+        return [*self._found]
+
+
+def _manifests(
+    catalog: Catalog, executor: Executor, saves: Sequence[SaveId], problems: Problems
+) -> dict[SaveId, Manifest]:
+    found: dict[SaveId, Manifest] = {}
+    reads = in_order(executor, lambda save: attempt(partial(catalog.manifest, save)), saves)
+    for save, manifest in zip(saves, reads, strict=True):
+        if isinstance(manifest, Manifest):
+            found[save] = manifest
+        elif not isinstance(manifest, CheckpointNotFound):  # dropped since it was listed
+            problems.add(manifest)
+    return found
+
+
+def _best(catalog: Catalog, manifests: Mapping[SaveId, Manifest], visible: Iterable[SaveId]) -> SaveId | None:
+    rule = catalog.best_rule()
+    try:
+        return best_of({save: numeric(manifests[save].metrics) for save in visible}, rule, catalog.store.url)
+    except CheckpointNotFound:
+        return None
+
+
+def _step(
+    manifest: Manifest, on_history: bool, marks: Mapping[str, bool], times: Times, contents: Mapping[SaveId, Content]
+) -> Step:
+    save, interval = manifest.save, manifest.metrics.get(INTERVAL)
+    return Step(
+        save=save,
+        created=manifest.created,
+        world_size=manifest.world_size,
+        nbytes_state=manifest.nbytes if manifest.nbytes_state is None else manifest.nbytes_state,
+        nbytes=manifest.nbytes,
+        num_uses=len({of.save for of in manifest.uses} - {save}),
+        on_history=on_history,
+        metrics={name: value for name, value in manifest.metrics.items() if name != INTERVAL},
+        interval=interval if type(interval) is int and interval > 0 else None,
+        why=interval_why(manifest.account),
+        kept=tuple(name for name, applies in {**marks, "exempt": manifest.exempt}.items() if applies),
+        times=times,
+        content=contents.get(save),
+    )
+
+
+def _begin(
+    of: GenerationId,
+    generations: Mapping[GenerationId, Generation],
+    on_history: bool,
+    start: Start | None,
+    marks: Marks,
+    account: Account | None,
+) -> Begin:
+    saves = None if account is None else account.num_saves
+    tier = None if account is None else account.restored_from
+    return Begin(of, generations.get(of), on_history, start, marks.of(of), saves, tier)
+
+
+def _contents(
+    catalog: Catalog,
+    executor: Executor,
+    manifests: Mapping[SaveId, Manifest],
+    newest: SaveId | None,
+    max_parts: int,
+    problems: Problems,
+) -> tuple[dict[SaveId, Content], Codings | None]:
+    """Of as many steps as have so many parts together, the newest ones first; and the codings of the newest."""
+    chosen: list[Manifest] = []
+    left = max_parts
+    for manifest in sorted(manifests.values(), key=lambda m: (m.save == newest, m.created), reverse=True):
+        left -= len(manifest.parts)
+        if left < 0:
+            break
+        chosen.append(manifest)
+    names = [name for manifest in chosen for name in manifest.parts]
+    reads = in_order(executor, lambda name: attempt(lambda: Part.decode(name, catalog.store.get(name.key))), names)
+    found: dict[SaveId, Content] = {}
+    codings: Codings | None = None
+    for manifest in chosen:
+        contents, whole = Contents(), True
+        kinds = Codings() if manifest.save == newest else None
+        for _ in manifest.parts:
+            part = next(reads)
+            if isinstance(part, Part):
+                contents.add(part)
+                if kinds is not None:
+                    layout = attempt(partial(catalog.layout, part.table.layout))
+                    if isinstance(layout, Layout):
+                        kinds.add(part, layout)
+                    else:
+                        problems.add(layout)
+                        kinds = None
+            else:
+                whole = False
+                problems.add(part)
+        if whole:
+            found[manifest.save] = contents.found
+            codings = kinds or codings
+    return found, codings
+
+
+def _dropped(catalog: Catalog, executor: Executor, problems: Problems) -> list[Dropped]:
+    entries = [(save, e.modified) for e in catalog.store.scan(keys.TRASH) if (save := keys.parse_trash_key(e.key))]
+    reads = in_order(executor, lambda entry: attempt(partial(catalog.trash_record, entry[0])), entries)
+    found = []
+    for (save, at), record in zip(entries, reads, strict=True):
+        if isinstance(record, TrashRecord):
+            found.append(Dropped(save, record.reason, at))
+        elif not isinstance(record, ObjectNotFound):
+            problems.add(record)
+    return found
+
+
+def _failed(
+    catalog: Catalog, executor: Executor, committed: Set[SaveId], dropped: Set[SaveId], problems: Problems
+) -> tuple[list[FailedSave], int]:
+    """Saves with objects and without a manifest; and the bytes of all packs."""
+    parts: dict[SaveId, list[PartName]] = {}
+    nbytes: dict[SaveId, int] = {}
+    modified: dict[SaveId, float] = {}
+    for entry in (*catalog.store.scan(keys.PARTS), *catalog.store.scan(keys.PACKS)):
+        name = keys.parse_part_key(entry.key)
+        save = keys.pack_save(entry.key) if name is None else name.save
+        if save is None:
+            continue
+        modified[save] = max(modified.get(save, 0.0), entry.modified)
+        if name is None:
+            nbytes[save] = nbytes.get(save, 0) + entry.nbytes
+        else:
+            parts.setdefault(save, []).append(name)
+    newest = max([save.generation for save in {*committed, *modified}], default=None)
+    last = max([save for save in committed if save.generation == newest], default=None)
+    found = []
+    for save in sorted(modified.keys() - committed - dropped)[-MAX_FAILURES:]:
+        names = parts.get(save, [])
+        found.append(
+            FailedSave(
+                save=save,
+                modified=modified[save],
+                num_parts=len({name.rank for name in names if name.ok}),
+                nbytes=nbytes.get(save, 0),
+                errors=_errors(catalog, executor, [name for name in names if not name.ok], problems),
+                may_come=save.generation == newest and (last is None or save > last),
+            )
+        )
+    return found, sum(nbytes.values())
+
+
+def _errors(catalog: Catalog, executor: Executor, names: Sequence[PartName], problems: Problems) -> dict[int, str]:
+    """What ranks said of their failures; of those of one save."""
+
+    def read(name: PartName) -> FailedPart | CkptError:
+        return attempt(lambda: FailedPart.decode(name, catalog.store.get(name.key)))
+
+    found: dict[int, str] = {}
+    for name, failed in zip(names[:MAX_WORDS], in_order(executor, read, names[:MAX_WORDS]), strict=True):
+        if isinstance(failed, FailedPart):
+            found[name.rank] = failed.error
+        elif not isinstance(failed, ObjectNotFound):
+            problems.add(failed)
+    return found

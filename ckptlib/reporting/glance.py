@@ -1,0 +1,193 @@
+"""The newest of a run, looked at again and again: listings, and those documents that were not read before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptlib.catalog.accounts import read_accounts
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.goodput import Goodput, goodput
+from ckptlib.catalog.history import history
+from ckptlib.errors import CheckpointNotFound, CkptError
+from ckptlib.format import keys
+from ckptlib.format.account import Account, decode_account
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import Generation, Manifest
+from ckptlib.format.part import FailedPart
+from ckptlib.reporting.gather import INTERVAL
+from ckptlib.reporting.records import Times
+from ckptlib.reporting.times import Marks, times_of
+from ckptlib.verify.findings import attempt
+
+RECENT = 8
+"""Saves that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """One of the newest saves on the history."""
+
+    save: SaveId
+    created: float
+    world_size: int
+    nbytes_state: int
+    nbytes: int
+    interval: int | None
+    """Steps that the ranks had agreed upon, with `Overhead`."""
+    times: Times
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A save of the newest generation that is not committed."""
+
+    save: SaveId
+    num_parts: int
+    """Ranks that are done."""
+    nbytes: int
+    """Of packs that are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """One look."""
+
+    at: float
+    num_steps: int
+    """Committed, on the history."""
+    recent: Sequence[Recent]
+    """Ascending."""
+    under_way: Sequence[UnderWay]
+    failed: Mapping[SaveId, str]
+    """Saves of which a rank said that they failed, and what it said."""
+    num_starts: int
+    goodput: Goodput
+    problems: Sequence[str]
+
+    @property
+    def newest(self) -> Recent | None:
+        return self.recent[-1] if self.recent else None
+
+    @property
+    def last_known(self) -> Recent | None:
+        """The newest one of which it is known how long training waited: that is told by what comes after it."""
+        return next((recent for recent in reversed(self.recent) if recent.times.stall_s is not None), None)
+
+
+class Watcher:
+    """Of one root. Remembers what never changes; one thread."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._deadline_s: float | None = None
+        self._manifests: dict[SaveId, Manifest] = {}
+        self._failed: dict[SaveId, str] = {}
+        self._accounts_of: Sequence[str] | None = None
+        """The objects beside the generations, as of the last reading of accounts."""
+        self._told: Mapping[GenerationId, Account] = {}
+        self._problems: Sequence[str] = ()
+        self._seen: SaveId | None = None
+        """Saves up to this one were looked through for failures."""
+
+    def look(self) -> Glance:
+        """Raises CheckpointNotFound where there is no root yet, and the store's errors."""
+        catalog = self._catalog
+        if self._deadline_s is None:
+            self._deadline_s = catalog.root().save_deadline_s
+        put_at = {
+            save: entry.modified
+            for entry in catalog.store.scan(keys.STEPS)
+            if (save := keys.parse_manifest_key(entry.key)) is not None
+        }
+        generations, lost = catalog.records(put_at, newer=True)
+        saves = history(put_at, generations)
+        problems = [*map(str, lost.values())]
+        manifests = self._read(saves[-RECENT - 1 :], problems)
+        self._note_accounts()
+        under_way = self._look_at_parts(put_at, saves[-1] if saves else None)
+        return Glance(
+            at=time.time(),
+            num_steps=len(saves),
+            recent=_recent(manifests, put_at, self._told, self._deadline_s, generations),
+            under_way=under_way,
+            failed=dict(sorted(self._failed.items())),
+            num_starts=sum(not record.rewind for record in generations.values()),
+            goodput=goodput(self._told),
+            problems=[*problems, *self._problems],
+        )
+
+    def _read(self, saves: Sequence[SaveId], problems: list[str]) -> list[Manifest]:
+        found: dict[SaveId, Manifest] = {}
+        for save in saves:
+            manifest = self._manifests.get(save) or attempt(lambda save=save: self._catalog.manifest(save))  # type: ignore[misc]
+            if isinstance(manifest, Manifest):
+                found[save] = manifest
+            elif not isinstance(manifest, CheckpointNotFound):  # dropped since it was listed
+                problems.append(str(manifest))
+        self._manifests = found
+        return [*found.values()]
+
+    def _note_accounts(self) -> None:
+        """An account is put when a start ends, and never altered."""
+        there = [entry.key for entry in self._catalog.store.scan(keys.GENERATIONS)]
+        if there != self._accounts_of:
+            accounts = read_accounts(self._catalog)
+            self._told, self._problems, self._accounts_of = accounts.told, accounts.problems, there
+
+    def _look_at_parts(self, committed: Mapping[SaveId, float], newest: SaveId | None) -> list[UnderWay]:
+        """Saves after the newest one; at the first look all, for those that failed."""
+        store, after = self._catalog.store, "" if self._seen is None else str(self._seen)
+        parts: dict[SaveId, set[int]] = {}
+        nbytes: dict[SaveId, int] = {}
+        for entry in store.scan(keys.PARTS, after and f"{keys.PARTS}{after}"):
+            name = keys.parse_part_key(entry.key)
+            if name is None or name.save in committed:
+                continue
+            if name.ok:
+                parts.setdefault(name.save, set()).add(name.rank)
+            elif name.save not in self._failed:
+                said = attempt(lambda name=name: FailedPart.decode(name, store.get(name.key)))  # type: ignore[misc]
+                if not isinstance(said, CkptError):
+                    self._failed[name.save] = f"rank {name.rank}: {said.error}"
+        for entry in store.scan(keys.PACKS, after and f"{keys.PACKS}{after}"):
+            save = keys.pack_save(entry.key)
+            if save is not None and save not in committed:
+                nbytes[save] = nbytes.get(save, 0) + entry.nbytes
+        self._seen = newest
+        head = max((save.generation for save in {*committed, *parts, *nbytes}), default=None)
+        return [
+            UnderWay(save, len(parts.get(save, ())), nbytes.get(save, 0))
+            for save in sorted(parts.keys() | nbytes.keys())
+            if save.generation == head and save not in self._failed and (newest is None or save > newest)
+        ]
+
+
+def _recent(
+    manifests: Sequence[Manifest],
+    put_at: Mapping[SaveId, float],
+    told: Mapping[GenerationId, Account],
+    deadline_s: float,
+    generations: Mapping[GenerationId, Generation],
+) -> list[Recent]:
+    """Of one more than there is room for, the first one only tells the others' intervals."""
+    marks = Marks()
+    for generation in {manifest.save.generation for manifest in manifests}:
+        marks.add(generation, told.get(generation))
+    for manifest in manifests:
+        marks.add(manifest.save.generation, decode_account(manifest.account, manifest.save.manifest_key))
+    in_memory = {of for of, record in generations.items() if record.domains}
+    times = times_of(manifests, put_at, marks, deadline_s, in_memory)
+    return [
+        Recent(
+            save=manifest.save,
+            created=manifest.created,
+            world_size=manifest.world_size,
+            nbytes_state=manifest.nbytes if manifest.nbytes_state is None else manifest.nbytes_state,
+            nbytes=manifest.nbytes,
+            interval=interval if type(interval := manifest.metrics.get(INTERVAL)) is int else None,
+            times=times[manifest.save],
+        )
+        for manifest in manifests[-RECENT:]
+    ]

@@ -1,0 +1,103 @@
+"""What each save took, from the accounts that manifests carry and from when they were put. Pure; seconds.
+
+An account has the latest few snapshots of its start. So two of its marks are neighbours, with no snapshot in between,
+unless the first of them is the start itself and there were more snapshots than it has. Steps that retention has
+dropped are in the accounts of those that stayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from ckptlib.format.account import Account, Mark
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import Manifest
+from ckptlib.reporting.records import Times
+
+CLOCKS_S = 5.0
+"""By which the clocks of a rank and of a store may differ."""
+
+
+@dataclass(slots=True)
+class Course:
+    """How far the time of one start had come at what is known of it."""
+
+    marks: set[Mark] = field(default_factory=set)
+    snapshots: dict[int, Mark] = field(default_factory=dict)
+    """By step: when its snapshot began; of several, the latest."""
+    before: dict[Mark, Mark] = field(default_factory=dict)
+    """Of each the neighbour before it, where that is known."""
+    after: dict[Mark, Mark] = field(default_factory=dict)
+
+    def add(self, account: Account) -> None:
+        """Takes in what an account tells."""
+        self.marks.update(account.marks)
+        inner = account.marks[1:-1]
+        for mark in inner:
+            self.snapshots[mark.step] = max(mark, self.snapshots.get(mark.step, mark))
+        known = account.marks if account.num_saves <= len(inner) else account.marks[1:]
+        for earlier, later in pairwise(dict.fromkeys(known)):
+            self.before[later] = max(earlier, self.before.get(later, earlier))
+            self.after[earlier] = min(later, self.after.get(earlier, later))
+
+
+@dataclass(slots=True)
+class Marks:
+    """Of all starts."""
+
+    _of: dict[GenerationId, Course] = field(default_factory=dict)
+
+    def add(self, generation: GenerationId, account: Account | None) -> None:
+        """Takes in what an account of this start tells."""
+        if account is not None:
+            self._of.setdefault(generation, Course()).add(account)
+
+    def course(self, generation: GenerationId) -> Course:
+        return self._of.get(generation, Course())
+
+    def of(self, generation: GenerationId) -> tuple[Mark, ...]:
+        """All that are known, ascending."""
+        return tuple(sorted(self.course(generation).marks))
+
+
+def times_of(
+    manifests: Collection[Manifest],
+    put_at: Mapping[SaveId, float],
+    marks: Marks,
+    deadline_s: float,
+    in_memory: Collection[GenerationId] = (),
+) -> dict[SaveId, Times]:
+    """Of each save. `put_at`: when its manifest was put, by the store's clock. `deadline_s`: the root's for a save.
+
+    `in_memory`: starts with snapshots in memory, which leave marks as well: their saves are told by the manifests.
+    """
+    found: dict[SaveId, Times] = {}
+    last: dict[GenerationId, Mark] = {}
+    for manifest in sorted(manifests, key=lambda manifest: manifest.save):
+        save, course = manifest.save, marks.course(manifest.save.generation)
+        here = course.snapshots.get(save.step)
+        persist_s = _persist(put_at[save] - manifest.created, deadline_s)
+        if here is None:
+            found[save] = Times(persist_s)
+            continue
+        before = last.get(save.generation) if save.generation in in_memory else course.before.get(here)
+        after = course.after.get(here)
+        last[save.generation] = here
+        found[save] = Times(
+            persist_s=persist_s,
+            stall_s=None if after is None else max(after.stalled_s - here.stalled_s, 0.0),
+            since_s=None if before is None or before.step >= here.step else _seconds(here) - _seconds(before),
+            since_steps=None if before is None or before.step >= here.step else here.step - before.step,
+        )
+    return found
+
+
+def _seconds(mark: Mark) -> float:
+    return mark.trained_s + mark.stalled_s
+
+
+def _persist(seconds: float, deadline_s: float) -> float | None:
+    """None for times that no commit can have: the root was copied, or clocks differ."""
+    return max(seconds, 0.0) if -CLOCKS_S <= seconds <= deadline_s + CLOCKS_S else None

@@ -1,0 +1,87 @@
+"""Numbers, sizes, times and names in words for people: of the command and of the report. Pure, but for the clock."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+
+
+def plain(text: str) -> str:
+    """The text, with everything escaped that is no printable character."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def size(nbytes: float) -> str:
+    """Bytes with three digits: "3.24 MB"."""
+    if nbytes < 1000:
+        return f"{nbytes:.0f} B"
+    unit = ""
+    for unit in ("kB", "MB", "GB", "TB", "PB"):  # noqa: B007  (the last one is used below)
+        nbytes /= 1000
+        if nbytes < 999.5:
+            break
+    return f"{nbytes:.{2 if nbytes < 9.995 else 1 if nbytes < 99.95 else 0}f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """A time span in its largest unit: "3 min"."""
+    if seconds < 1:
+        return f"{seconds * 1000:.1f} ms" if seconds >= 0 else "-" + duration(-seconds)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def seconds(span: float) -> str:
+    """As `duration`, with a decimal where a second counts: "3.2 s"."""
+    return f"{span:.1f} s" if 1 <= span < 120 else duration(span)
+
+
+def age(since: float) -> str:
+    """How long ago a time was, given in seconds since the epoch."""
+    seconds = time.time() - since
+    return duration(seconds) if abs(seconds) >= 1 else "0 s"
+
+
+def moment(seconds: float) -> str:
+    """Seconds since the epoch as a date, UTC."""
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, OSError, ValueError):  # from a document: may be any number
+        return f"{seconds:g} s since 1970"
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """ "1 step", "2 steps"."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def metrics(found: Mapping[str, object]) -> str:
+    """On one line: "loss 2.513  lr 0.001"."""
+    return "  ".join(f"{name} {_number(value)}" for name, value in found.items())
+
+
+def _number(value: object) -> str:
+    match value:
+        case float():
+            return f"{value:.6g}"
+        case str():
+            return value
+        case {"$float": str(text)}:  # what JSON has no number for
+            return text
+        case _:
+            return json.dumps(value)
+
+
+def ranks(found: Sequence[int]) -> str:
+    """Ascending ranks: "0-3, 6"."""
+    runs: list[list[int]] = []
+    for rank in found:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

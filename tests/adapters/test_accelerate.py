@@ -1,0 +1,178 @@
+"""Loops with Accelerate whose checkpoints are ckptlib's: resumed in mid-epoch, with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate_job
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from helpers.registry import close_sessions
+from helpers.same import same
+from launch import forked
+from places import WORKERS
+
+import ckptlib
+from ckptlib.adapters.accelerate import CkptlibAccelerator
+from ckptlib.adapters.step_folders import POINTER
+
+EPOCHS = 3
+KILLED_AT = 11
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """Accelerate keeps its state for the life of a process."""
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    close_sessions()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.set_rng_state(state)
+    torch.set_num_threads(threads)
+
+
+def ranks(number: int, directory: Path, at: int, whose: str) -> dict[str, Any]:
+    """In processes of their own. Empty where they were killed."""
+    out = directory.with_suffix(".pt")
+    codes, output = forked(WORKERS / "accelerate_job.py", number, directory, EPOCHS, at, out, whose, timeout_s=250)
+    assert set(codes) == {0} if at < 0 else -9 in codes, output[-20000:]
+    return torch.load(out, weights_only=True) if at < 0 else {}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("number", [1, 2])
+def test_killed_and_resumed_in_mid_epoch(tmp_path: Path, number: int) -> None:
+    whole = ranks(number, tmp_path / "whole", -1, "never")
+    ranks(number, tmp_path / "parted", KILLED_AT, "ours")
+    parted = ranks(number, tmp_path / "parted", -1, "ours")
+    assert same(parted, whole)
+    found = sorted(path.name for path in (tmp_path / "parted" / "checkpoints").iterdir())
+    assert found == ["checkpoint_3", "checkpoint_4", "ckptlib"]  # total_limit=2
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "parted" / "checkpoints" / "ckptlib")] == [3, 4]
+
+
+class Trained:
+    """A model, an optimizer and a scheduler, of which two steps are done."""
+
+    def __init__(self, kind: type[Accelerator] = CkptlibAccelerator, **options: Any) -> None:
+        self.accelerator = kind(cpu=True, **options)
+        self.net = torch.nn.Linear(3, 2)
+        optim = torch.optim.AdamW(self.net.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optim, 1)
+        self.model, self.optim, self.scheduler = self.accelerator.prepare(self.net, optim, scheduler)
+        self.train()
+
+    def train(self) -> None:
+        for _ in range(2):
+            self.accelerator.backward(self.model(torch.randn(4, 3)).sum())
+            self.optim.step()
+            self.scheduler.step()
+            self.optim.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        found = {"model": dict(self.net.state_dict()), "optim": self.optim.state_dict()["state"]}
+        found["last"] = {"epoch": self.scheduler.state_dict()["last_epoch"], "random": torch.get_rng_state()}
+        copied: dict[str, Any] = torch.utils._pytree.tree_map(
+            lambda x: x.clone() if isinstance(x, torch.Tensor) else x, found
+        )
+        return copied
+
+
+def test_by_name(tmp_path: Path) -> None:
+    """The directory is saved to again, and another is left as it is."""
+    one, states = Trained(), []
+    for name in ("first", "second", "first"):
+        one.train()
+        where = one.accelerator.save_state(tmp_path / name)
+        assert where == str(tmp_path / name)
+        states.append(one.state())
+    one.train()
+    for name, n in (("second", 1), ("first", 2)):
+        one.accelerator.load_state(tmp_path / name)
+        assert same(one.state(), states[n])
+    one.accelerator.end_training()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckptlib", "first", "second"]
+    assert {path.name for path in (tmp_path / "first").iterdir()} == {POINTER}
+    with pytest.raises(ValueError, match="needs output_dir"):
+        one.accelerator.save_state()
+
+
+def test_another_process_goes_on(tmp_path: Path) -> None:
+    one = Trained()
+    one.accelerator.save_state(tmp_path / "a")
+    state = one.state()
+    one.accelerator.end_training()
+    close_sessions()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    other = Trained()
+    other.accelerator.load_state(tmp_path / "a")
+    assert same(other.state(), state)
+    other.accelerator.save_state(tmp_path / "b")
+    other.accelerator.wait_for_saves()
+    assert len(list(ckptlib.checkpoints(tmp_path / "ckptlib"))) == 2
+
+
+def test_what_accelerate_wrote_itself(tmp_path: Path) -> None:
+    one = Trained(Accelerator)
+    one.accelerator.save_state(str(tmp_path / "a"))
+    state = one.state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    other = Trained()
+    other.accelerator.load_state(tmp_path / "a")
+    assert same(other.state(), state)
+
+
+def test_a_name_is_in_use(tmp_path: Path) -> None:
+    project = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True}
+    one = Trained(project_config=accelerate_job.ProjectConfiguration(**project))
+    with pytest.raises(ValueError, match="checkpoints"):
+        one.accelerator.load_state()
+    one.accelerator.save_state()
+    one.accelerator.load_state()
+    one.accelerator.project_configuration.iteration = 0
+    with pytest.raises(ValueError, match="exists already"):
+        one.accelerator.save_state()
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    one = Trained()
+    one.accelerator.register_for_checkpointing(Strange())
+    with pytest.raises(ckptlib.UnsupportedState, match="custom_checkpoint"):
+        one.accelerator.save_state(tmp_path / "a")
+    one.accelerator._custom_objects.clear()
+    one.accelerator.register_save_state_pre_hook(lambda models, weights, where: None)
+    with pytest.raises(ValueError, match="hooks"):
+        one.accelerator.save_state(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+class Strange:
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": object()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def test_damage(tmp_path: Path) -> None:
+    one = Trained()
+    one.accelerator.save_state(tmp_path / "a")
+    one.accelerator.wait_for_saves()
+    (tmp_path / "a" / POINTER).write_text("{}")
+    with pytest.raises(ckptlib.FormatError, match=POINTER):
+        one.accelerator.load_state(tmp_path / "a")
+    one.accelerator.save_state(tmp_path / "b")
+    one.accelerator.wait_for_saves()
+    shutil.rmtree(tmp_path / "ckptlib" / "steps")
+    os.mkdir(tmp_path / "ckptlib" / "steps")
+    with pytest.raises(ckptlib.CheckpointNotFound):
+        one.accelerator.load_state(tmp_path / "b")
+    with pytest.raises(ValueError, match="no directory"):
+        one.accelerator.load_state(tmp_path / "none")

@@ -1,0 +1,238 @@
+"""Trainings with transformers' Trainer whose checkpoints are ckptlib's: they resume in mid-epoch, and end with the bits
+of a run with Trainer's own files that nobody disturbed.
+
+Five updates of two batches are an epoch, and checkpoints come every third step: see workers/hf_job.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import hf_job
+import pytest
+import torch
+from helpers.registry import close_sessions
+from helpers.same import same
+from launch import environment, forked
+from places import ROOT, WORKERS
+
+import ckptlib
+from ckptlib.adapters.step_folders import POINTER
+
+STEPS = 14
+KILLED_AT = 11
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The end of a run that nobody disturbed, with Trainer's own files."""
+    return here(tmp_path_factory.mktemp("whole") / "run", whose="theirs")
+
+
+def here(directory: Path, steps: int = STEPS, at: int = -1, whose: str = "ours", **asked: Any) -> dict[str, Any]:
+    """In this process."""
+    out = directory.with_suffix(".pt")
+    state = torch.get_rng_state(), torch.get_num_threads()
+    try:
+        hf_job.main(directory, steps, at, out, whose, asked)
+    finally:
+        close_sessions()
+        torch.set_rng_state(state[0])
+        torch.set_num_threads(state[1])
+    return torch.load(out, weights_only=True)
+
+
+def assert_same_end(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a["step"] == b["step"] == STEPS
+    assert same(a["model"], b["model"])
+    assert same(a["optim"], b["optim"])
+
+
+def checkpoints(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.name != "ckptlib")
+
+
+def steps_of(directory: Path) -> list[int]:
+    return [info.step for info in ckptlib.checkpoints(directory / "ckptlib")]
+
+
+@pytest.mark.timeout(300)
+def test_killed_and_resumed_in_mid_epoch(tmp_path: Path, whole: dict[str, Any]) -> None:
+    directory, out = tmp_path / "run", tmp_path / "run.pt"
+    command = [sys.executable, WORKERS / "hf_job.py", directory, STEPS, KILLED_AT, out, "ours"]
+    variables = {**environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), environment()["PYTHONPATH"]])}
+    done = subprocess.run([*map(str, command)], env=variables, capture_output=True, text=True, timeout=250)
+    assert done.returncode == -9, done.stdout + done.stderr
+    assert not out.exists()
+    assert_same_end(here(directory), whole)
+    assert checkpoints(directory) == ["checkpoint-12", "checkpoint-14"]  # save_total_limit=2
+    assert steps_of(directory) == [12, 14]
+    for name in checkpoints(directory):
+        files = {path.name for path in (directory / name).iterdir()}
+        assert files == {"trainer_state.json", POINTER, "config.json"}
+        state = json.loads((directory / name / "trainer_state.json").read_text())
+        assert f"checkpoint-{state['global_step']}" == name
+
+
+def two_ranks(directory: Path, at: int, whose: str) -> dict[str, Any]:
+    """In processes of their own. Empty where they were killed."""
+    out = directory.with_suffix(".pt")
+    codes, output = forked(WORKERS / "hf_job.py", 2, directory, STEPS, at, out, whose, timeout_s=250)
+    assert set(codes) == {0} if at < 0 else -9 in codes, output[-20000:]
+    return torch.load(out, weights_only=True) if at < 0 else {}
+
+
+@pytest.fixture(scope="module")
+def whole_of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return two_ranks(tmp_path_factory.mktemp("whole") / "two", -1, "theirs")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("whose", ["ours", "callback"])
+def test_two_ranks_killed_and_resumed(tmp_path: Path, whole_of_two: dict[str, Any], whose: str) -> None:
+    """Each has its own random state, and BatchNorm's of its own batches."""
+    two_ranks(tmp_path / "run", KILLED_AT, whose)
+    assert_same_end(two_ranks(tmp_path / "run", -1, whose), whole_of_two)
+    steps = steps_of(tmp_path / "run")
+    assert (len(steps), steps[1]) == (2, 14)
+    assert {f"checkpoint-{step}" for step in steps} == {*checkpoints(tmp_path / "run")}
+
+
+def test_told_to_stop(tmp_path: Path, whole: dict[str, Any]) -> None:
+    """The state is saved at once, and train() ends with the status that says so."""
+    with pytest.raises(ckptlib.Preempted):
+        here(tmp_path / "run", at=7, how="term")
+    assert checkpoints(tmp_path / "run") == ["checkpoint-6", "checkpoint-8"]
+    assert_same_end(here(tmp_path / "run"), whole)
+
+
+def test_an_error_in_the_training(tmp_path: Path, whole: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match="as asked"):
+        here(tmp_path / "run", at=8, how="raise")
+    assert_same_end(here(tmp_path / "run", resume=True), whole)
+    assert steps_of(tmp_path / "run") == [12, 14]
+
+
+def damage(root: Path, step: int) -> None:
+    """All tensors of a step."""
+    for pack in root.glob(f"packs/{step:012d}-*/**/*"):
+        if pack.is_file():
+            data = bytearray(pack.read_bytes())
+            begin = 8 + int.from_bytes(data[:8], "little")
+            data[begin:] = bytes(byte ^ 1 for byte in data[begin:])
+            pack.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_skipped(
+    tmp_path: Path, whole: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "run"
+    end = here(directory, at=10, how="stop", save_total_limit=None)
+    assert end["step"] == 10
+    assert checkpoints(directory) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    damage(directory / "ckptlib", 9)
+    assert_same_end(here(directory, resume=True), whole)
+    assert f"{directory / 'checkpoint-9'} cannot be resumed from and is skipped" in caplog.text
+
+
+def test_all_are_damaged(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    here(directory, at=7, how="stop")
+    for step in (3, 6):
+        damage(directory / "ckptlib", step)
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    with pytest.raises(ckptlib.CorruptData):
+        here(directory, resume=True)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.parametrize("whose", ["theirs", "ours"])
+def test_going_on_from_another_directory(tmp_path: Path, whole: dict[str, Any], whose: str) -> None:
+    """From ckptlib's checkpoints, and from Trainer's own."""
+    here(tmp_path / "one", at=7, how="stop", whose=whose)
+    assert_same_end(here(tmp_path / "two", resume=str(tmp_path / "one" / "checkpoint-6")), whole)
+    assert steps_of(tmp_path / "two") == [12, 14]
+    assert checkpoints(tmp_path / "one") == ["checkpoint-3", "checkpoint-6"]
+
+
+def test_going_back(tmp_path: Path, whole: dict[str, Any]) -> None:
+    """Later checkpoints are written anew; a run without `resume_from_checkpoint` begins at the begin."""
+    here(tmp_path / "run", at=10, how="stop", save_total_limit=None)
+    assert_same_end(here(tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-3")), whole)
+    assert checkpoints(tmp_path / "run") == ["checkpoint-12", "checkpoint-14"]
+    assert_same_end(here(tmp_path / "run", resume=False), whole)
+    assert steps_of(tmp_path / "run") == [12, 14]
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+
+
+def test_the_best_model_is_loaded(tmp_path: Path) -> None:
+    """And its checkpoint is the one that stays, as with Trainer's own files."""
+    ends = []
+    for whose in ("ours", "theirs"):
+        ends.append(here(tmp_path / whose, whose=whose, save_total_limit=1, **EVALUATED))
+    assert same(ends[0]["model"], ends[1]["model"])
+    assert checkpoints(tmp_path / "ours") == checkpoints(tmp_path / "theirs")
+    assert [f"checkpoint-{step}" for step in steps_of(tmp_path / "ours")] == checkpoints(tmp_path / "theirs")
+
+
+def test_saves_by_epoch_and_of_the_model_only(tmp_path: Path) -> None:
+    here(tmp_path / "run", save_strategy="epoch", save_only_model=True, save_total_limit=None)
+    assert checkpoints(tmp_path / "run") == ["checkpoint-10", "checkpoint-14", "checkpoint-5"]
+    assert set(ckptlib.read(tmp_path / "run" / "ckptlib", 10)) == {"model", "@rng"}
+
+
+def test_options(tmp_path: Path, whole: dict[str, Any]) -> None:
+    """More saves than Trainer asks for have directories, too."""
+    directory, options = tmp_path / "run", {"every": 1, "codec": "planes"}
+    assert_same_end(here(directory, options=options, save_total_limit=None), whole)
+    steps = steps_of(directory)
+    assert {3, 6, 9, 12, 14} < {*steps}
+    assert checkpoints(directory) == sorted(f"checkpoint-{step}" for step in steps)
+    further = min({*steps} - {3, 6, 9, 12, 14})
+    assert_same_end(here(directory, resume=str(directory / f"checkpoint-{further}")), whole)
+    with pytest.raises(ValueError, match="keep cannot be given"):
+        here(tmp_path / "other", options={"keep": ckptlib.Keep(last=2)})
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"step": 3}', b'{"step": "../../etc"}', b"[" * 5000], ids=range(5))
+def test_hostile_files(tmp_path: Path, data: bytes) -> None:
+    directory = tmp_path / "run"
+    (directory / "checkpoint-3").mkdir(parents=True)
+    (directory / "checkpoint-3" / POINTER).write_bytes(data)
+    (directory / "checkpoint-3" / "trainer_state.json").write_text("{}")
+    with pytest.raises(ckptlib.FormatError, match=POINTER):
+        here(directory, resume=True)
+
+
+@pytest.mark.parametrize("every", [5, 3], ids=["from the begin of an epoch", "from its midst"])
+def test_a_callback_in_a_trainer_of_any_class(tmp_path: Path, whole: dict[str, Any], every: int) -> None:
+    """It resumes with the bits of an undisturbed run, though Trainer itself is handed weights and nothing else."""
+    directory = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="as asked"):
+        here(directory, at=every + 1, how="raise", whose="callback", every=every)
+    assert_same_end(here(directory, whose="callback", every=every), whole)
+    steps = steps_of(directory)
+    assert (len(steps), steps[1]) == (2, 14)  # save_total_limit=2
+    assert {f"checkpoint-{step}" for step in steps} == {*checkpoints(directory)}
+
+
+def test_a_callback_skips_what_is_damaged(tmp_path: Path, whole: dict[str, Any]) -> None:
+    directory = tmp_path / "run"
+    here(directory, at=10, how="stop", whose="callback", save_total_limit=None)
+    first, *steps = steps_of(directory)
+    assert (first, steps[-1]) == (3, 10)
+    for step in steps:
+        damage(directory / "ckptlib", step)
+    assert_same_end(here(directory, whose="callback"), whole)
+
+
+def test_a_callback_says_what_it_does_not_do(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="save_strategy='no'"):
+        here(tmp_path / "run", whose="callback", save_strategy="steps")

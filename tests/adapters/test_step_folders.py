@@ -1,0 +1,167 @@
+"""Directories that name steps of a root: published when these are committed, settled after a kill, dropped together."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.registry import close_sessions
+
+import ckptlib
+from ckptlib.adapters.step_folders import POINTER, ROOT, StepFolders, step_of
+from ckptlib.format.keys import SaveId
+
+
+@pytest.fixture(autouse=True)
+def _sessions() -> Iterator[None]:
+    yield
+    close_sessions()
+
+
+def save(directory: Path, step: int) -> SaveId:
+    pending = ckptlib.save_async(directory / ROOT, {"x": torch.full((8,), float(step))}, step)
+    pending.wait_committed()
+    return pending.save
+
+
+def steps_of(directory: Path) -> list[int]:
+    return [info.step for info in ckptlib.checkpoints(directory / ROOT)]
+
+
+def make(directory: Path, limit: int = 100) -> StepFolders:
+    def beyond(newest: Path) -> list[Path]:
+        found = sorted(path for path in directory.glob("checkpoint-*") if path != newest)
+        return found[: max(0, len(found) + 1 - limit)]
+
+    return StepFolders(directory, str(directory / ROOT), None, beyond)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.name != ROOT)
+
+
+def test_a_directory_gets_its_name_when_it_is_published(tmp_path: Path) -> None:
+    folders, saved = make(tmp_path), save(tmp_path, 3)
+    draft = folders.draft("checkpoint-3", saved)
+    (draft / "more").mkdir()
+    (draft / "more" / "file").write_text("text")
+    assert names(tmp_path) == [f".checkpoint-3.{saved}.part"]
+    folders.publish("checkpoint-3", saved)
+    folders.close()
+    assert names(tmp_path) == ["checkpoint-3"]
+    assert step_of(tmp_path / "checkpoint-3") == saved
+    assert (tmp_path / "checkpoint-3" / "more" / "file").read_text() == "text"
+
+
+def test_too_many_go_and_their_steps(tmp_path: Path) -> None:
+    folders = make(tmp_path, limit=2)
+    for step in range(5):
+        saved = save(tmp_path, step)
+        folders.draft(f"checkpoint-{step}", saved)
+        folders.publish(f"checkpoint-{step}", saved)
+        folders.wait()
+    folders.close()
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+    assert steps_of(tmp_path) == [3, 4]
+
+
+def test_a_step_that_another_directory_names_stays(tmp_path: Path) -> None:
+    folders, saved = make(tmp_path), save(tmp_path, 1)
+    for name in ("checkpoint-1", "best"):
+        folders.draft(name, saved)
+        folders.publish(name, saved)
+    folders.wait()
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    folders.close()
+    assert steps_of(tmp_path) == [1]
+    again = make(tmp_path)
+    shutil.rmtree(tmp_path / "best")
+    again.close()
+    assert steps_of(tmp_path) == []
+
+
+def test_what_a_kill_leaves(tmp_path: Path) -> None:
+    first, saved = make(tmp_path), save(tmp_path, 1)
+    first.draft("checkpoint-1", saved)
+    first.draft("checkpoint-2", SaveId(2, saved.generation))  # of which nothing was committed
+    (tmp_path / ".mine.part").mkdir()  # somebody else's
+    (tmp_path / ".mine.part" / "file").write_text("text")
+    first.let_go()
+    second = make(tmp_path)
+    second.settle()
+    second.close()
+    assert names(tmp_path) == [".mine.part", "checkpoint-1"]
+    assert steps_of(tmp_path) == [1]
+
+
+def test_what_is_left_where_there_is_no_root(tmp_path: Path) -> None:
+    saved = save(tmp_path, 1)
+    make(tmp_path).draft("checkpoint-1", saved)
+    shutil.rmtree(tmp_path / ROOT)
+    folders = make(tmp_path)
+    folders.settle()
+    folders.close()
+    assert names(tmp_path) == []
+
+
+def test_one_is_replaced(tmp_path: Path) -> None:
+    folders, saves = make(tmp_path), [save(tmp_path, 1), save(tmp_path, 2)]
+    for saved in saves:
+        folders.draft("last", saved)
+        folders.publish("last", saved)
+    folders.close()
+    assert names(tmp_path) == ["last"]
+    assert step_of(tmp_path / "last") == saves[1]
+    assert steps_of(tmp_path) == [2]
+
+
+def test_two_drafts_of_one_name(tmp_path: Path) -> None:
+    """The later step wins, whoever publishes them."""
+    saves = [save(tmp_path, 1), save(tmp_path, 2)]
+    first = make(tmp_path)
+    for saved in saves:
+        first.draft("last", saved)
+    first.let_go()
+    second = make(tmp_path)
+    second.settle()
+    second.close()
+    assert names(tmp_path) == ["last"]
+    assert step_of(tmp_path / "last") == saves[1]
+    assert steps_of(tmp_path) == [2]
+
+
+def test_a_directory_that_cannot_get_its_name(tmp_path: Path) -> None:
+    folders, saved = make(tmp_path), save(tmp_path, 1)
+    folders.draft("checkpoint-1", saved)
+    (tmp_path / "checkpoint-1").write_text("a file is in its way")
+    folders.publish("checkpoint-1", saved)
+    with pytest.raises(OSError, match="checkpoint-1"):
+        folders.close()
+    assert (tmp_path / "checkpoint-1").read_text() == "a file is in its way"
+    assert steps_of(tmp_path) == [1]
+
+
+def test_directories_that_name_no_step(tmp_path: Path) -> None:
+    assert step_of(tmp_path) is None
+    assert step_of(tmp_path / "none") is None
+    (tmp_path / POINTER).write_bytes(b'{"ckptlib": "ckptlib", "step": "../../../etc/passwd"}')
+    with pytest.raises(ckptlib.FormatError, match=POINTER):
+        step_of(tmp_path)
+
+
+def test_others_are_left_alone(tmp_path: Path) -> None:
+    """Also those whose file cannot be read, and what a link leads to."""
+    elsewhere, run = tmp_path / "elsewhere", tmp_path / "run"
+    (run / "checkpoint-1").mkdir(parents=True)
+    (run / "checkpoint-1" / POINTER).write_bytes(b"\xff")
+    saved = save(tmp_path, 7)
+    draft, link = make(elsewhere).draft("x", saved), f".x.{saved}.part"
+    (run / link).symlink_to(draft)
+    folders = make(run)
+    folders.settle()
+    folders.close()
+    assert names(run) == [link, "checkpoint-1"]
+    assert step_of(draft) == saved

@@ -1,0 +1,124 @@
+"""A training with transformers' Trainer, whose checkpoints are ckptlib's, on one rank or under torchrun:
+
+    hf_job.py <directory> <steps> <step at which it is killed, or -1> <file for the weights> <whose> [JSON]
+
+`whose`: "ours" for the mixin, "callback" for the callback, or "theirs" for Trainer's own files.
+
+JSON: arguments of TrainingArguments; "resume" for `train`, "options" for `ckptlib_options`, "every" for the callback,
+"how" for what happens at the step: "kill", "term", "stop" or "raise".
+
+Five updates are an epoch; checkpoints come every third step. Resumes from the newest of ours, unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+from ckptlib.adapters.huggingface import CkptlibCallback, CkptlibTrainerMixin
+
+
+class Config(PretrainedConfig):
+    model_type = "tiny"
+    width = 8
+
+
+class Model(PreTrainedModel):
+    """BatchNorm has a state that no optimizer owns, and dropout draws at random."""
+
+    config_class = Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.net = nn.Sequential(
+            nn.Linear(4, config.width), nn.BatchNorm1d(config.width), nn.Dropout(0.2), nn.Linear(config.width, 1)
+        )
+        self.post_init()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        out = self.net(x)
+        return {"loss": (out.squeeze(-1) - labels).square().mean(), "logits": out}
+
+
+class Ours(CkptlibTrainerMixin, Trainer):
+    pass
+
+
+class Hurt(TrainerCallback):
+    """Ends the process, or its training."""
+
+    def __init__(self, at: int, how: str) -> None:
+        self.at, self.how = at, how
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != self.at:
+            return
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "term":
+            if state.is_world_process_zero:
+                os.kill(os.getpid(), signal.SIGTERM)
+        elif self.how == "stop":
+            control.should_training_stop = True
+        else:
+            raise RuntimeError("as asked")
+
+
+def main(directory: Path, steps: int, at: int, out: Path, whose: str, asked: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    resume, how = asked.pop("resume", None), asked.pop("how", "kill")
+    Ours.ckptlib_options = asked.pop("options", {})
+    saves = CkptlibCallback(every=asked.pop("every", 3))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    data = [{"x": torch.randn(4), "labels": torch.randn(())} for _ in range(4 * 2 * 5 * world)]
+    args = TrainingArguments(
+        **{
+            "output_dir": str(directory),
+            "max_steps": steps,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "save_strategy": "no" if whose == "callback" else "steps",
+            "save_steps": 3,
+            "save_total_limit": 2,
+            "learning_rate": 0.05,
+            "lr_scheduler_type": "cosine",
+            "logging_steps": 2,
+            "report_to": [],
+            "disable_tqdm": True,
+            "use_cpu": True,
+            **asked,
+        }
+    )
+    callbacks = [saves, Hurt(at, how)] if whose == "callback" else [Hurt(at, how)]
+    trainer = (Ours if whose == "ours" else Trainer)(
+        Model(Config()), args, train_dataset=data, eval_dataset=data[:8], callbacks=callbacks
+    )
+    if resume is None and whose == "ours":
+        resume = trainer.last_checkpoint() is not None
+    if resume is None and whose == "callback":
+        resume = saves.last_checkpoint(args)
+    trainer.train(resume_from_checkpoint=resume)
+    if trainer.is_world_process_zero():
+        optim = trainer.optimizer.state_dict()["state"]
+        told = {"step": trainer.state.global_step, "history": [*map(repr, trainer.state.log_history)]}
+        torch.save({"model": trainer.model.state_dict(), "optim": optim, **told}, out)
+
+
+if __name__ == "__main__":
+    main(
+        Path(sys.argv[1]),
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        Path(sys.argv[4]),
+        sys.argv[5],
+        json.loads([*sys.argv, "{}"][6]),
+    )
