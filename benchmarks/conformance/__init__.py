@@ -11,20 +11,25 @@ import argparse
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 from benchmarks.common import Report, scratch
+from benchmarks.conformance import buckets, faults
 from benchmarks.conformance.content import Content
-from benchmarks.conformance.faults import FAULTS, TOY, Amount, can_mount
+from benchmarks.conformance.faults import TOY, Amount, Fault
 from benchmarks.conformance.lab import Lab, preload
 from benchmarks.conformance.libraries import LIBRARIES
 from benchmarks.conformance.page import page
 
+FAULTS: dict[str, Fault] = {**faults.FAULTS, **buckets.FAULTS}
 LIMIT_S = 30.0
 ROWS, TOY_ROWS = 128, 16
 NEEDS_ROOT = "disk full"
+MOSTLY_WAITS = 3
+"""As many times as many trials run beside each other where they wait for time-outs."""
 
 
 def main(arguments: list[str]) -> None:
@@ -37,19 +42,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="libraries at a time (default: %(default)s)")
     given = parser.parse_args(arguments)
     report = Report("conformance", given.out, given.directory, toy=given.toy, command=["conformance", *arguments])
-    lock = threading.Lock()
     preload(given.libraries)
-
-    def run(library: str, fault: str) -> None:
-        for line in _lines(lab, library, fault, TOY if given.toy else Amount()):
-            with lock:
-                report.add(**line)
-        print(f"{library}, {fault}", file=sys.stderr, flush=True)
-
-    with scratch(given.directory, "conformance") as directory, ThreadPoolExecutor(given.jobs) as pool:
+    with scratch(given.directory, "conformance") as directory:
         lab = Lab(directory, Content(TOY_ROWS if given.toy else ROWS), LIMIT_S)
-        for done in [pool.submit(run, library, fault) for fault in given.faults for library in given.libraries]:
-            done.result()
+        suite = _Suite(lab, report, TOY if given.toy else Amount(), given.libraries)
+        suite.run([fault for fault in given.faults if fault in faults.FAULTS], given.jobs)
+        on_s3 = [fault for fault in given.faults if fault in buckets.FAULTS]
+        if on_s3:
+            with buckets.server(directory) if buckets.why_not() is None else nullcontext():
+                suite.run(on_s3, MOSTLY_WAITS * given.jobs)
     text = page(report.lines)
     if given.out is None:
         print(text)
@@ -57,16 +58,40 @@ def main(arguments: list[str]) -> None:
         given.out.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
-def _lines(lab: Lab, library: str, fault: str, amount: Amount) -> Iterator[dict[str, str]]:
-    about = {"library": library, "fault": fault}
-    why = LIBRARIES[library].why_not()
-    if why is None and fault == NEEDS_ROOT and not can_mount():
-        why = "needs root, which may mount a disk of its own"
-    if why is not None:
-        yield {"kind": "left out", **about, "why": why}
-        return
-    try:
-        for trial in FAULTS[fault](lab, library, amount):
-            yield {"kind": "trial", **trial.line()}
-    except RuntimeError as error:
-        yield {"kind": "failure", **about, "why": str(error)[:2000]}
+class _Suite:
+    """Writes a line for each trial as it ends."""
+
+    def __init__(self, lab: Lab, report: Report, amount: Amount, libraries: Sequence[str]) -> None:
+        self._lab, self._report, self._amount, self._libraries = lab, report, amount, libraries
+        self._lock = threading.Lock()
+
+    def run(self, names: Sequence[str], num_threads: int) -> None:
+        """Every library with every one of these faults; fault by fault."""
+        with ThreadPoolExecutor(num_threads) as pool:
+            pairs = [(library, fault) for fault in names for library in self._libraries]
+            for done in [pool.submit(self._try, *pair) for pair in pairs]:
+                done.result()
+
+    def _try(self, library: str, fault: str) -> None:
+        for line in self._lines(library, fault):
+            with self._lock:
+                self._report.add(line.pop("kind"), library=library, fault=fault, **line)
+        print(f"{library}, {fault}", file=sys.stderr, flush=True)
+
+    def _lines(self, library: str, fault: str) -> Iterator[dict[str, str]]:
+        why = LIBRARIES[library].why_not() or _why_not(fault)
+        if why is not None:
+            yield {"kind": "left out", "why": why}
+            return
+        try:
+            for trial in FAULTS[fault](self._lab, library, self._amount):
+                yield {"kind": "trial", **trial.line()}
+        except RuntimeError as error:
+            yield {"kind": "failure", "why": str(error)[:2000]}
+
+
+def _why_not(fault: str) -> str | None:
+    """Why this machine cannot make it."""
+    if fault == NEEDS_ROOT and not faults.can_mount():
+        return "needs root, which may mount a disk of its own"
+    return buckets.why_not() if fault in buckets.FAULTS else None

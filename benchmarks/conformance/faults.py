@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conformance import tracer
-from benchmarks.conformance.lab import Lab, Place, Rank, copy
+from benchmarks.conformance.lab import Lab, Place, Rank
 from benchmarks.conformance.libraries import LIBRARIES
 from benchmarks.conformance.outcomes import Outcome, Said
 
@@ -25,8 +25,6 @@ from benchmarks.conformance.outcomes import Outcome, Said
 class Trial:
     """One fault that one library met."""
 
-    fault: str
-    library: str
     point: str
     """Where, or when."""
     said: Said | None
@@ -34,9 +32,13 @@ class Trial:
     outcome: Outcome
 
     def line(self) -> dict[str, str]:
+        """What is to be written of it."""
         said = {} if self.said is None else {"said": self.said.name.lower()}
         found = {"found": self.outcome.found.name.lower(), "detail": self.outcome.detail}
-        return {"fault": self.fault, "library": self.library, "point": self.point, **said, **found}
+        return {"point": self.point, **said, **found}
+
+
+CONTROL = "no fault"
 
 
 @dataclass(frozen=True)
@@ -44,33 +46,57 @@ class Amount:
     """How many trials of each fault."""
 
     calls: int = 16
-    times: int = 8
-    flips: int = 40
+    times: int = 6
+    flips: int = 32
     cuts: int = 15
     sizes: int = 5
     ranks: int = 4
+    puts: int = 2
+    torn: int = 6
 
 
-TOY = Amount(calls=2, times=2, flips=3, cuts=2, sizes=1, ranks=2)
+TOY = Amount(calls=2, times=2, flips=3, cuts=2, sizes=1, ranks=2, puts=1, torn=2)
 OTHER_RANK_S = 10.0
 """What the rank that lives may take to say something."""
 Fault = Callable[[Lab, str, Amount], Iterator[Trial]]
 
 
+def unharmed(lab: Lab, library: str, amount: Amount) -> Iterator[Trial]:
+    """No fault at all: what is found here is no fault's doing."""
+    with lab.place() as place:
+        place.saved(library)
+        yield Trial("", Said.DONE, place.resume(library))
+
+
+def written_to(lab: Lab, library: str, amount: Amount) -> Iterator[Trial]:
+    """The training writes to its tensors while they are saved, as soon as the library's documentation allows."""
+    if not LIBRARIES[library].is_async:
+        return
+    for number in range(_fewer(library, amount.torn)):
+        with lab.place() as place:
+            [rank] = place.savers(library)
+            rank.tell("go on")
+            said = said_of(rank.hear(lab.limit_s))
+            rank.tell("close")
+            rank.wait(lab.limit_s)
+            rank.kill()
+            yield Trial(f"turn {number + 1}", said, place.resume(library))
+
+
 def killed_at_calls(lab: Lab, library: str, amount: Amount) -> Iterator[Trial]:
     """SIGKILL to all processes of the job, right before a call by which its last save changes files."""
-    yield from _killed_at_calls(lab, library, amount.calls, "killed before a call", spare_helpers=False)
+    yield from _killed_at_calls(lab, library, amount.calls, spare_helpers=False)
 
 
 def trainer_killed(lab: Lab, library: str, amount: Amount) -> Iterator[Trial]:
     """The same, but processes that the library started live on, as they do when the kernel kills one for its memory."""
     if LIBRARIES[library].has_helpers:
-        yield from _killed_at_calls(lab, library, amount.times, "trainer killed, helpers alive", spare_helpers=True)
+        yield from _killed_at_calls(lab, library, amount.times, spare_helpers=True)
 
 
-def _killed_at_calls(lab: Lab, library: str, count: int, fault: str, spare_helpers: bool) -> Iterator[Trial]:
+def _killed_at_calls(lab: Lab, library: str, count: int, spare_helpers: bool) -> Iterator[Trial]:
     num_calls = _count_calls(lab, library)
-    for call in _spread(num_calls, _fewer(library, count)):
+    for call in spread(num_calls, _fewer(library, count)):
         with lab.place() as place:
             [rank] = place.savers(library)
             watch = place.trace(rank, call, spare_helpers)
@@ -81,7 +107,7 @@ def _killed_at_calls(lab: Lab, library: str, count: int, fault: str, spare_helpe
             rank.kill()
             # which of a library's threads comes first may change: it then ends before that call
             point = f"call {call} of {num_calls}: {before or 'after the last one'}"
-            yield Trial(fault, library, point, Said.KILLED, place.resume(library))
+            yield Trial(point, Said.KILLED, place.resume(library))
 
 
 def _fewer(library: str, count: int) -> int:
@@ -134,34 +160,32 @@ def killed_at_times(lab: Lab, library: str, amount: Amount) -> Iterator[Trial]:
             rank.tell("go")
             time.sleep(after)
             rank.kill()
-            yield Trial("killed at a time", library, f"{after * 1e3:.1f} ms", Said.KILLED, place.resume(library))
+            yield Trial(f"{after * 1e3:.1f} ms", Said.KILLED, place.resume(library))
 
 
 def flipped(lab: Lab, library: str, amount: Amount) -> Iterator[Trial]:
     """One bit of the last step's files is flipped. Half of the trials choose a file by its size, half any of them."""
-    yield from _damaged(lab, library, "one bit flipped", amount.flips, _flip)
+    yield from _damaged(lab, library, amount.flips, _flip)
 
 
 def cut(lab: Lab, library: str, amount: Amount) -> Iterator[Trial]:
     """One file of the last step ends early, or is gone."""
-    yield from _damaged(lab, library, "file cut or gone", amount.cuts, _cut)
+    yield from _damaged(lab, library, amount.cuts, _cut)
 
 
-def _damaged(
-    lab: Lab, library: str, fault: str, count: int, damage: Callable[[random.Random, Path, int], str]
-) -> Iterator[Trial]:
+def _damaged(lab: Lab, library: str, count: int, damage: Callable[[random.Random, Path, int], str]) -> Iterator[Trial]:
     if LIBRARIES[library].same_files_as is not None:
         return
     with lab.place() as whole:
         files = _saved_with_files(whole, library)
-        drawn = random.Random(f"{library} {fault}")
+        drawn = random.Random(f"{library} {damage.__name__}")
         for number in range(count):
             weights = [size if number % 2 else 1 for size in files.values()]
             path = drawn.choices([*files], weights)[0]
             with lab.place() as place:
-                copy(whole, place)
+                place.fill_from(whole)
                 point = damage(drawn, place.root / path, number)
-                yield Trial(fault, library, f"{path}: {point}", None, place.resume(library))
+                yield Trial(f"{path}: {point}", None, place.resume(library))
 
 
 def _saved_with_files(place: Place, library: str) -> dict[Path, int]:
@@ -213,12 +237,13 @@ def full(lab: Lab, library: str, amount: Amount) -> Iterator[Trial]:
             [rank] = place.savers(library)
             resize(_used(place.root) + room)
             rank.tell("go")
-            said = _said(rank.hear(lab.limit_s))
+            said = said_of(rank.hear(lab.limit_s))
             rank.kill()
-            yield Trial("disk full", library, f"room for {room / more:.0%}", said, place.resume(library))
+            yield Trial(f"room for {room / more:.0%}", said, place.resume(library))
 
 
-def _said(word: Any) -> Said:
+def said_of(word: Any) -> Said:
+    """Of what a rank said of its last save."""
     if word is None:
         return Said.WAITING
     return {"saved": Said.DONE, "error": Said.ERROR, "died": Said.ERROR}[word[0]]
@@ -256,9 +281,9 @@ def limited(lab: Lab, library: str, amount: Amount) -> Iterator[Trial]:
             for pid in tracer.family(rank.pid):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (nbytes, nbytes))
             rank.tell("go")
-            said = _said(rank.hear(lab.limit_s))
+            said = said_of(rank.hear(lab.limit_s))
             rank.kill()
-            yield Trial("files limited", library, f"{nbytes / largest:.0%}", said, place.resume(library))
+            yield Trial(f"{nbytes / largest:.0%}", said, place.resume(library))
 
 
 def can_mount() -> bool:
@@ -274,18 +299,18 @@ def rank_killed(lab: Lab, library: str, amount: Amount) -> Iterator[Trial]:
     if LIBRARIES[library].max_ranks < 2:
         return
     num_calls = _count_calls_of_two(lab, library)
-    for call in _spread(num_calls, _fewer(library, amount.ranks)):
+    for call in spread(num_calls, _fewer(library, amount.ranks)):
         with lab.place() as place:
             ranks = place.savers(library, 2)
             watch = place.trace(ranks[1], call)
             for rank in ranks:
                 rank.tell("go")
             before = _watched(watch, ranks[1], lab.limit_s)["before"]
-            said = _said(ranks[0].hear(OTHER_RANK_S))
+            said = said_of(ranks[0].hear(OTHER_RANK_S))
             for rank in ranks:  # as a launcher does
                 rank.kill()
             point = f"call {call} of {num_calls}: {before or 'after the last one'}"
-            yield Trial("one of two ranks killed", library, point, said, place.resume(library, 2))
+            yield Trial(point, said, place.resume(library, 2))
 
 
 def _count_calls_of_two(lab: Lab, library: str) -> int:
@@ -305,7 +330,7 @@ def _count_calls_of_two(lab: Lab, library: str) -> int:
         return int(json.loads(said)["calls"])
 
 
-def _spread(num_calls: int, count: int) -> Sequence[int]:
+def spread(num_calls: int, count: int) -> Sequence[int]:
     """Numbers from 1, the first and the last among them."""
     if num_calls <= count:
         return range(1, num_calls + 1)
@@ -313,6 +338,7 @@ def _spread(num_calls: int, count: int) -> Sequence[int]:
 
 
 FAULTS: dict[str, Fault] = {
+    CONTROL: unharmed,
     "killed before a call": killed_at_calls,
     "killed at a time": killed_at_times,
     "trainer killed, helpers alive": trainer_killed,
@@ -321,4 +347,5 @@ FAULTS: dict[str, Fault] = {
     "disk full": full,
     "files limited": limited,
     "one of two ranks killed": rank_killed,
+    "tensors written to": written_to,
 }

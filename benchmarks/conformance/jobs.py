@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from benchmarks.conformance import tracer
 from benchmarks.conformance.content import NEVER_SAVED, Content
-from benchmarks.conformance.libraries import LIBRARIES, Library
+from benchmarks.conformance.libraries import LIBRARIES
+from benchmarks.conformance.library import Library
 
 
 @dataclass(frozen=True)
@@ -19,19 +21,22 @@ class Job:
     """One rank's."""
 
     library: str
-    root: Path
+    url: str
     content: Content
-    temporary: Path
+    seen: Path
+    """Of all that it writes on this host."""
     logs: Path
     """For what it prints."""
     meeting: Path
     """A file that does not exist yet."""
     rank: int = 0
     world_size: int = 1
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 def save(job: Job, pipe: Connection, last: int) -> None:
-    """Saves all steps but the last, says so, and saves the last one when it is told to go.
+    """Saves all steps but the last, says so, and saves the last one when it is told to go. Told "go on", it writes to
+    the tensors while that save goes on, as soon as the library's documentation allows.
 
     Sends "ready"; then ("saved", seconds) or ("error", message). Ends at once, as if it were killed, when told "die".
     """
@@ -45,10 +50,16 @@ def save(job: Job, pipe: Connection, last: int) -> None:
         pipe.send(("broken", said(error)))
         raise
     pipe.send("ready")
-    pipe.recv()
+    goes_on = pipe.recv() == "go on"
+    others = job.content.tensors(last + 1, job.rank) if goes_on else {}
     began = time.perf_counter()
     try:
-        library.begin(tensors, last)()
+        wait = library.begin(tensors, last)
+        with library.changing() if goes_on else nullcontext():
+            held = library.held(tensors)
+            for name, other in others.items():
+                held[name].copy_(other)
+        wait()
     except BaseException as error:  # DCP's is no Exception
         pipe.send(("error", said(error)))
     else:
@@ -87,19 +98,21 @@ def _open(job: Job) -> Library:
 
         meeting = f"file://{job.meeting}"
         dist.init_process_group("gloo", init_method=meeting, rank=job.rank, world_size=job.world_size)
-    return kind(job.root, job.rank, job.world_size)
+    return kind(job.url, job.seen, job.rank, job.world_size)
 
 
 def _settle(job: Job) -> None:
     """Temporary files and output of its own; one thread, as several such processes run beside each other."""
     import torch
 
+    temporary = job.seen / "tmp"
     tracer.allow()
     os.setpgid(0, 0)
     torch.set_num_threads(1)
-    os.environ |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(job.temporary)}
+    os.environ |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
     os.environ |= {"RANK": str(job.rank), "LOCAL_RANK": str(job.rank), "WORLD_SIZE": str(job.world_size)}
-    tempfile.tempdir = str(job.temporary)
+    os.environ |= dict(job.environment)
+    tempfile.tempdir = str(temporary)
     log = os.open(job.logs / f"rank-{job.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)

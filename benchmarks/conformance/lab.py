@@ -12,18 +12,18 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.conformance import jobs, tracer
 from benchmarks.conformance.content import NEVER_SAVED, Content
 from benchmarks.conformance.jobs import Job
-from benchmarks.conformance.libraries import LIBRARIES, Library
+from benchmarks.conformance.libraries import LIBRARIES
 from benchmarks.conformance.outcomes import Found, Outcome
 
 LAST = 2
@@ -79,6 +79,21 @@ class Rank:
         self._pipe.close()
 
 
+class Bucket(Protocol):
+    """A part of an object store that nobody else uses."""
+
+    url: str
+    environment: Mapping[str, str]
+    """With which a library reaches it."""
+
+    def fill_from(self, other: Place) -> None:
+        """Copies another place's root."""
+        shutil.copytree(other.root, self.root, symlinks=True)
+
+    def names(self) -> list[str]:
+        """What a listing of the URL gives, as if of a directory."""
+
+
 @dataclass(frozen=True)
 class Lab:
     """Settings of all trials."""
@@ -89,10 +104,10 @@ class Lab:
     """After which somebody who says nothing hangs."""
 
     @contextmanager
-    def place(self) -> Iterator[Place]:
+    def place(self, bucket: Bucket | None = None) -> Iterator[Place]:
         """An empty one."""
         with tempfile.TemporaryDirectory(prefix="case-", dir=self.directory, ignore_cleanup_errors=True) as path:
-            place = Place(self, Path(path))
+            place = Place(self, Path(path), bucket)
             for folder in (place.seen, place.temporary, place.logs):
                 folder.mkdir()
             try:
@@ -107,6 +122,8 @@ class Place:
 
     lab: Lab
     path: Path
+    bucket: Bucket | None = None
+    """Where steps go; None: to the root."""
 
     @property
     def seen(self) -> Path:
@@ -127,7 +144,10 @@ class Place:
 
     def job(self, library: str, rank: int = 0, world_size: int = 1, meeting: Path | None = None) -> Job:
         meeting = meeting or self.path / f"meeting-{uuid.uuid4().hex}"
-        return Job(library, self.root, self.lab.content, self.temporary, self.logs, meeting, rank, world_size)
+        settings = (self.lab.content, self.seen, self.logs, meeting, rank, world_size)
+        if self.bucket is None:
+            return Job(library, str(self.root), *settings)
+        return Job(library, self.bucket.url, *settings, tuple(self.bucket.environment.items()))
 
     def savers(self, library: str, world_size: int = 1) -> list[Rank]:
         """Processes that have saved all steps but the last. Raises RuntimeError where that fails."""
@@ -141,6 +161,8 @@ class Place:
             word = next(word for word in words if word != "ready")
             for rank in ranks:
                 rank.kill()
+            if self.bucket is not None:
+                break
             self._empty()
         raise RuntimeError(f"{library} cannot save without a fault: {word}\n{self.printed()}")
 
@@ -163,7 +185,8 @@ class Place:
     def resume(self, library: str, world_size: int = 1) -> Outcome:
         """What a new job finds: first what the library or a look into the directory says, then the steps before."""
         kind = LIBRARIES[library]
-        listed = [None] if kind.finds_newest else kind.steps(self.root)
+        by_itself = kind.finds_newest and (self.bucket is None or kind.finds_newest_on_s3)
+        listed: Sequence[int | None] = [None] if by_itself else kind.steps(self.names())
         if not listed:
             return Outcome(Found.LOST, "no step is there")
         first = listed[0]
@@ -186,6 +209,16 @@ class Place:
             rank.kill()
         found, detail = _found(words, asked)
         return found, detail.replace(f"{self.seen}/", "")
+
+    def fill_from(self, other: Place) -> None:
+        """Copies another place's root."""
+        shutil.copytree(other.root, self.root, symlinks=True)
+
+    def names(self) -> list[str]:
+        """What lies in the root, or in the bucket."""
+        if self.bucket is not None:
+            return self.bucket.names()
+        return [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
 
     def trace(self, rank: Rank, kill_at: int | None = None, spare_helpers: bool = False) -> subprocess.Popen[str]:
         """Watches what a process does to files here. Returns when it does."""
@@ -236,11 +269,3 @@ def _found(words: Sequence[Any], asked: int | None) -> tuple[Found, str]:
     if len(steps) == 1 and None not in steps and asked in (None, *steps):
         return (Found.NEW if steps == {LAST} else Found.BEFORE), ""
     return Found.WRONG, "; ".join(word[1].detail or f"step {word[1].step}" for word in words)
-
-
-def copy(place: Place, other: Place) -> None:
-    """The root of one place into another."""
-    shutil.copytree(place.root, other.root, symlinks=True)
-
-
-__all__ = ["LAST", "Lab", "Library", "Place", "Rank", "copy"]

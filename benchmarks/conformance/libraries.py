@@ -1,94 +1,23 @@
-"""The libraries, each used as its own documentation says. Imports of them happen in the methods.
-
-A library that names its newest step itself is asked for that. Of the others, every step has a directory or a file of
-its own, and whoever resumes takes the one with the highest number; that is what their tutorials do.
-"""
+"""The libraries, each used as its own documentation says. Imports of them happen in the methods."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
+from benchmarks.conformance.library import Library, Wait, done, module, sharded, tensors_of
+
 if TYPE_CHECKING:
-    import torch
-
-    Tensors = dict[str, torch.Tensor]
-
-Wait = Callable[[], None]
-
-
-class Library(ABC):
-    """One library in one process. Collective: all ranks make it and call it alike."""
-
-    needs: ClassVar[str | None] = None
-    """The module that must be there."""
-    package: ClassVar[str] = "torch"
-    """Whose version counts."""
-    max_ranks: ClassVar[int] = 2
-    finds_newest: ClassVar[bool] = False
-    """It knows by itself which step a run goes on from."""
-    imports: ClassVar[tuple[str, ...]] = ("torch.distributed.checkpoint", "torch.distributed.tensor")
-    """What the process that all jobs are forked from imports once, since they would spend most of their time on it."""
-    same_files_as: ClassVar[str | None] = None
-    """Another one of LIBRARIES: damage to files is tried with that one only."""
-    is_slow: ClassVar[bool] = False
-    """It starts for seconds: it is killed half as often."""
-    has_helpers: ClassVar[bool] = False
-    """Its saves go on in processes that may outlive the trainer."""
-    needs_group: ClassVar[bool] = False
-    """A process group, with one rank, too."""
-    keeps_one: ClassVar[bool] = False
-    """A new step replaces the one before."""
-    pattern: ClassVar[str] = r"step-(\d+)"
-    """Of the names of steps in its directory, for those who look by hand."""
-    shared: ClassVar[tuple[str, ...]] = ()
-    """Of files that all steps need."""
-
-    def __init__(self, root: Path, rank: int, world_size: int) -> None:
-        self.root, self.rank, self.world_size = root, rank, world_size
-
-    @abstractmethod
-    def begin(self, tensors: Tensors, step: int) -> Wait:
-        """Saves; what it returns waits until the library says that the step is there."""
-
-    @abstractmethod
-    def load(self, tensors: Tensors, step: int | None) -> Tensors:
-        """Fills `tensors`, or returns others. None: the newest, as the library finds it."""
-
-    def close(self) -> None:  # noqa: B027  (most hold nothing)
-        """Lets go of processes and threads."""
-
-    @classmethod
-    def steps(cls, root: Path) -> list[int]:
-        """What somebody who looks into the directory would take for steps; newest first."""
-        found = (re.fullmatch(cls.pattern, path.name) for path in root.iterdir()) if root.is_dir() else ()
-        return sorted({int(match[1]) for match in found if match}, reverse=True)
-
-    @classmethod
-    def why_not(cls) -> str | None:
-        """Why it cannot take part."""
-        if cls.needs is not None and importlib.util.find_spec(cls.needs) is None:
-            return f"{cls.needs} is not installed"
-        return None
-
-    def _path(self, step: int) -> Path:
-        return self.root / f"step-{step}"
-
-
-def done() -> None:
-    """Nothing to wait for."""
+    from benchmarks.conformance.library import Tensors
 
 
 class Ckptlib(Library):
+    takes_s3 = True
     imports = ("torch.distributed.tensor", "ckptlib.checkpointer", "ckptlib.saving.registry")
-    package = "ckptlib"
     finds_newest = True
     has_helpers = True
     shared = ("ckptlib.json", "layouts/*", "generations/*")
@@ -97,14 +26,14 @@ class Ckptlib(Library):
     def begin(self, tensors: Tensors, step: int) -> Wait:
         import ckptlib
 
-        ckptlib.save(self.root, self._state(tensors), step)
+        ckptlib.save(self.url, self._state(tensors), step)
         return done
 
     @override
     def load(self, tensors: Tensors, step: int | None) -> Tensors:
         import ckptlib
 
-        ckptlib.load(self.root, self._state(tensors), "latest" if step is None else step)
+        ckptlib.load(self.url, self._state(tensors), "latest" if step is None else step)
         return tensors
 
     @override
@@ -119,18 +48,24 @@ class Ckptlib(Library):
 
 class CkptlibAsync(Ckptlib):
     same_files_as = "ckptlib.save"
+    is_async = True
 
     @override
     def begin(self, tensors: Tensors, step: int) -> Wait:
         import ckptlib
 
-        return ckptlib.save_async(self.root, self._state(tensors), step).wait_committed
+        return ckptlib.save_async(self.url, self._state(tensors), step).wait_committed
 
 
 class CkptlibCheckpointer(Ckptlib):
     """`restore` skips a damaged step by itself, and logs why."""
 
+    is_async = True
     _held: Any = None
+
+    @override
+    def held(self, tensors: Tensors) -> Tensors:
+        return self._tensors
 
     def _checkpointer(self, tensors: Tensors) -> Any:
         """One for a run, whose state stays where it is."""
@@ -139,9 +74,9 @@ class CkptlibCheckpointer(Ckptlib):
         if self._held is None:
             self._state_held = self._state(tensors)
             self._tensors = tensors
-            arena = self.root.parent / "arena"
+            arena = self.scratch / "arena"
             arena.mkdir(exist_ok=True)
-            self._held = ckptlib.Checkpointer(self.root, self._state_held, every=ckptlib.Steps(1000), arena=arena)
+            self._held = ckptlib.Checkpointer(self.url, self._state_held, every=ckptlib.Steps(1000), arena=arena)
         else:
             for name, tensor in tensors.items():
                 self._tensors[name].copy_(tensor)
@@ -163,6 +98,8 @@ class CkptlibCheckpointer(Ckptlib):
 
 
 class Dcp(Library):
+    takes_s3 = True
+
     @override
     def begin(self, tensors: Tensors, step: int) -> Wait:
         import torch.distributed.checkpoint as dcp
@@ -181,6 +118,7 @@ class Dcp(Library):
 
 class DcpAsync(Dcp):
     same_files_as = "DCP save"
+    is_async = True
     needs_group = True
 
     @override
@@ -192,15 +130,16 @@ class DcpAsync(Dcp):
 
 
 class TorchSave(Library):
-    """One file for each rank and step, by the tutorial "Saving and Loading Models"."""
+    """A file for each step, by the tutorial "Saving and Loading Models". It knows one process."""
 
-    pattern = r"step-(\d+)-rank-\d+\.pt"
+    max_ranks = 1
+    pattern = r"step-(\d+)\.pt"
 
     @override
     def begin(self, tensors: Tensors, step: int) -> Wait:
         import torch
 
-        self.root.mkdir(exist_ok=True)
+        Path(self.url).mkdir(exist_ok=True)
         torch.save(module(tensors).state_dict(), self._file(step))
         return done
 
@@ -214,7 +153,7 @@ class TorchSave(Library):
         return tensors_of(held)
 
     def _file(self, step: int) -> Path:
-        return self.root / f"step-{step}-rank-{self.rank}.pt"
+        return Path(self.url, f"step-{step}.pt")
 
 
 class TorchSaveRenamed(TorchSave):
@@ -226,14 +165,14 @@ class TorchSaveRenamed(TorchSave):
     def begin(self, tensors: Tensors, step: int) -> Wait:
         import torch
 
-        self.root.mkdir(exist_ok=True)
+        Path(self.url).mkdir(exist_ok=True)
         temporary = self._file(step).with_suffix(".tmp")
         with temporary.open("wb") as file:
             torch.save(module(tensors).state_dict(), file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self._file(step))
-        folder = os.open(self.root, os.O_RDONLY)
+        folder = os.open(self.url, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
         return done
@@ -242,14 +181,14 @@ class TorchSaveRenamed(TorchSave):
 class Safetensors(Library):
     imports = ("safetensors.torch",)
     needs = "safetensors"
-    package = "safetensors"
-    pattern = r"step-(\d+)-rank-\d+\.safetensors"
+    max_ranks = 1
+    pattern = r"step-(\d+)\.safetensors"
 
     @override
     def begin(self, tensors: Tensors, step: int) -> Wait:
         from safetensors.torch import save_file
 
-        self.root.mkdir(exist_ok=True)
+        Path(self.url).mkdir(exist_ok=True)
         save_file(tensors, self._file(step))
         return done
 
@@ -263,21 +202,21 @@ class Safetensors(Library):
         return tensors_of(held)
 
     def _file(self, step: int) -> Path:
-        return self.root / f"step-{step}-rank-{self.rank}.safetensors"
+        return Path(self.url, f"step-{step}.safetensors")
 
 
 class Torchsnapshot(Library):
     """It knows no DTensors as torch makes them now: every rank saves its own tensors."""
 
     imports = ("torchsnapshot",)
+    takes_s3 = True
     needs = "torchsnapshot"
-    package = "torchsnapshot"
 
     @override
     def begin(self, tensors: Tensors, step: int) -> Wait:
         from torchsnapshot import Snapshot
 
-        Snapshot.take(str(self._path(step)), {"model": module(tensors)})
+        Snapshot.take(self._path(step), {"model": module(tensors)})
         return done
 
     @override
@@ -285,18 +224,19 @@ class Torchsnapshot(Library):
         from torchsnapshot import Snapshot
 
         held = module(tensors)
-        Snapshot(str(self._path(step or 0))).restore({"model": held})
+        Snapshot(self._path(step)).restore({"model": held})
         return tensors_of(held)
 
 
 class TorchsnapshotAsync(Torchsnapshot):
     same_files_as = "torchsnapshot take"
+    is_async = True
 
     @override
     def begin(self, tensors: Tensors, step: int) -> Wait:
         from torchsnapshot import Snapshot
 
-        pending = Snapshot.async_take(str(self._path(step)), {"model": module(tensors)})
+        pending = Snapshot.async_take(self._path(step), {"model": module(tensors)})
         return lambda: pending.wait() and None
 
 
@@ -305,8 +245,8 @@ class TorchCheckpointing(Library):
 
     imports = ("torch_checkpointing", "torch.distributed.tensor")
     is_slow = True
+    is_async = True
     needs = "torch_checkpointing"
-    package = "torch-checkpointing"
     has_helpers = True
     _manager: Any = None
 
@@ -331,13 +271,17 @@ class TorchCheckpointing(Library):
 
     @override
     def begin(self, tensors: Tensors, step: int) -> Wait:
-        future = self._open().save(str(self._path(step)), {"state": sharded(tensors, self.world_size)})
+        future = self._open().save(self._path(step), {"state": sharded(tensors, self.world_size)})
         return lambda: future.result() and None
 
     @override
     def load(self, tensors: Tensors, step: int | None) -> Tensors:
-        self._open().load(str(self._path(step or 0)), into={"state": sharded(tensors, self.world_size)}, strict=True)
+        self._open().load(self._path(step), into={"state": sharded(tensors, self.world_size)}, strict=True)
         return tensors
+
+    @override
+    def changing(self) -> AbstractContextManager[object]:
+        return self._open().lock()  # type: ignore[no-any-return]
 
     @override
     def close(self) -> None:
@@ -350,7 +294,6 @@ class Nvrx(Library):
 
     imports = ("benchmarks.nvrx", "torch.distributed.tensor")
     needs = "nvidia_resiliency_ext"
-    package = "nvidia-resiliency-ext"
     finds_newest = True
     needs_group = True
     keeps_one = True
@@ -360,7 +303,7 @@ class Nvrx(Library):
         from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
 
         if self._manager is None:
-            self._manager = LocalCheckpointManager(self.root)
+            self._manager = LocalCheckpointManager(self.url)
         return self._manager
 
     @override
@@ -387,9 +330,10 @@ class Lightning(Library):
     imports = ("benchmarks.conformance.lightning", "adlfs", "gcsfs", "s3fs")
     """It asks for the last three before it saves."""
     needs = "lightning"
-    package = "lightning"
     max_ranks = 1
     finds_newest = True
+    finds_newest_on_s3 = False  # 2.6.6 looks for what it lists in a bucket on the local disk, and begins anew
+    takes_s3 = True
     pattern = r"step=(\d+)\.ckpt"
     background: ClassVar[bool] = False
 
@@ -397,14 +341,14 @@ class Lightning(Library):
     def begin(self, tensors: Tensors, step: int) -> Wait:
         from benchmarks.conformance import lightning
 
-        lightning.train(self.root, tensors, step, self.background)
+        lightning.train(self.url, tensors, step, self.background)
         return done
 
     @override
     def load(self, tensors: Tensors, step: int | None) -> Tensors:
         from benchmarks.conformance import lightning
 
-        return lightning.resume(self.root, tensors, step)
+        return lightning.resume(self.url, tensors, step)
 
 
 class LightningAsync(Lightning):
@@ -412,38 +356,6 @@ class LightningAsync(Lightning):
 
     same_files_as = "Lightning ModelCheckpoint"
     background = True
-
-
-def sharded(tensors: Tensors, world_size: int) -> dict[str, Any]:
-    """As DTensors cut along dim 0 where there are several ranks; their memory is that of `tensors`."""
-    if world_size == 1:
-        return dict(tensors)
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh = init_device_mesh("cpu", (world_size,))
-    return {name: DTensor.from_local(t, mesh, [Shard(0)], run_check=False) for name, t in tensors.items()}
-
-
-def module(tensors: Tensors) -> torch.nn.Module:
-    """A module that holds them as buffers, in their own memory."""
-    import torch
-
-    root = torch.nn.Module()
-    for name, tensor in tensors.items():
-        *folders, last = name.split(".")
-        at = root
-        for folder in folders:
-            if folder not in dict(at.named_children()):
-                at.add_module(folder, torch.nn.Module())
-            at = at.get_submodule(folder)
-        at.register_buffer(last, tensor)
-    return root
-
-
-def tensors_of(held: torch.nn.Module) -> Tensors:
-    """What it holds now: a library may have put others in their place."""
-    return dict(held.named_buffers())
 
 
 LIBRARIES: dict[str, type[Library]] = {

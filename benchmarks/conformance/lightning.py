@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader
 
-from benchmarks.conformance import libraries
+from benchmarks.conformance.library import module
 
 FILE = "step={}.ckpt"
 
@@ -21,7 +20,7 @@ class _Model(LightningModule):
 
     def __init__(self, tensors: dict[str, torch.Tensor], to_train: dict[str, torch.Tensor] | None) -> None:
         super().__init__()
-        self.held = libraries.module(tensors)
+        self.held = module(tensors)
         self.unused = torch.nn.Parameter(torch.zeros(1))
         self.loaded: dict[str, torch.Tensor] = {}
         self._to_train = to_train
@@ -41,24 +40,24 @@ class _Model(LightningModule):
         return self.unused.sum()
 
 
-def train(root: Path, tensors: dict[str, torch.Tensor], step: int, background: bool) -> None:
-    """Resumes, trains until `step`, whose tensors are `tensors`, and ends when the checkpoints are written."""
+def train(url: str, tensors: dict[str, torch.Tensor], step: int, background: bool) -> None:
+    """Goes on from the step before until `step`, whose tensors are `tensors`; ends when all is written."""
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    last = "last" if step > 1 else None
-    _trainer(root, step, background).fit(_Model(targets, tensors), _data(), ckpt_path=last)
+    before = f"{url}/{FILE.format(step - 1)}" if step > 1 else None
+    _trainer(url, step, background).fit(_Model(targets, tensors), _data(), ckpt_path=before)
 
 
-def resume(root: Path, tensors: dict[str, torch.Tensor], step: int | None) -> dict[str, torch.Tensor]:
+def resume(url: str, tensors: dict[str, torch.Tensor], step: int | None) -> dict[str, torch.Tensor]:
     """What the model holds as its training begins. `step`: None for `ckpt_path="last"`."""
     model = _Model(tensors, None)
-    path = "last" if step is None else str(root / FILE.format(step))
-    _trainer(root, 1000, False).fit(model, _data(), ckpt_path=path)
+    path = "last" if step is None else f"{url}/{FILE.format(step)}"
+    _trainer(url, 1000, False).fit(model, _data(), ckpt_path=path)
     return model.loaded
 
 
-def _trainer(root: Path, max_steps: int, background: bool) -> Trainer:
+def _trainer(url: str, max_steps: int, background: bool) -> Trainer:
     callback = ModelCheckpoint(
-        dirpath=root,
+        dirpath=url,
         filename="{step}",
         every_n_train_steps=1,
         save_top_k=-1,
@@ -73,7 +72,7 @@ def _trainer(root: Path, max_steps: int, background: bool) -> Trainer:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        default_root_dir=root,
+        default_root_dir=url,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.common import Line
@@ -20,6 +21,7 @@ WORDS = {
 }
 SAVES = {Said.ERROR: "save: error", Said.DONE: "save: done", Said.WAITING: "save: still waiting"}
 MEETS_TWO_RANKS = "one of two ranks killed"
+CONTROL = "no fault"
 
 
 def page(lines: Sequence[Line]) -> str:
@@ -31,7 +33,11 @@ def page(lines: Sequence[Line]) -> str:
 def tables(lines: Sequence[Line]) -> Iterator[str]:
     """A summary, then one table for each fault, then what did not run."""
     trials = [line for line in lines if line["kind"] == "trial"]
-    yield from ["## All faults together", "", *_summary(trials)]
+    yield from [
+        "## All faults together",
+        "",
+        *_summary([trial for trial in trials if not trial["fault"].startswith(CONTROL)]),
+    ]
     for fault in dict.fromkeys(line["fault"] for line in trials):
         yield from ["", f"## {fault[0].upper()}{fault[1:]}", "", *_of_fault([t for t in trials if t["fault"] == fault])]
     others = [line for line in lines if line["kind"] in ("left out", "failure")]
@@ -47,9 +53,9 @@ def tables(lines: Sequence[Line]) -> Iterator[str]:
 def _head(machine: Line) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     memory = f"{machine['memory_bytes'] / (1 << 30):.0f} GiB"
-    yield from ["# Conformance", "", f"Made by `python -m benchmarks {' '.join(machine['settings']['command'])}`."]
-    yield from ["", f"{machine['cpu']}, {machine['cores']} cores, {memory}, Linux {machine['kernel']}, "]
-    yield f"{machine['filesystem']}; {machine['at']}. {versions}."
+    yield from ["# Conformance", "", f"Made by `python -m benchmarks {shlex.join(machine['settings']['command'])}`."]
+    where = f"{machine['cores']} cores, {memory}, Linux {machine['kernel']}, {machine['filesystem']}"
+    yield from ["", f"{machine['cpu']}, {where}; {machine['at']}. {versions}."]
     yield ""
 
 
