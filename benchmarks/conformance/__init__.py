@@ -8,6 +8,7 @@ JSON, one for each trial; beside them, a page of tables. Linux; root may mount t
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 import threading
@@ -86,7 +87,7 @@ class _Suite:
         try:
             for trial in FAULTS[fault](self._lab, library, self._amount):
                 yield {"kind": "trial", **trial.line()}
-        except RuntimeError as error:
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # the other libraries go on
             yield {"kind": "failure", "why": str(error)[:2000]}
 
 

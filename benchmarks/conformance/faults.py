@@ -233,9 +233,10 @@ def full(lab: Lab, library: str, amount: Amount) -> Iterator[Trial]:
         more = sum(_saved_with_files(place, library).values())
     for number in range(amount.sizes):
         room = more * (number + 1) // (amount.sizes + 1)
-        with lab.place() as place, _tmpfs(place.root, 1 << 40) as resize:
+        with lab.place() as place, _tmpfs(place.seen) as resize:
+            place.temporary.mkdir()
             [rank] = place.savers(library)
-            resize(_used(place.root) + room)
+            resize(_used(place.seen) + room)
             rank.tell("go")
             said = said_of(rank.hear(lab.limit_s))
             rank.kill()
@@ -250,10 +251,9 @@ def said_of(word: Any) -> Said:
 
 
 @contextmanager
-def _tmpfs(path: Path, nbytes: int) -> Iterator[Callable[[int], None]]:
+def _tmpfs(path: Path) -> Iterator[Callable[[int], None]]:
     """A file system of its own; gives a function that changes its size. Only root may mount one."""
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", path], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", path], check=True)
     try:
         yield lambda size: _resize(path, size)
     finally:

@@ -24,6 +24,7 @@ from benchmarks.conformance import jobs, tracer
 from benchmarks.conformance.content import NEVER_SAVED, Content
 from benchmarks.conformance.jobs import Job
 from benchmarks.conformance.libraries import LIBRARIES
+from benchmarks.conformance.library import elsewhere
 from benchmarks.conformance.outcomes import Found, Outcome
 
 LAST = 2
@@ -113,7 +114,7 @@ class Lab:
             try:
                 yield place
             finally:
-                place.forget_slots()
+                place.forget_memory()
 
 
 @dataclass(frozen=True)
@@ -233,12 +234,13 @@ class Place:
 
     def _empty(self) -> None:
         """The root; it may be where something is mounted."""
-        self.forget_slots()
+        self.forget_memory()
         for path in self.root.iterdir() if self.root.exists() else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def forget_slots(self) -> None:
-        """What ckptlib left in the memory of this host."""
+    def forget_memory(self) -> None:
+        """What killed jobs left in the memory of this host."""
+        shutil.rmtree(elsewhere(self.seen), ignore_errors=True)
         with suppress(OSError, ValueError, KeyError):
             root_id = json.loads((self.root / "ckptlib.json").read_text())["id"]
             for path in Path("/dev/shm").glob(f"ckptlib-{root_id[:16]}*"):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from benchmarks.conformance.library import Library, Wait, done, module, sharded, tensors_of
+from benchmarks.conformance.library import Library, Wait, done, elsewhere, module, sharded, tensors_of
 
 if TYPE_CHECKING:
     from benchmarks.conformance.library import Tensors
@@ -358,6 +359,21 @@ class LightningAsync(Lightning):
     background = True
 
 
+class LightningTmpElsewhere(Lightning):
+    """Where TMPDIR is on another file system than the checkpoints, as on most clusters: there a file cannot be renamed
+    into its place."""
+
+    same_files_as = "Lightning ModelCheckpoint"
+    takes_s3 = False
+
+    @override
+    def begin(self, tensors: Tensors, step: int) -> Wait:
+        folder = elsewhere(self.scratch)
+        folder.mkdir(exist_ok=True)
+        tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+        return super().begin(tensors, step)
+
+
 LIBRARIES: dict[str, type[Library]] = {
     "ckptlib.save": Ckptlib,
     "ckptlib.save_async": CkptlibAsync,
@@ -369,6 +385,7 @@ LIBRARIES: dict[str, type[Library]] = {
     "torchsnapshot async_take": TorchsnapshotAsync,
     "Lightning ModelCheckpoint": Lightning,
     "Lightning AsyncCheckpointIO": LightningAsync,
+    "Lightning, TMPDIR elsewhere": LightningTmpElsewhere,
     "NVRx local": Nvrx,
     "torch.save": TorchSave,
     "torch.save, renamed": TorchSaveRenamed,

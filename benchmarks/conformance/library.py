@@ -97,6 +97,11 @@ def done() -> None:
     """Nothing to wait for."""
 
 
+def elsewhere(scratch: Path) -> Path:
+    """A directory for this job on a file system in memory."""
+    return Path("/dev/shm", scratch.parent.name)
+
+
 def sharded(tensors: Tensors, world_size: int) -> dict[str, Any]:
     """As DTensors cut along dim 0 where there are several ranks; their memory is that of `tensors`."""
     if world_size == 1:

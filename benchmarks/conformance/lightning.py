@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ from torch.utils.data import DataLoader
 from benchmarks.conformance.library import module
 
 FILE = "step={}.ckpt"
+
+
+class _Loaded(Exception):
+    """Ends a training that has been restored, before it writes anything."""
 
 
 class _Model(LightningModule):
@@ -31,7 +36,7 @@ class _Model(LightningModule):
     def on_train_start(self) -> None:
         self.loaded = {name: tensor.clone() for name, tensor in self.held.named_buffers()}
         if self._to_train is None:
-            self.trainer.should_stop = True
+            raise _Loaded
 
     def training_step(self, batch: object, number: int) -> torch.Tensor:
         for name, tensor in self.held.named_buffers():
@@ -43,7 +48,8 @@ class _Model(LightningModule):
 def train(url: str, tensors: dict[str, torch.Tensor], step: int, background: bool) -> None:
     """Goes on from the step before until `step`, whose tensors are `tensors`; ends when all is written."""
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    before = f"{url}/{FILE.format(step - 1)}" if step > 1 else None
+    by_name = f"{url}/{FILE.format(step - 1)}" if "://" in url else "last"  # which it does not find in a bucket
+    before = by_name if step > 1 else None
     _trainer(url, step, background).fit(_Model(targets, tensors), _data(), ckpt_path=before)
 
 
@@ -51,7 +57,8 @@ def resume(url: str, tensors: dict[str, torch.Tensor], step: int | None) -> dict
     """What the model holds as its training begins. `step`: None for `ckpt_path="last"`."""
     model = _Model(tensors, None)
     path = "last" if step is None else f"{url}/{FILE.format(step)}"
-    _trainer(url, 1000, False).fit(model, _data(), ckpt_path=path)
+    with suppress(_Loaded):
+        _trainer(url, 1000, False).fit(model, _data(), ckpt_path=path)
     return model.loaded
 
 
