@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -288,7 +289,7 @@ def limited(lab: Lab, library: str, amount: Amount) -> Iterator[Trial]:
 
 def can_mount() -> bool:
     """Whether `full` can run here."""
-    if os.geteuid() != 0:
+    if os.geteuid() != 0 or not all(map(shutil.which, ("mount", "umount", "unshare"))):
         return False
     done = subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, check=False)
     return done.returncode == 0
