@@ -9,12 +9,14 @@ from pathlib import Path
 
 
 def questions() -> dict[str, str]:
-    """By name: the first line of every file here that can be run."""
+    """By name: the first line of every file and package here that can be run."""
     found = {}
-    for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
+    here = Path(__file__).parent
+    for path in sorted([*here.glob("[a-z]*.py"), *here.glob("[a-z]*/__init__.py")]):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
-            found[path.stem] = (ast.get_docstring(tree) or "").split("\n")[0]
+            name = path.parent.name if path.stem == "__init__" else path.stem
+            found[name] = (ast.get_docstring(tree) or "").split("\n")[0]
     return found
 
 
