@@ -7,6 +7,7 @@ the next job that there may be orders yet to read.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -14,7 +15,13 @@ from pathlib import Path
 NICENESS = 10
 """Training comes first wherever both want a core."""
 
+LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Slurm, for one, sends them to every process of a job. They are for the trainer, which may save once more and leave at
+once: then nobody but this process can finish the step. It ends by itself, when the trainer is gone and all is done."""
+
 if __name__ == "__main__":
+    for number in LEFT_TO_THE_TRAINER:
+        signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)  # before the imports: they take 0.3 s of a core while the training starts, or restores
 
 from ckptlib.slots.writer_lock import WriterLock  # noqa: E402

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.writers import WAIT_S, Bench, alive, hear, heard, status, until
+from helpers.writers import WAIT_S, Bench, alive, hear, heard, status, stop, until
 from workers.crash_oracle import failed_parts, read_root
 from workers.crash_spare import ROOT_ID
 
@@ -22,6 +22,7 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 from ckptlib.policy.keep import Keep
 from ckptlib.stores import open_store
+from ckptlib.writer.__main__ import LEFT_TO_THE_TRAINER
 from ckptlib.writer.client import MAX_DEATHS
 from ckptlib.writer.persist import put_failure
 
@@ -166,6 +167,28 @@ def test_left_alone_it_finishes_and_unlinks_the_slots(bench: Bench) -> None:
     assert not slot.path.exists()
     (error,) = failed_parts(bench.root)
     assert "the trainer died before its snapshot was whole" in error
+
+
+def test_signals_of_a_launcher_are_for_the_trainer(bench: Bench) -> None:
+    """Slurm sends them to all processes of a job. A trainer that leaves at once has nobody else to finish the step."""
+    writer = bench.writer()
+    until(lambda: ignored(writer.pid) >= set(LEFT_TO_THE_TRAINER))
+    stop(writer.pid)
+    save, slot = bench.slot(1)
+    writer.add_slot(slot.path)
+    writer.persist(save, slot.path)
+    writer.leave()
+    for number in LEFT_TO_THE_TRAINER:
+        os.kill(writer.pid, number)
+    os.kill(writer.pid, signal.SIGCONT)
+    until(lambda: not alive(writer.pid))
+    assert [step.number for step in read_root(bench.root)] == [1]
+
+
+def ignored(pid: int) -> set[int]:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = re.findall(r"^SigIgn:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return {number for number in range(1, 65) if int(mask, 16) >> (number - 1) & 1}
 
 
 def test_left_alone_it_waits_for_other_ranks_and_lets_a_successor_have_the_slots(bench: Bench) -> None:
