@@ -49,12 +49,20 @@ class ProxiedBucket:
         }
 
     def names(self) -> list[str]:
+        found = self._system().ls(self.url.removeprefix("s3://"), detail=False)
+        return [path.rstrip("/").rpartition("/")[2] for path in found]
+
+    def read(self, name: str) -> bytes:
+        document: bytes = self._system().cat_file(f"{self.url}/{name}")
+        return document
+
+    def _system(self) -> Any:
+        """The server itself, past the proxy."""
         import fsspec
 
         secrets = self.storage.secrets
         options = {"key": secrets["key"], "secret": secrets["secret"], "endpoint_url": self.storage.endpoint}
-        system = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True, **options)
-        return [path.rstrip("/").rpartition("/")[2] for path in system.ls(self.url.removeprefix("s3://"), detail=False)]
+        return fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True, **options)
 
     def num_puts(self) -> int:
         return sum(request.op in PUTS for request in self.proxy.requests)

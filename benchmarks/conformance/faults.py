@@ -165,7 +165,7 @@ def killed_at_times(lab: Lab, library: str, amount: Amount) -> Iterator[Trial]:
 
 
 def flipped(lab: Lab, library: str, amount: Amount) -> Iterator[Trial]:
-    """One bit of the last step's files is flipped. Half of the trials choose a file by its size, half any of them."""
+    """One bit of the last step's files is flipped. Half draw a file by its size, half take all in turn."""
     yield from _damaged(lab, library, amount.flips, _flip)
 
 
@@ -181,8 +181,10 @@ def _damaged(lab: Lab, library: str, count: int, damage: Callable[[random.Random
         files = _saved_with_files(whole, library)
         drawn = random.Random(f"{library} {damage.__name__}")
         for number in range(count):
-            weights = [size if number % 2 else 1 for size in files.values()]
-            path = drawn.choices([*files], weights)[0]
+            if number % 2:
+                path = drawn.choices([*files], [*files.values()])[0]
+            else:
+                path = [*files][number // 2 % len(files)]
             with lab.place() as place:
                 place.fill_from(whole)
                 point = damage(drawn, place.root / path, number)

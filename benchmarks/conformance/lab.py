@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -94,6 +94,9 @@ class Bucket(Protocol):
     def names(self) -> list[str]:
         """What a listing of the URL gives, as if of a directory."""
 
+    def read(self, name: str) -> bytes:
+        """An object. Raises FileNotFoundError."""
+
 
 @dataclass(frozen=True)
 class Lab:
@@ -125,6 +128,8 @@ class Place:
     path: Path
     bucket: Bucket | None = None
     """Where steps go; None: to the root."""
+    root_ids: set[str] = field(default_factory=set)
+    """Of the roots that ckptlib made here."""
 
     @property
     def seen(self) -> Path:
@@ -157,6 +162,7 @@ class Place:
             meeting = self.path / f"meeting-{uuid.uuid4().hex}"
             ranks = [Rank(jobs.save, self.job(library, r, world_size, meeting), LAST) for r in range(world_size)]
             words = [rank.hear(4 * self.lab.limit_s) for rank in ranks]
+            self._note_root()
             if words == ["ready"] * world_size:
                 return ranks
             word = next(word for word in words if word != "ready")
@@ -241,10 +247,16 @@ class Place:
     def forget_memory(self) -> None:
         """What killed jobs left in the memory of this host."""
         shutil.rmtree(elsewhere(self.seen), ignore_errors=True)
-        with suppress(OSError, ValueError, KeyError):
-            root_id = json.loads((self.root / "ckptlib.json").read_text())["id"]
+        for root_id in self.root_ids:
             for path in Path("/dev/shm").glob(f"ckptlib-{root_id[:16]}*"):
                 path.unlink(missing_ok=True)
+
+    def _note_root(self) -> None:
+        """Of ckptlib, whose slots in memory are named after it."""
+        with suppress(FileNotFoundError):
+            name = "ckptlib.json"
+            document = (self.root / name).read_bytes() if self.bucket is None else self.bucket.read(name)
+            self.root_ids.add(json.loads(document)["body"]["id"])
 
     def files(self) -> dict[Path, tuple[int, int]]:
         """What is in the root: size and time of each file."""

@@ -25,9 +25,9 @@ CONTROL = "no fault"
 
 
 def page(lines: Sequence[Line]) -> str:
-    """All of it."""
-    machine = next(line for line in lines if line["kind"] == "machine")
-    return "\n".join([*_head(machine), *tables(lines)]) + "\n"
+    """All of it; of lines of several runs, too."""
+    machines = [line for line in lines if line["kind"] == "machine"]
+    return "\n".join([*_head(machines), *tables(lines)]) + "\n"
 
 
 def tables(lines: Sequence[Line]) -> Iterator[str]:
@@ -50,13 +50,14 @@ def tables(lines: Sequence[Line]) -> Iterator[str]:
             yield f"- {library} ({', '.join(faults)}): {why}"
 
 
-def _head(machine: Line) -> Iterator[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    memory = f"{machine['memory_bytes'] / (1 << 30):.0f} GiB"
-    yield from ["# Conformance", "", f"Made by `python -m benchmarks {shlex.join(machine['settings']['command'])}`."]
-    where = f"{machine['cores']} cores, {memory}, Linux {machine['kernel']}, {machine['filesystem']}"
-    yield from ["", f"{machine['cpu']}, {where}; {machine['at']}. {versions}."]
-    yield ""
+def _head(machines: Sequence[Line]) -> Iterator[str]:
+    yield from ["# Conformance", ""]
+    for machine in machines:
+        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+        memory = f"{machine['memory_bytes'] / (1 << 30):.0f} GiB"
+        where = f"{machine['cores']} cores, {memory}, Linux {machine['kernel']}, {machine['filesystem']}"
+        yield from [f"Made by `python -m benchmarks {shlex.join(machine['settings']['command'])}`.", ""]
+        yield from [f"{machine['cpu']}, {where}; {machine['at']}. {versions}.", ""]
 
 
 def _summary(trials: Sequence[Line]) -> Iterator[str]:
