@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from ckptlib.catalog.catalog import Catalog
@@ -96,7 +97,10 @@ class StepFolders:
         self._failed: OSError | None = None
 
     def settle(self) -> None:
-        """Gives drafts of an earlier process their names where their step was committed, and removes the others."""
+        """Gives drafts of an earlier process their names where their step was committed, and removes the others.
+
+        Removes nothing else: what is too many goes when a newer one comes.
+        """
         drafts = [(path, save) for path, save in _readable(self._directory) if _is_draft(path, save)]
         if not drafts:
             return
@@ -183,12 +187,16 @@ class StepFolders:
     def _publish(self, name: str, save: SaveId) -> None:
         """The training goes on where this fails: its rank would stop alone."""
         try:
-            self._give_name(name, save)
+            folder = self._give_name(name, save)
+            for other in self._beyond(folder):
+                log.info("%s is removed, as it is one too many", other)
+                self._remove(other)
+            self._drop_gone()
         except OSError as error:
             log.error("%s: step %d is saved, but its directory is not: %s", self._directory / name, save.step, error)
             self._failed = error
 
-    def _give_name(self, name: str, save: SaveId) -> None:
+    def _give_name(self, name: str, save: SaveId) -> Path:
         draft, folder = self._draft_of(name, save), self._directory / name
         for path in [*draft.rglob("*"), draft]:
             _flush(path)
@@ -198,15 +206,29 @@ class StepFolders:
         _flush(self._directory)
         replaced = self._named.get(folder)
         self._named[folder] = save
-        for other in self._beyond(folder):
-            log.info("%s is removed, as it is one too many", other)
-            shutil.rmtree(other, ignore_errors=True)
-        self._drop_gone([replaced] if replaced is not None else [])
+        if replaced is not None:
+            self._drop({replaced})
+        return folder
 
-    def _drop_gone(self, further: list[SaveId] | None = None) -> None:
-        """Drops the steps whose directories are gone. Their bytes go after the grace period of the root."""
+    def _remove(self, folder: Path) -> None:
+        """With its step. It is a draft until that is dropped: a kill leaves nothing that the next start misses."""
+        save = self._named.pop(folder, None)
+        if save is not None:
+            draft = self._draft_of(folder.name, save)
+            with suppress(FileNotFoundError):  # somebody else has removed it
+                folder.rename(draft)
+            self._drop({save})
+            folder = draft
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _drop_gone(self) -> None:
+        """Drops the steps whose directories are gone."""
         gone = [folder for folder in self._named if not folder.is_dir()]
-        saves = {*(further or []), *(self._named.pop(folder) for folder in gone)} - {*self._named.values()}
+        self._drop({self._named.pop(folder) for folder in gone})
+
+    def _drop(self, saves: set[SaveId]) -> None:
+        """But for those that another directory names. Their bytes go after the grace period of the root."""
+        saves = saves - {*self._named.values()}
         if not saves:
             return
         try:

@@ -68,6 +68,55 @@ def test_too_many_go_and_their_steps(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == [3, 4]
 
 
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_kill_while_one_is_removed_leaves_no_step_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_dropped: bool
+) -> None:
+    """The next start takes up where the last one was: right before the step is dropped, or right behind."""
+    drop = StepFolders._drop
+
+    def killed(self: StepFolders, saves: set[SaveId]) -> None:
+        if is_dropped:
+            drop(self, saves)
+        raise KeyboardInterrupt
+
+    folders = make(tmp_path, limit=2)
+    for step in (1, 2, 3):
+        saved = save(tmp_path, step)
+        folders.draft(f"checkpoint-{step}", saved)
+        if step == 3:
+            monkeypatch.setattr(StepFolders, "_drop", killed)
+        folders.publish(f"checkpoint-{step}", saved)
+    with pytest.raises(KeyboardInterrupt):
+        folders.wait()
+    folders.let_go()
+    monkeypatch.undo()
+    assert "checkpoint-1" not in names(tmp_path)
+
+    again = make(tmp_path, limit=2)
+    again.settle()
+    assert names(tmp_path) == [*(["checkpoint-1"] if not is_dropped else []), "checkpoint-2", "checkpoint-3"]
+    saved = save(tmp_path, 4)
+    again.draft("checkpoint-4", saved)
+    again.publish("checkpoint-4", saved)
+    again.close()
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+    assert steps_of(tmp_path) == [3, 4]
+
+
+def test_a_start_removes_no_checkpoint(tmp_path: Path) -> None:
+    """Of several drafts, the last one to get its name is not always the newest."""
+    folders = make(tmp_path)
+    for step in (9, 12):
+        folders.draft(f"checkpoint-{step}", save(tmp_path, step))
+    folders.let_go()
+    again = make(tmp_path, limit=1)
+    again.settle()
+    again.let_go()
+    assert names(tmp_path) == ["checkpoint-12", "checkpoint-9"]
+    assert steps_of(tmp_path) == [9, 12]
+
+
 def test_a_step_that_another_directory_names_stays(tmp_path: Path) -> None:
     folders, saved = make(tmp_path), save(tmp_path, 1)
     for name in ("checkpoint-1", "best"):

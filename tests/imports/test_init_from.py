@@ -6,13 +6,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.one_job import Job, catalog
+from helpers.one_job import Job, catalog, steps
 from launch import torchrun
 from onerank import bits
 from safetensors.torch import save_file, save_model
@@ -87,6 +88,32 @@ def test_a_fresh_run_begins_from_it(write: Callable[[Job, Path], Path], tmp_path
         assert (report.step, report.initialized_from) == (2, None)
     assert weights(again.model) == weights(job.model)
     assert f"{path.name}" in began_from(job.root)
+
+
+@pytest.mark.parametrize("tier", ["memory", "local"])
+def test_a_step_that_only_memory_or_a_disk_has_comes_first(tier: str, tmp_path: Path) -> None:
+    path = as_torch(source(tmp_path), tmp_path)
+    options: dict[str, object] = {"every": 10**6, "peers": ckptlib.Peers(copies=0)}
+    if tier == "local":
+        options = {"every": 1, "local": tmp_path / "nvme", "drain": ckptlib.Steps(10**6)}
+    options |= {"init_from": path, "init_only": "model"}
+    job = Job(tmp_path / "root")
+    with suppress(KeyboardInterrupt), job.checkpointer(**options) as ckpt:
+        assert ckpt.restore().initialized_from is not None
+        job.body()
+        ckpt.after_step(1)
+        ckpt.drain()
+        if tier == "local":
+            assert ckpt.pending is not None
+            ckpt.pending.wait_local(60.0)
+        raise KeyboardInterrupt  # as a job that dies
+    assert steps(job.root) == []
+    path.unlink()
+    again = Job(tmp_path / "root", seed=1)
+    with again.checkpointer(**options) as ckpt:
+        report = ckpt.restore()
+        assert (report.step, report.tier, report.initialized_from) == (1, tier, None)
+    assert weights(again.model) == weights(job.model)
 
 
 def began_from(root: Path) -> str:
