@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -71,6 +72,10 @@ def step_of(folder: Path) -> SaveId | None:
         ) from error
 
 
+_LEFT = re.compile(r"\..+\.[0-9]{12}-[0-9]{6}-[0-9a-f]{8}\.part")
+"""The name of a draft."""
+
+
 class StepFolders:
     """Those of one directory and one root. One process has it; files are flushed and deleted by a thread of its own."""
 
@@ -101,6 +106,9 @@ class StepFolders:
 
         Removes nothing else: what is too many goes when a newer one comes.
         """
+        for path in self._directory.glob(f"{HEAD}*.part") if self._directory.is_dir() else ():
+            if _LEFT.fullmatch(path.name) and path.is_dir() and not (path / POINTER).exists():
+                shutil.rmtree(path)  # somebody was killed while it was made, or deleted
         drafts = [(path, save) for path, save in _readable(self._directory) if _is_draft(path, save)]
         if not drafts:
             return

@@ -92,6 +92,9 @@ def test_a_kill_while_one_is_removed_leaves_no_step_alone(
     folders.let_go()
     monkeypatch.undo()
     assert "checkpoint-1" not in names(tmp_path)
+    half = tmp_path / f".checkpoint-0.{saved}.part"  # of which a kill has left the rest
+    half.mkdir()
+    (half / "trainer_state.json").write_text("{}")
 
     again = make(tmp_path, limit=2)
     again.settle()
