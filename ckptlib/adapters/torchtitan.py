@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from ckptlib import api
 from ckptlib.checkpointer import Checkpointer
-from ckptlib.errors import CheckpointNotFound
+from ckptlib.errors import CheckpointNotFound, Preempted
 from ckptlib.exporting.asked import Export
 from ckptlib.imports.beginning import Init
 from ckptlib.policy.keep import Keep
@@ -119,6 +119,7 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
     @override
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Raises Preempted once the step is saved at which all ranks stop, since one of them was told to."""
         if self._config.load_only:
             return False
         if self._checkpointer is None:  # torchtitan loads first, but for a seed checkpoint
@@ -129,7 +130,11 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
             self._checkpointer.save(curr_step)
         else:
             self._checkpointer.after_step(curr_step)
-        return self._checkpointer.pending is not before
+        saved = self._checkpointer.pending is not before
+        if self._checkpointer.stopping:  # torchtitan would go on with its next step
+            self._close()
+            raise Preempted
+        return saved
 
     @override
     def _maybe_wait_for_staging(self) -> None:

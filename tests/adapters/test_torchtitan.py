@@ -55,6 +55,21 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     assert steps[-1] == 14
 
 
+def test_one_rank_is_told_to_stop(tmp_path: Path) -> None:
+    """All save the same step and end; the next start goes on from there, with the end of a run that was left alone."""
+    whole, _ = train(tmp_path / "whole", tmp_path / "whole.pt")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    job = [WORKERS / "torchtitan_job.py", tmp_path / "run", 14, -7, tmp_path / "run.pt", "ours"]
+    variables = {**environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run([*map(str, [*command, *job])], env=variables, capture_output=True, text=True, timeout=200)
+    assert f"exitcode  : {ckptlib.Preempted().code}" in done.stderr, done.stdout + done.stderr
+    newest = max(info.step for info in ckptlib.checkpoints(tmp_path / "run" / "checkpoint"))
+    assert 7 < newest <= 9
+    parted, told = train(tmp_path / "run", tmp_path / "run.pt")
+    assert f"loaded True, step {newest}\n" in told
+    assert_same(whole, parted)
+
+
 def test_goes_on_from_its_own_files(tmp_path: Path) -> None:
     """A run of torchtitan's own manager; its newest directory is where the run begins, model only."""
     train(tmp_path / "theirs", tmp_path / "theirs.pt", steps=6, whose="theirs")

@@ -2,7 +2,8 @@
 
     torchrun torchtitan_job.py <dump folder> <steps> <step at which it is killed, or -1> <file> <whose> [<initial path>]
 
-`whose`: "ours" or "theirs", torchtitan's own manager over DCP. The Trainer itself needs a GPU. FSDP2 over all ranks.
+A step below -1: minus the step at which rank 1 is told to stop. `whose`: "ours" or "theirs", torchtitan's own manager
+over DCP. The Trainer itself needs a GPU. FSDP2 over all ranks.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ def main(folder: str, steps: int, killed_at: int, out: str, whose: str, initial:
             checkpointer._checkpointer.pending.wait_committed()
         if state.step == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if killed_at < -1 and state.step == -killed_at and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
     weights = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
     checkpointer.close()
     if dist.get_rank() == 0:
