@@ -65,7 +65,7 @@ class _Job:
         self.catalog.open_root(Root("0" * 32, XXH3, DEADLINE_S))
         self.catalog.put_generation(Generation(GENERATION, num_ranks, None, 0.0, {}, "here"))
         layout = layout_of(num_ranks, num_tensors)
-        self.catalog.put_layout(layout.digest, layout.encoded)
+        self.catalog.shared.put_layout(layout.digest, layout.encoded)
         self.names: list[PartName] = []
         for rank in range(num_ranks):
             part = part_of(SaveId(1, GENERATION), rank, layout)
@@ -154,7 +154,7 @@ def _measure_many_steps(num_steps: int, figures: Figures) -> None:
     catalog.open_root(Root("0" * 32, XXH3, DEADLINE_S))
     catalog.put_generation(Generation(GENERATION, 1, None, 0.0, {}, "here"))
     layout = layout_of(1, 1)
-    catalog.put_layout(layout.digest, layout.encoded)
+    catalog.shared.put_layout(layout.digest, layout.encoded)
     name, document = part_of(SaveId(1, GENERATION), 0, layout).encode()
     job_store.put(name.key, document)
     manifest = Committer(catalog).commit(SaveId(1, GENERATION), [name])

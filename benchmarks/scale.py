@@ -56,7 +56,7 @@ def measure(options: Options, directory: Path, figures: Figures) -> None:
     layout, seconds = _timed(lambda: layout_of(num_ranks, num_tensors))
     note("layout, once per layout", "cpu s", seconds)
     note("layout", "KB", len(layout.encoded) / 1e3)
-    catalog.put_layout(layout.digest, layout.encoded)
+    catalog.shared.put_layout(layout.digest, layout.encoded)
 
     first, names, parts = SaveId(1, GENERATION), [], []
     for rank in range(num_ranks):

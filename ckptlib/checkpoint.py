@@ -93,7 +93,13 @@ def _save_step(session: Session, order: SaveOrder) -> Pending:
     compare = order.compare or not session.planner.agreed
     number = session.count_save()  # whatever becomes of it: ranks that count differently would not compare together
     try:
-        flat, metrics, plan, slot = _agree(session, order, compare)
+        try:
+            flat, metrics, plan, slot = _agree(session, order, compare)
+        except StateChanged:
+            if compare or session.group.size > 1:
+                raise
+            compare = True  # one rank has nobody to wait for
+            flat, metrics, plan, slot = _agree(session, order, compare)
     except CkptError as error:
         if compare:
             raise

@@ -170,7 +170,11 @@ class Checkpointer:
         self._steps = Steps(self._session, state, self._turns, self._fence, metrics)
         self._exports = Exports(export, self._session)
         self._generators: LoadedRng | None = None
-        self._install()
+        try:
+            self._install()
+        except BaseException:
+            self._turns.close()  # who catches it is to be stopped by SIGTERM as before
+            raise
         self._keeper = StateKeeper(self._session, state)
         self._keeper.begin()
 

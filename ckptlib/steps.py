@@ -45,6 +45,8 @@ class Steps:
         """Whether all ranks have agreed that this is the last step."""
         self.preempted = False
         """Whether that came before the end of the loop."""
+        self._took_slot = False
+        """Whether `save` has taken a slot since the ranks said which they have."""
 
     @property
     def last(self) -> Pending | None:
@@ -76,7 +78,7 @@ class Steps:
         if last:
             await_room(session, self.stop_timeout_s)
         taken = None
-        if last or ((word.due or word.snap) and word.needs_held <= session.snapshots.held_by_all):
+        if last or ((word.due or word.snap) and self._has_room(word)):
             # a last one is compared before it is taken: no other could be, should it turn out to differ
             compare = compare or last
             taken = self._take(step, self.metrics.of(metrics), word, to_store=bool(last or word.due), compare=compare)
@@ -86,6 +88,7 @@ class Steps:
         try:
             if not self.stopping:
                 self._turns.say(step + 1)
+                self._took_slot = False
         finally:
             self.metrics.clear()
             if taken is not None:
@@ -94,6 +97,13 @@ class Steps:
         if last:  # no step of an optimizer follows, so nothing would wait at the fence
             self._fence.wait()
         self._fence.forget()
+
+    def _has_room(self, word: Word) -> bool:
+        """Whether every rank has a slot. Collective right after a `save`, which the agreed word knows nothing of."""
+        snapshots = self._session.snapshots
+        if not self._took_slot:
+            return word.needs_held <= snapshots.held_by_all
+        return not self._session.group.any(snapshots.needs_held() > snapshots.held_by_all)
 
     def _check_counted(self, step: int) -> None:
         """All ranks have agreed on the step, so all raise."""
@@ -159,8 +169,9 @@ class Steps:
     def save(self, step: int, metrics: Mapping[str, object] | None) -> Pending:
         """Saves now, whatever is due, unless this step is saved already. Collective; blocks until a slot is free."""
         session, known = self._session, self._attempts.has(step)
-        some, not_all = session.group.max([int(known), int(not known)])
-        if some and not_all:  # a rank without it would go into another save alone
+        given_up = session.given_up == step  # that was published, and would be taken for the outcome of another try
+        some, not_all, failed = session.group.max([int(known), int(not known), int(given_up)])
+        if failed or (some and not_all):  # a rank without it would go into another save alone
             raise SaveFailed(f"some rank could not save step {step}, which will never be committed; save a later one")
         if self.last is not None and known:
             return self.last
@@ -170,6 +181,7 @@ class Steps:
         session.tier.begin_drained()
         told = self.metrics.of(metrics)
         taken = self.last = save_step(session, SaveOrder(self._state, step, told, spare=trained))
+        self._took_slot = True
         self._warn_of_metrics(step, told)
         taken.staging.go()
         session.listener.tell(begun(taken, began))

@@ -36,8 +36,11 @@ def duration(seconds: float) -> str:
 
 
 def seconds(span: float) -> str:
-    """As `duration`, with a decimal where a second counts: "3.2 s"."""
-    return f"{span:.1f} s" if 1 <= span < 120 else duration(span)
+    """As `duration`, but with a decimal, and never in days, so that parts of a run's time can be compared: "3.2 s"."""
+    if span < 1:
+        return duration(span)
+    unit, length = next(((unit, length) for unit, length in (("h", 3600), ("min", 60)) if span >= 2 * length), ("s", 1))
+    return f"{span / length:,.1f} {unit}"
 
 
 def age(since: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -17,6 +18,13 @@ pytest_plugins = ["helpers.servers"]
 # Before torch is imported; and for every process that tests start. The threads of its pool spin while they wait for one
 # another: beside other work, a step of a small model took 53 ms of CPU and 330 ms; by one thread, 1.6 and 17 ms.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell ignores it for what it runs in the background, and so would all processes that tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Before gcsfs is imported, by whichever test: unless told not to, it asks the real service about the kind of a bucket.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 # How long an example takes says how busy the machine is, not whether the code is right: that fails no test.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

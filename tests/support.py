@@ -111,7 +111,7 @@ def put_part(
     for n, shape in enumerate(packing.packs):
         packs.append(Pack(save.pack_key(rank, attempt, n), shape.nbytes, 0.0))
         catalog.store.put(packs[n].key, shape.head(save, rank, layout.digest), [data_of(shape, body)])
-    catalog.put_layout(layout.digest, layout.encoded)
+    catalog.shared.put_layout(layout.digest, layout.encoded)
     size, shown = layout.world_size, tuple(packs)
     part = Part(save, rank, size, attempt, packing.table, shown, XXH3, tuple(digests), {}, {}, 0.0, check)
     name, document = replace(part, **(told or {})).encode()  # type: ignore[arg-type]

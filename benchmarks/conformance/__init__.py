@@ -30,7 +30,7 @@ LIMIT_S = 30.0
 ROWS, TOY_ROWS = 128, 16
 NEEDS_ROOT = "disk full"
 MOSTLY_WAITS = 3
-"""As many times as many trials run beside each other where they wait for time-outs."""
+"""As many times as many trials run beside each other where they wait for time-outs, and beside all others."""
 
 
 def main(arguments: list[str]) -> None:
@@ -47,11 +47,12 @@ def main(arguments: list[str]) -> None:
     with scratch(given.directory, "conformance") as directory:
         lab = Lab(directory, Content(TOY_ROWS if given.toy else ROWS), LIMIT_S)
         suite = _Suite(lab, report, TOY if given.toy else Amount(), given.libraries)
-        suite.run([fault for fault in given.faults if fault in faults.FAULTS], given.jobs)
         on_s3 = [fault for fault in given.faults if fault in buckets.FAULTS]
-        if on_s3:
-            with buckets.server(directory) if buckets.why_not() is None else nullcontext():
-                suite.run(on_s3, MOSTLY_WAITS * given.jobs)
+        serving = buckets.server(directory) if on_s3 and buckets.why_not() is None else nullcontext()
+        with serving, ThreadPoolExecutor(1) as beside:
+            waits = beside.submit(suite.run, on_s3, MOSTLY_WAITS * given.jobs)
+            suite.run([fault for fault in given.faults if fault in faults.FAULTS], given.jobs)
+            waits.result()
     text = page(report.lines)
     if given.out is None:
         print(text)

@@ -10,12 +10,14 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, ProjectConfiguration
 from typing_extensions import override
 
 from ckptlib import api
@@ -37,6 +39,16 @@ NUMBERED = re.compile("checkpoint_([0-9]+)")
 UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Saving:
+    directory: Path
+    token: object
+    """Of the Accelerator that saves."""
+    pending: Pending
+    given_up: threading.Event
+    """Set where the save has failed, for who waits for its commit."""
+
+
 class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator whose `save_state` and `load_state` go through ckptlib; all else is as it was.
 
@@ -47,6 +59,16 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
     Where a state was loaded, the first `skip_first_batches` puts the random state back once its batches are skipped:
     a data loader draws from it as it begins.
     """
+
+    # Of the process: another Accelerator may load what the last one has just saved
+
+    _folders: ClassVar[dict[Path, StepFolders]] = {}
+    """By directory; on rank 0."""
+    _whose: ClassVar[dict[Path, object]] = {}
+    """By directory: the token of the Accelerator that opened it last."""
+    _under_way: ClassVar[list[_Saving]] = []
+    _newest: ClassVar[dict[str, int]] = {}
+    """By root: the last step that this process saved or found."""
 
     def __init__(
         self,
@@ -59,11 +81,7 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._codec: Asked = ckptlib_codec
         self._storage_options = ckptlib_storage_options
-        self._folders: dict[Path, StepFolders] = {}
-        """By directory; on rank 0."""
-        self._under_way: list[tuple[Pending, threading.Event]] = []
-        self._newest: dict[str, int] = {}
-        """By root: the last step that this process saved or found."""
+        self._token = object()
         self._random: Mapping[str, Any] | None = None
         """What was loaded, until batches are skipped."""
 
@@ -83,7 +101,7 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         pending = api.save_async(root, self._state(), step, storage_options=self._storage_options, codec=self._codec)
         self._newest[root] = step
         given_up = threading.Event()
-        self._under_way.append((pending, given_up))
+        self._under_way.append(_Saving(folder.parent, self._token, pending, given_up))
         if folder.parent in self._folders:
             folders = self._folders[folder.parent]
             folders.draft(folder.name, pending.save)
@@ -122,18 +140,22 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
 
     def wait_for_saves(self) -> None:
         """Returns when each directory of an earlier `save_state` is there. Collective. Raises SaveFailed."""
+        opened = {directory for directory, token in self._whose.items() if token is self._token}
+        self._wait([each for each in self._under_way if each.token is self._token], opened)
 
+    def _wait(self, saving: list[_Saving], opened: Iterable[Path]) -> None:
         def finish() -> None:
-            under_way, self._under_way = self._under_way, []
             failed: SaveFailed | None = None
-            for pending, given_up in under_way:
+            for each in saving:
+                self._under_way.remove(each)
                 try:
-                    pending.wait_committed()
+                    each.pending.wait_committed()
                 except SaveFailed as error:
-                    given_up.set()
+                    each.given_up.set()
                     failed = error
-            for folders in self._folders.values():
-                folders.wait()
+            for directory in opened:
+                if directory in self._folders:
+                    self._folders[directory].wait()
             if failed is not None:
                 raise failed
 
@@ -143,9 +165,10 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
     def end_training(self) -> None:
         """Waits for the last checkpoints first."""
         self.wait_for_saves()
-        folders, self._folders = self._folders, {}
-        for each in folders.values():
-            each.close()
+        for directory in [path for path, token in self._whose.items() if token is self._token]:
+            del self._whose[directory]
+            if directory in self._folders:
+                self._folders.pop(directory).close()
         super().end_training()
 
     # The state
@@ -198,7 +221,8 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("load_state needs input_dir, as automatic_checkpoint_naming is off")
         self._open(self._automatic)
-        newest = self._on_rank_0(f"looking into {self._automatic}", lambda: str(max(self._numbered(), default=-1)))
+        numbered = partial(_numbered, self._automatic)
+        newest = self._on_rank_0(f"looking into {self._automatic}", lambda: str(max(numbered(), default=-1)))
         if newest == "-1":
             raise ValueError(f"{self._automatic}: no directory is called checkpoint_N")
         return self._automatic / f"checkpoint_{newest}"
@@ -207,30 +231,23 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
     def _automatic(self) -> Path:
         return Path(self.project_dir).expanduser().absolute() / "checkpoints"
 
-    def _numbered(self) -> list[int]:
-        if not self._automatic.is_dir():
-            return []
-        return [int(m[1]) for path in self._automatic.iterdir() if (m := NUMBERED.fullmatch(path.name))]
-
-    def _beyond(self, newest: Path) -> list[Path]:
-        """As `total_limit` says, oldest first."""
-        limit = self.project_configuration.total_limit
-        if limit is None or not self.project_configuration.automatic_checkpoint_naming:
-            return []
-        numbers = sorted(n for n in self._numbered() if self._automatic / f"checkpoint_{n}" != newest)
-        return [self._automatic / f"checkpoint_{n}" for n in numbers[: max(0, len(numbers) + 1 - max(1, limit))]]
-
     def _open(self, directory: Path) -> None:
-        """Finishes what an earlier process left in a directory. Collective."""
+        """Finishes what an earlier process, or another Accelerator of this one, left in a directory. Collective."""
+        if self._whose.get(directory) is self._token:
+            return
+        self._wait([each for each in self._under_way if each.directory == directory], [directory])
 
         def settle() -> str:
-            if directory not in self._folders:
-                root = str(directory / ROOT)
-                self._folders[directory] = StepFolders(directory, root, self._storage_options, self._beyond)
-                self._folders[directory].settle()
+            if directory in self._folders:
+                self._folders.pop(directory).close()
+            beyond = partial(_beyond, self.project_configuration)
+            folders = StepFolders(directory, str(directory / ROOT), self._storage_options, beyond)
+            self._folders[directory] = folders
+            folders.settle()
             return ""
 
         self._on_rank_0(f"looking at {directory}", settle)
+        self._whose[directory] = self._token
 
     def _next_step(self, directory: Path, root: str) -> int:
         self._open(directory)
@@ -258,18 +275,34 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
     def _settle_done(self) -> None:
         """Forgets saves that are done. Raises SaveFailed, on all ranks, where one failed."""
         failed: list[str] = []
-        for pending, given_up in [*self._under_way]:
-            if pending.done():
-                self._under_way.remove((pending, given_up))
-                if pending.error is not None:
-                    given_up.set()
-                    failed.append(f"step {pending.step} is not saved: {pending.error}")
+        for each in [each for each in self._under_way if each.token is self._token]:
+            if each.pending.done():
+                self._under_way.remove(each)
+                if each.pending.error is not None:
+                    each.given_up.set()
+                    failed.append(f"step {each.pending.step} is not saved: {each.pending.error}")
 
         def tell() -> None:
             if failed:
                 raise SaveFailed("; ".join(failed))
 
         together(registry.group(None), "saving", tell)
+
+
+def _numbered(directory: Path) -> list[int]:
+    """Of the directories that are named automatically."""
+    if not directory.is_dir():
+        return []
+    return [int(m[1]) for path in directory.iterdir() if (m := NUMBERED.fullmatch(path.name))]
+
+
+def _beyond(project: ProjectConfiguration, newest: Path) -> list[Path]:
+    """The directories that `total_limit` leaves no room for, oldest first."""
+    limit, directory = project.total_limit, newest.parent
+    if limit is None or not project.automatic_checkpoint_naming:
+        return []
+    numbers = sorted(n for n in _numbered(directory) if directory / f"checkpoint_{n}" != newest)
+    return [directory / f"checkpoint_{n}" for n in numbers[: max(0, len(numbers) + 1 - max(1, limit))]]
 
 
 class _Resumed:

@@ -14,20 +14,21 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from ckptlib import api
 from ckptlib.adapters.checkpoint_id import Place, place_of
-from ckptlib.adapters.state_dicts import asked, gives_state, model_of, unwrap, wrapped
+from ckptlib.adapters.dcp_optimizers import fill_named, fill_optimizers
+from ckptlib.adapters.optimizer_names import GROUPS, named_optimizers
+from ckptlib.adapters.state_dicts import asked, gives_state, unwrap, wrapped
 from ckptlib.errors import StateError, StateMismatch, WaitTimeout
 from ckptlib.loading.report import LoadReport
 from ckptlib.policy.codec import AUTO, Asked
 from ckptlib.policy.keep import Keep
 from ckptlib.ranks.meeting import meet
 from ckptlib.ranks.together import together
+from ckptlib.reading.opened import CheckpointReader
+from ckptlib.reading.opened import open as ckptlib_open
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.registry import registry
 from ckptlib.stores import absolute
@@ -111,29 +112,37 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     storage_options: Mapping[str, object] | None = None,
+    cast: bool = False,
 ) -> None:
     """Fills a state dict in place, whatever layout and world size it was saved with. Collective.
 
-    Objects with load_state_dict() get theirs; plain values are replaced. Names that only the checkpoint has are not
-    loaded. A name that only `state_dict` has raises StateMismatch, unless `planner` is a DefaultLoadPlanner with
-    allow_partial_load=True. Raises as `ckptlib.load`; ValueError for a `storage_reader`, and for another planner.
+    Objects with load_state_dict() get theirs; plain values are replaced, and so are tensors on the meta device. Names
+    that only the checkpoint has are not loaded. A name that only `state_dict` has raises StateMismatch, unless
+    `planner` is a DefaultLoadPlanner with allow_partial_load=True. Raises as `ckptlib.load`; ValueError for a
+    `storage_reader`, and for another planner.
+
+    cast: allow a tensor's dtype to differ from the saved one. DCP always converts, and says nothing.
     """
     partial = bool(getattr(planner, "allow_partial_load", False))
     _refuse_planning(process_group, no_dist, True, storage_reader=storage_reader, planner=None if partial else planner)
     url, step = place_of(checkpoint_id)
     states = asked(state_dict)
-    target = wrapped(states)
+    target = wrapped(states, allocate=True)
 
-    def fill(some: dict[str, Any]) -> LoadReport:
-        where = (url, some, "latest" if step is None else step)
-        return api.load(*where, storage_options=storage_options, process_group=process_group, strict=False)
+    def fill(some: dict[str, Any], step: int | str, names: dict[str, str] | None = None) -> LoadReport:
+        options: dict[str, Any] = {"storage_options": storage_options, "process_group": process_group}
+        return api.load(url, some, step, strict=False, cast=cast, map=names, **options)
 
-    report = fill(target)
-    missing = {*report.missing}
-    for key in sorted(missing):
-        if isinstance(states.get(key), Optimizer) and (model := model_of(states[key], states)) is not None:
-            missing.remove(key)
-            missing |= {*_load_by_names(key, states[key], model, fill)}
+    named = {path: (node, node.get(GROUPS)) for path, node in named_optimizers(states)}
+    report = fill(target, "latest" if step is None else step)
+    unwrap(states, target, {*report.missing})
+    group, save = registry.group(process_group), str(report.save)
+    missing = fill_optimizers(group, states, {*report.missing}, lambda some: fill(some, save))
+
+    def opened() -> CheckpointReader:
+        return ckptlib_open(url, save, storage_options=storage_options)
+
+    missing = fill_named(group, named, missing, opened, lambda some, names: fill(some, save, names))
     if missing and not partial:
         names = sorted(missing)
         raise StateMismatch(
@@ -141,8 +150,8 @@ def load(
             f"{' and more' if len(names) > 20 else ''}, which the state dict has; what the checkpoint has was "
             "loaded. Take these out of the state dict, or pass planner=DefaultLoadPlanner(allow_partial_load=True)"
         )
-    unwrap(states, target)
-    for key, given in state_dict.items():
+    for key in sorted(states, key=str):  # a load_state_dict() may be a collective
+        given = state_dict[key]
         if gives_state(given):
             given.load_state_dict(states[key])
         else:
@@ -195,19 +204,6 @@ class SaveFuture(Future[int]):
     def add_done_callback(self, fn: Callable[[Future[int]], object]) -> None:
         """As `Pending.add_done_callback`: by the thread that trains."""
         self.pending.add_done_callback(lambda _: fn(self))
-
-
-def _load_by_names(
-    key: str, optim: Optimizer, model: nn.Module, fill: Callable[[dict[str, Any]], LoadReport]
-) -> tuple[str, ...]:
-    """Loads an optimizer from what `get_state_dict` once gave of it. Returns the names that are missing."""
-    state = {key: get_optimizer_state_dict(model, optim)}
-    target = wrapped(state)
-    missing = fill(target).missing
-    if not missing:
-        unwrap(state, target)
-        set_optimizer_state_dict(model, optim, state[key])
-    return missing
 
 
 def _next_save(
@@ -263,7 +259,8 @@ def _refuse_planning(
         if value is not None and type(value).__name__ not in ("DefaultSavePlanner", "DefaultLoadPlanner"):
             raise ValueError(
                 f"{name}={type(value).__name__}: ckptlib plans, stages and stores by itself; leave {name} out and give "
-                "checkpoint_id, or use torch.distributed.checkpoint"
+                "checkpoint_id, or call torch.distributed.checkpoint's function with ckptlib.dcp's StorageWriter or "
+                "StorageReader"
             )
     if not use_collectives:
         raise ValueError("use_collectives=False: the ranks must agree on a checkpoint; leave it out")

@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,8 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from typing_extensions import override
 
 from ckptlib import api
+from ckptlib.adapters.lightning_callback import CkptlibCallback as CkptlibCallback
+from ckptlib.adapters.plain_tree import PlainTree
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import drop, sweep
 from ckptlib.errors import CheckpointNotFound, CkptError, FormatError, SaveFailed
@@ -58,6 +59,11 @@ class CkptlibCheckpointIO(CheckpointIO):
     storage_options: for the root, where it is no local directory.
     """
 
+    _steps: ClassVar[dict[str, int]] = {}
+    """By root: the last step that this process saved, whichever Trainer asked for it."""
+    _saving: ClassVar[dict[str, tuple[Pending, Future[None]]]] = {}
+    """By path. Another Trainer may load what the last one has just saved."""
+
     def __init__(
         self,
         *,
@@ -68,13 +74,9 @@ class CkptlibCheckpointIO(CheckpointIO):
         self._asynchronous = asynchronous
         self._codec: Asked = codec
         self._options = storage_options
-        self._steps: dict[str, int] = {}
-        """By root: the last step that this process saved."""
-        self._saving: dict[str, tuple[Pending, Future[None]]] = {}
-        """By path."""
         self._group: dist.ProcessGroup | None = None
-        self._publisher = ThreadPoolExecutor(1, "ckptlib-lightning")
-        self._closing = threading.Event()
+        self._publisher: ThreadPoolExecutor | None = None
+        self._closing: threading.Event | None = None
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -84,12 +86,16 @@ class CkptlibCheckpointIO(CheckpointIO):
         self._finish(where)
         root = _root_of(where)
         step = self._next_step(root)
-        state = {"checkpoint": _Tree(checkpoint)}
+        state = {"checkpoint": PlainTree(checkpoint)}
         pending = api.save_async(
             *(root, state, step), storage_options=self._options, process_group=self._alone(), codec=self._codec
         )
         self._steps[root] = step
-        self._saving[where] = pending, self._publisher.submit(self._publish, where, root, pending.save)
+        if self._publisher is None:
+            self._publisher, self._closing = ThreadPoolExecutor(1, "ckptlib-lightning"), threading.Event()
+        assert self._closing is not None
+        published = self._publisher.submit(self._publish, where, root, pending.save, self._closing)
+        self._saving[where] = pending, published
         if not self._asynchronous:
             self._finish(where)
 
@@ -124,13 +130,24 @@ class CkptlibCheckpointIO(CheckpointIO):
 
     @override
     def teardown(self) -> None:
-        """Waits for all saves. Raises SaveFailed."""
+        """Waits for all saves. Raises SaveFailed.
+
+        Lightning calls it as each `fit` ends, and may save again later: `trainer.save_checkpoint`, another `fit`.
+        """
+        publisher, closing = self._publisher, self._closing
+        self._publisher = self._closing = None
         try:
             for where in [*self._saving]:
                 self._finish(where)
         finally:
-            self._closing.set()
-            self._publisher.shutdown(wait=True)
+            if publisher is not None and closing is not None:
+                closing.set()
+                publisher.shutdown(wait=True)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """For users who copy a module with its Trainer, or pickle it: what is under way stays here."""
+        return {**self.__dict__, "_publisher": None, "_closing": None, "_group": None}
 
     def _settle(self) -> None:
         """Raises the error of a save that failed; forgets those that are done."""
@@ -150,13 +167,13 @@ class CkptlibCheckpointIO(CheckpointIO):
             raise
         published.result()
 
-    def _publish(self, where: str, root: str, save: SaveId) -> None:
+    def _publish(self, where: str, root: str, save: SaveId, closing: threading.Event) -> None:
         """Writes the file as soon as the step is in the store. On a thread: training goes on, and asks nobody."""
         deadline = time.monotonic() + SAVE_DEADLINE / timedelta(seconds=1)
         with open_store(root, self._options) as store:
             catalog = Catalog(store)
             while not catalog.is_committed(save):
-                if self._closing.wait(POLL_S) or time.monotonic() > deadline:
+                if closing.wait(POLL_S) or time.monotonic() > deadline:
                     raise SaveFailed(f"{where}: step {save.step} of {root} was not committed")
         fs = get_filesystem(where)
         text = json.dumps({"ckptlib": ROOT, "step": str(save)}) + "\n"
@@ -176,30 +193,6 @@ class CkptlibCheckpointIO(CheckpointIO):
         if dist.is_initialized() and dist.get_world_size() > 1 and self._group is None:
             self._group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         return self._group
-
-
-class _Tree:
-    """Its state comes back with every dict, list and tuple as it was."""
-
-    def __init__(self, checkpoint: dict[str, Any]) -> None:
-        self._checkpoint = checkpoint
-
-    def state_dict(self) -> dict[str, Any]:
-        plain: dict[str, Any] = _plain(self._checkpoint)
-        return plain
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._checkpoint = state
-
-
-def _plain(node: Any) -> Any:
-    """Kinds of dict that only Lightning knows, such as AttributeDict, become dicts."""
-    if isinstance(node, dict):
-        made = {key: _plain(value) for key, value in node.items()}
-        return type(node)(made) if type(node) in (OrderedDict, Counter) else made
-    if type(node) in (list, tuple):
-        return type(node)(map(_plain, node))
-    return node
 
 
 def _moved(node: Any, location: Any) -> Any:

@@ -5,12 +5,15 @@ For DCP, a list or tuple in which there is no tensor is one value: a load replac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.optim import Optimizer
+
+from ckptlib.state.leaf import Sharded, home_of, join
 
 
 @runtime_checkable
@@ -28,11 +31,12 @@ class _Value:
     def __init__(self, value: object) -> None:
         self.value = value
 
-    def state_dict(self) -> dict[str, object]:
-        return {"value": self.value}
+    def state_dict(self) -> object:
+        return self.value
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        self.value = state["value"]
+    def load_state_dict(self, state: object) -> None:
+        """Before version 0.3, `state_dict` put it into a dict."""
+        self.value = state["value"] if isinstance(state, dict) else state
 
 
 def gives_state(value: object) -> TypeGuard[Stateful]:
@@ -48,21 +52,42 @@ def model_of(optim: Optimizer, states: Mapping[str, object]) -> nn.Module | None
 
 
 def asked(state_dict: Mapping[str, object]) -> dict[str, Any]:
-    """The same, with the state of each object that gives one."""
-    return {key: value.state_dict() if gives_state(value) else value for key, value in state_dict.items()}
+    """The same, with the state of each object that gives one.
+
+    They are asked in the order of their keys, as a `state_dict()` may be a collective and ranks may have added the
+    entries in different orders.
+    """
+    given = {key: state_dict[key] for key in sorted(state_dict, key=str)}
+    found = {key: value.state_dict() if gives_state(value) else value for key, value in given.items()}
+    return {key: found[key] for key in state_dict}
 
 
-def wrapped(states: Mapping[str, object]) -> dict[str, Any]:
-    """The same tensors in containers of its own, where lists and tuples without any are one value each."""
-    return {key: _wrapped(value) for key, value in states.items()}
+def wrapped(states: Mapping[str, object], allocate: bool = False) -> dict[str, Any]:
+    """The same tensors in containers of its own, where lists and tuples without any are one value each.
+
+    allocate: give tensors on the meta device memory, which is to be filled. Never for a save.
+    """
+    return {key: _wrapped(value, allocate) for key, value in states.items()}
 
 
-def _wrapped(node: Any) -> Any:
+def _wrapped(node: Any, allocate: bool) -> Any:
     if isinstance(node, Mapping):
-        return {key: _wrapped(value) for key, value in node.items()}
+        return {key: _wrapped(value, allocate) for key, value in node.items()}
+    if isinstance(node, ShardedTensor):  # with several shards, saves and loads refuse it, on all ranks
+        return _box_of(node) if len(node.local_shards()) <= 1 else node
+    if allocate and isinstance(node, torch.Tensor) and node.is_meta:
+        return torch.empty_like(node, device=home_of(node))
     if type(node) not in (list, tuple):
         return node
-    return type(node)(map(_wrapped, node)) if _has_state(node) else _Value(node)
+    return type(node)(_wrapped(value, allocate) for value in node) if _has_state(node) else _Value(node)
+
+
+def _box_of(tensor: ShardedTensor) -> Sharded:
+    """This rank's box of a tensor of FSDP1 or of torchrec, in the same memory."""
+    shards, shape = tensor.local_shards(), tuple(tensor.size())
+    if not shards:
+        return Sharded(torch.empty([0] * len(shape), dtype=tensor.dtype), (0,) * len(shape), shape)
+    return Sharded(shards[0].tensor, tuple(shards[0].metadata.shard_offsets), shape)
 
 
 def _has_state(node: object) -> bool:
@@ -73,21 +98,27 @@ def _has_state(node: object) -> bool:
     return isinstance(node, (torch.Tensor, nn.Module, Optimizer, torch.Generator, Stateful))
 
 
-def unwrap(states: dict[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Puts what a load left in `loaded`, which `wrapped` made of `states`, where it belongs."""
+def unwrap(states: dict[str, Any], loaded: Mapping[str, Any], missing: Collection[str] = ()) -> None:
+    """Puts what a load left in `loaded`, which `wrapped` made of `states`, where it belongs.
+
+    missing: names that were not filled; tensors of the meta device stay there then.
+    """
     for key, value in loaded.items():
-        states[key] = _unwrapped(states[key], value)
+        states[key] = _unwrapped(states[key], value, join("", key), missing)
 
 
-def _unwrapped(node: Any, loaded: Any) -> Any:
+def _unwrapped(node: Any, loaded: Any, path: str, missing: Collection[str]) -> Any:
     if isinstance(loaded, _Value):
         return loaded.value
+    if isinstance(node, ShardedTensor) or (isinstance(node, torch.Tensor) and path in missing):
+        return node
     if isinstance(node, dict):
         for key, value in loaded.items():
-            node[key] = _unwrapped(node[key], value)
+            node[key] = _unwrapped(node[key], value, join(path, key), missing)
         return node
     if type(node) in (list, tuple):
-        values = [_unwrapped(a, b) for a, b in zip(node, loaded, strict=True)]
+        pairs = enumerate(zip(node, loaded, strict=True))
+        values = [_unwrapped(a, b, join(path, i), missing) for i, (a, b) in pairs]
         if isinstance(node, tuple):
             return tuple(values)
         node[:] = values

@@ -100,6 +100,7 @@ class StepFolders:
         self._thread = ThreadPoolExecutor(1, "ckptlib-folders")
         self._publishing: list[Future[None]] = []
         self._failed: OSError | None = None
+        self._left = threading.Event()
 
     def settle(self) -> None:
         """Gives drafts of an earlier process their names where their step was committed, and removes the others.
@@ -162,6 +163,8 @@ class StepFolders:
         with open_store(self._root, self._options) as store:
             catalog = Catalog(store)
             while not catalog.is_committed(save):
+                if self._left.is_set():
+                    return
                 if given_up.wait(ASK_EVERY_S) or time.monotonic() > deadline:
                     self.discard(name, save)
                     return
@@ -185,8 +188,9 @@ class StepFolders:
             self._thread.shutdown(wait=True)
 
     def let_go(self) -> None:
-        """Waits for nothing."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Waits for no commit, but for what is being renamed or removed: who comes next looks at the directory."""
+        self._left.set()
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _draft_of(self, name: str, save: SaveId) -> Path:
         """Another one for each step: one of the same name may be under way yet."""

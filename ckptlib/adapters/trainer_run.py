@@ -19,8 +19,10 @@ from ckptlib.errors import (
     ObjectNotFound,
     ObjectUnreadable,
     Preempted,
+    ReplicasDiffer,
     SaveFailed,
     StateMismatch,
+    Superseded,
 )
 from ckptlib.format.keys import SaveId
 from ckptlib.policy.when import policy_of
@@ -72,6 +74,8 @@ class TrainerRun:
         """The last save that has a directory, or a draft."""
         self._under_way: list[tuple[str, Pending]] = []
         """Drafts, and the saves that they wait for."""
+        self._failed: SaveFailed | None = None
+        """Why the last save that Trainer asked for was not even begun."""
 
     def _folders_of_rank_0(self) -> StepFolders | None:
         def settled() -> StepFolders | None:
@@ -132,8 +136,17 @@ class TrainerRun:
             if best == trainer.state.global_step or self._has(best) or folder.is_dir():
                 trainer.state.best_model_checkpoint = str(Path(trainer._get_output_dir(trial)) / folder.name)
         self.step_done()
-        if self._noted is None or self._noted.step != trainer.state.global_step:
-            self._note(self.checkpointer.save(int(trainer.state.global_step)))
+        step = int(trainer.state.global_step)
+        self._failed = None
+        if self._noted is not None and self._noted.step == step:
+            return
+        try:
+            self._note(self.checkpointer.save(step))
+        except (Superseded, ReplicasDiffer):
+            raise
+        except SaveFailed as error:  # on all ranks; `after_step` ends a training whose saves fail for too long
+            log.error("%s: %s", self._directory / f"{PREFIX}{step}", error)
+            self._failed = error
 
     def _has(self, step: int) -> bool:
         """Whether its directory is on its way."""
@@ -216,6 +229,8 @@ class TrainerRun:
             raise
         self._folders = None
         self.checkpointer.close()
+        if self._failed is not None:
+            raise self._failed
 
     def let_go(self) -> None:
         """Waits for nothing: the writers finish alone, and the next run gives their steps directories."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ckptlib.catalog.catalog import Catalog
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 
 MAX_OBJECTS = 64
 """More are put into one."""
+
+MAX_LISTINGS = 4
+"""While others merge accounts, which happens once in MAX_OBJECTS starts."""
 
 MAX_ACCOUNT_BYTES = 64 * 2**20
 """Of an object that is read: ckptlib writes none that is larger."""
@@ -60,22 +64,24 @@ def keep_account_of(catalog: Catalog, save: SaveId) -> None:
 
 def read_accounts(catalog: Catalog) -> Accounts:
     """Of all starts. An account that cannot be read is reported, and hides no other. Raises the store's errors."""
-    saves, ids = catalog.saves(), catalog.generation_ids()
-    told, problems = _read(catalog, _keys(catalog))
-    newest = {save.generation: save for save in saves}  # ascending by step
+    saves: dict[GenerationId, list[SaveId]] = {}
+    for save in catalog.saves():  # ascending by step
+        saves.setdefault(save.generation, []).append(save)
+    ids = catalog.generation_ids()
+    told, problems = _read_listed(catalog)
     untold = []
-    for generation in sorted({*ids, *newest}):
+    for generation in sorted({*ids, *saves}):
         known = told.get(generation)
         if known is not None and known.end is not None:
             continue
         try:
-            found = None if generation not in newest else _of_manifest(catalog, newest[generation])
-        except (CheckpointNotFound, CorruptData, FormatError, ObjectUnreadable) as error:
+            found = _of_newest(catalog, saves.get(generation, ()))
+        except (CorruptData, FormatError, ObjectUnreadable) as error:
             problems.append(str(error))
             found = None
         if found is not None:
             told[generation] = found if known is None else fullest([found, known])
-        elif known is None:
+        elif known is None and not _is_rewind(catalog, generation):
             untold.append(generation)
     return Accounts(told, untold, problems)
 
@@ -93,31 +99,59 @@ def _of_manifest(catalog: Catalog, save: SaveId) -> Account | None:
     return decode_account(catalog.manifest(save).account, save.manifest_key)
 
 
-def _read(catalog: Catalog, objects: Sequence[str]) -> tuple[dict[GenerationId, Account], list[str]]:
-    """And why some cannot be read."""
+def _of_newest(catalog: Catalog, saves: Sequence[SaveId]) -> Account | None:
+    """What the newest of these tells that retention has not dropped since they were listed."""
+    for save in reversed(saves):
+        with suppress(CheckpointNotFound):
+            return _of_manifest(catalog, save)
+    return None
 
-    def read(key: str) -> Mapping[GenerationId, Account] | str:
+
+def _is_rewind(catalog: Catalog, generation: GenerationId) -> bool:
+    """`ckptlib rewind` puts a generation's record, and starts nothing."""
+    try:
+        return catalog.generation(generation).rewind
+    except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable):  # told where history is walked
+        return False
+
+
+def _read_listed(catalog: Catalog) -> tuple[dict[GenerationId, Account], list[str]]:
+    """All that are there. Those merged since they were listed are in an object that a new listing has."""
+    for _ in range(MAX_LISTINGS):
+        told, problems, merged = _read(catalog, _keys(catalog))
+        if not merged:
+            break
+    return told, problems
+
+
+def _read(catalog: Catalog, objects: Sequence[str]) -> tuple[dict[GenerationId, Account], list[str], bool]:
+    """And why some cannot be read, and whether some are not there any more."""
+
+    def read(key: str) -> Mapping[GenerationId, Account] | str | None:
         try:
             return decode_accounts(catalog.store.get(key), f"{catalog.store.url}/{key}")
         except ObjectNotFound:  # merged since it was listed
-            return {}
+            return None
         except (CorruptData, FormatError, ObjectUnreadable) as error:
             return str(error)
 
     told: dict[GenerationId, Account] = {}
-    problems = []
+    problems, merged = [], False
     for found in each(read, objects):
+        if found is None:
+            merged = True
+            continue
         if isinstance(found, str):
             problems.append(found)
             continue
         for generation, account in found.items():
             told[generation] = fullest([account, told[generation]]) if generation in told else account
-    return told, problems
+    return told, problems, merged
 
 
 def _merge(catalog: Catalog, generation: GenerationId, objects: Sequence[str]) -> None:
     """One for all of these, which go when it is there. One that cannot be read stays, and so do the others then."""
-    told, problems = _read(catalog, objects)
+    told, problems, _ = _read(catalog, objects)
     if problems:
         log.warning("accounts are not merged: %s", "; ".join(problems[:4]))
         return

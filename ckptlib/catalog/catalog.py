@@ -26,21 +26,19 @@ from ckptlib.catalog.history import (
 )
 from ckptlib.catalog.metrics import best_of, numeric
 from ckptlib.catalog.reading import warm
+from ckptlib.catalog.shared_documents import SharedDocuments, put_new
 from ckptlib.errors import (
     CheckpointNotFound,
     CkptError,
     CorruptData,
     FormatError,
     NewerFormat,
-    ObjectExists,
     ObjectNotFound,
     ObjectUnreadable,
 )
 from ckptlib.format import gc_pause, keys
-from ckptlib.format.digests import XXH3, digester
-from ckptlib.format.documents import as_written
 from ckptlib.format.keys import GenerationId, PackSet, PartName, SaveId
-from ckptlib.format.layout import Layout, decode_layout
+from ckptlib.format.layout import Layout
 from ckptlib.format.manifest import Generation, Manifest, Root, TrashRecord
 from ckptlib.format.part import Part
 from ckptlib.policy.best import Best
@@ -100,30 +98,25 @@ class Catalog:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.shared = SharedDocuments(store)
         self._stands: dict[SaveId, Stand] = {}
         self._trash: dict[SaveId, TrashRecord] = {}
         self._generations: dict[GenerationId, Generation] = {}
-        self._layouts: dict[str, Layout] = {}
         self._root_read = False
 
     # Reading
 
     def root(self) -> Root:
         """Raises CheckpointNotFound where there is none."""
-        try:
-            root = Root.decode(self.store.get(keys.ROOT), f"{self.store.url}/{keys.ROOT}")
-        except ObjectNotFound as error:
-            raise CheckpointNotFound(f"{self.store.url} holds no checkpoints: there is no {keys.ROOT}") from error
+        root = self.shared.root()
         self._root_read = True
         return root
 
     def open_root(self, make: Root) -> Root:
         """The root's document; `make` is put where there is none."""
-        try:
-            return self.root()
-        except CheckpointNotFound:
-            put_new(self.store, keys.ROOT, make.encode(), create=True)  # two jobs may begin at the same moment
-            return self.root()
+        root = self.shared.open_root(make)
+        self._root_read = True
+        return root
 
     def saves(self) -> list[SaveId]:
         """Every committed save, by step."""
@@ -327,17 +320,8 @@ class Catalog:
         self._trash = {save: self._trash[save] for save in left if save in self._trash}
 
     def layout(self, digest: str) -> Layout:
-        """Raises CorruptData, FormatError, ObjectNotFound."""
-        found = self._layouts.get(digest)
-        if found is None:
-            key = keys.layout_key(digest)
-            data = as_written(self.store.get(key), f"{self.store.url}/{key}")
-            if digester(XXH3)(data) != digest:
-                raise CorruptData(
-                    f"{self.store.url}/{key} does not match the digest in its name; it was cut or altered"
-                )
-            found = self._layouts[digest] = decode_layout(data, key)
-        return found
+        """Raises CorruptData, FormatError, ObjectNotFound, ObjectUnreadable."""
+        return self.shared.layout(digest)
 
     def part(self, name: PartName) -> Part:
         """Verified against its name and its layout. Raises CorruptData, FormatError, ObjectNotFound."""
@@ -357,7 +341,7 @@ class Catalog:
             generation=save.generation.number,
             world_size=manifest.world_size,
             nbytes=manifest.nbytes,
-            nbytes_state=manifest.nbytes if manifest.nbytes_state is None else manifest.nbytes_state,
+            nbytes_state=manifest.nbytes_loaded,
             created=manifest.created,
             metrics=manifest.metrics,
             visible=visible,
@@ -398,29 +382,6 @@ class Catalog:
         """From here on, older generations are superseded; with a rewind, steps after the one it resumes from hidden."""
         put_new(self.store, generation.id.key, generation.encode())
 
-    def put_layout(self, digest: str, document: bytes) -> None:
-        """Once for all steps that share it; a damaged one is replaced, since every step that has it is lost with it."""
-        key = keys.layout_key(digest)
-        try:
-            if digester(XXH3)(self.store.get(key)) == digest:
-                return
-            log.error("%s/%s does not match the digest in its name; it is put again", self.store.url, key)
-            self.store.delete(key)
-        except ObjectNotFound:
-            pass
-        except ObjectUnreadable as error:
-            log.error("%s; it is put again", error)
-            self.store.delete(key)
-        put_new(self.store, key, document)
-
     def check_head(self, generation: GenerationId) -> None:
         """Raises Superseded when a newer generation has put its record."""
         check_head(generation, self.generation_ids(), self.store.url)
-
-
-def put_new(store: Store, key: str, data: bytes, create: bool = False) -> None:
-    """Puts an object, unless somebody else was first: theirs stands, where the store can tell; see `Store.put`."""
-    try:
-        store.put(key, data, create=create)
-    except ObjectExists:
-        return

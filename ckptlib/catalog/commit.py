@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ckptlib.catalog.catalog import Catalog, put_new
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.completeness import Doubt, Proof
 from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.shards import PartIndex, ShardComparer
+from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.uses import times_of
 from ckptlib.errors import (
     CorruptData,
@@ -70,6 +71,16 @@ class Committer:
         in the parts' names, every time; that packs of other saves stay, by `uses`. Raises SaveFailed when they do not,
         ReplicasDiffer, Superseded, or what a damaged part raises; the step does not exist then.
         """
+        manifest = self.manifest_of(save, names)
+        catalog = self.catalog
+        catalog.shared.put_copies(manifest.layouts)
+        catalog.check_head(save.generation)
+        put_new(catalog.store, save.manifest_key, manifest.encode())
+        catalog.shared.put_again(manifest.layouts)  # retention may have deleted one that no step named until now
+        return manifest
+
+    def manifest_of(self, save: SaveId, names: Sequence[PartName]) -> Manifest:
+        """What `commit` puts. Nothing is put yet; raises as above."""
         assert [(n.save, n.rank) for n in names] == [(save, rank) for rank in range(len(names))], "one part per rank"
         if not alike(name.check for name in names):
             raise ReplicasDiffer(
@@ -82,7 +93,7 @@ class Committer:
         users = self._users(names, first)
         uses = times_of(catalog, save, users)
         sizes = [name.nbytes for name in names if name.nbytes is not None]
-        manifest = Manifest(
+        return Manifest(
             save=save,
             world_size=len(names),
             parts=tuple(names),
@@ -96,13 +107,6 @@ class Committer:
             exempt=first.exempt,
             account=first.account,
         )
-        catalog.check_head(save.generation)
-        put_new(catalog.store, save.manifest_key, manifest.encode())
-        present = {entry.key for entry in catalog.store.scan(keys.LAYOUTS)}
-        for digest in proved.layouts:  # retention may have deleted one that no step named until now
-            if keys.layout_key(digest) not in present:
-                catalog.put_layout(digest, catalog.layout(digest).encoded)
-        return manifest
 
     def _users(self, names: Sequence[PartName], first: PartHead) -> dict[PackSet, frozenset[int]]:
         """Of the sets of packs of other saves that parts name: the ranks of these. `first`: of rank 0.

@@ -20,8 +20,9 @@ from contextlib import suppress
 
 from typing_extensions import Buffer, override
 
-from ckptlib.catalog.catalog import Catalog, put_new
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.reading import in_order
+from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.step_objects import StepObjects
 from ckptlib.catalog.uses import UNREADABLE
 from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, ObjectExists
@@ -136,7 +137,8 @@ def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: li
     """Puts the documents of a step whose packs are there and are good; the step exists then."""
     manifest = step.manifest
     for digest in manifest.layouts:
-        target.put_layout(digest, source.layout(digest).encoded)
+        target.shared.put_layout(digest, source.layout(digest).encoded)
+    target.shared.put_copies(manifest.layouts)
     for record in reversed(lineage):
         document = source.store.get(record.id.key)
         Generation.decode(document, f"{source.store.url}/{record.id.key}")

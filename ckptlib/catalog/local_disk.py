@@ -12,7 +12,8 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 
-from ckptlib.catalog.catalog import Catalog, put_new
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.shared_documents import put_new
 from ckptlib.errors import CkptError, StoreError
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, PartName, SaveId

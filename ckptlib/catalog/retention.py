@@ -296,7 +296,8 @@ def _crashed(stock: _Stock, oldest: float) -> list[SaveId]:
 
 
 def _unnamed_layouts(catalog: Catalog, stock: _Stock, oldest: float) -> list[Entry]:
-    """The old layouts that no committed step names; asked only where no other save is left that may name one."""
+    """The old layouts that no committed step names, and their copies; asked only where no other save is left that may
+    name one."""
     old = [entry for entry in stock.layouts if entry.modified < oldest]
     if not old:
         return []
@@ -306,7 +307,12 @@ def _unnamed_layouts(catalog: Catalog, stock: _Stock, oldest: float) -> list[Ent
     except (CheckpointNotFound, CorruptData, FormatError, ObjectUnreadable) as error:
         log.warning("layouts are left alone, since a manifest cannot be read: %s", error)
         return []
-    return [entry for entry in old if entry.key not in named]
+    unnamed = [entry for entry in old if entry.key not in named]
+    if not unnamed:
+        return []
+    copies = catalog.store.scan(keys.copy_key(keys.LAYOUTS))
+    named = {*map(keys.copy_key, named)}
+    return unnamed + [entry for entry in copies if entry.modified < oldest and entry.key not in named]
 
 
 def drop(catalog: Catalog, save: SaveId) -> None:

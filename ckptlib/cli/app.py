@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 import click
+from typing_extensions import override
 
 from ckptlib._version import __version__
 from ckptlib.cli import (
@@ -29,6 +33,7 @@ from ckptlib.cli import (
     verify,
     watch,
 )
+from ckptlib.words import plain
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -52,6 +57,19 @@ cli.add_command(completion.command)
 completion.complete_arguments(cli)
 
 
+class _Escaped(logging.Formatter):
+    """Names in a warning come from a store or a file, too."""
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(plain, super().format(record).splitlines()))
+
+
 def run(arguments: Sequence[str] | None = None) -> None:
     """The whole command; exits. `arguments`: those of the process where none are given."""
+    if logging.lastResort is not None:  # prints warnings where nobody has set up logging
+        logging.lastResort.setFormatter(_Escaped())
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names may hold what the locale has no character for
     cli.main(args=arguments, prog_name="ckptlib")

@@ -20,7 +20,7 @@ from ckptlib.cli.probe import document
 from ckptlib.errors import CkptError
 from ckptlib.stores import Store
 from ckptlib.stores.io_limits import PART_NBYTES, RUN_BYTES, THREADS
-from ckptlib.stores.measure import Line, Speeds, Transfer, line, measure
+from ckptlib.stores.measure import Speeds, Transfer, line, measure
 from ckptlib.stores.probe import probe
 
 SLOW_REQUEST_S = 1.0
@@ -93,19 +93,22 @@ def store_checks(store: Store, nbytes: int) -> Iterator[Check]:
     except CkptError as error:
         yield Check("speed", "bad", str(error), "small objects work: check quota, size limits and time-outs")
         return
-    up, down = line(speeds.up), line(speeds.down)
     yield Check(
         "speed",
         "ok",
-        f"up {size(speeds.best_up)}/s, down {size(speeds.best_down)}/s at best; {speeds.puts_per_second:.0f} puts and "
-        f"{speeds.gets_per_second:.0f} gets of small objects per second",
+        f"up {size(speeds.best_up)}/s, down {size(speeds.best_down)}/s at best; {speeds.puts_per_second:,.0f} puts and "
+        f"{speeds.gets_per_second:,.0f} gets of small objects per second",
         "",
         {"nbytes": nbytes, **document(speeds)},
         details=(
             *(_transfer("up", transfer) for transfer in speeds.up),
             f"up: one object of {size(nbytes)}, as a pack is put: {size(speeds.whole_up)}/s",
             *(_transfer("down", transfer) for transfer in speeds.down),
-            f"one request alone: up {_described(up)}; down {_described(down)}",
+            *(
+                f"one request alone, {name}: {duration(found.latency_s)} and {size(found.bytes_per_second)}/s"
+                for name, found in (("up", line(speeds.up)), ("down", line(speeds.down)))
+                if found.latency_s > 0  # else the sizes do not tell it from the time of the bytes
+            ),
             *(["a read from a local disk may come from the page cache"] if store.is_local else []),
         ),
     )
@@ -116,10 +119,6 @@ def _transfer(direction: str, transfer: Transfer) -> str:
     return (
         f"{direction}: {transfer.at_once:>2} x {size(transfer.nbytes):>8} at once: {size(transfer.bytes_per_second)}/s"
     )
-
-
-def _described(found: Line) -> str:
-    return f"{duration(found.latency_s)} and {size(found.bytes_per_second)}/s"
 
 
 def defaults(store: Store, speeds: Speeds) -> list[str]:

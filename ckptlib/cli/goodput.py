@@ -10,18 +10,10 @@ from ckptlib.catalog.accounts import Accounts, read_accounts
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.goodput import Goodput, Spent, Start, goodput
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, count, duration, moment, seconds
+from ckptlib.cli.output import Output, count, moment, seconds
 from ckptlib.format.account import CLOSED, DIED
+from ckptlib.reporting.plots import USES
 from ckptlib.stores import Store
-
-WORDS = {
-    "trained": "steps that count",
-    "stalled": "training waited for saves of these",
-    "lost": "steps that were done again or given up",
-    "restoring": "opening the root, reading the checkpoint",
-    "closing": "waiting for the last commit",
-    "down": "no Checkpointer between two starts",
-}
 
 MAX_STARTS = 40
 """Lines of the table; --json has all."""
@@ -99,7 +91,7 @@ def _print(output: Output, found: Goodput, accounts: Accounts) -> None:
 def _print_sums(output: Output, found: Goodput) -> None:
     total = found.spent.total
     rows = [
-        (name, seconds(value), _share(value / total if total else None), WORDS[name])
+        (name, seconds(value), _share(value / total if total else None), USES[name][1])
         for name, value in asdict(found.spent).items()
     ]
     output.columns(("", "time", "share", ""), [*rows, ("total", seconds(total), "", "")], right=("time", "share"))
@@ -107,8 +99,8 @@ def _print_sums(output: Output, found: Goodput) -> None:
     mtbf = "none" if found.mtbf is None else f"{found.failures:,}, every {seconds(found.mtbf)} in the mean"
     output.line(f"failures: {mtbf}")
     if found.interval is not None and found.save_cost is not None:
-        saves = f"{count(found.num_saves, 'save')}, one for {seconds(found.interval)} of training"
-        output.line(f"saves: {saves}, which waits {duration(found.save_cost)} for it")
+        saves = f"{found.num_saves:,}, one for {seconds(found.interval)} of training"
+        output.line(f"saves: {saves}, which waits {seconds(found.save_cost)} for it")
     output.line(f"ETTR: {_share(found.ettr)} measured, {_share(found.predicted)} by the formula")
 
 

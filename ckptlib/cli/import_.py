@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import time
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import click
 
 from ckptlib.cli.options import storage_options, with_output, with_storage_options
 from ckptlib.cli.output import Output, count, duration, plain, size
+
+CONVERT = "ckptlib.imports.convert"
 
 
 @click.command("import", short_help="Save another library's checkpoint as a step.")
@@ -43,13 +46,14 @@ def command(
     """Saves a checkpoint that another library wrote as a step of URL.
 
     SOURCE: a file of torch.save, a Lightning .ckpt, a safetensors file or a directory of them, or a directory of
-    torch.distributed.checkpoint or torchsnapshot. No code of it runs: pickles are read as
-    data. The step is listed when all of it is stored; it was then read back and compared with the source. An import
-    that was interrupted has no step: give the same command again. Needs torch, and room for a copy in --scratch.
+    torch.distributed.checkpoint or torchsnapshot. No code of it runs: pickles are read as data. The step is listed when
+    all of it is stored; it is then read back and compared with the source. An import that was interrupted has no step:
+    give the same command again, and it goes on. Needs torch, and room for a copy in --scratch.
     """
     began = time.monotonic()
+    logging.getLogger(CONVERT).addHandler(logging.NullHandler())  # its notes are printed below, once
     # by name, when it is asked for: no other command needs torch
-    report = importlib.import_module("ckptlib.imports.convert").convert(
+    report = importlib.import_module(CONVERT).convert(
         source,
         url,
         step=step,

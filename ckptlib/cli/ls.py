@@ -129,8 +129,8 @@ def committed(catalog: Catalog, everything: bool) -> list[Row]:
             return None  # dropped since it was listed
         except (CorruptData, FormatError, ObjectUnreadable) as error:
             return Row(save, "newer" if isinstance(error, NewerFormat) else "damaged", None, None, None, str(error))
-        nbytes_state = manifest.nbytes if manifest.nbytes_state is None else manifest.nbytes_state
-        info = Info(manifest.world_size, nbytes_state, manifest.created, manifest.metrics, stands_of(manifest))
+        stands = stands_of(manifest)
+        info = Info(manifest.world_size, manifest.nbytes_loaded, manifest.created, manifest.metrics, stands)
         state, kept = "committed" if save in visible else "left behind", marks.on(save, manifest)
         return Row(save, state, info, manifest.nbytes, manifest.created, kept=kept)
 

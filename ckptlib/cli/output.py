@@ -20,6 +20,9 @@ __all__ = ["Cell", "Output", "age", "count", "duration", "metrics", "moment", "p
 
 Cell = str | Text
 
+MAX_COMMON_WIDTH = 120
+"""Columns of a terminal that the longest cell may make all others as wide as."""
+
 _CALM = Theme(dict.fromkeys(("progress.download", "progress.data.speed", "progress.remaining"), "default"))
 """rich would give each number of a progress bar a colour of its own."""
 
@@ -49,12 +52,12 @@ class Output:
         cells = [[_cell(cell) for cell in row] for row in rows]
         if header:
             cells.insert(0, [Text(name, style="dim") for name in header])
-        widths = [max(map(_width, column)) for column in zip(*cells, strict=True)]
+        widths = [_common_width(map(_width, column)) for column in zip(*cells, strict=True)]
         ends = {i for i, name in enumerate(header) if name in {*right}}
         for row in cells:
             padded: list[Cell] = []
             for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
-                pad = " " * (width - _width(cell))
+                pad = " " * (width - _width(cell))  # none for a longer one
                 padded += [pad, cell, "  "] if i in ends else [cell, pad, "  "]
             self._print(padded)
 
@@ -72,6 +75,11 @@ class Output:
         message = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
         self.document({"error": {"kind": type(error).__name__, "message": message}})
         self.err.print(Text(plain(message), style="red"))
+
+
+def _common_width(widths: Iterable[int]) -> int:
+    """Of a column. A very long name moves the rest of its own line, and not that of all lines."""
+    return max((width for width in widths if width <= MAX_COMMON_WIDTH), default=0)
 
 
 def _width(cell: Cell) -> int:

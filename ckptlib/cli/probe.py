@@ -33,18 +33,19 @@ def command(store: Store, output: Output, mebibytes: int) -> bool:
     output.document({"url": store.url, **document(speeds)})
     for name, seconds in speeds.latency_s.items():
         output.line(f"{name:<8}", f"{duration(seconds)} for a small object")
-    output.line(f"{'puts':<8}", f"{speeds.puts_per_second:.0f} small objects per second")
-    output.line(f"{'gets':<8}", f"{speeds.gets_per_second:.0f} small objects per second")
+    output.line(f"{'puts':<8}", f"{speeds.puts_per_second:,.0f} small objects per second")
+    output.line(f"{'gets':<8}", f"{speeds.gets_per_second:,.0f} small objects per second")
     for direction, transfers in (("up", speeds.up), ("down", speeds.down)):
         for transfer in transfers:
             shape = f"{transfer.at_once} x {size(transfer.nbytes)}"
             output.line(f"{direction:<8}", f"{shape:<14}", f"{size(transfer.bytes_per_second)}/s")
         fit = line(transfers)
-        output.line(
-            f"{direction:<8}",
-            f"one request alone takes {duration(fit.latency_s)} and moves {size(fit.bytes_per_second)}/s: "
-            f"below {size(fit.knee_nbytes)} it mostly waits",
-        )
+        if fit.latency_s > 0:  # else the sizes do not tell it from the time of the bytes
+            output.line(
+                f"{direction:<8}",
+                f"one request alone takes {duration(fit.latency_s)} and moves {size(fit.bytes_per_second)}/s: "
+                f"below {size(fit.knee_nbytes)} it mostly waits",
+            )
     output.line(f"{'up':<8}", f"one object, as a pack is put: {size(speeds.whole_up)}/s")
     return True
 

@@ -34,7 +34,6 @@ def command(store: Store, output: Output, step: str) -> bool:
     new = save not in marked and _mark(store, save)
     newest = catalog.manifest(max(catalog.visible()))
     covered = [other for other in (*stands_of(newest).on, newest.save) if other <= save]
-    nbytes = newest.nbytes if newest.nbytes_state is None else newest.nbytes_state
     output.document(
         {
             "url": store.url,
@@ -49,7 +48,7 @@ def command(store: Store, output: Output, step: str) -> bool:
     if covered:
         output.line(
             f"the next save of each rank writes again what lies in packs of {count(len(covered), 'save')} up to "
-            f"step {save.step}: at most {size(nbytes)} together"
+            f"step {save.step}: at most {size(newest.nbytes_loaded)} together"
         )
     else:
         output.line(f"step {newest.save.step}, the newest, needs nothing of step {save.step} or before: nothing to do")

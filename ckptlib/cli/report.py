@@ -36,7 +36,7 @@ def command(output: Output, store: Store, out: str) -> bool:
     found = gather(Catalog(store))
     text = page(found)
     if out == STDOUT:
-        sys.stdout.write(text)
+        sys.stdout.buffer.write(text.encode())  # the page says that it is UTF-8, whatever the locale is
     else:
         _write(Path(out), text)
         nbytes = len(text.encode())

@@ -115,7 +115,7 @@ def command(
         "world_size": manifest.world_size,
         "created": manifest.created,
         "nbytes": manifest.nbytes,
-        "nbytes_state": nbytes_state(manifest),
+        "nbytes_state": manifest.nbytes_loaded,
         "stands_on": [*map(str, stands_of(manifest).on)],
         "oldest": stands_of(manifest).oldest,
         "metrics": dict(manifest.metrics),
@@ -165,11 +165,6 @@ def _best(step: str, metric: str | None, mode: str | None) -> Best | None:
         return Best(metric, mode)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-
-
-def nbytes_state(manifest: Manifest) -> int:
-    """Of all chunks, as a load gives them back."""
-    return manifest.nbytes if manifest.nbytes_state is None else manifest.nbytes_state
 
 
 def generation_chain(catalog: Catalog, save: SaveId) -> list[Generation]:
@@ -262,7 +257,7 @@ def _tensor_document(tensor: Tensor) -> dict[str, object]:
 def _print_head(output: Output, manifest: Manifest, chain: list[Generation], kept: tuple[str, ...]) -> None:
     output.line(
         Text(f"step {manifest.save.step}", style="bold"),
-        f"  {size(nbytes_state(manifest))} by {count(manifest.world_size, 'rank')}",
+        f"  {size(manifest.nbytes_loaded)} by {count(manifest.world_size, 'rank')}",
         f", {size(manifest.nbytes)} written for it" if stands_of(manifest).on else "",
         f", {moment(manifest.created)} ({age(manifest.created)} ago)",
     )

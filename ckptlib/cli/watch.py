@@ -106,7 +106,7 @@ def _rows(found: Glance, now: float) -> Iterator[tuple[str, str, str]]:
         text = f"step {save.save.step}: {count(save.num_parts, 'rank')} done, {size(save.nbytes)} so far"
         yield "under way", text, ""
     if newest is not None:
-        agreed = "" if newest.interval is None else f"; {count(newest.interval, 'step')} agreed upon"
+        agreed = "" if newest.interval is None else f"; Overhead asks for {count(newest.interval, 'step')}"
         yield "interval", _interval(newest) + agreed, ""
         stalls = [r.times.stall_s for r in found.recent if r.times.stall_s is not None]
         if known is not None and known.times.stall_s is not None:

@@ -5,7 +5,6 @@ torch's own writer makes the index, a pickle that is never read here. Only funct
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 import os
@@ -15,18 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckptlib.errors import StateMismatch, UnsupportedState
-from ckptlib.exporting.casting import cast, target_of
+from ckptlib.exporting.casting import target_of
+from ckptlib.exporting.direct_file import DirectFile
 from ckptlib.exporting.files import Item
 from ckptlib.exporting.names import OWN, Chosen, Naming
 from ckptlib.exporting.outputs import Outputs
-from ckptlib.exporting.stream import BATCH_BYTES, CAST_ELEMENTS
+from ckptlib.exporting.stream import BATCH_BYTES, Wanted, converted, read
+from ckptlib.exporting.torch_file import save_into
 from ckptlib.format import dtypes
 from ckptlib.format.box import Box
 from ckptlib.reading.arrays import Raw, raw_dtype
 from ckptlib.reading.frameworks import TORCH, framework_of, present
 from ckptlib.reading.nested import key_of, nested
 from ckptlib.reading.opened import CheckpointReader
-from ckptlib.reading.reader import Want
 
 DATA = "__0_0.distcp"
 """As the first file of rank 0 is called."""
@@ -55,8 +55,10 @@ def write_dcp(
 ) -> list[Item]:
     """Streams tensors into a directory beside, which has its name when it is published. Returns the tensors."""
     framework_of(TORCH)
-    found = _Tensors(opened)
-    leaves = _leaves(nested(found, naming.only), found, naming)
+    found = StandIns(opened)
+    leaves = leaves_of(nested(found, naming.only), found, naming)
+    if not leaves:
+        raise StateMismatch(f"step {found.step}: nothing of it is exported; see only=")
     by_saved: dict[str, list[str]] = {}
     for leaf in leaves:
         if (saved := found.saved_as(leaf.value)) is not None:
@@ -74,7 +76,7 @@ def write_dcp(
     return items
 
 
-class _Tensors:
+class StandIns:
     """An opened step as `nested` sees it, with tensors that hold nothing in the place of those that are saved."""
 
     def __init__(self, opened: CheckpointReader) -> None:
@@ -100,7 +102,7 @@ class _Tensors:
         return self._names.get(id(value))
 
 
-def _leaves(tree: dict[str, Any], found: _Tensors, naming: Naming) -> list[Leaf]:
+def leaves_of(tree: dict[str, Any], found: StandIns, naming: Naming) -> list[Leaf]:
     """As torch flattens the tree. Raises StateMismatch where an option meets nothing, UnsupportedState for names."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -108,12 +110,10 @@ def _leaves(tree: dict[str, Any], found: _Tensors, naming: Naming) -> list[Leaf]
         tree = {key: value for key, value in tree.items() if not key.startswith(OWN)}
     for path, described in found.trees.items():
         if isinstance(described, dict) and "optimizer" in described:
-            _name_parameters(tree, path)
+            name_parameters(tree, path)
     _, paths = flatten_state_dict(tree)
     leaves: dict[str, Leaf] = {}
     joined = ["/".join(map(str, path)) for path in paths.values()]
-    if not joined:
-        raise StateMismatch(f"step {found.step}: nothing of it is exported; see only=")
     naming.check_used(joined, f"step {found.step}")
     for given, whole in zip(paths.values(), joined, strict=True):
         renamed = naming.rename(whole)
@@ -131,7 +131,7 @@ def _at(tree: Any, path: Sequence[Any]) -> Any:
     return tree
 
 
-def _name_parameters(tree: dict[str, Any], path: str) -> None:
+def name_parameters(tree: dict[str, Any], path: str) -> None:
     """Of an optimizer, without the path of the module, as `get_optimizer_state_dict` names them."""
     try:
         node = _at(tree, [key_of(segment) for segment in path.split("/")])
@@ -152,13 +152,6 @@ def _name_parameters(tree: dict[str, Any], path: str) -> None:
         group["params"] = [*map(short, group["params"])]
 
 
-class Chunk(NamedTuple):
-    """A part of a tensor that is written as one object."""
-
-    item: Item
-    box: Box
-
-
 def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
     """A tensor in boxes of at most so many elements, one at least, in row-major order. Pure."""
     if math.prod(shape) <= most:
@@ -172,20 +165,11 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
             yield Box(offset, (*(1 for _ in above), min(rows, shape[dim] - first), *shape[dim + 1 :]))
 
 
-def _batches(items: Sequence[Item]) -> Iterator[list[Chunk]]:
-    """Chunks that are read together."""
-    batch: list[Chunk] = []
-    filled = 0
+def _chunks(items: Sequence[Item]) -> Iterator[Wanted]:
+    """Parts of tensors, each of which is written as one object."""
     for item in items:
-        itemsize = dtypes.itemsize(item.dtype_saved)
-        for box in boxes(item.shape, BATCH_BYTES // itemsize):
-            if batch and filled + box.numel * itemsize > BATCH_BYTES:
-                yield batch
-                batch, filled = [], 0
-            batch.append(Chunk(item, box))
-            filled += box.numel * itemsize
-    if batch:
-        yield batch
+        for box in boxes(item.shape, BATCH_BYTES // dtypes.itemsize(item.dtype_saved)):
+            yield Wanted(item, box.shape, ((0, box),))
 
 
 def _write(
@@ -210,13 +194,12 @@ def _write(
     known: dict[str, Any] = {}
     results: list[Any] = []
     directory.mkdir()
-    with open(directory / DATA, "xb") as file:
+    with open(directory / DATA, "xb") as opened_file, DirectFile(opened_file.fileno()) as file:
 
         def put(value: object, *indices: Any) -> None:
-            buffer = io.BytesIO()
-            torch.save(value, buffer)
-            at, nbytes = file.tell(), buffer.getbuffer().nbytes
-            file.write(buffer.getbuffer())
+            at = file.nbytes
+            save_into(file, value)
+            nbytes = file.nbytes - at
             results.extend(WriteResult(index, nbytes, _StorageInfo(DATA, at, nbytes)) for index in indices)
 
         tensors = {name for item in items for name in (item.chosen.name, *item.chosen.ties)}
@@ -228,17 +211,17 @@ def _write(
             properties = TensorProperties(dtype=getattr(torch, item.dtype))
             for name in (item.chosen.name, *item.chosen.ties):
                 known[name] = TensorStorageMetadata(properties, torch.Size(item.shape), [])
-        for batch in _batches(items):
-            for (item, box), raw in zip(batch, _read(opened, batch), strict=True):
-                names = (item.chosen.name, *item.chosen.ties)
-                for name in names:
-                    chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
-                    known[name].chunks.append(chunk)
-                tensor = present(TORCH, item.chosen.saved, _converted(raw, item))
-                put(tensor, *(MetadataIndex(name, torch.Size(box.offset)) for name in names))
-                progress(tensor.nbytes)
-        file.flush()
-        os.fsync(file.fileno())
+        for one, raw in read(opened, _chunks(items)):
+            item, ((_, box),) = one.item, one.boxes
+            names = (item.chosen.name, *item.chosen.ties)
+            for name in names:
+                chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+                known[name].chunks.append(chunk)
+            tensor = present(TORCH, item.chosen.saved, _converted(raw, item))
+            put(tensor, *(MetadataIndex(name, torch.Size(box.offset)) for name in names))
+            progress(tensor.nbytes)
+        file.finish()
+        os.fsync(opened_file.fileno())
     paths = {leaf.name: leaf.path for leaf in leaves}
     FileSystemWriter(directory).finish(Metadata(known, planner_data=paths), [results])
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -248,20 +231,11 @@ def _write(
         os.close(fd)
 
 
-def _read(opened: CheckpointReader, batch: Sequence[Chunk]) -> list[Raw]:
-    found = [Raw(np.empty(box.shape, raw_dtype(item.dtype_saved)), item.dtype_saved) for item, box in batch]
-    wants = [Want(item.chosen.saved, ((box, raw),)) for (item, box), raw in zip(batch, found, strict=True) if box.numel]
-    if wants:
-        opened.fill(wants)
-    return found
-
-
 def _converted(raw: Raw, item: Item) -> Raw:
-    """Some at a time, since that takes several times their memory."""
     if raw.dtype == item.dtype:
         return raw
-    flat, found = raw.array.reshape(-1), np.empty(raw.array.size, raw_dtype(item.dtype))
-    for first in range(0, flat.size, CAST_ELEMENTS):
-        some = Raw(flat[first : first + CAST_ELEMENTS], raw.dtype)
-        found[first : first + CAST_ELEMENTS] = cast(some, item.dtype, item.chosen.saved).array
+    found, at = np.empty(raw.array.size, raw_dtype(item.dtype)), 0
+    for some in converted(item, raw):
+        found[at : at + some.array.size] = some.array
+        at += some.array.size
     return Raw(found.reshape(raw.array.shape), item.dtype)

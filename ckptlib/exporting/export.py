@@ -60,9 +60,9 @@ def export(
     file has its name only when all of it is durable, and an index is written last. What is there is never overwritten.
 
     format:  "safetensors": one file. "hf": a directory as transformers reads it, in files of at most `max_shard_size`,
-             with an index where there are several. "torch": one file with a flat dict for `torch.load`; needs torch,
-             and as much disk again while it is written. "dcp": a directory for `torch.distributed.checkpoint`, nested
-             as the state was, plain values too; needs torch.
+             with an index where there are several. "torch": one file with a flat dict for `torch.load`; needs torch.
+             "dcp": a directory for `torch.distributed.checkpoint`, nested as the state was, with plain values; needs
+             torch.
     only:    names, path prefixes or patterns of the checkpoint, as for `ckptlib.load`. Default: all tensors but the RNG
              state.
     strip:   a prefix that names lose, such as "model/".
@@ -116,6 +116,7 @@ def export_opened(
 ) -> ExportReport:
     """As `export`, of an opened step. `expect` is told how many bytes there will be, `progress` of those done."""
     before = opened.nbytes_read
+    opened.read_once()
     directory = out if order.format == HF else out.parent
     items = [] if order.format == DCP else _items(opened, order)
     if items:
@@ -190,7 +191,7 @@ def _to_torch(
     from ckptlib.exporting.torch_file import write_torch
 
     nbytes = sum(item.nbytes for item in items)
-    files.make_room(2 * nbytes, name)
+    files.make_room(nbytes, name)
     _check_there(opened, items)
     write_torch(opened, items, files, name, progress)
     return [name]

@@ -95,11 +95,16 @@ def _begins(name: str, old: str) -> bool:
     return name == old or (name.startswith(old) and (old.endswith(("/", ".")) or name[len(old)] in "/."))
 
 
+def _is_text(name: str) -> bool:
+    """Half of a surrogate pair is a str, and no text."""
+    return name.encode("utf-8", "replace").decode() == name
+
+
 def _check_names(chosen: Sequence[Chosen]) -> None:
     taken: dict[str, str] = {}
     for one in chosen:
         for name in (one.name, *one.ties):
-            if not name or name == RESERVED:
+            if not name or name == RESERVED or not _is_text(name):
                 raise UnsupportedState(f"{one.saved}: would be called {name!r}, which no tensor of a file can be")
             if name in taken:
                 raise UnsupportedState(

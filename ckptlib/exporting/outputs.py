@@ -23,7 +23,6 @@ class Outputs:
         self._directory = directory
         self._nonce = secrets.token_hex(4)
         self._written: list[tuple[Path, Path]] = []
-        self._scratch: list[Path] = []
 
     def make_room(self, nbytes: int, *names: str) -> None:
         """Makes the directory. Raises ObjectExists where a name is taken, NoRoom where the disk is too small."""
@@ -39,12 +38,6 @@ class Outputs:
         """Where a file, or a directory, is written before it has its name."""
         path = self._directory / f".{name}.{self._nonce}{PARTIAL}"
         self._written.append((path, self._directory / name))
-        return path
-
-    def scratch(self, name: str) -> Path:
-        """Where a file may be that is gone in the end."""
-        path = self._directory / f".{name}.{self._nonce}.scratch{PARTIAL}"
-        self._scratch.append(path)
         return path
 
     def write(self, name: str, nbytes: int, fill: Callable[[int], None]) -> None:
@@ -70,7 +63,7 @@ class Outputs:
 
     def discard(self) -> None:
         """Removes what has no name yet."""
-        for path in (*self._scratch, *(path for path, _ in self._written)):
+        for path, _ in self._written:
             with suppress(OSError):
                 if path.is_dir():
                     shutil.rmtree(path)

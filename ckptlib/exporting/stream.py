@@ -1,105 +1,147 @@
-"""Tensors from a checkpoint into a file, some megabytes at a time: a batch is read while the last one is written."""
+"""Tensors from a checkpoint, some megabytes at a time: the next ones are read while the last ones are written."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+import mmap
+from bisect import bisect_right
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 
 from ckptlib.exporting.casting import cast
+from ckptlib.exporting.direct_file import DirectFile
 from ckptlib.exporting.files import FilePlan, Item
 from ckptlib.format import dtypes
-from ckptlib.format.box import boxes_of_range
+from ckptlib.format.box import Box, boxes_of_range
+from ckptlib.pages import PAGE_BYTES
 from ckptlib.reading.arrays import Raw, raw_dtype
 from ckptlib.reading.opened import CheckpointReader
 from ckptlib.reading.reader import Want
 
 BATCH_BYTES = 32 * 1024 * 1024
-"""Read at once; three are in memory. A multiple of the size of chunks, so that few are read twice."""
+"""Read at once; two are in memory. Several times the size of chunks."""
 
 CAST_ELEMENTS = 1 << 20
 """Converted at once, since that takes several times their memory."""
 
+ALIGNED = 64
 
-class Piece(NamedTuple):
-    """Elements of a tensor that follow one another."""
+
+class Wanted(NamedTuple):
+    """Elements of a tensor that are read as one array."""
 
     item: Item
-    first: int
-    numel: int
-    at: int
-    """Of the first one, in the file."""
+    shape: tuple[int, ...]
+    """Of the array."""
+    boxes: tuple[tuple[int, Box], ...]
+    """Boxes of the tensor that fill it, one behind the other, each with the position of its first element."""
+
+    @property
+    def nbytes(self) -> int:
+        """As it is saved."""
+        return math.prod(self.shape) * dtypes.itemsize(self.item.dtype_saved)
 
 
-def pieces_of(plan: FilePlan) -> Iterator[Piece]:
-    """Of all tensors of a file, in order, none of more than a batch."""
-    for item, offset in zip(plan.items, plan.offsets, strict=True):
-        most = BATCH_BYTES // dtypes.itemsize(item.dtype_saved)
-        itemsize = dtypes.itemsize(item.dtype)
-        for first in range(0, item.numel, most):
-            yield Piece(item, first, min(most, item.numel - first), offset + first * itemsize)
+def read(opened: CheckpointReader, wanted: Iterable[Wanted]) -> Generator[tuple[Wanted, Raw], None, None]:
+    """In order. An array is overwritten when the next one is asked for. Raises as a read does."""
+    buffers = [mmap.mmap(-1, BATCH_BYTES + PAGE_BYTES) for _ in range(2)]  # fresh memory costs more than the read
+    waiting: tuple[Sequence[Wanted], Future[list[Raw]]] | None = None
+    with ThreadPoolExecutor(1, "ckptlib-export-read") as executor:
+        for batch in batches(wanted):
+            under_way = batch, executor.submit(_fill, opened, batch, buffers[0])
+            if waiting is not None:
+                yield from zip(waiting[0], waiting[1].result(), strict=True)
+            waiting = under_way
+            buffers.reverse()
+        if waiting is not None:
+            yield from zip(waiting[0], waiting[1].result(), strict=True)
 
 
-def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """In order, each of at most BATCH_BYTES as they are saved."""
-    batch: list[Piece] = []
-    filled = 0
-    for piece in pieces:
-        nbytes = piece.numel * dtypes.itemsize(piece.item.dtype_saved)
-        if batch and filled + nbytes > BATCH_BYTES:
+def _fill(opened: CheckpointReader, batch: Sequence[Wanted], buffer: mmap.mmap) -> list[Raw]:
+    found, wants = [], []
+    for one, begin in zip(batch, _begins(batch), strict=True):
+        item = one.item
+        flat = np.frombuffer(buffer, raw_dtype(item.dtype_saved), math.prod(one.shape), begin)
+        targets = tuple(
+            (box, Raw(flat[first : first + box.numel].reshape(box.shape), item.dtype_saved))
+            for first, box in one.boxes
+            if box.numel
+        )
+        if targets:
+            wants.append(Want(item.chosen.saved, targets))
+        found.append(Raw(flat.reshape(one.shape), item.dtype_saved))
+    if wants:
+        opened.fill(wants)
+    return found
+
+
+def batches(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
+    """In order, each of at most BATCH_BYTES. Pure."""
+    batch: list[Wanted] = []
+    end = 0
+    for one in wanted:
+        begin = _begin(end, one)
+        if batch and begin + one.nbytes > BATCH_BYTES:
             yield batch
-            batch, filled = [], 0
-        batch.append(piece)
-        filled += nbytes
+            batch, begin = [], 0
+        batch.append(one)
+        end = begin + one.nbytes
     if batch:
         yield batch
 
 
+def _begins(batch: Iterable[Wanted]) -> Iterator[int]:
+    end = 0
+    for one in batch:
+        begin = _begin(end, one)
+        yield begin
+        end = begin + one.nbytes
+
+
+def _begin(end: int, one: Wanted) -> int:
+    """On a page, as direct I/O wants it, what has as much."""
+    return end + -end % (PAGE_BYTES if one.nbytes >= PAGE_BYTES else ALIGNED)
+
+
+def pieces_of(items: Iterable[Item], begins: Callable[[str], Sequence[int]]) -> Iterator[Wanted]:
+    """Tensors in order, in runs of elements of which none has more than a batch. Pure.
+
+    `begins`: of a saved tensor, in ascending order, the elements before which it is cut where that is possible.
+    """
+    for item in items:
+        most = BATCH_BYTES // dtypes.itemsize(item.dtype_saved)
+        cuts = begins(item.chosen.saved) if item.numel > most else ()
+        first = 0
+        while first < item.numel:
+            stop = min(first + most, item.numel)
+            if stop < item.numel:
+                at = bisect_right(cuts, stop)
+                stop = cuts[at - 1] if at and cuts[at - 1] > first else stop
+            runs = boxes_of_range(item.shape, first, stop)
+            yield Wanted(item, (stop - first,), tuple((at - first, box) for at, box in runs))
+            first = stop
+
+
+def converted(item: Item, raw: Raw) -> Iterator[Raw]:
+    """As the file has it, some elements at a time."""
+    if raw.dtype == item.dtype:
+        yield raw
+        return
+    flat = raw.array.reshape(-1)
+    for first in range(0, flat.size, CAST_ELEMENTS):
+        yield cast(Raw(flat[first : first + CAST_ELEMENTS], raw.dtype), item.dtype, item.chosen.saved)
+
+
 def write(opened: CheckpointReader, plan: FilePlan, fd: int, progress: Callable[[int], None]) -> None:
     """Writes a file's head and its tensors. Raises as a read does, UnsupportedState as `cast` does, OSError."""
-    _write_all(fd, plan.head, 0)
-    waiting: Future[None] | None = None
-    with ThreadPoolExecutor(1, "ckptlib-export") as executor:
-        for batch in batches(pieces_of(plan)):
-            raws = _read(opened, batch)
-            if waiting is not None:
-                waiting.result()
-            waiting = executor.submit(_write_batch, fd, batch, raws, progress)
-        if waiting is not None:
-            waiting.result()
-
-
-def _read(opened: CheckpointReader, batch: Sequence[Piece]) -> list[Raw]:
-    found, wants = [], []
-    for piece in batch:
-        dtype, shape = piece.item.dtype_saved, piece.item.shape
-        flat = np.empty(piece.numel, raw_dtype(dtype))
-        found.append(Raw(flat, dtype))
-        targets = []
-        for first, box in boxes_of_range(shape, piece.first, piece.first + piece.numel):
-            begin = first - piece.first
-            targets.append((box, Raw(flat[begin : begin + box.numel].reshape(box.shape), dtype)))
-        wants.append(Want(piece.item.chosen.saved, tuple(targets)))
-    opened.fill(wants)
-    return found
-
-
-def _write_batch(fd: int, batch: Sequence[Piece], raws: Sequence[Raw], progress: Callable[[int], None]) -> None:
-    for piece, raw in zip(batch, raws, strict=True):
-        at, most = piece.at, piece.numel if piece.item.dtype == raw.dtype else CAST_ELEMENTS
-        for first in range(0, piece.numel, most):
-            some = Raw(raw.array[first : first + most], raw.dtype)
-            data = cast(some, piece.item.dtype, piece.item.chosen.saved).data
-            _write_all(fd, data, at)
-            at += len(data)
-            progress(len(data))
-
-
-def _write_all(fd: int, data: bytes | memoryview, at: int) -> None:
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(fd, view, at)
-        view, at = view[done:], at + done
+    begins = {item.chosen.name: offset for item, offset in zip(plan.items, plan.offsets, strict=True)}
+    with DirectFile(fd) as file:
+        file.write(plan.head)
+        for one, raw in read(opened, pieces_of(plan.items, opened.chunk_begins)):
+            file.write(bytes(max(0, begins[one.item.chosen.name] - file.nbytes)))
+            for some in converted(one.item, raw):
+                progress(file.write(some.data))
+        file.finish()

@@ -1,22 +1,59 @@
-"""A file for `torch.load`: a flat dict of tensors. Only this file of the room needs torch."""
+"""A file for `torch.load`: a flat dict of tensors, in one pass. Only this file of the room needs torch.
+
+`torch.save` writes from memory. So its file is made here as it makes it, a zip archive: what torch puts beside the
+tensors is taken from an archive of its own, the pickle is made in its words, and the tensors follow as they are read.
+"""
 
 from __future__ import annotations
 
-import os
+import io
+import math
+import pickle
+import zipfile
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import numpy as np
+from typing_extensions import override
 
-from ckptlib.exporting.files import FilePlan, Item
+from ckptlib.exporting.direct_file import DirectFile
+from ckptlib.exporting.files import Item
 from ckptlib.exporting.outputs import Outputs
-from ckptlib.exporting.stream import write
-from ckptlib.format import dtypes
-from ckptlib.reading.arrays import Raw, raw_dtype
-from ckptlib.reading.frameworks import TORCH, framework_of, present
+from ckptlib.exporting.stream import converted, pieces_of, read
+from ckptlib.pages import PAGE_BYTES
+from ckptlib.reading.frameworks import TORCH, framework_of, torch_dtype
 from ckptlib.reading.opened import CheckpointReader
 
 ALIGNED = 64
+"""As torch aligns tensors in a file; large ones lie on pages, so that they can be written from where they are."""
+
+PICKLE_PROTOCOL = 2
+"""torch's."""
+
+PADDING = b"FB"
+"""What torch calls the extra field of an archive's member that pads it."""
+
+MEMBER_BYTES = 30 + 20
+"""Of a member's header without name and padding: its fixed part, and the sizes that need more than 32 bits."""
+
+LAYOUT = (".format_version", ".storage_alignment")
+"""Members by which a reader may compute where tensors lie, if torch laid them out. It finds them without."""
+
+STORAGES = {
+    "bool": "Bool",
+    "uint8": "Byte",
+    "int8": "Char",
+    "int16": "Short",
+    "int32": "Int",
+    "int64": "Long",
+    "float16": "Half",
+    "bfloat16": "BFloat16",
+    "float32": "Float",
+    "float64": "Double",
+    "complex64": "ComplexFloat",
+    "complex128": "ComplexDouble",
+}
+"""By dtype, how torch calls the class of a storage in a file, before "Storage". All others have bytes."""
 
 
 def write_torch(
@@ -26,39 +63,111 @@ def write_torch(
     name: str,
     progress: Callable[[int], None],
 ) -> None:
-    """Streams the tensors into a file beside, and gives torch maps of that file: `torch.save` writes from memory."""
+    """Raises as a read does, UnsupportedState as `cast` does, OSError."""
     framework_of(TORCH)
+    beside = _beside_tensors()
+    pickled = _pickle(items)
+
+    def fill(fd: int) -> None:
+        with DirectFile(fd) as file:
+            with zipfile.ZipFile(file, "w") as archive:  # type: ignore[call-overload]  # it writes and flushes, no more
+                archive.writestr("archive/data.pkl", pickled)
+                for member, data in beside.items():
+                    archive.writestr(member, data)
+                arrays = read(opened, pieces_of(items, opened.chunk_begins))
+                for number, item in enumerate(items):
+                    info = _padded(f"archive/data/{number}", file.nbytes, item.nbytes)
+                    with archive.open(info, "w", force_zip64=True) as out:
+                        left = item.numel
+                        while left:
+                            _, raw = next(arrays)
+                            for some in converted(item, raw):
+                                progress(out.write(some.data))
+                            left -= raw.array.size
+            file.finish()
+
+    files.write(name, sum(item.nbytes for item in items), fill)
+
+
+def save_into(file: DirectFile, value: object) -> None:
+    """Appends what `torch.save` makes of it. Raises OSError, of which torch's writer would only tell that its position
+    is not what it should be."""
     import torch
 
-    offsets, end = [], 0
-    for item in items:
-        offsets.append(end)
-        end += -(-item.nbytes // ALIGNED) * ALIGNED
-    raw = files.scratch(name)
-    fd = os.open(raw, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
-        os.posix_fallocate(fd, 0, max(end, 1))
-        write(opened, FilePlan(tuple(items), b"", tuple(offsets), end), fd, progress)
-    finally:
-        os.close(fd)
-    found: dict[str, Any] = {}
-    for item, offset in zip(items, offsets, strict=True):
-        tensor = _mapped(str(raw), item, offset)
-        found.update(dict.fromkeys((item.chosen.name, *item.chosen.ties), tensor))
-    path = files.beside(name)
-    torch.save(found, path)
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        torch.save(value, file)  # type: ignore[arg-type]  # it writes and flushes, no more
+    except RuntimeError:
+        file.finish()
+        raise
 
 
-def _mapped(path: str, item: Item, offset: int) -> Any:
-    dtype = raw_dtype(item.dtype)
-    assert dtype.itemsize == dtypes.itemsize(item.dtype)
-    if not item.numel:
-        return present(TORCH, item.chosen.saved, Raw(np.empty(item.shape, dtype), item.dtype))
-    # copy-on-write: torch warns of memory that it may not write to
-    array = np.memmap(path, dtype, "c", offset, (item.numel,))
-    return present(TORCH, item.chosen.saved, Raw(np.asarray(array).reshape(item.shape), item.dtype))
+def _beside_tensors() -> dict[str, bytes]:
+    """What torch's file of an empty dict has beside the pickle: its version, the order of bytes."""
+    import torch
+
+    empty = io.BytesIO()
+    torch.save({}, empty)
+    with zipfile.ZipFile(empty) as archive:
+        names = {member: member.partition("/")[2] for member in archive.namelist()}
+        kept = {member: name for member, name in names.items() if name not in ("data.pkl", *LAYOUT)}
+        return {f"archive/{name}": archive.read(member) for member, name in kept.items()}
+
+
+def _padded(name: str, at: int, nbytes: int) -> zipfile.ZipInfo:
+    """A member that begins at this byte of the file, whose data begins where it should."""
+    info = zipfile.ZipInfo(name)
+    begin = at + MEMBER_BYTES + len(name) + len(PADDING) + 2
+    padding = -begin % (PAGE_BYTES if nbytes >= PAGE_BYTES * ALIGNED else ALIGNED)
+    info.extra = PADDING + padding.to_bytes(2, "little") + bytes(padding)
+    return info
+
+
+class _Storage(NamedTuple):
+    key: str
+    kind: str
+    """Of torch's classes."""
+    size: int
+    """In elements of that class."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Tensor:
+    """As it is to be in the pickle."""
+
+    item: Item
+    storage: _Storage
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a `_Tensor` as torch writes a contiguous tensor."""
+
+    @override
+    def persistent_id(self, obj: Any) -> Any:
+        import torch
+
+        if not isinstance(obj, _Storage):
+            return None
+        return "storage", getattr(torch, obj.kind), obj.key, "cpu", obj.size
+
+    @override
+    def reducer_override(self, obj: Any) -> Any:
+        import torch
+
+        if not isinstance(obj, _Tensor):
+            return NotImplemented
+        shape = obj.item.shape
+        strides = tuple(math.prod(max(extent, 1) for extent in shape[axis + 1 :]) for axis in range(len(shape)))
+        like: Any = torch.empty(0, dtype=torch_dtype(obj.item.chosen.saved, obj.item.dtype))
+        rebuild, (_, _, _, _, *rest) = like.__reduce_ex__(PICKLE_PROTOCOL)
+        return rebuild, (obj.storage, 0, shape, strides, *rest)
+
+
+def _pickle(items: Sequence[Item]) -> bytes:
+    found = {}
+    for number, item in enumerate(items):
+        word = STORAGES.get(item.dtype)
+        storage = _Storage(str(number), f"{word or 'Untyped'}Storage", item.nbytes if word is None else item.numel)
+        found.update(dict.fromkeys((item.chosen.name, *item.chosen.ties), _Tensor(item, storage)))
+    out = io.BytesIO()
+    _Pickler(out, PICKLE_PROTOCOL).dump(found)
+    return out.getvalue()

@@ -12,6 +12,7 @@
     steps/<step>-<gen>-<nonce>.refresh
     steps/<step>-<gen>-<nonce>-<random>.pin
     trash/<step>-<gen>-<nonce>.json
+    copies/<key>
 
 Names from a store are parsed, never trusted: what does not match exactly is not one of ours.
 """
@@ -36,6 +37,7 @@ STEPS = "steps/"
 PARTS = "parts/"
 PACKS = "packs/"
 TRASH = "trash/"
+COPIES = "copies/"
 
 MAX_STEP = 10**12 - 1
 MAX_GENERATION = 10**6 - 1
@@ -262,3 +264,8 @@ def parse_pin_key(key: str) -> SaveId | None:
 
 def layout_key(digest: str) -> str:
     return f"{LAYOUTS}{digest}.json"
+
+
+def copy_key(key: str) -> str:
+    """Of the second copy of a document that all steps need: the root's own, or a layout."""
+    return f"{COPIES}{key}"

@@ -177,6 +177,11 @@ class Manifest:
     account: Mapping[str, Json] = field(default_factory=dict)
     """What the start of the job had spent its time on by then; see `format.account`. Rank 0's."""
 
+    @property
+    def nbytes_loaded(self) -> int:
+        """That a load gives back; where version 1 did not tell, the packs, which then had all of it."""
+        return self.nbytes if self.nbytes_state is None else self.nbytes_state
+
     def encode(self) -> bytes:
         body: dict[str, Json] = {
             "save": str(self.save),

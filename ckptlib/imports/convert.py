@@ -4,35 +4,44 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import Committer
 from ckptlib.catalog.retention import drop
 from ckptlib.checkpoint import SaveOrder, save_step
-from ckptlib.errors import CorruptData, StateError
+from ckptlib.errors import CorruptData, FormatError, ObjectNotFound, ObjectUnreadable, SaveFailed, StateError
 from ckptlib.format.box import Box
 from ckptlib.format.keys import SaveId, checked_step
 from ckptlib.format.manifest import Manifest
+from ckptlib.imports import unfinished
 from ckptlib.imports.foreign import Foreign
 from ckptlib.imports.formats import format_of
+from ckptlib.imports.unfinished import IMPORTED, SOURCE, Unfinished
 from ckptlib.loading.progress import progress
 from ckptlib.loading.reader import Reader
-from ckptlib.policy.codec import AUTO, Asked, CodecRules
+from ckptlib.policy.codec import AUTO, RAW, Asked, CodecRules
 from ckptlib.reading.committed import Committed
 from ckptlib.reading.reader import Want
 from ckptlib.saving.session import Session
-from ckptlib.saving.settings import SAVE_DEADLINE, Settings
+from ckptlib.saving.settings import SAVE_DEADLINE, Resumable, Settings
 from ckptlib.saving.standing import await_room
 from ckptlib.saving.terminal import show
+from ckptlib.staging.arena import directories
+from ckptlib.staging.other_slots import OtherSlots
 from ckptlib.state.flatten import Flat
 from ckptlib.state.raw_bytes import bytes_of
 from ckptlib.stores import absolute, open_store
 
 log = logging.getLogger(__name__)
+
+PACK_BYTES = 256 * 1024 * 1024
+"""Of a pack: what a killed import has to write again, at most. Smaller ones would be uploaded more slowly."""
 
 COMPARED_BYTES = 64 * 1024 * 1024
 """That are read back at a time."""
@@ -77,7 +86,8 @@ def convert(
 
     The source is never unpickled: its pickles are read as data, so no code of it runs. When it returns, the step is
     committed, and was read back and compared with the source. A conversion that fails leaves no step, unless the store
-    fails while the step is read back; one that is killed may leave a whole one. The same call then compares it.
+    fails while the step is read back; one that is killed may leave a whole one. The same call then compares it, or goes
+    on with what is there: packs that have the bytes which the source has now are not written again.
 
     step:    default: the source's own where it has one, else 0.
     only:    names, path prefixes or patterns of what is to come over; skip: of what is not.
@@ -99,22 +109,28 @@ def convert(
     foreign.check_params()
     flat = foreign.flat
     number = checked_step(step if step is not None else foreign.step or 0)
+    identity = unfinished.identity_of(path, only, skip, params, tie, codec)
     settings = Settings(
         url=absolute(url),
         options=storage_options or {},
         codec=CodecRules.of(codec),
         arena=Path(scratch or tempfile.gettempdir()),
-        tags={"imported": foreign.kind},
+        tags={IMPORTED: foreign.kind, SOURCE: identity},
     )
-    saved = None if _is_there(settings, number) else _save(settings, flat, number)
-    try:
-        _compare(settings, flat, number)
-    except CorruptData:
-        if saved is not None:
-            with open_store(settings.url, settings.options) as store:
-                drop(Catalog(store), saved)
-            log.error("step %d is not what the source has; it is dropped, and no longer listed", number)
-        raise
+    is_there, left = _look(settings, number, identity)
+    if is_there:
+        with _manifest(settings, number) as (catalog, manifest):
+            _compare(catalog, manifest, flat)
+            _reclaim(catalog, settings)
+    elif left is None or not left.names or not _finish(settings, flat, left):
+        saved = _save(settings, flat, number, left)
+        with _manifest(settings, number) as (catalog, manifest):
+            try:
+                _compare(catalog, manifest, flat)
+            except CorruptData:
+                drop(catalog, saved)
+                log.error("step %d is not what the source has; it is dropped, and no longer listed", number)
+                raise
     for note in foreign.notes:
         log.warning("%s", note)
     return ImportReport(
@@ -139,22 +155,57 @@ def _nbytes(flat: Flat) -> int:
     return sum(t.nbytes for leaf in flat.leaves if leaf.tied is None for _, t in leaf.pieces)
 
 
-def _is_there(settings: Settings, step: int) -> bool:
-    """Whether an earlier call has saved the step; it may have been killed since. Raises StateError where later steps
-    are in the way: a root with steps is a run's, and what is imported becomes a part of its history.
+def _look(settings: Settings, step: int, identity: str) -> tuple[bool, Unfinished | None]:
+    """Whether an earlier call has saved the step; it may have been killed since. And what one has left that was killed
+    before.
+
+    Raises StateError where later steps are in the way: a root with steps is a run's, and what is imported becomes a
+    part of its history.
     """
     with open_store(settings.url, settings.options) as store:
-        steps = [save.step for save in Catalog(store).visible()]
+        catalog = Catalog(store)
+        steps = [save.step for save in catalog.visible()]
+        left = None if step in steps else unfinished.find(catalog, step, identity)
     if steps and step < max(steps):
         raise StateError(
             f"{settings.url}: has step {max(steps)} already, and an import of step {step} does not come after it; "
             "import into a new root, or give a later step"
         )
-    return step in steps
+    return step in steps, left
 
 
-def _save(settings: Settings, flat: Flat, step: int) -> SaveId:
-    session = Session(settings, None)
+def _finish(settings: Settings, flat: Flat, left: Unfinished) -> bool:
+    """Commits what an earlier call has stored whole, and was killed before it could commit it; only if the source still
+    has all of that."""
+    with open_store(settings.url, settings.options) as store:
+        catalog = Catalog(store)
+        committer = Committer(catalog)
+        try:
+            _compare(catalog, committer.manifest_of(left.save, left.names), flat)
+        except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable, SaveFailed) as error:
+            log.warning("step %d, which a killed import left, is written again: %s", left.save.step, error)
+            return False
+        committer.commit(left.save, left.names)
+        _reclaim(catalog, settings)
+        return True
+
+
+def _reclaim(catalog: Catalog, settings: Settings) -> None:
+    """Removes the copy that a killed import has left, as a session would."""
+    OtherSlots(catalog.root().id, catalog.next_generation(), directories(settings.arena)).reclaim()
+
+
+def _resumable(settings: Settings, left: Unfinished | None) -> Resumable:
+    """Only packs of chunks as they are can be proved, and only a save without a part: with two, who knows which one is
+    committed."""
+    if left is None or left.names or settings.codec not in (CodecRules.of(AUTO), CodecRules.of(RAW)):
+        return Resumable(PACK_BYTES, None)
+    show(log, "an earlier import of step %d was interrupted: what it has stored is not written again", left.save.step)
+    return Resumable(PACK_BYTES, left.save.generation)
+
+
+def _save(settings: Settings, flat: Flat, step: int, left: Unfinished | None) -> SaveId:
+    session = Session(replace(settings, resumable=_resumable(settings, left)), None)
     clean = False
     try:
         await_room(session)
@@ -170,16 +221,19 @@ def _save(settings: Settings, flat: Flat, step: int) -> SaveId:
         session.close(SAVE_DEADLINE, clean=clean)
 
 
-def _compare(settings: Settings, flat: Flat, step: int) -> None:
-    """What was committed, with the source: bit by bit. Raises CorruptData."""
-    buffer = torch.empty(COMPARED_BYTES, dtype=torch.uint8)
-    with (
-        open_store(settings.url, settings.options) as store,
-        progress(f"comparing step {step} with its source", _nbytes(flat)) as advance,
-    ):
+@contextmanager
+def _manifest(settings: Settings, step: int) -> Iterator[tuple[Catalog, Manifest]]:
+    with open_store(settings.url, settings.options) as store:
         catalog = Catalog(store)
         save = catalog.resolve(step)
-        manifest = Manifest.decode(save, catalog.manifest_document(save), f"{store.url}/{save.manifest_key}")
+        yield catalog, Manifest.decode(save, catalog.manifest_document(save), f"{store.url}/{save.manifest_key}")
+
+
+def _compare(catalog: Catalog, manifest: Manifest, flat: Flat) -> None:
+    """What is stored, with the source: bit by bit. Raises CorruptData."""
+    catalog.store.reads_once = True
+    buffer, step = torch.empty(COMPARED_BYTES, dtype=torch.uint8), manifest.save.step
+    with progress(f"comparing step {step} with its source", _nbytes(flat)) as advance:
         reader = Reader(Committed(catalog, manifest), 0)
         if any(flat.aliases.items() - layout.aliases.items() for layout in reader.layouts.values()):
             raise CorruptData(_differs("what is tied", step))

@@ -16,7 +16,7 @@ from ckptlib.imports.entries import add_entries
 from ckptlib.imports.foreign import Foreign
 from ckptlib.imports.mapped import Mapped, dtype_named, inside, sized
 from ckptlib.imports.pickled import MAX_BYTES, Global, Made, read_pickle
-from ckptlib.imports.torch_file import read_torch_file
+from ckptlib.imports.torch_file import MAX_DEPTH, read_torch_file
 
 METADATA = ".metadata"
 _MODULE = "torch.distributed.checkpoint"
@@ -71,7 +71,7 @@ class DcpDirectory:
         root: dict[Any, Any] = {}
         for name, kind in self._dict("state_dict_metadata").items():
             path = paths.get(name, (name,))
-            if not isinstance(path, tuple) or not path or not all(isinstance(part, (str, int)) for part in path):
+            if not isinstance(path, tuple) or not 0 < len(path) <= MAX_DEPTH or not _are_keys(path):
                 raise FormatError(f"{self._what}: {str(name)[:200]} has a path that is none")
             self._put(root, path, self._entry(str(name), kind, places.get(str(name), [])))
         return {key: _lists(_unflattened(value), key) for key, value in root.items()}
@@ -145,6 +145,10 @@ class DcpDirectory:
     def _size(self, node: Any) -> tuple[int, ...]:
         given = node.arguments[0] if isinstance(node, Made) and node.by == "torch.Size" and node.arguments else node
         return sized(given, self._what)
+
+
+def _are_keys(path: tuple[Any, ...]) -> bool:
+    return all(isinstance(part, (str, int)) for part in path)
 
 
 def _is_value(kind: Any) -> bool:

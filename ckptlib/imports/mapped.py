@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -19,8 +20,12 @@ class Mapped:
         """Raises FormatError where there is no such file."""
         self.path = path
         try:
-            with path.open("rb") as file:
-                self.nbytes = os.fstat(file.fileno()).st_size
+            # a FIFO would be waited for
+            with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise FormatError(f"{path}: is no file")
+                self.nbytes = status.st_size
                 # private and writable: torch wants memory that it could write to; nothing ever does
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.nbytes else None
         except OSError as error:
@@ -71,10 +76,18 @@ def dtype_named(name: str, what: str) -> torch.dtype:
 
 
 def sized(shape: object, what: str) -> tuple[int, ...]:
-    """A shape or offset as ints that are not negative. Raises FormatError."""
-    numbers = tuple(shape) if isinstance(shape, (tuple, list)) else (None,)
+    """A shape or offset as ints that are not negative, which torch can multiply. Raises FormatError."""
+    numbers = strided(shape, what)
+    if numel_of(tuple(filter(None, numbers))) >= 2**63:
+        raise FormatError(f"{what}: {str(shape)[:200]} is no shape: no tensor has so many elements")
+    return numbers
+
+
+def strided(strides: object, what: str) -> tuple[int, ...]:
+    """The same of strides, of which each counts for itself."""
+    numbers = tuple(strides) if isinstance(strides, (tuple, list)) else (None,)
     if len(numbers) > 64 or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
-        raise FormatError(f"{what}: {str(shape)[:200]} is no shape")
+        raise FormatError(f"{what}: {str(strides)[:200]} is no shape")
     return numbers
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ckptlib.errors import FormatError
-from ckptlib.imports.mapped import Mapped, dtype_named, numel_of, sized
+from ckptlib.imports.mapped import Mapped, dtype_named, numel_of, sized, strided
 from ckptlib.imports.pickled import Global, Made, Persistent, read_pickle
 
 MAGIC = b"PK\x03\x04"
@@ -219,7 +219,7 @@ class _TorchFile:
     ) -> torch.Tensor:
         raw, own = self._storage(storage)
         dtype = own if dtype is None else dtype
-        sizes, steps = sized(shape, self._what), sized(stride, self._what)
+        sizes, steps = sized(shape, self._what), strided(stride, self._what)
         if len(sizes) != len(steps) or type(offset) is not int or offset < 0:
             raise FormatError(f"{self._what}: a tensor of shape {sizes} with the strides {steps}")
         if not numel_of(sizes):

@@ -286,7 +286,7 @@ class Tuner:
         """The numbers that the interval follows from."""
         found, asked = self.estimate, self._asked
         if found is None:
-            return "nothing is measured before the first one"
+            return "no save has been measured yet"
         text = (
             f"a save costs {found.save_s:.3g} s ({found.visible_s:.3g} s of it in after_step and at the fence, the "
             f"rest in slower steps) and is written in {found.persist_s:.3g} s; a step without takes {found.step_s:.3g} "

@@ -22,6 +22,9 @@ from ckptlib.ranks.connections import connect, disconnect, failure, links_of
 
 Result = TypeVar("Result")
 
+MEET_S = 5.0
+"""How often ranks meet that wait for something long: the death of one ends what the others wait for."""
+
 
 class Extremes(NamedTuple):
     """Element by element, the largest or the smallest value of all ranks."""
@@ -39,7 +42,8 @@ class Group(ABC):
     rank: int
     size: int
     patience_s: float
-    """How long a rank may be at something by itself without making the others time out in a collective."""
+    """How long a rank may be at something by itself before it meets the others: then none of them times out in a
+    collective, and one that is gone is noticed."""
 
     @abstractmethod
     def gather(self, data: bytes) -> list[bytes]:
@@ -153,7 +157,7 @@ class TorchGroup(Group):
         self._links = links_of(over)
         self._ranks = dist.get_process_group_ranks(over)
         self._timeout = timeout
-        self.patience_s = timeout.total_seconds() / 2
+        self.patience_s = min(timeout.total_seconds() / 2, MEET_S)
         self.size = len(self._ranks)
         self.rank = self._ranks.index(dist.get_rank())
         self._held: deque[tuple[torch.Tensor, ...]] = deque(maxlen=8)

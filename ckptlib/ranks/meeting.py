@@ -6,6 +6,8 @@ by a collective, so a rank that waits in vain leaves nothing half done.
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections import Counter
 from datetime import timedelta
@@ -17,6 +19,8 @@ from ckptlib.errors import AgreementFailed
 from ckptlib.ranks.connections import store_of
 from ckptlib.ranks.group import Group, SoloGroup, TorchGroup
 from ckptlib.ranks.notices import Notices
+
+log = logging.getLogger(__name__)
 
 
 def group_or_world(over: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -51,7 +55,21 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 def group_of(over: dist.ProcessGroup | None, timeout: timedelta) -> Group:
     """The group over a process group; a job of one where torch.distributed is not initialised."""
     found = group_or_world(over)
-    return SoloGroup() if found is None else TorchGroup(found, timeout)
+    if found is None:
+        _warn_of_others(os.environ.get("WORLD_SIZE", ""))
+        return SoloGroup()
+    return TorchGroup(found, timeout)
+
+
+@functools.cache
+def _warn_of_others(world_size: str) -> None:
+    """Said once, where a launcher has started several ranks that do not know of one another."""
+    if world_size not in ("", "1"):
+        log.warning(
+            "WORLD_SIZE is %s, but there is no process group: this process is a job of its own, and so are the others; "
+            "two such jobs cannot save to one root. Call torch.distributed.init_process_group before",
+            world_size,
+        )
 
 
 def notices_over(over: dist.ProcessGroup | None, name: str, timeout: timedelta) -> Notices:

@@ -47,7 +47,7 @@ def check(framework: str, name: str, dtype: str) -> None:
             "ckptlib export --dtype fp32"
         )
     if framework == TORCH:
-        _torch_dtype(name, dtype)
+        torch_dtype(name, dtype)
 
 
 def present(framework: str, name: str, raw: Raw) -> Any:
@@ -56,13 +56,13 @@ def present(framework: str, name: str, raw: Raw) -> Any:
         return raw.array.view(_NUMPY[raw.dtype])
     import torch
 
-    dtype = _torch_dtype(name, raw.dtype)
+    dtype = torch_dtype(name, raw.dtype)
     if raw.array.size == 0:
         return torch.empty(raw.array.shape, dtype=dtype)
     return torch.from_numpy(raw.array.reshape(-1).view(np.uint8)).view(dtype).reshape(raw.array.shape)
 
 
-def _torch_dtype(name: str, dtype: str) -> Any:
+def torch_dtype(name: str, dtype: str) -> Any:
     import torch
 
     found = getattr(torch, dtype, None)

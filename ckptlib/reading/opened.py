@@ -169,6 +169,15 @@ class CheckpointReader:
         """Shape and dtype (torch's name) of a tensor; nothing is read. Raises StateMismatch."""
         return self._entry(name)
 
+    def read_once(self) -> None:
+        """Much of it is read from now on, and only once: a local disk leaves the page cache to others."""
+        self._store.reads_once = True
+
+    def chunk_begins(self, name: str) -> list[int]:
+        """Flat positions in a tensor at which it is best cut: see `StepReader.chunk_begins`."""
+        with self._lock:
+            return self._reader.chunk_begins(self._entry(name).name)
+
     def fill(self, wants: Sequence[Want[Raw]]) -> None:
         """Fills boxes of tensors, in parallel; any of a tensor's names will do."""
         own = [Want(self._entry(want.name).name, want.pieces) for want in wants]

@@ -224,6 +224,21 @@ class StepReader(ABC, Generic[T]):
                 found.update(ranks_touching(entry, box, ranks))
         return frozenset(found)
 
+    def chunk_begins(self, name: str) -> list[int]:
+        """Flat positions in a tensor, ascending: where saved chunks begin, so that a range which begins and ends there
+        reads no chunk for a part of it. Without those of shards that are no run of it."""
+        entry = next(iter(self.entries(name).values()))
+        whole, itemsize = Box.whole(entry.shape), dtypes.itemsize(entry.dtype)
+        places = _places(name, self._shares_of(self.ranks_holding(name, [whole])))
+        found = set()
+        for i, run in _cover(whole, tuple([place.box for place in places])).touching:
+            if run is not None:
+                table, element = places[i].share.part.table, run.at
+                for chunk in table.chunks(places[i].shard):
+                    found.add(element)
+                    element += table.nbytes[chunk] // itemsize
+        return sorted(found)
+
     def _plan(self, wants: Sequence[Want[T]], ranks: Sequence[frozenset[int]]) -> list[Request]:
         """The requests that fill all wants. `ranks`: of each want, whose parts may hold it."""
         reads: Reads = {}

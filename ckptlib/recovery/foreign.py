@@ -19,7 +19,7 @@ PATTERNS = {
 }
 """Names by which checkpoints are known, without their directories."""
 
-OWN = {"packs", "parts", "steps", "layouts", "generations", "trash", "pins"}
+OWN = {"packs", "parts", "steps", "layouts", "generations", "trash", "pins", "copies"}
 """Directories of a root; packs are safetensors files, too."""
 
 MOST = 1000

@@ -90,7 +90,7 @@ def gather(catalog: Catalog, max_parts: int = MAX_PARTS) -> Records:
         nbytes_packs=nbytes_packs,
         newest=codings,
         num_without_content=len(manifests) - len(contents),
-        untold=sum(1 for of in accounts.untold if not (of in generations and generations[of].rewind)),
+        untold=len(accounts.untold),
         problems=problems.found,
     )
 
@@ -138,7 +138,7 @@ def _step(
         save=save,
         created=manifest.created,
         world_size=manifest.world_size,
-        nbytes_state=manifest.nbytes if manifest.nbytes_state is None else manifest.nbytes_state,
+        nbytes_state=manifest.nbytes_loaded,
         nbytes=manifest.nbytes,
         num_uses=len({of.save for of in manifest.uses} - {save}),
         on_history=on_history,

@@ -184,7 +184,7 @@ def _recent(
             save=manifest.save,
             created=manifest.created,
             world_size=manifest.world_size,
-            nbytes_state=manifest.nbytes if manifest.nbytes_state is None else manifest.nbytes_state,
+            nbytes_state=manifest.nbytes_loaded,
             nbytes=manifest.nbytes,
             interval=interval if type(interval := manifest.metrics.get(INTERVAL)) is int else None,
             times=times[manifest.save],

@@ -75,7 +75,9 @@ def _tiles(found: Records) -> list[Element]:
         starts = sum(not begin.is_rewind for begin in found.begins)
         tiles.append(tile("ranks", f"... {shown}" if len(sizes) > 4 else shown, count(starts, "start")))
     if goodput.ettr is not None:
-        tiles.append(tile("ETTR", f"{100 * goodput.ettr:.1f} %", f"of {duration(goodput.spent.total)}"))
+        tiles.append(
+            tile("ETTR", f"{100 * goodput.ettr:.1f} %", f"of {duration(goodput.spent.total)} trained steps that count")
+        )
     gone = sum(not save.may_come for save in found.failed)
     more = f"{count(gone, 'save')} never committed" if gone else ""
     tiles.append(tile("failed starts", f"{goodput.failures:,}", more, bad=bool(goodput.failures)))

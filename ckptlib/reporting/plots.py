@@ -52,9 +52,11 @@ def pair(*sections: Element) -> Element:
     return tag("div", *sections, class_="pair")
 
 
-def key(*rows: tuple[str, str]) -> Element:
-    """What colours mean."""
-    return tag("ul", *(tag("li", tag("i", class_=kind), word) for kind, word in rows), class_="key")
+def key(*rows: tuple[str, str]) -> Element | None:
+    """What colours mean; None where there is nothing to say."""
+    return (
+        None if not rows else tag("ul", *(tag("li", tag("i", class_=kind), word) for kind, word in rows), class_="key")
+    )
 
 
 # The course of the run
@@ -150,7 +152,8 @@ def time_spent(found: Records) -> Element:
         for name, value in values.items()
     ]
     ettr, predicted = found.goodput.ettr, found.goodput.predicted
-    text = f"{seconds(total)} in all. ETTR, the share that trained steps which count: {_percent(ettr)} measured"
+    text = f"{seconds(total)} in all. ETTR (effective training time ratio), the share that trained steps which count: "
+    text += f"{_percent(ettr)} measured"
     text += "" if predicted is None else f", {_percent(predicted)} by the formula from intervals, stalls and failures"
     return section("Where the time went", tag("p", text + "."), bar, tag("table", *rows))
 
@@ -172,6 +175,7 @@ def stalls(found: Records) -> Element:
         title,
         tag("p", f"Seconds that training stood still from a save to the next one, on rank 0. {_summary(known)}"),
         bar_chart(bars, scale.seconds_axis, "Stall of each save"),
+        key(*_signs(step for step, _ in known)),
     )
 
 
@@ -188,6 +192,7 @@ def persists(found: Records) -> Element:
         title,
         tag("p", f"From the snapshot to the commit in the store, in the background. {_summary(known)}{more}"),
         bar_chart(bars, scale.seconds_axis, "Time until each save was committed"),
+        key(*_signs(step for step, _ in known)),
     )
 
 
@@ -216,7 +221,8 @@ def sizes(found: Records) -> Element:
         key(
             ("c-blue", "written for the step"),
             ("c-sky", "taken over from earlier saves"),
-            ("level-key", "\u2015 logical"),
+            ("level-key", "\u2015 what a load of the step gives back"),
+            *_signs(found.steps),
         ),
     )
 
@@ -238,16 +244,19 @@ def codecs(found: Records) -> Element:
     ]
     nbytes = sum(counts.nbytes for _, content in known for counts in content.codecs.values())
     stored = sum(counts.stored for _, content in known for counts in content.codecs.values())
-    ratio = f"{size(nbytes)} of chunks are stored in {size(stored)}." if nbytes else ""
+    ratio = f"{size(nbytes)} of chunks take {size(stored)}." if nbytes else ""
     if names == ["raw"]:
         ratio = "All chunks are stored as they are."
     some = found.num_without_content
     more = f" The parts of {count(some, 'save')} were not read." if some else ""
     return section(
         title,
-        tag("p", f"What each step stands on, by what its chunks are stored as. {ratio}{more}"),
+        tag("p", f"How the chunks (pieces of tensors) that each step needs are stored. {ratio}{more}"),
         bar_chart(bars, scale.bytes_axis, "Stored bytes of each save, by codec"),
-        key(*((colours[name], name) for name in names)),
+        key(
+            *((colours[name], "raw: as they are" if name == "raw" else name) for name in names),
+            *_signs(s for s, _ in known),
+        ),
     )
 
 
@@ -269,13 +278,21 @@ def intervals(found: Records) -> Element:
     times = [step.times.since_s for step, _ in known if step.times.since_s is not None]
     text = f"Steps from the save before, or from the start, to each save. Median {median(v for _, v in known):g} steps"
     agreed = any(step.interval is not None for step, _ in known)
-    rows = [("level-key", "\u2015 agreed upon, with Overhead")] if agreed else []
+    rows = [("level-key", "\u2015 what Overhead asks for")] if agreed else []
     return section(
         title,
         tag("p", text + (f", {seconds(median(times))}." if times else ".")),
         bar_chart(bars, scale.count_axis, "Steps between saves"),
-        key(("c-green", "steps between saves"), *rows),
+        key(("c-green", "steps between saves"), *rows, *_signs(step for step, _ in known)),
     )
+
+
+def _signs(steps: Iterable[Step]) -> list[tuple[str, str]]:
+    """What bars of steps have besides colours, where any has it."""
+    steps = [*steps]
+    pale = [("level-key", "pale: left behind by a rewind")] if not all(step.on_history for step in steps) else []
+    starts = [("level-key", "line between bars: another start")] if len({s.save.generation for s in steps}) > 1 else []
+    return pale + starts
 
 
 def _bar(step: Step, parts: Sequence[tuple[str, float]], text: str, level: float | None = None) -> Bar:

@@ -45,8 +45,10 @@ class Lineage:
         tags: Mapping[str, str],
         run: Mapping[str, Json],
         slots_in: Sequence[Path],
+        earlier: GenerationId | None = None,
     ) -> None:
         """Opens the root, or makes it with this algorithm and deadline. Collective. `slots_in`: where slots may be.
+        `earlier`: the generation as which this process goes on, whose record is there.
 
         Raises, on all ranks, the error of an unusable root, and NewerFormat where a newer ckptlib has saved in it; also
         StoreError where a rank does not see the root that rank 0 opened.
@@ -56,6 +58,12 @@ class Lineage:
         self._tags, self._run = tags, run
         self._slots_in = slots_in
         self.root, self.generation = self._agree(Root(secrets.token_hex(16), algorithm, save_deadline_s))
+        self.host_id = self.generation
+        """The generation by which slots and locks on this host are known. One that goes on as an earlier one has a
+        name of its own here, so that it reclaims what that one left."""
+        if earlier is not None:
+            self.generation = earlier
+        self._goes_on = earlier is not None
         self.resumed_from: SaveId | None = None
         self.began = False
         """Whether it has saved, to the store or to memory, or gone back."""
@@ -117,7 +125,7 @@ class Lineage:
         continues = self.resumed_from is None or self.resumed_from.step > step  # would mix with what follows on it
         record = self._record(None if continues else self.resumed_from)
         now = self.at_once or self.placement is not None
-        writer.begin(record.encode().decode(), self.root.id, step, continues, now=now)
+        writer.begin(record.encode().decode(), self.root.id, step, continues, now=now, again=self._goes_on)
         self.began, self._again = True, False
 
     def go_back(self, writer: Writer, save: SaveId) -> None:

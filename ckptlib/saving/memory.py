@@ -41,14 +41,14 @@ def open_memory(
 
     def make_arena(writer: Writer, pin: bool = True) -> Arena:
         num_slots = NUM_SLOTS if peers is None else NUM_SLOTS_WITH_PEERS
-        arena = Arena(root.id, lineage.generation, settings.arena, num_slots, pin)
+        arena = Arena(root.id, lineage.host_id, settings.arena, num_slots, pin)
         arena.on_made, arena.on_gone = writer.add_slot, writer.forget_slot
         return arena
 
     def make_room() -> tuple[Arena, Writer]:
         if settings.keep is not None:
             settings.keep.check(root.save_deadline_s)
-        unread = WriterLock.take(directories(settings.arena), prefix_of(root.id, lineage.generation))
+        unread = WriterLock.take(directories(settings.arena), prefix_of(root.id, lineage.host_id))
         setup = settings.for_writer(group.rank, group.size, root.save_deadline_s)
         if group.rank == 0 and (fd := stopwatch.share()) is not None:
             setup |= {"account_fd": fd, "generation": str(lineage.generation)}

@@ -25,7 +25,7 @@ from ckptlib.staging.copies import CopySource
 from ckptlib.staging.replica_digests import Replica, ReplicaDigests, Way
 from ckptlib.state.flatten import Flat
 from ckptlib.state.leaf import Leaf, Plain
-from ckptlib.state.memo import same
+from ckptlib.state.structure import same
 
 Overlap = Callable[[Leaf], bool]
 """Whether its only writer waits at the fence; asked once for all leaves of one owner."""

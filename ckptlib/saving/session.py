@@ -85,6 +85,7 @@ class Session:
             settings.tags,
             run_record(settings.config, settings.record_code) if self.group.rank == 0 else {},
             directories(settings.arena),
+            None if settings.resumable is None else settings.resumable.generation,
         )
         self.root, self.generation = self.lineage.root, self.lineage.generation
         self.lineage.best = None if settings.keep is None else settings.keep.rule
@@ -111,6 +112,8 @@ class Session:
         self._sequence = 0
         self._to_persist: dict[SaveId, bool] = {}
         """Snapshots that the writer is told of as soon as they are ready, and whether they are drained then."""
+        self.given_up = -1
+        """The last step whose save this rank gave up alone; -1 before there is one."""
         self.newest_step = -1
         """That was given to be persisted; -1 before there is one."""
         self.closed = False
@@ -173,6 +176,7 @@ class Session:
     def give_up(self, save: SaveId, number: int, to_store: bool, drains: bool, reason: str) -> None:
         """This rank alone has no snapshot: the others are told, and all compare before the next one."""
         if to_store:
+            self.given_up = save.step
             self.tier.note(save.step, False)
             self.writer.void(save, reason, drains)
         self.snapshots.begin(save, number, None, to_store)

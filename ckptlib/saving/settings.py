@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from ckptlib.format.digests import ALGORITHMS, XXH3
+from ckptlib.format.keys import GenerationId
 from ckptlib.format.values import Json
 from ckptlib.policy.codec import CodecRules
 from ckptlib.policy.keep import Keep
@@ -24,6 +25,16 @@ MAX_OUTAGE = timedelta(minutes=30)
 """Longer than a store is away for a restart of its own or a change of credentials."""
 
 REFRESH = timedelta(days=7)
+
+
+@dataclass(frozen=True, slots=True)
+class Resumable:
+    """Of a save that a later process may go on with, should this one be killed."""
+
+    pack_nbytes: int
+    """Of a pack, at most: what is lost of one that is not finished."""
+    generation: GenerationId | None
+    """In which an earlier process began the save, and did not commit it: this one goes on. None: it is new."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,8 @@ class Settings:
     """None: snapshots serve storage only."""
     local: LocalTier | None = None
     """None: saves go to the store at once."""
+    resumable: Resumable | None = None
+    """Of an import: its one save."""
 
     def __post_init__(self) -> None:
         """Before anything is made: a root keeps its algorithm for ever."""
@@ -92,5 +105,6 @@ class Settings:
             "refresh_s": self.refresh.total_seconds(),
             "keep": None if self.keep is None else self.keep.to_json(),
             "local": None if self.local is None else self.local.to_json(),
+            "pack_nbytes": None if self.resumable is None else self.resumable.pack_nbytes,
             "keep_slots_s": 0.0 if self.peers is None else self.peers.keep_for.total_seconds(),
         }

@@ -57,7 +57,7 @@ class KnownPairs:
             return [self._kept(rank, slot, list(sources), offsets, offsets)]
         kept = [(source, offset) for source, offset in zip(sources, offsets, strict=True) if not source.lent]
         found = [self._kept(rank, slot, [s for s, _ in kept], tuple([o for _, o in kept]), offsets)] if kept else []
-        body = torch.frombuffer(slot.body, dtype=torch.uint8)
+        body = _tensor_of(slot.body)
         return [*found, Pairs([Pair(source, body, offset) for source, offset in lent])]
 
     def _kept(
@@ -68,7 +68,7 @@ class KnownPairs:
         known = self._known.get(key)
         if known is None or known.offsets is not offsets or known.places != places:
             self._known = {k: v for k, v in self._known.items() if k.rank != rank or v.offsets is offsets}
-            body = torch.frombuffer(slot.body, dtype=torch.uint8)
+            body = _tensor_of(slot.body)
             known = self._known[key] = _Known(body, offsets, places, [None] * len(sources), None)
         if known.made is not None and all(p.source is s for p, s in zip(known.made.all, sources, strict=True)):
             return known.made
@@ -96,3 +96,8 @@ class KnownPairs:
     def clear(self) -> None:
         self._known.clear()
         self._sources.clear()
+
+
+def _tensor_of(body: memoryview) -> torch.Tensor:
+    """Empty where a step has values only, or tensors of no elements: torch makes no tensor of an empty buffer."""
+    return torch.frombuffer(body, dtype=torch.uint8) if body.nbytes else torch.empty(0, dtype=torch.uint8)

@@ -1,13 +1,14 @@
 """The state of a training job as a flat list of named tensors and values, and back.
 
 State is any nesting of dict, list and tuple that holds tensors, plain values, modules, optimizers, generators, and
-objects with `state_dict()` and `load_state_dict()`. `flatten` calls each `state_dict()` once, on the caller's thread.
+objects with `state_dict()` and `load_state_dict()`. `flatten` calls each `state_dict()` once, on the caller's thread,
+but that of a module which would give what it gave before: see `ckptlib.state.structure`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple, cast
@@ -22,6 +23,7 @@ from ckptlib.format import values
 from ckptlib.format.layout import OwnPerRank
 from ckptlib.format.tagged_values import MAX_DEPTH, is_unicode
 from ckptlib.format.values import Json
+from ckptlib.state.entries import Entries, entries_of
 from ckptlib.state.leaf import (
     PLAIN,
     Leaf,
@@ -38,7 +40,7 @@ from ckptlib.state.leaf import (
     place_of_plain,
     refuse_tensor,
 )
-from ckptlib.state.memo import Fingerprint, Found, KnownLeaf, Memo, Section
+from ckptlib.state.memo import Fingerprint, Found, KnownLeaf, KnownModule, KnownOptimizer, Memo, Section
 from ckptlib.state.modules import is_extra_state, named_state
 from ckptlib.state.optimizers import (
     cut_like,
@@ -49,7 +51,8 @@ from ckptlib.state.optimizers import (
     state_path,
     warn_of_positions,
 )
-from ckptlib.state.owners import owners_in
+from ckptlib.state.owners import owned_in, owners_of
+from ckptlib.state.structure import same, structure_of
 from ckptlib.state.subclasses import any_subclass, apart, is_subclass, place_name
 from ckptlib.state.visitor import Visitor, check_depth, too_deep
 
@@ -80,15 +83,19 @@ def flatten(state: object, memo: Memo | None = None) -> Flat:
     Raises UnsupportedState, naming the path, for what cannot be saved.
     """
     memo = Memo() if memo is None else memo
-    walk = _Walk(memo, owners_in(state))
-    if walk.owners != memo.owners:
+    owned = owned_in(state)
+    if not same(owned, memo.owned):
+        memo.owned, memo.owners = owned, owners_of(owned)
         memo.sections.clear()
-    memo.owners = dict(walk.owners)
+    walk = _Walk(memo, dict(memo.owners))
     walk.visit(state, False)
-    for name in memo.leaves.keys() - walk.found.names.keys():  # what the state no longer has
-        del memo.leaves[name]
-    for key in memo.sections.keys() - walk.sections:
-        del memo.sections[key]
+    if not memo.leaves.keys() <= walk.found.names.keys():
+        for name in memo.leaves.keys() - walk.found.names.keys():  # what the state no longer has
+            del memo.leaves[name]
+    known: dict[tuple[str, bool], Any]
+    for known in (memo.sections, memo.modules, memo.optimizers):
+        for key in known.keys() - walk.sections:
+            del known[key]
     return walk.flat
 
 
@@ -164,6 +171,12 @@ class _Walk(Visitor[bool]):
 
     @override
     def add_module(self, module: nn.Module, path: str, per_rank: bool) -> None:
+        key = path, per_rank
+        known = self._memo.modules.get(key)
+        if known is not None and known.structure.stands(module) and self._stays(key, known.sight):
+            self._take(key, _adding(known.sight))
+            return
+        self._memo.modules.pop(key, None)
         names: list[str] = []
         tensors: list[torch.Tensor] = []
         others: list[tuple[str, object]] = []
@@ -175,32 +188,43 @@ class _Walk(Visitor[bool]):
             else:
                 others.append((full, value))
         own = [per_rank] * len(names)
-        if any_subclass(tensors):
+        is_made_of_others = any_subclass(tensors)
+        if is_made_of_others:
             parts = list(chain.from_iterable(self._parts(t, n, per_rank) for t, n in zip(tensors, names, strict=True)))
             tensors, names, own = [p.tensor for p in parts], [p.name for p in parts], [p.per_rank for p in parts]
-
-        def add(walk: _Walk) -> None:
-            for part in zip(tensors, names, own, strict=True):
-                walk.add_tensor(*part)
-
-        self._add_section((path, per_rank), Fingerprint([names, own], (), tensors), add)
+        sight = Fingerprint([names, own], (), tensors)
+        if self._add_section(key, sight, _adding(sight)) and not is_made_of_others and not others:
+            structure = structure_of(module)
+            if structure is not None:
+                self._memo.modules[key] = KnownModule(structure, self._memo.sections[key].sight)
         for name, value in others:
             self.add_object(value, name, per_rank)
 
-    def _add_section(self, key: tuple[str, bool], sight: Fingerprint, add: Callable[[_Walk], None]) -> None:
-        """What `add` finds, or what it found at the last pass.
+    def _add_section(self, key: tuple[str, bool], sight: Fingerprint, add: Callable[[_Walk], None]) -> bool:
+        """What `add` finds, or what it found at the last pass. Returns whether it is that.
 
         It is given a walk of its own, so that what it finds can be kept, unless that has something in common with what
         was found before it.
         """
-        self.sections.add(key)
         known = self._memo.sections.get(key)
-        if known is None or not known.shows(sight):
+        is_known = known is not None and known.shows(sight)
+        if not is_known:
             alone = _Walk(self._memo, self.owners)
             add(alone)
-            known = self._memo.sections[key] = Section(sight, alone.found)
-        if self.found.is_apart_from(known.made):
-            self.found.take(known.made)
+            self._memo.sections[key] = Section(sight, alone.found)
+        self._take(key, add)
+        return is_known
+
+    def _stays(self, key: tuple[str, bool], sight: Fingerprint) -> bool:
+        """Whether a section is the one that was made at this sight, and its tensors lie where they lay."""
+        known = self._memo.sections.get(key)
+        return known is not None and known.sight is sight and known.shows(sight)
+
+    def _take(self, key: tuple[str, bool], add: Callable[[_Walk], None]) -> None:
+        self.sections.add(key)
+        made = self._memo.sections[key].made
+        if self.found.is_apart_from(made):
+            self.found.take(made)
         else:  # ties, or names that stand twice
             add(self)
 
@@ -295,15 +319,25 @@ class _Walk(Visitor[bool]):
     @override
     def add_optimizer(self, optimizer: torch.optim.Optimizer, path: str, per_rank: bool) -> None:
         self.flat.optimizers[path] = optimizer
-        names = names_of_params(optimizer, self.found.param_names)
-        warn_of_positions(optimizer, names, path, "saved")
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        refuse_strangers(optimizer, params, path)
-        self.flat.objects[path] = {"optimizer": _describe(optimizer, names)}
+        key, entries = (path, per_rank), entries_of(optimizer)
+        known = self._memo.optimizers.pop(key, None)
+        if known is not None and not (self._stands(known, entries) and self._stays(key, known.sight)):
+            known = None
+        described: dict[str, Json]
+        if known is not None:
+            names, described = known.names, known.described
+        else:
+            names = names_of_params(optimizer, self.found.param_names)
+            warn_of_positions(optimizer, names, path, "saved")
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            refuse_strangers(optimizer, params, path)
+            described = {"optimizer": _describe(optimizer, names)}
+        self.flat.objects[path] = cast(Json, described)
         for i, group in enumerate(optimizer.param_groups):
             self._add_hyper_parameters(group, group_path(path, i), per_rank)
 
         def content() -> Iterator[tuple[str, torch.Tensor, object]]:
+            params = (param for group in optimizer.param_groups for param in group["params"])
             for name, param in zip(chain.from_iterable(names), params, strict=True):
                 for key, value in optimizer.state.get(param, {}).items():
                     yield state_path(path, name, key), param, value
@@ -321,14 +355,18 @@ class _Walk(Visitor[bool]):
                     walk.owners[id(value)] = optimizer
                     walk.add_tensor(cut_like(self.by_hand.get(id(param)), value), name, per_rank)
 
-        entries = optimizer.state.values()
-        contents = [value for entry in entries for value in entry.values()]
+        if known is not None:
+            self._memo.optimizers[key] = known
+            self._take(key, add)
+            return
+        held = optimizer.state.values()
+        contents = [value for entry in held for value in entry.values()]
         tensors = [value for value in contents if isinstance(value, torch.Tensor)]
-        if len(tensors) == len(contents):
-            keys = list(map(list, entries))
-        else:
-            keys = [[key for key, value in entry.items() if isinstance(value, torch.Tensor)] for entry in entries]
         mixed = len(tensors) < len(contents)
+        if mixed:
+            keys = [[key for key, value in entry.items() if isinstance(value, torch.Tensor)] for entry in held]
+        else:
+            keys = list(map(list, held))
         if any_subclass(tensors):
             for name, param, value in content():
                 if is_subclass(value) and is_subclass(cut_like(self.by_hand.get(id(param)), value)):
@@ -338,12 +376,24 @@ class _Walk(Visitor[bool]):
             keys.append([(part.name, part.per_rank) for part in inner])
         if self.by_hand:
             add(self)
-        else:
-            self._add_section((path, per_rank), Fingerprint([names, keys], [*params, *optimizer.state], tensors), add)
+        elif self._add_section(key, Fingerprint([names, keys], [*params, *optimizer.state], tensors), add):
+            is_named = None not in map(self.found.param_names.get, map(id, params))
+            if entries is not None and is_named and not mixed and not taken:
+                sight = self._memo.sections[key].sight
+                self._memo.optimizers[key] = KnownOptimizer(entries, sight, names, described)
         if mixed:
             for name, _, value in content():
                 if not isinstance(value, torch.Tensor):
                     self.add_object(value, name, per_rank)
+
+    def _stands(self, known: KnownOptimizer, entries: Entries | None) -> bool:
+        """Whether the names and tensors of an optimizer are as they were."""
+        return (
+            entries is not None
+            and not self.by_hand
+            and known.entries.shows(entries)
+            and list(map(self.found.param_names.get, map(id, entries.params))) == [*chain.from_iterable(known.names)]
+        )
 
     def _add_hyper_parameters(self, group: Mapping[str, object], path: str, per_rank: bool) -> None:
         plain: dict[str, object] = {}
@@ -407,6 +457,17 @@ class _Walk(Visitor[bool]):
         if not is_unicode(name):
             raise UnsupportedState(f"{name!r} is not valid Unicode, which safetensors needs; rename that entry")
         self.found.names[name] = None
+
+
+def _adding(sight: Fingerprint) -> Callable[[_Walk], None]:
+    """Adds the tensors of a module."""
+    names, own = cast(Sequence[Sequence[Any]], sight.names)
+
+    def add(walk: _Walk) -> None:
+        for part in zip(sight.tensors, names, own, strict=True):
+            walk.add_tensor(*part)
+
+    return add
 
 
 def _describe(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> Json:

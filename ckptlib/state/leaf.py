@@ -9,7 +9,8 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import compress
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -234,20 +235,39 @@ def place_of_plain(tensor: torch.Tensor) -> tuple[object, ...]:
     )
 
 
-def places(tensors: Sequence[torch.Tensor]) -> tuple[list[object], ...]:
-    """Compares equal until one of them gets other memory, becomes another view of it, or is cut otherwise."""
-    specs: list[object] = [t._spec for t in tensors if isinstance(t, DTensor)]
-    local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors] if specs else tensors
-    return specs, *(list(map(column, local)) for column in _COLUMNS)
+def places(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[object], ...]:
+    """Compares equal until one of them gets other memory, becomes another view of it, is cut otherwise, or becomes an
+    instance of another class."""
+    kinds = list(map(type, tensors))
+    is_placed = {kind: issubclass(kind, DTensor) for kind in {*kinds}}
+    if not any(is_placed.values()):
+        return kinds, *_columns(tensors)
+    flags = list(map(is_placed.__getitem__, kinds))
+    placed = list(compress(tensors, flags))
+    local = list(map(_LOCAL, placed))
+    others = compress(tensors, map(operator.not_, flags))
+    return kinds, list(map(type, local)), list(map(_SPEC, placed)), *_columns([*local, *others])
 
 
+_SPEC: Callable[[torch.Tensor], object] = operator.attrgetter("_spec")
+_LOCAL: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
+
+
+def _columns(tensors: Sequence[torch.Tensor]) -> tuple[list[object], ...]:
+    """What shows where each of them lies, and how; none is a DTensor."""
+    dtypes: list[torch.dtype] = list(map(_DTYPE, tensors))
+    columns = (list(map(column, tensors)) for column in _COLUMNS)
+    if not any(dtype.is_complex for dtype in {*dtypes}):  # no others can be conjugated
+        return cast(list[object], dtypes), *columns
+    return cast(list[object], dtypes), list(map(torch.Tensor.is_conj, tensors)), *columns
+
+
+_DTYPE: Callable[[torch.Tensor], torch.dtype] = operator.attrgetter("dtype")
 _COLUMNS: tuple[Callable[[torch.Tensor], object], ...] = (
     torch.Tensor.data_ptr,
     torch.Tensor.size,
     torch.Tensor.stride,
-    torch.Tensor.is_conj,
     torch.Tensor.is_neg,
-    operator.attrgetter("dtype"),
 )
 """All of them functions of C: thousands of tensors are asked without a frame of Python for each."""
 

@@ -4,19 +4,24 @@ A section is a module or an optimizer. Its leaves are reused where the walk woul
 tensors under the same names, each in the memory, the view and the placement that it had. That is compared column by
 column, 0.5 us per tensor where the walk takes 6. The caller compares the owners.
 
-A tensor beside them is asked about by itself. A `Memo` holds both, from one pass to the next.
+The names and tensors of a section are told without asking for them where its structure is as it was: see
+`ckptlib.state.structure` for modules, `ckptlib.state.entries` for optimizers.
+
+A tensor beside them is asked about by itself. A `Memo` holds all of this, from one pass to the next.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from ckptlib.format.values import Json
+from ckptlib.state.entries import Entries
 from ckptlib.state.leaf import Leaf, places
+from ckptlib.state.structure import Structure, same
 
 Made = TypeVar("Made")
 
@@ -36,22 +41,20 @@ class Fingerprint:
 class Section(Generic[Made]):
     """A fingerprint, where its tensors lay, and the leaves that it gave."""
 
-    __slots__ = ("_places", "_sight", "made")
+    __slots__ = ("_places", "made", "sight")
 
     def __init__(self, sight: Fingerprint, made: Made) -> None:
-        self._sight = sight
+        self.sight = sight
         self._places = places(sight.tensors)
         self.made = made
 
     def shows(self, sight: Fingerprint) -> bool:
         """Whether nothing has changed."""
-        before = self._sight
-        return (
-            same(before.tensors, sight.tensors)
-            and same(before.objects, sight.objects)
-            and before.names == sight.names
-            and self._places == places(sight.tensors)
+        before = self.sight
+        is_alike = before is sight or (
+            same(before.tensors, sight.tensors) and same(before.objects, sight.objects) and before.names == sight.names
         )
+        return is_alike and self._places == places(sight.tensors)
 
 
 @dataclass(slots=True)
@@ -67,15 +70,15 @@ class Found:
     """By what two names of one tensor have in common: the first of them."""
 
     def is_apart_from(self, other: Found) -> bool:
-        """Whether they have no name and no tensor in common."""
-        return self.names.keys().isdisjoint(other.names) and self.seen.keys().isdisjoint(other.seen)
+        """Whether they have no name and no tensor in common. Of two views of keys, Python looks at the shorter."""
+        return self.names.keys().isdisjoint(other.names.keys()) and self.seen.keys().isdisjoint(other.seen.keys())
 
     def take(self, other: Found) -> None:
         """Adds what is apart from this, as found later."""
         self.leaves += other.leaves
         self.names |= other.names
         self.seen |= other.seen
-        if self.param_names.keys().isdisjoint(other.param_names):
+        if self.param_names.keys().isdisjoint(other.param_names.keys()):
             self.param_names |= other.param_names
         else:
             self.param_names = other.param_names | self.param_names
@@ -90,18 +93,37 @@ class KnownLeaf(NamedTuple):
     leaf: Leaf
 
 
+class KnownModule(NamedTuple):
+    """A module whose `state_dict()` gives nothing but the tensors of a section."""
+
+    structure: Structure
+    sight: Fingerprint
+
+
+class KnownOptimizer(NamedTuple):
+    """An optimizer that has nothing but hyper-parameters beside the tensors of a section."""
+
+    entries: Entries
+    sight: Fingerprint
+    names: list[list[str]]
+    """By group, of its parameters: those that modules of the same state gave them."""
+    described: dict[str, Json]
+    """As a layout has it."""
+
+
 class Memo:
     """The findings of earlier passes. One for each state; entries that the state no longer has are forgotten."""
 
     def __init__(self) -> None:
         self.leaves: dict[str, KnownLeaf] = {}
         """By name."""
+        self.owned: list[object] = []
+        """Each optimizer, and behind it its parameters."""
         self.owners: dict[int, torch.optim.Optimizer] = {}
         """By id of parameter."""
         self.sections: dict[tuple[str, bool], Section[Found]] = {}
         """By path, and whether it is per rank."""
-
-
-def same(before: Sequence[object], now: Sequence[object]) -> bool:
-    """Whether both hold the very same objects, in the same order."""
-    return len(before) == len(now) and all(map(operator.is_, before, now))
+        self.modules: dict[tuple[str, bool], KnownModule] = {}
+        """By the same."""
+        self.optimizers: dict[tuple[str, bool], KnownOptimizer] = {}
+        """By the same."""

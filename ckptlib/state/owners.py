@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -12,11 +12,25 @@ from ckptlib.state.leaf import PLAIN, PerRank
 from ckptlib.state.visitor import too_deep
 
 
-def owners_in(state: object) -> dict[int, torch.optim.Optimizer]:
+def owned_in(state: object) -> list[object]:
+    """Each optimizer, and behind it its parameters."""
+    owned: list[object] = []
+    for optimizer in _optimizers_in(state):
+        owned.append(optimizer)
+        for group in optimizer.param_groups:
+            owned += group["params"]
+    return owned
+
+
+def owners_of(owned: Sequence[object]) -> dict[int, torch.optim.Optimizer]:
     """By id of parameter. Before any tensor is looked at, since a tensor may stand before its owner."""
-    return {
-        id(p): optimizer for optimizer in _optimizers_in(state) for g in optimizer.param_groups for p in g["params"]
-    }
+    owners: dict[int, torch.optim.Optimizer] = {}
+    for one in owned:
+        if isinstance(one, torch.optim.Optimizer):
+            owner = one
+        else:
+            owners[id(one)] = owner
+    return owners
 
 
 def _optimizers_in(node: object, where: Where = "", depth: int = 0) -> Iterator[torch.optim.Optimizer]:

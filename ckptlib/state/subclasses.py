@@ -207,7 +207,7 @@ def _brief(tree: object) -> str:
 def like(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Another instance as this one, each innermost tensor made by `make` of the one that is here."""
     if isinstance(tensor, DTensor):
-        return _placed_like(tensor, like(tensor._local_tensor, make))
+        return placed_like(tensor, like(tensor._local_tensor, make))
     if not is_subclass(tensor):
         return make(tensor)
     keys, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -235,7 +235,7 @@ def another(
         return None
     stride = torch.empty(local.shape, device="meta").stride()
     made: torch.Tensor = type(like_this).__tensor_unflatten__(inner, context, local.shape, stride)  # type: ignore[attr-defined]
-    return _placed_like(param, made)
+    return placed_like(param, made)
 
 
 def plain_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -243,10 +243,10 @@ def plain_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not is_subclass(param):
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
     local = _local(param)
-    return _placed_like(param, torch.empty(local.shape, dtype=dtype, device=local.device))
+    return placed_like(param, torch.empty(local.shape, dtype=dtype, device=local.device))
 
 
-def _placed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def placed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A DTensor around this rank's own, where the other is one."""
     if not isinstance(tensor, DTensor):
         return local

@@ -146,6 +146,9 @@ class Store(ABC):
     is_local: bool = False
     """Whether it is a file system: encoding takes longer there than writing what it would save."""
 
+    reads_once: bool = False
+    """Set by who reads much of it, and only once: a local disk then leaves the page cache to others."""
+
     @abstractmethod
     def put(
         self,

@@ -23,6 +23,7 @@ from ckptlib.stores.base import (
     ends_early,
     is_key,
 )
+from ckptlib.stores.local_direct import read_past_cache
 from ckptlib.stores.local_errors import ABSENT, failure
 from ckptlib.stores.local_upload import TEMP_DIRECTORY, TEMP_NAME, LocalUpload
 
@@ -86,6 +87,8 @@ class LocalStore(Store):
         view = as_bytes(buffer)
         with _opened(self._root, key) as (fd, size):
             _check_inside(size, path, offset, buffer.nbytes)
+            done = read_past_cache(fd, view, offset) if self.reads_once else 0
+            view, offset = view[done:], offset + done
             while view:
                 count = _read_into(fd, view, offset)
                 if count == 0:

@@ -16,13 +16,13 @@ import re
 import secrets
 from types import TracebackType
 
-import numpy as np
 from typing_extensions import Buffer, Self
 
 from ckptlib.errors import CkptError, FormatError, ObjectExists, StoreError
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.stores import tree
 from ckptlib.stores.base import as_bytes
+from ckptlib.stores.local_direct import NO_DIRECT, O_DIRECT, address_of
 from ckptlib.stores.local_errors import failure
 
 SLICE_NBYTES = 16 << 20
@@ -31,8 +31,6 @@ SLICE_NBYTES = 16 << 20
 TEMP_DIRECTORY = ".tmp"
 TEMP_NAME = re.compile(r"[0-9]+-[0-9a-f]{16}")
 
-_O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-_NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 _NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
@@ -51,7 +49,7 @@ class LocalUpload:
         self._path = os.path.join(root, key)
         self._end = head_nbytes
         self._direct_fd: int | None = None
-        self._may_direct = _O_DIRECT != 0
+        self._may_direct = O_DIRECT != 0
         try:
             self._temp, self._fd = _open_temp(root)
         except OSError as error:
@@ -71,19 +69,19 @@ class LocalUpload:
 
     def _write_direct(self, view: memoryview) -> int:
         """Writes the whole pages at the start of `view` past the page cache; returns how many bytes it wrote."""
-        if self._end % PAGE_BYTES or view.nbytes < PAGE_BYTES or _address(view) % PAGE_BYTES:
+        if self._end % PAGE_BYTES or view.nbytes < PAGE_BYTES or address_of(view) % PAGE_BYTES:
             return 0
         done, stop = 0, view.nbytes - view.nbytes % PAGE_BYTES
         try:
             if self._direct_fd is None:
                 with tree.directory(self._root, [TEMP_DIRECTORY]) as fd:
-                    flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | _O_DIRECT
+                    flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | O_DIRECT
                     self._direct_fd = os.open(self._temp, flags, dir_fd=fd)
             while done < stop and done % PAGE_BYTES == 0:  # a short write may end inside a page
                 piece = view[done : min(done + SLICE_NBYTES, stop)]
                 done += _checked(os.pwrite(self._direct_fd, piece, self._end + done))
         except OSError as error:
-            if error.errno not in _NO_DIRECT:
+            if error.errno not in NO_DIRECT:
                 raise
             self._may_direct = False
         return done
@@ -232,7 +230,3 @@ def _checked(count: int) -> int:
     if count == 0:  # would be tried for ever
         raise OSError(errno.EIO, "the file system wrote nothing and gave no reason")
     return count
-
-
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])

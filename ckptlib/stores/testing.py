@@ -32,6 +32,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import ClassVar, TypeAlias, TypedDict
 from urllib.parse import unquote
 
@@ -218,6 +219,10 @@ def _sleep_until(when: float) -> None:
         time.sleep(left)
 
 
+PLAN_S = 2.0
+"""How long an empty plan may stay empty."""
+
+
 class Rule(TypedDict):
     """One rule of a plan."""
 
@@ -300,11 +305,15 @@ class FaultStore(_HookedStore):
         return True
 
     def _read_plan(self) -> list[Rule]:
-        try:
-            with open(self._plan_path) as file:
-                rules: list[Rule] = json.load(file)
-        except FileNotFoundError:
-            return []
+        """A file that is empty is just being written."""
+        until = time.monotonic() + PLAN_S
+        text = ""
+        while not text and time.monotonic() < until:
+            try:
+                text = Path(self._plan_path).read_text()
+            except FileNotFoundError:
+                return []
+        rules: list[Rule] = json.loads(text)
         for rule in rules:
             _check_rule(rule)
         return rules

@@ -8,8 +8,9 @@ What fills the gaps between chunks is nobody's data and is not compared with any
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 from ckptlib.catalog.catalog import Catalog
@@ -21,6 +22,7 @@ from ckptlib.errors import (
     CkptError,
     CorruptData,
     FormatError,
+    ObjectNotFound,
     ObjectUnreadable,
     UnsupportedState,
 )
@@ -51,7 +53,7 @@ def verify_root(catalog: Catalog) -> Iterator[Finding]:
     elif isinstance(root, CkptError):
         yield finding_of(root, keys.ROOT, None)
     else:
-        yield from _altered_versions(catalog, [keys.ROOT], None)
+        yield from _both(catalog, keys.ROOT, catalog.shared.root_at, root, None)
     wanted = {save.generation for save in catalog.saves()}  # first: who commits has put its record
     ids = catalog.generation_ids()
     for generation, record, altered in each(partial(_read_generation, catalog), ids):
@@ -100,11 +102,12 @@ def verify_save(
         layouts = dict(zip(manifest.layouts, found, strict=True))
         readable = {digest: layout for digest, layout in layouts.items() if isinstance(layout, Layout)}
         for digest, layout in layouts.items():
+            key = keys.layout_key(digest)
             if isinstance(layout, CkptError):
-                yield finding_of(layout, keys.layout_key(digest), save)
-        documents = [save.manifest_key, *map(keys.layout_key, readable)]
-        for altered in executor.map(lambda key: [*_altered_versions(catalog, [key], save)], documents):
-            yield from altered
+                yield finding_of(layout, key, save)
+            else:
+                yield from _both(catalog, key, partial(catalog.shared.layout_at, digest), layout, save)
+        yield from _altered_versions(catalog, [save.manifest_key], save)
         sound = []
         for name, part, altered in in_order(executor, partial(_read_part, catalog, manifest, readable), manifest.parts):
             if isinstance(part, Part):
@@ -118,6 +121,27 @@ def verify_save(
         yield from verify_packs(catalog, save, sound, readable, executor, expect, advance, shared)
     if shared is not None:
         shared.finish(save)
+
+
+def _both(
+    catalog: Catalog, key: str, read: Callable[[str], object], found: object, save: SaveId | None
+) -> Iterator[Finding]:
+    """What is wrong with one of a document and its copy, where the other could be read, and says what was `found`.
+
+    Roots of earlier versions have no copies.
+    """
+    copy = keys.copy_key(key)
+    for at, other in ((key, copy), (copy, key)):
+        document = attempt(partial(read, at))
+        if isinstance(document, ObjectNotFound) and at == copy:
+            continue
+        if isinstance(document, CkptError):
+            finding = finding_of(document, at, save)
+            yield replace(finding, message=f"{finding.message}; {other} is whole, and loads read that")
+        elif document != found:
+            yield Finding("malformed", at, f"{at}: it says something else than {other}", save)
+        else:
+            yield from _altered_versions(catalog, [at], save)
 
 
 def _altered_versions(catalog: Catalog, documents: Iterable[str], save: SaveId | None) -> Iterator[Finding]:

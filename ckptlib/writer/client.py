@@ -115,12 +115,19 @@ class Writer:
         self._channel.send({"op": "whole", "save": str(save), "settled": settled})
 
     def begin(
-        self, record: str, root: str, step: int, continues: bool, now: bool = False, is_put: bool = False
+        self,
+        record: str,
+        root: str,
+        step: int,
+        continues: bool,
+        now: bool = False,
+        is_put: bool = False,
+        again: bool = False,
     ) -> None:
         """The generation begins with a save of `step`: rank 0's writer puts its record before it puts anything else.
 
         `root`: the id of the root that the job opened. `continues`: it goes on from what is there. `now`: the record is
-        put at once; answered by `begun`. `is_put`: it is in the store already.
+        put at once; answered by `begun`. `is_put`: it is in the store already. `again`: it may be; then that counts.
         """
         with self._lock:
             order = {
@@ -130,6 +137,7 @@ class Writer:
                 "step": step,
                 "continues": continues,
                 "is_put": is_put,
+                "again": again,
             }
             self._begun = {**order, "now": False}
             self._channel.send({**self._begun, "now": now})

@@ -119,7 +119,7 @@ class Drain:
             raise
         checked.result()
         layout = part.table.layout
-        self._bucket.put_layout(layout, self._disk.layout(layout).encoded)
+        self._bucket.shared.put_layout(layout, self._disk.layout(layout).encoded)
         self._bucket.store.put(name, document, deadline=deadline)
         return sum(pack.nbytes for pack in packs)
 

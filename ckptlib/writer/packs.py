@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,9 +88,14 @@ class Packing:
     chunks: tuple[int, ...]
     """Positions in the slot's table; ascending."""
     numbers: tuple[int, ...]
-    """Per packed chunk: position in `packs`."""
+    """Per packed chunk: position in `packs`; ascending."""
     offsets: tuple[int, ...]
     """Per packed chunk: in the pack's file."""
+
+    def rows(self, number: int) -> list[tuple[int, int]]:
+        """Each chunk of one pack, and its offset there."""
+        own = slice(bisect_left(self.numbers, number), bisect_right(self.numbers, number))
+        return [*zip(self.chunks[own], self.offsets[own], strict=True)]
 
 
 class Packer:

@@ -14,6 +14,7 @@ from contextlib import closing
 from typing_extensions import Buffer
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.shared_documents import SharedDocuments
 from ckptlib.errors import CorruptData, FormatError, SaveFailed, StoreError
 from ckptlib.format.keys import PartName, SaveId, new_nonce
 from ckptlib.format.part import FailedPart, Pack, Part
@@ -26,6 +27,7 @@ from ckptlib.writer.coder import Coder, Encoded
 from ckptlib.writer.drained_parents import DrainedParents
 from ckptlib.writer.frame_packs import FRAMES_BYTES, FramePack, frames_of, in_packs
 from ckptlib.writer.increment import Increment, Rules, plan, whole, without_base
+from ckptlib.writer.left_packs import LeftPacks
 from ckptlib.writer.packs import Packer, PackShape, Piece
 from ckptlib.writer.parents import Parents
 from ckptlib.writer.share import PutChunks, assemble
@@ -51,10 +53,12 @@ class Persister:
         refresh_s: float = math.inf,
         rules: CodecRules | None = None,
         drained: DrainedParents | None = None,
+        pack_nbytes: int | None = None,
     ) -> None:
         """`executor` runs the digest check beside the writes; both release the GIL. `refresh_s`: chunks that are older
         are written again, though they have not changed. `rules`: None stores chunks as they are. `drained`: where the
-        store is a disk from which saves are drained to another one; whoever drains tells `note_upload`."""
+        store is a disk from which saves are drained to another one; whoever drains tells `note_upload`. `pack_nbytes`:
+        of a save that may be a killed process's: packs have no more, and those that it left are not put again."""
         self._store = store
         self._executor = executor
         self._rank, self._refresh_s = rank, refresh_s
@@ -62,6 +66,8 @@ class Persister:
         self._notes_uploads = drained is None
         self._snapshots = SnapshotReader()
         self._packer: Packer | None = None
+        self._pack_nbytes = store.pack_nbytes if pack_nbytes is None else min(pack_nbytes, store.pack_nbytes)
+        self._left = None if pack_nbytes is None else LeftPacks(store)
         self._coder = Coder(CodecRules.of(RAW) if rules is None else rules, store.is_local)
         self._layouts_put: set[str] = set()
         self._deadline: float | None = None
@@ -176,7 +182,7 @@ class Persister:
     ) -> list[PutChunks]:
         """Puts chunks: as frames where that is wanted and pays, else as they are. Those `refused` are not patched."""
         if self._packer is None or self._packer.table is not snapshot.table:
-            self._packer = Packer(snapshot.table, snapshot.layout, self._store.pack_nbytes)
+            self._packer = Packer(snapshot.table, snapshot.layout, self._pack_nbytes)
         keys = (snapshot.header.save.pack_key(snapshot.header.rank, attempt, n, carried) for n in itertools.count())
         coded, raw = self._coder.candidates(snapshot, chunks)
         with closing(self._coder.encode(slot.body, snapshot, coded, parent, refused)) as encoding:
@@ -239,10 +245,14 @@ class Persister:
         self, slot: Slot, snapshot: Snapshot, packer: Packer, keys: Iterator[str], chunks: tuple[int, ...]
     ) -> PutChunks:
         """Packs of chunks as they are."""
-        packing = packer.pack(chunks)
-        packs = [
-            self._put_pack(snapshot, next(keys), shape, _read_by_store(slot.body, shape)) for shape in packing.packs
-        ]
+        packing, packs = packer.pack(chunks), list[Pack]()
+        for number, shape in enumerate(packing.packs):
+            key = next(keys)
+            left = None if self._left is None else self._left.find(snapshot, key, shape, packing.rows(number))
+            if left is None:
+                packs.append(self._put_pack(snapshot, key, shape, _read_by_store(slot.body, shape)))
+            else:
+                packs.append(Pack(left, shape.nbytes, snapshot.created))
         return PutChunks(tuple(packs), packing.chunks, packing.numbers, packing.offsets)
 
     def _put_pack(self, snapshot: Snapshot, key: str, shape: PackShape, data: Iterable[Buffer]) -> Pack:
@@ -260,7 +270,7 @@ class Persister:
     def _put_layout(self, snapshot: Snapshot) -> None:
         digest = snapshot.layout.digest
         if digest not in self._layouts_put:
-            Catalog(self._store).put_layout(digest, snapshot.layout.encoded)
+            SharedDocuments(self._store).put_layout(digest, snapshot.layout.encoded)
             self._layouts_put.add(digest)
 
 

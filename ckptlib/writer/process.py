@@ -203,6 +203,7 @@ class WriterProcess:
             world_size=world_size,
             refresh_s=float(message["refresh_s"]),
             rules=CodecRules.from_json(message["codec"]),
+            pack_nbytes=message.get("pack_nbytes"),
         )
         self._persister = self._direct = make(noted)
         if message.get("local") is not None:

@@ -33,6 +33,8 @@ def _alone() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     close_sessions()
+    for kept in (CkptlibAccelerator._under_way, CkptlibAccelerator._folders, CkptlibAccelerator._whose):
+        kept.clear()
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.set_rng_state(state)
     torch.set_num_threads(threads)
@@ -117,6 +119,25 @@ def test_another_process_goes_on(tmp_path: Path) -> None:
     other.accelerator.save_state(tmp_path / "b")
     other.accelerator.wait_for_saves()
     assert len(list(ckptlib.checkpoints(tmp_path / "ckptlib"))) == 2
+
+
+def test_another_accelerator_of_the_process_goes_on(tmp_path: Path) -> None:
+    """At once: it finds the directory that the first one has just saved, and the limit is its own."""
+    project = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True}
+    one = Trained(project_config=accelerate_job.ProjectConfiguration(**project))
+    one.accelerator.save_state()
+    state = one.state()
+    limited = accelerate_job.ProjectConfiguration(**project, iteration=1, total_limit=1)
+    other = Trained(project_config=limited)
+    other.accelerator.load_state()
+    assert same(other.state(), state)
+    other.accelerator.save_state()
+    other.accelerator.wait_for_saves()
+    one.accelerator.end_training()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "ckptlib"]
+    other.accelerator.save_state()
+    other.accelerator.end_training()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_2", "ckptlib"]
 
 
 def test_what_accelerate_wrote_itself(tmp_path: Path) -> None:

@@ -134,6 +134,24 @@ def test_tensors_are_filled_in_place(tmp_path: Path) -> None:
     assert state["n"] == 3
 
 
+def test_tensors_of_the_meta_device_get_memory(tmp_path: Path) -> None:
+    """As `model.load_state_dict(state, assign=True)` expects; those that nothing fills stay without. None is saved."""
+    model, _ = trained(1)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "step-1")
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    state: State = {"model": empty.state_dict(), "more": torch.empty(3, device="meta")}
+    inside = state["model"]
+    partial = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id=tmp_path / "step-1", planner=partial)
+    assert state["model"] is inside
+    assert state["more"].is_meta
+    empty.load_state_dict(inside, assign=True)
+    assert bits(empty) == bits(model)
+    with pytest.raises(ckptlib.UnsupportedState, match="meta device"):
+        dcp.save({"w": torch.empty(3, device="meta")}, checkpoint_id=tmp_path / "step-2")
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_named_state_goes_into_an_optimizer(tmp_path: Path, steps: int) -> None:
     """What get_state_dict gave loads into a module and an optimizer as they are, whether this has stepped or not."""

@@ -1,4 +1,4 @@
-"""`ckptlib.dcp` in real jobs: killed and resumed, resharded, and saved by one rank alone."""
+"""`ckptlib.dcp` in real jobs, those of examples/dcp_train.py: killed and resumed, and resharded."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -70,6 +71,29 @@ def test_a_path_is_saved_to_again(io: CkptlibCheckpointIO, tmp_path: Path) -> No
         io.save_checkpoint(checkpoint(n), tmp_path / "last.ckpt")
     assert same(io.load_checkpoint(str(tmp_path / "last.ckpt")), checkpoint(3))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckptlib", "last.ckpt"]
+
+
+def test_saves_again_behind_a_teardown(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
+    """Lightning tears down as each `fit` ends, and then users call `trainer.save_checkpoint`, or `fit` again."""
+    for n in range(3):
+        io.save_checkpoint(checkpoint(n), tmp_path / f"{n}.ckpt")
+        io.teardown()
+        assert (tmp_path / f"{n}.ckpt").exists()
+    for n in range(3):
+        assert same(io.load_checkpoint(tmp_path / f"{n}.ckpt"), checkpoint(n))
+
+
+def test_another_trainer_loads_at_once(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
+    """What the plugin of the first has not written yet; and a copy of a module has its Trainer's plugin with it."""
+    others = [CkptlibCheckpointIO(), copy.deepcopy(io)]
+    for n, plugin in enumerate([io, *others]):
+        plugin.save_checkpoint(checkpoint(n), tmp_path / f"{n}.ckpt")
+        assert same(others[n - 1].load_checkpoint(tmp_path / f"{n}.ckpt"), checkpoint(n))
+    copied = copy.deepcopy(io)  # with a thread of its own
+    assert same(copied.load_checkpoint(tmp_path / "0.ckpt"), checkpoint(0))
+    for plugin in others:
+        plugin.teardown()
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "ckptlib")] == [0, 1, 2]
 
 
 def test_removed_while_it_is_saved(io: CkptlibCheckpointIO, tmp_path: Path) -> None:

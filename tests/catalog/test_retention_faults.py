@@ -124,6 +124,7 @@ def test_a_crash_anywhere_hurts_no_listed_step_and_is_made_good(store: Store, tm
             age(inner, LATER_S)
         assert {key.partition("/")[0] for key in all_keys(inner)} == {
             "ckptlib.json",
+            "copies",
             "generations",
             "layouts",
             "packs",
@@ -131,7 +132,12 @@ def test_a_crash_anywhere_hurts_no_listed_step_and_is_made_good(store: Store, tm
             "steps",
         }
         assert listed_steps_are_whole(inner) == [5, 6]
-        assert [len(inner.scan(prefix)) for prefix in (keys.PACKS, keys.PARTS, keys.LAYOUTS)] == [2, 2, 1]
+        assert [len(inner.scan(prefix)) for prefix in (keys.PACKS, keys.PARTS, keys.LAYOUTS, keys.COPIES)] == [
+            2,
+            2,
+            1,
+            2,
+        ]
         if not crashed:
             break
         nth += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 from helpers.commands import Ckptlib
 from helpers.servers import ObjectStorage
@@ -20,7 +22,7 @@ from rich.text import Text
 from support import make_generation, make_root, make_save, state
 
 from ckptlib.cli.options import OPTIONS_VARIABLE
-from ckptlib.cli.output import Output, duration, plain, size
+from ckptlib.cli.output import Output, duration, plain, seconds, size
 from ckptlib.format import keys
 from ckptlib.stores import open_store
 from ckptlib.stores.local import LocalStore
@@ -130,9 +132,15 @@ def test_sizes() -> None:
 
 
 def test_durations() -> None:
-    seconds = [0.0004, 0.9, 1, 119, 120, 7199, 7200, 172_799, 172_800, -5]
-    assert [duration(s) for s in seconds] == [
+    times = [0.0004, 0.9, 1, 119, 120, 7199, 7200, 172_799, 172_800, -5]
+    assert [duration(s) for s in times] == [
         *("0.4 ms", "900.0 ms", "1 s", "119 s", "2 min", "120 min", "2 h", "48 h", "2 d", "-5 s"),
+    ]
+
+
+def test_times_that_are_compared() -> None:
+    assert [seconds(s) for s in (0.0004, 1, 119.94, 120, 7199, 7200, 252_720, 9e6, -5)] == [
+        *("0.4 ms", "1.0 s", "119.9 s", "2.0 min", "120.0 min", "2.0 h", "70.2 h", "2,500.0 h", "-5 s"),
     ]
 
 
@@ -157,6 +165,28 @@ def test_columns_line_up_whatever_is_in_them(capsys: pytest.CaptureFixture[str])
         "b\\x1b     22  " + "y" * 300,
         "c          3  z",
     ]
+
+
+def test_a_very_long_name_moves_no_other_line(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [("x" * 400, "1", "a"), ("y", "22", "b")]
+    Output(as_json=False).columns(("NAME", "N", "REST"), rows, right=("N",))
+    assert capsys.readouterr().out.splitlines() == ["NAME   N  REST", f"{'x' * 400}   1  a", "y     22  b"]
+
+
+def test_a_terminal_without_unicode(tmp_path: Path) -> None:
+    """What it has no character for is escaped; a page is UTF-8 wherever it goes."""
+    state = {"\u6f22e\u0301": np.ones(2, np.float32)}
+    catalog = make_root(LocalStore(str(tmp_path / "root")))
+    make_save(catalog, make_generation(catalog), 1, state)
+    names = {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"}
+
+    def said(*arguments: str) -> bytes:
+        command = [sys.executable, "-m", "ckptlib.cli", *arguments]
+        return subprocess.run(command, env={**os.environ, **names}, capture_output=True, check=True).stdout
+
+    root = str(tmp_path / "root")
+    assert rb"\u6f22e\u0301" in said("show", root, "--tensors", "*")
+    assert "\u2015 what a load" in said("report", root, "-o", "-").decode()
 
 
 def test_a_long_table_takes_no_longer_than_to_make_its_lines(capsys: pytest.CaptureFixture[str]) -> None:

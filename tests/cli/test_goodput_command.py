@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.commands import Ckptlib
+from places import ROOT
 
 import ckptlib as library
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.goodput import Goodput, Spent
+from ckptlib.cli.goodput import _print_sums
+from ckptlib.cli.output import Output
 from ckptlib.stores.local import LocalStore
 
 OLD = Path(__file__).parents[1] / "data"
@@ -72,6 +76,12 @@ def test_the_next_start_puts_what_a_lost_one_had_told(root: Path, tmp_path: Path
     assert tell == ["000002", "000003"]
 
 
+def test_a_rewind_is_no_start(ckptlib: Ckptlib, root: Path) -> None:
+    assert ckptlib("rewind", root, "10", "--yes").code == 0
+    assert ckptlib("goodput", root, "--json").json["untold"] == []
+    assert "without an account" not in ckptlib("goodput", root).out
+
+
 def test_damage_is_named_and_hides_nothing_else(ckptlib: Ckptlib, root: Path) -> None:
     damaged = accounts(root)[0]
     damaged.write_bytes(damaged.read_bytes().replace(b"closed", b"dosed!"))
@@ -91,6 +101,14 @@ def test_roots_of_older_versions(ckptlib: Ckptlib, version: str) -> None:
         assert shown.code == 0, shown.err
         assert "no start of this run has left an account" in shown.out
         assert "without an account" in shown.out
+
+
+def test_what_the_docs_show(capsys: pytest.CaptureFixture[str]) -> None:
+    hours, stalled = 3600.0, 842 * 4.7
+    spent = Spent(70.2 * hours, stalled, 2.9 * hours, 24 * 60.0, 4.1, 3.1 * hours)
+    _print_sums(Output(as_json=False), Goodput((), spent, 73 * hours, stalled, 842, 11))
+    shown = "".join(f"    {line}\n" if line else "\n" for line in capsys.readouterr().out.splitlines())
+    assert shown in (ROOT / "docs" / "goodput.md").read_text(encoding="utf-8")
 
 
 def test_no_root(ckptlib: Ckptlib, tmp_path: Path) -> None:

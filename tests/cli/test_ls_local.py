@@ -68,4 +68,5 @@ def test_a_directory_of_another_root_is_refused(ckptlib: Ckptlib, root: Path, di
     assert "there is no such directory" in result.err
     text = (disk / "ckptlib.json").read_bytes()
     flip_bit(disk / "ckptlib.json", text.index(b'"id":"') + 6)
+    shutil.rmtree(disk / "copies")
     assert ckptlib("ls", root, "--local", disk).code == 1

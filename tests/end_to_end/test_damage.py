@@ -74,15 +74,37 @@ def test_what_hurts_no_data_is_no_damage(tmp_path: Path, template: Path) -> None
         assert [(line["kind"], line.get("step")) for line in told[case]["restore"]] == [("", NEWEST)] * 2, told[case]
 
 
-def test_a_damaged_root_document_is_named(tmp_path: Path, template: Path) -> None:
-    damages: dict[str, tuple[Damage, str]] = {
-        "flip": (lambda p: flip_bit(p, middle(p)), "CorruptData"),
-        "cut": (lambda p: truncate(p, middle(p)), "CorruptData"),
-        "empty": (lambda p: truncate(p, 0), "FormatError"),
-    }
+HURT: dict[str, tuple[Damage, str]] = {
+    "flip": (lambda p: flip_bit(p, middle(p)), "CorruptData"),
+    "cut": (lambda p: truncate(p, middle(p)), "CorruptData"),
+    "empty": (lambda p: truncate(p, 0), "FormatError"),
+    "gone": (lambda p: p.unlink(), ""),
+}
+
+
+def test_what_all_steps_need_is_there_twice(tmp_path: Path, template: Path) -> None:
+    """The root's document and the layout: one of each two may be damaged, and every step loads."""
+    cases = {f"{of}-{what}-{hurt}": (what, of + what, hurt) for what in ("root", "layout") for of in ("", "copy of ")
+             for hurt in HURT}  # fmt: skip
+    for case, (_, path, hurt) in cases.items():
+        shutil.copytree(template, tmp_path / case)
+        HURT[hurt][0](newest(tmp_path / case, path))
+    told = try_all(tmp_path, [tmp_path / case for case in cases])
+    for case, (what, _, _) in cases.items():
+        assert [line["kind"] for line in told[case]["load"]] == ["", ""], case
+        assert [(line["kind"], line.get("step")) for line in told[case]["restore"]] == [("", NEWEST)] * 2, case
+        assert [*newest(tmp_path / case, what).parent.iterdir()], case
+    for case, (what, path, _) in cases.items():
+        if what == "root" and path == "root":  # by the start that found it so
+            assert newest(tmp_path / case, what).read_bytes() == newest(template, what).read_bytes(), case
+
+
+def test_a_root_document_and_its_copy_are_damaged(tmp_path: Path, template: Path) -> None:
+    damages = {case: HURT[case] for case in ("flip", "cut", "empty")}
     for case, (damage, _) in damages.items():
         shutil.copytree(template, tmp_path / case)
         damage(newest(tmp_path / case, "root"))
+        damage(newest(tmp_path / case, "copy of root"))
     told = try_all(tmp_path, [tmp_path / case for case in damages])
     for case, (_, kind) in damages.items():
         assert [line["kind"] for line in told[case]["load"]] == ["", ""], "a load writes nothing and needs no root"
@@ -134,7 +156,8 @@ def test_a_step_that_cannot_be_read_is_skipped_by_all_ranks(tmp_path: Path, temp
         "part": f"^parts/{NEWEST:012d}-.*/000001-",
         "manifest": f"^steps/{NEWEST:012d}-",
         "packs": "^packs/",
-        "layouts": "^layouts/",
+        "layouts": "^(copies/)?layouts/",
+        "first": "^(layouts/|ckptlib.json)",
         "generations": "^generations/",
     }
     urls = {case: behind(tmp_path, template, case, *unreadable(key)) for case, key in cases.items()}
@@ -142,7 +165,7 @@ def test_a_step_that_cannot_be_read_is_skipped_by_all_ranks(tmp_path: Path, temp
     for told in ranks:
         for line in told:
             case = line["root"]
-            if case == "generations":  # a history that ends with the head's own steps
+            if case in ("generations", "first"):  # history ends with the head's own; copies are read
                 assert (line["kind"], line["step"]) == ("", NEWEST), line
             elif line["what"] == "load":
                 assert line["kind"] == "ObjectUnreadable", line

@@ -119,7 +119,7 @@ def test_snapshots_in_memory_keep_to_a_budget_of_their_own(tmp_path: Path) -> No
 def test_told_in_the_log_and_in_the_manifest(tmp_path: Path) -> None:
     ran = run(tmp_path, "bounded")
     check(ran)
-    assert "from step 2 on a save every 20 steps: nothing is measured before the first one" in ran.output
+    assert "from step 2 on a save every 20 steps: no save has been measured yet" in ran.output
     assert ran.output.count("from step 2 on") == 1, "rank 0 only"
     assert [*ckptlib.checkpoints(str(ran.root))][-1].metrics == {"ckptlib.interval": ran.agreed[STEPS - 1]}
     show = [sys.executable, "-m", "ckptlib.cli", "show", str(ran.root)]

@@ -81,6 +81,14 @@ def test_a_job_that_came_to_its_end_is_done(tmp_path: Path) -> None:
     assert steps(tmp_path) == [8]
 
 
+def test_a_state_that_is_refused_leaves_signals_alone(tmp_path: Path) -> None:
+    """Else nobody would hear SIGTERM in a program that catches the error and goes on without checkpoints."""
+    with pytest.raises(ckptlib.UnsupportedState):
+        ckptlib.Checkpointer(tmp_path, {"what": object()}, every=1)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == [signal.SIG_DFL] * 2
+    assert signal.set_wakeup_fd(-1) == -1
+
+
 def test_signals_that_others_are_woken_by(tmp_path: Path) -> None:
     """Such as asyncio: theirs stays, and the job hears them all the same."""
     reads, writes = os.pipe()

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
+import torch
 from helpers.inside import arena_of, num_saves, settle, snapshots_of, writer_of
 from helpers.one_job import WAIT_S, Job, catalog, slots, step_once, steps
 from helpers.stage import wait_grown
@@ -59,6 +60,37 @@ def test_a_save_that_finds_no_slot_is_taken_later(job: Job) -> None:
     for step in steps(job.root):
         ckptlib.load(job.root, job.state, step=step)
         assert job.bits() == expected[step]
+
+
+def test_a_save_that_was_asked_for_takes_the_last_slot(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """After the ranks have said that there is one for the save that is due next: that one is taken later."""
+    with job.checkpointer(every=At(3)) as ckpt:
+        with stopped(writer_of(ckpt).pid):
+            for step in (1, 2):
+                job.body()
+                ckpt.after_step(step)
+                ckpt.save(step).wait_staged(WAIT_S)
+            job.body()
+            ckpt.after_step(3)
+            assert ckpt.pending is not None
+            assert ckpt.pending.step == 2, "both slots are full"
+        ckpt.pending.wait_committed(WAIT_S)
+        for step in (4, 5, 6):
+            job.body()
+            ckpt.after_step(step)
+    assert steps(job.root)[:2] == [1, 2]
+    assert len(steps(job.root)) == 3
+    assert "could not be saved" not in caplog.text
+
+
+def test_a_state_that_grows_at_every_step(job: Job) -> None:
+    """A rank without others does not wait for the next step to save it."""
+    with job.checkpointer(every=1) as ckpt:
+        for step in range(1, 5):
+            job.state["seen"] = torch.arange(1000.0 * step)
+            ckpt.after_step(step)
+            ckpt.save(step).wait_committed(WAIT_S)
+    assert steps(job.root) == [1, 2, 3, 4]
 
 
 def test_snapshots_in_memory_go_on_at_every_step_while_one_is_written(job: Job) -> None:

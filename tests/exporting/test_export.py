@@ -71,6 +71,16 @@ def test_tensors_of_all_kinds_in_many_pieces(root: Root, tmp_path: Path, monkeyp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["root", "x.pt", "x.safetensors"]
 
 
+def test_no_chunk_is_read_twice(root: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor is read in parts; one that ended in the middle of a chunk had that chunk read again by the next."""
+    monkeypatch.setattr(stream, "BATCH_BYTES", 1 << 20)
+    weight = torch.randn(611, 1024)
+    root.save({"weight": weight})
+    report = ckptlib.export(root.url, tmp_path / "x.safetensors")
+    assert weight.nbytes <= report.nbytes_read <= weight.nbytes + 64 * 1024
+    assert bits(load_file(tmp_path / "x.safetensors")["weight"]) == bits(weight)
+
+
 def tied() -> nn.Sequential:
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, 50, bias=False))
     model[2].weight = model[0].weight

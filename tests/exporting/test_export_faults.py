@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file
 from support import make_generation, make_root, make_save, state
 
 import ckptlib
-from ckptlib.exporting import outputs, stream
+from ckptlib.exporting import direct_file, outputs, stream
 from ckptlib.stores.local import LocalStore
 
 
@@ -103,6 +104,33 @@ def test_a_disk_that_is_too_small(path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ckptlib.NoRoom, match="No space left"):
         ckptlib.export(path, path.parent / "x.safetensors")
     assert beside(path) == ["root"]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hf", "torch", "dcp"])
+def test_a_disk_that_fills_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """As a limit on the size of files does: it is met in the middle of the data, wherever room was asked for before."""
+    catalog = make_root(LocalStore(str(tmp_path / "root")))
+    tensors = {f"w{i}": np.random.default_rng(i).standard_normal(1 << 15).astype(np.float32) for i in range(4)}
+    make_save(catalog, make_generation(catalog), 1, tensors)
+    monkeypatch.setattr(direct_file, "BUFFER_BYTES", 1 << 14)
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, nbytes: None)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, limits[1]))
+    try:
+        with pytest.raises(ckptlib.StoreError, match="File too large"):
+            ckptlib.export(tmp_path / "root", tmp_path / "out" / "x", format=form)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == []
+    ckptlib.export(tmp_path / "root", tmp_path / "out" / "y", format=form)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hf"])
+def test_a_name_that_no_file_can_have(tmp_path: Path, form: str) -> None:
+    catalog = make_root(LocalStore(str(tmp_path / "root")))
+    make_save(catalog, make_generation(catalog), 1, {"half\ud800": np.ones(3, np.float32)})
+    with pytest.raises(ckptlib.UnsupportedState, match="which no tensor of a file can be"):
+        ckptlib.export(tmp_path / "root", tmp_path / "x", format=form)
 
 
 HOSTILE = ["../../x", "/etc/x", "..", "a/../../b", "x\ny", "\u202e", "\x00"]

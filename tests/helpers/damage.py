@@ -27,6 +27,8 @@ def newest(root: Path, what: str) -> Path:
         return next(root.glob(f"steps/{NEWEST:012d}-*"))
     if what == "layout":
         return root / "layouts" / f"{next(iter(read_document(newest(root, 'manifest'))['layouts']))}.json"
+    if what.startswith("copy of "):
+        return root / "copies" / newest(root, what.removeprefix("copy of ")).relative_to(root)
     kind, rank = what.split()
     return next(root.glob(f"{kind}s/{NEWEST:012d}-*/00000{rank}-*"))
 
@@ -56,6 +58,16 @@ def bind(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(f"/proc/self/fd/{directory}/{path.name}")
     os.close(directory)
+
+
+def twice(damage: Damage) -> Damage:
+    """A layout, and its copy."""
+
+    def both(path: Path) -> None:
+        damage(path)
+        damage(path.parents[1] / "copies" / "layouts" / path.name)
+
+    return both
 
 
 DAMAGES: dict[str, tuple[str, Damage, str]] = {
@@ -97,10 +109,10 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
             "empty": (lambda p: truncate(p, 0), "FormatError"),
         },
         "layout": {
-            "first": (lambda p: flip_bit(p, 0), "CorruptData"),
-            "middle": (lambda p: flip_bit(p, middle(p)), "CorruptData"),
-            "cut": (lambda p: truncate(p, middle(p)), "CorruptData"),
-            "gone": (Path.unlink, "ObjectNotFound"),
+            "first": (twice(lambda p: flip_bit(p, 0)), "CorruptData"),
+            "middle": (twice(lambda p: flip_bit(p, middle(p))), "CorruptData"),
+            "cut": (twice(lambda p: truncate(p, middle(p))), "CorruptData"),
+            "gone": (twice(Path.unlink), "ObjectNotFound"),
         },
     }.items()
     for how, (damage, kinds) in hows.items()

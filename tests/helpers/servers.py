@@ -174,14 +174,11 @@ def juicefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStorage]
 @pytest.fixture(scope="session")
 def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStorage]:
     named = _named("GCS", "ENDPOINT", "BUCKET")
-    with pytest.MonkeyPatch.context() as patch:
-        # gcsfs asks the real service about the kind of a bucket unless told not to.
-        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-        if named:
-            yield ObjectStorage("gs", named["ENDPOINT"], named["BUCKET"], {})
-        else:
-            with _directory(tmp_path_factory, "gcs") as directory, start_gcs_emulator(directory) as storage:
-                yield storage
+    if named:
+        yield ObjectStorage("gs", named["ENDPOINT"], named["BUCKET"], {})
+    else:
+        with _directory(tmp_path_factory, "gcs") as directory, start_gcs_emulator(directory) as storage:
+            yield storage
 
 
 @pytest.fixture(scope="session")

@@ -21,9 +21,10 @@ from helpers.objects import objects_of
 from helpers.plain_reader import body_of, chunks_of, parts_of, tensors_of
 from support import ROOT_ID, age
 
-from ckptlib.catalog.catalog import Catalog, put_new
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
 from ckptlib.catalog.retention import Sweep, sweep
+from ckptlib.catalog.shared_documents import put_new
 from ckptlib.errors import SaveFailed
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId, parse_save

@@ -75,6 +75,14 @@ def test_dcp_that_tells_of_less_than_a_whole_tensor(tmp_path: Path) -> None:
     refuses(tmp_path / "dcp", tmp_path / "root", "has 4 of its 9 elements")
 
 
+def test_dcp_with_a_path_without_end(tmp_path: Path) -> None:
+    dcp_save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    metadata = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
+    metadata.planner_data = {"w": ("a", "b") * 1000}
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
+    refuses(tmp_path / "dcp", tmp_path / "root", "a path that is none")
+
+
 def test_torch_files_cut_anywhere(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.randn(300)}}, tmp_path / "whole.pt")
     data = (tmp_path / "whole.pt").read_bytes()
@@ -133,7 +141,7 @@ def tensor_of(shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0, 
         (tensor_of((4,), (1,), offset=1), "beyond its storage"),
         (tensor_of((4,), (1,), numel=9), "said to have 9 elements"),
         (tensor_of((2**40,), (0,)), "shares memory with itself"),
-        (tensor_of((2**62, 2**62), (0, 0)), "shares memory with itself"),
+        (tensor_of((2**62, 2**62), (0, 0)), "so many elements"),
         (tensor_of((-4,), (1,)), "is no shape"),
         (tensor_of((4,), (-1,)), "is no shape"),
         (tensor_of((4,), (1,), offset=-1), "with the strides"),
@@ -227,6 +235,7 @@ def entry(first: int, last: int, shape: list[int], dtype: str = "F32") -> dict[s
         ({"a": entry(0, 4, [1], "F33")}, None, "unknown"),
         ({"a": entry(0, 4, [1])}, None, "copied whole"),
         ({"a": 7}, None, "no data_offsets"),
+        ({"a": entry(0, 0, [2**62, 2**62, 0])}, None, "so many elements"),
     ],
 )
 def test_safetensors_that_cannot_be(tmp_path: Path, header: object, nbytes: int | None, match: str) -> None:
@@ -242,7 +251,26 @@ def test_an_index_that_leads_elsewhere(tmp_path: Path, name: str) -> None:
     refuses(tmp_path, tmp_path / "root", "not inside of it|is missing")
 
 
+def test_a_pipe_among_the_files_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    refuses(tmp_path, tmp_path / "root", "is no file")
+
+
 def test_a_source_of_no_known_format(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"hello")
     refuses(tmp_path / "x.bin", tmp_path / "root", "is of no format that can be imported")
     refuses(tmp_path / "gone.pt", tmp_path / "root", "does not exist")
+
+
+def test_a_name_orders_no_terminal_about_and_each_note_is_told_once(tmp_path: Path) -> None:
+    """Where nobody has set up logging, warnings go to stderr."""
+    model = torch.nn.Linear(2, 2)
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optim.step()
+    torch.save({"model": model.state_dict(), "opt\x1b[2Jim": optim.state_dict()}, tmp_path / "ckpt.pt")
+    command = [sys.executable, "-m", "ckptlib.cli", "import", tmp_path / "ckpt.pt", tmp_path / "root", "--step", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert (done.stdout + done.stderr).count("have no names in the source") == 1
+    assert r"opt\x1b[2Jim" in done.stdout
+    assert "\x1b" not in done.stdout + done.stderr

@@ -237,3 +237,12 @@ def test_lightning(tmp_path: Path) -> None:
 def test_files_before_torch_1_6_are_refused_with_the_way_round(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     refuses(tmp_path / "old.pt", tmp_path / "root", r"torch\.load\(\.\.\., weights_only=True\)")
+
+
+def test_a_file_without_a_single_element(tmp_path: Path) -> None:
+    torch.save({"config": {"lr": 0.1}, "empty": torch.empty(0, 3)}, tmp_path / "x.pt")
+    report = ckptlib.convert(tmp_path / "x.pt", tmp_path / "root", scratch=tmp_path)
+    assert (report.tensors, report.nbytes, report.values) == (1, 0, 1)
+    found = ckptlib.read(tmp_path / "root")
+    assert found["config"] == {"lr": 0.1}
+    assert same(found["empty"], torch.empty(0, 3))

@@ -54,6 +54,8 @@ SUBJECTS = {
     "throttled": {"ckptlib"},
     "tier": {"ckptlib, straight", "ckptlib, local tier", "bare direct write"},
     "restore_increments": {"ckptlib"},
+    "open_one": {"ckptlib", "bare read"},
+    "exports": {"ckptlib", "bare direct read", "bare direct copy", "bare copy through the page cache"},
     "codecs": {"planes", "zstd", "memcpy"},
     "recover": {"ckptlib", "bare copy", "bare read of /dev/shm", "bare gloo", "bare gloo beside a read"},
 }
@@ -71,7 +73,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-BY_COMMAND = {"limits", "beat"}
+BY_COMMAND = {"limits", "beat", "open_one"}
 """Run as a person runs them; of the others, what they measure runs in this process and their ranks are forked."""
 
 
@@ -106,6 +108,12 @@ def test_trainer(tmp_path: Path) -> None:
     _run("hf_trainer", "--toy", "--out", str(tmp_path / "out.jsonl"), "--directory", str(tmp_path))
     found = {(line.get("subject"), line.get("what")) for line in _lines(tmp_path / "out.jsonl")[1:]}
     assert found == {("Trainer", "stall"), ("ckptlib", "stall"), ("ckptlib", "fence")}
+
+
+def test_lightning(tmp_path: Path) -> None:
+    _run("lightning_stall", "--toy", "--out", str(tmp_path / "out.jsonl"), "--directory", str(tmp_path))
+    found = {line.get("subject") for line in _lines(tmp_path / "out.jsonl")[1:]}
+    assert found == {"ModelCheckpoint", "AsyncCheckpointIO", "CkptlibCheckpointIO", "CkptlibCallback"}
 
 
 def test_report_says_what_was_met_and_what_was_not(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from helpers.same import same
 from launch import forked
 from places import ROOT
 
@@ -155,3 +157,33 @@ def test_trainer_is_killed_and_goes_on(tmp_path: Path) -> None:
         assert (tmp_path / "parted" / name).is_dir()
     weights = [(tmp_path / name / "final" / "model.safetensors").read_bytes() for name in ("whole", "parted")]
     assert weights[0] == weights[1]
+
+
+KILLED_LIGHTNING = f"""
+import itertools, os, runpy, signal
+from ckptlib.adapters.lightning import CkptlibCallback
+
+end, steps = CkptlibCallback.on_train_batch_end, itertools.count()
+
+def killed(self, *args, **kwargs):
+    if next(steps) == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return end(self, *args, **kwargs)
+
+CkptlibCallback.on_train_batch_end = killed
+runpy.run_path({str(EXAMPLES / "lightning_trainer.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_lightning_is_killed_and_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED_LIGHTNING)
+    for name, what, status in (("whole", None, 0), ("parted", script, -9), ("parted", None, 0)):
+        command = [sys.executable, what or EXAMPLES / "lightning_trainer.py", tmp_path / name, "12"]
+        variables = {**environment(), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([*map(str, command)], env=variables, capture_output=True, text=True, timeout=200)
+        assert done.returncode == status, done.stdout + done.stderr
+    weights = [torch.load(tmp_path / name / "final.pt", weights_only=True) for name in ("whole", "parted")]
+    assert same(*weights)

@@ -33,6 +33,8 @@ TORCH_INSIDE_FUNCTIONS = {
     "ckptlib.exporting.dcp_files",
 }
 RUNS_CODE = {"pickle", "_pickle", "shelve", "marshal", "dill", "cloudpickle"}
+WRITES_ONLY = {"ckptlib.exporting.torch_file": {"pickle", "pickle.Pickler"}}
+"""What a module may use, since it makes a pickle, and opens none."""
 PICKLES_INSIDE = {
     "torch.load",
     *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
@@ -217,6 +219,7 @@ def test_nothing_unpickles() -> None:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names |= {ast.unparse(node) for node, _ in nodes(tree) if isinstance(node, ast.Attribute)}
         found = {n for n in names if n.partition(".")[0] in RUNS_CODE or {n, n.rpartition(".")[2]} & PICKLES_INSIDE}
+        found -= WRITES_ONLY.get(module, set())
         if found:
             wrong[module] = sorted(found)
     assert not wrong, f"opening a checkpoint must never run code, and these may: {wrong}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import snippets
 from places import ROOT
 
 import ckptlib
@@ -24,8 +23,8 @@ SNIPPETS = [
 def test_snippets_run(code: str, tmp_path: Path) -> None:
     if "transformers" in code:
         pytest.importorskip("transformers", reason="transformers is not installed: it needs Python 3.11")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    failed = snippets.run(code, tmp_path)
+    assert failed is None, failed
 
 
 def test_every_promised_name_is_there() -> None:
@@ -37,3 +36,9 @@ def test_every_promised_name_is_there() -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         ckptlib.nothing  # noqa: B018
+
+
+def test_a_snippet_that_fails_is_told(tmp_path: Path) -> None:
+    assert "ZeroDivisionError" in str(snippets.run("print(1 / 0)", tmp_path))
+    assert snippets.run("import sys; sys.exit(3)", tmp_path) == "exit status 3"
+    assert snippets.run("assert __name__ == '__main__'", tmp_path) is None

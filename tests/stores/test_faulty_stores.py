@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -110,6 +111,24 @@ def test_the_nth_operation_fails(tmp_path: Path) -> None:
     assert {line["pid"] for line in log} == {os.getpid()}
 
 
+def test_a_plan_may_change_during_operations(tmp_path: Path) -> None:
+    """An operation between the file's truncation and its text raised, and ended the writer that it was called by."""
+    store, plan, done = faulty(tmp_path), tmp_path / "plan.json", threading.Event()
+
+    def change() -> None:
+        while not done.is_set():
+            plan.write_text("[]")
+
+    writer = threading.Thread(target=change)
+    writer.start()
+    try:
+        for _ in range(2000):
+            assert not store.scan("a")
+    finally:
+        done.set()
+        writer.join()
+
+
 def test_a_plan_may_change(tmp_path: Path) -> None:
     store = faulty(tmp_path, {"op": "commit", "action": "full"})
     with pytest.raises(StoreFull):
@@ -131,6 +150,7 @@ def test_kill_and_once(tmp_path: Path, action: str, kept: list[str]) -> None:
     store = faulty(tmp_path, {"op": "commit", "action": action, "once": True})
     script = """
 import sys
+import threading
 from ckptlib.stores import open_store
 open_store(sys.argv[1]).put(sys.argv[2], b"", [b"data"])
 """

@@ -16,7 +16,7 @@ import pytest
 from store_conformance import PAGE_NBYTES, StoreConformance, keys, pages
 
 from ckptlib.errors import ObjectExists, StoreError, StoreFull
-from ckptlib.stores import LateHead, Store, local_upload
+from ckptlib.stores import LateHead, Store, local_direct, local_upload
 from ckptlib.stores.local import LocalStore
 
 
@@ -29,8 +29,19 @@ class TestLocalStore(StoreConformance):
 class TestLocalStoreWithoutDirectIO(StoreConformance):
     @pytest.fixture
     def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-        monkeypatch.setattr(local_upload, "_O_DIRECT", 0)
+        monkeypatch.setattr(local_upload, "O_DIRECT", 0)
+        monkeypatch.setattr(local_direct, "O_DIRECT", 0)
         return LocalStore(str(tmp_path))
+
+
+class TestLocalStoreThatIsReadOnce(StoreConformance):
+    @pytest.fixture
+    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+        monkeypatch.setattr(local_direct, "FROM_BYTES", 1)
+        monkeypatch.setattr(local_direct, "_is_cached", lambda *asked: False)
+        store = LocalStore(str(tmp_path))
+        store.reads_once = True
+        return store
 
 
 @pytest.fixture

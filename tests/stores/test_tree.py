@@ -97,7 +97,7 @@ def test_a_layout_whose_place_is_taken_is_not_committed(tmp_path: Path) -> None:
     catalog = make_root(store)
     (tmp_path / "root" / "layouts" / f"{'0' * 32}.json").mkdir(parents=True)
     with pytest.raises(FormatError, match="a directory is in the place"):
-        catalog.put_layout("0" * 32, b"{}")
+        catalog.shared.put_layout("0" * 32, b"{}")
 
 
 def fail(number: int, *arguments: object) -> None:

@@ -286,10 +286,10 @@ def read_gate(tell: Teller, gates: str, step: int, ckpt: ckptlib.Checkpointer) -
     tell("waiting", step=step, writer=writer_of(ckpt).pid, log=str(writer_of(ckpt).log_path))
     path = Path(gates) / str(step)
     deadline = time.monotonic() + WAIT_S
-    while not path.exists():
+    while not path.exists() or not (then := path.read_text()):  # it may be there before its text
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    return path.read_text()
+    return then
 
 
 def train_for_ever(tell: Teller, rank: int, *, url: str, numel: int, **kwargs: Any) -> None:

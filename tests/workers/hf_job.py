@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+import ckptlib
 from ckptlib.adapters.huggingface import CkptlibCallback, CkptlibTrainerMixin
 
 
@@ -72,6 +74,20 @@ class Hurt(TrainerCallback):
             raise RuntimeError("as asked")
 
 
+class Settled(TrainerCallback):
+    """A slot is free at each save, however short steps are: without one, a save that is due is taken a step later."""
+
+    def __init__(self) -> None:
+        self.holder: Any = None
+        """A trainer, or a callback, that has a run."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        run = getattr(self.holder, "_run", None)
+        if run is not None and run.checkpointer.pending is not None:
+            with suppress(ckptlib.SaveFailed):
+                run.checkpointer.pending.wait_committed(60.0)
+
+
 def main(directory: Path, steps: int, at: int, out: Path, whose: str, asked: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -98,10 +114,12 @@ def main(directory: Path, steps: int, at: int, out: Path, whose: str, asked: dic
             **asked,
         }
     )
-    callbacks = [saves, Hurt(at, how)] if whose == "callback" else [Hurt(at, how)]
+    settled = Settled()
+    callbacks = [*([saves] if whose == "callback" else []), settled, Hurt(at, how)]
     trainer = (Ours if whose == "ours" else Trainer)(
         Model(Config()), args, train_dataset=data, eval_dataset=data[:8], callbacks=callbacks
     )
+    settled.holder = saves if whose == "callback" else trainer
     if resume is None and whose == "ours":
         resume = trainer.last_checkpoint() is not None
     if resume is None and whose == "callback":

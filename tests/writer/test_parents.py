@@ -13,6 +13,7 @@ from helpers.memory_slots import memory_slot
 from helpers.small_job import COLUMNS, ROWS, TENSORS, Save, SmallJob
 
 from ckptlib.errors import StoreError
+from ckptlib.format import keys
 from ckptlib.format.digests import BLAKE3
 from ckptlib.format.keys import SaveId
 from ckptlib.slots.snapshot import Snapshot, SnapshotReader
@@ -273,9 +274,10 @@ def test_what_cannot_be_read_is_no_parent(job: SmallJob, what: str, how: str, ca
     prefix = {"manifest": "steps/", "part": "parts/", "layout": "layouts/", "pack": "packs/"}[what]
     job.restart(0)
     [key, *_] = job.keys(prefix)
-    job.store.delete(key)
-    if how == "torn":
-        job.store.put(key, b"torn")
+    for at in [key, keys.copy_key(key)] if what == "layout" else [key]:
+        job.store.delete(at)
+        if how == "torn":
+            job.store.put(at, b"torn")
     if (what, how) == ("manifest", "gone"):
         assert chosen(job) is None
         return

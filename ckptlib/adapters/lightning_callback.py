@@ -1,0 +1,206 @@
+"""A callback by which a Checkpointer saves a training of Lightning: `callbacks=[CkptlibCallback(url, every=100)]`.
+
+The state is the objects themselves: module, optimizers, schedulers; and of Lightning's own checkpoint, all that is not
+in them. Needs the package lightning.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from typing_extensions import override
+
+from ckptlib.adapters.lightning_state import LightningState
+from ckptlib.checkpointer import Checkpointer
+from ckptlib.errors import Preempted
+from ckptlib.policy.keep import Keep
+from ckptlib.policy.stop_signal import TOLD_BY
+from ckptlib.policy.when import When
+
+log = logging.getLogger(__name__)
+
+
+class CkptlibCallback(Checkpoint):
+    """Saves all of a training and the random state of every rank, while it goes on, as steps of a root.
+
+        saves = CkptlibCallback("checkpoints/run7", every=100, keep=Keep(last=2, best="val_loss", mode="min"))
+        Trainer(callbacks=[saves]).fit(module)  # again after a kill: it goes on
+
+    `fit` begins with the newest step of the root; where that has none, with `ckpt_path`, if any. A step is one of the
+    optimizer. With `keep.best`, each validation that logs this metric is saved besides; the last step always is.
+
+    `fit` raises Preempted, status 75, where the job was told to stop by SIGTERM: the step is saved then.
+    """
+
+    def __init__(self, url: str | Path, *, every: When, keep: Keep | None = None, **options: Any) -> None:
+        """`options`: further arguments of `Checkpointer`, such as peers, local, codec, storage_options."""
+        self.best_model_path = ""
+        """Lightning asks for it where `ckpt_path="best"`: there is no such file. See `ckptlib.load(step="best")`."""
+        self._url = url
+        self._keep = keep
+        self._options = {**options, "every": every, "keep": keep}
+        self._checkpointer: Checkpointer | None = None
+        self._step = 0
+        """That the Checkpointer knows of."""
+        self._global_step = 0
+        """As Lightning counts, which is by optimizer: it may have two."""
+        self._of_validation: set[str] = set()
+        """Metrics that validations have told."""
+        self._before_validation: set[str] = set()
+        self._validated = False
+        """Whether a validation has told of the step that comes next."""
+        self._loaded: LightningState | None = None
+        self._handlers: dict[int, Any] = {}
+        """The Checkpointer's, by signal."""
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """That of the `fit` under way. Raises ValueError where there is none."""
+        if self._checkpointer is None:
+            raise ValueError("CkptlibCallback has a Checkpointer from on_fit_start to teardown only")
+        return self._checkpointer
+
+    # Beginning
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """All is set up by now, wrapped and on its device; no data loader has begun."""
+        self._close()
+        state = LightningState(trainer)
+        before = {number: signal.getsignal(number) for number in TOLD_BY}
+        self._checkpointer = Checkpointer(self._url, state.objects, **self._options)
+        now = {number: signal.getsignal(number) for number in TOLD_BY}
+        self._handlers = {number: now[number] for number in TOLD_BY if now[number] != before[number]}
+        report = self._checkpointer.restore()
+        self._step, self._global_step = report.step, 0
+        self._loaded = None if report.save is None else state
+        if self._loaded is not None:
+            self._loaded.hand_out()
+            self._global_step = trainer.global_step
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Data loaders have begun by now."""
+        if self._checkpointer is None:
+            return
+        for number, handler in self._handlers.items():  # Lightning's would end one rank alone
+            signal.signal(number, handler)
+        if self._step == 0:  # from a file of Lightning's, maybe
+            self._step = self._global_step = trainer.global_step
+        if self._loaded is not None:
+            self._loaded.place_data()
+            self._loaded = None
+        self._checkpointer.restore_random()
+        if trainer.is_global_zero and trainer.num_training_batches == float("inf"):
+            log.warning(
+                "Lightning reads a data loader of no known length one batch ahead, so a run that goes on within an "
+                "epoch leaves one batch out; give it a __len__, or save as epochs end"
+            )
+
+    # Training
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """A step is told when all is done that belongs to it: its validation, the end of its epoch."""
+        loop = trainer.fit_loop
+        validates = loop._data_fetcher is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+        if not trainer.is_last_batch and not validates:
+            self._step_done(trainer)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Callbacks may exchange the weights for averaged ones now: the copy has to be done."""
+        self._before_validation = {*trainer.callback_metrics}
+        if self._checkpointer is not None:
+            with self._checkpointer.updating():
+                pass
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._checkpointer is None or trainer.sanity_checking:
+            return
+        self._of_validation |= {*trainer.callback_metrics} - self._before_validation
+        self._validated = trainer.global_step != self._global_step
+        if not trainer.is_last_batch:
+            self._step_done(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if _ends(trainer):  # other callbacks may change the weights in on_train_end
+            self._save_last(trainer)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Of the epoch behind that of the step."""
+        self._step_done(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save_last(trainer)
+
+    def _step_done(self, trainer: Trainer) -> None:
+        """Tells the Checkpointer of a step, once. Collective."""
+        if self._checkpointer is None or trainer.global_step == self._global_step:
+            return
+        metrics = self._metrics(trainer)
+        self._global_step = trainer.global_step
+        self._step += 1
+        self._checkpointer.after_step(self._step, metrics)
+        if self._checkpointer.stopping:
+            self._close()
+            raise Preempted
+        if _ends(trainer) or (self._validated and self._keep is not None and self._keep.best in metrics):
+            self._checkpointer.save(self._step, metrics)
+        self._validated = False
+
+    def _save_last(self, trainer: Trainer) -> None:
+        """Unless it is saved. Collective."""
+        self._step_done(trainer)
+        if self._checkpointer is not None and self._step > 0:
+            self._checkpointer.save(self._step)
+
+    def _metrics(self, trainer: Trainer) -> dict[str, float]:
+        """Those of this step: what an earlier validation has told belongs to an earlier one."""
+        but = () if self._validated else self._of_validation
+        found = {name: value for name, value in trainer.callback_metrics.items() if name not in but}
+        return {name: float(value) for name, value in found.items() if value.numel() == 1}
+
+    # Ending
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Waits for all saves. Raises SaveFailed."""
+        self._close()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Waits for nothing: another process finishes what is under way."""
+        self._let_go(exception)
+        for number, handler in self._handlers.items():  # else Lightning would put back what was there as it began
+            if trainer._signal_connector._original_handlers.get(number) == handler:
+                trainer._signal_connector._original_handlers[number] = signal.SIG_DFL
+
+    def _close(self) -> None:
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.close()
+
+    def _let_go(self, error: BaseException) -> None:
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.__exit__(type(error), error, error.__traceback__)
+
+
+def _ends(trainer: Trainer) -> bool:
+    """Whether the training ends with this step, as far as can be told before the end of its epoch."""
+    if trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step:
+        return True
+    epochs = trainer.max_epochs
+    return bool(trainer.is_last_batch and epochs is not None and 0 <= epochs <= trainer.current_epoch + 1)

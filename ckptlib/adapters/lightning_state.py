@@ -1,0 +1,131 @@
+"""What is saved of a Trainer of Lightning while it fits, and given back to it. Knows nothing of when."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch import Trainer
+from torch.distributed.tensor import DTensor
+
+from ckptlib.adapters.plain_tree import plain_of
+from ckptlib.state.leaf import PerRank
+
+IN_OBJECTS = ("optimizer_states", "lr_schedulers")
+"""Entries of Lightning's own checkpoint that the objects themselves have, beside "state_dict"."""
+
+WEIGHTS = "state_dict"
+LOADERS = "combined_loader"
+
+
+class LightningState:
+    """One per `fit`, from the time that its strategy is set up. Main thread.
+
+    objects: as a Checkpointer takes it.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._rest = _Rest(trainer)
+        self._loaders = _Loaders(trainer)
+        self._begins_epoch = False
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self.objects: dict[str, object] = {
+            "model": trainer.lightning_module,
+            "optim": _one_or_all(trainer.optimizers),
+            "sched": _one_or_all(schedulers),
+            "trainer": self._rest,
+            "data": PerRank(self._loaders),  # Lightning's own files have rank 0's alone
+        }
+
+    def hand_out(self) -> None:
+        """Gives what was loaded to Lightning, by the calls and in the order in which it loads a file of its own.
+
+        In place of one: whatever `ckpt_path` says is forgotten. `place_data` has to follow, in on_train_start.
+        """
+        connector = self._trainer._checkpoint_connector
+        checkpoint = copy.deepcopy(self._rest.loaded)  # hooks may have put the live weights into it, too
+        checkpoint[WEIGHTS] = {**self._trainer.strategy.lightning_module_state_dict(), **checkpoint.get(WEIGHTS, {})}
+        loops = checkpoint["loops"]["fit_loop"]
+        self._begins_epoch = bool(loops["epoch_loop.batch_progress"]["is_last_batch"])
+        if self._begins_epoch:  # steps are told in the next one: Lightning goes on within an epoch, or behind one
+            for progress in (loops["epoch_progress"]["total"], loops["epoch_progress"]["current"]):
+                progress.update(dict.fromkeys(("ready", "started", "completed"), progress["processed"]))
+        connector._loaded_checkpoint = checkpoint
+        try:
+            connector.restore_datamodule()
+            connector.restore_model()
+            connector.restore_callbacks()
+            connector.restore_precision_plugin_state()
+            connector.restore_loops()
+        finally:
+            connector._loaded_checkpoint = {}
+
+    def place_data(self) -> None:
+        """Has the data loaders go on where they were, and the loops begin the next epoch if that was the end of one.
+
+        Lightning would load them before it tells their samplers of the epoch, by which these shuffle.
+        """
+        loop = self._trainer.fit_loop
+        loader, fetcher = loop._combined_loader, loop._data_fetcher
+        if loader is not None and fetcher is not None and self._loaders.loaded:
+            for each in loader.flattened:
+                _set_sampler_epoch(each, self._trainer.current_epoch)
+            loader._load_state_dicts(self._loaders.loaded)
+            iter(loader if self._begins_epoch else fetcher)  # what is left of an epoch that is over is not read ahead
+        if self._begins_epoch:
+            for one in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
+                one.on_iteration_done()
+
+
+class _Rest:
+    """Lightning's own checkpoint, but for what the objects have: loops, callbacks, data module, precision, hooks'."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        live = self._trainer.lightning_module.state_dict()
+        hooked = {k: v for k, v in checkpoint.pop(WEIGHTS).items() if not _is_same(v, live.get(k))}
+        for name in IN_OBJECTS:
+            del checkpoint[name]
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop(LOADERS, None)
+        if hooked:  # such as the averaged weights, in place of the model's
+            checkpoint[WEIGHTS] = hooked
+        plain: dict[str, Any] = plain_of(checkpoint)
+        return plain
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+class _Loaders:
+    """Where each data loader that can tell is, on this rank."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.loaded: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        combined = self._trainer.fit_loop._combined_loader
+        return {"loaders": [] if combined is None else plain_of(combined._state_dicts())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state["loaders"]
+
+
+def _one_or_all(objects: list[Any]) -> object:
+    return objects[0] if len(objects) == 1 else objects
+
+
+def _is_same(a: object, b: object) -> bool:
+    """Whether two entries are one tensor: the state dict of a module makes a new object at each call."""
+    if isinstance(a, DTensor) and isinstance(b, DTensor):
+        a, b = a.to_local(), b.to_local()
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    return a is b

@@ -1,0 +1,186 @@
+"""Trainings of Lightning that the callback saves: they resume within an epoch or at its end, and end with the bits, and
+the calls, of a run that saved nothing and that nobody disturbed.
+
+Five batches are an epoch: see workers/lightning_callback_job.py.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning_callback_job
+import pytest
+import torch
+from helpers.registry import close_sessions
+from helpers.same import same
+from launch import forked
+from places import WORKERS
+
+import ckptlib
+from ckptlib.errors import EXIT_PREEMPTED
+from ckptlib.policy.stop_signal import TOLD_BY
+
+STEPS = 14
+JOB = WORKERS / "lightning_callback_job.py"
+
+
+def here(directory: Path, steps: int = STEPS, root: bool = True, **asked: Any) -> dict[str, Any]:
+    """In this process."""
+    directory.mkdir(exist_ok=True)
+    out = directory / "end.pt"
+    state = torch.get_rng_state(), torch.get_num_threads()
+    try:
+        with warnings.catch_warnings():
+            lightning_callback_job.main(str(directory / "root") if root else "", steps, out, asked)
+    finally:
+        close_sessions()
+        torch.set_rng_state(state[0])
+        torch.set_num_threads(state[1])
+    return torch.load(out, weights_only=True)
+
+
+def assert_same_end(end: dict[str, Any], whole: dict[str, Any]) -> None:
+    for what in ("step", "epoch", "seen", "model"):
+        assert same(end[what], whole[what]), what
+    assert len(end["optims"]) == len(whole["optims"])
+    assert all(same(a, b) for a, b in zip(end["optims"], whole["optims"], strict=True))
+    assert end["hooks"] == whole["hooks"][-len(end["hooks"]) :]
+    assert len(end["hooks"]) < len(whole["hooks"])
+
+
+def steps_of(directory: Path) -> list[int]:
+    return [info.step for info in ckptlib.checkpoints(directory / "root")]
+
+
+@pytest.mark.timeout(300)
+def test_killed_and_resumed_within_an_epoch(tmp_path: Path) -> None:
+    asked = {"validate": 2, "average": True}
+    arguments = (tmp_path / "root", STEPS, tmp_path / "end.pt", json.dumps({**asked, "at": 11}))
+    codes, output = forked(JOB, 1, *arguments, timeout_s=250)
+    assert codes == [-9], output[-20000:]
+    end = here(tmp_path, **asked)
+    assert_same_end(end, here(tmp_path / "whole", root=False, **asked))
+    assert steps_of(tmp_path)[-1] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("asked", "at"),
+    [
+        ({"every": 5}, 12),  # the newest step is the end of an epoch
+        ({"epochs": 3, "every": 5, "validate": 5}, 12),
+        pytest.param({"every": 5, "validate": 5, "average": True}, 12, marks=pytest.mark.slow),
+        pytest.param({"epochs": 3}, 11, marks=pytest.mark.slow),
+        pytest.param({"epochs": 3, "every": 5}, 12, marks=pytest.mark.slow),
+        pytest.param({"accumulate": 2, "every": 4}, 11, marks=pytest.mark.slow),
+        pytest.param({"accumulate": 2}, 8, marks=pytest.mark.slow),
+        pytest.param({"loader": "ours", "workers": 2}, 11, marks=pytest.mark.slow),
+        pytest.param({"loader": "ours", "every": 5}, 12, marks=pytest.mark.slow),
+        pytest.param({"validate": 3}, 11, marks=pytest.mark.slow),
+        pytest.param({"loader": "stream", "every": 10}, 12, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_an_error_in_the_training(tmp_path: Path, asked: dict[str, Any], at: int) -> None:
+    with pytest.raises(RuntimeError, match="as asked"):
+        here(tmp_path, at=at, how="raise", **asked)
+    assert [signal.getsignal(number) for number in TOLD_BY] == [signal.SIG_DFL] * 2
+    assert_same_end(here(tmp_path, **asked), here(tmp_path / "whole", root=False, **asked))
+
+
+@pytest.mark.slow
+def test_two_optimizers(tmp_path: Path) -> None:
+    """Lightning counts the steps of both; ckptlib, the batches in which they stepped."""
+    with pytest.raises(RuntimeError, match="as asked"):
+        here(tmp_path, 28, at=16, how="raise", manual=True)
+    assert_same_end(here(tmp_path, 28, manual=True), here(tmp_path / "whole", 28, root=False, manual=True))
+    assert steps_of(tmp_path)[-1] == 14
+
+
+def test_told_to_stop(tmp_path: Path) -> None:
+    with pytest.raises(ckptlib.Preempted):
+        here(tmp_path, at=7, how="term")
+    assert [signal.getsignal(number) for number in TOLD_BY] == [signal.SIG_DFL] * 2
+    assert steps_of(tmp_path)[-1] == 9  # where the ranks agree, a step later
+    end = here(tmp_path)
+    assert_same_end(end, here(tmp_path / "whole", root=False))
+    again = here(tmp_path)  # there is nothing left to do
+    assert (again["step"], again["hooks"]) == (STEPS, [])
+    assert same(again["model"], end["model"])
+
+
+def test_the_best_steps_stay(tmp_path: Path) -> None:
+    """Each has the metrics of its own validation; those between have none, and are not kept for an older one's."""
+    keep = {"last": 1, "best": "val_loss", "mode": "min", "num_best": 2}
+    here(tmp_path, every=100, validate=2, keep=keep)
+    told = {info.step: info.metrics for info in ckptlib.checkpoints(tmp_path / "root")}
+    assert STEPS in told
+    assert len(told) in (2, 3)
+    assert all("val_loss" in metrics for metrics in told.values())
+    here(tmp_path / "all", every=1, validate=2, keep={**keep, "last": 100})
+    found = {info.step: info.metrics for info in ckptlib.checkpoints(tmp_path / "all" / "root")}
+    validated = {step for step, metrics in found.items() if "val_loss" in metrics}
+    assert {2, 4, 6, 8, 10, 12, 14} == validated  # also those for which no slot was free at once
+    best = sorted(validated, key=lambda step: found[step]["val_loss"])[:2]
+    assert {*told} == {*best, STEPS}
+
+
+def test_goes_on_from_a_file_of_lightning(tmp_path: Path) -> None:
+    """Where the root has no step; later the root's own steps come first."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saves = ModelCheckpoint(tmp_path / "theirs", every_n_train_steps=8, save_top_k=-1, filename="{step}")
+    theirs = tmp_path / "theirs" / "step=8.ckpt"
+    with pytest.raises(RuntimeError, match="as asked"):
+        here(tmp_path / "theirs", root=False, at=9, how="raise", also=[saves])
+    whole = here(tmp_path / "whole", root=False)
+    end = here(tmp_path / "ours", **{"from": str(theirs)})
+    assert (end["step"], end["seen"]) == (STEPS, STEPS)
+    steps = steps_of(tmp_path / "ours")
+    assert (min(steps) > 8, steps[-1]) == (True, STEPS)
+    again = here(tmp_path / "ours", 16, **{"from": str(theirs)})
+    assert [hook for hook in again["hooks"] if hook.startswith("batch")] == ["batch 2 14", "batch 3 15"]
+    assert whole["step"] == STEPS
+
+
+def test_objects_are_refused_by_name_before_the_training(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import Callback
+
+    class Odd(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"mine": object()}
+
+    with pytest.raises(ckptlib.UnsupportedState, match=r"callbacks.*mine"):
+        here(tmp_path, also=[Odd()])
+
+
+def two_ranks(directory: Path, timeout_s: float = 250, **asked: Any) -> tuple[list[int | None], str]:
+    directory.mkdir(exist_ok=True)
+    root = "" if asked.pop("whole", False) else directory / "root"
+    told = json.dumps({"devices": 2, "validate": 3, "loader": "ours", **asked})
+    return forked(JOB, 2, root, STEPS, directory / "end.pt", told, timeout_s=timeout_s)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_ranks_killed_and_resumed(tmp_path: Path) -> None:
+    """Each has its own place in the data, random state and BatchNorm."""
+    codes, output = two_ranks(tmp_path, at=11)
+    assert -9 in codes, output[-20000:]
+    for directory, asked in ((tmp_path, {}), (tmp_path / "whole", {"whole": True})):
+        codes, output = two_ranks(directory, **asked)
+        assert codes == [0, 0], output[-20000:]
+    ends = [torch.load(directory / "end.pt", weights_only=True) for directory in (tmp_path, tmp_path / "whole")]
+    assert_same_end(*ends)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_of_two_ranks_is_told_to_stop(tmp_path: Path) -> None:
+    """Both save the same step, and end with the status that says so."""
+    codes, output = two_ranks(tmp_path, at=7, how="term")
+    assert codes == [EXIT_PREEMPTED] * 2, output[-20000:]
+    assert steps_of(tmp_path)[-1] == 9

@@ -1,0 +1,131 @@
+"""Those who only look at a root while retention drops steps, and while accounts are merged, at each of their requests.
+
+No step that went away is an error, and no time that a start told is lost.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from helpers.commands import Ckptlib
+from support import age, make_generation, make_root, put_parts, state
+from typing_extensions import Buffer, override
+
+from ckptlib.catalog.accounts import MAX_OBJECTS, put_account, read_accounts
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.retention import sweep
+from ckptlib.cli import options
+from ckptlib.format.account import DIED, Account, Mark
+from ckptlib.format.keys import GenerationId
+from ckptlib.policy.keep import GRACE, Keep
+from ckptlib.reporting.gather import gather
+from ckptlib.reporting.glance import Watcher
+from ckptlib.stores import Store
+from ckptlib.stores.memory import MemoryStore
+from ckptlib.stores.testing import _HookedStore
+
+
+class Meanwhile(_HookedStore):
+    """Right before one of its operations, `other` is done to the store inside."""
+
+    def __init__(self, inner: Store, at: int, other: Callable[[Catalog], object]) -> None:
+        super().__init__(inner, "meanwhile")
+        self.num_operations = 0
+        self._lock = threading.Lock()
+        self._at, self._other = at, other
+
+    @override
+    @contextmanager
+    def _around(self, op: str, key: str, data: Buffer = b"") -> Iterator[Buffer]:
+        with self._lock:  # documents are read by threads
+            if self.num_operations == self._at:
+                self._other(Catalog(self._inner))
+            self.num_operations += 1
+        yield data
+
+
+def account(steps: int, end: str | None = None) -> Account:
+    """One second for each step."""
+    marks = (Mark(0, 0.0, 0.0), Mark(steps, float(steps), 0.0))
+    return Account(1000.0, 10.0 + steps, 10.0, end, 1, marks)
+
+
+def run() -> MemoryStore:
+    """Steps 1 and 2 of a first start, whose manifests alone tell of its time; 3 to 5 of a second one; 1 is trash."""
+    store = MemoryStore()
+    catalog = make_root(store)
+    committer = Committer(catalog)
+    before = None
+    for number, steps in ((1, (1, 2)), (2, (3, 4, 5))):
+        generation = make_generation(catalog, number, before)
+        for step in steps:
+            before, names = put_parts(catalog, generation, step, state(step), account=account(step).to_json())
+            committer.commit(before, names)
+    sweep(Catalog(store), Keep(last=4), None)
+    age(store, GRACE.total_seconds() + 60)
+    return store
+
+
+def drop(catalog: Catalog) -> None:
+    """All steps but the newest, of which the trash is as old as it must be to be deleted."""
+    assert len(sweep(catalog, Keep(last=1), None).dropped) == 3
+
+
+def each_moment(make: Callable[[], MemoryStore], other: Callable[[Catalog], object]) -> Iterator[Meanwhile]:
+    """A store for each request of whoever looks: the test uses it, and then the next one comes."""
+    for at in range(1000):
+        store = Meanwhile(make(), at, other)
+        yield store
+        if store.num_operations <= at:
+            assert at > 4
+            return
+    raise AssertionError("whoever looks never ends")
+
+
+def test_report_while_steps_are_dropped() -> None:
+    for store in each_moment(run, drop):
+        found = gather(Catalog(store))
+        assert found.problems == []
+        assert found.steps[-1].save.step == 5
+        assert found.goodput.starts[-1].last == 5
+
+
+def test_watch_while_steps_are_dropped() -> None:
+    for store in each_moment(run, drop):
+        found = Watcher(Catalog(store)).look()
+        assert found.problems == []
+        assert found.newest is not None
+        assert found.newest.save.step == 5
+
+
+@pytest.mark.parametrize("command", ["goodput", "report", "ls", "ls --all", "du", "show", "verify --all"])
+def test_commands_while_steps_are_dropped(ckptlib: Ckptlib, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    name, *flags = command.split()
+    for store in each_moment(run, drop):
+        monkeypatch.setattr(options, "open_store", lambda url, given, store=store: store)
+        shown = ckptlib(name, "memory://run", *flags, *(["-o", "-"] if name == "report" else []))
+        assert (shown.code, shown.err) == (0, ""), store.num_operations
+
+
+def many_accounts() -> MemoryStore:
+    """One less than are merged."""
+    store = MemoryStore()
+    catalog = make_root(store)
+    for number in range(1, MAX_OBJECTS + 1):
+        put_account(catalog, GenerationId(number, "0" * 8), account(number, DIED))
+    return store
+
+
+def merge(catalog: Catalog) -> None:
+    put_account(catalog, GenerationId(MAX_OBJECTS, "1" * 8), account(1, DIED))
+
+
+def test_goodput_while_accounts_are_merged() -> None:
+    for store in each_moment(many_accounts, merge):
+        found = read_accounts(Catalog(store))
+        assert found.problems == []
+        assert {of.number for of in found.told} == {*range(1, MAX_OBJECTS + 1)}
