@@ -39,7 +39,7 @@ def torchrun(script: str, num_ranks: int, *args: object, timeout_s: float) -> st
         output, _ = process.communicate(timeout=timeout_s + 10)
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun ends its ranks, which have sessions of their own
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=150)
         raise AssertionError(f"{script} did not end within {timeout_s:.0f} s:\n{output[-20000:]}") from None
     assert process.returncode == 0, output[-20000:]
     return output

@@ -15,7 +15,7 @@ from ckptlib.ranks.group import Group
 
 Result = TypeVar("Result")
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 150.0
 
 
 class _Meeting:

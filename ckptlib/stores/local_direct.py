@@ -108,10 +108,13 @@ def _is_cached(fd: int, view: memoryview, offset: int) -> bool:
     The first one alone may be there by the kernel's reading ahead for the read before, and so on to the end of a file.
     """
     last = view.nbytes - PAGE_BYTES
+    return all(_has_page(fd, view[at:][:PAGE_BYTES], offset + at) for at in (0, last // 2, last))
+
+
+def _has_page(fd: int, view: memoryview, offset: int) -> bool:
+    """Whether this page is in memory. If not, the kernel may begin to read it."""
     try:
-        return all(
-            os.preadv(fd, [view[at:][:PAGE_BYTES]], offset + at, os.RWF_NOWAIT) > 0 for at in (0, last // 2, last)
-        )
+        return os.preadv(fd, [view], offset, os.RWF_NOWAIT) > 0
     except BlockingIOError:
         return False
     except OSError as error:  # a file system that cannot tell

@@ -27,7 +27,7 @@ from ckptlib.policy.keep import Keep
 from ckptlib.stores.io_limits import DOCUMENT_THREADS
 from ckptlib.stores.memory import MemoryStore
 
-PATIENCE_S = 30.0
+PATIENCE_S = 150.0
 GRACE = timedelta(hours=1)
 
 

@@ -55,7 +55,7 @@ def test_needs_no_torch(made: LocalStore, tmp_path: Path) -> None:
         ["doctor", url, "--size", "1", "--json"],
     ]
     done = subprocess.run(
-        [sys.executable, "-c", code.replace("ARGUMENTS", repr(arguments))], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code.replace("ARGUMENTS", repr(arguments))], capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 0, done.stderr
 
@@ -63,14 +63,14 @@ def test_needs_no_torch(made: LocalStore, tmp_path: Path) -> None:
 @pytest.mark.parametrize("missing", ["click", "rich"])
 def test_says_what_to_install(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from ckptlib.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
     assert done.returncode == 1
     assert done.stderr == f"the ckptlib command needs {missing}, which is not installed: pip install 'ckptlib[cli]'\n"
 
 
 def test_as_a_module(saved: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ckptlib.cli", "ls", saved, "--json"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "ckptlib.cli", "ls", saved, "--json"], capture_output=True, text=True, timeout=150
     )
     assert done.returncode == 0
     assert len(json.loads(done.stdout)["steps"]) == 2

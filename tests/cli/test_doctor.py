@@ -73,7 +73,7 @@ def test_slots_alive_and_abandoned(tmp_path: Path) -> None:
     try:
         alive, abandoned = host.slots([tmp_path])
     finally:
-        process.communicate("\n", timeout=60)
+        process.communicate("\n", timeout=150)
     assert (alive.verdict, abandoned.verdict) == ("ok", "warning")
     assert [s["path"] for s in alive.numbers["slots"]] == [path]  # type: ignore[attr-defined]
     assert [s["content"] for s in abandoned.numbers["slots"]] == ["step 7 of rank 3 of 4"]  # type: ignore[attr-defined]

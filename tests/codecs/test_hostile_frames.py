@@ -199,7 +199,7 @@ def test_memory_is_not_taken_for_what_a_frame_claims() -> None:
         input="".join(f"{name} {frame.hex()}\n" for name, frame in claims),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == len(claims)

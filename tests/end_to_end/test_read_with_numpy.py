@@ -41,7 +41,7 @@ def run(*arguments: object) -> list[str]:
         "runpy.run_path(sys.argv.pop(1), None, '__main__')"
     )
     command = [sys.executable, "-c", alone, str(SCRIPT), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

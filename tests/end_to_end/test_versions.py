@@ -41,7 +41,7 @@ def newer(data: bytes) -> bytes:
 
 def run(*arguments: object) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "ckptlib.cli", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env={**os.environ, "COLUMNS": "200"})
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout, done.stderr
 
@@ -92,7 +92,7 @@ def test_a_newer_root_or_generation_refuses_the_root(root: Path, what: str) -> N
         with pytest.raises(NewerFormat, match=r"version 3; .*update ckptlib"):
             attempt()
     save = f"import ckptlib, torch; ckptlib.save({str(root)!r}, {{'w': torch.zeros(100)}}, step=3)"
-    done = subprocess.run([sys.executable, "-c", save], capture_output=True, text=True, timeout=60)  # a new session
+    done = subprocess.run([sys.executable, "-c", save], capture_output=True, text=True, timeout=150)  # a new session
     assert done.returncode == 1
     assert "NewerFormat" in done.stderr.splitlines()[-1]
     code, _, err = run("gc", root, "--keep-last", 1, "--yes")

@@ -132,7 +132,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
         "ckptlib.export(sys.argv[1], sys.argv[2], format='dcp')\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "root"), str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT, check=False)
     assert "StoreError" in done.stderr
     assert "File too large" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["root"]
@@ -167,6 +167,6 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         "print(peak() - before)\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "root"), str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT, check=True)
     print(done.stdout)
     assert int(done.stdout) < 300_000, done.stdout

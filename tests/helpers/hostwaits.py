@@ -14,7 +14,7 @@ import torch
 from helpers.streams import DEVICE, Simulation
 from torch.overrides import TorchFunctionMode
 
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 """Whoever waits as long has found a bug."""
 
 _DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from typing_extensions import Self
 from ckptlib.stores import Store
 from ckptlib.stores.memory import MemoryStore
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0
 
 Operation = tuple[str, str]
 """What is done, and to which key."""

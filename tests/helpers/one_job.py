@@ -19,7 +19,7 @@ from ckptlib.errors import SaveFailed
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import flip_bit
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 
 
 class Job:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from typing_extensions import Self
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 150.0
 _LOG_NBYTES = 4000
 _PORTS = range(12_000, 22_000)
 """Below those that the kernel lends to clients (from 32768), even with 10000 added: no client takes a port of a killed

@@ -19,7 +19,7 @@ from ckptlib.staging.replica_digests import Reading, ReplicaDigests
 from ckptlib.staging.spare_memory import Spares
 from ckptlib.staging.stager import Stager, Staging
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 
 # Of the staging thread
 

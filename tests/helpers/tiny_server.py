@@ -129,7 +129,7 @@ def tiny_server() -> Iterator[TinyServer]:
 
 def ask(url: str, method: str, target: str, body: bytes | None = None, **fields: str) -> tuple[int, bytes]:
     """One request on a connection of its own."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=150)
     try:
         connection.request(method, target, body, {name.replace("_", "-"): value for name, value in fields.items()})
         answer = connection.getresponse()
@@ -141,7 +141,7 @@ def ask(url: str, method: str, target: str, body: bytes | None = None, **fields:
 @contextmanager
 def raw_connection(url: str) -> Iterator[socket.socket]:
     host, _, port = url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=150) as connection:
         yield connection
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from typing_extensions import Self
 
 _CHUNK_NBYTES = 1 << 16
-_WAIT_S = 10.0
+_WAIT_S = 150.0
 
 
 class TlsFront:

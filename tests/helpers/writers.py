@@ -17,7 +17,7 @@ from ckptlib.format.keys import SaveId
 from ckptlib.slots.slot import Slot
 from ckptlib.writer.client import Writer
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 
 
 class Bench:

@@ -101,7 +101,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     while not list(scratch.iterdir()) and process.poll() is None:
         time.sleep(0.001)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=150)
     assert process.returncode == -signal.SIGKILL
     assert [info.step for info in ckptlib.checkpoints(tmp_path / "root")] in ([], [0])
     done = subprocess.run([*command, "--scratch", str(scratch), "--json"], capture_output=True, text=True, timeout=300)

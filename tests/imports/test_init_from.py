@@ -119,7 +119,7 @@ def test_a_step_that_only_memory_or_a_disk_has_comes_first(tier: str, tmp_path: 
 def began_from(root: Path) -> str:
     """What `ckptlib show` says of it."""
     command = [sys.executable, "-m", "ckptlib.cli", "show", str(root)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=150).stdout
     (line,) = (line for line in shown.splitlines() if line.startswith("begun from"))
     return line
 

@@ -20,7 +20,7 @@ BACK, NEWEST = 4, 9
 
 def command(*arguments: object) -> dict[str, Any]:
     ran = subprocess.run(
-        [sys.executable, "-m", "ckptlib.cli", *map(str, arguments), "--json"], capture_output=True, timeout=60
+        [sys.executable, "-m", "ckptlib.cli", *map(str, arguments), "--json"], capture_output=True, timeout=150
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout)

@@ -105,7 +105,7 @@ def test_tracer_kills_before_the_call(kill_at: int | None, tmp_path: Path) -> No
             if watch.stdout.readline() != "watching\n":
                 process.kill()
                 pytest.skip("ptrace is forbidden here")
-            process.communicate(b"go\n", timeout=60)
+            process.communicate(b"go\n", timeout=150)
             said = json.loads(watch.stdout.readline())
     left = set(os.listdir(here))
     if kill_at is None:

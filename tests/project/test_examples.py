@@ -52,7 +52,7 @@ class Run:
         """As a person starts it. Returns what it printed."""
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
         command = [sys.executable, *launcher, script, *self.flags(parallel)]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=150)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

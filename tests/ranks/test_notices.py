@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Store
 
 from ckptlib.ranks.notices import KEPT, Notices
 
-PATIENCE_S = 30.0
+PATIENCE_S = 150.0
 
 
 def found(notices: Notices, expected: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ckptlib.ranks.notices import Notices
 from ckptlib.saving.news import News
 
-PATIENCE_S = 30.0
+PATIENCE_S = 150.0
 
 
 def ranks() -> tuple[News, News]:

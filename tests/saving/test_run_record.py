@@ -78,7 +78,7 @@ def test_a_git_that_hangs_is_not_waited_for(
     assert time.monotonic() - began < 30
     assert "took longer than" in caplog.text
     child = int((tmp_path / "child").read_text())
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while _lives(child):
         assert time.monotonic() < deadline, "its child lives on"
         time.sleep(0.01)

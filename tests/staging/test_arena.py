@@ -43,7 +43,7 @@ def process(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
         assert running.stdout is not None
         yield running, running.stdout.readline()
     finally:
-        running.communicate(timeout=60)
+        running.communicate(timeout=150)
 
 
 def taken(arena: Arena, held_by_all: int, in_use: list[Slot], nbytes: int = SIZE) -> Slot:

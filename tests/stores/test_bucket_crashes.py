@@ -25,7 +25,7 @@ from ckptlib.stores import Store, io_limits, open_store
 from ckptlib.testing import FaultProxy
 from ckptlib.verify.root import verify_save
 
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 
 PART_NBYTES = 5 << 20
 """The least that S3 takes."""

@@ -183,7 +183,7 @@ def answers(url: str) -> bool:
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 150
     while not true():
         assert time.monotonic() < end
         time.sleep(0.01)

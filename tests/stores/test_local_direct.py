@@ -65,21 +65,22 @@ def test_leaves_small_and_cached_ranges_to_the_page_cache(path: Path) -> None:
 
 
 @pytest.mark.parametrize("cached", [0, FROM_BYTES - PAGE_BYTES], ids=["first", "last"])
-def test_a_page_that_was_read_ahead_does_not_make_a_range_cached(tmp_path: Path, cached: int) -> None:
-    """It did: each read through the page cache read the next one's first page ahead, up to the end of the file."""
-    data = mmap.mmap(-1, FROM_BYTES)
-    data[:] = os.urandom(FROM_BYTES)
-    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+def test_a_page_that_was_read_ahead_does_not_make_a_range_cached(
+    path: Path, monkeypatch: pytest.MonkeyPatch, cached: int
+) -> None:
+    """It did: each read through the page cache read the next one's first page ahead, up to the end of the file.
+
+    Which pages are there is told here: the kernel reads others ahead when it likes, even for a question about one.
+    """
+    monkeypatch.setattr(local_direct, "_has_page", lambda fd, view, offset: offset == cached)
+    fd = os.open(path, os.O_RDONLY)
     with past_cache(fd) as possible:
-        if possible:
-            assert os.pwrite(fd, data, 0) == FROM_BYTES  # none of it is in the cache
+        pass
     if not possible:
         pytest.skip("this file system has no direct I/O")
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-    os.pread(fd, PAGE_BYTES, cached)
     view = memoryview(mmap.mmap(-1, FROM_BYTES))
     assert read_past_cache(fd, view, 0) == FROM_BYTES
-    assert view == data[:]
+    assert view == path.read_bytes()[:FROM_BYTES]
     os.close(fd)
 
 

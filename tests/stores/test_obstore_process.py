@@ -83,6 +83,6 @@ with open_store(url, options) as store:
 
 def test_a_forked_process_says_so_instead_of_waiting(juicefs: ObjectStorage) -> None:
     given = json.dumps([juicefs.url(), {**juicefs.options(), "client": "obstore"}])
-    done = subprocess.run([sys.executable, "-c", FORK, given], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", FORK, given], capture_output=True, text=True, timeout=150)
     assert done.stdout.count("forked") == 2, done
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,7 @@ from workers import crash_oracle
 import ckptlib
 from ckptlib.recovery import restore as restore_module
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 
 NUMEL = 20_000
 """Of each of the four weights: 80 kB, so that they are copied behind the fence."""

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ckptlib
 from ckptlib.errors import AgreementFailed, SaveFailed
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 
 
 def steps(url: Path) -> list[int]:

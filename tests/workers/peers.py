@@ -35,7 +35,7 @@ from ckptlib.ranks import link
 from ckptlib.recovery import memory_source
 from ckptlib.saving import snapshots
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 TIMEOUT = timedelta(seconds=60)
 
 

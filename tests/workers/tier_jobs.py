@@ -11,7 +11,7 @@ from workers.crash_jobs import State, Teller
 
 import ckptlib
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 
 
 def train_with_a_slow_rank(tell: Teller, rank: int, *, url: str, disk: str, plan: str, arena: str) -> None:

@@ -32,7 +32,7 @@ from ckptlib.staging.stager import Content, Stager, Staging
 from ckptlib.state.flatten import flatten
 from ckptlib.state.leaf import Leaf
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 SLOT_BYTES = 16 << 20
 
 

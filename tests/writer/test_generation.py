@@ -21,7 +21,7 @@ from ckptlib.stores import open_store
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.writer.generation import GenerationRecord
 
-WAIT_S = 60.0
+WAIT_S = 150.0
 
 
 def record(number: int, root: str) -> GenerationRecord:
