@@ -35,7 +35,7 @@ from ckptlib.saving.unreached import warn_of_unreached
 from ckptlib.saving.whole_state import RNG
 from ckptlib.slots.slot import Slot
 from ckptlib.staging.stager import Content
-from ckptlib.state.flatten import Flat
+from ckptlib.state.collector import Flat
 from ckptlib.state.leaf import Leaf, join
 from ckptlib.state.rng import LoadedRng
 

@@ -34,7 +34,7 @@ from ckptlib.saving.standing import await_room
 from ckptlib.saving.terminal import show
 from ckptlib.staging.arena import directories
 from ckptlib.staging.other_slots import OtherSlots
-from ckptlib.state.flatten import Flat
+from ckptlib.state.collector import Flat
 from ckptlib.state.raw_bytes import bytes_of
 from ckptlib.stores import absolute, open_store
 

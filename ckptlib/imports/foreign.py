@@ -19,7 +19,7 @@ from ckptlib.format.values import Json
 from ckptlib.imports.mapped import numel_of
 from ckptlib.imports.torch_file import Strange
 from ckptlib.policy.patterns import covers
-from ckptlib.state.flatten import Flat, has_tensor
+from ckptlib.state.collector import Flat, has_tensor
 from ckptlib.state.leaf import Leaf, Plain, dtype_name, identity, join, refuse_tensor
 from ckptlib.state.optimizers import group_path, state_path
 

@@ -22,7 +22,7 @@ from ckptlib.ranks.group import SoloGroup
 from ckptlib.reading.reader import Want
 from ckptlib.saving.agreement import within
 from ckptlib.saving.planner import Planner
-from ckptlib.state.flatten import Flat
+from ckptlib.state.collector import Flat
 from ckptlib.state.leaf import Leaf
 from ckptlib.state.raw_bytes import bytes_of, copyable, is_bytes
 from ckptlib.stores.io_limits import IoLimits

@@ -23,7 +23,7 @@ from ckptlib.saving.assign import assign, writes
 from ckptlib.saving.shared import Shared, prove, shared_of
 from ckptlib.staging.copies import CopySource
 from ckptlib.staging.replica_digests import Replica, ReplicaDigests, Way
-from ckptlib.state.flatten import Flat
+from ckptlib.state.collector import Flat
 from ckptlib.state.leaf import Leaf, Plain
 from ckptlib.state.structure import same
 

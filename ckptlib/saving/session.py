@@ -41,7 +41,8 @@ from ckptlib.staging.arena import directories
 from ckptlib.staging.copies import CopySource
 from ckptlib.staging.replica_digests import Reading
 from ckptlib.staging.stager import CopyJob, Stager, Staging
-from ckptlib.state.flatten import Flat, flatten
+from ckptlib.state.collector import Flat
+from ckptlib.state.flatten import flatten
 from ckptlib.state.leaf import Leaf, PerRank
 from ckptlib.state.memo import Memo
 from ckptlib.state.rng import RngState

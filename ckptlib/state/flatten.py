@@ -7,40 +7,19 @@ but that of a module which would give what it gave before: see `ckptlib.state.st
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from typing_extensions import override
 
-from ckptlib.devices import accelerator
-from ckptlib.errors import UnsupportedState
-from ckptlib.format import values
-from ckptlib.format.layout import OwnPerRank
-from ckptlib.format.tagged_values import MAX_DEPTH, is_unicode
 from ckptlib.format.values import Json
+from ckptlib.state.collector import Collector, Flat, Part, has_tensor
 from ckptlib.state.entries import Entries, entries_of
-from ckptlib.state.leaf import (
-    PLAIN,
-    Leaf,
-    PerRank,
-    Sharded,
-    identity,
-    identity_of_plain,
-    is_elsewhere,
-    join,
-    leaf_of,
-    leaf_of_plain,
-    local_of,
-    place,
-    place_of_plain,
-    refuse_tensor,
-)
-from ckptlib.state.memo import Fingerprint, Found, KnownLeaf, KnownModule, KnownOptimizer, Memo, Section
+from ckptlib.state.leaf import PLAIN, Sharded, join
+from ckptlib.state.memo import Fingerprint, KnownModule, KnownOptimizer, Memo, Section
 from ckptlib.state.modules import is_extra_state, named_state
 from ckptlib.state.optimizers import (
     cut_like,
@@ -53,24 +32,8 @@ from ckptlib.state.optimizers import (
 )
 from ckptlib.state.owners import owned_in, owners_of
 from ckptlib.state.structure import same, structure_of
-from ckptlib.state.subclasses import any_subclass, apart, is_subclass, place_name
-from ckptlib.state.visitor import Visitor, check_depth, too_deep
-
-
-@dataclass
-class Flat:
-    """A whole state, flattened."""
-
-    leaves: list[Leaf] = field(default_factory=list)
-    values: dict[str, Json] = field(default_factory=dict)
-    objects: dict[str, Json] = field(default_factory=dict)
-    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
-    """By path."""
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Further names of tied tensors, each with the first one."""
-        return {leaf.name: leaf.tied for leaf in self.leaves if leaf.tied is not None}
+from ckptlib.state.subclasses import any_subclass, is_subclass
+from ckptlib.state.visitor import Visitor
 
 
 @torch.no_grad()
@@ -103,31 +66,14 @@ SECTION_FROM = 16
 """So many tensors in a dict are asked about together."""
 
 
-class _Part(NamedTuple):
-    """What `add_tensor` takes: an ordinary tensor, or one of those that a tensor of a subclass is made of."""
-
-    tensor: torch.Tensor
-    name: str
-    per_rank: bool
-
-
-class _Walk(Visitor[bool]):
+class _Walk(Visitor[bool], Collector):
     """One pass over a state, or over a section of it. Hands down whether every rank has its own."""
 
     def __init__(self, memo: Memo, owners: dict[int, torch.optim.Optimizer]) -> None:
         """`owners`: by id of tensor."""
-        super().__init__()
-        self.found = Found()
-        self.flat = Flat(self.found.leaves)
-        self.owners = owners
-        self.by_hand: dict[int, Sharded] = {}
-        """By id of the tensor that each of them holds."""
+        Visitor.__init__(self)
+        Collector.__init__(self, memo, owners)
         self.sections: set[tuple[str, bool]] = set()
-        self._inner: list[torch.Tensor] = []
-        """Of subclasses: kept, so that no other tensor of this pass can have the id of one."""
-        self._lent = False
-        """Whether what comes next was given by a `state_dict()`, which may have made it for us."""
-        self._memo = memo
 
     @override
     def below_per_rank(self, per_rank: bool) -> bool:
@@ -153,7 +99,7 @@ class _Walk(Visitor[bool]):
     @override
     def add_any_tensor(self, tensor: torch.Tensor | Sharded, path: str, per_rank: bool) -> None:
         if is_subclass(tensor):
-            self._add_subclass(tensor, path, per_rank)
+            self.add_subclass(tensor, path, per_rank)
         else:
             self.add_tensor(tensor, path, per_rank)
 
@@ -190,7 +136,7 @@ class _Walk(Visitor[bool]):
         own = [per_rank] * len(names)
         is_made_of_others = any_subclass(tensors)
         if is_made_of_others:
-            parts = list(chain.from_iterable(self._parts(t, n, per_rank) for t, n in zip(tensors, names, strict=True)))
+            parts = list(chain.from_iterable(self.parts(t, n, per_rank) for t, n in zip(tensors, names, strict=True)))
             tensors, names, own = [p.tensor for p in parts], [p.name for p in parts], [p.per_rank for p in parts]
         sight = Fingerprint([names, own], (), tensors)
         if self._add_section(key, sight, _adding(sight)) and not is_made_of_others and not others:
@@ -228,94 +174,6 @@ class _Walk(Visitor[bool]):
         else:  # ties, or names that stand twice
             add(self)
 
-    def add_tensor(self, tensor: torch.Tensor | Sharded, name: str, per_rank: bool) -> None:
-        if type(tensor) in PLAIN:
-            self._add_plain_tensor(tensor, name, per_rank)  # type: ignore[arg-type]
-            return
-        self._claim(name)
-        known = self._memo.leaves.get(name)
-        if known is None or known.tensor is not tensor:
-            refuse_tensor(tensor, name)
-        self.found.param_names.setdefault(id(local_of(tensor)), name)
-        if isinstance(tensor, Sharded):
-            self.by_hand[id(tensor.tensor)] = tensor
-        key = None if per_rank else identity(tensor)
-        leaf = self._leaf(tensor, name, per_rank, self.found.seen.get(key))
-        if leaf is None:
-            return  # outside of its mesh: no name of it is one here, and it may be gone before another gets its id
-        if key is not None:
-            self.found.seen.setdefault(key, name)
-        self.found.leaves.append(leaf)
-
-    def _add_plain_tensor(self, tensor: torch.Tensor, name: str, per_rank: bool) -> None:
-        """As `add_tensor`, with each question asked once: nearly all tensors are such, and there may be thousands."""
-        self._claim(name)
-        known = self._memo.leaves.get(name)
-        if known is None or known.tensor is not tensor:
-            refuse_tensor(tensor, name)
-        found, number = self.found, id(tensor)
-        found.param_names.setdefault(number, name)
-        at = place_of_plain(tensor)
-        tied: str | None = None
-        if not per_rank and (key := identity_of_plain(tensor, at)) is not None:
-            first = found.seen.setdefault(key, name)
-            tied = None if first is name else first
-        owner = self.owners.get(number)
-        if known is not None and known.tensor is tensor and known.at == at:
-            leaf = known.leaf
-            if leaf.owner is owner and leaf.tied == tied and isinstance(leaf.held, OwnPerRank) == per_rank:
-                found.leaves.append(leaf)
-                return
-        made = leaf_of_plain(tensor, name, per_rank, owner, tied)
-        if self._lent and owner is None and accelerator.device_of(tensor) is not None:
-            made = replace(made, lent=True)
-        else:
-            self._memo.leaves[name] = KnownLeaf(tensor, at, made)
-        found.leaves.append(made)
-
-    def _add_subclass(self, tensor: torch.Tensor, name: str, per_rank: bool) -> Json:
-        """A tensor that is made of others, where it stands by itself. Gives what a tree has in its place."""
-        inner = self._apart(tensor, name, per_rank)
-        for part in inner:
-            self.add_tensor(*part)
-        return self.flat.objects.get(name, "tensor")
-
-    def _parts(self, tensor: torch.Tensor, name: str, per_rank: bool) -> list[_Part]:
-        return self._apart(tensor, name, per_rank) if is_subclass(tensor) else [_Part(tensor, name, per_rank)]
-
-    def _apart(self, tensor: torch.Tensor, name: str, per_rank: bool) -> list[_Part]:
-        """What it is made of, for `add_tensor`. Its kind is asked at each pass: a class may change it at any time."""
-        self._claim(name)
-        self.found.param_names.setdefault(id(tensor), name)
-        if is_elsewhere(tensor):
-            return []
-        found = apart(tensor, name)
-        self.flat.objects[name] = found.tree
-        owner = self.owners.get(id(tensor))
-        if owner is not None:
-            self.owners |= {id(inner): owner for _, inner in found.tensors}
-        self._inner += [inner for _, inner in found.tensors]
-        if found.at is not None:
-            self.add_value(found.at, place_name(name))
-        return [_Part(inner, f"{name}/{below}", per_rank or found.at is not None) for below, inner in found.tensors]
-
-    def _leaf(self, tensor: torch.Tensor | Sharded, name: str, per_rank: bool, tied: str | None) -> Leaf | None:
-        owner = self.owners.get(id(local_of(tensor)))
-        at = place(local_of(tensor))
-        known = self._memo.leaves.get(name)
-        if known is not None and known.tensor is tensor and known.at == at:
-            leaf = known.leaf
-            if leaf.owner is owner and leaf.tied == tied and isinstance(leaf.held, OwnPerRank) == per_rank:
-                return leaf
-        made = leaf_of(tensor, name, per_rank, owner)
-        if made is None:
-            return None
-        made = made if tied is None else replace(made, tied=tied)
-        if self._lent and owner is None and accelerator.device_of(local_of(tensor)) is not None:
-            return replace(made, lent=True)
-        self._memo.leaves[name] = KnownLeaf(tensor, at, made)
-        return made
-
     @override
     def add_optimizer(self, optimizer: torch.optim.Optimizer, path: str, per_rank: bool) -> None:
         self.flat.optimizers[path] = optimizer
@@ -342,7 +200,7 @@ class _Walk(Visitor[bool]):
                 for key, value in optimizer.state.get(param, {}).items():
                     yield state_path(path, name, key), param, value
 
-        taken: dict[str, list[_Part]] = {}
+        taken: dict[str, list[Part]] = {}
         """By name: what the tensors are made of that are made of others."""
 
         def add(walk: _Walk) -> None:
@@ -370,7 +228,7 @@ class _Walk(Visitor[bool]):
         if any_subclass(tensors):
             for name, param, value in content():
                 if is_subclass(value) and is_subclass(cut_like(self.by_hand.get(id(param)), value)):
-                    taken[name] = self._apart(value, name, per_rank)
+                    taken[name] = self.take_apart(value, name, per_rank)
             inner = list(chain.from_iterable(taken.values()))
             tensors = [*(t for t in tensors if not is_subclass(t)), *(part.tensor for part in inner)]
             keys.append([(part.name, part.per_rank) for part in inner])
@@ -406,58 +264,6 @@ class _Walk(Visitor[bool]):
                 plain[option] = value
         self.add_value(plain, path)
 
-    def add_value(self, value: object, path: str, depth: int = 0) -> None:
-        """`depth`: levels of the object that it is part of, above it."""
-        self._claim(path)
-        self.flat.values[path] = values.encode(value, path, depth)
-
-    def add_object(self, state: object, path: str, per_rank: bool) -> None:
-        """An object's state: a tree to be rebuilt when it holds tensors, else one value."""
-        if has_tensor(state):
-            self._lent = True
-            self.flat.objects[path] = self._tree(state, path, per_rank, 0)
-            self._lent = False
-        else:
-            self.add_value(state, path)
-
-    def _tree(self, node: object, path: str, per_rank: bool, depth: int) -> Json:
-        check_depth(node, path)
-        if depth > MAX_DEPTH:
-            raise too_deep(path)
-        if isinstance(node, PerRank):
-            return self._tree(node.value, path, True, depth)
-        if is_subclass(node):
-            tree = self._add_subclass(node, path, per_rank)
-            self.flat.objects.pop(path, None)  # it stands in the tree around it
-            return tree
-        if isinstance(node, (torch.Tensor, Sharded)):
-            self.add_tensor(node, path, per_rank)
-            return "tensor"
-        if not has_tensor(node):
-            self.add_value(node, path, depth)
-            return "value"
-        kind = _TREES.get(type(node))
-        if kind is None:
-            raise UnsupportedState(
-                f"{path}: a {type(node).__module__}.{type(node).__qualname__} that holds tensors would be loaded as "
-                "another type; return dict, OrderedDict, list or tuple from state_dict()"
-            )
-        if isinstance(node, Mapping):
-            pairs = [
-                [values.encode(k, path, depth + 1), self._tree(v, join(path, k), per_rank, depth + 1)]
-                for k, v in node.items()
-            ]
-            return {kind: pairs}  # type: ignore[dict-item]
-        items: list[Json] = [self._tree(v, join(path, i), per_rank, depth + 1) for i, v in enumerate(node)]  # type: ignore[arg-type, var-annotated]
-        return {kind: items}
-
-    def _claim(self, name: str) -> None:
-        if name in self.found.names:
-            raise UnsupportedState(f"two entries of the state have the same name {name!r}; rename one of them")
-        if not is_unicode(name):
-            raise UnsupportedState(f"{name!r} is not valid Unicode, which safetensors needs; rename that entry")
-        self.found.names[name] = None
-
 
 def _adding(sight: Fingerprint) -> Callable[[_Walk], None]:
     """Adds the tensors of a module."""
@@ -474,15 +280,3 @@ def _describe(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> Json:
     """What a layout tells of an optimizer. Of ranks that hold the same it tells the same."""
     orders = sorted(map(list, {*map(tuple, optimizer.state.values())}), key=str)
     return {"groups": names, "class": type(optimizer).__name__, "keys": orders}  # type: ignore[dict-item]
-
-
-_TREES: dict[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tuple: "tuple"}
-
-
-def has_tensor(node: object, depth: int = 0) -> bool:
-    """Whether a tensor lies anywhere in a nesting of containers; also said of one that has no end."""
-    if isinstance(node, (torch.Tensor, Sharded, PerRank)) or depth > MAX_DEPTH:
-        return True
-    if isinstance(node, Mapping):
-        return any(has_tensor(v, depth + 1) for v in node.values())
-    return isinstance(node, (list, tuple)) and any(has_tensor(v, depth + 1) for v in node)

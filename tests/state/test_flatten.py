@@ -20,7 +20,8 @@ import ckptlib
 from ckptlib import PerRank, Sharded, UnsupportedState
 from ckptlib.format.box import Box
 from ckptlib.format.layout import ByHand, OwnPerRank, Placed
-from ckptlib.state.flatten import Flat, flatten
+from ckptlib.state.collector import Flat
+from ckptlib.state.flatten import flatten
 from ckptlib.state.leaf import Plain, join
 from ckptlib.state.memo import Memo
 

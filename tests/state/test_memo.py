@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from ckptlib import PerRank, Sharded, UnsupportedState
-from ckptlib.state.flatten import Flat, flatten
+from ckptlib.state.collector import Flat
+from ckptlib.state.flatten import flatten
 from ckptlib.state.leaf import Leaf
 from ckptlib.state.memo import Fingerprint, Memo, Section
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from ckptlib import PerRank, Sharded, UnsupportedState
 from ckptlib.state import flatten as module
-from ckptlib.state.flatten import SECTION_FROM, Flat, flatten
+from ckptlib.state.collector import Flat
+from ckptlib.state.flatten import SECTION_FROM, flatten
 from ckptlib.state.memo import Memo
 
 State = dict[str, Any]

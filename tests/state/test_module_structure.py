@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptlib.format.values import decode
-from ckptlib.state.flatten import Flat, flatten
+from ckptlib.state.collector import Flat
+from ckptlib.state.flatten import flatten
 from ckptlib.state.memo import Memo
 from ckptlib.state.structure import structure_of
 

@@ -21,7 +21,8 @@ from ckptlib import PerRank, Sharded, StateMismatch, UnsupportedState
 from ckptlib.errors import ReplicasDiffer
 from ckptlib.format.layout import OwnPerRank
 from ckptlib.saving.agreement import agree, rows_of
-from ckptlib.state.flatten import Flat, flatten
+from ckptlib.state.collector import Flat
+from ckptlib.state.flatten import flatten
 from ckptlib.state.memo import Memo
 
 
