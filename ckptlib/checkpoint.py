@@ -259,7 +259,7 @@ def _bring_and_match(
                     state,
                     names,
                     rename=_but_generators(order.rename),
-                    only=order.only,
+                    only=_and_generators(order.only) if RNG in state else order.only,
                     cast=order.cast,
                     device=order.device,
                     optional=order.optional,
@@ -280,6 +280,11 @@ def _but_generators(rename: Rename) -> Rename:
     if rename is None or isinstance(rename, Mapping):
         return rename
     return lambda name: name if name.split("/")[0] == RNG else rename(name)
+
+
+def _and_generators(only: Only) -> Only:
+    """They were asked for beside a part of the state."""
+    return None if only is None else [*([only] if isinstance(only, str) else only), RNG]
 
 
 def _lacked_anywhere(group: Group, wanted: Targets) -> tuple[list[str], list[str]]:
