@@ -7,7 +7,6 @@ its files; ckptlib does, beside the training. The first checkpoint of each turn 
 
 from __future__ import annotations
 
-import argparse
 import logging
 import tempfile
 import time
@@ -18,22 +17,14 @@ import torch
 from torch import nn
 
 from benchmarks.common import Report, spread
-
-EVERY, CHECKPOINTS = 4, 5
+from benchmarks.trainers import CHECKPOINTS, EVERY, given
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks hf_trainer", description=__doc__)
-    parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--mb", type=float, default=144.0, help="of weights and AdamW's state")
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--directory", type=Path, help="where checkpoints go; default: a temporary one")
-    given = parser.parse_args(arguments)
-    nbytes, turns = (1_000_000, 1) if given.toy else (int(given.mb * 1e6), given.turns)
+    nbytes, turns, out, directory = given("hf_trainer", __doc__, arguments)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory(dir=given.directory) as place:
-        report = Report("hf_trainer", given.out, Path(place), nbytes=nbytes, turns=turns, every=EVERY)
+    with tempfile.TemporaryDirectory(dir=directory) as place:
+        report = Report("hf_trainer", out, Path(place), nbytes=nbytes, turns=turns, every=EVERY)
         stalls: dict[str, list[float]] = {"Trainer": [], "ckptlib": []}
         waits: list[float] = []
         for turn in range(turns):

@@ -7,7 +7,6 @@ flush its files; ckptlib does, beside the training. The first checkpoint of each
 
 from __future__ import annotations
 
-import argparse
 import logging
 import tempfile
 import time
@@ -19,24 +18,17 @@ import torch
 from torch import nn
 
 from benchmarks.common import Report, spread
+from benchmarks.trainers import CHECKPOINTS, EVERY, given
 
-EVERY, CHECKPOINTS = 4, 5
 SUBJECTS = ("ModelCheckpoint", "AsyncCheckpointIO", "CkptlibCheckpointIO", "CkptlibCallback")
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks lightning_stall", description=__doc__)
-    parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--mb", type=float, default=144.0, help="of weights and AdamW's state")
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--directory", type=Path, help="where checkpoints go; default: a temporary one")
-    given = parser.parse_args(arguments)
-    nbytes, turns = (1_000_000, 1) if given.toy else (int(given.mb * 1e6), given.turns)
+    nbytes, turns, out, directory = given("lightning_stall", __doc__, arguments)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    with tempfile.TemporaryDirectory(dir=given.directory) as place:
-        report = Report("lightning_stall", given.out, Path(place), nbytes=nbytes, turns=turns, every=EVERY)
+    with tempfile.TemporaryDirectory(dir=directory) as place:
+        report = Report("lightning_stall", out, Path(place), nbytes=nbytes, turns=turns, every=EVERY)
         stalls: dict[str, list[float]] = {subject: [] for subject in SUBJECTS}
         for turn in range(turns):
             for subject in SUBJECTS:
