@@ -49,11 +49,13 @@ def ranks(number: int, directory: Path, at: int, whose: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("number", [1, 2])
-def test_killed_and_resumed_in_mid_epoch(tmp_path: Path, number: int) -> None:
-    whole = ranks(number, tmp_path / "whole", -1, "never")
-    ranks(number, tmp_path / "parted", KILLED_AT, "ours")
-    parted = ranks(number, tmp_path / "parted", -1, "ours")
+@pytest.mark.parametrize(
+    ("number", "how"), [(1, ""), (2, ""), pytest.param(2, "-fsdp2", marks=pytest.mark.slow)], ids=["1", "2", "2-fsdp2"]
+)
+def test_killed_and_resumed_in_mid_epoch(tmp_path: Path, number: int, how: str) -> None:
+    whole = ranks(number, tmp_path / "whole", -1, f"never{how}")
+    ranks(number, tmp_path / "parted", KILLED_AT, f"ours{how}")
+    parted = ranks(number, tmp_path / "parted", -1, f"ours{how}")
     assert same(parted, whole)
     found = sorted(path.name for path in (tmp_path / "parted" / "checkpoints").iterdir())
     assert found == ["checkpoint_3", "checkpoint_4", "ckptlib"]  # total_limit=2

@@ -2,7 +2,8 @@
 
     accelerate_job.py <directory> <epochs> <step at which it is killed, or -1> <file for the weights> <whose>
 
-`whose`: "ours"; or "never" for a run that saves nothing.
+`whose`: "ours"; or "never" for a run that saves nothing. "-fsdp2" behind it: sharded by Accelerate's own FSDP2, which
+it offers on accelerators only and which runs on CPUs as well; so it is told that it has been chosen.
 
 Five batches are an epoch; checkpoints come every third step. Resumes where there is a checkpoint.
 """
@@ -17,8 +18,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ProjectConfiguration,
+)
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckptlib.adapters.accelerate import CkptlibAccelerator
@@ -37,12 +44,28 @@ class Place:
         self.epoch, self.batches = state["epoch"], state["batches"]
 
 
+def choose_fsdp2(accelerator: Accelerator) -> None:
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=10, cpu_ram_efficient_loading=False
+    )
+    assert accelerator.is_fsdp2
+
+
+def whole(state: Any) -> Any:
+    """With tensors that were sharded put together. Collective."""
+    return torch.utils._pytree.tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, state)
+
+
 def main(directory: Path, epochs: int, killed_at: int, out: Path, whose: str) -> None:
     torch.set_num_threads(1)
     project = ProjectConfiguration(str(directory), automatic_checkpoint_naming=True, total_limit=2)
     loading = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7)
+    whose, _, sharded = whose.partition("-")
     kind = CkptlibAccelerator if whose == "ours" else Accelerator
     accelerator = kind(cpu=True, project_config=project, dataloader_config=loading)
+    if sharded:
+        choose_fsdp2(accelerator)
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(4 * 5 * accelerator.num_processes, 4))
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
@@ -73,9 +96,11 @@ def main(directory: Path, epochs: int, killed_at: int, out: Path, whose: str) ->
             if step == killed_at:
                 os.kill(os.getpid(), signal.SIGKILL)
         place.epoch, place.batches, batches = epoch + 1, 0, loader
+    state = whole({"model": accelerator.unwrap_model(model).state_dict(), "optim": optim.state_dict()["state"]})
+    if sharded:
+        assert {type(param) for param in model.parameters()} == {DTensor}
     accelerator.end_training()
     if accelerator.is_main_process:
-        state = {"model": accelerator.unwrap_model(model).state_dict(), "optim": optim.state_dict()["state"]}
         torch.save({**state, "scheduler": scheduler.state_dict()["last_epoch"]}, out)
 
 
