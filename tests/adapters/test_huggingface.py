@@ -95,10 +95,11 @@ def test_killed_and_resumed_in_mid_epoch(tmp_path: Path, whole: dict[str, Any]) 
         assert f"checkpoint-{state['global_step']}" == name
 
 
-def two_ranks(directory: Path, at: int, whose: str) -> dict[str, Any]:
+def two_ranks(directory: Path, at: int, whose: str, **asked: Any) -> dict[str, Any]:
     """In processes of their own. Empty where they were killed."""
     out = directory.with_suffix(".pt")
-    codes, output = forked(WORKERS / "hf_job.py", 2, directory, STEPS, at, out, whose, timeout_s=250)
+    given = directory, STEPS, at, out, whose, json.dumps(asked)
+    codes, output = forked(WORKERS / "hf_job.py", 2, *given, timeout_s=250)
     assert set(codes) == {0} if at < 0 else -9 in codes, output[-20000:]
     return torch.load(out, weights_only=True) if at < 0 else {}
 
@@ -106,6 +107,15 @@ def two_ranks(directory: Path, at: int, whose: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def whole_of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return two_ranks(tmp_path_factory.mktemp("whole") / "two", -1, "theirs")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_ranks_of_fsdp2_are_killed_and_resumed(tmp_path: Path) -> None:
+    undisturbed = two_ranks(tmp_path / "whole", -1, "ours", fsdp2=True)
+    two_ranks(tmp_path / "two", KILLED_AT, "ours", fsdp2=True)
+    assert_same_end(two_ranks(tmp_path / "two", -1, "ours", fsdp2=True), undisturbed)
+    assert steps_of(tmp_path / "two") == [12, 14]
 
 
 @pytest.mark.timeout(400)

@@ -5,7 +5,7 @@
 `whose`: "ours" for the mixin, "callback" for the callback, or "theirs" for Trainer's own files.
 
 JSON: arguments of TrainingArguments; "resume" for `train`, "options" for `ckptlib_options`, "every" for the callback,
-"how" for what happens at the step: "kill", "term", "stop" or "raise".
+"how" for what happens at the step: "kill", "term", "stop" or "raise"; "fsdp2": true.
 
 Five updates are an epoch; checkpoints come every third step. Resumes from the newest of ours, unless told otherwise.
 """
@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate_job import choose_fsdp2, whole
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 import ckptlib
@@ -45,12 +47,30 @@ class Model(PreTrainedModel):
         )
         self.post_init()
 
+    def get_input_embeddings(self) -> None:
+        """It has none; FSDP2 asks."""
+
+    def get_output_embeddings(self) -> None:
+        """As above."""
+
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         out = self.net(x)
         return {"loss": (out.squeeze(-1) - labels).square().mean(), "logits": out}
 
 
-class Ours(CkptlibTrainerMixin, Trainer):
+class Sharded(Trainer):
+    """By Accelerate's FSDP2, where it was asked for: which Accelerate offers on accelerators only, but runs on CPUs."""
+
+    fsdp2 = False
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.fsdp2:
+            choose_fsdp2(self.accelerator)
+            self.is_fsdp_enabled = True
+
+
+class Ours(CkptlibTrainerMixin, Sharded):
     pass
 
 
@@ -92,6 +112,7 @@ def main(directory: Path, steps: int, at: int, out: Path, whose: str, asked: dic
     torch.set_num_threads(1)
     torch.manual_seed(0)
     resume, how = asked.pop("resume", None), asked.pop("how", "kill")
+    Sharded.fsdp2 = asked.pop("fsdp2", False)
     Ours.ckptlib_options = asked.pop("options", {})
     saves = CkptlibCallback(every=asked.pop("every", 3))
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -116,7 +137,7 @@ def main(directory: Path, steps: int, at: int, out: Path, whose: str, asked: dic
     )
     settled = Settled()
     callbacks = [*([saves] if whose == "callback" else []), settled, Hurt(at, how)]
-    trainer = (Ours if whose == "ours" else Trainer)(
+    trainer = (Ours if whose == "ours" else Sharded)(
         Model(Config()), args, train_dataset=data, eval_dataset=data[:8], callbacks=callbacks
     )
     settled.holder = saves if whose == "callback" else trainer
@@ -125,10 +146,11 @@ def main(directory: Path, steps: int, at: int, out: Path, whose: str, asked: dic
     if resume is None and whose == "callback":
         resume = saves.last_checkpoint(args)
     trainer.train(resume_from_checkpoint=resume)
+    assert {type(param) is DTensor for param in trainer.model.parameters()} == {Sharded.fsdp2}
+    state = whole({"model": trainer.model.state_dict(), "optim": trainer.optimizer.state_dict()["state"]})
     if trainer.is_world_process_zero():
-        optim = trainer.optimizer.state_dict()["state"]
         told = {"step": trainer.state.global_step, "history": [*map(repr, trainer.state.log_history)]}
-        torch.save({"model": trainer.model.state_dict(), "optim": optim, **told}, out)
+        torch.save({**state, **told}, out)
 
 
 if __name__ == "__main__":
