@@ -42,6 +42,7 @@ def test_killed_and_resumed_in_mid_epoch(tmp_path: Path, devices: int) -> None:
     assert_same(whole, train(str(tmp_path / "parted"), tmp_path / "parted.pt", devices=devices))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_in_a_bucket(tmp_path: Path, s3: ObjectStorage) -> None:
     """Lightning and ckptlib find server and keys in the environment, as they would on AWS."""

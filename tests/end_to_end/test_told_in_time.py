@@ -61,6 +61,7 @@ def step_times(bench: BucketBench, since: float) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_told_within_two_idle_limits_and_no_step_waits(bench: BucketBench) -> None:
     began = time.monotonic()
     bench.start(save_deadline=DEADLINE_S, pause_s=STEP_S)

@@ -26,6 +26,7 @@ def test_torchrun_restarts_the_ranks(nodes: Any, tmp_path: Path) -> None:
     assert sorted(line["digest"] for line in node.told("done")) == sorted(gold(tmp_path, "fsdp", 2, True, 12))
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_a_node_is_lost_and_another_takes_its_place(nodes: Any, tmp_path: Path) -> None:
     (port,) = free_ports(1)

@@ -38,6 +38,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 def test_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "stall.jsonl"
     fork_all_ranks(monkeypatch)

@@ -77,7 +77,10 @@ BY_COMMAND = {"limits", "beat", "open_one"}
 """Run as a person runs them; of the others, what they measure runs in this process and their ranks are forked."""
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+LONG = {"recover", "object_store", "bucket_faults", "bucket_job", "replicas"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in SUBJECTS])
 def test_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out.jsonl"
     arguments = ["--toy", "--out", str(out), "--directory", str(tmp_path)]

@@ -24,6 +24,7 @@ LOCAL = ["no fault", "killed before a call", "one bit flipped", "file cut or gon
 TRIED = ["ckptlib.save", "ckptlib.Checkpointer", "DCP save", "torch.save"]
 
 
+@pytest.mark.slow
 def test_toy(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
     command = [sys.executable, "-m", "benchmarks", "conformance", "--toy", "--out", str(out), "--directory"]

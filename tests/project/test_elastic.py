@@ -63,6 +63,7 @@ def await_steps(directory: Path, number: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_node_is_replaced(tmp_path: Path, start: Start) -> None:
     stays, leaves = start("stays", True), start("leaves", False)

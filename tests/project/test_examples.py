@@ -89,7 +89,7 @@ def stopped(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("ranks", "parallel"), [(1, "none"), (2, "ddp")])
+@pytest.mark.parametrize(("ranks", "parallel"), [pytest.param(1, "none", marks=pytest.mark.slow), (2, "ddp")])
 def test_stopped_run_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, stopped: Path, ranks: int, parallel: str
 ) -> None:
@@ -143,6 +143,7 @@ runpy.run_path({str(EXAMPLES / "hf_trainer.py")!r}, run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_trainer_is_killed_and_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: it needs Python 3.11")

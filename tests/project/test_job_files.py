@@ -137,6 +137,7 @@ def test_a_cancelled_batch_job_saves_and_stays_away(batch: Batch) -> None:
     assert not batch.requeued
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_batch_job_that_fails_is_not_started_for_ever(batch: Batch) -> None:
     (batch.directory / "root").write_text("no directory")

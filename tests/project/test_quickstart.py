@@ -25,6 +25,7 @@ def section(title: str) -> str:
     return "".join(re.findall(r"^    (.*\n)", re.sub(r"^```.*?^```$", "", found[1], flags=re.M | re.S), re.M))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_reader_gets_there(tmp_path: Path) -> None:
     code = re.search(r"as `train.py`:\n\n```python\n(.*?)```", PAGE, re.S)

@@ -108,6 +108,7 @@ def client_of(store: Store) -> str:
     return "obstore" if "obstore" in type(store).__module__ else "s3fs"
 
 
+@pytest.mark.slow
 def test_it_says_that_it_gave_up_and_wrote_no_wrong_byte(
     store: Store, storage: ObjectStorage, proxy: FaultProxy
 ) -> None:
