@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -107,6 +108,22 @@ def two_ranks(directory: Path, at: int, whose: str, **asked: Any) -> dict[str, A
 @pytest.fixture(scope="module")
 def whole_of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return two_ranks(tmp_path_factory.mktemp("whole") / "two", -1, "theirs")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_ranks_whose_store_fails(tmp_path: Path, whole_of_two: dict[str, Any]) -> None:
+    """Both train on to the end, and both say that the last checkpoint is missing."""
+    directory = tmp_path / "two"
+    arguments = (directory, STEPS, 5, tmp_path / "two.pt", "ours", json.dumps({"how": "break"}))
+    codes, output = forked(WORKERS / "hf_job.py", 2, *arguments, timeout_s=250)
+    assert codes == [1, 1], output[-20000:]
+    assert len(re.findall(r"SaveFailed: .*000000000014-", output)) == 2, output[-20000:]
+    assert checkpoints(directory) == ["checkpoint-3", "packs"]
+    (directory / "ckptlib" / "packs").unlink()
+    (directory / "packs").rename(directory / "ckptlib" / "packs")
+    assert_same_end(two_ranks(directory, -1, "ours"), whole_of_two)
+    assert steps_of(directory) == [12, 14]
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@
 `whose`: "ours" for the mixin, "callback" for the callback, or "theirs" for Trainer's own files.
 
 JSON: arguments of TrainingArguments; "resume" for `train`, "options" for `ckptlib_options`, "every" for the callback,
-"how" for what happens at the step: "kill", "term", "stop" or "raise"; "fsdp2": true.
+"how" for what happens at the step: "kill", "term", "stop", "break" or "raise"; "fsdp2": true.
 
 Five updates are an epoch; checkpoints come every third step. Resumes from the newest of ours, unless told otherwise.
 """
@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,14 @@ class Ours(CkptlibTrainerMixin, Sharded):
     pass
 
 
+def break_store(root: Path) -> None:
+    """No pack can be written any more, once a step is there."""
+    while not [*root.glob("steps/*")]:
+        time.sleep(0.02)
+    (root / "packs").rename(root.parent / "packs")
+    (root / "packs").write_text("no directory")
+
+
 class Hurt(TrainerCallback):
     """Ends the process, or its training."""
 
@@ -90,6 +99,9 @@ class Hurt(TrainerCallback):
                 os.kill(os.getpid(), signal.SIGTERM)
         elif self.how == "stop":
             control.should_training_stop = True
+        elif self.how == "break":
+            if state.is_world_process_zero:
+                break_store(Path(args.output_dir) / "ckptlib")
         else:
             raise RuntimeError("as asked")
 
