@@ -34,10 +34,8 @@ def train(given):
             if given.get("fails_at") == step and start == 0:
                 raise RuntimeError("as asked")
             done = ckpt.pending  # ckpt
-            if (
-                done is not None and done.step != reported and (step + 1) % 5 == 4
-            ):  # ckpt: it is committed by now, mostly
-                done.wait_committed()  # ckpt
+            if done is not None and done.step != reported and (step + 1) % 5 == 4:  # ckpt
+                done.wait_committed()  # ckpt: it is by now, mostly
                 reported = done.step
                 report(url, reported, loss)
     report(url, given["steps"], loss) if start < given["steps"] else None

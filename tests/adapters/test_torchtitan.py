@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,24 @@ def test_what_needs_its_converters(tmp_path: Path, option: str, match: str) -> N
             sd_adapter=object(),
             base_folder=str(tmp_path),
         )
+
+
+def test_the_example_is_killed_and_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    variables = {**environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    output = ""
+    for name, killed in (("whole", False), ("parted", True), ("parted", False)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        job = [*command, ROOT / "examples" / "torchtitan_train.py", tmp_path / name, 400]
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen([*map(str, job)], env=variables, start_new_session=True, **pipes)
+        while killed and not [*(tmp_path / name).glob("checkpoint/steps/*")]:
+            time.sleep(0.05)
+        if killed:
+            subprocess.run(["pkill", "-KILL", "-P", str(process.pid)], check=True)  # the ranks; not their writers
+        output = process.communicate(timeout=200)[0]
+        assert (process.returncode == 0) == (not killed), output
+    first, second = map(int, re.findall("begins behind step ([0-9]+)", output))
+    assert 0 < first == second < 400
+    whole, parted = (torch.load(tmp_path / name / "final.pt", weights_only=True) for name in ("whole", "parted"))
+    assert all(torch.equal(tensor, parted[name]) for name, tensor in whole.items())
