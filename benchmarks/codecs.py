@@ -3,13 +3,14 @@
 Size: of raw bytes, and of the order-0 limit, that is of what a perfect coder of single bytes could do if it knew how
 often each occurs: of exponents, of the sign with the top of the mantissa, and of each byte below, over all tensors of a
 kind. Speed: raw bytes per second of CPU time, of all threads that a subject has; of ours also as a save has it, which
-decodes each frame again and compares. Two threads: their speed over that of
-one, by the clock; it means something only on a machine with two idle cores, so see `load`.
+decodes each frame again and compares. Two threads, and two processes: their speed over that of one, by the clock; it
+means something only on a machine with two idle cores, so see `load`.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -227,7 +228,8 @@ def _one(subject: Subject, some: Sequence[Chunk], limit: float, kind: str, optio
         cpu_s, wall_s = _timed(work)
         figures.add(kind, subject.name, what, "GB/s", [times * nbytes / cpu_s / 1e9])
         if isinstance(subject, Ours):
-            figures.add(kind, subject.name, f"{what}, two threads over one", "x", [2 * wall_s / _timed_twice(work)])
+            for two, at_once in (("threads", _in_threads), ("processes", _in_processes)):
+                figures.add(kind, subject.name, f"{what}, two {two} over one", "x", [2 * wall_s / at_once(work)])
 
 
 def _timed(work: Callable[[], None]) -> tuple[float, float]:
@@ -237,13 +239,31 @@ def _timed(work: Callable[[], None]) -> tuple[float, float]:
     return max(time.process_time() - cpu, 1e-9), time.perf_counter() - wall
 
 
-def _timed_twice(work: Callable[[], None]) -> float:
+def _in_threads(work: Callable[[], None]) -> float:
     """Seconds by the clock for two threads that do it at once."""
     with ThreadPoolExecutor(2) as pool:
         wall = time.perf_counter()
         for done in [pool.submit(work), pool.submit(work)]:
             done.result()
         return time.perf_counter() - wall
+
+
+def _in_processes(work: Callable[[], None]) -> float:
+    """Seconds by the clock for two processes that do it at once, from when both have begun."""
+    fork = multiprocessing.get_context("fork")
+    both, told = fork.Barrier(2, timeout=60), fork.Queue()
+
+    def timed() -> None:
+        both.wait()
+        told.put(_timed(work)[1])
+
+    children = [fork.Process(target=timed) for _ in range(2)]
+    for child in children:
+        child.start()
+    seconds = max(told.get(timeout=600), told.get(timeout=600))
+    for child in children:
+        child.join()
+    return seconds
 
 
 def main(arguments: list[str]) -> None:

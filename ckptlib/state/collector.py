@@ -204,12 +204,13 @@ class Collector:
                 "another type; return dict, OrderedDict, list or tuple from state_dict()"
             )
         if isinstance(node, Mapping):
-            pairs = [
+            pairs: list[Json] = [
                 [values.encode(k, path, depth + 1), self._tree(v, join(path, k), per_rank, depth + 1)]
                 for k, v in node.items()
             ]
-            return {kind: pairs}  # type: ignore[dict-item]
-        items: list[Json] = [self._tree(v, join(path, i), per_rank, depth + 1) for i, v in enumerate(node)]  # type: ignore[arg-type, var-annotated]
+            return {kind: pairs}
+        assert isinstance(node, (list, tuple))
+        items: list[Json] = [self._tree(v, join(path, i), per_rank, depth + 1) for i, v in enumerate(node)]
         return {kind: items}
 
     def _claim(self, name: str) -> None:

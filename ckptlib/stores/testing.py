@@ -313,6 +313,8 @@ class FaultStore(_HookedStore):
                 text = Path(self._plan_path).read_text()
             except FileNotFoundError:
                 return []
+            if not text:
+                time.sleep(0.001)
         rules: list[Rule] = json.loads(text)
         for rule in rules:
             _check_rule(rule)

@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 ENCODERS = 2
 """Threads, at the writer's low priority. One core encodes about a gigabyte per second, and half of that with each frame
-decoded again. Two threads of `planes` are no faster than one (0.8 to 1.0 times, measured): numpy's operations end
-sooner than threads hand over the interpreter's lock. Those of zstd alone are (1.8 times)."""
+decoded again. Two threads of `planes` are slower than one (0.74 to 0.90 times, measured): numpy's operations end
+sooner than threads hand over the interpreter's lock. Those of zstd alone are faster (1.5 to 1.9 times)."""
 
 AHEAD_BYTES = 32 * 1024 * 1024
 """Of chunks that are encoded before they are asked for: about what one pack of frames takes, so that the next one is

@@ -126,6 +126,17 @@ def test_demo() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def run_whole_and_parted(tmp_path: Path, example: Path, killing: str) -> None:
+    """One run of 12 steps that nobody disturbs, and one that `killing` ends, which goes on."""
+    script = tmp_path / "killed.py"
+    script.write_text(killing)
+    for name, what, status in (("whole", example, 0), ("parted", script, -9), ("parted", example, 0)):
+        command = [sys.executable, what, tmp_path / name, "12"]
+        variables = {**environment(), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([*map(str, command)], env=variables, capture_output=True, text=True, timeout=200)
+        assert done.returncode == status, done.stdout + done.stderr
+
+
 # The script as it is, but for a SIGKILL in the middle of a certain step.
 KILLED = f"""
 import itertools, os, runpy, signal, sys
@@ -147,13 +158,7 @@ runpy.run_path({str(EXAMPLES / "hf_trainer.py")!r}, run_name="__main__")
 @pytest.mark.timeout(300)
 def test_trainer_is_killed_and_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: it needs Python 3.11")
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED)
-    for name, what, status in (("whole", None, 0), ("parted", script, -9), ("parted", None, 0)):
-        command = [sys.executable, what or EXAMPLES / "hf_trainer.py", tmp_path / name, "12"]
-        variables = {**environment(), "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([*map(str, command)], env=variables, capture_output=True, text=True, timeout=200)
-        assert done.returncode == status, done.stdout + done.stderr
+    run_whole_and_parted(tmp_path, EXAMPLES / "hf_trainer.py", KILLED)
     for name in ("final", "checkpoint-12"):
         assert (tmp_path / "parted" / name).is_dir()
     weights = [(tmp_path / name / "final" / "model.safetensors").read_bytes() for name in ("whole", "parted")]
@@ -179,12 +184,6 @@ runpy.run_path({str(EXAMPLES / "lightning_trainer.py")!r}, run_name="__main__")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_lightning_is_killed_and_goes_on(tmp_path: Path) -> None:
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED_LIGHTNING)
-    for name, what, status in (("whole", None, 0), ("parted", script, -9), ("parted", None, 0)):
-        command = [sys.executable, what or EXAMPLES / "lightning_trainer.py", tmp_path / name, "12"]
-        variables = {**environment(), "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([*map(str, command)], env=variables, capture_output=True, text=True, timeout=200)
-        assert done.returncode == status, done.stdout + done.stderr
+    run_whole_and_parted(tmp_path, EXAMPLES / "lightning_trainer.py", KILLED_LIGHTNING)
     weights = [torch.load(tmp_path / name / "final.pt", weights_only=True) for name in ("whole", "parted")]
     assert same(*weights)
