@@ -15,8 +15,9 @@ import pytest
 import torch
 from helpers.one_job import Job, steps
 from onerank import bits
-from places import ROOT
+from places import ROOT, WORKERS
 from safetensors.torch import load_file
+from workers.held_exports import hold_first
 
 import ckptlib
 from ckptlib import events
@@ -114,6 +115,7 @@ def children(pid: int) -> list[int]:
 
 
 def test_an_export_that_is_killed_is_told_and_leaves_no_name(tmp_path: Path) -> None:
+    hold_first()
     told: list[events.Event] = []
     state, out = large(tmp_path), tmp_path / "out"
     export = ckptlib.Export(out / "{step}", steps=1)
@@ -147,10 +149,18 @@ with ckptlib.Checkpointer(root, state, every=1, export=ckptlib.Export(out + "/{s
 """
 
 
+HELD = f"""
+import sys
+sys.path.append({str(WORKERS)!r})
+import held_exports
+held_exports.hold_first()
+"""
+
+
 def test_an_export_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     out = tmp_path / "out"
     trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(tmp_path / "root"), str(out)],
+        [sys.executable, "-c", HELD + TRAINER, str(tmp_path / "root"), str(out)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,
@@ -160,6 +170,7 @@ def test_an_export_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     (child,) = children(trainer.pid)
     trainer.kill()
     trainer.wait()
+    os.kill(child, signal.SIGCONT)
     deadline = time.monotonic() + 150
     while Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
         assert time.monotonic() < deadline
@@ -190,6 +201,7 @@ def test_a_full_disk_fails_the_export_alone(tmp_path: Path) -> None:
 
 
 def test_close_waits_no_longer_than_it_may(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hold_first()
     export = ckptlib.Export(tmp_path / "out" / "{step}", steps=1)
     ckpt = ckptlib.Checkpointer(tmp_path / "root", large(tmp_path), every=1, export=export)
     ckpt.restore()
@@ -199,7 +211,6 @@ def test_close_waits_no_longer_than_it_may(tmp_path: Path, caplog: pytest.LogCap
     ckpt.after_step(2)
     ckpt.pending.wait_committed()
     (child,) = children(os.getpid())
-    os.kill(child, signal.SIGSTOP)
     with caplog.at_level(logging.INFO):
         ckpt.close(timedelta(seconds=2))
     os.kill(child, signal.SIGCONT)
