@@ -114,7 +114,8 @@ PAGES = [
     ),
     Page(
         "docs/kubernetes.md",
-        left_out={"kubectl apply -f examples/kubernetes/job.yaml": "a cluster; see test_job_files.py"},
+        "pip install -q kubernetes-validate && kubernetes-validate --strict examples/kubernetes/job.yaml\n",
+        left_out={"kubectl apply -f examples/kubernetes/job.yaml": "a cluster; see above, and test_job_files.py"},
     ),
     Page("docs/local-tier.md"),
     Page("docs/data.md", left_out={"while loader.epoch < 3:": SKETCH}),
