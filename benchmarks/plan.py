@@ -24,7 +24,7 @@ from benchmarks.slowdown import Training
 from ckptlib.events import Committed, Event
 
 STEP_S = 0.1
-EVERY, SAVES = 25, 9
+EVERY, SAVES = 6, 9
 """Steps; the first save counts for its bytes alone, since it makes the slots."""
 BEFORE, AFTER, RUN = "plan from --params", "plan from the root", "run"
 
