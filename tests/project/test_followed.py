@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -174,7 +175,11 @@ class Reader:
             text=True,
             start_new_session=True,
         ) as shell:
-            output, _ = shell.communicate(timeout=limit_s)
+            try:
+                output, _ = shell.communicate(timeout=limit_s)
+            finally:
+                if shell.poll() is None:
+                    os.killpg(shell.pid, signal.SIGKILL)
         assert shell.returncode == 0, output[-6000:]
         return output
 
