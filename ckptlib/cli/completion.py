@@ -71,7 +71,8 @@ def command(ctx: click.Context, shell: str) -> None:
     \b
     bash:  echo 'eval "$(ckptlib completion bash)"' >> ~/.bashrc
     zsh:   echo 'eval "$(ckptlib completion zsh)"' >> ~/.zshrc
-    fish:  ckptlib completion fish > ~/.config/fish/completions/ckptlib.fish
+    fish:  mkdir -p ~/.config/fish/completions
+           ckptlib completion fish > ~/.config/fish/completions/ckptlib.fish
 
     Steps are completed where URL is a path of this machine. No store is asked.
     """

@@ -16,7 +16,7 @@ import torch
 from helpers.benchmark_ranks import fork_all_ranks
 from places import ROOT
 
-from benchmarks import codecs, lossy, recover
+from benchmarks import codecs, lossy, plan, recover
 from benchmarks.common import launch
 
 SUBJECTS = {
@@ -57,6 +57,7 @@ SUBJECTS = {
     "open_one": {"ckptlib", "bare read"},
     "exports": {"ckptlib", "bare direct read", "bare direct copy", "bare copy through the page cache"},
     "codecs": {"planes", "zstd", "memcpy"},
+    "plan": {plan.BEFORE, plan.RUN, plan.AFTER},
     "recover": {"ckptlib", "bare copy", "bare read of /dev/shm", "bare gloo", "bare gloo beside a read"},
 }
 """Who must show up in the figures of each."""

@@ -31,8 +31,8 @@ def test_toy(tmp_path: Path) -> None:
     command += [str(tmp_path), "--libraries", *TRIED, "--faults", *LOCAL]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    first, *lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert first["kind"] == "machine"
+    first, *lines, last = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (first["kind"], last["kind"]) == ("machine", "end")
     if any("ptrace" in line.get("why", "") for line in lines):
         pytest.skip("ptrace is forbidden here")
     assert [line["why"] for line in lines if line["kind"] != "trial"] == []
@@ -136,9 +136,12 @@ def test_page_counts() -> None:
         {**FULL, "said": "error", "found": "wrong"},
         {**FULL, "fault": "no fault", "said": "done", "found": "new"},
         {"kind": "left out", "fault": "disk full", "library": "NVRx local", "why": "is not installed"},
+        {"kind": "end", "seconds": 90.0},
     ]
     text = page(lines)
     assert "`python -m benchmarks conformance --faults 'no fault'`" in text
+    assert "\n3 trials in 1.5 minutes.\n" in text
+    assert text.index("## No fault") < text.index("## Disk full"), "in the order of the suite, whichever ended first"
     assert "| torch.save | 2 | 1 |  |  | 1 |  | 1 |" in text, "the control does not count; one save lied"
     assert "- NVRx local (disk full): is not installed" in text
 

@@ -27,7 +27,8 @@ BATCH = ROOT / "examples" / "slurm" / "train.sbatch"
 JOB = ROOT / "examples" / "kubernetes" / "job.yaml"
 SMALL = ["--every", "1000000", "--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch", "4"]
 ENDLESS = 10**6
-LIMIT_S = 100
+LIMIT_S = 150
+"""That only bounds a failure."""
 
 # As Slurm's, as far as the script uses them: srun becomes what it starts, and scancel signals that.
 STANDINS = {
@@ -107,7 +108,7 @@ def batch(tmp_path: Path, environment: dict[str, str]) -> Batch:
     return Batch(tmp_path, environment)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(450)
 def test_a_batch_job_saves_before_its_limit_and_goes_on_after(batch: Batch) -> None:
     with batch.start(ENDLESS) as job:
         batch.await_steps(job, 5)
@@ -125,7 +126,7 @@ def test_a_batch_job_saves_before_its_limit_and_goes_on_after(batch: Batch) -> N
     assert not batch.requeued
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_a_cancelled_batch_job_saves_and_stays_away(batch: Batch) -> None:
     with batch.start(ENDLESS) as job:
         batch.await_steps(job, 5)
@@ -138,7 +139,7 @@ def test_a_cancelled_batch_job_saves_and_stays_away(batch: Batch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_a_batch_job_that_fails_is_not_started_for_ever(batch: Batch) -> None:
     (batch.directory / "root").write_text("no directory")
     with batch.start(5) as job:
@@ -180,7 +181,7 @@ def test_the_manifest_holds_together(manifest: dict[str, dict[str, Any]]) -> Non
     assert any(args["root"].startswith(path) for path in mounts)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_the_manifests_command_trains(
     tmp_path: Path, environment: dict[str, str], manifest: dict[str, dict[str, Any]]
 ) -> None:

@@ -40,6 +40,20 @@ def test_the_wheel_has_every_module_and_nothing_else(built: dict[str, Path]) -> 
     assert license_text == (ROOT / "LICENSE").read_bytes()
 
 
+def test_what_an_index_shows_has_no_link_that_leads_nowhere(built: dict[str, Path]) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    with zipfile.ZipFile(built[".whl"]) as wheel:
+        (metadata,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith("METADATA"))
+    head, _, text = metadata.partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in head
+    assert not re.findall(r"\]\((?!https?:)[^)]*\)", text)
+    assert "The upper half shows" in readme
+    assert "The upper half shows" not in text, "what explains the picture"
+    for part in ("survive any kill", "with ckptlib.Checkpointer(", "## Beside other libraries", "## Limits"):
+        assert part in text
+    assert len(text) > 0.7 * len(readme)
+
+
 def test_the_sdist_has_what_the_tests_need(built: dict[str, Path]) -> None:
     with tarfile.open(built[".gz"]) as sdist:
         names = {name.split("/", 1)[1] for name in sdist.getnames() if "/" in name}
