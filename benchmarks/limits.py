@@ -1,7 +1,7 @@
 """What can this machine do at best? The bare speeds that everything else is a share of.
 
 Writing: one thread, 16 MiB blocks of random bytes, aligned, past the page cache, fsync included. Reading: the same
-file, the same way. Copying and digesting: warm memory, one thread.
+file, the same way, and by eight threads with 4 MiB each. Copying and digesting: warm memory, one thread.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import queue
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -18,6 +21,7 @@ import xxhash
 from benchmarks.figures import Figures, Options, run
 
 BLOCK_BYTES = 16 << 20
+SMALL_BLOCK_BYTES = 4 << 20
 PAGE_BYTES = 4096
 
 
@@ -55,13 +59,41 @@ def direct_read(path: Path, target: np.ndarray) -> float:
     return time.perf_counter() - began
 
 
-def disk_seconds(directory: Path, nbytes: int) -> tuple[float, float]:
-    """(write, read) seconds of `nbytes`, rounded up to whole pages, in a file that is gone afterwards."""
+def direct_reads(path: Path, threads: int = 8) -> float:
+    """As `direct_read`, with so many reads under way, each into memory of its own."""
+    blocks = queue.SimpleQueue[np.ndarray]()
+    for _ in range(threads):
+        blocks.put(aligned(SMALL_BLOCK_BYTES))
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+
+    def read(at: int) -> None:
+        block = blocks.get()
+        os.preadv(fd, [block.data], at)
+        blocks.put(block)
+
+    try:
+        with ThreadPoolExecutor(threads) as executor:
+            began = time.perf_counter()
+            list(executor.map(read, range(0, path.stat().st_size, SMALL_BLOCK_BYTES)))
+            return time.perf_counter() - began
+    finally:
+        os.close(fd)
+
+
+class DiskSeconds(NamedTuple):
+    write: float
+    read: float
+    reads: float
+    """With eight under way."""
+
+
+def disk_seconds(directory: Path, nbytes: int) -> DiskSeconds:
+    """Of `nbytes`, rounded up to whole pages, in a file that is gone afterwards."""
     nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
     block, path = aligned(min(BLOCK_BYTES, nbytes)), directory / "bare"
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        return direct_write(path, nbytes, block), direct_read(path, block)
+        return DiskSeconds(direct_write(path, nbytes, block), direct_read(path, block), direct_reads(path))
     finally:
         path.unlink(missing_ok=True)
 
@@ -111,10 +143,11 @@ def _resident(fd: int, nbytes: int) -> tuple[int, int]:
 def measure(options: Options, directory: Path, figures: Figures) -> None:
     nbytes = int((0.016 if options.toy else options.gb) * 1e9)
     for _ in range(1 if options.toy else options.rounds):
-        write_s, read_s = disk_seconds(directory, nbytes)
+        disk = disk_seconds(directory, nbytes)
         for what, seconds in (
-            ("direct write", write_s),
-            ("direct read", read_s),
+            ("direct write", disk.write),
+            ("direct read", disk.read),
+            ("direct reads, 8 under way", disk.reads),
             ("copy", copy_seconds(nbytes)),
             ("digest", digest_seconds(nbytes)),
         ):

@@ -39,8 +39,9 @@ def _measure(case: Case, options: Options, directory: Path, figures: Figures) ->
 
     saved = {(line["peer"], line["rank"]): line["digest"] for turn in case.turns for line in ask(turn, "save")}
     for number in range(case.rounds):
-        _, read_s = limits.disk_seconds(directory, case.nbytes_everywhere)
-        figures.add(case.name, "bare direct read", "load", "s", [read_s], **case.more)
+        disk = limits.disk_seconds(directory, case.nbytes_everywhere)
+        figures.add(case.name, "bare direct read", "load", "s", [disk.read], **case.more)
+        figures.add(case.name, "bare direct reads, 8 under way", "load", "s", [disk.reads], **case.more)
         for turn in rotated(case.turns, number):
             for line in ask(turn, "load"):
                 if line["digest"] != saved[line["peer"], line["rank"]]:

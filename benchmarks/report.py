@@ -168,6 +168,7 @@ def _lossy(figures: Figures) -> list[float]:
 
 
 STALL, AIM = "stall per checkpoint", "target (1 ms + 10 us per tensor)"
+DIGESTED = "bare read and digest"
 BUSY, FREE = "step while persisting", "step without checkpoints"
 
 TARGETS = (
@@ -188,6 +189,12 @@ TARGETS = (
     Target("the beat, main thread per step", False, 0.0002, _medians("beat", "after_step"), "s"),
     Target("persist, of the bare direct write", True, 0.9, _times("save", "bare direct write", "durable", "persist")),
     Target("load from a cold disk, of the bare direct read", True, 0.9, _times("load", "bare direct read", "load")),
+    Target(
+        "the same, of bare direct reads with 8 under way",
+        True,
+        0.9,
+        _times("load", "bare direct reads, 8 under way", "load"),
+    ),
     Target("synchronous save, times DCP", True, 3.0, _times("save", "DCP", "durable")),
     Target("synchronous save, times torch.save + fsync", True, 1.5, _times("save", "torch.save+fsync", "durable")),
     Target("load, times DCP", True, 2.0, _times("load", "DCP", "load")),
@@ -200,11 +207,14 @@ TARGETS = (
     Target("trainer's memory beyond its slots", False, 64.0, _medians("memory", "extra"), "MB"),
     Target("writer's memory", False, 150.0, _medians("memory", "writer"), "MB"),
     Target("construction", False, 0.1, _medians("beat", "construction"), "s"),
-    Target("writer ready", False, 0.5, _medians("beat", "writer ready"), "s"),
-    Target("restore from own slots, of a warm copy", True, 0.7, _times("recover", "bare copy", "read")),
-    Target("restore from a peer, of bare gloo", True, 0.8, _times("recover", "bare gloo", "bring and read")),
-    Target("committing at 1,024 ranks, rank 0", False, 0.1, _medians("scale", "steady commit"), "cpu s"),
-    Target("planning a load at 1,024 ranks", False, 1.0, _medians("scale", "load planning"), "cpu s"),
+    Target("writer ready, one rank", False, 0.25, _medians("beat", "writer ready", "1 ranks"), "s"),
+    Target("restore from own slots, of a bare read and digest", True, 0.7, _times("recover", DIGESTED, "read")),
+    Target("the same, all of it, 2 ranks with 0.5 GB", False, 0.2, _medians("recover", "restore", "own slots"), "s"),
+    Target("restore from a peer, of bare gloo", True, 0.6, _times("recover", "bare gloo", "bring and read")),
+    Target("committing at 1,024 ranks, rank 0", False, 0.1, _medians("scale", "steady commit", "1,024"), "cpu s"),
+    Target("planning a load at 1,024 ranks", False, 1.0, _medians("scale", "load planning", "1,024"), "cpu s"),
+    Target("committing at 16,384 ranks, rank 0", False, 0.3, _medians("scale", "steady commit", "16,384"), "cpu s"),
+    Target("planning a load at 16,384 ranks, to 8", False, 1.0, _medians("scale", "load planning", "16,384"), "cpu s"),
     Target("300 steps after a lossy resume: loss off the exact run's, over what noise does", False, 1.0, _lossy),
     Target("a GPU: stall for a snapshot at each iteration", False, 0.01, _medians("gpu", STALL, subject=ON_GPU), "s"),
     Target(

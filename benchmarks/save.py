@@ -37,7 +37,7 @@ def _measure(case: Case, options: Options, directory: Path, figures: Figures) ->
     for name, why in case.unable(PEERS):
         figures.failed(case.name, name, why)
     for number in range(case.rounds):
-        write_s, _ = limits.disk_seconds(directory, case.nbytes_everywhere)
+        write_s = limits.disk_seconds(directory, case.nbytes_everywhere).write
         figures.add(case.name, "bare direct write", "durable", "s", [write_s], **case.more)
         for turn in rotated(case.turns, number):
             order = case.order(turn, directory)

@@ -54,7 +54,7 @@ def work() -> None:
                 for what, value in (("staged", staged), ("slot is free", released), ("committed", committed)):
                     tell(peer=f"ckptlib, {kind}", what=what, value=value)
         if turn:
-            write_s, _ = limits.disk_seconds(directory, given["nbytes"])
+            write_s = limits.disk_seconds(directory, given["nbytes"]).write
             tell(peer="bare direct write", what="durable", value=write_s)
     for saver in savers.values():
         saver.close()

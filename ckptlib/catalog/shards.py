@@ -5,9 +5,8 @@ No torch. Small shards share chunks, whose digests say nothing of one of them al
 
 from __future__ import annotations
 
-import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,24 +69,16 @@ class PartIndex:
     def __init__(self, part: Part, layout: Layout) -> None:
         table = part.table
         self.part, self.layout = part, layout
-        self.sizes = table.sizes(layout)
-        """Per shard: its bytes."""
-        chunk_begins = map(table.offsets.__getitem__, table.first_chunks)
-        self.skipped = [*map(operator.sub, table.begins(self.sizes), chunk_begins)]
-        """Per shard: bytes of its first chunk that lie before it."""
-        alone = zip(range(len(table.tensors)), strict=True)
+        self.rank, self.boxes, self.num_chunks = part.rank, table.boxes, table.num_chunks
+        self.first_chunks = table.first_chunks
+        self.columns = table.columns(layout)
+        """One object for parts that are cut alike."""
         self._at: dict[str, dict[Box, list[int]]] = {}
-        self._shards: Mapping[int, Sequence[int]] = dict(zip(table.tensors, alone, strict=True))
-        if len(self._shards) < len(table.tensors):  # a tensor has several
-            shards: dict[int, list[int]] = {}
-            for shard, tensor in enumerate(table.tensors):
-                shards.setdefault(tensor, []).append(shard)
-            self._shards = shards
 
     def shards(self, name: str) -> Sequence[int]:
         """Of a tensor, by the name that it is saved under: positions in the part's table."""
         tensor = self.layout.index.get(name)
-        return () if tensor is None else self._shards.get(tensor, ())
+        return () if tensor is None else self.columns.of_tensor.get(tensor, ())
 
     def shards_at(self, name: str, box: Box) -> Sequence[int]:
         """Those that fill this box of a tensor; one at least."""
@@ -103,7 +94,7 @@ class PartIndex:
         return [self.layout.tensors[table.tensors[shard]].name for shard in table.shards_in(chunk)]
 
     def shard(self, shard: int) -> SavedShard:
-        return SavedShard(self.part, self.layout, shard, self.skipped[shard], self.sizes[shard])
+        return SavedShard(self.part, self.layout, shard, self.columns.skipped[shard], self.columns.sizes[shard])
 
 
 class ShardComparer:

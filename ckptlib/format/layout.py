@@ -12,10 +12,9 @@ import operator
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import override
 
 from ckptlib.errors import FormatError, UnsupportedState
@@ -26,6 +25,9 @@ from ckptlib.format.documents import Fields, decode, dump_body, seal
 from ckptlib.format.sharding import Placement
 from ckptlib.format.tagged_values import MAX_ALIKE, brief
 from ckptlib.format.values import Json
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 H = TypeVar("H", bound=Hashable)
 

@@ -6,13 +6,12 @@ import itertools
 import math
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptlib.errors import FormatError
 from ckptlib.format import dtypes
@@ -22,7 +21,10 @@ from ckptlib.format.documents import Fields, dump_body
 from ckptlib.format.layout import Layout, TensorEntry, check_spread, decode_shapes
 from ckptlib.format.values import Json
 
-Codes: TypeAlias = npt.NDArray[np.int64]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+Codes: TypeAlias = "npt.NDArray[np.int64]"
 """Per shard: a small number, equal for those that are alike."""
 
 
@@ -39,6 +41,18 @@ def distinct(codes: Codes, bound: int) -> tuple[Codes, Codes, Codes]:
     firsts = at[found]
     at[found] = np.arange(len(found))
     return found, firsts, at[codes]
+
+
+class ShardColumns(NamedTuple):
+    """Of the shards of a table: what depends neither on where their boxes begin, nor on where their chunks lie."""
+
+    of_tensor: Mapping[int, Sequence[int]]
+    """By position in the layout's tensors: its shards."""
+    dtypes: Sequence[str]
+    sizes: Sequence[int]
+    """Bytes of each."""
+    skipped: Sequence[int]
+    """Bytes of the first chunk of each that lie before it."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +114,7 @@ class Table:
     def placed(self, packs: Sequence[int], offsets: Sequence[int]) -> Table:
         """The same shards, cut alike, with their chunks elsewhere."""
         table = replace(self, packs=tuple(packs), offsets=tuple(offsets))
-        kept = ("cuts", "cuts_digest", "first_chunks", "tensor_codes", "box_codes", "_fitting")
+        kept = ("cuts", "cuts_digest", "first_chunks", "tensor_codes", "box_codes", "_fitting", "_columns")
         for name in kept:  # do not tell where chunks lie, and take a while to make
             if name in self.__dict__:
                 table.__dict__[name] = self.__dict__[name]
@@ -110,7 +124,7 @@ class Table:
         """The same shards, of the same shapes, elsewhere in their tensors. `codes`: see `box_codes`."""
         table = replace(self, boxes=boxes)
         table.__dict__["box_codes"] = codes
-        for name in ("tensor_codes", "first_chunks", "_fitting"):  # do not tell where boxes begin
+        for name in ("tensor_codes", "first_chunks", "_fitting", "_columns"):  # do not tell where boxes begin
             table.__dict__[name] = getattr(self, name)
         return table
 
@@ -130,6 +144,30 @@ class Table:
         """Digest of the layout, when shapes and chunks are known to fit it: of all that differ only in where boxes
         begin."""
         return set()
+
+    @cached_property
+    def _columns(self) -> dict[str, ShardColumns]:
+        """By the layout's digest; shared as `_fitting` is."""
+        return {}
+
+    def columns(self, layout: Layout) -> ShardColumns:
+        """Of a table that fits the layout. One object for all tables that cut shards of these shapes alike."""
+        found = self._columns.get(layout.digest)
+        if found is None:
+            alone = zip(range(len(self.tensors)), strict=True)
+            of_tensor: dict[int, Sequence[int]] = dict(zip(self.tensors, alone, strict=True))
+            if len(of_tensor) < len(self.tensors):  # a tensor has several
+                several: dict[int, list[int]] = {}
+                for shard, tensor in enumerate(self.tensors):
+                    several.setdefault(tensor, []).append(shard)
+                of_tensor = {**several}
+            names, sizes, skipped = [layout.tensors[tensor].dtype for tensor in self.tensors], self.sizes(layout), []
+            end = 0
+            for count, nbytes in zip(self.num_chunks, sizes, strict=True):
+                skipped.append(0 if count else end)
+                end = skipped[-1] + nbytes
+            found = self._columns[layout.digest] = ShardColumns(of_tensor, names, sizes, skipped)
+        return found
 
     @cached_property
     def first_chunks(self) -> tuple[int, ...]:

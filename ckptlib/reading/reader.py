@@ -207,6 +207,8 @@ class StepReader(ABC, Generic[T]):
 
     def ranks_for(self, want: Want[T]) -> frozenset[int]:
         """The ranks whose parts may hold the wanted box."""
+        if self._source.world_size == 1:
+            return self._own
         return self.ranks_holding(want.name, [box for box, _ in want.pieces])
 
     def ranks_holding(self, name: str, boxes: Iterable[Box]) -> frozenset[int]:
@@ -257,14 +259,14 @@ class StepReader(ABC, Generic[T]):
     def _plan_want(self, want: Want[T], shares: Sequence[PartIndex], reads: Reads) -> None:
         """Adds the reads that fill a want. `shares`: those that may hold it."""
         places = _places(want.name, shares)
-        boxes = tuple([share.part.table.boxes[shard] for share, shard in places])
+        boxes = tuple([share.boxes[shard] for share, shard in places])
         if len(boxes) > 1 and _meetings(want.name, boxes):
             sources = self._sources(want.name, places, [box for box, _ in want.pieces])
             boxes, places = tuple(sources), [*sources.values()]
         for box, memory in want.pieces:
             to = self.target(memory)
             if boxes == (box,) and to.numel:  # saved and wanted alike: most tensors by far
-                _plan_alike(places[0], box, to, reads)
+                _plan_shard(places[0], Run(0, 0, to.numel), box, to, reads)
                 continue
             cover = _cover(box, boxes)
             self._check_cover(want.name, cover.hole)
@@ -317,33 +319,30 @@ class StepReader(ABC, Generic[T]):
 
 def _places(name: str, shares: Iterable[PartIndex]) -> list[Place]:
     """The shards of a tensor."""
-    return [Place(share, shard) for share in shares for shard in share.shards(name)]
-
-
-def _plan_alike(place: Place, box: Box, to: Target, reads: Reads) -> None:
-    """As `_plan_shard`, of a shard that is just the wanted box. Not empty."""
-    share, shard = place
-    table, numel = share.part.table, to.numel
-    if to.is_row_major and table.num_chunks[shard] <= 1:
-        dtype = share.layout.tensors[table.tensors[shard]].dtype
-        to.take(_read_of(reads, share, table.first_chunks[shard]), share.skipped[shard], 0, numel, dtype)
-    else:
-        _plan_shard(place, Run(0, 0, numel), box, to, reads)
+    found = list[Place]()
+    columns, shards = None, None
+    for share in shares:
+        if shards is None or share.columns is not columns:  # else it is cut as the one before it
+            columns, shards = share.columns, share.shards(name)
+        for shard in shards:
+            found.append(Place(share, shard))
+    return found
 
 
 def _plan_shard(place: Place, run: Run | None, wanted: Box, to: Target, reads: Reads) -> None:
     """Adds the chunks of a shard that meet `wanted`. `run`: their intersection, if it is one run."""
     share, shard = place
-    table, skipped = share.part.table, share.skipped[shard]
-    dtype = share.layout.tensors[table.tensors[shard]].dtype
-    itemsize, several = dtypes.itemsize(dtype), table.num_chunks[shard] > 1
-    if run is not None and to.is_row_major and not several:
-        read = _read_of(reads, share, table.first_chunks[shard])
-        to.take(read, skipped + run.first * itemsize, run.at, run.numel, dtype)
+    several, columns = share.num_chunks[shard] > 1, share.columns
+    dtype, skipped = columns.dtypes[shard], columns.skipped[shard]
+    if run is not None and to.is_row_major and not several:  # nearly all
+        first, at, numel = run
+        if first:
+            skipped += first * dtypes.itemsize(dtype)
+        to.take(_read_of(reads, share, share.first_chunks[shard]), skipped, at, numel, dtype)
         return
-    element = 0
+    element, itemsize, table = 0, dtypes.itemsize(dtype), share.part.table
     for chunk in table.chunks(shard):
-        stop = element + (table.nbytes[chunk] if several else share.sizes[shard]) // itemsize
+        stop = element + (table.nbytes[chunk] if several else columns.sizes[shard]) // itemsize
         if run is None or not to.is_row_major:
             for copy in copies_of(table.boxes[shard], element, stop, wanted, to.memory, skipped, dtype):
                 _read_of(reads, share, chunk).copies.append(copy)
@@ -356,9 +355,10 @@ def _plan_shard(place: Place, run: Run | None, wanted: Box, to: Target, reads: R
 
 
 def _read_of(reads: Reads, share: PartIndex, chunk: int) -> ChunkRead:
-    found = reads.get((share.part.rank, chunk))
+    key = share.rank, chunk
+    found = reads.get(key)
     if found is None:
-        found = reads[share.part.rank, chunk] = ChunkRead(share, chunk)
+        found = reads[key] = ChunkRead(share, chunk)
     return found
 
 

@@ -123,7 +123,7 @@ class Target(ABC):
         """The same memory with one dim; it is row-major."""
 
 
-@lru_cache(maxsize=1024)  # layers are alike, and every object of a plan is one more for the collector to search
+@lru_cache(maxsize=1 << 14)  # layers are alike, and every object of a plan is one more for the collector to search
 def _stretch(at: int, numel: int) -> tuple[tuple[int, ...], Index]:
     """Shape and place of elements that follow one another."""
     return (numel,), (slice(at, at + numel),)

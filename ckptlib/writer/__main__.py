@@ -24,6 +24,11 @@ if __name__ == "__main__":
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)  # before the imports: they take 0.3 s of a core while the training starts, or restores
 
+from ckptlib.writer import late_numpy  # noqa: E402
+
+if __name__ == "__main__":
+    late_numpy.defer()
+
 from ckptlib.slots.writer_lock import WriterLock  # noqa: E402
 from ckptlib.writer.channel import Channel  # noqa: E402
 from ckptlib.writer.process import WriterProcess  # noqa: E402

@@ -27,6 +27,7 @@ from ckptlib.policy.tier import LocalTier
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.stores import open_store
+from ckptlib.writer import late_numpy
 from ckptlib.writer.account import StartAccount
 from ckptlib.writer.beginning import Beginning
 from ckptlib.writer.channel import PROTOCOL, Channel, Message
@@ -140,13 +141,14 @@ class WriterProcess:
         if op == "setup":
             self._setup(message)
             return
+        if op == "slot":
+            self._slots.open(message["path"])
+            return
+        late_numpy.load()  # all other orders come with the first snapshot, while that is copied
         if op == "begin":
             self._beginning.begin(message, self._rank)
             if message["now"] and self._rank == 0:
                 (self._persists if self._tier is None else self._tier.jobs).put(self._beginning.put_now)
-            return
-        if op == "slot":
-            self._slots.open(message["path"])
             return
         if op == "forget":
             self._persists.put(partial(self._slots.forget, message["path"]))

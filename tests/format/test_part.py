@@ -95,6 +95,10 @@ def test_shards_that_share_a_chunk_fill_it() -> None:
     assert shared.first_chunks == (0, 2, 2)
     assert [shared.is_shared(shard) for shard in range(3)] == [False, True, True]
     assert shared.begins(shared.sizes(LAYOUT)) == (4096, 4096, 4106)
+    columns = shared.columns(LAYOUT)
+    assert [[*column] for column in columns[1:]] == [["float32", "bfloat16", "float64"], [64, 10, 8], [0, 0, 10]]
+    assert {tensor: [*shards] for tensor, shards in columns.of_tensor.items()} == {0: [0], 1: [1], 2: [2]}
+    assert shared.placed((0, 0, 0), (0, 48, 64)).columns(LAYOUT) is columns, "they do not tell where chunks lie"
     assert shared.describe(2, LAYOUT) == "b[5:10], c[]"
     assert shared.shards_in(0) == shared.shards_in(1) == [0]
     for nbytes in (10, 17, 19, 26):

@@ -23,9 +23,9 @@ SUBJECTS = {
     "object_store": {"ckptlib, s3", "ckptlib, fsspec", "obstore, bare"},
     "bucket_job": {"ckptlib, s3fs"},
     "bucket_faults": {"ckptlib, s3fs"},
-    "limits": {"direct write", "direct read", "copy", "digest"},
+    "limits": {"direct write", "direct read", "direct reads, 8 under way", "copy", "digest"},
     "save": {"ckptlib", "DCP", "torch.save+fsync", "safetensors+fsync", "bare direct write"},
-    "load": {"ckptlib", "DCP", "torch.load", "safetensors", "bare direct read"},
+    "load": {"ckptlib", "DCP", "torch.load", "safetensors", "bare direct read", "bare direct reads, 8 under way"},
     "reshard": {"ckptlib"},
     "small_tensors": {"ckptlib", "DCP", "torch.load", "safetensors"},
     "memory": {"ckptlib", "DCP"},
@@ -58,7 +58,10 @@ SUBJECTS = {
     "exports": {"ckptlib", "bare direct read", "bare direct copy", "bare copy through the page cache"},
     "codecs": {"planes", "zstd", "memcpy"},
     "plan": {plan.BEFORE, plan.RUN, plan.AFTER},
-    "recover": {"ckptlib", "bare copy", "bare read of /dev/shm", "bare gloo", "bare gloo beside a read"},
+    "recover": {
+        *("ckptlib", "bare copy", "bare read of /dev/shm", "bare read and digest"),
+        *("bare gloo", "bare gloo beside a read"),
+    },
 }
 """Who must show up in the figures of each."""
 

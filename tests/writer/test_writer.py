@@ -43,6 +43,7 @@ def test_starts_without_torch_in_a_session_of_its_own_at_low_priority(
     maps = Path(f"/proc/{writer.pid}/maps").read_text()
     assert "libpython" in maps or "python" in maps
     assert "torch" not in maps
+    assert "numpy" not in maps, "a third of its imports"
     assert os.getsid(writer.pid) == writer.pid != os.getsid(0)
     assert os.getpriority(os.PRIO_PROCESS, writer.pid) >= 10
     assert os.readlink(f"/proc/{writer.pid}/fd/0") == "/dev/null"
@@ -63,6 +64,49 @@ def test_gives_way_before_it_imports_anything() -> None:
     found = subprocess.run([sys.executable, "-c", _EARLY], capture_output=True, text=True, timeout=150)
     assert found.stdout == "10 False False\n"
     assert "IndexError" in found.stderr, "it has no socket to listen to"
+
+
+def test_numpy_comes_with_the_first_order(bench: Bench) -> None:
+    save, slot = bench.slot(1)
+    writer = bench.writer()
+    writer.add_slot(slot.path)
+    hear(writer, "ready")
+    assert "numpy" not in Path(f"/proc/{writer.pid}/maps").read_text()
+    writer.persist(save, slot.path)
+    hear(writer, "committed")
+    assert "numpy" in Path(f"/proc/{writer.pid}/maps").read_text()
+
+
+_DEFERRED = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from ckptlib.writer import late_numpy
+late_numpy.defer()
+late_numpy.defer()
+import numpy as np
+from ckptlib.format import box, layout, table
+assert box.np is np and "numpy._core" not in sys.modules
+if sys.argv[1] == "asked":
+    assert np.int64(3) + 1 == 4
+elif sys.argv[1] == "asked by many":
+    with ThreadPoolExecutor(8) as executor:
+        assert sum(executor.map(lambda n: int(np.arange(n).sum()) + len(np.fft.__name__), [4] * 200)) == 200 * 15
+else:
+    late_numpy.load()
+    late_numpy.load()
+import numpy.linalg
+assert box.np is layout.np is table.np is np is numpy is sys.modules["numpy"] and type(np) is type(sys)
+assert np.linalg.norm(np.array([3.0, 4.0])) == 5 and np.__file__ == np.__spec__.origin
+late_numpy.defer()
+assert sys.modules["numpy"] is np
+print("good")
+"""
+
+
+@pytest.mark.parametrize("how", ["asked", "asked by many", "loaded"])
+def test_what_stands_for_numpy_becomes_numpy(how: str) -> None:
+    found = subprocess.run([sys.executable, "-c", _DEFERRED, how], capture_output=True, text=True, timeout=150)
+    assert found.stdout == "good\n", found.stderr
 
 
 def test_starts_no_threads_for_algebra_that_it_never_does(bench: Bench) -> None:
