@@ -1,7 +1,7 @@
 """Chunks into frames: with the codec that the user's rules and the store give each, in a thread beside the upload.
 
-It is one thread: numpy's operations end sooner than threads hand over the interpreter's lock, so that two of them encode
-no faster than one (0.7 to 1.2 times, measured), and take time from the uploads. It runs at the writer's low priority.
+It is one thread: numpy's operations end sooner than threads hand over the interpreter's lock, so that two of them
+encode no faster than one (0.7 to 1.2 times, measured), and take time from the uploads.
 
 Measurements of one save serve the next: how fast the store takes bytes, how fast encoding is and how much it saves on
 each kind of tensor, and the bases of patches. Owned by the thread that persists. No torch.

@@ -14,8 +14,8 @@ FRAMES_BYTES = 32 * 1024 * 1024
 """Frames that are put as one pack: they are in memory until they are."""
 
 FIRST_FRAMES_BYTES = 4 * 1024 * 1024
-"""Of the first such pack: until it is gathered the store waits. Each one after it has twice as much, so that where encoding
-is twice as fast as the store, a pack is gathered before the one before it is put."""
+"""Of the first such pack: until it is gathered the store waits. The next ones have twice as much each: where encoding
+is twice as fast as the store, one is gathered before the last one is put."""
 
 
 class FramePack:
