@@ -46,7 +46,11 @@ SAMPLES = 4
 """Chunks of a kind, evenly spread, that are encoded to see whether it pays."""
 
 SAMPLED_EVERY = 16
-"""Saves, where it did not: the store and the load of the host may change."""
+"""Saves, at most, where it did not: the store and the load of the host may change."""
+
+FIRST_PAUSE = 2
+"""Saves after which that is looked at again for the first time; then after twice as many each time. The first samples
+come while a job begins, and may show a fraction of what encoding reaches later."""
 
 
 class Encoded(NamedTuple):
@@ -80,6 +84,8 @@ class _Learned:
     pays: bool | None = None
     num_skipped: int = 0
     """Saves since it was last seen whether it pays."""
+    pause: int = FIRST_PAUSE
+    """Saves until that is looked at again."""
 
 
 class _Work(NamedTuple):
@@ -178,10 +184,12 @@ class Coder:
                 learned.pays = verdict.encode
                 log.info("%s of %s: %s", *kind, verdict.why)
             if verdict.encode:
+                learned.pause = FIRST_PAUSE
                 return chunks
             learned.num_skipped += 1
-            if learned.num_skipped < SAMPLED_EVERY:
+            if learned.num_skipped < learned.pause:
                 return ()
+            learned.pause = min(2 * learned.pause, SAMPLED_EVERY)
         learned.num_skipped = 0
         return chunks[:: -(-len(chunks) // SAMPLES)]
 
