@@ -35,7 +35,7 @@ def auto_saves(job: OneRank, arrays: dict[str, np.ndarray], num: int) -> list[li
 
 
 def test_auto_begins_raw_measures_and_encodes_for_a_slow_store(tmp_path: Path) -> None:
-    store = open_store(f"latency+file://{tmp_path}/root?latency=0.001&bandwidth=1e7")  # far below what a busy host does
+    store = open_store(f"latency+file://{tmp_path}/root?latency=0.001&bandwidth=4e6")  # far below what a busy host does
     first, second, third = auto_saves(OneRank(tmp_path, store, "auto"), {"w": mib(5)}, 3)
     assert {*first} == {"raw"}
     assert second.count("planes") == SAMPLES
