@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -102,8 +103,8 @@ def _entropy(plane: Bytes) -> float:
     if not len(plane):
         return 8.0
     counts = np.bincount(plane, minlength=256)
-    bits = np.log2(len(plane)) - float(_BITS[counts].sum()) / len(plane)
-    return float(bits + (np.count_nonzero(counts) - 1) / (2 * np.log(2) * len(plane)))
+    bits = math.log2(len(plane)) - float(np.add.reduce(_BITS.take(counts))) / len(plane)
+    return bits + (int(np.count_nonzero(counts)) - 1) / (2 * math.log(2) * len(plane))
 
 
 _BITS = np.arange(_ENOUGH + 1) * np.log2(np.maximum(1, np.arange(_ENOUGH + 1)))

@@ -50,9 +50,7 @@ def test_auto_stays_raw_where_the_store_is_faster_than_encoding(tmp_path: Path) 
     saves = [[], *auto_saves(job, arrays, 3 * SAMPLED_EVERY + 1)]
     looked = [number for number, codecs in enumerate(saves) if "planes" in codecs]
     assert {saves[number].count("planes") for number in looked} == {SAMPLES}
-    assert looked == [1, 3, 7, 15, 31, 47], (
-        "it has to see what encoding reaches, and looks again more and more rarely"
-    )
+    assert looked == [1, 3, 7, 15, 31, 47], "it has to see what encoding reaches, and looks again more and more rarely"
 
 
 def test_auto_stays_raw_on_a_local_path_and_looks_at_no_tensor(tmp_path: Path, planes: Watched) -> None:
