@@ -37,7 +37,7 @@ class Measured:
     store_bps: float | None
     """Bytes per second that this process gets into it; None: not known yet."""
     encode_bps: float
-    """Raw bytes per second that it encodes, by all threads that it may use."""
+    """Raw bytes per second that it encodes."""
     ratio: float
     """Encoded bytes over raw ones, of a sample."""
 

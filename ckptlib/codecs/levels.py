@@ -20,8 +20,6 @@ MIN_ROW = 64
 """A level costs some 6 bits, so that shorter rows share one."""
 _ROWS_SEEN = 64
 """For the level of a column."""
-_STEP = 1 << 17
-"""Elements at a time: see `float_bits`."""
 
 
 class Model(IntEnum):
@@ -68,8 +66,9 @@ class Leveller:
 
     def __init__(self, num_elements: int) -> None:
         """For blocks of up to so many elements."""
-        self._block = np.zeros(num_elements + 2 * MAX_ROW, np.uint8)
-        self._sums, self._levels = np.empty(_STEP, np.uint16), np.empty(_STEP, np.uint8)
+        size = num_elements + 2 * MAX_ROW
+        self._block = np.zeros(size, np.uint8)
+        self._sums, self._levels = np.empty(size, np.uint16), np.empty(size, np.uint8)
 
     def memory(self, first: int, count: int) -> Bytes:
         """For `count` exponents of which the first is that of element `first` of its row. The same at each call."""
@@ -118,14 +117,10 @@ class Leveller:
         if not len(levels.columns):
             operation(grid, levels.rows[:, None], out=grid)
             return
-        at_once = max(1, _STEP // grid.shape[1])
         upper, lower = levels.rows.astype(np.uint16).reshape(2, -1)
         rows, columns = (upper * 256 + lower)[:, None], levels.columns.astype(np.uint16)
-        for at in range(0, len(grid), at_once):
-            part = grid[at : at + at_once]
-            sums = self._sums[: part.size].reshape(part.shape)
-            np.add(rows[at : at + at_once], columns, out=sums)
-            np.right_shift(sums, 4, out=sums)
-            level = self._levels[: part.size].reshape(part.shape)
-            np.copyto(level, sums, casting="unsafe")
-            operation(part, level, out=part)
+        sums = self._sums[: grid.size].reshape(grid.shape)
+        np.add(rows, columns, out=sums)
+        level = self._levels[: grid.size].reshape(grid.shape)
+        np.right_shift(sums, 4, out=level, casting="unsafe")
+        operation(grid, level, out=grid)

@@ -76,14 +76,16 @@ class Pairer:
         end = -(-num_symbols // 8) * 8
         self._is_stray[num_symbols:end] = False
         words = np.flatnonzero(self._is_stray[:end].view(np.uint64) != 0)  # of bools: else ten times as slow
-        rows, places = np.nonzero(self._is_stray[:end].reshape(-1, 8)[words])
-        return words[rows] * 8 + places
+        places = np.flatnonzero(self._is_stray[:end].reshape(-1, 8)[words])
+        at: NDArray[np.intp] = words[places >> 3] * 8 + (places & 7)
+        return at
 
 
 def _base(plane: Bytes) -> int | None:
     """Where the 15 most frequent consecutive symbols begin; None where, by a sample, too many others occur."""
-    counts = np.bincount(plane[:: max(1, len(plane) // _SAMPLE)], minlength=256)
-    sums = np.cumsum(np.concatenate([counts, counts[: _STRAY - 1]]))
-    inside = sums[_STRAY - 1 :] - sums[: len(sums) - _STRAY + 1] + counts
+    counts = np.bincount(plane[:: max(1, len(plane) // _SAMPLE)], minlength=256 + _STRAY - 1)
+    counts[256:] = counts[: _STRAY - 1]
+    sums = counts.cumsum()
+    inside = sums[_STRAY - 1 :] - sums[:256] + counts[:256]
     base = int(np.argmax(inside))
     return base if inside[base] >= (1 - _MOST_STRAYS) * sums[255] else None

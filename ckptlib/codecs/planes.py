@@ -15,6 +15,7 @@ A block needs no other, and its planes fit into the cache of a core; so memory i
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from typing import ClassVar
@@ -42,11 +43,26 @@ _SMALLEST = 256
 _WAYS = {Way.AS_IS: stored, Way.CODED: coded, Way.WITHOUT_LOWEST_BIT: without_lowest_bit}
 
 
+_turn = threading.Lock()
+"""Held by the thread that decodes. Several at once would be slower than one: numpy's operations end sooner than threads
+hand over the interpreter's lock. So they wait here, and leave it to those that read and digest."""
+
+
+def _renew_turn() -> None:
+    """A forked child has one thread, and nobody who would give the turn back."""
+    global _turn
+    _turn = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_renew_turn)
+
+
 class _Work(threading.local):
     """What a thread computes in, 2 MB; kept, since fresh memory costs more than the work."""
 
     def __init__(self) -> None:
-        self.cutter, self.leveller, self.pairer = Cutter(), Leveller(BLOCK), Pairer(BLOCK)
+        self.cutter, self.leveller, self.pairer = Cutter(BLOCK), Leveller(BLOCK), Pairer(BLOCK)
 
 
 class Planes(Codec):
@@ -81,18 +97,8 @@ class Planes(Codec):
 
     @override
     def decode(self, frame: memoryview, out: memoryview) -> None:
-        reader, work = FrameReader(frame), self._decoding
-        code, row, first = _HEAD.unpack(reader.take(_HEAD.size, "its head"))
-        kind = BY_CODE.get(code)
-        if kind is None or not (row == 0 or MIN_ROW <= row <= MAX_ROW) or first >= max(row, 1):
-            raise FormatError(f"a frame of planes begins with kind {code}, row {row}, first {first}: no such frame")
-        items = np.frombuffer(out, np.uint8, len(out) // kind.itemsize * kind.itemsize)
-        for at in range(0, len(items), BLOCK * kind.itemsize):
-            block = items[at : at + BLOCK * kind.itemsize]
-            place = (first + at // kind.itemsize) % row if row else 0
-            _decode_block(work, kind, reader, block, place, row)
-        out[len(items) :] = reader.take(len(out) - len(items), "the bytes behind the last element")
-        reader.end()
+        with _turn:
+            _decode(self._decoding, FrameReader(frame), out)
 
 
 def _encode_block(work: _Work, kind: Kind, plan: sample.Plan, block: Bytes, first: int, row: int) -> Parts:
@@ -109,6 +115,20 @@ def _encode_block(work: _Work, kind: Kind, plan: sample.Plan, block: Bytes, firs
     of_exponents = paired(exponents, work.pairer) if plan.exponents is Way.CODED else stored(exponents)
     found += [bytes(part) for part in of_exponents]  # the exponents' own memory serves the next block
     return found + _WAYS[plan.mantissas](mantissas) + _WAYS[plan.low](low)
+
+
+def _decode(work: _Work, reader: FrameReader, out: memoryview) -> None:
+    code, row, first = _HEAD.unpack(reader.take(_HEAD.size, "its head"))
+    kind = BY_CODE.get(code)
+    if kind is None or not (row == 0 or MIN_ROW <= row <= MAX_ROW) or first >= max(row, 1):
+        raise FormatError(f"a frame of planes begins with kind {code}, row {row}, first {first}: no such frame")
+    items = np.frombuffer(out, np.uint8, len(out) // kind.itemsize * kind.itemsize)
+    for at in range(0, len(items), BLOCK * kind.itemsize):
+        block = items[at : at + BLOCK * kind.itemsize]
+        place = (first + at // kind.itemsize) % row if row else 0
+        _decode_block(work, kind, reader, block, place, row)
+    out[len(items) :] = reader.take(len(out) - len(items), "the bytes behind the last element")
+    reader.end()
 
 
 def _decode_block(work: _Work, kind: Kind, reader: FrameReader, block: Bytes, first: int, row: int) -> None:

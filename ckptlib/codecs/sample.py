@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -62,8 +63,8 @@ def plan(kind: Kind, raw: Bytes, first: int, row: int, block: int, cutter: Cutte
     model, bits = Model.NONE, _entropy(exponents)
     if by_rows:
         model, bits = _model(exponents.reshape(grid.shape[:2]), row, block, bits)
-    of_mantissas = _way(_entropy(mantissas))
-    if of_mantissas is Way.CODED and _entropy(mantissas) > _NOISE_BITS - 1 and not (mantissas & 1).any():
+    of_mantissas = _way(mantissa_bits := _entropy(mantissas))
+    if of_mantissas is Way.CODED and mantissa_bits > _NOISE_BITS - 1 and not (mantissas & 1).any():
         of_mantissas = Way.WITHOUT_LOWEST_BIT
     return Plan(model, _way(bits), of_mantissas, _way(_entropy(low[:_ENOUGH])))
 
@@ -101,7 +102,10 @@ def _entropy(plane: Bytes) -> float:
     """Bits per byte of a source that gave this sample: corrected for its size as Miller and Madow do; none: 8."""
     if not len(plane):
         return 8.0
-    counts = np.bincount(plane)
-    counts = counts[counts > 0]
-    bits = np.log2(len(plane)) - float(counts @ np.log2(counts)) / len(plane)
-    return float(bits + (len(counts) - 1) / (2 * np.log(2) * len(plane)))
+    counts = np.bincount(plane, minlength=256)
+    bits = math.log2(len(plane)) - float(np.add.reduce(_BITS.take(counts))) / len(plane)
+    return bits + (int(np.count_nonzero(counts)) - 1) / (2 * math.log(2) * len(plane))
+
+
+_BITS = np.arange(_ENOUGH + 1) * np.log2(np.maximum(1, np.arange(_ENOUGH + 1)))
+"""Of what occurs so often: how often, times the logarithm of that."""

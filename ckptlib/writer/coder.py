@@ -1,4 +1,7 @@
-"""Chunks into frames: with the codec that the user's rules and the store give each, in threads beside the upload.
+"""Chunks into frames: with the codec that the user's rules and the store give each, in a thread beside the upload.
+
+It is one thread: numpy's operations end sooner than threads hand over the interpreter's lock, so that two of them
+encode no faster than one (0.7 to 1.2 times, measured), and take time from the uploads.
 
 Measurements of one save serve the next: how fast the store takes bytes, how fast encoding is and how much it saves on
 each kind of tensor, and the bases of patches. Owned by the thread that persists. No torch.
@@ -32,11 +35,6 @@ from ckptlib.writer.rates import Rate
 
 log = logging.getLogger(__name__)
 
-ENCODERS = 2
-"""Threads, at the writer's low priority. One core encodes about a gigabyte per second, and half of that with each frame
-decoded again. Two threads of `planes` are slower than one (0.74 to 0.90 times, measured): numpy's operations end
-sooner than threads hand over the interpreter's lock. Those of zstd alone are faster (1.5 to 1.9 times)."""
-
 AHEAD_BYTES = 32 * 1024 * 1024
 """Of chunks that are encoded before they are asked for: about what one pack of frames takes, so that the next one is
 encoded while it is put. Bounds the memory."""
@@ -48,7 +46,11 @@ SAMPLES = 4
 """Chunks of a kind, evenly spread, that are encoded to see whether it pays."""
 
 SAMPLED_EVERY = 16
-"""Saves, where it did not: the store and the load of the host may change."""
+"""Saves, at most, where it did not: the store and the load of the host may change."""
+
+FIRST_PAUSE = 2
+"""Saves after which that is looked at again for the first time; then after twice as many each time. The first samples
+come while a job begins, and may show a fraction of what encoding reaches later."""
 
 
 class Encoded(NamedTuple):
@@ -82,10 +84,12 @@ class _Learned:
     pays: bool | None = None
     num_skipped: int = 0
     """Saves since it was last seen whether it pays."""
+    pause: int = FIRST_PAUSE
+    """Saves until that is looked at again."""
 
 
 class _Work(NamedTuple):
-    """The result of one thread for a chunk."""
+    """The result of the encoder for a chunk."""
 
     attempt: Attempt | None
     frame: bytes | None
@@ -107,7 +111,7 @@ class _Job(NamedTuple):
     base: Base | None
     nbytes: int
     began: float
-    """When it was given to the threads; by the monotonic clock."""
+    """When it was given to the encoder; by the monotonic clock."""
     work: Future[_Work]
 
 
@@ -125,9 +129,11 @@ class Coder:
         self._kinds: dict[Kind, _Learned] = {}
         self._table: object = None
         self._encoding = Rate()
-        """Seconds in which chunks are waiting to be encoded, by all threads: longer where the host has no idle core."""
+        """Seconds in which chunks are waiting to be encoded: longer where the host has no idle core."""
+        self._is_cold = True
+        """The first chunk pays for memory that is kept, and tells little of those to come."""
         self._busy_until = 0.0
-        """Up to then the time of the encoders is accounted for; by the monotonic clock."""
+        """Up to then the time of the encoder is accounted for; by the monotonic clock."""
         self._plans: list[_Plan | None] = []
         """By chunk. None: it is stored as it is."""
         self._patches: Patches | None = None
@@ -178,10 +184,12 @@ class Coder:
                 learned.pays = verdict.encode
                 log.info("%s of %s: %s", *kind, verdict.why)
             if verdict.encode:
+                learned.pause = FIRST_PAUSE
                 return chunks
             learned.num_skipped += 1
-            if learned.num_skipped < SAMPLED_EVERY:
+            if learned.num_skipped < learned.pause:
                 return ()
+            learned.pause = min(2 * learned.pause, SAMPLED_EVERY)
         learned.num_skipped = 0
         return chunks[:: -(-len(chunks) // SAMPLES)]
 
@@ -202,7 +210,7 @@ class Coder:
         if not chunks:
             return
         self._patches = patches = self._patches or Patches()
-        self._executor = self._executor or ThreadPoolExecutor(ENCODERS, "ckptlib-encode")
+        self._executor = self._executor or ThreadPoolExecutor(1, "ckptlib-encode")
         jobs: deque[_Job] = deque()
         nbytes_ahead = 0
         try:
@@ -252,6 +260,8 @@ class Coder:
             return Encoded(chunk, None, None)
         learned = self._kinds.setdefault(job.kind, _Learned())
         learned.stored.add(job.nbytes if done.frame is None else len(done.frame), job.nbytes)
+        if self._is_cold and self._encoding.nbytes:
+            self._encoding, self._is_cold = Rate(), False
         self._encoding.add(busy_s, job.nbytes)
         if done.frame is None:
             return Encoded(chunk, None, None)

@@ -13,8 +13,9 @@ from ckptlib.writer.share import PutChunks
 FRAMES_BYTES = 32 * 1024 * 1024
 """Frames that are put as one pack: they are in memory until they are."""
 
-FIRST_FRAMES_BYTES = 8 * 1024 * 1024
-"""Of the first such pack: until it is gathered the store waits."""
+FIRST_FRAMES_BYTES = 4 * 1024 * 1024
+"""Of the first such pack: until it is gathered the store waits. The next ones have twice as much each: where encoding
+is twice as fast as the store, one is gathered before the last one is put."""
 
 
 class FramePack:
@@ -76,6 +77,6 @@ def in_packs(frames: Iterable[Encoded]) -> Iterator[list[Encoded]]:
         nbytes += len(one.frame or b"")
         if nbytes >= enough:
             yield some
-            some, nbytes, enough = [], 0, FRAMES_BYTES
+            some, nbytes, enough = [], 0, min(2 * enough, FRAMES_BYTES)
     if some:
         yield some

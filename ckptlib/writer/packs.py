@@ -14,7 +14,7 @@ import itertools
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -54,9 +54,10 @@ class PackShape:
     head_nbytes: int
     entries: str
     """JSON text of the header's entries, without braces."""
-    told: Mapping[str, Mapping[str, Json]]
-    """What else the metadata tell of entries, by what it is: torch's dtype, where safetensors has no word for it; shape
-    of the tensor, offset and shape of the shard, where name and shape do not tell; the codec, of a frame."""
+    told: str
+    """JSON text of what else the metadata tell, without braces; with a comma before it where there is any."""
+    version: str
+    """Of the format; "2" where there are frames."""
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +65,7 @@ class PackShape:
 
     def head(self, save: SaveId, rank: int, layout: str) -> bytes:
         """The first bytes of the pack."""
-        return _head(self.entries, self.told, save, rank, layout, self.head_nbytes)
+        return _head(self, save, rank, layout)
 
 
 LONGEST_CODEC = "x" * 32
@@ -212,7 +213,9 @@ class Packer:
         rows = len(shape) == len(tensor.shape) and shape[1:] == tensor.shape[1:]
         text = _text(name, dtypes.safetensors_name(tensor.dtype), shape if has_word else (nbytes,))
         place: Json = [list(tensor.shape), list(box.offset), list(box.shape)]
-        return _Entry(name, tensor.dtype, has_word, place, rows and has_word, begin, nbytes, text)
+        is_plain = rows and has_word
+        told = (not has_word) * (len(name) + 30) + (not is_plain) * (len(name) + 70)
+        return _Entry(name, tensor.dtype, has_word, place, is_plain, begin, nbytes, text, len(text) + 30 + told)
 
 
 KNOWN_PACKINGS = 4
@@ -265,12 +268,8 @@ class _Entry(NamedTuple):
     nbytes: int
     text: str
     """JSON, up to where it lies."""
-
-    @property
-    def head_nbytes(self) -> int:
-        """About what it takes in a header."""
-        told = (not self.has_word) * (len(self.name) + 30) + (not self.is_plain) * (len(self.name) + 70)
-        return len(self.text) + 30 + told
+    head_nbytes: int
+    """About what it takes in a header."""
 
 
 def _flat_index(shape: tuple[int, ...], box: Box, element: int) -> int:
@@ -283,17 +282,21 @@ def _flat_index(shape: tuple[int, ...], box: Box, element: int) -> int:
     return flat
 
 
+Told = Mapping[str, Mapping[str, Json]]
+"""What else the metadata tell of entries, by what it is: torch's dtype, where safetensors has no word for it; shape of
+the tensor, offset and shape of the shard, where name and shape do not tell; the codec, of a frame."""
+
+
 def _shape(
-    pieces: tuple[Piece, ...],
-    data_nbytes: int,
-    texts: Sequence[str],
-    told: Mapping[str, Mapping[str, Json]],
-    head_nbytes: int = 0,
+    pieces: tuple[Piece, ...], data_nbytes: int, texts: Sequence[str], told: Told, head_nbytes: int = 0
 ) -> PackShape:
-    text = ",".join(texts)
+    """`head_nbytes`: of the header, at least."""
+    dumped = {what: json.dumps(of, separators=(",", ":")) for what, of in told.items() if of}
+    text = "".join(f", {json.dumps(what)}: {json.dumps(of)}" for what, of in dumped.items())
+    version = "2" if told.get("codecs") else "1"
+    shape = PackShape(pieces, data_nbytes, head_nbytes, ",".join(texts), text, version)
     # every save's head is as long as this one's: its numbers have fixed width
-    longest = _head(text, told, _WIDEST, 0, "0" * 32, head_nbytes)
-    return PackShape(pieces, data_nbytes, len(longest), text, told)
+    return replace(shape, head_nbytes=len(_head(shape, _WIDEST, 0, "0" * 32)))
 
 
 def _text(name: str, dtype: str, shape: tuple[int, ...]) -> str:
@@ -302,15 +305,11 @@ def _text(name: str, dtype: str, shape: tuple[int, ...]) -> str:
     return f'{json.dumps(name)}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":'
 
 
-def _head(
-    entries: str, told: Mapping[str, Mapping[str, Json]], save: SaveId, rank: int, layout: str, nbytes: int
-) -> bytes:
-    """Of `nbytes`, or of as many pages as it takes where they are more."""
-    version = "2" if told.get("codecs") else "1"
-    metadata = {"ckptlib": version, "save": str(save), "rank": f"{rank:06d}", "layout": layout}
-    metadata |= {what: json.dumps(of, separators=(",", ":")) for what, of in told.items() if of}
-    text = f'{{"__metadata__":{json.dumps(metadata)},{entries}}}'.encode()
-    padded = text.ljust(max(round_up(8 + len(text)), nbytes) - 8)
+def _head(shape: PackShape, save: SaveId, rank: int, layout: str) -> bytes:
+    """Of as many bytes as the shape says, or of as many pages as it takes where they are more."""
+    metadata = {"ckptlib": shape.version, "save": str(save), "rank": f"{rank:06d}", "layout": layout}
+    text = f'{{"__metadata__":{json.dumps(metadata)[:-1]}{shape.told}}},{shape.entries}}}'.encode()
+    padded = text.ljust(max(round_up(8 + len(text)), shape.head_nbytes) - 8)
     return len(padded).to_bytes(8, "little") + padded
 
 

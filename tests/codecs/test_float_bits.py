@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckptlib.codecs.float_bits import KINDS, Cutter
 
-CUTTER = Cutter()
+CUTTER = Cutter(40)
 WHERE = {
     # which bits of the float, the highest first, become (exponents, mantissas, low)
     "float32": (range(30, 22, -1), [*range(22, 15, -1), 31], range(15, -1, -1)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import struct
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,8 +13,10 @@ from chunks import CONTENTS, FLOATS, chunks, gaussian, moments, round_trip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptlib.codecs import planes
 from ckptlib.codecs.codec import Content
 from ckptlib.codecs.planes import BLOCK, Planes
+from ckptlib.errors import FormatError
 
 CODEC = Planes()
 
@@ -123,6 +127,27 @@ def test_memory_need_not_be_aligned(before: int, out_before: int) -> None:
     assert frame is not None
     CODEC.decode(memoryview(frame), memoryview(out)[out_before : out_before + len(raw)])
     assert out == bytes(out_before) + raw + bytes(5), "and nothing beside it was touched"
+
+
+def test_a_process_that_is_forked_while_a_thread_decodes_can_decode() -> None:
+    """A data loader's, in the middle of a load: the thread that had the turn is not there to give it back."""
+    raw = gaussian("float32", 1000)
+    frame = CODEC.encode(memoryview(raw), Content("float32", 1))
+    assert frame is not None
+    with planes._turn:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(60)
+            out = bytearray(len(raw))
+            CODEC.decode(memoryview(frame), memoryview(out))
+            os._exit(0 if out == raw else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_frame_that_is_refused_gives_the_turn_back() -> None:
+    for _ in range(2):
+        with pytest.raises(FormatError):
+            CODEC.decode(memoryview(b"\xff" * 100), memoryview(bytearray(1000)))
 
 
 def test_threads_do_not_meet() -> None:

@@ -10,7 +10,7 @@ from ckptlib.codecs.float_bits import KINDS, Cutter
 from ckptlib.codecs.levels import Model
 from ckptlib.codecs.sample import Plan, Way, plan
 
-CUTTER = Cutter()
+CUTTER = Cutter(2048)
 
 
 def of(raw: bytes, row: int = 0, first: int = 0, dtype: str = "float32") -> Plan:

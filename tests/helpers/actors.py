@@ -71,6 +71,7 @@ def no_chance() -> Iterator[None]:
         patch.setattr("ckptlib.writer.parents.time", clock)
         patch.setattr("ckptlib.writer.persist.time", clock)
         patch.setattr("ckptlib.catalog.reading.ThreadPoolExecutor", lambda *_: Inline())
+        patch.setattr("ckptlib.writer.coder.ThreadPoolExecutor", lambda *_: Inline())
         patch.setattr(rescue_module, "time", clock)
         patch.setattr(rescue_module, "SHARES_TIMEOUT_S", 0.1)
         yield

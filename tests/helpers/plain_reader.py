@@ -1,4 +1,7 @@
-"""Reads what a store holds by FORMAT.md alone: from manifest to parts, chunks and tensors, every digest checked."""
+"""Reads what a store holds by FORMAT.md alone: from manifest to parts, chunks and tensors, every digest checked.
+
+Frames are decoded by ckptlib's own codecs, which have tests of their own: what comes out is compared with a digest.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
+
+from ckptlib.codecs import registry
 
 Get = Callable[[str], bytes]
 """All bytes of an object; raises for one that is not there."""
@@ -18,12 +24,24 @@ _HEAD = re.compile(rb'(\{"ckptlib":[12],"kind":"[a-z]+"),"digest":"xxh3:([0-9a-f
 xxh3 = xxhash.xxh3_128_hexdigest
 
 
+class Frame(NamedTuple):
+    """What a chunk is stored as."""
+
+    codec: str
+    nbytes: int
+    """Of the chunk."""
+    base: Chunk | None
+    base_digest: str
+
+
 class Chunk(NamedTuple):
     """Where one lies."""
 
     pack: str
     offset: int
     nbytes: int
+    frame: Frame | None = None
+    """None: it is its own bytes."""
 
 
 def body_of(data: bytes, key: str) -> Any:
@@ -48,14 +66,31 @@ def parts_of(get: Get, manifest: bytes) -> list[Any]:
 
 def chunks_of(part: Any) -> list[Chunk]:
     """In the order of its table."""
-    sizes, found = iter(part["table"]["chunks"]["nbytes"]), []
-    assert "codec" not in part["places"], "this reader knows no codecs"
-    for pack, offset, count in part["places"]["runs"]:
+    sizes, places, found = part["table"]["chunks"]["nbytes"], part["places"], list[Chunk]()
+    stored, codecs = places.get("stored", sizes), [None, *places.get("codecs", [])]
+    frames = [codecs[number] for number in places.get("codec", [0] * len(sizes))]
+    bases = _bases_of(part, codecs)
+    for pack, offset, count in places["runs"]:
         for _ in range(count):
-            nbytes = next(sizes)
-            found.append(Chunk(part["packs"][pack][0], offset, nbytes))
-            offset += nbytes
-    assert next(sizes, None) is None
+            at = len(found)
+            base, digest = bases.get(at, (None, ""))
+            frame = None if frames[at] is None else Frame(frames[at], sizes[at], base, digest)
+            assert base is None or frame is not None
+            found.append(Chunk(part["packs"][pack][0], offset, stored[at], frame))
+            offset += stored[at]
+    assert len(found) == len(sizes) == len(stored) == len(frames)
+    return found
+
+
+def _bases_of(part: Any, codecs: list[str | None]) -> dict[int, tuple[Chunk, str]]:
+    """By position of the chunk: its base, and the digest of that."""
+    bases, found = part.get("bases", {"chunk": [], "digests": ""}), dict[int, tuple[Chunk, str]]()
+    for at, chunk in enumerate(bases["chunk"]):
+        pack, offset, stored, number = (bases[column][at] for column in ("pack", "offset", "stored", "codec"))
+        codec, nbytes = codecs[number], part["table"]["chunks"]["nbytes"][chunk]
+        frame = None if codec is None else Frame(codec, nbytes, None, "")
+        base = Chunk(part["packs"][pack][0], offset, stored, frame)
+        found[chunk] = base, bases["digests"][32 * at : 32 * at + 32]
     return found
 
 
@@ -97,5 +132,15 @@ def _shards(get: Get, part: Any, layout: Any) -> Iterator[tuple[str, tuple[slice
 def _read(get: Get, chunk: Chunk, digest: str) -> bytes:
     data = get(chunk.pack)[chunk.offset : chunk.offset + chunk.nbytes]
     assert len(data) == chunk.nbytes, f"{chunk}: the pack ends early"
+    if chunk.frame is not None:
+        base = chunk.frame.base
+        data = _decoded(chunk.frame.codec, data, chunk.frame.nbytes, base and _read(get, base, chunk.frame.base_digest))
     assert xxh3(data) == digest, f"{chunk}: does not match its digest"
     return data
+
+
+@lru_cache(maxsize=2048)
+def _decoded(codec: str, frame: bytes, nbytes: int, base: bytes | None) -> bytes:
+    out = bytearray(nbytes)
+    registry.decode(codec, memoryview(frame), memoryview(out), None if base is None else memoryview(base))
+    return bytes(out)

@@ -18,7 +18,7 @@ import numpy as np
 from helpers.actors import ActorStore, Crash, Inline
 from helpers.memory_slots import memory_slot
 from helpers.objects import objects_of
-from helpers.plain_reader import body_of, chunks_of, parts_of, tensors_of
+from helpers.plain_reader import Chunk, body_of, chunks_of, parts_of, tensors_of
 from support import ROOT_ID, age
 
 from ckptlib.catalog.catalog import Catalog
@@ -29,6 +29,7 @@ from ckptlib.errors import SaveFailed
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId, parse_save
 from ckptlib.format.manifest import Generation, Root
+from ckptlib.policy.codec import RAW, Asked, CodecRules
 from ckptlib.policy.keep import Keep
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.writer.persist import Persister
@@ -41,7 +42,11 @@ GRACE_S = GRACE.total_seconds()
 REFRESH_S = 7 * 24 * HOUR_S
 
 TENSORS, ROWS, COLUMNS = 4, 4, 1024
-"""A row is a chunk."""
+"""A row is a chunk. That of the last tensor is a table of many rows, of which few change at once."""
+
+TABLE = f"t{TENSORS - 1}"
+TABLE_ROWS, TABLE_COLUMNS = 16, 64
+"""Of a chunk of it."""
 
 SAVE = re.compile(r"[0-9]{12}-[0-9]{6}-[0-9a-f]{8}")
 
@@ -76,10 +81,16 @@ class Dropped:
 class SmallJob:
     """Its generations follow one another; of the one that runs, each rank has a writer."""
 
-    def __init__(self, store: MemoryStore | None = None, world_size: int = 2, refresh_s: float = REFRESH_S) -> None:
+    def __init__(
+        self,
+        store: MemoryStore | None = None,
+        world_size: int = 2,
+        refresh_s: float = REFRESH_S,
+        codec: Asked = RAW,
+    ) -> None:
         self.store = MemoryStore() if store is None else store
         self.store.pack_nbytes = 4 * COLUMNS * 4
-        self.refresh_s = refresh_s
+        self.refresh_s, self.codec = refresh_s, codec
         self.now = 1e9
         self.drawn = np.random.default_rng(0)
         self.state = self.fresh_state()
@@ -97,18 +108,30 @@ class SmallJob:
     # -- what it is made of
 
     def fresh_state(self) -> dict[str, np.ndarray]:
-        shapes = {f"t{i}": (ROWS, COLUMNS) for i in range(TENSORS)}
-        found = {name: self._noise(shape) for name, shape in shapes.items()}
+        found = {f"t{i}": np.stack([self._content(i) for _ in range(ROWS)]) for i in range(TENSORS)}
+        found[TABLE] = found[TABLE].reshape(-1, TABLE_COLUMNS)
         return {**found, "bias": np.zeros(5, np.int64), "count": np.array(0.0)}
 
+    def _content(self, tensor: int) -> np.ndarray:
+        """Of a chunk: noise, NaNs of every payload among it; weights; ids; rows of noise."""
+        if tensor == 1:
+            return self.drawn.normal(0, 0.02, COLUMNS).astype(np.float32)
+        if tensor == 2:
+            return self.drawn.integers(0, 30_000, COLUMNS).astype(np.int32)
+        return self._noise((COLUMNS,))
+
     def _noise(self, shape: tuple[int, ...]) -> np.ndarray:
-        """NaNs of every payload among them."""
         return np.frombuffer(self.drawn.bytes(4 * int(np.prod(shape))), np.float32).reshape(shape).copy()
 
     def change(self, rows: Iterable[int]) -> None:
-        """Of all tensors, counted through."""
+        """Of all tensors, counted through; of a chunk of the table one row."""
         for row in rows:
-            self.state[f"t{row // ROWS % TENSORS}"][row % ROWS] = self._noise((COLUMNS,))
+            tensor, at = row // ROWS % TENSORS, row % ROWS
+            if f"t{tensor}" == TABLE:
+                touched = TABLE_ROWS * at + int(self.drawn.integers(TABLE_ROWS))
+                self.state[TABLE][touched] = self._noise((TABLE_COLUMNS,))
+            else:
+                self.state[f"t{tensor}"][at] = self._content(tensor)
 
     def change_small(self) -> None:
         self.state["count"] = self.state["count"] + 1
@@ -131,7 +154,8 @@ class SmallJob:
 
     def _writer(self, rank: int) -> Writer:
         store = ActorStore(self.store)
-        persister = Persister(store, Inline(), rank, self.world_size, self.refresh_s)  # type: ignore[arg-type]
+        rules = CodecRules.of(self.codec)
+        persister = Persister(store, Inline(), rank, self.world_size, self.refresh_s, rules)  # type: ignore[arg-type]
         return Writer(store, persister, Committer(Catalog(store)))
 
     def catalog(self) -> Catalog:
@@ -352,10 +376,19 @@ class SmallJob:
         return sum(len(self.store.get(key)) for key in self.keys("packs/"))
 
     def nbytes_needed(self) -> int:
-        """Of chunks that listed steps have, each place once."""
+        """Of chunks that listed steps have, and of their bases, each place once."""
+        return sum(nbytes for _, _, nbytes in self.places())
+
+    def places(self) -> set[tuple[str, int, int]]:
+        """Pack, offset and bytes of what listed steps need."""
+        chunks = self.chunks()
+        chunks |= {c.frame.base for c in chunks if c.frame is not None and c.frame.base is not None}
+        return {(chunk.pack, chunk.offset, chunk.nbytes) for chunk in chunks}
+
+    def chunks(self) -> set[Chunk]:
+        """Of listed steps."""
         manifests = [self.store.get(save.manifest_key) for save in self.listed]
-        chunks = {c for data in manifests for part in parts_of(self.store.get, data) for c in chunks_of(part)}
-        return sum(chunk.nbytes for chunk in chunks)
+        return {c for data in manifests for part in parts_of(self.store.get, data) for c in chunks_of(part)}
 
 
 def copied(job: SmallJob) -> SmallJob:

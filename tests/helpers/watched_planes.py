@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 
@@ -29,6 +30,8 @@ class Watched(Planes):
         super().__init__()
         self.num_calls = 0
         self.fail_at: int | None = None
+        self.stalls: dict[int, float] = {}
+        """Seconds that a call takes longer, by its number, from 1."""
         self.gate = threading.Event()
         self.gate.set()
 
@@ -37,4 +40,5 @@ class Watched(Planes):
         if self.num_calls == self.fail_at:
             raise OSError("an encoder failed, as planned")
         self.gate.wait()
+        time.sleep(self.stalls.get(self.num_calls, 0.0))
         return super().encode(raw, content)

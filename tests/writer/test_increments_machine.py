@@ -1,4 +1,4 @@
-"""Increments, commits, retention and crashes in any order, against a dict of what each save was made of.
+"""Increments, codecs, commits, retention and crashes in any order, against a dict of what each save was made of.
 
 Whatever happens, each step that is listed loads bit for bit, nothing that must be kept is dropped, a reader has the
 grace period, and what nobody needs is gone after two sweeps beyond that.
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from typing_extensions import override
 
+from ckptlib.policy.codec import Asked
 from ckptlib.policy.keep import Keep
 
 ALL_ROWS = range(TENSORS * ROWS)
@@ -35,6 +36,10 @@ crash = st.one_of(st.none(), st.none(), st.integers(0, 40))
 """How many operations of the store a process still does; None: all."""
 hours = st.sampled_from([0.01, 0.4, 0.9, 1.5, 11.0, 25.0, 31.0, REFRESH_S / HOUR_S / 2])
 which = st.integers(0, 7)
+codecs: st.SearchStrategy[Asked] = st.sampled_from(
+    ["raw", "planes", "planes", {"t1": "planes", "t3": "planes", "*": "raw"}]
+)
+"""Of a job. "planes" is zstd for integers, and patches of the rows of a table."""
 
 
 class Increments(RuleBasedStateMachine):
@@ -45,7 +50,7 @@ class Increments(RuleBasedStateMachine):
         super().__init__()
         self.held = ExitStack()
         self.held.enter_context(no_chance())
-        self.job = SmallJob()
+        self.job = SmallJob(codec="planes")
 
     @override
     def teardown(self) -> None:
@@ -83,18 +88,23 @@ class Increments(RuleBasedStateMachine):
         save = self.job.saves[-1]
         left = data.draw(st.lists(st.sampled_from(range(save.world_size)), min_size=1, unique=True))
         self.job.rescue(save, left)
-        self.resume(data.draw(which), 2, None, False)
+        self.resume(data.draw(which), 2, None, False, data.draw(codecs))
 
     @rule(rank=which)
     def restart(self, rank: int) -> None:
         self.job.restart(rank % self.job.world_size)
 
     @rule(
-        nth=which, world_size=st.sampled_from([2, 2, 2, 1, 3]), after=crash, anew=st.sampled_from([False] * 9 + [True])
+        nth=which,
+        world_size=st.sampled_from([2, 2, 2, 1, 3]),
+        after=crash,
+        anew=st.sampled_from([False] * 9 + [True]),
+        codec=codecs,
     )
-    def resume(self, nth: int, world_size: int, after: int | None, anew: bool) -> None:
+    def resume(self, nth: int, world_size: int, after: int | None, anew: bool, codec: Asked) -> None:
         """From the newest, a rewind to an older one, or from nothing."""
         self.job.finish(after)
+        self.job.codec = codec
         visible = self.job.visible()
         self.job.begin(visible[-1 - nth % len(visible)] if visible and not anew else None, world_size)
 
@@ -114,6 +124,19 @@ class Increments(RuleBasedStateMachine):
     @invariant()
     def all_is_well(self) -> None:
         self.job.check()
+
+
+def test_what_the_machine_stores_is_of_every_codec() -> None:
+    """Else it would not tell anything of them."""
+    with no_chance():
+        job = SmallJob(codec="planes")
+        for _ in range(3):
+            job.change(ALL_ROWS)
+            job.save_and_commit()
+        frames = [chunk.frame for chunk in job.chunks()]
+        assert {None if frame is None else frame.codec for frame in frames} == {None, "planes", "zstd", "patch"}
+        assert {None} < {frame.base for frame in frames if frame is not None}
+        job.check()
 
 
 def test_any_order() -> None:
