@@ -31,6 +31,7 @@ from ckptlib.policy.codec import AUTO, Asked, CodecRules
 from ckptlib.policy.keep import Keep
 from ckptlib.policy.overhead import overhead_in
 from ckptlib.policy.peers import Coverage, Peers
+from ckptlib.policy.preemption import check_preempted
 from ckptlib.policy.tier import KEEP_LAST, tier_of
 from ckptlib.policy.when import Policy, When, policy_of
 from ckptlib.ranks.together import together
@@ -44,7 +45,7 @@ from ckptlib.saving.pending import Pending
 from ckptlib.saving.run_record import encode_config
 from ckptlib.saving.session import Session
 from ckptlib.saving.settings import MAX_OUTAGE, REFRESH, SAVE_DEADLINE, TIMEOUT, Settings
-from ckptlib.saving.step_metrics import StepMetrics
+from ckptlib.saving.step_metrics import StepMetrics, check_metrics
 from ckptlib.saving.terminal import show
 from ckptlib.saving.turns import Turns
 from ckptlib.saving.whole_state import first_look
@@ -160,6 +161,8 @@ class Checkpointer:
         self._state = state
         policy = policy_of(every)
         overhead_in(policy)  # refuses two budgets before anything is opened
+        if preempted is not None:
+            check_preempted(preempted)
         self._session = Session(settings, process_group, lambda: kind_of(flatten(self._state).leaves), on_event)
         self._group = self._session.group
         self._beginning = begins_from(init_from, init_only, self._session)
@@ -231,6 +234,8 @@ class Checkpointer:
             report = self._beginning.load(self._state, strict, device)
         self._steps.restored = report.step
         self._exports.note_restored(report.save)
+        if report.save is not None:
+            self._turns.remember(report.save)
         if self._group.rank == 0:
             show(log, "restore: %s", report)
         if self._session.settings.peers is not None:
@@ -302,6 +307,8 @@ class Checkpointer:
         """
         self._check_open()
         step = checked_step(step)
+        if metrics is not None:
+            check_metrics(metrics)
         try:
             if not self._turns.started:
                 self._generators = None  # too late for them
@@ -317,6 +324,8 @@ class Checkpointer:
         Raises UnsupportedState, NoRoom or Superseded on all ranks, and SaveFailed if a rank could not save this step.
         """
         self._check_open()
+        if metrics is not None:
+            check_metrics(metrics)
         pending = self._steps.save(step, metrics)
         self._exports.poll(pending, step)
         self._session.listener.deliver()

@@ -193,6 +193,12 @@ def interval_why(value: Mapping[str, Json]) -> str | None:
     return why[:MAX_WHY] if isinstance(why, str) else None
 
 
+def measured_in(value: Mapping[str, Json]) -> dict[str, Json]:
+    """Of the account of a manifest: what saves were measured to cost, as it was recorded; empty where nothing was."""
+    found = value.get("measured")
+    return found if isinstance(found, dict) else {}
+
+
 def fullest(accounts: Iterable[Account]) -> Account:
     """Of several of one start: the one that tells its end, else the one that tells most."""
     return max(accounts, key=lambda account: (account.end is not None, account.seconds))

@@ -12,6 +12,15 @@ EVERY_S = 5.0
 """Between two questions. Clouds that warn do so 30 seconds before the end, or earlier."""
 
 
+def check_preempted(preempted: object) -> None:
+    """Raises TypeError for what cannot be asked."""
+    if not callable(preempted):
+        raise TypeError(
+            f"preempted={preempted!r}: expected a function that says whether the job is to stop, such as "
+            "lambda: Path('/tmp/stop').exists()"
+        )
+
+
 class Preemption:
     """Asks in a thread, since an answer may take its time. An answer that does not come is none."""
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from ckptlib.policy.measured import Measured
 from ckptlib.policy.overhead import Overhead
 
 FIRST = 20
@@ -114,6 +115,10 @@ class Tuner:
         """How far off one of them may be, for the noise of steps."""
         self._persists: deque[float] = deque(maxlen=RECENT)
         self._num_saves = 0
+        self._first = FIRST
+        """Steps before the first save, if less work than is allowed may be lost by then."""
+        self._before = 0
+        """Saves of the start before, whose cost is known; 0: nothing is."""
         self._since = 0
         """Steps since the last save."""
         self._since_s = 0.0
@@ -123,6 +128,29 @@ class Tuner:
         """Steps since the save with nothing at work."""
         self._dry = 0
         """Intervals in a row without such steps."""
+
+    def remember(self, measured: Measured) -> None:
+        """Goes on from what the start before has measured, until this one has measured three saves of another cost.
+
+        Before the first step. The first save of this start is unlike others, and tells of no cost.
+        """
+        self._before = measured.num_saves
+        self._costs.extend([measured.save_s] * RECENT)
+        self._ours.extend([measured.visible_s] * RECENT)
+        self._persists.extend([measured.persist_s + measured.step_s / 2] * RECENT)
+        self._decide(measured.step_s, measured.each_step_s)
+        self._first = self.interval
+
+    @property
+    def measured(self) -> Measured | None:
+        """For the next start; None before two saves, of which the first counts for nothing."""
+        found = self.estimate
+        if found is None or not self._costs:
+            return None
+        visible_s, num_saves = min(middle(self._ours), middle(self._costs)), self._before + self._num_saves
+        return Measured(
+            found.step_s, found.each_step_s, middle(self._costs), visible_s, found.persist_s, min(num_saves, COSTS)
+        )
 
     @property
     def widens(self) -> bool:
@@ -177,8 +205,8 @@ class Tuner:
         """The first save, of which nothing is known, must not come too late either."""
         if self._asked.at_most_lost is not None and self._num_clean >= CLEAN:
             step_s = statistics.median(step.seconds for step in self._clean)
-            lost_s = self._asked.at_most_lost.total_seconds()
-            self.interval = max(min(FIRST, int(lost_s / step_s)), 1)
+            lost_s = self._asked.at_most_lost.total_seconds() - max(self._persists, default=0.0)
+            self.interval = max(min(self._first, int(lost_s / step_s)), 1)
 
     # What a save cost
 
@@ -200,9 +228,10 @@ class Tuner:
         ours_s = sum(step.ours_s - each_step_s for step in beside)
         cost_s = ours_s + sum(_slower(step.rest_s, rest_s) for step in beside)
         cost_s, ours_s = max(cost_s, ours_s, 0.0), max(ours_s, 0.0)
-        self._remember(cost_s, ours_s, noise_s)
+        if self._num_saves > 1 or not self._before:
+            self._remember(cost_s, ours_s, noise_s)
         self._decide(rest_s, each_step_s)
-        if self._num_saves == 1:  # it was not like others
+        if self._num_saves == 1 and not self._before:  # it was not like others
             self._costs.clear()
             self._ours.clear()
 
@@ -240,8 +269,9 @@ class Tuner:
     def _decide(self, rest_s: float, each_step_s: float) -> None:
         asked = self._asked
         save_s = middle(self._costs)
-        if self._num_saves < COSTS:  # few tell of it yet: as much as it may well be
-            save_s += self._noise_s * (max(self._num_saves - 1, 1) ** -0.5 - COSTS**-0.5)
+        told = self._before + self._num_saves
+        if told < COSTS:  # few tell of it yet: as much as it may well be
+            save_s += self._noise_s * (max(told - 1, 1) ** -0.5 - COSTS**-0.5)
         if self._snapshots:
             rest_s, each_step_s = rest_s + each_step_s, 0.0
         rest_s = max(rest_s, 1e-9)
@@ -271,7 +301,9 @@ class Tuner:
         """Only when it is worth it, but never beyond a bound."""
         needed = estimate.needed
         least = max(math.ceil(estimate.by_persist), 1)
-        if self._num_saves == 1:
+        if self._num_saves == 0:
+            self.interval = max(math.ceil(needed), 1)
+        elif self._num_saves == 1 and not self._before:
             self.interval = max(min(math.ceil(needed), PROBE), least)
         elif needed > RAISE * self.interval or max(math.ceil(LOWER * needed), 1) < self.interval:
             self.interval = max(math.ceil(needed), self.interval // 2, 1)
@@ -287,7 +319,8 @@ class Tuner:
         found, asked = self.estimate, self._asked
         if found is None:
             return "no save has been measured yet"
-        text = (
+        text = "" if self._num_saves else "as the start before has measured it, "
+        text += (
             f"a save costs {found.save_s:.3g} s ({found.visible_s:.3g} s of it in after_step and at the fence, the "
             f"rest in slower steps) and is written in {found.persist_s:.3g} s; a step without takes {found.step_s:.3g} "
             "s. "

@@ -85,6 +85,8 @@ class Minutes(Policy):
     minutes: float
 
     def __post_init__(self) -> None:
+        if isinstance(self.minutes, bool) or not isinstance(self.minutes, (int, float)):
+            raise TypeError(f"Minutes({self.minutes!r}): expected a number, such as Minutes(10)")
         if not 0 < self.minutes < float("inf"):
             raise ValueError(f"Minutes({self.minutes!r}): expected a time above 0, such as Minutes(10)")
 

@@ -187,7 +187,7 @@ def restore(
 
 def _check_asked(session: Session, step: int | str | None, part: Part) -> None:
     """Raises, on all ranks, where any names a step that others do not, or that cannot be gone back to. Collective."""
-    if isinstance(step, int):
+    if step is not None and not isinstance(step, str):
         checked_step(step)
     if not session.group.same(repr(step).encode()):
         raise ValueError(f"restore(step={step!r}): not all ranks named this step")

@@ -9,6 +9,12 @@ from ckptlib.format import values
 from ckptlib.policy.best import Best
 
 
+def check_metrics(metrics: object) -> None:
+    """Raises TypeError for what are none."""
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise TypeError(f"metrics={repr(metrics)[:80]}: expected a dict by name, such as {{'val_loss': loss.item()}}")
+
+
 class StepMetrics:
     """One per Checkpointer."""
 
@@ -20,7 +26,8 @@ class StepMetrics:
         self._noted: dict[str, object] = {}
 
     def note(self, metrics: Mapping[str, object]) -> None:
-        """Raises UnsupportedState for a metric that cannot be saved."""
+        """Raises UnsupportedState for a metric that cannot be saved, TypeError for what are no metrics."""
+        check_metrics(metrics)
         for name, value in metrics.items():
             values.encode(value, f"metrics[{name}]")
         self._noted.update(metrics)

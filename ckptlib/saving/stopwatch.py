@@ -36,6 +36,7 @@ class Stopwatch:
         self._end: str | None = None
         self._tier: str | None = None
         self._why = ""
+        self._measured: dict[str, Json] = {}
         self._trains = False
         self._fd = -1
         self._page: memoryview | None = None
@@ -62,6 +63,10 @@ class Stopwatch:
     def note_interval(self, why: str) -> None:
         """Saves are as frequent as they are from now on for this reason."""
         self._why = why[:MAX_WHY]
+
+    def note_measured(self, measured: dict[str, Json]) -> None:
+        """What saves were measured to cost so far, for the next start."""
+        self._measured = measured
 
     @contextmanager
     def stalled(self) -> Iterator[None]:
@@ -98,7 +103,8 @@ class Stopwatch:
                 self._saves.pop()
             self._saves.append(mark)
         account = self._account(self._saves[-1] if self._saves else None).to_json()
-        return {**account, "interval_why": self._why} if self._why else account
+        why: dict[str, Json] = {"interval_why": self._why} if self._why else {}
+        return {**account, **why, **({"measured": self._measured} if self._measured else {})}
 
     def close(self, clean: bool) -> None:
         """`clean`: the job came to its end, or was told to stop and saved."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptlib.events import IntervalChanged
+from ckptlib.format.keys import SaveId
+from ckptlib.policy.measured import Measured
 from ckptlib.policy.overhead import overhead_in
 from ckptlib.policy.tuner import Tuner
 from ckptlib.policy.when import Policy
@@ -15,6 +17,7 @@ from ckptlib.ranks.beat import Word
 from ckptlib.saving.cadence import Cadence
 from ckptlib.saving.due import DueSaves
 from ckptlib.saving.profile import Account, Profile
+from ckptlib.saving.recall import recall, to_record
 from ckptlib.saving.session import Session
 from ckptlib.saving.snapshots import Snapshots
 
@@ -46,6 +49,13 @@ class Kind:
             self.said = tuner.interval, tuner.why
         return tuner.interval, int(tuner.widens)
 
+    def measured(self) -> Measured | None:
+        """For the next start. Where another rank needs a longer interval, a save costs more than here."""
+        found = None if self.account is None else self.account.tuner.measured
+        if found is None or self.cadence.agreed is None:
+            return None
+        return found.scaled(max(self.cadence.agreed / max(self.said[0], 1), 1.0))
+
 
 class Kinds(NamedTuple):
     store: Kind
@@ -58,6 +68,16 @@ class Tuning:
     def __init__(self, session: Session, kinds: Kinds) -> None:
         self._session, self._kinds = session, kinds
         self.profile = Profile([kind.account for kind in kinds if kind is not None and kind.account is not None])
+
+    def remember(self, save: SaveId) -> None:
+        """Goes on from what was measured before this save. Collective, before the first step."""
+        kinds = [kind for kind in self._kinds if kind is not None]
+        if not self._session.group.any(any(kind.account is not None for kind in kinds)):
+            return
+        found = recall(self._session, save)
+        for kind in kinds:
+            if kind.account is not None and kind.name in found:
+                kind.account.tuner.remember(found[kind.name])
 
     def say(self, word: Word) -> Word:
         """This rank's word, with the interval that it needs."""
@@ -105,6 +125,9 @@ class Tuning:
     def note_saved(self, to_store: bool) -> None:
         """A snapshot begins at this step, and is saved to the store as well or not."""
         store, memory = self._kinds
+        if self._session.group.rank == 0:
+            measured = {kind.name: kind.measured() for kind in self._kinds if kind is not None}
+            self._session.stopwatch.note_measured(to_record(self._session, measured))
         if to_store and store.account is not None:
             store.account.note_saved()
         if memory is not None and memory.account is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 from ckptlib.errors import SaveFailed, Superseded
+from ckptlib.format.keys import SaveId
 from ckptlib.policy.preemption import Preemption
 from ckptlib.policy.stop_signal import StopSignal
 from ckptlib.policy.when import Policy
@@ -78,6 +79,10 @@ class Turns:
         self._session.verdicts.conclude(self._poll, self._beat.votes)
         self._tuning.agree(word)
         return word
+
+    def remember(self, save: SaveId) -> None:
+        """The state is that of this save: what its start has measured holds until this one knows better. Collective."""
+        self._tuning.remember(save)
 
     def note_saved(self, to_store: bool) -> None:
         """A snapshot is taken at this step, and saved to the store as well or not."""

@@ -113,5 +113,10 @@ def stuck(work: Work, request: Request | None) -> str:
     what = work.what if work.save is None else f"the {work.what} of step {work.save.step}"
     told = f"{what} did not end within {work.deadline - work.since:.0f} s and is given up: "
     if request is None:
-        return told + "the store answers, but this took longer than a save may (save_deadline)"
-    return told + f"the store has not answered {request} for {now - request.since:.0f} s"
+        told += "the store answers, but this took longer than a save may"
+    else:
+        told += f"the store has not answered {request} for {now - request.since:.0f} s"
+    return told + (
+        ". If the store is well and only slow, a save needs a longer save_deadline: a root keeps the one that it was "
+        "made with, so save to a new root with a longer one, or less, or to a faster store"
+    )

@@ -280,3 +280,79 @@ def test_steps_that_become_faster_by_and_by_do_not_make_saves_look_cheap() -> No
         training.run(1, tuned)
     steps = steady(training, tuned)
     assert overhead(steps) <= 0.05 + 0.5 * POINT
+
+
+# What the start before has measured
+
+
+def restarted(before: Tuned, at_most: float = 0.035, **bounds: timedelta) -> Tuned:
+    measured = before.tuner.measured
+    assert measured is not None
+    after = Tuned(at_most, **bounds)
+    after.tuner.remember(measured)
+    return after
+
+
+@pytest.mark.parametrize("at_most", BUDGETS)
+@pytest.mark.parametrize("workload", [LIGHT, HEAVY, SLOW_STORE], ids=["light", "heavy", "slow store"])
+def test_a_restart_goes_on_with_the_interval_of_before(workload: Workload, at_most: float) -> None:
+    before = Tuned(at_most)
+    steady(Training(workload), before)
+    after = restarted(before, at_most)
+    assert 0.9 * before.interval <= after.interval <= 1.1 * before.interval
+    assert after.tuner.why.startswith("as the start before has measured it, a save costs ")
+    training = Training(workload, seed=7)
+    training.run_saves(1, after)
+    assert len(training.steps) >= 0.9 * before.interval, "no save at a guess"
+    at = len(training.steps)  # the first one makes room, and costs more
+    training.run_saves(12, after)
+    assert overhead(training.steps[at:]) <= at_most + 0.5 * POINT
+    assert 0.7 * before.interval <= after.interval <= 1.4 * before.interval
+    assert not after.tuner.why.startswith("as the start before")
+
+
+@pytest.mark.parametrize("times", [0.25, 4.0])
+def test_after_a_restart_three_saves_of_another_cost_count_for_more(times: float) -> None:
+    before = Tuned(0.035)
+    steady(Training(LIGHT), before)
+    after = restarted(before)
+    changed = replace(LIGHT, persist=times * LIGHT.persist)
+    training = Training(changed, seed=3)
+    training.run_saves(7, after)
+    at = len(training.steps)
+    training.run_saves(12, after)
+    costs = [of.visible + of.fence + of.slower * of.persist for of in (LIGHT, changed)]
+    assert 0.6 * costs[1] / costs[0] <= after.interval / before.interval <= 1.5 * costs[1] / costs[0]
+    assert overhead(training.steps[at:]) <= 0.035 + 0.5 * POINT
+
+
+def test_another_budget_needs_nothing_measured_anew() -> None:
+    before = Tuned(0.01)
+    steady(Training(LIGHT), before)
+    assert 0.15 * before.interval <= restarted(before, 0.05).interval <= 0.25 * before.interval
+
+
+def test_what_may_be_lost_holds_for_the_first_save_of_a_restart_whose_steps_are_longer() -> None:
+    before = Tuned(0.01)
+    steady(Training(LIGHT), before)
+    after = restarted(before, 0.01, at_most_lost=timedelta(seconds=12))
+    training = Training(replace(LIGHT, step=0.4), warm_up=0)
+    training.run_saves(1, after)
+    assert sum(step.seconds - step.pause for step in training.steps) + LIGHT.persist <= 12 * 1.05
+
+
+def test_a_start_that_saved_nothing_leaves_what_the_one_before_left() -> None:
+    before = Tuned(0.035)
+    steady(Training(LIGHT), before)
+    after = restarted(before)
+    Training(LIGHT).run(3, after)
+    assert after.tuner.measured == before.tuner.measured or restarted(after).interval == after.interval
+
+
+def test_one_save_alone_tells_the_next_start_nothing() -> None:
+    tuned, training = Tuned(0.035), Training(LIGHT)
+    assert tuned.tuner.measured is None
+    training.run_saves(1, tuned)
+    training.run(20, tuned)
+    assert tuned.tuner.estimate is not None
+    assert tuned.tuner.measured is None

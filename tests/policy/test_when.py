@@ -74,6 +74,12 @@ def test_steps_need_one_at_least(n: int) -> None:
         policy_of(n)
 
 
+@pytest.mark.parametrize("minutes", ["5", True, None, timedelta(minutes=5)])
+def test_minutes_are_a_number(minutes: object) -> None:
+    with pytest.raises(TypeError, match=r"expected a number, such as Minutes\(10\)"):
+        Minutes(minutes)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("minutes", [0, -5, float("nan"), float("inf")])
 def test_a_time_must_pass(minutes: float) -> None:
     with pytest.raises(ValueError, match="above 0"):

@@ -1,0 +1,71 @@
+"""What a Checkpointer cannot do is told before it does anything, in a sentence that says what to write instead."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptlib
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "said"),
+    [
+        ({"every": None}, TypeError, r"every=None: expected a number of steps, .* or Overhead\(at_most=0.035\)"),
+        ({"every": timedelta()}, ValueError, r"expected a time above 0, such as Minutes\(10\)"),
+        (
+            {"every": ckptlib.Overhead(0.1) | ckptlib.Overhead(0.2)},
+            ValueError,
+            r"2 budgets \(10.0% and 20.0%\).*give one Overhead",
+        ),
+        ({"preempted": "http://metadata"}, TypeError, r"preempted='http://metadata': expected a function"),
+        ({"save_deadline": timedelta(seconds=-1)}, ValueError, r"save_deadline=.*such as timedelta\(hours=1\)"),
+        ({"save_deadline": 60}, TypeError, r"save_deadline=60: expected timedelta, such as timedelta\(hours=1\)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_at_construction(tmp_path: Path, wrong: dict[str, Any], kind: type[Exception], said: str) -> None:
+    root = tmp_path / "root"
+    with pytest.raises(kind, match=said):
+        ckptlib.Checkpointer(root, {"w": torch.zeros(3)}, **{"every": 1, "arena": tmp_path, **wrong})
+    assert not root.exists(), "nothing is opened"
+
+
+def test_metrics_that_are_none_and_steps_that_are_none(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(3)}
+    with ckptlib.Checkpointer(tmp_path / "root", state, every=1, arena=tmp_path) as ckpt:
+        for wrong in (True, 1.0):
+            with pytest.raises((TypeError, ckptlib.CheckpointNotFound), match=r"expected a whole number|no step"):
+                ckpt.restore(step=wrong)  # type: ignore[arg-type]
+        ckpt.restore()
+        for metrics in (["val_loss"], {3: 1.0}, 0.5):
+            for tell in (ckpt.log, lambda told: ckpt.after_step(1, metrics=told), lambda told: ckpt.save(1, told)):
+                with pytest.raises(TypeError, match=r"metrics=.*expected a dict by name, such as \{'val_loss': loss"):
+                    tell(metrics)  # type: ignore[arg-type]
+        ckpt.after_step(1, metrics={"val_loss": 0.5})
+        ckpt.save(1)
+    (info,) = ckptlib.checkpoints(tmp_path / "root")
+    assert info.metrics == {"val_loss": 0.5}
+
+
+def test_a_deadline_that_is_shorter_than_a_save(tmp_path: Path) -> None:
+    """The store is well, and slow: what helps is told with the failure."""
+    url = f"latency+file://{tmp_path}/root?latency=0.01&bandwidth=1e5"
+    state = {"w": torch.zeros(1_000_000)}
+    told: list[str] = []
+
+    def note(event: object) -> None:
+        if isinstance(event, ckptlib.events.Failed):
+            told.append(str(event.error))
+
+    deadline = timedelta(seconds=2)
+    with (
+        pytest.raises(ckptlib.SaveFailed, match="needs a longer save_deadline: a root keeps the one"),
+        ckptlib.Checkpointer(url, state, every=1, arena=tmp_path, save_deadline=deadline, on_event=note) as ckpt,
+    ):
+        ckpt.save(1).wait_committed(150)
+    assert "a new root with a longer one" in told[0]
