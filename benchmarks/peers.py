@@ -121,12 +121,22 @@ class CkptlibAsync(Ckptlib):
 class CkptlibDcp(Peer):
     """The drop-in for DCP, as `stall` takes checkpoints by it: each a step of one root."""
 
+    def __init__(self) -> None:
+        self.overlap: torch.optim.Optimizer | None = None
+        """Whose tensors are copied beside the training."""
+        self._wait_copied: Wait = done
+
     @override
     def begin(self, state: State, directory: Path, step: int) -> Wait:
         from ckptlib import dcp
 
-        future = dcp.async_save(state, checkpoint_id=directory / f"step-{step}")
+        future = dcp.async_save(state, checkpoint_id=directory / f"step-{step}", overlap=self.overlap)
+        self._wait_copied = future.wait_copied
         return lambda: _result(future)
+
+    @override
+    def wait_staged(self) -> None:
+        self._wait_copied()
 
     @override
     def close(self) -> None:

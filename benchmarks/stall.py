@@ -34,10 +34,11 @@ CHECKPOINTS = 2
 
 ITERATION_S = 1.2
 WIDTH = 1024
-DROP_IN = "ckptlib.dcp"
+DROP_IN, OVERLAPPED = "ckptlib.dcp", "ckptlib.dcp, overlap="
 OTHERS = {
-    name: {"torch_checkpointing": TorchCheckpointingUnflushed, DROP_IN: CkptlibDcp}.get(name) or PEERS[name]
-    for name in (DROP_IN, "torch_checkpointing", "DCP async thread", "DCP", "torch.save+fsync")
+    name: {"torch_checkpointing": TorchCheckpointingUnflushed, DROP_IN: CkptlibDcp, OVERLAPPED: CkptlibDcp}.get(name)
+    or PEERS[name]
+    for name in (DROP_IN, OVERLAPPED, "torch_checkpointing", "DCP async thread", "DCP", "torch.save+fsync")
 }
 """Peers as they take part here: what is written in the background is not flushed."""
 
@@ -185,6 +186,10 @@ class Taker:
         """Seconds that it waited inside of iterations, all in all."""
         return 0.0
 
+    def waited_s(self) -> float:
+        """Seconds that it waited for saves before the next one, all in all."""
+        return 0.0
+
     def close(self) -> None:
         """Lets go, and leaves no files."""
 
@@ -220,15 +225,19 @@ class PeerTaker(Taker):
         self.name = name
         self._every = every
         self._peer = OTHERS[name]()
+        if name == OVERLAPPED and isinstance(self._peer, CkptlibDcp):
+            self._peer.overlap = training.optimizer
         self._state = training.flat()
-        self._directory = directory / name.replace(" ", "-")
+        self._directory = directory / "".join(c if c.isalnum() else "-" for c in name)
         self._wait: Wait = peers.done
         self._saved = 0
-        self._stalled_s = 0.0
+        self._stalled_s = self._waited_s = 0.0
 
     def after_iteration(self, number: int) -> None:
         if number % self._every == 0:
+            began = time.perf_counter()
             self._wait()
+            self._waited_s += time.perf_counter() - began
             self._wait = self._peer.begin(self._state, self._directory, self._saved)
             self._saved += 1
 
@@ -242,10 +251,14 @@ class PeerTaker(Taker):
     def stalled_s(self) -> float:
         return self._stalled_s
 
+    @override
+    def waited_s(self) -> float:
+        return self._waited_s
+
     def drain(self) -> None:
         self._wait()
         self._wait = peers.done
-        if self.name != DROP_IN:  # whose next save goes to the same root
+        if self.name not in (DROP_IN, OVERLAPPED):  # whose next save goes to the same root
             remove(self._directory)
 
     def close(self) -> None:
@@ -267,10 +280,11 @@ def turn(training: Training, taker: Taker | None, every: int) -> dict[str, list[
     dist.barrier()
     calls = [0.0] * CHECKPOINTS
     longest = [0.0] * CHECKPOINTS
+    waits = [0.0] * CHECKPOINTS
     training.before_update = taker.before_update if taker else _nothing
     began = time.perf_counter()
     for number in range(every * CHECKPOINTS):
-        before = taker.stalled_s() if taker else 0.0
+        before, waited = (taker.stalled_s(), taker.waited_s()) if taker else (0.0, 0.0)
         training.iterate()
         at = time.perf_counter()
         if taker is not None:
@@ -279,12 +293,13 @@ def turn(training: Training, taker: Taker | None, every: int) -> dict[str, list[
             # a fence is met in the iteration behind its checkpoint
             calls[number // every] += call + taker.stalled_s() - before
             longest[number // every] = max(longest[number // every], call)
+            waits[number // every] += taker.waited_s() - waited
     training.finish()
     dist.barrier()
     total = time.perf_counter() - began
     if taker is not None:
         taker.drain()
-    return {"total": _slowest([total]), "stall": _slowest(calls), "call": _slowest(longest)}
+    return {"total": _slowest([total]), "stall": _slowest(calls), "call": _slowest(longest), "wait": _slowest(waits)}
 
 
 def _slowest(seconds: list[float]) -> list[float]:
@@ -312,6 +327,7 @@ def _tell(
 
     say("stall per checkpoint", "s", with_it["stall"])
     say("longest call", "s", with_it["call"])
+    say("of it, waiting for the save before", "s", with_it["wait"])
     beside = (with_it["total"][0] - without["total"][0]) / CHECKPOINTS
     say("longer per checkpoint, whole turn", "s", [beside])
     say("turn with / without", "1", [with_it["total"][0] / without["total"][0]])

@@ -105,15 +105,30 @@ def save_async(
     Like `save`, but the step does not exist until it is committed: call `pending.wait_committed()`. Blocks while both
     slots are in use by earlier saves.
     """
-    step, rules = checked_step(step), CodecRules.of(codec)
+    order = SaveOrder(state, checked_step(step), metrics)
+    pending = begin_save(url, order, storage_options, process_group, codec, keep, timeout)
+    pending.staging.go()
+    return pending
+
+
+def begin_save(
+    url: str | Path,
+    order: SaveOrder,
+    storage_options: Mapping[str, object] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    codec: Asked = AUTO,
+    keep: Keep | None = None,
+    timeout: timedelta = CALL_TIMEOUT,
+) -> Pending:
+    """As `save_async`, before `staging.go()`: what overlaps is not copied yet."""
+    state, step, rules = order.state, order.step, CodecRules.of(codec)
+    assert isinstance(state, Mapping)
     others = {"codec": None if rules.asked == AUTO else rules.asked, "keep": keep}
     what = " with ".join([f"save of step {step}", *(f"{k}={v!r}" for k, v in others.items() if v is not None)])
     meet(process_group, str(url), what, timeout)
     session = registry.session(absolute(url), storage_options, process_group, rules, state, step, keep)
     await_room(session)
-    pending = save_step(session, SaveOrder(state, step, metrics))
-    pending.staging.go()
-    return pending
+    return save_step(session, order)
 
 
 def load(

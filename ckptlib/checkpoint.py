@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -67,6 +67,8 @@ class SaveOrder:
     """Whether the ranks compare what they hold before the snapshot; else they vote on it after."""
     overlap: Overlap = without_overlap
     """Which tensors may be copied after this returns."""
+    owners: Mapping[int, torch.optim.Optimizer] = field(default_factory=dict)
+    """See `flatten`."""
     drains: bool = True
     """With a local tier: whether it goes to the store, too."""
     spare: bool = True
@@ -139,12 +141,12 @@ def _agree(session: Session, order: SaveOrder, compare: bool) -> tuple[Flat, dic
     """Everything that can fail, before anything is ordered; where ranks compare, it fails on all or on none."""
     group, planner = session.group, session.planner
     if not compare:
-        flat, metrics = session.look(order.state, order.step, order.metrics)
+        flat, metrics = session.look(order.state, order.step, order.metrics, order.owners)
         plan = planner.plan(flat)
         return flat, metrics, plan, session.snapshots.take_slot(plan.body_nbytes)
 
     def look() -> tuple[Flat, dict[str, values.Json], dict[str, Row]]:
-        flat, metrics = session.look(order.state, order.step, order.metrics)
+        flat, metrics = session.look(order.state, order.step, order.metrics, order.owners)
         return flat, metrics, planner.rows(flat)
 
     flat, metrics, rows = together(group, f"saving step {order.step}", look)

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from ckptlib import api
 from ckptlib.adapters.checkpoint_id import Place, place_of
 from ckptlib.adapters.dcp_optimizers import fill_named, fill_optimizers
+from ckptlib.adapters.dcp_overlap import Overlapping, wait_for_copies
 from ckptlib.adapters.optimizer_names import GROUPS, named_optimizers
 from ckptlib.adapters.state_dicts import asked, gives_state, unwrap, wrapped
+from ckptlib.checkpoint import SaveOrder
 from ckptlib.errors import StateError, StateMismatch, WaitTimeout
 from ckptlib.loading.report import LoadReport
 from ckptlib.policy.codec import AUTO, Asked
@@ -87,19 +90,26 @@ def async_save(
     storage_options: Mapping[str, object] | None = None,
     codec: Asked = AUTO,
     keep: Keep | None = None,
+    overlap: Optimizer | Iterable[Optimizer] | None = None,
 ) -> SaveFuture:
     """Copies a state dict and returns a Future of its step; another process writes it. Collective.
 
     The state may change as soon as this returns. The checkpoint exists when the Future is done. As for `save`;
     `async_checkpointer_type` makes no difference, and `async_stager` is refused.
+
+    overlap: optimizers whose parameters and state nothing but their own `step` writes to, such as `[optim]`. What the
+             state dict has of these is copied beside the training, from the second save on, and their next step waits
+             for the copy. Whatever else writes to them must call the Future's `wait_copied` before. A write that came
+             too early is found out by a sample of each tensor; that save fails then, and later ones copy at once.
     """
     given = {"storage_writer": storage_writer, "planner": planner, "async_stager": async_stager}
     _refuse_planning(process_group, no_dist, use_collectives, **given)
+    overlapping = Overlapping(overlap)
     url, step, kept = _next_save(checkpoint_id, process_group, storage_options, keep)
     state = wrapped(asked(state_dict))
-    pending = api.save_async(
-        *(url, state, step), storage_options=storage_options, process_group=process_group, codec=codec, keep=kept
-    )
+    order = SaveOrder(state, step, overlap=overlapping, owners=overlapping.owners(state))
+    pending = api.begin_save(url, order, storage_options, process_group, codec, kept)
+    overlapping.begin(pending)
     return SaveFuture(pending)
 
 
@@ -126,6 +136,7 @@ def load(
     partial = bool(getattr(planner, "allow_partial_load", False))
     _refuse_planning(process_group, no_dist, True, storage_reader=storage_reader, planner=None if partial else planner)
     url, step = place_of(checkpoint_id)
+    wait_for_copies()
     states = asked(state_dict)
     target = wrapped(states, allocate=True)
 
@@ -176,6 +187,10 @@ class SaveFuture(Future[int]):
             return self.pending.result(timeout)
         except WaitTimeout as error:
             raise TimeoutError(str(error)) from error
+
+    def wait_copied(self) -> None:
+        """Returns when anything may write to the state: at once, but where `overlap` was given."""
+        self.pending.staging.wait_copied()
 
     @override
     def exception(self, timeout: float | None = None) -> BaseException | None:

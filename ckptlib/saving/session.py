@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from ckptlib.catalog.catalog import Catalog
@@ -42,7 +43,7 @@ from ckptlib.staging.copies import CopySource
 from ckptlib.staging.replica_digests import Reading
 from ckptlib.staging.stager import CopyJob, Stager, Staging
 from ckptlib.state.collector import Flat
-from ckptlib.state.flatten import flatten
+from ckptlib.state.flatten import NO_OWNERS, flatten
 from ckptlib.state.leaf import Leaf, PerRank
 from ckptlib.state.memo import Memo
 from ckptlib.state.rng import RngState
@@ -155,7 +156,11 @@ class Session:
         return self._num_saves
 
     def look(
-        self, state: object, step: int, metrics: Mapping[str, object] | None
+        self,
+        state: object,
+        step: int,
+        metrics: Mapping[str, object] | None,
+        owners: Mapping[int, torch.optim.Optimizer] = NO_OWNERS,
     ) -> tuple[Flat, dict[str, values.Json]]:
         """The state, flattened, with the random generators; and the metrics. The first save begins the generation.
 
@@ -167,7 +172,7 @@ class Session:
         encoded = {name: values.encode(value, f"metrics[{name}]") for name, value in (metrics or {}).items()}
         if isinstance(state, Flat):
             return state, encoded
-        return flatten(whole_state(state, PerRank(self._rng)), self.memo), encoded
+        return flatten(whole_state(state, PerRank(self._rng)), self.memo, owners), encoded
 
     def is_exempt(self, step: int) -> bool:
         """Whether `Keep(exempt=)` says that the step stays for good. Rank 0 asks."""

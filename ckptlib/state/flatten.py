@@ -35,20 +35,24 @@ from ckptlib.state.structure import same, structure_of
 from ckptlib.state.subclasses import any_subclass, is_subclass
 from ckptlib.state.visitor import Visitor
 
+NO_OWNERS: Mapping[int, torch.optim.Optimizer] = {}
+
 
 @torch.no_grad()
-def flatten(state: object, memo: Memo | None = None) -> Flat:
+def flatten(state: object, memo: Memo | None = None, owners: Mapping[int, torch.optim.Optimizer] = NO_OWNERS) -> Flat:
     """All tensors and values of `state`, on this rank. Reads no tensor's data.
 
     With the `memo` of an earlier pass, tensors that are still the same objects at the same address give the very same
     leaves, so that a caller can tell by `is` what changed.
 
+    `owners`: by id of a tensor of the state, its only writer, where the state does not have that optimizer itself.
+
     Raises UnsupportedState, naming the path, for what cannot be saved.
     """
     memo = Memo() if memo is None else memo
     owned = owned_in(state)
-    if not same(owned, memo.owned):
-        memo.owned, memo.owners = owned, owners_of(owned)
+    if not same(owned, memo.owned) or owners != memo.given:
+        memo.owned, memo.owners, memo.given = owned, {**owners, **owners_of(owned)}, dict(owners)
         memo.sections.clear()
     walk = _Walk(memo, dict(memo.owners))
     walk.visit(state, False)

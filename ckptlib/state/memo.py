@@ -121,6 +121,8 @@ class Memo:
         """Each optimizer, and behind it its parameters."""
         self.owners: dict[int, torch.optim.Optimizer] = {}
         """By id of parameter."""
+        self.given: dict[int, torch.optim.Optimizer] = {}
+        """Those of `owners` that the caller told."""
         self.sections: dict[tuple[str, bool], Section[Found]] = {}
         """By path, and whether it is per rank."""
         self.modules: dict[tuple[str, bool], KnownModule] = {}

@@ -1,0 +1,107 @@
+"""What `async_save` copies beside the training: the tensors of optimizers whose next step waits for the copy.
+
+A state dict of DCP has tensors and names, and no optimizer. Which of them are an optimizer's is told by their memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+
+from ckptlib.errors import TornSnapshot
+from ckptlib.saving.pending import Pending
+from ckptlib.staging.fence import Fence
+from ckptlib.state.leaf import Leaf, Sharded, local_of, place
+from ckptlib.state.subclasses import is_subclass
+
+log = logging.getLogger(__name__)
+
+
+class _Fenced:
+    """What is known of one optimizer. Its hook stays, as the optimizer may be given again at any save."""
+
+    def __init__(self) -> None:
+        self.fence = Fence()
+        self.last: Pending | None = None
+        """The save that was begun last."""
+        self.torn = False
+        """Whether something else has been seen to write to its tensors during a copy: they overlap no more."""
+
+    def may_overlap(self, optimizer: Optimizer) -> bool:
+        if self.last is not None and isinstance(self.last.staging.error, TornSnapshot) and not self.torn:
+            self.torn = True
+            log.warning("%s: from now on async_save copies all before it returns", self.last.staging.error)
+        return self.fence.fired(optimizer) and not self.torn
+
+
+_known: WeakKeyDictionary[Optimizer, _Fenced] = WeakKeyDictionary()
+
+
+class Overlapping:
+    """The optimizers given to one save."""
+
+    def __init__(self, optimizers: Optimizer | Iterable[Optimizer] | None) -> None:
+        """Raises TypeError for what is no optimizer."""
+        given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
+        for optimizer in given:
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(f"overlap={optimizer!r}: give the torch.optim.Optimizer whose step writes the tensors")
+        self._fenced = {optimizer: _known.setdefault(optimizer, _Fenced()) for optimizer in given}
+        for optimizer, fenced in self._fenced.items():
+            fenced.fence.install([optimizer])
+        self._overlap = {optimizer: fenced.may_overlap(optimizer) for optimizer, fenced in self._fenced.items()}
+
+    def owners(self, states: Mapping[str, object]) -> dict[int, Optimizer]:
+        """By id of a tensor in the states: the optimizer in whose parameters or state that memory is."""
+        by_memory = {_memory(tensor): optimizer for optimizer in self._fenced for tensor in _tensors_of(optimizer)}
+        if not by_memory:
+            return {}
+        found = ((id(tensor), by_memory.get(_memory(tensor))) for tensor in _tensors_in(states))
+        return {number: optimizer for number, optimizer in found if optimizer is not None}
+
+    def __call__(self, leaf: Leaf) -> bool:
+        """Whether the copy of a leaf may go on beside the training."""
+        return leaf.owner is not None and self._overlap.get(leaf.owner, False)
+
+    def begin(self, pending: Pending) -> None:
+        """Closes the fences, and has the copy go on."""
+        for fenced in self._fenced.values():
+            fenced.last = pending
+            fenced.fence.guard(pending.staging)
+            fenced.fence.forget()
+        pending.staging.go()
+
+
+def wait_for_copies() -> None:
+    """Returns when nothing is copied any more that an optimizer owns."""
+    for fenced in list(_known.values()):
+        fenced.fence.wait()
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where a tensor lies here, and how; of a DTensor its shard."""
+    return place(tensor)[1:]
+
+
+def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for state in optimizer.state.values():
+        yield from _tensors_in(state)
+
+
+def _tensors_in(node: object) -> Iterator[torch.Tensor]:
+    if isinstance(node, (torch.Tensor, Sharded)):
+        tensor = local_of(node)
+        if tensor.layout == torch.strided and not is_subclass(tensor):
+            yield tensor
+    elif isinstance(node, Mapping):
+        for value in node.values():
+            yield from _tensors_in(value)
+    elif isinstance(node, Sequence) and not isinstance(node, (str, bytes)):
+        for value in node:
+            yield from _tensors_in(value)
