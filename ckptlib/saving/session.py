@@ -87,6 +87,7 @@ class Session:
             run_record(settings.config, settings.record_code) if self.group.rank == 0 else {},
             directories(settings.arena),
             None if settings.resumable is None else settings.resumable.generation,
+            None if settings.local is None else settings.local.path,
         )
         self.root, self.generation = self.lineage.root, self.lineage.generation
         self.lineage.best = None if settings.keep is None else settings.keep.rule

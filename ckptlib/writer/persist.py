@@ -63,7 +63,7 @@ class Persister:
         self._executor = executor
         self._rank, self._refresh_s = rank, refresh_s
         self._parents = Parents(Catalog(store), world_size) if drained is None else drained
-        self._notes_uploads = drained is None
+        self._on_disk = drained is not None
         self._snapshots = SnapshotReader()
         self._packer: Packer | None = None
         self._pack_nbytes = store.pack_nbytes if pack_nbytes is None else min(pack_nbytes, store.pack_nbytes)
@@ -133,6 +133,8 @@ class Persister:
         if self._deadline is not None and time.monotonic() > self._deadline:
             raise SaveFailed(f"step {save.step}: its packs took longer than a save may (save_deadline); no part is put")
         self._store.put(name.key, document, deadline=self._deadline)
+        if self._on_disk:
+            self._put_layout(snapshot)  # a sweep of this disk may have met it before this part named it
         if part.rank == self._rank:
             if may_be_parent:
                 self._parents.remember(part)
@@ -263,15 +265,17 @@ class Persister:
         return self._note_pack(snapshot, key, shape.nbytes, began)
 
     def _note_pack(self, snapshot: Snapshot, key: str, nbytes: int, began: float) -> Pack:
-        if self._notes_uploads:
+        if not self._on_disk:
             self.note_upload(nbytes, began, time.monotonic())
         return Pack(key, nbytes, snapshot.created)
 
     def _put_layout(self, snapshot: Snapshot) -> None:
+        """On a disk it is looked for each time: sweeps of other ranks remove what no part names."""
         digest = snapshot.layout.digest
         if digest not in self._layouts_put:
             SharedDocuments(self._store).put_layout(digest, snapshot.layout.encoded)
-            self._layouts_put.add(digest)
+            if not self._on_disk:
+                self._layouts_put.add(digest)
 
 
 def _read_by_store(body: memoryview, shape: PackShape) -> Iterable[Buffer]:

@@ -141,7 +141,9 @@ class WriterProcess:
             self._setup(message)
             return
         if op == "begin":
-            self._beginning.begin(message, self._rank)
+            begun = self._beginning.begin(message, self._rank)
+            if self._tier is not None:
+                self._tier.begun = begun
             if message["now"] and self._rank == 0:
                 (self._persists if self._tier is None else self._tier.jobs).put(self._beginning.put_now)
             return
@@ -256,6 +258,7 @@ class WriterProcess:
                 self._beginning.put()
                 return self._persister.persist(slot, save, deadline)
             self._tier.make_room(save)
+            self._tier.note_begun()
             there = self._tier.persisted(slot, save)
             return there or self._persister.persist(slot, save, deadline, may_be_parent=drains)
         finally:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
+from ckptlib.catalog.begun import Begun, note
 from ckptlib.catalog.catalog import Catalog, Steps
 from ckptlib.catalog.local_disk import DiskSweeper, Stays, disk_for, part_there, sweep_quietly
 from ckptlib.errors import CkptError, StoreError, describe
@@ -54,6 +55,8 @@ class Tier:
         """The newest step whose saves have come to their end on all ranks."""
         self._lock = threading.Lock()
         self._sweeper = DiskSweeper(self._local, rank)
+        self.begun: Begun | None = None
+        """Rank 0's: the generation as it began, until that is noted on the disk."""
         self.parents = DrainedParents(self.disk, lambda: self._steps)
         self._drain: Drain | None = None
         self.jobs = JobThread("drain")
@@ -91,6 +94,13 @@ class Tier:
         committed = [known for known in self._steps.saves if known.generation == save.generation]
         stays = Stays(self._whole, self._settled, pinned | {*committed[-1:]}, self._settings.keep_last)
         sweep_quietly(self._sweeper, save.generation, stays)
+
+    def note_begun(self) -> None:
+        """Before anything is persisted here, so that the next job finds it though the store has no record yet. From
+        the thread that persists. Raises StoreError."""
+        if self.begun is not None:
+            note(self.disk, self.begun)
+            self.begun = None
 
     def _failed(self, save: SaveId) -> bool:
         """Whether it is known that some rank has not got it on its disk."""

@@ -268,6 +268,19 @@ def test_the_disk_keeps_what_is_asked_and_what_later_saves_need(tiered: Tiered) 
     assert steps(tiered.bucket) == [4, 8, 12]
 
 
+def test_a_layout_that_a_sweep_removed_is_there_again_with_the_next_step_that_names_it(tiered: Tiered) -> None:
+    """Another rank's, of a layout that no part named then."""
+    with tiered.open(drain=ckptlib.Steps(1)) as ckpt:
+        tiered.saved(ckpt, 1).wait_committed(WAIT_S)
+        tiered.saved(ckpt, 2).wait_committed(WAIT_S)  # of the optimizer's state, too
+        layouts = {path: path.read_bytes() for path in tiered.disk.glob("layouts/*")}
+        for path in layouts:
+            path.unlink()
+        tiered.saved(ckpt, 3).wait_committed(WAIT_S)
+        (path,) = tiered.disk.glob("layouts/*")
+        assert path.read_bytes() == layouts[path]
+
+
 def test_the_disk_of_the_job_before_is_freed_when_the_next_one_has_a_step_of_its_own(tiered: Tiered) -> None:
     crashed(tiered, ckptlib.Steps(100), 3, local_keep=3)
     assert tiered.on_disk() == [1, 2, 3]
