@@ -84,12 +84,14 @@ class Lineage:
         def make() -> bytes:
             root = self._catalog.open_root(wanted)
             self._catalog.check_versions()
-            generation = self._catalog.next_generation()
-            return root.encode() + str(generation).encode()
+            saves = self._catalog.saves()
+            generation = self._catalog.next_generation(saves)
+            return root.encode() + f"{generation}-{len(saves)}".encode()
 
         made = together(self._group, "opening the root", lambda: make() if self._group.rank == 0 else None)
         document, _, tail = self._group.broadcast(made).rpartition(b"\n")
-        number, _, nonce = tail.decode().partition("-")
+        number, nonce, num_saves = tail.decode().split("-")
+        self._is_new = num_saves == "0"
         root = Root.decode(document + b"\n", keys.ROOT)
         left = together(self._group, "opening the root", lambda: self._check_seen(root))
         (newest,) = self._group.max([left])  # its record may be on its way to the store yet, from a writer that is left
@@ -131,7 +133,8 @@ class Lineage:
         continues = self.resumed_from is None or self.resumed_from.step > step  # would mix with what follows on it
         record = self._record(None if continues else self.resumed_from)
         now = self.at_once or self.placement is not None
-        writer.begin(record.encode().decode(), self.root.id, step, continues, now=now, again=self._goes_on)
+        document, is_new = record.encode().decode(), self._is_new and self.resumed_from is None
+        writer.begin(document, self.root.id, step, continues, now=now, again=self._goes_on, is_new=is_new)
         self.began, self._again = True, False
 
     def go_back(self, writer: Writer, save: SaveId) -> None:

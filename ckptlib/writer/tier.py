@@ -47,6 +47,8 @@ class Tier:
         self._steps = Steps([], [])
         """Of the store, as of the last drain."""
         self._undrained: set[SaveId] = set()
+        self._new: set[SaveId] = set()
+        """Those of which nothing can be in the store, since no other writer can have drained them."""
         self._drained: SaveId | None = None
         """The last one."""
         self._whole: SaveId | None = None
@@ -79,6 +81,11 @@ class Tier:
         """It is to be drained, and stays here until then. From any thread."""
         with self._lock:
             self._undrained.add(save)
+
+    def note_new(self, save: SaveId) -> None:
+        """It is persisted here for the first time. From any thread."""
+        with self._lock:
+            self._new.add(save)
 
     def note_whole(self, save: SaveId, settled: int) -> None:
         """All ranks have it on their disks, and nothing that follows up to the step `settled`. From any thread."""
@@ -113,8 +120,9 @@ class Tier:
 
     # The store
 
-    def drain(self, save: SaveId, before: Callable[[], None]) -> None:
+    def drain(self, save: SaveId, before: Callable[[], None], puts_layout: bool) -> None:
         """Returns when the share is in the store. `before`: called before anything is put. From the thread that drains.
+        `puts_layout`: see `Persister.persist`.
 
         Raises what makes that pointless; see `Drain.copy`. While the store fails it is tried again.
         """
@@ -125,7 +133,7 @@ class Tier:
                 with self.watched(save):
                     before()
                     self._steps = self._bucket.steps()
-                    nbytes = self._drain.copy(save)
+                    nbytes = self._drain.copy(save, self._is_new(save), puts_layout)
                 break
             except StoreError as error:
                 now = time.monotonic()
@@ -143,6 +151,13 @@ class Tier:
             pause = min(pause * 2, AGAIN_LAST_S)
         self._drained = save
         log.info("step %d: %d bytes drained in %.3f s", save.step, nbytes, time.monotonic() - began)
+
+    def _is_new(self, save: SaveId) -> bool:
+        """Asked once of each try."""
+        with self._lock:
+            is_new = save in self._new
+            self._new.discard(save)
+        return is_new
 
     def commit(self, save: SaveId, commit: Callable[[], Manifest], seconds_left: Callable[[], float]) -> Manifest:
         """Calls `commit` again while the store fails; returns its result. Raises as it does. From any thread."""
