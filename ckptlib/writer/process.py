@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.errors import CkptError, FormatError, SaveFailed, StoreTimeout, describe
+from ckptlib.errors import CkptError, FormatError, SaveFailed, StoreFull, StoreTimeout, describe
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.format.part import Part
 from ckptlib.jobs import JobThread
@@ -265,7 +265,12 @@ class WriterProcess:
             if there is not None:
                 return there
             self._tier.note_new(save)
-            return self._persister.persist(slot, save, deadline, may_be_parent=drains)
+            try:
+                return self._persister.persist(slot, save, deadline, may_be_parent=drains)
+            except StoreFull as error:
+                log.warning("step %d is written once more, with less beside it on the disk: %s", save.step, error)
+                self._tier.make_room(save, least=True)
+                return self._persister.persist(slot, save, deadline, may_be_parent=drains)
         finally:
             slot.unlock()
 

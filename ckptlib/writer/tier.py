@@ -91,11 +91,14 @@ class Tier:
         """All ranks have it on their disks, and nothing that follows up to the step `settled`. From any thread."""
         self._whole, self._settled = save, settled
 
-    def make_room(self, save: SaveId) -> None:
+    def make_room(self, save: SaveId, least: bool = False) -> None:
         """Before a save is persisted here: removes objects that the disk need not hold any longer. From the thread that
-        persists."""
+        persists. `least`: it is full, so no more stays than what a restart needs, or is to be drained."""
         with self._lock:
             pinned = {*self._undrained}
+        if least:
+            sweep_quietly(self._sweeper, save.generation, Stays(self._whole, self._settled, pinned, 1))
+            return
         if self._drained is not None and not self._failed(self._drained):
             pinned.add(self._drained)
         committed = [known for known in self._steps.saves if known.generation == save.generation]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import time
 from pathlib import Path
@@ -279,6 +280,28 @@ def test_a_layout_that_a_sweep_removed_is_there_again_with_the_next_step_that_na
         tiered.saved(ckpt, 3).wait_committed(WAIT_S)
         (path,) = tiered.disk.glob("layouts/*")
         assert path.read_bytes() == layouts[path]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a small tmpfs")
+def test_a_disk_with_room_for_four_shares_is_enough(tiered: Tiered, small_disk: Path) -> None:
+    """While the bucket is away as well: what is to be drained, the newest one, and the one that is written."""
+    tiered.disk = small_disk / "disk"
+    with tiered.open(drain=ckptlib.Steps(1)) as ckpt:
+        tiered.saved(ckpt, 1).wait_committed(WAIT_S)
+        tiered.away(True)
+        for step in range(2, 12):
+            tiered.saved(ckpt, step)
+        assert {2, 3, 11} <= {*tiered.on_disk()}, "what is to be drained, and the newest"
+        tiered.away(False)
+        step = 12
+        while not (pending := tiered.saved(ckpt, step)).drains:
+            step += 1
+            time.sleep(0.05)
+        pending.wait_committed(WAIT_S)
+    assert {1, 2, 3, step} <= {*steps(tiered.bucket)}
+    job = Job(tiered.bucket, seed=1)
+    assert ckptlib.load(tiered.bucket, job.state).step == step
+    assert job.bits() == tiered.job.bits()
 
 
 def test_the_disk_of_the_job_before_is_freed_when_the_next_one_has_a_step_of_its_own(tiered: Tiered) -> None:
