@@ -124,7 +124,7 @@ def test_a_disk_that_is_lost_before_the_drain_is_a_step_that_never_was(bench: Be
     assert bench.listed() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_all_are_killed_before_the_record_is_in_the_bucket_and_the_step_is_restored_from_disks(
     bench: Bench, size: int
 ) -> None:
