@@ -144,7 +144,7 @@ class WriterProcess:
             begun = self._beginning.begin(message, self._rank)
             if self._tier is not None:
                 self._tier.begun = begun
-            elif message["is_new"] and not message["again"]:
+            elif message.get("is_new") and not message.get("again"):
                 self._persister.begin_anew()
             if message["now"] and self._rank == 0:
                 (self._persists if self._tier is None else self._tier.jobs).put(self._beginning.put_now)
@@ -171,7 +171,7 @@ class WriterProcess:
         elif op == "persist":
             self._expected.pop(save, None)
             self._slots.take(message["slot"])
-            self._persists.put(partial(self._persist, save, message["slot"], drains, message["layout"]))
+            self._persists.put(partial(self._persist, save, message["slot"], drains, message.get("layout", True)))
         elif op == "drain":
             assert self._tier is not None
             self._tier.jobs.put(partial(self._drain, self._tier, save))
