@@ -34,9 +34,20 @@ FAULTS = {
     "swallowed put": {"fault": "blackhole", "match": "^(PutObject|UploadPart) .*/packs/"},
     "hung listing": {"fault": "hang_reply", "match": "^List"},
     "503 of everything": {"fault": "503"},
+    "500 of everything": {"fault": "500"},
+    "server stops reading": {"fault": "stall_up", "match": "^(PutObject|UploadPart) .*/packs/", "after": 1000},
+    "swallowed small put": {"fault": "blackhole", "match": "^PutObject .*/parts/"},
+    "reset going up": {"fault": "reset_up", "match": "^(PutObject|UploadPart) .*/packs/", "after": 1000},
+    "bits flip going up": {"fault": "flip_up", "match": "^(PutObject|UploadPart) .*/packs/", "after": 1000},
+    "reads stall": {"fault": "stall_down", "match": "^GetObject", "after": 10},
+    "bits flip coming down": {"fault": "flip_down", "match": "^GetObject", "after": 100},
 }
+"""Those of every request, body and answer, in both directions."""
+
 CLIENTS = {"ckptlib, s3fs": "s3fs", "ckptlib, obstore": "obstore"}
-TOLD = "has not answered"
+TOLD = ("has not answered", "failed", "not committed", "does not match")
+"""Words of a line that says so: of a request that waits, or of a save that came to nothing."""
+
 STEP_S = 0.1
 LEAST_S = 20.0
 """Of each window, faulty or not."""
@@ -86,7 +97,7 @@ class _Listener(logging.Handler):
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        if self.at is None and TOLD in record.getMessage():
+        if self.at is None and any(words in record.getMessage() for words in TOLD):
             self.at = record.created
 
 

@@ -4,7 +4,8 @@ One rank trains with one thread. Blocks of steps without saves come before and b
 up are told apart. A step is a short piece of AdamW and then a wait, as for a device: the CPU is left to the upload, so
 that what is seen is what the save does to the training, and not that machines of tests have few cores. With "all CPU"
 the rest of a step is computed as well: then everything on the machine slows it down, the test's server included, so the
-same bytes are uploaded by a process that has nothing to do with the job, for comparison.
+same bytes are uploaded by a process that has nothing to do with the job, for comparison. With a "slow link" each
+connection has 1 MB/s: one upload lasts for a hundred steps, so that the call that begins it counts for little.
 
 Memory is anonymous memory (RssAnon), the most of many samples: of ckptlib's writer beyond what it had before the first
 save; of others the trainer's, where they upload from, beyond the same. Slots are shared memory and not in it; a copy of
@@ -31,6 +32,7 @@ from benchmarks.common import ROOT, tell, told
 from benchmarks.figures import Figures, Options, rotated, run
 from benchmarks.memory import children
 from benchmarks.slowdown import Training
+from ckptlib.testing import FaultProxy
 
 STEP_S = 0.25
 STEPS_PER_BLOCK = 15
@@ -40,8 +42,9 @@ FIRST = 2
 """Saves that are not timed: slots, plans, connections and copies are made."""
 
 LONGEST_S = 300.0
-WAITING, COMPUTING = "waits for a device", "all CPU"
-CASES = (WAITING, COMPUTING)
+WAITING, COMPUTING, LONG = "waits for a device", "all CPU", "waits for a device, slow link"
+CASES = (WAITING, COMPUTING, LONG)
+SLOW = {"fault": "bandwidth", "bandwidth": 1e6, "match": "^(PutObject|UploadPart) "}
 OUTSIDE = "obstore bare, from outside the job"
 ENCODED = "planes"
 
@@ -142,6 +145,26 @@ class S3TorchConnector(DcpFsspec):
         return found
 
 
+class TorchSnapshot(Saver):
+    """`Snapshot.async_take`; its plugin for S3 takes all it needs from the environment."""
+
+    def begin(self, step: int) -> Saved:
+        from torchsnapshot import Snapshot, StateDict
+
+        names = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_ENDPOINT_URL": "endpoint_url"}
+        os.environ.update({name: str(self.options[option]) for name, option in names.items()})
+        os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
+        pending = Snapshot.async_take(f"{self.url}/step-{step}", {"all": StateDict(**self.training.flat())})
+
+        def saved() -> bool:
+            if pending.done():
+                pending.wait()
+                return True
+            return False
+
+        return saved
+
+
 class Outside(Saver):
     """As many bytes, sent by another process."""
 
@@ -185,6 +208,7 @@ SAVERS: dict[str, type[Saver]] = {
     "ckptlib, obstore, encoded": CkptlibObstoreEncoded,
     "DCP async thread, fsspec": DcpFsspec,
     "DCP async thread, s3torchconnector": S3TorchConnector,
+    "torchsnapshot": TorchSnapshot,
     OUTSIDE: Outside,
 }
 
@@ -200,16 +224,17 @@ def measure(options: Options, directory: Path, figures: Figures) -> None:
     nbytes = 30_000_000 if options.toy else int(options.gb * 1e9)
     cases = CASES[:1] if options.toy else CASES
     subjects = list(SAVERS)[:1] if options.toy else list(SAVERS)
-    with start_seaweedfs(directory) as storage:
+    with start_seaweedfs(directory) as storage, FaultProxy(storage.endpoint, [SLOW]) as slow:
         for number in range(1 if options.toy else options.rounds):
             for case in cases:
                 for subject in rotated(subjects, number):
                     given = {
                         "subject": subject,
                         "url": storage.url(),
-                        "options": storage.options(),
+                        "options": storage.options(slow.url) if case == LONG else storage.options(),
                         "nbytes": nbytes,
                         "computes": case == COMPUTING,
+                        "saves": 1 if case == LONG else SAVES,
                         "step_s": 0.05 if options.toy else STEP_S,
                     }
                     for line in figures.attempt(case, subject, __name__, 1, given, options.timeout_s):
@@ -234,17 +259,19 @@ def work() -> None:
 
     saver = SAVERS[given["subject"]](training, given)
     pid = saver.uploads_from()
-    before, beside, began_s, durable_s = _anonymous(pid), list[float](), list[float](), list[float]()
+    before, beside, later = _anonymous(pid), list[float](), list[float]()
+    began_s, durable_s = list[float](), list[float]()
     with _most(pid) as most:
         for number in range(1, 1 + FIRST):
             _until(saver.begin(number), step)
         without = _block(step)
-        for number in range(1 + FIRST, 1 + FIRST + SAVES):
+        for number in range(1 + FIRST, 1 + FIRST + int(given["saves"])):
             first = time.perf_counter()
             saved = saver.begin(number)
             began_s.append(time.perf_counter() - first)
             times = _until(saved, step)
             durable_s.append(time.perf_counter() - first)
+            later += times[1:]
             times[0] += began_s[-1]
             beside += times
     without += _block(step)
@@ -252,6 +279,8 @@ def work() -> None:
     _tell("step without saves", "s", without)
     _tell("step beside an upload", "s", beside)
     _tell("beside / without", "1", [sum(beside) / len(beside) / (sum(without) / len(without))])
+    if later:
+        _tell("beside, but for first steps / without", "1", [sum(later) / len(later) / (sum(without) / len(without))])
     _tell("call that begins a save", "s", began_s)
     _tell("until durable", "s", durable_s)
     _tell("anonymous memory of who uploads, above idle", "MiB", [(most[0] - before) / (1 << 20)])

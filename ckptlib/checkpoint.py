@@ -122,7 +122,7 @@ def _save_step(session: Session, order: SaveOrder) -> Pending:
         account=session.stopwatch.snapshot(order.step),
     )
     if order.to_store:
-        session.expect(save, order.drains)
+        session.expect(save, order.drains, plan.puts_layout)
     sources = session.planner.sources(flat.leaves, plan, order.overlap)
     replicas = session.local_replicas(save, number, flat.leaves, plan, order.overlap)
     reading = None if compare else session.read_shared(flat.leaves, plan, order.overlap, number)

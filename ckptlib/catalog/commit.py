@@ -87,9 +87,9 @@ class Committer:
                 f"step {save.step}: what several ranks hold, and one of them wrote for all, is not the same on all of "
                 "them; the step is not committed"
             )
-        proved = self._prove(save, names)
+        proved, document = self._prove(save, names)
         catalog = self.catalog
-        first = PartHead.decode(names[0], catalog.store.get(names[0].key))
+        first = PartHead.decode(names[0], catalog.store.get(names[0].key) if document is None else document)
         users = self._users(names, first)
         uses = times_of(catalog, save, users)
         sizes = [name.nbytes for name in names if name.nbytes is not None]
@@ -149,24 +149,26 @@ class Committer:
                 next_check += 0.0 if store.is_local else HEAD_EVERY_S
             time.sleep(min(pauses.next(), max(seconds_left(), 0.0)))
 
-    def _prove(self, save: SaveId, names: Sequence[PartName]) -> _Proved:
+    def _prove(self, save: SaveId, names: Sequence[PartName]) -> tuple[_Proved, bytes | None]:
+        """And rank 0's part, where it had to be read."""
         key = tuple(name.table for name in names)
         if key in self._proved:
-            return self._proved[key]
-        proved, doubts = _prove(self.catalog, save, names)
+            return self._proved[key], None
+        proved, doubts, document = _prove(self.catalog, save, names)
         if not doubts:  # what lies as it did may have other bytes the next time
             self._proved = {key: proved}
-        return proved
+        return proved, document
 
 
-def _prove(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> tuple[_Proved, Sequence[Doubt]]:
-    """Reads every part; returns overlaps, too, which only the bytes can settle. Raises SaveFailed if the save is not
-    whole."""
+def _prove(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> tuple[_Proved, Sequence[Doubt], bytes]:
+    """Reads every part; returns overlaps, too, which only the bytes can settle, and rank 0's part. Raises SaveFailed if
+    the save is not whole."""
     found: list[tuple[str, int]] = []
-    nbytes, nbytes_state, proof = 0, 0, Proof()
+    nbytes, nbytes_state, proof, first = 0, 0, Proof(), b""
     # Decoded here: to do so is work for one core, and garbage collection is put off meanwhile.
     for name, document in zip(names, each(lambda name: catalog.store.get(name.key), names), strict=True):
         part = catalog.decode_part(name, document)
+        first = first or document
         if part.world_size != len(names):
             what = f"the part of rank {part.rank} is for {part.world_size} ranks, expected {len(names)}"
             raise SaveFailed(f"step {save.step}: {what}")
@@ -184,7 +186,7 @@ def _prove(catalog: Catalog, save: SaveId, names: Sequence[PartName]) -> tuple[_
     if missing is not None:
         raise SaveFailed(f"step {save.step}: no rank wrote {missing}; the step is not committed")
     _settle(catalog, save, names, doubts)
-    return _Proved(ranks_by_layout(found), nbytes, nbytes_state), doubts
+    return _Proved(ranks_by_layout(found), nbytes, nbytes_state), doubts, first
 
 
 def _settle(catalog: Catalog, save: SaveId, names: Sequence[PartName], doubts: Sequence[Doubt]) -> None:

@@ -1,8 +1,8 @@
 """A root's saves on the disk of one host, where there is a local tier: which stay there, and for how long.
 
 Names and bytes are those of the root. There is no manifest: a step is whole when the disks of all hosts together hold a
-part of every rank. The disk belongs to its host: each rank's writer removes objects of its own rank, and leftovers of
-earlier generations. No torch.
+part of every rank. The disk belongs to its host: each rank's writer removes objects of its own rank, leftovers of
+earlier generations, and layouts that no part names. No torch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,18 @@ from dataclasses import dataclass
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.shared_documents import put_new
-from ckptlib.errors import CkptError, StoreError
+from ckptlib.errors import (
+    CkptError,
+    CorruptData,
+    FormatError,
+    ObjectNotFound,
+    ObjectUnreadable,
+    StoreError,
+)
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, PartName, SaveId
 from ckptlib.format.manifest import Root
+from ckptlib.format.part import Part
 from ckptlib.stores import Entry, Store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.probe import PREFIX as PROBE
@@ -25,7 +33,8 @@ from ckptlib.stores.probe import PREFIX as PROBE
 log = logging.getLogger(__name__)
 
 UNFINISHED_S = 3600.0
-"""A half-written file of a crash is removed when nobody has written to it for so long: other ranks write here, too."""
+"""A half-written file of a crash, or a layout that no part names, is removed when it is so old: other ranks write here,
+too."""
 
 
 def open_disk(path: str, root: Root, store: Store | None) -> None:
@@ -117,6 +126,8 @@ class DiskSweeper:
         self._disk, self._rank = disk, rank
         self._packs: dict[str, frozenset[str]] = {}
         """By the key of a part: the packs that it names."""
+        self._layouts: dict[str, str] = {}
+        """By the key of a part of any rank: the key of its layout."""
 
     def sweep(self, generation: GenerationId, stays: Stays) -> list[Entry]:
         """Returns which objects were removed. None, as long as it is not known which step all ranks hold.
@@ -134,9 +145,56 @@ class DiskSweeper:
         left = [name for name in mine if name.save in saves]
         self._packs = {name.key: self._packs.get(name.key) or self._packs_of(name) for name in left}
         gone = unwanted(objects, self._rank, generation, saves, frozenset().union(*self._packs.values()))
+        begun = ((keys.parse_begun_key(entry.key), entry) for entry in store.scan(keys.BEGUN))
+        gone += [entry for of, entry in begun if of is not None and of < generation]
         for entry in gone:
             store.delete(entry.key)
-        return gone
+        return gone + self._sweep_layouts(time.time() - UNFINISHED_S)
+
+    def _sweep_layouts(self, oldest: float) -> list[Entry]:
+        """Removes layouts from before `oldest` that no part on this disk names, whoever's it is.
+
+        Another rank may put a part that names one meanwhile. It looks for the layout again behind its part, and parts
+        are looked at again here behind the removal: whichever comes last puts the layout again.
+        """
+        store = self._disk.store
+        old = {entry.key: entry for entry in store.scan(keys.LAYOUTS) if entry.modified < oldest}
+        named = self._named() if old else None
+        if named is None:
+            return []
+        gone = {key: entry for key, entry in old.items() if key not in named}
+        documents = {}
+        for key in [*gone]:
+            try:
+                documents[key] = store.get(key)
+            except ObjectNotFound:  # another rank's sweep was faster
+                del gone[key]
+        for key in gone:
+            store.delete(key)
+        again = self._named() if gone else None
+        for key in documents.keys() if again is None else documents.keys() & again:
+            put_new(store, key, documents[key])
+            del gone[key]
+        return [*gone.values()]
+
+    def _named(self) -> set[str] | None:
+        """The keys of the layouts that parts on this disk name; None where one of them cannot be read."""
+        names = [keys.parse_part_key(entry.key) for entry in self._disk.store.scan(keys.PARTS)]
+        known, self._layouts = self._layouts, {}
+        for name in names:
+            if name is None or not name.ok:
+                continue
+            try:
+                self._layouts[name.key] = known.get(name.key) or self._layout_of(name)
+            except ObjectNotFound:  # its rank has removed it since it was listed
+                continue
+            except (CorruptData, FormatError, ObjectUnreadable) as error:
+                log.warning("layouts stay on the local disk, since a part cannot be read: %s", error)
+                return None
+        return {*self._layouts.values()}
+
+    def _layout_of(self, name: PartName) -> str:
+        return keys.layout_key(Part.decode(name, self._disk.store.get(name.key)).table.layout)
 
     def _packs_of(self, name: PartName) -> frozenset[str]:
         return frozenset(pack.key for pack in self._disk.part(name).packs)

@@ -37,11 +37,13 @@ T = TypeVar("T")
 
 
 class SharedDocuments:
-    """Of one root in one store. Layouts are read once and kept; the root's document is read each time."""
+    """Of one root in one store. Layouts are read once and kept; the root's document is read when it is asked for."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._layouts: dict[str, Layout] = {}
+        self._root: Root | None = None
+        """As it was read last."""
         self._copied: set[str] = set()
         self._told: set[str] = set()
 
@@ -50,9 +52,10 @@ class SharedDocuments:
     def root(self) -> Root:
         """Raises CheckpointNotFound where there is none, CorruptData, FormatError, ObjectUnreadable."""
         try:
-            return self._either(keys.ROOT, self.root_at)
+            self._root = self._either(keys.ROOT, self.root_at)
         except ObjectNotFound as error:
             raise CheckpointNotFound(f"{self.store.url} holds no checkpoints: there is no {keys.ROOT}") from error
+        return self._root
 
     def layout(self, digest: str) -> Layout:
         """Raises CorruptData, FormatError, ObjectNotFound, ObjectUnreadable."""
@@ -136,7 +139,9 @@ class SharedDocuments:
         for key in sorted(wanted):
             copy = keys.copy_key(key)
             try:
-                document = self.layout(documents[key]).encoded if key in documents else self.root().encode()
+                document = (
+                    self.layout(documents[key]).encoded if key in documents else (self._root or self.root()).encode()
+                )
             except (CheckpointNotFound, CorruptData, FormatError, ObjectUnreadable) as error:
                 if key in documents:
                     raise

@@ -13,6 +13,7 @@
     steps/<step>-<gen>-<nonce>-<random>.pin
     trash/<step>-<gen>-<nonce>.json
     copies/<key>
+    begun/<gen>-<nonce>.json
 
 Names from a store are parsed, never trusted: what does not match exactly is not one of ours.
 """
@@ -38,6 +39,7 @@ PARTS = "parts/"
 PACKS = "packs/"
 TRASH = "trash/"
 COPIES = "copies/"
+BEGUN = "begun/"
 
 MAX_STEP = 10**12 - 1
 MAX_GENERATION = 10**6 - 1
@@ -46,6 +48,7 @@ MAX_RANK = 10**6 - 1
 _SAVE = r"([0-9]{12})-([0-9]{6})-([0-9a-f]{8})"
 _SAVE_NAME = re.compile(_SAVE)
 _GENERATION_KEY = re.compile(r"generations/([0-9]{6})-([0-9a-f]{8})\.json")
+_BEGUN_KEY = re.compile(r"begun/([0-9]{6})-([0-9a-f]{8})\.json")
 _ACCOUNT_KEY = re.compile(r"generations/([0-9]{6})-([0-9a-f]{8})-[0-9a-f]{8}\.account")
 _STEP_KEY = re.compile(rf"steps/{_SAVE}\.json")
 _TRASH_KEY = re.compile(rf"trash/{_SAVE}\.json")
@@ -85,6 +88,11 @@ class GenerationId:
     @property
     def key(self) -> str:
         return f"{GENERATIONS}{self}.json"
+
+    @property
+    def begun_key(self) -> str:
+        """On a local disk, which has no records of generations."""
+        return f"{BEGUN}{self}.json"
 
     def account_key(self, nonce: str) -> str:
         """Beside its record. `nonce`: new for each, so that none is put again."""
@@ -195,6 +203,11 @@ def parse_save(text: str) -> SaveId:
 
 def parse_generation_key(key: str) -> GenerationId | None:
     match = _GENERATION_KEY.fullmatch(key)
+    return GenerationId(int(match[1]), match[2]) if match else None
+
+
+def parse_begun_key(key: str) -> GenerationId | None:
+    match = _BEGUN_KEY.fullmatch(key)
     return GenerationId(int(match[1]), match[2]) if match else None
 
 

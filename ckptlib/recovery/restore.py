@@ -38,6 +38,7 @@ from ckptlib.loading.selection import Only, Rename
 from ckptlib.ranks.together import together
 from ckptlib.reading.source import StepSource, own_rank
 from ckptlib.recovery import local_step
+from ckptlib.recovery.begun import enter_begun
 from ckptlib.recovery.foreign import warn_of_foreign
 from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look
 from ckptlib.recovery.local_step import LocalStep, OnDisks
@@ -236,6 +237,7 @@ def _look_at_disks(session: Session, step: int | str | None) -> Mapping[SaveId, 
     what = f"looking at {local.path}"
     with LocalStore(str(local.path)) as store:
         disk = Catalog(store)
+        enter_begun(session, store)
         saves = local_step.parse_saves(group.gather(together(group, what, lambda: local_step.saves_on(disk))))
 
         def choose() -> bytes:

@@ -1,8 +1,8 @@
 """The lineage: this job's place in the history of a root.
 
 A job is a generation. All ranks agree on it as the root is opened, with a number above those of all that have put their
-record, and of all that have left slots on the job's hosts. It enters history with its first save, or as it goes back to
-an earlier step.
+record, and of all that have left slots or local steps on the job's hosts. It enters history with its first save, or as
+it goes back to an earlier step.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from ckptlib._version import __version__
+from ckptlib.catalog.begun import newest_number
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CheckpointNotFound, StoreError
 from ckptlib.format import keys
@@ -29,6 +30,7 @@ from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
 from ckptlib.slots.placement import ReplicaMap
 from ckptlib.staging.other_slots import newest_generation
+from ckptlib.stores.local import LocalStore
 from ckptlib.writer.client import Writer
 from ckptlib.writer.generation import GenerationRecord
 
@@ -46,9 +48,10 @@ class Lineage:
         run: Mapping[str, Json],
         slots_in: Sequence[Path],
         earlier: GenerationId | None = None,
+        local: Path | None = None,
     ) -> None:
         """Opens the root, or makes it with this algorithm and deadline. Collective. `slots_in`: where slots may be.
-        `earlier`: the generation as which this process goes on, whose record is there.
+        `earlier`: the generation as which this process goes on, whose record is there. `local`: this host's disk.
 
         Raises, on all ranks, the error of an unusable root, and NewerFormat where a newer ckptlib has saved in it; also
         StoreError where a rank does not see the root that rank 0 opened.
@@ -56,7 +59,7 @@ class Lineage:
         self._catalog = catalog
         self._group = group
         self._tags, self._run = tags, run
-        self._slots_in = slots_in
+        self._slots_in, self._local = slots_in, local
         self.root, self.generation = self._agree(Root(secrets.token_hex(16), algorithm, save_deadline_s))
         self.host_id = self.generation
         """The generation by which slots and locks on this host are known. One that goes on as an earlier one has a
@@ -81,12 +84,14 @@ class Lineage:
         def make() -> bytes:
             root = self._catalog.open_root(wanted)
             self._catalog.check_versions()
-            generation = self._catalog.next_generation()
-            return root.encode() + str(generation).encode()
+            saves = self._catalog.saves()
+            generation = self._catalog.next_generation(saves)
+            return root.encode() + f"{generation}-{len(saves)}".encode()
 
         made = together(self._group, "opening the root", lambda: make() if self._group.rank == 0 else None)
         document, _, tail = self._group.broadcast(made).rpartition(b"\n")
-        number, _, nonce = tail.decode().partition("-")
+        number, nonce, num_saves = tail.decode().split("-")
+        self._is_new = num_saves == "0"
         root = Root.decode(document + b"\n", keys.ROOT)
         left = together(self._group, "opening the root", lambda: self._check_seen(root))
         (newest,) = self._group.max([left])  # its record may be on its way to the store yet, from a writer that is left
@@ -95,9 +100,12 @@ class Lineage:
     def _check_seen(self, root: Root) -> int:
         """By one read: that this rank reaches the store, may read it, and that it is the same one.
 
-        Returns the highest number of a generation that has left slots on this host; 0: none has.
+        Returns the highest number of a generation that has left slots on this host, or began on its disk; 0: none has.
         """
         left = newest_generation(root.id, self._slots_in)
+        if self._local is not None:
+            with LocalStore(str(self._local)) as disk:
+                left = max(left, newest_number(disk))
         if self._group.rank == 0:
             return left
         where = f"{self._catalog.store.url} on {socket.gethostname()}"
@@ -125,7 +133,8 @@ class Lineage:
         continues = self.resumed_from is None or self.resumed_from.step > step  # would mix with what follows on it
         record = self._record(None if continues else self.resumed_from)
         now = self.at_once or self.placement is not None
-        writer.begin(record.encode().decode(), self.root.id, step, continues, now=now, again=self._goes_on)
+        document, is_new = record.encode().decode(), self._is_new and self.resumed_from is None
+        writer.begin(document, self.root.id, step, continues, now=now, again=self._goes_on, is_new=is_new)
         self.began, self._again = True, False
 
     def go_back(self, writer: Writer, save: SaveId) -> None:

@@ -54,6 +54,8 @@ class Plan:
     """Of a slot."""
     shared: tuple[Shared, ...]
     """Shards that other ranks hold, too; one of them writes each for all."""
+    puts_layout: bool = True
+    """Whether this is the first rank with this layout, which puts it for all that have it."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +120,19 @@ class Planner:
         agreement = agree(flat.leaves, rows, self._group)
         known = self._known(flat) if agreement == self._agreement else None
         self._agreement = agreement
-        plan = self._plan_for(flat, known)
+        plan = self._plan = self._with_putter(self._plan_for(flat, known))
         prove(flat.leaves, plan.shared, self._group)
         if self._group.size > 1:
             plain = {leaf.name for leaf in flat.leaves if isinstance(leaf.held, Plain)}
             self._own |= {name for name in plain if isinstance(agreement.holdings.get(name), OwnPerRank)}
         self.must_compare = self._restless(known is None)
         return plan
+
+    def _with_putter(self, plan: Plan) -> Plan:
+        """The same, once it is known which rank puts the layout. Collective."""
+        by_rank = self._group.gather(plan.layout.digest.encode()) if self._group.size > 1 else []
+        puts = not by_rank or by_rank.index(by_rank[self._group.rank]) == self._group.rank
+        return plan if plan.puts_layout == puts else replace(plan, puts_layout=puts)
 
     def _restless(self, changed: bool) -> bool:
         """Whether the state changes from save to save, so that it had better be compared before each."""

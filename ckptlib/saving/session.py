@@ -88,6 +88,7 @@ class Session:
             run_record(settings.config, settings.record_code) if self.group.rank == 0 else {},
             directories(settings.arena),
             None if settings.resumable is None else settings.resumable.generation,
+            None if settings.local is None else settings.local.path,
         )
         self.root, self.generation = self.lineage.root, self.lineage.generation
         self.lineage.best = None if settings.keep is None else settings.keep.rule
@@ -112,8 +113,9 @@ class Session:
         self.planner = Planner(self.group)
         self._num_saves = 0
         self._sequence = 0
-        self._to_persist: dict[SaveId, bool] = {}
-        """Snapshots that the writer is told of as soon as they are ready, and whether they are drained then."""
+        self._to_persist: dict[SaveId, tuple[bool, bool]] = {}
+        """Snapshots that the writer is told of as soon as they are ready, whether they are drained then, and whether it
+        puts their layout."""
         self.given_up = -1
         """The last step whose save this rank gave up alone; -1 before there is one."""
         self.newest_step = -1
@@ -195,10 +197,11 @@ class Session:
         rank, size = self.group.rank, self.group.size
         return SlotHeader(self.root.id, save, rank, size, number, self._sequence, plan.body_nbytes, {})
 
-    def expect(self, save: SaveId, drains: bool) -> None:
-        """The writer is to persist this one as soon as it is sealed. `drains`: and to drain it, with a local tier."""
+    def expect(self, save: SaveId, drains: bool, puts_layout: bool) -> None:
+        """The writer is to persist this one as soon as it is sealed. `drains`: and to drain it, with a local tier.
+        `puts_layout`: and to put its layout; else another rank does."""
         self.writer.expect(save, drains)
-        self._to_persist[save] = drains
+        self._to_persist[save] = drains, puts_layout
         self.newest_step = save.step
 
     def local_replicas(
@@ -227,9 +230,9 @@ class Session:
         staging.slot.unlock()
         if save not in self._to_persist:
             return
-        drains = self._to_persist.pop(save)
+        drains, puts_layout = self._to_persist.pop(save)
         if staging.error is None:
-            self.writer.persist(save, staging.slot.path, drains)
+            self.writer.persist(save, staging.slot.path, drains, puts_layout)
         else:
             self.writer.void(save, str(staging.error), drains)
 

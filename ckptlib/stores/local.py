@@ -27,7 +27,7 @@ from ckptlib.stores.local_direct import read_past_cache
 from ckptlib.stores.local_errors import ABSENT, failure
 from ckptlib.stores.local_upload import TEMP_DIRECTORY, TEMP_NAME, LocalUpload
 
-LATE_NBYTES = 32 * 1024 * 1024
+LATE_NBYTES = 28 * 1024 * 1024
 """A small file is flushed while the next one is made; a large one, after all of it is."""
 
 

@@ -42,7 +42,7 @@ T = TypeVar("T")
 PACK_NBYTES = 50 * 10**9
 """In parts of 16 MiB, 3,000 of the 10,000 that S3 takes."""
 
-LATE_NBYTES = 32 << 20
+LATE_NBYTES = 28 << 20
 """obstore sends the first part first: an object whose head is told last is gathered in memory."""
 
 DELETES = 16

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from ckptlib.catalog.begun import Begun
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CkptError, describe
 from ckptlib.format.keys import SaveId
@@ -38,15 +39,20 @@ class Beginning:
     def owes_record(self) -> bool:
         return self._record is not None and not self._record.is_put
 
-    def begin(self, message: Message, rank: int) -> None:
-        """The generation enters history with its first save: rank 0's writer puts its record before that."""
+    def begin(self, message: Message, rank: int) -> Begun | None:
+        """The generation enters history with its first save: rank 0's writer puts its record before that.
+
+        Returns what is to be noted on a local disk; None where it was put, or another rank's writer does.
+        """
         record = Generation.decode(message["record"].encode(), "the trainer's order")
         if record.resumed_from is not None:
             self._go_on_from(record.resumed_from)
-        if rank == 0:
-            step, again = int(message["step"]), message.get("again", False)
-            self._record = GenerationRecord(record, message["root"], step, message["continues"], again)
-            self._record.is_put = message["is_put"]
+        if rank != 0:
+            return None
+        step, again = int(message["step"]), message.get("again", False)
+        self._record = GenerationRecord(record, message["root"], step, message["continues"], again)
+        self._record.is_put = message["is_put"]
+        return None if self._record.is_put else Begun(record, step, message["continues"])
 
     def put_now(self) -> None:
         """Since snapshots in memory, or on local disks, are of no use before the record is there."""

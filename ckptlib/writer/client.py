@@ -123,11 +123,13 @@ class Writer:
         now: bool = False,
         is_put: bool = False,
         again: bool = False,
+        is_new: bool = False,
     ) -> None:
         """The generation begins with a save of `step`: rank 0's writer puts its record before it puts anything else.
 
         `root`: the id of the root that the job opened. `continues`: it goes on from what is there. `now`: the record is
         put at once; answered by `begun`. `is_put`: it is in the store already. `again`: it may be; then that counts.
+        `is_new`: the root had no step when it was opened.
         """
         with self._lock:
             order = {
@@ -138,6 +140,7 @@ class Writer:
                 "continues": continues,
                 "is_put": is_put,
                 "again": again,
+                "is_new": is_new,
             }
             self._begun = {**order, "now": False}
             self._channel.send({**self._begun, "now": now})
@@ -149,9 +152,10 @@ class Writer:
         """
         self._order({"op": "expect", "save": str(save), "drains": drains})
 
-    def persist(self, save: SaveId, slot: Path, drains: bool = True) -> None:
-        """Orders that the ready snapshot in `slot` be put; answered by `released`."""
-        self._order({"op": "persist", "save": str(save), "slot": str(slot), "drains": drains})
+    def persist(self, save: SaveId, slot: Path, drains: bool = True, puts_layout: bool = True) -> None:
+        """Orders that the ready snapshot in `slot` be put; answered by `released`. `puts_layout`: see `Persister`."""
+        order = {"op": "persist", "save": str(save), "slot": str(slot), "drains": drains, "layout": puts_layout}
+        self._order(order)
 
     def void(self, save: SaveId, error: str, drains: bool = True) -> None:
         """The snapshot failed; tells the other ranks' committer."""

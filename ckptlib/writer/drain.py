@@ -95,16 +95,18 @@ class Drain:
         self._executor, self._reader = executor, ThreadPoolExecutor(1, "ckptlib-read")
         self._rank, self._deadline_s = rank, deadline_s
         self._pace, self._note_upload = pace, note_upload
+        self._layouts_put: set[str] = set()
 
-    def copy(self, save: SaveId) -> int:
-        """Returns how many bytes of packs were put; 0 where all was there.
+    def copy(self, save: SaveId, is_new: bool = False, puts_layout: bool = True) -> int:
+        """Returns how many bytes of packs were put; 0 where all was there. `is_new`: nothing can be there.
+        `puts_layout`: else another rank of this save does.
 
         Raises StoreError where the store fails: to be tried again. What else it raises stays as it is: Superseded,
         SaveFailed where it took too long, CorruptData or SaveFailed where the disk does not have what was put on it.
         """
         self._bucket.check_head(save.generation)
         part, name, document = self._on_disk(save)
-        present = self._present(part)
+        present = {} if is_new else self._present(part)
         if name in present:
             return 0
         deadline = self._deadline(save, present.values())
@@ -119,7 +121,9 @@ class Drain:
             raise
         checked.result()
         layout = part.table.layout
-        self._bucket.shared.put_layout(layout, self._disk.layout(layout).encoded)
+        if puts_layout and layout not in self._layouts_put:
+            self._bucket.shared.put_layout(layout, self._disk.layout(layout).encoded)
+            self._layouts_put.add(layout)
         self._bucket.store.put(name, document, deadline=deadline)
         return sum(pack.nbytes for pack in packs)
 

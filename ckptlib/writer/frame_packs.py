@@ -10,8 +10,8 @@ from ckptlib.writer.coder import Encoded
 from ckptlib.writer.packs import Framed, Packer, PackShape
 from ckptlib.writer.share import PutChunks
 
-FRAMES_BYTES = 32 * 1024 * 1024
-"""Frames that are put as one pack: they are in memory until they are."""
+FRAMES_BYTES = 28 * 1024 * 1024
+"""Frames that are put as one pack, at most: they are in memory until they are. It is two parts of an upload."""
 
 FIRST_FRAMES_BYTES = 4 * 1024 * 1024
 """Of the first such pack: until it is gathered the store waits. The next ones have twice as much each: where encoding
@@ -73,10 +73,11 @@ def in_packs(frames: Iterable[Encoded]) -> Iterator[list[Encoded]]:
     some: list[Encoded] = []
     nbytes, enough = 0, FIRST_FRAMES_BYTES
     for one in frames:
-        some.append(one)
-        nbytes += len(one.frame or b"")
-        if nbytes >= enough:
+        more = len(one.frame or b"")
+        if some and nbytes + more > enough:
             yield some
             some, nbytes, enough = [], 0, min(2 * enough, FRAMES_BYTES)
+        some.append(one)
+        nbytes += more
     if some:
         yield some

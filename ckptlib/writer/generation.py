@@ -56,7 +56,7 @@ class GenerationRecord:
 
 def _continued(catalog: Catalog, step: int) -> tuple[SaveId | None, str | None]:
     """The step that a job continues which did not restore: the newest one before its own first. And a warning."""
-    visible = catalog.visible()
+    visible = catalog.visible() if catalog.saves() else []
     hidden = [save.step for save in visible if save.step >= step]
     warning = None
     if hidden:

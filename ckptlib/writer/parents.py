@@ -37,6 +37,10 @@ class Parents:
         self.origin: SaveId | None = None
         """The step that the job resumed from; None: the record of its generation tells."""
 
+    def begin_anew(self) -> None:
+        """There is nothing to be found that this writer has not put."""
+        self._searched = True
+
     def remember(self, part: Part) -> None:
         """A part that was put; once its step is committed, it may be a parent.
 

@@ -63,7 +63,7 @@ class Persister:
         self._executor = executor
         self._rank, self._refresh_s = rank, refresh_s
         self._parents = Parents(Catalog(store), world_size) if drained is None else drained
-        self._notes_uploads = drained is None
+        self._on_disk = drained is not None
         self._snapshots = SnapshotReader()
         self._packer: Packer | None = None
         self._pack_nbytes = store.pack_nbytes if pack_nbytes is None else min(pack_nbytes, store.pack_nbytes)
@@ -79,21 +79,29 @@ class Persister:
         """See `Coder`."""
         self._coder.note_upload(nbytes, began, ended)
 
-    def persist(self, slot: Slot, save: SaveId, deadline: float | None = None, may_be_parent: bool = True) -> Part:
+    def persist(
+        self,
+        slot: Slot,
+        save: SaveId,
+        deadline: float | None = None,
+        may_be_parent: bool = True,
+        puts_layout: bool = True,
+    ) -> Part:
         """Puts the packs and the part of the snapshot in `slot`, whose content the caller has locked for reading.
 
         Chunks that have not changed since the parent are not put again. `deadline`: of all that is put, by the
-        monotonic clock. `may_be_parent`: whether it will be committed, for all that is known now. Raises CorruptData
-        when the slot is not what was sealed, and the store's errors; no part is put then.
+        monotonic clock. `may_be_parent`: whether it will be committed, for all that is known now. `puts_layout`: else
+        another rank of this save does, before its own part; so whoever finds all parts finds the layout. Raises
+        CorruptData when the slot is not what was sealed, and the store's errors; no part is put then.
         """
         self._deadline = deadline
         try:
-            return self._persist(slot, save, may_be_parent)
+            return self._persist(slot, save, may_be_parent, puts_layout)
         except BaseException:
             self._coder.forget_patches()
             raise
 
-    def _persist(self, slot: Slot, save: SaveId, may_be_parent: bool) -> Part:
+    def _persist(self, slot: Slot, save: SaveId, may_be_parent: bool, puts_layout: bool) -> Part:
         snapshot = self.read(slot, save)
         parent, increment, refused = self._plan(snapshot)
         began = time.monotonic()
@@ -110,7 +118,8 @@ class Persister:
             raise damage
         if slot.read_header() != snapshot.header:
             raise CorruptData(f"{slot.path}: was overwritten while it was persisted")
-        self._put_layout(snapshot)
+        if puts_layout:
+            self._put_layout(snapshot)
         share = assemble(snapshot.digests, parent, increment.taken, put)
         part = Part(
             save=save,
@@ -133,11 +142,18 @@ class Persister:
         if self._deadline is not None and time.monotonic() > self._deadline:
             raise SaveFailed(f"step {save.step}: its packs took longer than a save may (save_deadline); no part is put")
         self._store.put(name.key, document, deadline=self._deadline)
+        if self._on_disk:
+            self._put_layout(snapshot)  # a sweep of this disk may have met it before this part named it
         if part.rank == self._rank:
             if may_be_parent:
                 self._parents.remember(part)
             self._patience_s = time.monotonic() - began
         return part
+
+    def begin_anew(self) -> None:
+        """There was no step when the job opened the root, and no other writer of this rank: no parent is looked for."""
+        if isinstance(self._parents, Parents):
+            self._parents.begin_anew()
 
     def go_on_from(self, save: SaveId) -> None:
         """The step that the job resumed from; where nobody says so, the record of its generation tells."""
@@ -263,15 +279,17 @@ class Persister:
         return self._note_pack(snapshot, key, shape.nbytes, began)
 
     def _note_pack(self, snapshot: Snapshot, key: str, nbytes: int, began: float) -> Pack:
-        if self._notes_uploads:
+        if not self._on_disk:
             self.note_upload(nbytes, began, time.monotonic())
         return Pack(key, nbytes, snapshot.created)
 
     def _put_layout(self, snapshot: Snapshot) -> None:
+        """On a disk it is looked for each time: sweeps of other ranks remove what no part names."""
         digest = snapshot.layout.digest
         if digest not in self._layouts_put:
             SharedDocuments(self._store).put_layout(digest, snapshot.layout.encoded)
-            self._layouts_put.add(digest)
+            if not self._on_disk:
+                self._layouts_put.add(digest)
 
 
 def _read_by_store(body: memoryview, shape: PackShape) -> Iterable[Buffer]:

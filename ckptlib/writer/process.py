@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.errors import CkptError, FormatError, SaveFailed, StoreTimeout, describe
+from ckptlib.errors import CkptError, FormatError, SaveFailed, StoreFull, StoreTimeout, describe
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.format.part import Part
 from ckptlib.jobs import JobThread
@@ -146,7 +146,11 @@ class WriterProcess:
             return
         late_numpy.load()  # all other orders come with the first snapshot, while that is copied
         if op == "begin":
-            self._beginning.begin(message, self._rank)
+            begun = self._beginning.begin(message, self._rank)
+            if self._tier is not None:
+                self._tier.begun = begun
+            elif message.get("is_new") and not message.get("again"):
+                self._persister.begin_anew()
             if message["now"] and self._rank == 0:
                 (self._persists if self._tier is None else self._tier.jobs).put(self._beginning.put_now)
             return
@@ -169,7 +173,7 @@ class WriterProcess:
         elif op == "persist":
             self._expected.pop(save, None)
             self._slots.take(message["slot"])
-            self._persists.put(partial(self._persist, save, message["slot"], drains))
+            self._persists.put(partial(self._persist, save, message["slot"], drains, message.get("layout", True)))
         elif op == "drain":
             assert self._tier is not None
             self._tier.jobs.put(partial(self._drain, self._tier, save))
@@ -225,12 +229,12 @@ class WriterProcess:
         if self._account is not None:
             self._account.continues(save)
 
-    def _persist(self, save: SaveId, path: str, drains: bool) -> None:
+    def _persist(self, save: SaveId, path: str, drains: bool, puts_layout: bool) -> None:
         began = time.monotonic()
         deadline = began + self._trainer.deadline_s
         try:
             with self._watchdog.work("persist", save, deadline):
-                part = self._persist_slot(save, path, drains, deadline)
+                part = self._persist_slot(save, path, drains, puts_layout, deadline)
         except (CkptError, OSError, ValueError) as error:
             self._fail(save, error, drains)
             self._channel.send({"event": "released", "save": str(save), "slot": path, "error": describe(error)})
@@ -245,27 +249,36 @@ class WriterProcess:
         self._channel.send({"event": "released", **told})
         if self._tier is not None:
             if drains:
-                self._tier.jobs.put(partial(self._drain, self._tier, save))
+                self._tier.jobs.put(partial(self._drain, self._tier, save, puts_layout))
         elif self._rank == 0:
             self._commits.put(save, began)
 
-    def _persist_slot(self, save: SaveId, path: str, drains: bool, deadline: float) -> Part:
+    def _persist_slot(self, save: SaveId, path: str, drains: bool, puts_layout: bool, deadline: float) -> Part:
         slot = self._slots.find(path)
         if slot is None:
             raise FormatError(f"{path}: the slot of step {save.step} is gone")
         try:
             if self._tier is None:
                 self._beginning.put()
-                return self._persister.persist(slot, save, deadline)
+                return self._persister.persist(slot, save, deadline, puts_layout=puts_layout)
             self._tier.make_room(save)
+            self._tier.note_begun()
             there = self._tier.persisted(slot, save)
-            return there or self._persister.persist(slot, save, deadline, may_be_parent=drains)
+            if there is not None:
+                return there
+            self._tier.note_new(save)
+            try:
+                return self._persister.persist(slot, save, deadline, may_be_parent=drains)
+            except StoreFull as error:
+                log.warning("step %d is written once more, with less beside it on the disk: %s", save.step, error)
+                self._tier.make_room(save, least=True)
+                return self._persister.persist(slot, save, deadline, may_be_parent=drains)
         finally:
             slot.unlock()
 
-    def _drain(self, tier: Tier, save: SaveId) -> None:
+    def _drain(self, tier: Tier, save: SaveId, puts_layout: bool = True) -> None:
         try:
-            tier.drain(save, self._beginning.put)
+            tier.drain(save, self._beginning.put, puts_layout)
         except (CkptError, OSError, ValueError) as error:
             tier.settle(save)
             self._failures.give_up(save, error)

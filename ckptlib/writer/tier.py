@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
+from ckptlib.catalog.begun import Begun, note
 from ckptlib.catalog.catalog import Catalog, Steps
 from ckptlib.catalog.local_disk import DiskSweeper, Stays, disk_for, part_there, sweep_quietly
 from ckptlib.errors import CkptError, StoreError, describe
@@ -46,6 +47,8 @@ class Tier:
         self._steps = Steps([], [])
         """Of the store, as of the last drain."""
         self._undrained: set[SaveId] = set()
+        self._new: set[SaveId] = set()
+        """Those of which nothing can be in the store, since no other writer can have drained them."""
         self._drained: SaveId | None = None
         """The last one."""
         self._whole: SaveId | None = None
@@ -54,6 +57,8 @@ class Tier:
         """The newest step whose saves have come to their end on all ranks."""
         self._lock = threading.Lock()
         self._sweeper = DiskSweeper(self._local, rank)
+        self.begun: Begun | None = None
+        """Rank 0's: the generation as it began, until that is noted on the disk."""
         self.parents = DrainedParents(self.disk, lambda: self._steps)
         self._drain: Drain | None = None
         self.jobs = JobThread("drain")
@@ -77,20 +82,35 @@ class Tier:
         with self._lock:
             self._undrained.add(save)
 
+    def note_new(self, save: SaveId) -> None:
+        """It is persisted here for the first time. From any thread."""
+        with self._lock:
+            self._new.add(save)
+
     def note_whole(self, save: SaveId, settled: int) -> None:
         """All ranks have it on their disks, and nothing that follows up to the step `settled`. From any thread."""
         self._whole, self._settled = save, settled
 
-    def make_room(self, save: SaveId) -> None:
+    def make_room(self, save: SaveId, least: bool = False) -> None:
         """Before a save is persisted here: removes objects that the disk need not hold any longer. From the thread that
-        persists."""
+        persists. `least`: it is full, so no more stays than what a restart needs, or is to be drained."""
         with self._lock:
             pinned = {*self._undrained}
+        if least:
+            sweep_quietly(self._sweeper, save.generation, Stays(self._whole, self._settled, pinned, 1))
+            return
         if self._drained is not None and not self._failed(self._drained):
             pinned.add(self._drained)
         committed = [known for known in self._steps.saves if known.generation == save.generation]
         stays = Stays(self._whole, self._settled, pinned | {*committed[-1:]}, self._settings.keep_last)
         sweep_quietly(self._sweeper, save.generation, stays)
+
+    def note_begun(self) -> None:
+        """Before anything is persisted here, so that the next job finds it though the store has no record yet. From
+        the thread that persists. Raises StoreError."""
+        if self.begun is not None:
+            note(self.disk, self.begun)
+            self.begun = None
 
     def _failed(self, save: SaveId) -> bool:
         """Whether it is known that some rank has not got it on its disk."""
@@ -103,8 +123,9 @@ class Tier:
 
     # The store
 
-    def drain(self, save: SaveId, before: Callable[[], None]) -> None:
+    def drain(self, save: SaveId, before: Callable[[], None], puts_layout: bool) -> None:
         """Returns when the share is in the store. `before`: called before anything is put. From the thread that drains.
+        `puts_layout`: see `Persister.persist`.
 
         Raises what makes that pointless; see `Drain.copy`. While the store fails it is tried again.
         """
@@ -115,7 +136,7 @@ class Tier:
                 with self.watched(save):
                     before()
                     self._steps = self._bucket.steps()
-                    nbytes = self._drain.copy(save)
+                    nbytes = self._drain.copy(save, self._is_new(save), puts_layout)
                 break
             except StoreError as error:
                 now = time.monotonic()
@@ -133,6 +154,13 @@ class Tier:
             pause = min(pause * 2, AGAIN_LAST_S)
         self._drained = save
         log.info("step %d: %d bytes drained in %.3f s", save.step, nbytes, time.monotonic() - began)
+
+    def _is_new(self, save: SaveId) -> bool:
+        """Asked once of each try."""
+        with self._lock:
+            is_new = save in self._new
+            self._new.discard(save)
+        return is_new
 
     def commit(self, save: SaveId, commit: Callable[[], Manifest], seconds_left: Callable[[], float]) -> Manifest:
         """Calls `commit` again while the store fails; returns its result. Raises as it does. From any thread."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import make_generation, make_root, put_parts
+from typing_extensions import override
 
+from ckptlib.catalog.begun import Begun, note, noted
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.local_disk import (
     UNFINISHED_S,
@@ -26,8 +29,9 @@ from ckptlib.catalog.local_disk import (
     unwanted,
 )
 from ckptlib.errors import StoreError
+from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.format.manifest import Root
+from ckptlib.format.manifest import Generation, Root
 from ckptlib.stores import Entry
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.local_upload import TEMP_DIRECTORY, LocalUpload
@@ -116,6 +120,87 @@ def test_an_older_generation_goes_when_there_is_a_whole_step_of_the_own_one(tmp_
     sweeper.sweep(own, Stays(new, -1, frozenset(), 1))
     assert disk.parts(old) == {}
     assert {*disk.parts(new)} == {0, 1}
+
+
+def test_what_is_noted_of_a_generation_goes_with_it(tmp_path: Path) -> None:
+    disk, generation = make_disk(tmp_path)
+    own = GenerationId(generation.number + 1, "0" * 8)
+    for of in (generation, own):
+        note(disk.store, Begun(Generation(of, 2, None, 0.0, {}, "here"), 1, True))
+    DiskSweeper(disk, 1).sweep(own, Stays(put(disk, own, 3), -1, frozenset(), 1))
+    assert [begun.record.id for begun in noted(disk.store)] == [own]
+
+
+def test_a_layout_goes_when_it_is_old_and_no_part_of_any_rank_names_it(tmp_path: Path) -> None:
+    disk, generation = make_disk(tmp_path)
+    saves = [put(disk, generation, step, num_ranks) for step, num_ranks in ((1, 2), (2, 3), (3, 4))]
+    layouts = [disk.part(part_there(disk, save, 0)).table.layout for save in saves]  # type: ignore[arg-type]
+    sweeper, stays = DiskSweeper(disk, 0), Stays(saves[2], -1, frozenset(), 1)
+
+    def left() -> list[str]:
+        return [digest for digest in layouts if (tmp_path / keys.layout_key(digest)).exists()]
+
+    sweeper.sweep(generation, stays)
+    for save in saves[:2]:
+        assert {*disk.parts(save)} == {*range(1, len(disk.parts(save)) + 1)}, "those of other ranks stay"
+    _age_layouts(tmp_path)
+    for number, save in enumerate(saves):
+        sweeper.sweep(generation, stays)
+        assert left() == layouts[number:], "parts of other ranks name the others"
+        for names in disk.parts(save).values():
+            disk.store.delete(names[0].key)
+    fresh = put(disk, generation, 4, 1)
+    DiskSweeper(disk, 0).sweep(generation, Stays(fresh, -1, frozenset(), 1))
+    assert left() == []
+    assert disk.part(part_there(disk, fresh, 0)).save == fresh  # type: ignore[arg-type]
+
+
+def _age_layouts(path: Path) -> None:
+    old = time.time() - UNFINISHED_S - 60
+    for layout in (path / "layouts").iterdir():
+        os.utime(layout, (old, old))
+
+
+class _Meanwhile(LocalStore):
+    """A disk on which another rank puts a part while a layout is deleted."""
+
+    put_part: Callable[[], object]
+
+    @override
+    def delete(self, *keys: str) -> None:
+        if keys[0].startswith("layouts/"):
+            self.put_part()
+        super().delete(*keys)
+
+
+def test_a_layout_that_another_rank_names_meanwhile_is_put_again(tmp_path: Path) -> None:
+    disk, generation = make_disk(tmp_path)
+    old, new = put(disk, generation, 1, 3), put(disk, generation, 2, 2)
+    layout = keys.layout_key(disk.part(part_there(disk, old, 0)).table.layout)  # type: ignore[arg-type]
+    document = disk.store.get(layout)
+    names = [name for some in disk.parts(old).values() for name in some]
+    parts = {name.key: disk.store.get(name.key) for name in names if name.rank == 1}
+    for name in names:
+        disk.store.delete(name.key)
+    _age_layouts(tmp_path)
+    store = _Meanwhile(str(tmp_path))
+    store.put_part = lambda: [store.put(key, data) for key, data in parts.items()]
+    gone = DiskSweeper(Catalog(store), 0).sweep(generation, Stays(new, -1, frozenset(), 1))
+    assert not [entry for entry in gone if entry.key.startswith("layouts/")]
+    assert disk.store.get(layout) == document
+
+
+def test_layouts_stay_while_a_part_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    disk, generation = make_disk(tmp_path)
+    old, new = put(disk, generation, 1, 3), put(disk, generation, 2, 2)
+    for names in disk.parts(old).values():
+        disk.store.delete(names[0].key)
+    part = tmp_path / disk.parts(new)[1][0].key
+    flip_bit(part, part.stat().st_size // 2)
+    _age_layouts(tmp_path)
+    assert not DiskSweeper(disk, 0).sweep(generation, Stays(new, -1, {old}, 1))
+    assert "layouts stay on the local disk, since a part cannot be read" in caplog.text
+    assert len([*(tmp_path / "layouts").iterdir()]) == 2
 
 
 def test_what_a_crash_left_half_written_goes_when_it_is_old(tmp_path: Path) -> None:

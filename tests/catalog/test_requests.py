@@ -64,7 +64,7 @@ def test_a_commit_costs_six_requests_whatever_the_number_of_ranks(
     with store.counted() as first:
         committer.commit_when_whole(save, num_ranks, left)
     # The layout and all parts are read; the layout, and the root's document, are put a second time.
-    assert first == [Requests(put=1 + 2, get=1 + num_ranks + 1 + 1 + 1, list=3 + 1)]
+    assert first == [Requests(put=1 + 2, get=1 + num_ranks + 1 + 1, list=3 + 1)]
     for step in (2, 3):
         save, _ = put_parts(catalog, generation, step, state(step), num_ranks)
         with store.counted() as steady:

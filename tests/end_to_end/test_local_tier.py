@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import time
 from pathlib import Path
@@ -266,6 +267,41 @@ def test_the_disk_keeps_what_is_asked_and_what_later_saves_need(tiered: Tiered) 
                 assert {key for key, *_ in json.loads(path.read_bytes())["body"]["packs"]} <= packs
     assert 4 not in tiered.on_disk()
     assert steps(tiered.bucket) == [4, 8, 12]
+
+
+def test_a_layout_that_a_sweep_removed_is_there_again_with_the_next_step_that_names_it(tiered: Tiered) -> None:
+    """Another rank's, of a layout that no part named then."""
+    with tiered.open(drain=ckptlib.Steps(1)) as ckpt:
+        tiered.saved(ckpt, 1).wait_committed(WAIT_S)
+        tiered.saved(ckpt, 2).wait_committed(WAIT_S)  # of the optimizer's state, too
+        layouts = {path: path.read_bytes() for path in tiered.disk.glob("layouts/*")}
+        for path in layouts:
+            path.unlink()
+        tiered.saved(ckpt, 3).wait_committed(WAIT_S)
+        (path,) = tiered.disk.glob("layouts/*")
+        assert path.read_bytes() == layouts[path]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a small tmpfs")
+def test_a_disk_with_room_for_four_shares_is_enough(tiered: Tiered, small_disk: Path) -> None:
+    """While the bucket is away as well: what is to be drained, the newest one, and the one that is written."""
+    tiered.disk = small_disk / "disk"
+    with tiered.open(drain=ckptlib.Steps(1)) as ckpt:
+        tiered.saved(ckpt, 1).wait_committed(WAIT_S)
+        tiered.away(True)
+        for step in range(2, 12):
+            tiered.saved(ckpt, step)
+        assert {2, 3, 11} <= {*tiered.on_disk()}, "what is to be drained, and the newest"
+        tiered.away(False)
+        step = 12
+        while not (pending := tiered.saved(ckpt, step)).drains:
+            step += 1
+            time.sleep(0.05)
+        pending.wait_committed(WAIT_S)
+    assert {1, 2, 3, step} <= {*steps(tiered.bucket)}
+    job = Job(tiered.bucket, seed=1)
+    assert ckptlib.load(tiered.bucket, job.state).step == step
+    assert job.bits() == tiered.job.bits()
 
 
 def test_the_disk_of_the_job_before_is_freed_when_the_next_one_has_a_step_of_its_own(tiered: Tiered) -> None:

@@ -124,6 +124,58 @@ def test_a_disk_that_is_lost_before_the_drain_is_a_step_that_never_was(bench: Be
     assert bench.listed() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_all_are_killed_before_the_record_is_in_the_bucket_and_the_step_is_restored_from_disks(
+    bench: Bench, size: int
+) -> None:
+    """Of a job that began anew, and of one that had restored."""
+    disks, step = str(bench.directory / ("disk" if size == 1 else "disk-{rank}")), 0
+    for begun in range(2):
+        bench.fault(*({"op": op, "key": "^generations", "action": "error"} for op in ("put", "write", "commit")))
+        _killed_behind_a_step_on_disks(bench, disks, size, step)
+        step += 1
+        assert len([*bench.root.glob("generations/*.json")]) == 2 * begun
+        bench.fault()
+        for told in run(train, bench.directory, size, url=bench.url, steps=1, local=disks):
+            assert (told[0]["step"], told[0]["skipped"]) == (step, [])
+        step += 1
+        assert bench.listed()[-2:] == [step - 1, step]
+        assert len([*bench.root.glob("generations/*.json")]) == 2 * begun + 2
+
+
+def test_steps_on_disks_of_a_job_without_a_record_are_nothing_once_another_job_went_on(bench: Bench) -> None:
+    """Elsewhere, and not as far; a job that finds the disks again goes on from that one."""
+    disk = str(bench.directory / "disk")
+    run(train, bench.directory, 1, url=bench.url, steps=1, local=disk)
+    bench.fault({"op": "put", "key": "^generations", "action": "error"})
+    _killed_behind_a_step_on_disks(bench, disk, 1, 1, num_steps=3)
+    bench.fault()
+    (told,) = run(train, bench.directory, 1, url=bench.url, steps=1, local=str(bench.directory / "elsewhere"))
+    assert told[0]["step"] == 1
+    (told,) = run(train, bench.directory, 1, url=bench.url, steps=1, local=disk)
+    assert (told[0]["step"], told[0]["skipped"]) == (2, [])
+    assert bench.listed() == [1, 2, 3]
+
+
+def _killed_behind_a_step_on_disks(bench: Bench, disks: str, size: int, restored: int, num_steps: int = 1) -> None:
+    """A job restores a step, saves some more, and all that belongs to it is killed."""
+    jobs = bench.start(size, local=disks)
+    for job in jobs:
+        assert job.wait_for("restored")["step"] == restored
+    for step in range(restored + 1, restored + 1 + num_steps):
+        bench.open(step, "sleep" if step == restored + num_steps else "go on")
+        for rank, job in enumerate(jobs):
+            job.wait_for("staged", step - restored)
+            _wait_on_disk(Path(disks.replace("{rank}", str(rank))), step, 1)
+    for job in jobs:
+        for writer in crash_oracle.writers_of(job.pid):
+            os.kill(writer, signal.SIGKILL)
+        job.kill()
+    for job in jobs:
+        job.join()
+        job.join_writers()
+
+
 def test_ranks_with_disks_of_their_own_restore_from_them(bench: Bench) -> None:
     """Replicated tensors lie on one disk only, or in parts on both; they are read there, and spread."""
     disks = str(bench.directory / "disk-{rank}")

@@ -35,12 +35,19 @@ TOLD, FAILED = "has not answered", "will never be committed"
 LATEST = 2
 """How many times later than two idle limits it may be told, on a busy machine."""
 
-FAULTS: Mapping[str, Mapping[str, object]] = {
-    f"{TOLD} ": {"fault": "503", "match": ""},
-    f"{TOLD} put packs/": {"fault": "blackhole", "match": "^PutObject .*/packs/"},
-    f"{TOLD} list ": {"fault": "hang_reply", "match": "^List"},
-}
-"""By what is told."""
+PACKS, PARTS = "^PutObject .*/packs/", "^PutObject .*/parts/"
+
+FAULTS: Sequence[tuple[str, Mapping[str, object]]] = (
+    (f"{TOLD} ", {"fault": "503", "match": ""}),
+    (f"{TOLD} ", {"fault": "500", "match": ""}),
+    (f"{TOLD} put packs/", {"fault": "blackhole", "match": PACKS}),
+    (f"{TOLD} put packs/", {"fault": "stall_up", "match": PACKS, "after": 1000}),
+    (f"{TOLD} put packs/", {"fault": "reset_up", "match": PACKS, "after": 1000}),
+    (f"{TOLD} put parts/", {"fault": "blackhole", "match": PARTS}),
+    (f"{TOLD} get parts/", {"fault": "stall_down", "match": "^GetObject .*/parts/", "after": 10}),
+    (f"{TOLD} list ", {"fault": "hang_reply", "match": "^List"}),
+)
+"""What is told, and of which fault."""
 
 
 @pytest.fixture(params=["s3fs", pytest.param("obstore", marks=pytest.mark.slow)])
@@ -68,7 +75,7 @@ def test_told_within_two_idle_limits_and_no_step_waits(bench: BucketBench) -> No
     bench.until(lambda: bench.committed() > 0)
     bench.until(lambda: min(bench.steps()) > 20)
     before = step_times(bench, began)
-    for text, rule in FAULTS.items():
+    for text, rule in FAULTS:
         goes_through(bench, text, rule, before)
     last = bench.stop()
     assert bench.listed()[-1] == last

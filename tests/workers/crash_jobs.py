@@ -260,7 +260,7 @@ def train(tell: Teller, rank: int, *, url: str, numel: int = NUMEL, steps: int =
 def train_when_told(tell: Teller, rank: int, *, url: str, gates: str, numel: int = NUMEL, **kwargs: Any) -> None:
     """As train, but waits before each step for a file that is named after it.
 
-    It says what to do behind the snapshot: "settle", "die" (SIGKILL) or "sleep"; or "end" before it.
+    It says what to do behind the snapshot: "settle", "die" (SIGKILL), "sleep" or "go on"; or "end" before it.
     """
     state = State(numel)
     with checkpointer(url, state, **kwargs) as ckpt:
@@ -277,7 +277,8 @@ def train_when_told(tell: Teller, rank: int, *, url: str, gates: str, numel: int
             tell("staged", step=step)
             if then == "sleep":
                 time.sleep(WAIT_S)
-            settle(tell, pending)
+            if then != "go on":
+                settle(tell, pending)
             step += 1
     tell("closed")
 

@@ -1,0 +1,84 @@
+"""Generations that save to local disks before the store has their record: noted there, so that the next job can put it.
+
+Without that record no step of the generation counts; see `Catalog.visible`. The note is on the disk of the host of rank
+0, without whose part no local step is whole. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.shared_documents import put_new
+from ckptlib.errors import CorruptData, FormatError, ObjectNotFound, ObjectUnreadable
+from ckptlib.format import keys
+from ckptlib.format.documents import decode, encode
+from ckptlib.format.manifest import Generation
+from ckptlib.stores import Store
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A generation as it began: what it takes to put its record."""
+
+    record: Generation
+    first_step: int
+    """That it saved."""
+    continues: bool
+    """Whether the job did not say what it goes on from, so that the store tells as the record is put."""
+
+    def encode(self) -> bytes:
+        record = self.record.encode().decode()
+        return encode("begun", {"record": record, "step": self.first_step, "continues": self.continues})
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Begun:
+        fields = decode("begun", data, where)
+        record = Generation.decode(fields.text("record").encode(), where)
+        return cls(record, fields.integer("step", 0, keys.MAX_STEP), fields.flag("continues"))
+
+
+def note(disk: Store, begun: Begun) -> None:
+    """Before a share of the generation is on the disk."""
+    put_new(disk, begun.record.id.begun_key, begun.encode())
+
+
+def noted(disk: Store) -> list[Begun]:
+    """Every one on this disk; one that cannot be read is told of and left out. Raises StoreError."""
+    found = []
+    for entry in disk.scan(keys.BEGUN):
+        generation = keys.parse_begun_key(entry.key)
+        if generation is None:
+            continue
+        try:
+            begun = Begun.decode(disk.get(entry.key), f"{disk.url}/{entry.key}")
+        except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable) as error:
+            log.warning("steps of generation %s on the local disk may not be found: %s", generation, error)
+            continue
+        if begun.record.id == generation:
+            found.append(begun)
+    return found
+
+
+def newest_number(disk: Store) -> int:
+    """The highest number of a generation that is noted on this disk; 0: there is none. Raises StoreError."""
+    ids = (keys.parse_begun_key(entry.key) for entry in disk.scan(keys.BEGUN))
+    return max((generation.number for generation in ids if generation is not None), default=0)
+
+
+def unrecorded(noted: Iterable[Begun], catalog: Catalog) -> list[Begun]:
+    """Those whose record may be put, oldest first: no other job has put its own since they began. Raises StoreError.
+
+    A job takes a number above all that the store knows. So where the store knows of this number or a higher one, the
+    record is there, or another job went on without these steps.
+    """
+    by_id = {begun.record.id: begun for begun in noted}
+    if not by_id:
+        return []
+    ids = [*catalog.generation_ids(), *(save.generation for save in catalog.saves())]
+    known = max((generation.number for generation in ids), default=0)
+    return [by_id[generation] for generation in sorted(by_id) if generation.number > known]

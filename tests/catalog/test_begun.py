@@ -1,0 +1,58 @@
+"""Generations that a disk alone knows of: which ones the next job may enter into history."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import make_generation, make_root, make_save, state
+
+from ckptlib.catalog.begun import Begun, newest_number, note, noted, unrecorded
+from ckptlib.errors import CorruptData, FormatError
+from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import Generation
+from ckptlib.stores.local import LocalStore
+from ckptlib.stores.memory import MemoryStore
+from ckptlib.stores.testing import flip_bit
+
+
+def begun(number: int, nonce: str = "a" * 8, origin: SaveId | None = None) -> Begun:
+    return Begun(Generation(GenerationId(number, nonce), 3, origin, 1.5, {"ckptlib": "1"}, "host"), 7, origin is None)
+
+
+def test_what_is_noted_is_read_again_and_stands_when_noted_twice(tmp_path: Path) -> None:
+    disk = LocalStore(str(tmp_path))
+    assert (noted(disk), newest_number(disk)) == ([], 0)
+    told = [begun(2), begun(3, origin=SaveId(5, GenerationId(1, "b" * 8)))]
+    for one in (*told, told[0]):
+        note(disk, one)
+    assert noted(disk) == told
+    assert newest_number(disk) == 3
+
+
+def test_one_that_is_damaged_is_told_of_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    disk = LocalStore(str(tmp_path))
+    note(disk, begun(2))
+    note(disk, begun(3))
+    path = tmp_path / begun(2).record.id.begun_key
+    flip_bit(path, path.stat().st_size // 2)
+    (tmp_path / "begun" / "foreign").write_text("x")
+    disk.put(GenerationId(9, "c" * 8).begun_key, begun(4).encode())  # under another's name
+    assert noted(disk) == [begun(3)]
+    assert "steps of generation 000002-aaaaaaaa on the local disk may not be found" in caplog.text
+    with pytest.raises((CorruptData, FormatError)):
+        Begun.decode(path.read_bytes(), "here")
+
+
+def test_a_record_is_put_only_where_no_other_job_has_put_one_since() -> None:
+    catalog = make_root(MemoryStore())
+    told = [begun(3), begun(2), begun(3)]
+    assert unrecorded([], catalog) == []
+    assert unrecorded(told, catalog) == [begun(2), begun(3)], "each once, in their order"
+    make_generation(catalog, 1)
+    assert unrecorded(told, catalog) == [begun(2), begun(3)]
+    other = make_generation(catalog, 2)
+    assert other.nonce != begun(2).record.id.nonce
+    assert unrecorded(told, catalog) == [begun(3)], "the other one knew nothing of it, and went on"
+    make_save(catalog, GenerationId(4, "d" * 8), 1, state(1))  # whose record is gone
+    assert unrecorded(told, catalog) == []
