@@ -26,7 +26,7 @@ from ckptlib.catalog.history import (
 )
 from ckptlib.catalog.metrics import best_of, numeric
 from ckptlib.catalog.reading import warm
-from ckptlib.catalog.shared_documents import SharedDocuments, put_new
+from ckptlib.catalog.shared_documents import SharedDocuments
 from ckptlib.errors import (
     CheckpointNotFound,
     CkptError,
@@ -159,7 +159,7 @@ class Catalog:
         self, saves: Iterable[SaveId], ids: Sequence[GenerationId], newer: bool
     ) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
         self._warm_generations(ids)
-        return read_records(ids, saves, self.generation, self.store.url, newer)
+        return read_records(ids, saves, self.generation, newer)
 
     def _warm_generations(self, ids: Iterable[GenerationId]) -> None:
         warm(self.generation, [generation for generation in ids if generation not in self._generations])
@@ -167,11 +167,7 @@ class Catalog:
     def generation(self, generation: GenerationId) -> Generation:
         """Its record. Raises ObjectNotFound, CorruptData or FormatError."""
         if generation not in self._generations:
-            key = generation.key
-            record = Generation.decode(self.store.get(key), f"{self.store.url}/{key}")
-            if record.id != generation:
-                raise FormatError(f"{self.store.url}/{key}: content and name tell of different generations")
-            self._generations[generation] = record
+            self._generations[generation] = self.shared.generation(generation)
         return self._generations[generation]
 
     def check_versions(self) -> None:
@@ -380,7 +376,7 @@ class Catalog:
 
     def put_generation(self, generation: Generation) -> None:
         """From here on, older generations are superseded; with a rewind, steps after the one it resumes from hidden."""
-        put_new(self.store, generation.id.key, generation.encode())
+        self.shared.put_generation(generation.id, generation.encode())
 
     def check_head(self, generation: GenerationId) -> None:
         """Raises Superseded when a newer generation has put its record."""

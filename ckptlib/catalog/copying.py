@@ -140,9 +140,7 @@ def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: li
         target.shared.put_layout(digest, source.layout(digest).encoded)
     target.shared.put_copies(manifest.layouts)
     for record in reversed(lineage):
-        document = source.store.get(record.id.key)
-        Generation.decode(document, f"{source.store.url}/{record.id.key}")
-        put_new(target.store, record.id.key, document)
+        target.shared.put_generation(record.id, source.shared.document(record.id.key))
     for name in manifest.parts:
         put_new(target.store, name.key, checked(name, source.store.get(name.key)))
     put_new(target.store, manifest.save.manifest_key, step.document)

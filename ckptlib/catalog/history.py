@@ -109,7 +109,6 @@ def read_records(
     ids: Iterable[GenerationId],
     saves: Iterable[SaveId],
     read: Callable[[GenerationId], Generation],
-    url: str,
     newer: bool = False,
 ) -> tuple[dict[GenerationId, Generation], dict[GenerationId, CkptError]]:
     """Of each generation its record, or why it is not known what it resumed from.
@@ -119,18 +118,20 @@ def read_records(
     """
     found: dict[GenerationId, Generation] = {}
     lost: dict[GenerationId, CkptError] = {}
-    for generation in ids:
+    wanted = [*ids, *(save.generation for save in saves)]
+    while wanted:
+        generation = wanted.pop()
+        if generation in found or generation in lost:
+            continue
         try:
-            found[generation] = read(generation)
+            record = found[generation] = read(generation)
         except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable) as error:
             if isinstance(error, NewerFormat) and not newer:
                 raise
             lost[generation] = error
-    origins = (record.resumed_from for record in found.values())
-    for save in (*saves, *(origin for origin in origins if origin is not None)):
-        if save.generation not in found:
-            where = f"{url}/{save.generation.key}"
-            lost.setdefault(save.generation, ObjectNotFound(f"{where}: no such object"))
+        else:
+            if record.resumed_from is not None:
+                wanted.append(record.resumed_from.generation)
     return found, lost
 
 

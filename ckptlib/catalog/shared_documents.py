@@ -1,18 +1,18 @@
-"""What all steps of a root share: its own document, and the layouts. No step loads without, so each is there twice.
+"""What many steps share: the root's own document, layouts, and the records of generations. Each is there twice.
 
-    ckptlib.json             copies/ckptlib.json
-    layouts/<digest>.json    copies/layouts/<digest>.json
+    ckptlib.json                 copies/ckptlib.json
+    layouts/<digest>.json        copies/layouts/<digest>.json
+    generations/<gen>.json       copies/generations/<gen>.json
 
-Whoever commits a step puts the copies, before it exists. Whoever reads takes a copy where the first cannot be read.
-No torch.
+No step loads without its layout, and history ends with a record that nobody can read. Whoever commits a step puts the
+copies of the first two, before it exists, and once for each start looks whether they are good; whoever puts a record
+puts its copy. Whoever reads takes a copy where the first cannot be read. No torch.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import TypeVar
+from collections.abc import Iterable
 
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -22,27 +22,28 @@ from ckptlib.errors import (
     ObjectExists,
     ObjectNotFound,
     ObjectUnreadable,
-    StoreError,
 )
 from ckptlib.format import keys
 from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.documents import as_written
+from ckptlib.format.keys import GenerationId
 from ckptlib.format.layout import Layout, decode_layout
-from ckptlib.format.manifest import Root
+from ckptlib.format.manifest import Generation, Root
 from ckptlib.stores import Store
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+UNUSABLE = (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
+"""What reading one of two raises where the other is to be read instead. An outage is none of it."""
 
 
 class SharedDocuments:
-    """Of one root in one store. Layouts are read once and kept; the root's document is read when it is asked for."""
+    """Of one root in one store. Layouts are read once and kept; the rest is read when it is asked for."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._layouts: dict[str, Layout] = {}
-        self._root: Root | None = None
+        self._root: bytes | None = None
         """As it was read last."""
         self._copied: set[str] = set()
         self._told: set[str] = set()
@@ -52,46 +53,63 @@ class SharedDocuments:
     def root(self) -> Root:
         """Raises CheckpointNotFound where there is none, CorruptData, FormatError, ObjectUnreadable."""
         try:
-            self._root = self._either(keys.ROOT, self.root_at)
+            self._root = self.document(keys.ROOT)
         except ObjectNotFound as error:
             raise CheckpointNotFound(f"{self.store.url} holds no checkpoints: there is no {keys.ROOT}") from error
-        return self._root
+        return Root.decode(self._root, keys.ROOT)
 
     def layout(self, digest: str) -> Layout:
         """Raises CorruptData, FormatError, ObjectNotFound, ObjectUnreadable."""
         found = self._layouts.get(digest)
         if found is None:
             key = keys.layout_key(digest)
-            found = self._layouts[digest] = self._either(key, partial(self.layout_at, digest))
+            found = self._layouts[digest] = decode_layout(self.document(key), key)
         return found
 
-    def root_at(self, key: str) -> Root:
-        """One of the two. Raises ObjectNotFound, CorruptData, FormatError, ObjectUnreadable."""
-        return Root.decode(self.store.get(key), f"{self.store.url}/{key}")
+    def generation(self, generation: GenerationId) -> Generation:
+        """As `layout`."""
+        return Generation.decode(self.document(generation.key), generation.key)
 
-    def layout_at(self, digest: str, key: str) -> Layout:
-        """As `root_at`."""
-        data = as_written(self.store.get(key), f"{self.store.url}/{key}")
-        if digester(XXH3)(data) != digest:
-            raise CorruptData(f"{self.store.url}/{key} does not match the digest in its name; it was cut or altered")
-        return decode_layout(data, key)
+    def document(self, key: str) -> bytes:
+        """The first, or where that cannot be read its copy, with a warning; as it was written.
 
-    def _either(self, key: str, read: Callable[[str], T]) -> T:
-        """The first, or where that cannot be read its copy, with a warning. Raises what reading the first raised."""
+        Raises what reading the first raised; NewerFormat of either; StoreError where the store does not answer for the
+        copy, which may be good.
+        """
         try:
-            return read(key)
+            return self.document_at(key, key)
         except NewerFormat:
             raise
-        except (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable) as error:
+        except UNUSABLE as error:
             copy = keys.copy_key(key)
             try:
-                found = read(copy)
-            except (CorruptData, FormatError, StoreError):
+                found = self.document_at(key, copy)
+            except NewerFormat:
+                raise
+            except UNUSABLE:
                 raise error from None
             if key not in self._told:
-                log.warning("%s. Its copy %s is whole, and is read instead; look at the disks", error, copy)
+                log.warning(
+                    "%s. Its copy %s is whole, and is read instead; look at the disks, then: ckptlib verify --mend",
+                    error,
+                    copy,
+                )
                 self._told.add(key)
             return found
+
+    def document_at(self, key: str, at: str) -> bytes:
+        """One of the two, with fields that this version may not know. Raises ObjectNotFound, CorruptData, FormatError,
+        ObjectUnreadable."""
+        where = f"{self.store.url}/{at}"
+        data = as_written(self.store.get(at), where)
+        if key == keys.ROOT:
+            Root.decode(data, where)
+        elif (generation := keys.parse_generation_key(key)) is not None:
+            if Generation.decode(data, where).id != generation:
+                raise FormatError(f"{where}: content and name tell of different generations")
+        elif keys.layout_key(digester(XXH3)(data)) != key:
+            raise CorruptData(f"{where} does not match the digest in its name; it was cut or altered")
+        return data
 
     # Writing
 
@@ -103,12 +121,8 @@ class SharedDocuments:
             put_new(self.store, keys.ROOT, make.encode(), create=True)  # two jobs may begin at the same moment
             return self.root()
         if keys.ROOT in self._told:
-            document = self.store.get(keys.copy_key(keys.ROOT))
-            Root.decode(document, keys.copy_key(keys.ROOT))
-            self.store.delete(keys.ROOT)
-            put_new(self.store, keys.ROOT, document, create=True)
+            self._put_again(keys.ROOT, self.document_at(keys.ROOT, keys.copy_key(keys.ROOT)))
             self._told.discard(keys.ROOT)
-            log.warning("%s/%s is put again, from its copy", self.store.url, keys.ROOT)
         return root
 
     def put_layout(self, digest: str, document: bytes) -> None:
@@ -126,34 +140,73 @@ class SharedDocuments:
             self.store.delete(key)
         put_new(self.store, key, document)
 
+    def put_generation(self, generation: GenerationId, document: bytes) -> None:
+        """A record, and its copy. Of two tries the first one's record stands, where the store can tell."""
+        try:
+            self.store.put(generation.key, document)
+        except ObjectExists:
+            document = self.document(generation.key)
+        put_new(self.store, keys.copy_key(generation.key), document)
+
     def put_copies(self, digests: Iterable[str]) -> None:
-        """Of the root's document and of these layouts, where there is none, or one of another size.
+        """Of the root's document and of these layouts, where there is none, or one that has not the same bytes.
 
         Before a step that has these layouts exists. Costs a request when there is nothing new.
         """
-        documents = {keys.layout_key(digest): digest for digest in digests}
-        wanted = {keys.ROOT, *documents} - self._copied
+        wanted = {keys.ROOT, *map(keys.layout_key, digests)} - self._copied
         if not wanted:
             return
         there = {entry.key: entry.nbytes for entry in self.store.scan(keys.COPIES)}
+        known = {keys.layout_key(digest): layout.encoded for digest, layout in self._layouts.items()}
+        if self._root is not None:
+            known[keys.ROOT] = self._root
         for key in sorted(wanted):
-            copy = keys.copy_key(key)
             try:
-                document = (
-                    self.layout(documents[key]).encoded if key in documents else (self._root or self.root()).encode()
-                )
-            except (CheckpointNotFound, CorruptData, FormatError, ObjectUnreadable) as error:
-                if key in documents:
+                document = known[key] if key in known else self.document(key)
+            except UNUSABLE as error:
+                if key != keys.ROOT:
                     raise
                 log.warning("%s; no copy of it is put", error)  # whoever opens the root next is told; steps are whole
                 continue
-            if there.get(copy) == len(document):
+            copy = keys.copy_key(key)
+            try:
+                if copy not in there:
+                    put_new(self.store, copy, document)
+                elif there[copy] != len(document) or not self._has(copy, document):
+                    self._put_again(copy, document)
+            except FormatError as error:  # a directory is in its place: no reason to lose the step
+                log.error("%s. Until then there is no second copy of %s", error, key)
                 continue
-            if copy in there:
-                log.error("%s/%s has not the size of what it is a copy of; it is put again", self.store.url, copy)
-                self.store.delete(copy)
-            put_new(self.store, copy, document)
-        self._copied |= wanted
+            self._copied.add(key)
+
+    def mend(self, wanted: Iterable[str]) -> list[str]:
+        """Of these documents and their copies, puts again what is damaged or gone, where the other is whole.
+
+        Returns the keys of what it put. The rest is left as it is, for `ckptlib verify` to tell.
+        """
+        mended = []
+        for key in wanted:
+            try:
+                document = self.document(key)
+            except UNUSABLE:
+                continue
+            for at in (key, keys.copy_key(key)):
+                if not self._has(at, document):
+                    self._put_again(at, document)
+                    mended.append(at)
+        return mended
+
+    def _has(self, key: str, document: bytes) -> bool:
+        try:
+            return self.store.get(key) == document
+        except (ObjectNotFound, ObjectUnreadable):
+            return False
+
+    def _put_again(self, key: str, document: bytes) -> None:
+        """Killed in between, it leaves the other of the two."""
+        log.warning("%s/%s is put again: it was gone, or not as it was written", self.store.url, key)
+        self.store.delete(key)
+        put_new(self.store, key, document, create=key == keys.ROOT)
 
     def put_again(self, digests: Iterable[str]) -> None:
         """Those of these layouts that are gone, each with its copy. Costs a listing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import click
 from rich.text import Text
@@ -12,9 +13,11 @@ from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Output, count, duration, plain, size
 from ckptlib.cli.progress import progress
 from ckptlib.errors import CheckpointNotFound, CkptError
+from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
+from ckptlib.format.manifest import Manifest
 from ckptlib.stores import Store
-from ckptlib.verify.findings import Finding
+from ckptlib.verify.findings import Finding, attempt
 from ckptlib.verify.root import verify_root, verify_save
 from ckptlib.verify.shared_chunks import SharedChunks
 
@@ -24,14 +27,17 @@ MAX_SHARDS = 3
 
 @click.command("verify", short_help="Read a step whole and name what is damaged.")
 @click.option("--all", "everything", is_flag=True, help="Verify every committed step, also abandoned ones.")
+@click.option("--mend", is_flag=True, help="First put again what is damaged of the documents that are there twice.")
 @with_store
 @click.argument("step", default="latest")
 @with_output
-def command(store: Store, output: Output, step: str, everything: bool) -> bool:
+def command(store: Store, output: Output, step: str, everything: bool, mend: bool) -> bool:
     """Reads every byte of a step and checks it against its digest.
 
     STEP: a number, a name as `ls --json` prints it, or (default) the latest. With --all, good bytes that several steps
-    share are read once. Nothing is changed or repaired.
+    share are read once. Nothing is changed or repaired, but with --mend, before the step is read: of ckptlib.json, the
+    step's layouts and the records of generations, each with its copy, the one that is damaged or gone, where the other
+    is whole.
     """
     if everything and step != "latest":
         raise click.UsageError("give either STEP or --all")
@@ -39,6 +45,13 @@ def command(store: Store, output: Output, step: str, everything: bool) -> bool:
     in_root = list(verify_root(catalog))
     saves = catalog.saves() if everything else []
     saves = saves or [_resolve(catalog, step, in_root)]
+    mended: list[str] = []
+    if mend:
+        mended = _mend(catalog, saves)
+        catalog = Catalog(store)
+        in_root = list(verify_root(catalog))
+    for key in mended:
+        output.line(Text("put again", style="green"), f"  {key}")
     for finding in in_root:
         _print(output, finding)
     began, nbytes = time.monotonic(), 0
@@ -65,6 +78,7 @@ def command(store: Store, output: Output, step: str, everything: bool) -> bool:
             "seconds": seconds,
             "nbytes": nbytes,
             "steps": steps,
+            **({"mended": mended} if mend else {}),
             "findings": [document(finding) for finding in found],
         }
     )
@@ -75,6 +89,16 @@ def command(store: Store, output: Output, step: str, everything: bool) -> bool:
         Text(count(len(found), "finding"), style="red") if found else Text("all good", style="green"),
     )
     return not found
+
+
+def _mend(catalog: Catalog, saves: list[SaveId]) -> list[str]:
+    """Raises NewerFormat where a newer ckptlib has written to this root."""
+    catalog.check_versions()
+    manifests = [attempt(partial(catalog.manifest, save)) for save in saves]
+    layouts = {digest for manifest in manifests if isinstance(manifest, Manifest) for digest in manifest.layouts}
+    generations = {*catalog.generation_ids(), *(save.generation for save in saves)}
+    records = [generation.key for generation in sorted(generations)]
+    return catalog.shared.mend([keys.ROOT, *map(keys.layout_key, sorted(layouts)), *records])
 
 
 def _resolve(catalog: Catalog, step: str, in_root: list[Finding]) -> SaveId:

@@ -8,7 +8,7 @@ What fills the gaps between chunks is nobody's data and is not compared with any
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -53,7 +53,7 @@ def verify_root(catalog: Catalog) -> Iterator[Finding]:
     elif isinstance(root, CkptError):
         yield finding_of(root, keys.ROOT, None)
     else:
-        yield from _both(catalog, keys.ROOT, catalog.shared.root_at, root, None)
+        yield from _both(catalog, keys.ROOT, None)
     wanted = {save.generation for save in catalog.saves()}  # first: who commits has put its record
     ids = catalog.generation_ids()
     for generation, record, altered in each(partial(_read_generation, catalog), ids):
@@ -64,6 +64,9 @@ def verify_root(catalog: Catalog) -> Iterator[Finding]:
         if record.resumed_from is not None:
             wanted.add(record.resumed_from.generation)
     for generation in sorted(wanted - {*ids}):
+        if isinstance(attempt(partial(catalog.generation, generation)), Generation):
+            yield from _both(catalog, generation.key, None)
+            continue
         message = f"{generation.key}: there is no such object, but steps of this generation are, or one that went on "
         yield Finding("missing", generation.key, message + "from it; history ends with it")
 
@@ -73,7 +76,7 @@ def _read_generation(
 ) -> tuple[GenerationId, Generation | CkptError, list[Finding]]:
     """Its record or what is wrong with it; and what is wrong with one that can be read."""
     record = attempt(partial(catalog.generation, generation))
-    altered = [] if isinstance(record, CkptError) else [*_altered_versions(catalog, [generation.key], None)]
+    altered = [] if isinstance(record, CkptError) else [*_both(catalog, generation.key, None)]
     return generation, record, altered
 
 
@@ -106,7 +109,7 @@ def verify_save(
             if isinstance(layout, CkptError):
                 yield finding_of(layout, key, save)
             else:
-                yield from _both(catalog, key, partial(catalog.shared.layout_at, digest), layout, save)
+                yield from _both(catalog, key, save)
         yield from _altered_versions(catalog, [save.manifest_key], save)
         sound = []
         for name, part, altered in in_order(executor, partial(_read_part, catalog, manifest, readable), manifest.parts):
@@ -123,22 +126,20 @@ def verify_save(
         shared.finish(save)
 
 
-def _both(
-    catalog: Catalog, key: str, read: Callable[[str], object], found: object, save: SaveId | None
-) -> Iterator[Finding]:
-    """What is wrong with one of a document and its copy, where the other could be read, and says what was `found`.
+def _both(catalog: Catalog, key: str, save: SaveId | None) -> Iterator[Finding]:
+    """What is wrong with one of a document and its copy, where the other could be read.
 
     Roots of earlier versions have no copies.
     """
     copy = keys.copy_key(key)
-    for at, other in ((key, copy), (copy, key)):
-        document = attempt(partial(read, at))
+    first, second = (attempt(partial(catalog.shared.document_at, key, at)) for at in (key, copy))
+    for at, document, other in ((key, first, copy), (copy, second, key)):
         if isinstance(document, ObjectNotFound) and at == copy:
             continue
         if isinstance(document, CkptError):
             finding = finding_of(document, at, save)
             yield replace(finding, message=f"{finding.message}; {other} is whole, and loads read that")
-        elif document != found:
+        elif at == copy and isinstance(first, bytes) and document != first:
             yield Finding("malformed", at, f"{at}: it says something else than {other}", save)
         else:
             yield from _altered_versions(catalog, [at], save)

@@ -118,7 +118,9 @@ def test_a_damaged_generation_hides_no_steps_but_says_so(
 ) -> None:
     generation = make_generation(catalog)
     save = make_save(catalog, generation, 10, state(10))
-    replace_object(store, generation.key, store.get(generation.key)[:-5])
+    for key in (generation.key, keys.copy_key(generation.key)):
+        assert Catalog(store).generation(generation).id == generation
+        replace_object(store, key, store.get(key)[:-5])
     assert Catalog(store).visible() == [save]
     assert str(generation) in caplog.text
     with pytest.raises(CorruptData, match=str(generation)):
@@ -167,6 +169,7 @@ def test_a_record_that_is_lost_or_cannot_be_read_ends_history_and_says_so(
     assert Catalog(FaultStore(store, str(plan))).visible() == [new]
     assert f"what generation {second} resumed from is not known" in caplog.text
     caplog.clear()
+    store.delete(keys.copy_key(second.key))
     replace_object(store, second.key, store.get(first.key))
     assert Catalog(store).visible() == [new]
     assert "content and name tell of different generations" in caplog.text

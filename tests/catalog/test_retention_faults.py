@@ -136,7 +136,7 @@ def test_a_crash_anywhere_hurts_no_listed_step_and_is_made_good(store: Store, tm
             2,
             2,
             1,
-            2,
+            2 + len(inner.scan(keys.GENERATIONS)),
         ]
         if not crashed:
             break

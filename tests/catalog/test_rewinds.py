@@ -12,6 +12,7 @@ from support import make_generation, make_root, make_save, resealed, state
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import sweep
 from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, Superseded
+from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 from ckptlib.policy.keep import Keep
@@ -125,6 +126,8 @@ def test_an_unreadable_record_that_may_be_a_rewind_stops_whoever_would_go_on(how
     data, modified = objects_of(store)[key]
     altered = {"altered": data[:-5] + b"!" + data[-4:], "cut": data[:50], "another's": resealed(data, nonce="f" * 8)}
     objects_of(store)[key] = (altered[how], modified)
+    assert Catalog(store).visible() == saves[:1], "its copy tells"
+    store.delete(keys.copy_key(key))
     for ask in (Catalog(store).visible, lambda: Catalog(store).resolve("latest")):
         with pytest.raises(CorruptData, match=rf"cannot be told whether the job went back.*delete {key}"):
             ask()
@@ -140,7 +143,7 @@ def test_an_older_unreadable_record_hides_no_step(store: Store, catalog: Catalog
     third = make_generation(catalog, 3, resumed_from=save)
     newest = make_save(catalog, third, 2, state(2))
     key = GenerationId(2, f"{2:08x}").key
-    store.delete(key)
+    store.delete(key, keys.copy_key(key))
     store.put(key, b"{}")
     assert Catalog(store).visible() == [save, newest]
 

@@ -1,21 +1,36 @@
-"""What all steps need is there twice: the root's document, and the layouts."""
+"""What many steps need is there twice: the root's document, the layouts, and the records of generations."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from support import make_generation, make_save, of_version, put_parts, replace_object, state
+from helpers.servers import ObjectStorage
+from support import (
+    make_generation,
+    make_root,
+    make_save,
+    of_version,
+    put_parts,
+    replace_object,
+    resealed,
+    state,
+)
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
-from ckptlib.errors import CheckpointNotFound, NewerFormat, StoreError
+from ckptlib.errors import CheckpointNotFound, CorruptData, NewerFormat, StoreError
 from ckptlib.format import keys
 from ckptlib.format.manifest import Root
-from ckptlib.stores import Store
+from ckptlib.stores import Store, open_store
+from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import FaultStore
-from ckptlib.verify.root import verify_root
+from ckptlib.verify.findings import Finding
+from ckptlib.verify.root import verify_root, verify_save
 
 
 def test_copies_are_there_before_the_step(store: Store, catalog: Catalog, tmp_path: Path) -> None:
@@ -67,14 +82,175 @@ def test_a_copy_that_cannot_be_put_leaves_no_step(store: Store, catalog: Catalog
     assert catalog.saves() == [save]
 
 
-def test_a_damaged_copy_that_is_deleted_comes_again(store: Store, catalog: Catalog) -> None:
+def shared_keys(store: Store) -> list[str]:
+    """Of all documents that are there twice: the first ones."""
+    return [key for prefix in ("ckptlib.json", "generations/", "layouts/") for key in sorted_keys(store, prefix)]
+
+
+def sorted_keys(store: Store, prefix: str) -> list[str]:
+    return sorted(entry.key for entry in store.scan("") if entry.key.startswith(prefix))
+
+
+def damaged(data: bytes) -> Iterator[bytes]:
+    """A bit of each kind: of the envelope, the digest, the body, the end; cut, empty, long, and of another document."""
+    for bit, at in enumerate((0, 3, 11, 40, len(data) // 2, len(data) - 3, len(data) - 1)):
+        yield data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+    yield from (data[:-1], b"", data + b"\n", data * 1000, b"\0" * len(data))
+
+
+@pytest.fixture
+def filled(store: Store) -> Store:
+    fill(store)
+    return store
+
+
+def fill(store: Store) -> None:
+    """Two generations, the second of which has gone back to the first one's first step; each has one layout."""
+    catalog = make_root(store)
+    first = make_generation(catalog, 1)
+    saves = [make_save(catalog, first, step, state(step)) for step in (1, 2)]
+    second = make_generation(catalog, 2, resumed_from=saves[0])
+    make_save(catalog, second, 3, {"w": np.zeros(3)})
+
+
+def said(store: Store) -> list[object]:
+    catalog = Catalog(store)
+    visible = catalog.visible()
+    layouts = [catalog.layout(digest) for save in visible for digest in catalog.manifest(save).layouts]
+    return [catalog.root(), catalog.records(catalog.saves()), visible, layouts]
+
+
+def test_any_damage_to_one_of_the_two_costs_nothing_and_is_mended(filled: Store) -> None:
+    expected, everything = said(filled), shared_keys(filled)
+    assert [keys.copy_key(key) for key in everything] == sorted_keys(filled, keys.COPIES)
+    assert len(everything) == 5
+    for key in everything:
+        whole = filled.get(key)
+        for at, other in ((key, keys.copy_key(key)), (keys.copy_key(key), key)):
+            for data in [*damaged(whole), *(filled.get(key) for key in everything if filled.get(key) != whole)]:
+                replace_object(filled, at, data)
+                assert said(filled) == expected
+                assert {finding.key for finding in all_findings(filled)} == {at}
+                mended = Catalog(filled).shared.mend(everything)
+                assert mended == [at], "and nothing else is touched"
+                assert filled.get(at) == filled.get(other) == whole
+            filled.delete(at)
+            assert said(filled) == expected
+            assert Catalog(filled).shared.mend(everything) == [at]
+    assert all_findings(filled) == []
+
+
+def test_in_a_bucket(s3: ObjectStorage) -> None:
+    with open_store(s3.url(), s3.options()) as store:
+        fill(store)
+        expected, everything = said(store), shared_keys(store)
+        for key in everything:
+            whole = store.get(key)
+            for at in (key, keys.copy_key(key)):
+                replace_object(store, at, whole[:-9] + b"#" + whole[-8:])
+                assert said(store) == expected
+                assert {finding.key for finding in all_findings(store)} == {at}
+                assert Catalog(store).shared.mend(everything) == [at]
+                assert store.get(at) == whole
+
+
+def all_findings(store: Store) -> list[Finding]:
+    catalog = Catalog(store)
+    return [*verify_root(catalog), *(found for save in catalog.saves() for found in verify_save(catalog, save))]
+
+
+def test_where_both_are_damaged_nothing_is_mended(filled: Store) -> None:
+    for key in shared_keys(filled):
+        both = {at: filled.get(at) for at in (key, keys.copy_key(key))}
+        for at, data in both.items():
+            replace_object(filled, at, data[:-9] + b"#" + data[-8:])
+        before = {at: filled.get(at) for at in both}
+        assert Catalog(filled).shared.mend(shared_keys(filled)) == []
+        assert {at: filled.get(at) for at in both} == before
+        with pytest.raises(CorruptData, match=f"/{key} does not match"):
+            Catalog(filled).shared.document(key)
+        for at, data in both.items():
+            replace_object(filled, at, data)
+
+
+@pytest.mark.parametrize("action", ["error", "denied"])
+def test_an_outage_of_the_copy_is_no_damage(filled: Store, tmp_path: Path, action: str) -> None:
+    """Else a restore would go on from an older step, or a job would begin the root anew."""
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps([{"op": "get", "key": "^copies/", "action": action}]))
+    for key in shared_keys(filled):
+        whole = filled.get(key)
+        filled.delete(key)
+        for data in (None, whole[:-9] + b"#" + whole[-8:]):
+            if data is not None:
+                filled.put(key, data)
+            catalog = Catalog(FaultStore(filled, str(plan)))
+            with pytest.raises(StoreError, match="as planned"):
+                catalog.shared.document(key)
+            if key == keys.ROOT:
+                with pytest.raises(StoreError, match="as planned"):
+                    catalog.open_root(Root("0" * 32, "xxh3", 1.0))
+                assert [entry.key for entry in filled.scan("") if entry.key == key] == [key] * (data is not None)
+        replace_object(filled, key, whole)
+
+
+def test_a_newer_copy_beside_a_damaged_document_closes_the_root(filled: Store) -> None:
+    for key in (keys.ROOT, sorted_keys(filled, "generations/")[1]):
+        whole = filled.get(key)
+        replace_object(filled, key, whole[:-9] + b"#" + whole[-8:])
+        replace_object(filled, keys.copy_key(key), of_version(whole, 3))
+        with pytest.raises(NewerFormat):
+            Catalog(filled).check_versions()
+        replace_object(filled, key, whole)
+        replace_object(filled, keys.copy_key(key), whole)
+
+
+def test_fields_that_this_version_does_not_know_are_copied(store: Store, catalog: Catalog) -> None:
+    replace_object(store, keys.ROOT, resealed(store.get(keys.ROOT), colour="red"))
+    make_save(Catalog(store), make_generation(catalog), 10, state(10))
+    assert b'"colour"' in store.get(keys.ROOT)
+    assert store.get(keys.copy_key(keys.ROOT)) == store.get(keys.ROOT)
+    assert all_findings(store) == []
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["directory", "fifo"])
+def test_what_is_no_object_in_the_place_of_a_copy_costs_no_step(
+    tmp_path: Path, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = LocalStore(str(tmp_path))
+    catalog = make_root(store)
+    (tmp_path / "copies").mkdir()
+    make(tmp_path / "copies" / "ckptlib.json")
+    save = make_save(catalog, make_generation(catalog), 10, state(10))
+    assert catalog.saves() == [save]
+    assert "ckptlib.json: cannot publish" in caplog.text
+    assert "Until then there is no second copy of ckptlib.json" in caplog.text
+
+
+def test_a_record_is_put_before_its_copy_and_of_two_tries_the_first_stands(store: Store, catalog: Catalog) -> None:
+    """A writer may die between the two, or hear of no answer, and the next one tell another origin."""
+    first = make_generation(catalog, 1)
+    saves = [make_save(catalog, first, step, state(step)) for step in (1, 2)]
+    second = make_generation(catalog, 2, resumed_from=saves[0])
+    record = store.get(second.key)
+    store.delete(keys.copy_key(second.key))
+    if isinstance(store, LocalStore):
+        make_generation(Catalog(store), 2, resumed_from=saves[1])
+        assert store.get(second.key) == record
+    else:  # as S3, it cannot tell
+        make_generation(Catalog(store), 2, resumed_from=saves[0])
+    assert store.get(keys.copy_key(second.key)) == record
+
+
+def test_a_damaged_copy_comes_again_with_the_next_start(store: Store, catalog: Catalog) -> None:
     """As the page of `ckptlib verify` says."""
     generation = make_generation(catalog)
     make_save(catalog, generation, 10, state(10))
-    copy = keys.copy_key(keys.ROOT)
-    replace_object(store, copy, store.get(copy)[:-9] + b"#" + store.get(copy)[-8:])
-    assert [finding.key for finding in verify_root(Catalog(store))] == [copy]
-    store.delete(copy)
+    (layout,) = sorted_keys(store, "layouts/")
+    copies = [keys.copy_key(key) for key in (keys.ROOT, layout)]
+    for copy in copies:
+        replace_object(store, copy, store.get(copy)[:-9] + b"#" + store.get(copy)[-8:])
+    assert [finding.key for finding in all_findings(store)] == copies
     make_save(Catalog(store), generation, 11, state(11))
-    assert store.get(copy) == store.get(keys.ROOT)
-    assert [*verify_root(Catalog(store))] == []
+    assert [store.get(copy) for copy in copies] == [store.get(key) for key in (keys.ROOT, layout)]
+    assert all_findings(store) == []

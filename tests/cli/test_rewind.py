@@ -37,8 +37,9 @@ def test_later_steps_are_hidden_and_stay(ckptlib: Ckptlib, old: LocalStore) -> N
     assert steps(ckptlib, old) == [1, 2, 3]
     after = files(old.url)
     assert {name: after[name] for name in before} == before, "nothing is deleted or changed"
-    (new,) = after.keys() - before.keys()
+    copy, new = sorted(after.keys() - before.keys())
     assert "/generations/" in new
+    assert copy == new.replace("/generations/", "/copies/generations/")
     assert "2 steps abandoned by a rewind" in ckptlib("ls", old.url).out
 
     undo = said.out.split("ckptlib rewind ")[1].split()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_verify_names_what_is_damaged(ckptlib: Ckptlib, root: Path) -> None:
 
 def test_verify_with_a_damaged_history(ckptlib: Ckptlib, root: Path) -> None:
     """The generations cannot be read: the newest save is looked at all the same."""
-    for record in (root / "generations").iterdir():
+    for record in [*root.glob("generations/*"), *root.glob("copies/generations/*")]:
         flip_bit(record, 100)
     (root / "ckptlib.json").unlink()
     document = ckptlib("verify", root, "--json").json
@@ -82,6 +83,28 @@ def test_verify_with_a_damaged_history(ckptlib: Ckptlib, root: Path) -> None:
         ("altered", "generations"),
     ]
     assert [step["step"] for step in document["steps"]] == [3]
+
+
+def test_verify_mends_what_is_there_twice(ckptlib: Ckptlib, root: Path) -> None:
+    """And roots of earlier versions get copies."""
+    expected = {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    firsts = [root / "ckptlib.json", *root.glob("layouts/*"), *root.glob("generations/*.json")]
+    damaged = [path if n % 2 else root / "copies" / path.relative_to(root) for n, path in enumerate(firsts)]
+    for path in damaged:
+        flip_bit(path, 100)
+    keys = sorted(str(path.relative_to(root)) for path in damaged)
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    assert ckptlib("verify", root, "--all").code == 1
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+    document = ckptlib("verify", root, "--all", "--mend", "--json").json
+    assert (document["good"], document["findings"], sorted(document["mended"])) == (True, [], keys)
+    assert {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()} == expected
+    shutil.rmtree(root / "copies")
+    said = ckptlib("verify", root, "--all", "--mend")
+    assert said.code == 0
+    assert "put again  copies/ckptlib.json" in said.out
+    assert {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()} == expected
+    assert ckptlib("verify", root, "--all", "--mend", "--json").json["mended"] == []
 
 
 def test_verify_wants_a_step_or_all(ckptlib: Ckptlib, saved: Path) -> None:

@@ -150,6 +150,7 @@ def test_nothing_binds_the_copy_to_its_source(source: Path, tmp_path: Path) -> N
     assert all((new / name).read_bytes() == (source / name).read_bytes() for name in names)
     assert [name.parts[0] for name in sorted(names)] == [
         "copies",
+        "copies",
         "generations",
         "layouts",
         "packs",
@@ -159,8 +160,9 @@ def test_nothing_binds_the_copy_to_its_source(source: Path, tmp_path: Path) -> N
     ]
 
 
-OPERATIONS = [*(("put", n) for n in range(7)), *(("commit", n) for n in range(2)), ("write", 1)]
-"""Of the copy of a step with two packs: root, the packs and within, layout, copies of both, record, part, manifest."""
+OPERATIONS = [*(("put", n) for n in range(8)), *(("commit", n) for n in range(2)), ("write", 1)]
+"""Of the copy of a step with two packs: root, the packs and within, layout, copies of both, record, its copy, part,
+manifest."""
 
 
 @pytest.mark.parametrize("action", ["kill-before", "kill-after"])
@@ -172,7 +174,7 @@ def test_killed_at_each_put_it_lists_nothing_and_goes_on(source: Path, tmp_path:
         plan.write_text(json.dumps([{"op": op, "nth": nth, "action": action}]))
         code, said = run_apart("copy", source, 4, f"fault+file://{new}?plan={quote(str(plan))}")
         assert code == -signal.SIGKILL, said
-        last = (op, nth, action) == ("put", 6, "kill-after")
+        last = (op, nth, action) == ("put", 7, "kill-after")
         assert listed(new) == ([4] if last else []), (op, nth)
         killed += 1
         if not last:

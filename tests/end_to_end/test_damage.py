@@ -83,8 +83,9 @@ HURT: dict[str, tuple[Damage, str]] = {
 
 
 def test_what_all_steps_need_is_there_twice(tmp_path: Path, template: Path) -> None:
-    """The root's document and the layout: one of each two may be damaged, and every step loads."""
-    cases = {f"{of}-{what}-{hurt}": (what, of + what, hurt) for what in ("root", "layout") for of in ("", "copy of ")
+    """The root's document, the layout, the record: one of each two may be damaged, and every step loads."""
+    shared = ("root", "layout", "generation")
+    cases = {f"{of}-{what}-{hurt}": (what, of + what, hurt) for what in shared for of in ("", "copy of ")
              for hurt in HURT}  # fmt: skip
     for case, (_, path, hurt) in cases.items():
         shutil.copytree(template, tmp_path / case)

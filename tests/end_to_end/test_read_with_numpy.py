@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 import subprocess
 import sys
 from collections import Counter, OrderedDict
@@ -26,9 +27,10 @@ from torch import nn
 
 import ckptlib
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.keys import GenerationId, SaveId, copy_key
 from ckptlib.format.manifest import Generation, Root
 from ckptlib.stores.local import LocalStore
+from ckptlib.stores.testing import flip_bit
 
 SCRIPT = Path(read_with_numpy.__file__)
 KEPT = sorted(DATA.glob("written-by-*"))
@@ -47,7 +49,7 @@ def run(*arguments: object) -> list[str]:
 
 
 def test_it_is_short() -> None:
-    assert len(SCRIPT.read_text().splitlines()) < 220
+    assert len(SCRIPT.read_text().splitlines()) < 230
 
 
 @pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.name)
@@ -241,11 +243,11 @@ def test_random_histories(tmp_path: Path, seed: int) -> None:
         with_any = draw.random() < 0.8
         for step in sorted(draw.sample(range(1, 12), draw.randint(1, 4))) if with_any else []:
             saves.append(copied(tmp_path, SaveId(step, generation)))
-    for generation in ids:
-        if draw.random() < 0.1:
-            (tmp_path / generation.key).unlink()
-        elif draw.random() < 0.1:
-            (tmp_path / generation.key).write_bytes(b"{}" if draw.random() < 0.5 else b"")
+    for key in [key for generation in ids for key in (generation.key, copy_key(generation.key))]:
+        if draw.random() < 0.25:
+            (tmp_path / key).unlink()
+        elif draw.random() < 0.25:
+            (tmp_path / key).write_bytes(b"{}" if draw.random() < 0.5 else b"")
     for save in saves:
         if draw.random() < 0.1:
             (tmp_path / save.manifest_key).unlink()
@@ -275,11 +277,13 @@ def test_every_altered_object_is_found(tmp_path: Path) -> None:
     save = str(make_save(catalog, generation, 1, state(1), world_size=2))
     expected = state(1)
     assert all(np.array_equal(read(tmp_path, save).tensors[name], expected[name]) for name in expected)
+    (layout,) = (tmp_path / "layouts").iterdir()
+    flip_bit(layout, 100)
+    assert read(tmp_path, save).tensors.keys() == expected.keys(), "its copy is read"
+    flip_bit(layout, 100)
+    shutil.rmtree(tmp_path / "copies")
     draw = random.Random(0)
-    unread = ("generations", "copies")
-    for path in sorted(
-        p for p in tmp_path.rglob("*") if p.is_file() and p.relative_to(tmp_path).parts[0] not in unread
-    ):
+    for path in sorted(p for p in tmp_path.rglob("*") if p.is_file() and p.parent.name != "generations"):
         whole = path.read_bytes()
         for _ in range(20):
             data, bit = bytearray(whole), draw.randrange(8 * len(whole))

@@ -15,7 +15,7 @@ from store_conformance import keys
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import Superseded
 from ckptlib.format.digests import XXH3
-from ckptlib.format.keys import ROOT, GenerationId, SaveId
+from ckptlib.format.keys import ROOT, GenerationId, SaveId, copy_key
 from ckptlib.format.manifest import Generation, Root
 from ckptlib.stores import open_store
 from ckptlib.stores.memory import MemoryStore
@@ -56,7 +56,9 @@ def test_a_record_that_a_writer_put_before_it_died_stands(found: bool) -> None:
     assert record.put(catalog) is None
     assert record.is_put
     assert record.record.resumed_from == (origin if found else None)
-    assert {key: store.get(key) for key in keys(store)} == before | ({} if found else {own.key: told.encode()})
+    assert {key: store.get(key) for key in keys(store)} == before | (
+        {} if found else {key: told.encode() for key in (own.key, copy_key(own.key))}
+    )
 
 
 def make_roots(n: int, url: str, options: dict[str, object], together: Barrier, told: Connection) -> None:

@@ -227,7 +227,7 @@ def test_what_a_job_resumed_from_may_be_gone(job: SmallJob) -> None:
 def test_a_lost_record_of_the_generation(job: SmallJob, caplog: pytest.LogCaptureFixture) -> None:
     first = job.save_and_commit()
     job.begin(first, 1)
-    job.store.delete(job.generation.key)
+    job.store.delete(job.generation.key, keys.copy_key(job.generation.key))
     assert chosen(job) is None
     assert "is written whole: what the job resumed from cannot be told" in caplog.text
 
