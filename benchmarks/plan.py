@@ -85,6 +85,8 @@ def work() -> None:
             training.step()
             saver.after_step(step)
             steps.append(time.perf_counter() - began)
+            if saver.stopping:
+                raise SystemExit("told to stop")
             if step % EVERY == EVERY - 1 and saver.pending is not None:
                 saver.pending.wait_committed()
     files = {path.parent.name: path.stat().st_size for path in Path(given["root"], "packs").glob("*/*")}
