@@ -19,9 +19,6 @@ from ckptlib.testing import FaultProxy
 PARTS = 1
 """Of each rank's pack, which is small."""
 
-SPARE = 2
-"""Further listings that the committer of a first save may make while it waits for parts."""
-
 
 def requests(directory: Path) -> dict[object, Counter[str]]:
     """By save: what the store was asked, by operation and room. Pieces of an object are no requests of their own."""
@@ -48,7 +45,8 @@ def test_requests_per_checkpoint(tmp_path: Path, num_ranks: int, waits: str) -> 
         assert asked["put steps"] == 1
         assert asked["get parts"] == 1, "of rank 0"
     first = found[1]
-    assert sum(first.values()) - (first["scan parts"] - 1) <= num_ranks * (PARTS + 4) + 12 - SPARE, first
+    polls = (first["scan parts"] - 1) + (first["get steps"] - 1)  # how many says how busy the machine is
+    assert sum(first.values()) - polls <= num_ranks * (PARTS + 4) + 12 - 1, first
     assert (first["get layouts"], first["put layouts"]) == (2, 1), (
         "one rank asks and puts, rank 0's writer reads it back"
     )
