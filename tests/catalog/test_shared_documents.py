@@ -41,10 +41,12 @@ def test_copies_are_there_before_the_step(store: Store, catalog: Catalog, tmp_pa
 def test_a_step_is_committed_without_the_document_of_its_root(store: Store, catalog: Catalog) -> None:
     generation = make_generation(catalog)
     store.delete(keys.ROOT)
-    save = make_save(catalog, generation, 10, state(10))
+    save = make_save(Catalog(store), generation, 10, state(10))
     assert catalog.saves() == [save]
     with pytest.raises(CheckpointNotFound):
         catalog.root()
+    make_save(catalog, generation, 11, state(11))
+    assert Catalog(store).root() == catalog.root(), "who has read it puts its copy"
 
 
 def test_a_newer_document_of_the_root_is_not_passed_over(store: Store, catalog: Catalog) -> None:
