@@ -123,7 +123,7 @@ class Tier:
 
     # The store
 
-    def drain(self, save: SaveId, before: Callable[[], None], puts_layout: bool) -> None:
+    def drain(self, save: SaveId, before: Callable[[], None], puts_layout: bool = True) -> None:
         """Returns when the share is in the store. `before`: called before anything is put. From the thread that drains.
         `puts_layout`: see `Persister.persist`.
 
