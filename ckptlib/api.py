@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -121,8 +122,7 @@ def begin_save(
     timeout: timedelta = CALL_TIMEOUT,
 ) -> Pending:
     """As `save_async`, before `staging.go()`: what overlaps is not copied yet."""
-    state, step, rules = order.state, order.step, CodecRules.of(codec)
-    assert isinstance(state, Mapping)
+    state, step, rules = cast(Mapping[str, object], order.state), order.step, CodecRules.of(codec)
     others = {"codec": None if rules.asked == AUTO else rules.asked, "keep": keep}
     what = " with ".join([f"save of step {step}", *(f"{k}={v!r}" for k, v in others.items() if v is not None)])
     meet(process_group, str(url), what, timeout)

@@ -15,6 +15,7 @@ from ckptlib.catalog.accounts import put_account
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.codings import Codings, Count
 from ckptlib.errors import CheckpointNotFound
+from ckptlib.format import keys
 from ckptlib.format.account import DIED, Account, Mark, encode_accounts
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation, TrashRecord
@@ -99,7 +100,10 @@ def test_damage_is_told_and_hides_nothing_else(tmp_path: Path) -> None:
 
 def test_a_lost_record_of_a_generation(tmp_path: Path) -> None:
     catalog, saves = run(tmp_path)
-    catalog.store.delete(saves[0].generation.key)
+    key = saves[0].generation.key
+    catalog.store.delete(key)
+    assert "its record cannot be read" not in check_harmless(page(gather(Catalog(catalog.store)))).text, "its copy can"
+    catalog.store.delete(keys.copy_key(key))
     found = gather(Catalog(catalog.store))
     assert len(found.steps) == 3
     assert "its record cannot be read" in check_harmless(page(found)).text
