@@ -31,6 +31,7 @@ PACKAGES = (
     "lightning",
     "transformers",
     "accelerate",
+    "torchtitan",
     "nvidia-resiliency-ext",
     "s3fs",
     "obstore",

@@ -8,7 +8,6 @@ flush its files; ckptlib does, beside the training. The first checkpoint of each
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -17,24 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.common import Report, spread
-from benchmarks.trainers import CHECKPOINTS, EVERY, given
+from benchmarks.trainers import CHECKPOINTS, EVERY, stalls_in_turns
 
 SUBJECTS = ("ModelCheckpoint", "AsyncCheckpointIO", "CkptlibCheckpointIO", "CkptlibCallback")
 
 
 def main(arguments: list[str]) -> None:
-    nbytes, turns, out, directory = given("lightning_stall", __doc__, arguments)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    with tempfile.TemporaryDirectory(dir=directory) as place:
-        report = Report("lightning_stall", out, Path(place), nbytes=nbytes, turns=turns, every=EVERY)
-        stalls: dict[str, list[float]] = {subject: [] for subject in SUBJECTS}
-        for turn in range(turns):
-            for subject in SUBJECTS:
-                stalls[subject] += train(subject, Path(place) / f"{subject}-{turn}", nbytes)[1:]
-        for subject, samples in stalls.items():
-            report.add("figure", subject=subject, what="stall", unit="s", **spread(samples), worst=max(samples))
+    stalls_in_turns("lightning_stall", __doc__, arguments, SUBJECTS, train)
 
 
 def train(subject: str, directory: Path, nbytes: int) -> list[float]:

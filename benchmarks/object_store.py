@@ -22,9 +22,9 @@ import numpy as np
 
 from benchmarks.common import ROOT, tell, told
 from benchmarks.figures import Figures, Options, rotated, run
-from ckptlib.stores import open_store
+from ckptlib.stores import InPlace, open_store
 from ckptlib.stores.fsspec import FsspecStore
-from ckptlib.stores.io_limits import PART_NBYTES, RUN_BYTES, THREADS
+from ckptlib.stores.io_limits import PART_NBYTES, RUN_BYTES, THREADS, WRITE_BYTES
 
 BANDWIDTH = 6e6
 LATENCY_S = 0.03
@@ -43,10 +43,15 @@ class _Ckptlib:
         self._store = open_store(url, options)
 
     def put(self, key: str, head: bytes, body: memoryview) -> None:
-        self._store.put(key, head, [body])
+        self._store.put(key, head, InPlace(body.nbytes, _pieces(body)))  # as a pack of a snapshot
 
     def get_into(self, key: str, offset: int, view: memoryview) -> None:
         self._store.get_into(key, offset, view)
+
+
+class _CkptlibObstore(_Ckptlib):
+    def __init__(self, url: str, options: Mapping[str, object]) -> None:
+        super().__init__(url, {**options, "client": "obstore"})
 
 
 class _Fsspec(_Ckptlib):
@@ -88,15 +93,21 @@ class _Obstore:
 
     def put(self, key: str, head: bytes, body: memoryview) -> None:
         sizes = {"chunk_size": PART_NBYTES, "max_concurrency": 8}
-        self._obstore.put(self._bucket, f"{self._prefix}/{key}", iter([head, body]), **sizes)
+        # of one large piece it would send all parts at once
+        self._obstore.put(self._bucket, f"{self._prefix}/{key}", iter([head, *_pieces(body)]), **sizes)
 
     def get_into(self, key: str, offset: int, view: memoryview) -> None:
         path = f"{self._prefix}/{key}"
         view[:] = memoryview(self._obstore.get_range(self._bucket, path, start=offset, length=view.nbytes))
 
 
+def _pieces(body: memoryview) -> list[memoryview]:
+    return [body[at : at + WRITE_BYTES] for at in range(0, body.nbytes, WRITE_BYTES)]
+
+
 CLIENTS: dict[str, Callable[[str, Mapping[str, Any]], Client]] = {
     "ckptlib, s3": _Ckptlib,
+    "ckptlib, obstore": _CkptlibObstore,
     "ckptlib, fsspec": _Fsspec,
     "obstore, bare": _Obstore,
 }

@@ -70,7 +70,7 @@ class Committed(Event):
     nbytes: int | None
     """Of the whole step, all ranks together; None on ranks other than 0."""
     seconds: float | None
-    """From the snapshot to the commit; None on ranks other than 0."""
+    """From when the writer took the snapshot up, which is copied by then, to the commit; None on ranks other than 0."""
 
 
 @dataclass(frozen=True, slots=True)

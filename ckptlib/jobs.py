@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cache
+from typing import TypeVar
+
+from typing_extensions import ParamSpec
 
 Job = Callable[[], None]
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 class JobThread:
@@ -42,3 +51,40 @@ class JobThread:
             finally:
                 with self._lock:
                     self._num_open -= 1
+
+
+class JobFutures:
+    """Jobs of one thread whose results are asked for. Unlike that of a ThreadPoolExecutor, it keeps no process from
+    ending: who wants the last ones done waits for them."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = JobThread(name)
+
+    def submit(self, call: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Future[Result]:
+        """In the order in which they are given."""
+        future: Future[Result] = Future()
+
+        def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(call(*args, **kwargs))
+            except BaseException as error:  # whoever waits for the future is told of any
+                future.set_exception(error)
+
+        self._thread.put(job)
+        return future
+
+    def finish(self) -> None:
+        """Waits for all jobs. None may be submitted after it."""
+        self._thread.finish()
+
+
+def at_exit(job: Job) -> None:
+    """Has a job done as this process ends, once; not as one ends that is forked from it. The last one is done first."""
+    _at_exit(job, os.getpid())
+
+
+@cache
+def _at_exit(job: Job, pid: int) -> None:
+    atexit.register(lambda: job() if os.getpid() == pid else None)

@@ -48,7 +48,7 @@ def train(given: argparse.Namespace) -> None:
         print("from step", saves.restore().step, flush=True)  # ckpt
     replicated, steps = DistributedDataParallel(manager, model), Optimizer(manager, optim)
     while manager.current_step() < given.steps:
-        before = manager.current_step()
+        before = manager.current_step()  # ckpt
         steps.zero_grad()  # begins a quorum, in which weights are recovered
         seed = 1000 * manager.current_step() + manager.participating_rank()
         batch = torch.randn(32, 16, generator=torch.Generator().manual_seed(seed))

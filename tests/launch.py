@@ -54,12 +54,18 @@ def fork_ranks(script: str, num_ranks: int, *args: object, timeout_s: float) -> 
 
 
 def forked(
-    program: Path | str, num_ranks: int, *args: object, timeout_s: float, variables: Mapping[str, str] | None = None
+    program: Path | str,
+    num_ranks: int,
+    *args: object,
+    timeout_s: float,
+    variables: Mapping[str, str] | None = None,
+    each: bool = False,
 ) -> tuple[list[int | None], str]:
     """The exit status of each rank, and both outputs of all. `program`: the path of a script, or the name of a module.
 
     Ranks are forked from a server that has imported torch. This process has their store, as torchrun's agent has. When
-    one fails, the others are killed. None: this rank had not ended when it was killed. `variables`: more of them.
+    one fails, the others are killed, unless `each` is to come to its own end. None: this rank had not ended when it was
+    killed. `variables`: more of them.
     """
     start_server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -81,7 +87,7 @@ def forked(
             ranks.append(context.Process(target=be_rank, args=(str(log), own, program, [*map(str, args)])))
             ranks[-1].start()
         while any(rank.exitcode is None for rank in ranks) and time.monotonic() < deadline:
-            if {rank.exitcode for rank in ranks} - {None, 0, EXIT_PREEMPTED}:
+            if not each and {rank.exitcode for rank in ranks} - {None, 0, EXIT_PREEMPTED}:
                 break  # the others would wait for it
             time.sleep(0.02)
         codes = [rank.exitcode for rank in ranks]

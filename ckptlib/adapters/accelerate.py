@@ -23,8 +23,9 @@ from typing_extensions import override
 from ckptlib import api
 from ckptlib.adapters.step_folders import ROOT, StepFolders, step_of
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.errors import SaveFailed
+from ckptlib.errors import CkptError, SaveFailed
 from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.jobs import at_exit
 from ckptlib.policy.codec import AUTO, Asked
 from ckptlib.ranks.together import together, together_at_length
 from ckptlib.saving.pending import Pending
@@ -45,8 +46,8 @@ class _Saving:
     token: object
     """Of the Accelerator that saves."""
     pending: Pending
-    given_up: threading.Event
-    """Set where the save has failed, for who waits for its commit."""
+    known: threading.Event
+    """Set once the save is known to be committed, or to have failed, for who waits for that."""
 
 
 class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
@@ -100,12 +101,13 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         step = self._next_step(folder.parent, root)
         pending = api.save_async(root, self._state(), step, storage_options=self._storage_options, codec=self._codec)
         self._newest[root] = step
-        given_up = threading.Event()
-        self._under_way.append(_Saving(folder.parent, self._token, pending, given_up))
+        known = threading.Event()
+        self._under_way.append(_Saving(folder.parent, self._token, pending, known))
+        at_exit(_finish)
         if folder.parent in self._folders:
             folders = self._folders[folder.parent]
             folders.draft(folder.name, pending.save)
-            folders.publish_when_committed(folder.name, pending.save, given_up)
+            folders.publish_when_committed(folder.name, pending.save, known)
         self.project_configuration.iteration += 1
         return str(folder)
 
@@ -151,8 +153,8 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
                 try:
                     each.pending.wait_committed()
                 except SaveFailed as error:
-                    each.given_up.set()
                     failed = error
+                each.known.set()
             for directory in opened:
                 if directory in self._folders:
                     self._folders[directory].wait()
@@ -278,8 +280,8 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         for each in [each for each in self._under_way if each.token is self._token]:
             if each.pending.done():
                 self._under_way.remove(each)
+                each.known.set()
                 if each.pending.error is not None:
-                    each.given_up.set()
                     failed.append(f"step {each.pending.step} is not saved: {each.pending.error}")
 
         def tell() -> None:
@@ -287,6 +289,21 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
                 raise SaveFailed("; ".join(failed))
 
         together(registry.group(None), "saving", tell)
+
+
+def _finish() -> None:
+    """As programs end that do not call `end_training`; sessions, which began before, close after it."""
+    for each in CkptlibAccelerator._under_way:
+        try:
+            each.pending.wait_committed()
+        except CkptError as error:
+            log.error("%s", error)
+        each.known.set()
+    for folders in CkptlibAccelerator._folders.values():
+        try:
+            folders.wait()
+        except (CkptError, OSError) as error:
+            log.error("%s", error)
 
 
 def _numbered(directory: Path) -> list[int]:
@@ -317,12 +334,14 @@ class _Resumed:
         self._random: Mapping[str, Any] | None = random
 
     def __iter__(self) -> Iterator[Any]:
+        began = getattr(self._loader, "iteration", None)
         for batch in self._loader:
             self._put_back()
             yield batch
         self._put_back()  # all were skipped
-        if hasattr(self._loader, "iteration"):
-            self._whole.iteration = self._loader.iteration
+        if began is not None:
+            # Accelerate does not count an epoch of which nothing is left
+            self._whole.iteration = max(self._loader.iteration, began + 1)
 
     def __len__(self) -> int:
         return len(self._loader)

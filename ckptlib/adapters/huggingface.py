@@ -102,6 +102,13 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
         assert self._run is not None
         self._run.save(trial)
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer loads the best model here; with `save_total_limit=1` it removes all directories but that one's."""
+        assert self._run is not None
+        self._run.step_done()  # before other weights are loaded
+        self._run.wait()
+        return super()._finalize_training(*args, **kwargs)
+
     # Loading
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -138,8 +145,6 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        assert self._run is not None
-        self._run.wait()
         save = self._named_by(best)
         if save is None:
             super()._load_best_model()

@@ -8,13 +8,14 @@ change is written once, however many files (`last.ckpt`, the best ones) have it.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import PurePosixPath
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,12 +30,15 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import drop, sweep
 from ckptlib.errors import CheckpointNotFound, CkptError, FormatError, SaveFailed
 from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.jobs import JobFutures, at_exit
 from ckptlib.policy.codec import AUTO, Asked
 from ckptlib.policy.keep import Keep
 from ckptlib.reading.nested import read
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.settings import SAVE_DEADLINE
 from ckptlib.stores import open_store
+
+log = logging.getLogger(__name__)
 
 ROOT = "ckptlib"
 """The directory of the root, beside the files that name its steps."""
@@ -45,6 +49,14 @@ KEPT = Keep(last=10**9, grace=2 * SAVE_DEADLINE)
 POLL_S = 0.1
 MOST = 4096
 """Bytes of a file that names a step."""
+
+
+class _Saving(NamedTuple):
+    publisher: JobFutures
+    pending: Pending
+    published: Future[None]
+    known: threading.Event
+    """Set once somebody has heard what became of the save."""
 
 
 class CkptlibCheckpointIO(CheckpointIO):
@@ -61,7 +73,7 @@ class CkptlibCheckpointIO(CheckpointIO):
 
     _steps: ClassVar[dict[str, int]] = {}
     """By root: the last step that this process saved, whichever Trainer asked for it."""
-    _saving: ClassVar[dict[str, tuple[Pending, Future[None]]]] = {}
+    _saving: ClassVar[dict[str, _Saving]] = {}
     """By path. Another Trainer may load what the last one has just saved."""
 
     def __init__(
@@ -75,8 +87,7 @@ class CkptlibCheckpointIO(CheckpointIO):
         self._codec: Asked = codec
         self._options = storage_options
         self._group: dist.ProcessGroup | None = None
-        self._publisher: ThreadPoolExecutor | None = None
-        self._closing: threading.Event | None = None
+        self._publisher: JobFutures | None = None
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -92,10 +103,11 @@ class CkptlibCheckpointIO(CheckpointIO):
         )
         self._steps[root] = step
         if self._publisher is None:
-            self._publisher, self._closing = ThreadPoolExecutor(1, "ckptlib-lightning"), threading.Event()
-        assert self._closing is not None
-        published = self._publisher.submit(self._publish, where, root, pending.save, self._closing)
-        self._saving[where] = pending, published
+            self._publisher = JobFutures("lightning")
+            at_exit(_finish_all)
+        known = threading.Event()
+        published = self._publisher.submit(self._publish, where, root, pending.save, known)
+        self._saving[where] = _Saving(self._publisher, pending, published, known)
         if not self._asynchronous:
             self._finish(where)
 
@@ -134,47 +146,52 @@ class CkptlibCheckpointIO(CheckpointIO):
 
         Lightning calls it as each `fit` ends, and may save again later: `trainer.save_checkpoint`, another `fit`.
         """
-        publisher, closing = self._publisher, self._closing
-        self._publisher = self._closing = None
+        publisher, self._publisher = self._publisher, None
         try:
             for where in [*self._saving]:
                 self._finish(where)
         finally:
-            if publisher is not None and closing is not None:
-                closing.set()
-                publisher.shutdown(wait=True)
+            for saving in self._saving.values():
+                if saving.publisher is publisher:
+                    saving.known.set()
+            if publisher is not None:
+                publisher.finish()
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """For users who copy a module with its Trainer, or pickle it: what is under way stays here."""
-        return {**self.__dict__, "_publisher": None, "_closing": None, "_group": None}
+        return {**self.__dict__, "_publisher": None, "_group": None}
 
     def _settle(self) -> None:
         """Raises the error of a save that failed; forgets those that are done."""
-        for where, (_, published) in [*self._saving.items()]:
-            if published.done():
+        for where, saving in [*self._saving.items()]:
+            if saving.published.done():
                 self._finish(where)
 
-    def _finish(self, where: str) -> None:
+    @classmethod
+    def _finish(cls, where: str) -> None:
         """Waits for a save to this path, if there is one."""
-        if where not in self._saving:
+        if where not in cls._saving:
             return
-        pending, published = self._saving.pop(where)
+        saving = cls._saving.pop(where)
         try:
-            pending.wait_committed()
+            saving.pending.wait_committed()
         except CkptError:
-            published.cancel()
+            saving.published.cancel()
             raise
-        published.result()
+        finally:
+            saving.known.set()
+        saving.published.result()
 
-    def _publish(self, where: str, root: str, save: SaveId, closing: threading.Event) -> None:
+    def _publish(self, where: str, root: str, save: SaveId, known: threading.Event) -> None:
         """Writes the file as soon as the step is in the store. On a thread: training goes on, and asks nobody."""
-        deadline = time.monotonic() + SAVE_DEADLINE / timedelta(seconds=1)
+        deadline, over = time.monotonic() + SAVE_DEADLINE / timedelta(seconds=1), False
         with open_store(root, self._options) as store:
             catalog = Catalog(store)
             while not catalog.is_committed(save):
-                if closing.wait(POLL_S) or time.monotonic() > deadline:
-                    raise SaveFailed(f"{where}: step {save.step} of {root} was not committed")
+                if over:
+                    raise SaveFailed(f"{where}: step {save.step} of {root} was not committed, or is gone again")
+                over = known.wait(POLL_S) or time.monotonic() > deadline
         fs = get_filesystem(where)
         text = json.dumps({"ckptlib": ROOT, "step": str(save)}) + "\n"
         partial = f"{where}.{save.step}.part"
@@ -193,6 +210,15 @@ class CkptlibCheckpointIO(CheckpointIO):
         if dist.is_initialized() and dist.get_world_size() > 1 and self._group is None:
             self._group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         return self._group
+
+
+def _finish_all() -> None:
+    """As programs end that save behind `fit`, which ends with `teardown`; sessions close after it."""
+    for where in [*CkptlibCheckpointIO._saving]:
+        try:
+            CkptlibCheckpointIO._finish(where)
+        except (CkptError, OSError) as error:
+            log.error("%s", error)
 
 
 def _moved(node: Any, location: Any) -> Any:

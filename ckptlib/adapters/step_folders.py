@@ -22,7 +22,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from ckptlib.catalog.commit import finish_saves
 from ckptlib.catalog.retention import drop, sweep
 from ckptlib.errors import CheckpointNotFound, CkptError, FormatError
 from ckptlib.format.keys import SaveId, parse_save
+from ckptlib.jobs import JobFutures
 from ckptlib.recovery.restore import ORPHANS_TIMEOUT_S
 from ckptlib.saving.settings import SAVE_DEADLINE
 from ckptlib.staging.arena import directories
@@ -97,7 +98,7 @@ class StepFolders:
         self._beyond = beyond
         self._arena = None if arena is None else Path(arena).absolute()
         self._named = {folder: save for folder, save in _readable(directory) if not _is_draft(folder, save)}
-        self._thread = ThreadPoolExecutor(1, "ckptlib-folders")
+        self._thread = JobFutures("folders")
         self._publishing: list[Future[None]] = []
         self._failed: OSError | None = None
         self._left = threading.Event()
@@ -151,23 +152,25 @@ class StepFolders:
         """Has the draft get its name, and those that are too many removed. Does not wait."""
         self._publishing.append(self._thread.submit(self._publish, name, save))
 
-    def publish_when_committed(self, name: str, save: SaveId, given_up: threading.Event) -> None:
+    def publish_when_committed(self, name: str, save: SaveId, known: threading.Event) -> None:
         """As `publish`, for callers that hear of nothing meanwhile: the thread asks the store until the step is there.
 
-        `given_up`: set where it never will be; the draft is discarded then.
+        `known`: set once the caller has heard what became of it. Where the step is not there then, it never will be, or
+        somebody has removed it: the draft is discarded.
         """
-        self._publishing.append(self._thread.submit(self._await, name, save, given_up))
+        self._publishing.append(self._thread.submit(self._await, name, save, known))
 
-    def _await(self, name: str, save: SaveId, given_up: threading.Event) -> None:
-        deadline = time.monotonic() + SAVE_DEADLINE.total_seconds()
+    def _await(self, name: str, save: SaveId, known: threading.Event) -> None:
+        deadline, over = time.monotonic() + SAVE_DEADLINE.total_seconds(), False
         with open_store(self._root, self._options) as store:
             catalog = Catalog(store)
             while not catalog.is_committed(save):
                 if self._left.is_set():
                     return
-                if given_up.wait(ASK_EVERY_S) or time.monotonic() > deadline:
+                if over:
                     self.discard(name, save)
                     return
+                over = known.wait(ASK_EVERY_S) or time.monotonic() > deadline
         self._publish(name, save)
 
     def wait(self) -> None:
@@ -185,12 +188,14 @@ class StepFolders:
             self._thread.submit(self._drop_gone).result()
             self.wait()
         finally:
-            self._thread.shutdown(wait=True)
+            self._thread.finish()
 
     def let_go(self) -> None:
         """Waits for no commit, but for what is being renamed or removed: who comes next looks at the directory."""
         self._left.set()
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        for future in self._publishing:
+            future.cancel()
+        self._thread.finish()
 
     def _draft_of(self, name: str, save: SaveId) -> Path:
         """Another one for each step: one of the same name may be under way yet."""

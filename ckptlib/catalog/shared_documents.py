@@ -12,6 +12,7 @@ puts its copy. Whoever reads takes a copy where the first cannot be read. No tor
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable
 
 from ckptlib.errors import (
@@ -37,12 +38,18 @@ UNUSABLE = (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
 """What reading one of two raises where the other is to be read instead. An outage is none of it."""
 
 
+LAYOUTS_KEPT_NBYTES = 64 * 1024 * 1024
+"""As documents. A state that changes at every save has another layout at each."""
+
+
 class SharedDocuments:
-    """Of one root in one store. Layouts are read once and kept; the rest is read when it is asked for."""
+    """Of one root in one store. Layouts are kept, those that were asked for last; the rest is read each time."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._layouts: dict[str, Layout] = {}
+        self._lock = threading.Lock()
+        """Of the layouts; nothing is read with it."""
         self._root: bytes | None = None
         """As it was read last."""
         self._copied: set[str] = set()
@@ -60,10 +67,17 @@ class SharedDocuments:
 
     def layout(self, digest: str) -> Layout:
         """Raises CorruptData, FormatError, ObjectNotFound, ObjectUnreadable."""
-        found = self._layouts.get(digest)
-        if found is None:
-            key = keys.layout_key(digest)
-            found = self._layouts[digest] = decode_layout(self.document(key), key)
+        with self._lock:
+            found = self._layouts.pop(digest, None)
+            if found is not None:
+                self._layouts[digest] = found  # behind the others
+                return found
+        key = keys.layout_key(digest)
+        found = decode_layout(self.document(key), key)
+        with self._lock:
+            self._layouts[digest] = found
+            while len(self._layouts) > 1 and sum(map(_nbytes, self._layouts.values())) > LAYOUTS_KEPT_NBYTES:
+                del self._layouts[next(iter(self._layouts))]
         return found
 
     def generation(self, generation: GenerationId) -> Generation:
@@ -157,7 +171,8 @@ class SharedDocuments:
         if not wanted:
             return
         there = {entry.key: entry.nbytes for entry in self.store.scan(keys.COPIES)}
-        known = {keys.layout_key(digest): layout.encoded for digest, layout in self._layouts.items()}
+        with self._lock:
+            known = {keys.layout_key(digest): layout.encoded for digest, layout in self._layouts.items()}
         if self._root is not None:
             known[keys.ROOT] = self._root
         for key in sorted(wanted):
@@ -225,3 +240,7 @@ def put_new(store: Store, key: str, data: bytes, create: bool = False) -> None:
         store.put(key, data, create=create)
     except ObjectExists:
         return
+
+
+def _nbytes(layout: Layout) -> int:
+    return len(layout.encoded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 
 import click
@@ -15,13 +16,17 @@ from ckptlib.cli.options import open_url, storage_options, with_output, with_sto
 from ckptlib.cli.output import Output, count, duration, size
 from ckptlib.cli.quantities import COUNT, SIZE, SPAN
 from ckptlib.errors import CheckpointNotFound
+from ckptlib.format import keys
+from ckptlib.reporting.times import persisted
 from ckptlib.sizing.activations import Transformer
 from ckptlib.sizing.parameters import MOMENTS, NO_OPTIMIZER, PRECISIONS, per_parameter
 from ckptlib.sizing.plan import Plan, Question, Subject
 from ckptlib.stores import Store
 from ckptlib.stores.measure import measure
 
-MEASURED_NBYTES = 128 * 1024 * 1024
+MEASURED_LEAST, MEASURED_MOST, MEASURED_MOST_LOCAL = (n * 1024 * 1024 for n in (16, 128, 512))
+"""Bytes that a store is measured with: as many as a rank has, within these. A local one is fast, and slower where few
+bytes are put, whose memory the system puts together from pages that lie apart."""
 COPY_NBYTES = 64 * 1024 * 1024
 SHAPE = ("layers", "hidden", "heads", "sequence")
 
@@ -67,8 +72,8 @@ def command(
 ) -> bool:
     """Plans checkpoints, from a number of parameters or from a root that has some.
 
-    With --params, URL is a store: it is measured, and left as it was. Without, URL is a root, whose newest step and
-    whose record of time are the basis.
+    With --params, URL is a store: it is measured, and left as it was. Without, URL is a root, whose newest step, and
+    what its saves took, are the basis.
 
     \b
     ckptlib plan --params 7B --ranks 64 --mtbf 12h
@@ -80,17 +85,20 @@ def command(
     shape = {name: asked.pop(name) for name in SHAPE}
     model = _transformer(shape, batch, tensor_parallel)
     question = Question(model=model, **asked)  # type: ignore[arg-type]
-    measured_s = speed = None
+    measured_s = took_s = None
     if params is not None:
         each = per_parameter(precision, optimizer)
         subject = Subject(params * each.in_checkpoint, ranks, params, each)
     if url is not None:
         with open_url(url, storage_options(option)) as store:
             if params is None:
-                subject, measured_s = of_root(store)
-            speed = measure(store, MEASURED_NBYTES).whole_up
+                subject, measured_s, took_s = of_root(store)
+            if took_s is None:
+                most = MEASURED_MOST_LOCAL if store.is_local else MEASURED_MOST
+                nbytes = int(min(max(subject.rank_nbytes, MEASURED_LEAST), most))
+                took_s = subject.rank_nbytes / measure(store, nbytes).whole_up
     stall_s = stall or measured_s or subject.rank_nbytes / copy_speed()
-    plan = Plan(subject, question, stall_s, persist_s(subject, speed, question.bandwidth))
+    plan = Plan(subject, question, stall_s, persist_s(subject, took_s, question.bandwidth))
     output.document(plan.document())
     _tell_state(output, plan, f"{precision}, {optimizer}")
     _tell_memory(output, plan)
@@ -106,18 +114,23 @@ def _transformer(shape: dict[str, float | None], batch: int, tensor_parallel: in
     return Transformer(**given, batch=batch, tensor_parallel=tensor_parallel) if given else None
 
 
-def of_root(store: Store) -> tuple[Subject, float | None]:
-    """The newest step of a root, and the mean stall of its saves, in seconds. Raises CheckpointNotFound."""
+def of_root(store: Store) -> tuple[Subject, float | None, float | None]:
+    """The newest step of a root, the mean stall of its saves, and the median time that those after the first took until
+    they were committed, in seconds; None where that is not known. Raises CheckpointNotFound."""
     catalog = Catalog(store)
     infos = [(row, row.info) for row in committed(catalog, everything=False) if row.info is not None]
+    root = catalog.root()  # raises where there is none
     if not infos:
-        catalog.root()  # raises where there is none
         raise CheckpointNotFound(f"{store.url} holds no committed step; give --params to plan without one")
     newest = infos[-1][1]
     later = [row.nbytes for row, _ in infos[1:] if row.nbytes is not None]
     changed = sum(later) / len(later) if later else None
     stall_s = goodput(read_accounts(catalog).told).save_cost
-    return Subject(newest.nbytes_state, newest.world_size, nbytes_changed=changed), stall_s
+    put_at = {keys.parse_manifest_key(entry.key): entry.modified for entry in store.scan(keys.STEPS)}
+    told = (put_at[row.save] - info.created for row, info in infos[1:] if row.save in put_at)
+    took = [seconds for seconds in (persisted(each, root.save_deadline_s) for each in told) if seconds]
+    subject = Subject(newest.nbytes_state, newest.world_size, nbytes_changed=changed)
+    return subject, stall_s, statistics.median(took) if took else None
 
 
 def copy_speed() -> float:
@@ -132,9 +145,10 @@ def copy_speed() -> float:
     return COPY_NBYTES / min(seconds)
 
 
-def persist_s(subject: Subject, speed: float | None, bandwidth: float | None) -> float | None:
-    """Ranks put side by side, each as fast as this process did, and all together no faster than `bandwidth`."""
-    times = [subject.rank_nbytes / speed] if speed else []
+def persist_s(subject: Subject, took_s: float | None, bandwidth: float | None) -> float | None:
+    """`took_s`: of one rank, as saves took or as this process put so many bytes; ranks put side by side. All together
+    are no faster than `bandwidth`."""
+    times = [took_s] if took_s else []
     times += [subject.nbytes / bandwidth] if bandwidth else []
     return max(times) if times else None
 

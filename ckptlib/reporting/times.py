@@ -78,7 +78,7 @@ def times_of(
     for manifest in sorted(manifests, key=lambda manifest: manifest.save):
         save, course = manifest.save, marks.course(manifest.save.generation)
         here = course.snapshots.get(save.step)
-        persist_s = _persist(put_at[save] - manifest.created, deadline_s)
+        persist_s = persisted(put_at[save] - manifest.created, deadline_s)
         if here is None:
             found[save] = Times(persist_s)
             continue
@@ -98,6 +98,7 @@ def _seconds(mark: Mark) -> float:
     return mark.trained_s + mark.stalled_s
 
 
-def _persist(seconds: float, deadline_s: float) -> float | None:
-    """None for times that no commit can have: the root was copied, or clocks differ."""
+def persisted(seconds: float, deadline_s: float) -> float | None:
+    """From a snapshot until its manifest was put; None for times that no commit can have: the root was copied, or
+    clocks differ."""
     return max(seconds, 0.0) if -CLOCKS_S <= seconds <= deadline_s + CLOCKS_S else None

@@ -40,10 +40,10 @@ def _alone() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def ranks(number: int, directory: Path, at: int, whose: str) -> dict[str, Any]:
+def ranks(number: int, directory: Path, at: int, whose: str, epochs: int = EPOCHS) -> dict[str, Any]:
     """In processes of their own. Empty where they were killed."""
     out = directory.with_suffix(".pt")
-    codes, output = forked(WORKERS / "accelerate_job.py", number, directory, EPOCHS, at, out, whose, timeout_s=250)
+    codes, output = forked(WORKERS / "accelerate_job.py", number, directory, epochs, at, out, whose, timeout_s=250)
     assert set(codes) == {0} if at < 0 else -9 in codes, output[-20000:]
     return torch.load(out, weights_only=True) if at < 0 else {}
 
@@ -60,6 +60,13 @@ def test_killed_and_resumed_in_mid_epoch(tmp_path: Path, number: int, how: str) 
     found = sorted(path.name for path in (tmp_path / "parted" / "checkpoints").iterdir())
     assert found == ["checkpoint_3", "checkpoint_4", "ckptlib"]  # total_limit=2
     assert [info.step for info in ckptlib.checkpoints(tmp_path / "parted" / "checkpoints" / "ckptlib")] == [3, 4]
+
+
+def test_killed_behind_the_end_of_an_epoch(tmp_path: Path) -> None:
+    """All batches of the epoch of the checkpoint are skipped, and the next one is shuffled as it would have been."""
+    whole = ranks(1, tmp_path / "whole", -1, "never", epochs=4)
+    ranks(1, tmp_path / "parted", 16, "ours", epochs=4)
+    assert same(ranks(1, tmp_path / "parted", -1, "ours", epochs=4), whole)
 
 
 class Trained:

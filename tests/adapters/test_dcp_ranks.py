@@ -44,3 +44,9 @@ def test_killed_resumed_and_resharded(tmp_path: Path) -> None:
         again = train(killed, ranks, 10)
         assert again.pop("start") == 10
         assert bits(again) == bits(whole)
+
+
+@pytest.mark.timeout(200)
+def test_copies_beside_the_training(tmp_path: Path) -> None:
+    """`async_save(overlap=)` on ranks that differ: one writes past its fence, and copies at once from then on."""
+    fork_ranks("dcp_overlapped.py", 2, tmp_path, timeout_s=150)

@@ -116,7 +116,7 @@ def test_two_ranks_whose_store_fails(tmp_path: Path, whole_of_two: dict[str, Any
     """Both train on to the end, and both say that the last checkpoint is missing."""
     directory = tmp_path / "two"
     arguments = (directory, STEPS, 5, tmp_path / "two.pt", "ours", json.dumps({"how": "break"}))
-    codes, output = forked(WORKERS / "hf_job.py", 2, *arguments, timeout_s=250)
+    codes, output = forked(WORKERS / "hf_job.py", 2, *arguments, timeout_s=250, each=True)
     assert codes == [1, 1], output[-20000:]
     assert len(re.findall(r"SaveFailed: .*000000000014-", output)) == 2, output[-20000:]
     assert checkpoints(directory) == ["checkpoint-3", "packs"]
@@ -279,6 +279,25 @@ def test_the_best_model_is_loaded(tmp_path: Path) -> None:
     assert same(ends[0]["model"], ends[1]["model"])
     assert checkpoints(tmp_path / "ours") == checkpoints(tmp_path / "theirs")
     assert [f"checkpoint-{step}" for step in steps_of(tmp_path / "ours")] == checkpoints(tmp_path / "theirs")
+
+
+def test_the_best_model_is_not_loaded(tmp_path: Path) -> None:
+    """With a limit of one its checkpoint stays alone, and the last one, written until then, does not come back."""
+    asked = {**EVALUATED, "load_best_model_at_end": False, "greater_is_better": True, "save_total_limit": 1}
+    for whose in ("ours", "theirs"):
+        here(tmp_path / whose, whose=whose, **asked)
+    assert checkpoints(tmp_path / "ours") == checkpoints(tmp_path / "theirs") == ["checkpoint-3"]
+    assert steps_of(tmp_path / "ours") == [3]
+
+
+def test_the_last_step_has_the_last_weights(tmp_path: Path) -> None:
+    """Though those of the best one are loaded behind it; Trainer itself saves only where it is better."""
+    asked = {**EVALUATED, "greater_is_better": True, "save_strategy": "best", "save_total_limit": None}
+    left = here(tmp_path / "theirs", whose="theirs", **{**asked, "load_best_model_at_end": False})["model"]
+    ended = here(tmp_path / "run", options={"every": STEPS}, **asked)["model"]
+    assert steps_of(tmp_path / "run") == [3, STEPS]
+    assert same(ckptlib.read(tmp_path / "run" / "ckptlib", STEPS, only="model")["model"], dict(left))
+    assert same(ckptlib.read(tmp_path / "run" / "ckptlib", 3, only="model")["model"], dict(ended))
 
 
 def test_saves_by_epoch_and_of_the_model_only(tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ from support import (
     state,
 )
 
+from ckptlib.catalog import shared_documents
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.shared_documents import SharedDocuments
 from ckptlib.errors import CheckpointNotFound, CorruptData, NewerFormat, StoreError
 from ckptlib.format import keys
 from ckptlib.format.manifest import Root
@@ -256,3 +258,25 @@ def test_a_damaged_copy_comes_again_with_the_next_start(store: Store, catalog: C
     make_save(Catalog(store), generation, 11, state(11))
     assert [store.get(copy) for copy in copies] == [store.get(key) for key in (keys.ROOT, layout)]
     assert all_findings(store) == []
+
+
+def test_layouts_that_change_at_every_save_do_not_pile_up(
+    store: Store, catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that are kept, a third takes the place of the one that was asked for first."""
+    generation = make_generation(catalog)
+    saves = [make_save(catalog, generation, n, {"w": np.zeros(100 + n, np.float32)}) for n in range(3)]
+    digests = [next(iter(catalog.manifest(save).layouts)) for save in saves]
+    one = len(store.get(keys.layout_key(digests[0])))
+    monkeypatch.setattr(shared_documents, "LAYOUTS_KEPT_NBYTES", 2 * one + one // 2)
+    plan = tmp_path / "plan.json"
+    plan.write_text("[]")
+    shared = SharedDocuments(FaultStore(store, str(plan)))
+    found = [shared.layout(digests[n]).digest for n in (0, 1, 0, 2, 0, 1)]
+    assert found == [digests[n] for n in (0, 1, 0, 2, 0, 1)]
+    log = [json.loads(line) for line in (tmp_path / "plan.json.log").read_text().splitlines()]
+    assert [line["key"] for line in log] == [keys.layout_key(digests[n]) for n in (0, 1, 2, 1)]
+    monkeypatch.setattr(shared_documents, "LAYOUTS_KEPT_NBYTES", 0)  # one larger than all that is allowed
+    assert shared.layout(digests[2]).digest == shared.layout(digests[2]).digest == digests[2]
+    log = (tmp_path / "plan.json.log").read_text().splitlines()
+    assert len(log) == 5

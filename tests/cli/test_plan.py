@@ -54,6 +54,14 @@ def test_bytes_are_those_of_a_real_run(ckptlib: Ckptlib, root: Path) -> None:
     assert "measured" in ckptlib("plan", root).out
 
 
+def test_what_saves_took_is_what_they_will_take(ckptlib: Ckptlib, root: Path) -> None:
+    """By the store's clock; the first one made the slots, and does not count."""
+    manifests = sorted(path for path in (root / "steps").rglob("*") if path.is_file())
+    for later_s, path in zip((900, 100, 200), manifests, strict=True):
+        os.utime(path, (path.stat().st_mtime + later_s,) * 2)
+    assert 150 <= ckptlib("plan", root, "--json").json["persist_s"] < 200
+
+
 def test_the_store_is_left_as_it_was(ckptlib: Ckptlib, root: Path, tmp_path: Path) -> None:
     def files() -> list[str]:
         return sorted(os.path.join(at, name) for at, _, names in os.walk(root) for name in names)

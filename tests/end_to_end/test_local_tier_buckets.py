@@ -159,4 +159,4 @@ def test_the_bucket_is_away(bench: BucketBench, disks: Disks) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("bench", ["s3fs"], indirect=True)
 def test_the_bucket_is_away_for_half_an_hour(bench: BucketBench, disks: Disks) -> None:
-    away(bench, disks, 1800.0, pause_s=0.1)
+    away(bench, disks, 1800.0, pause_s=0.2)

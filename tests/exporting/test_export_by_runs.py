@@ -167,7 +167,10 @@ def test_an_export_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     )
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == b"begun\n"
-    (child,) = children(trainer.pid)
+    deadline = time.monotonic() + 60
+    while not (found := children(trainer.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)  # what it is may be told a moment later
+    (child,) = found
     trainer.kill()
     trainer.wait()
     os.kill(child, signal.SIGCONT)

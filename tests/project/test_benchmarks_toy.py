@@ -117,10 +117,25 @@ def test_trainer(tmp_path: Path) -> None:
     assert found == {("Trainer", "stall"), ("ckptlib", "stall"), ("ckptlib", "fence")}
 
 
+def test_accelerate(tmp_path: Path) -> None:
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed; it is in the extra called huggingface")
+    _run("accelerate_stall", "--toy", "--out", str(tmp_path / "out.jsonl"), "--directory", str(tmp_path))
+    found = [(line.get("subject"), line.get("what"), line.get("n")) for line in _lines(tmp_path / "out.jsonl")[1:]]
+    assert found == [("Accelerator", "stall", 4), ("CkptlibAccelerator", "stall", 4)]
+
+
 def test_lightning(tmp_path: Path) -> None:
     _run("lightning_stall", "--toy", "--out", str(tmp_path / "out.jsonl"), "--directory", str(tmp_path))
     found = {line.get("subject") for line in _lines(tmp_path / "out.jsonl")[1:]}
     assert found == {"ModelCheckpoint", "AsyncCheckpointIO", "CkptlibCheckpointIO", "CkptlibCallback"}
+
+
+def test_torchtitan(tmp_path: Path) -> None:
+    if importlib.util.find_spec("torchtitan") is None:
+        pytest.skip("torchtitan is not installed: it brings dozens of packages")
+    _run("torchtitan_stall", "--toy", "--out", str(tmp_path / "out.jsonl"), "--directory", str(tmp_path))
+    assert {line.get("subject") for line in _lines(tmp_path / "out.jsonl")[1:]} == {"disabled", "async", "ckptlib"}
 
 
 def test_report_says_what_was_met_and_what_was_not(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -187,3 +188,65 @@ def test_lightning_is_killed_and_goes_on(tmp_path: Path) -> None:
     run_whole_and_parted(tmp_path, EXAMPLES / "lightning_trainer.py", KILLED_LIGHTNING)
     weights = [torch.load(tmp_path / name / "final.pt", weights_only=True) for name in ("whole", "parted")]
     assert same(*weights)
+
+
+@pytest.mark.parametrize("example", ["ray_train.py", "torchft_train.py", "nvrx_train.py"])
+def test_the_lines_for_ckptlib_are_those_of_the_table(example: str) -> None:
+    page = (ROOT / "docs" / "more-frameworks.md").read_text()
+    (section,) = [
+        section for section in page.split("\n## ") if f"[examples/{example}]" in section and "before" in section
+    ]
+    told = re.findall(r"^\|[^|]*\|[^|]*\| `(.+)` \|$", section, re.M)
+    assert told == re.findall(r"^ *(\S.*?)  # ckpt", (EXAMPLES / example).read_text(), re.M)
+
+
+# Any loop with AdamW, but for a SIGKILL of all ranks in the ninth step, once a checkpoint is there.
+KILLED_LOOP = """
+import itertools, os, runpy, signal, sys, time
+from pathlib import Path
+import torch
+
+step, steps = torch.optim.AdamW.step, itertools.count()
+
+def killed(self, *args, **kwargs):
+    if next(steps) == 8:
+        deadline = time.monotonic() + 100
+        while not Path(sys.argv[1], {checkpoint!r}).exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *args, **kwargs)
+
+torch.optim.AdamW.step = killed
+runpy.run_path({example!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("package", "name", "checkpoint"),
+    [
+        ("accelerate", "accelerate_train.py", "checkpoints/checkpoint_0"),
+        ("lightning", "fabric_train.py", "last.ckpt"),
+    ],
+)
+def test_loop_is_killed_and_goes_on_within_the_epoch(
+    tmp_path: Path, package: str, name: str, checkpoint: str, ranks: int
+) -> None:
+    pytest.importorskip(package)
+    example, killed = EXAMPLES / name, tmp_path / "killed.py"
+    killed.write_text(KILLED_LOOP.format(checkpoint=checkpoint, example=str(example)))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks == 2 else []
+    told = []
+    for script, directory in ((example, "whole"), (killed, "parted"), (example, "parted")):
+        (tmp_path / directory).mkdir(exist_ok=True)
+        command = [sys.executable, *launcher, script, tmp_path / directory, "12"]
+        variables = {**environment(), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([*map(str, command)], env=variables, capture_output=True, text=True, timeout=180)
+        assert (done.returncode == 0) == (script == example), done.stdout + done.stderr
+        told += [line for line in done.stdout.splitlines() if line.startswith("from step ")]
+    assert told[0] == "from step 0"
+    assert told[-1] == "from step 5"
+    whole, parted = (torch.load(tmp_path / which / "final.pt", weights_only=True) for which in ("whole", "parted"))
+    assert same(whole, parted)

@@ -124,16 +124,15 @@ PAGES = [
     Page("docs/policy.md", left_out={"k = max(ceil((T_f - o) / (N T_i)), ceil(o / (p T_i)), 1)": FORMULA}),
     Page(
         "docs/events.md",
-        "pip install -q prometheus-client opentelemetry-sdk\n",  # as the page says beside the programs
-        left_out={
-            "def on_event(event):": SKETCH,
-            "ckptlib.Checkpointer(..., on_event=on_event if rank == 0 else None)": SKETCH,
-        },
+        "pip install -q wandb tensorboard prometheus-client opentelemetry-sdk\n",  # as the page says
     ),
     Page("docs/codecs.md"),
     Page("docs/object-storage.md"),
     Page("docs/obstore.md"),
-    Page("docs/dcp.md"),
+    Page(
+        "docs/dcp.md",
+        left_out={'future = dcp.async_save(state, checkpoint_id=f"{directory}/step-200", overlap=optim)': SKETCH},
+    ),
     Page("docs/lightning.md"),
     Page("docs/huggingface.md", left_out={"out/checkpoint-500/trainer_state.json    as ever": LAYOUT}),
     Page("docs/torchtitan.md"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,15 +15,29 @@ from places import ROOT
 
 import ckptlib
 
+ADDRESS = "https://example.org/someone/ckptlib"
+
+
+def build(directory: Path, repository: str = "", *only: str) -> dict[str, Path]:
+    """By ending."""
+    command = [sys.executable, "-m", "hatchling", "build", *only, "-d", str(directory)]
+    environment = {**os.environ, "CKPTLIB_REPOSITORY": repository}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return {path.suffix: path for path in directory.iterdir()}
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By ending."""
-    directory = tmp_path_factory.mktemp("built")
-    command = [sys.executable, "-m", "hatchling", "build", "-d", str(directory)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return {path.suffix: path for path in directory.iterdir()}
+    return build(tmp_path_factory.mktemp("built"))
+
+
+def metadata(wheel: Path) -> tuple[str, str]:
+    """Its fields, and what an index shows."""
+    with zipfile.ZipFile(wheel) as files:
+        (found,) = (files.read(name).decode() for name in files.namelist() if name.endswith("METADATA"))
+    head, _, text = found.partition("\n\n")
+    return head, text
 
 
 def test_an_index_would_take_them(built: dict[str, Path]) -> None:
@@ -42,16 +57,36 @@ def test_the_wheel_has_every_module_and_nothing_else(built: dict[str, Path]) -> 
 
 def test_what_an_index_shows_has_no_link_that_leads_nowhere(built: dict[str, Path]) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    with zipfile.ZipFile(built[".whl"]) as wheel:
-        (metadata,) = (wheel.read(name).decode() for name in wheel.namelist() if name.endswith("METADATA"))
-    head, _, text = metadata.partition("\n\n")
+    head, text = metadata(built[".whl"])
     assert "Description-Content-Type: text/markdown" in head
+    assert "Project-URL" not in head, "none is made up"
     assert not re.findall(r"\]\((?!https?:)[^)]*\)", text)
     assert "The upper half shows" in readme
     assert "The upper half shows" not in text, "what explains the picture"
     for part in ("survive any kill", "with ckptlib.Checkpointer(", "## Beside other libraries", "## Limits"):
         assert part in text
     assert len(text) > 0.7 * len(readme)
+
+
+def test_a_release_leads_to_the_files_of_its_tag(tmp_path: Path) -> None:
+    wheel = build(tmp_path, f"{ADDRESS}/", "-t", "wheel")[".whl"]
+    done = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", wheel], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    head, text = metadata(wheel)
+    tag = f"v{ckptlib.__version__}"
+    told = dict(re.findall(r"^Project-URL: (\w+), (.*)$", head, re.M))
+    assert told.keys() == {"Homepage", "Documentation", "Changelog", "Issues"}
+    paths = [address.removeprefix(f"{ADDRESS}/") for address in re.findall(r"\]\(([^)#]*)[^)]*\)", text)]
+    paths += [told[name].removeprefix(f"{ADDRESS}/") for name in ("Documentation", "Changelog")]
+    own = [path.split("/", 2) for path in paths if not path.startswith("https://")]
+    assert len(own) > 10
+    for kind, at, path in own:
+        assert kind in ("blob", "raw", "tree")
+        assert at == tag
+        assert (ROOT / path).exists()
+    assert "The upper half shows" in text, "what explains the picture"
 
 
 def test_the_sdist_has_what_the_tests_need(built: dict[str, Path]) -> None:

@@ -155,7 +155,8 @@ def _run(function: Callable[..., None], report: str, rank: int, size: int, init:
 
 
 def pattern(step: int, numel: int) -> torch.Tensor:
-    """What tells one step from every other, in every element."""
+    """What tells one step from every other, in every element; exact, whether it is computed or added up."""
+    assert 1000 * (step + 1) + numel < 2**24, "more than float32 counts to: let steps take longer"
     return torch.arange(numel, dtype=torch.float32) + 1000.0 * step
 
 
