@@ -122,11 +122,16 @@ def test_a_host_is_lost(bench: BucketBench, disks: Disks, when: str) -> None:
     assert same_bytes(bench, disks) >= 2
 
 
+def train_on(bench: BucketBench) -> None:
+    """Until each rank has made so many steps more."""
+    first = bench.steps()
+    bench.until(lambda: all(now - then > MANY_STEPS for then, now in zip(first, bench.steps(), strict=True)))
+
+
 def away(bench: BucketBench, disks: Disks, at_least_s: float, **options: object) -> None:
     """The bucket, for so long at least; training goes on, and what was to be drained is drained when it is back."""
     bench.start(local=disks.path, **options)
     bench.until(lambda: bench.committed() > 0)
-    before = bench.committed()
     began, steps = time.monotonic(), bench.steps()
     bench.breaks({"fault": "down"})
     bench.until(lambda: bench.said("stays on local disks") > 0)
@@ -135,8 +140,9 @@ def away(bench: BucketBench, disks: Disks, at_least_s: float, **options: object)
         now = bench.steps()
         assert all(then < later for then, later in zip(steps, now, strict=True)), "training stands still"
         steps = now
-    first = bench.steps()
-    bench.until(lambda: all(now - then > MANY_STEPS for then, now in zip(first, bench.steps(), strict=True)))
+    train_on(bench)  # what was under way as it went has come to its end
+    before = bench.committed()
+    train_on(bench)
     assert bench.committed() == before
     waiting = {step for step in disks.steps(0) if step > before}
     bench.breaks()

@@ -108,10 +108,17 @@ def large(root: Path) -> dict[str, torch.Tensor]:
     return {"large": torch.arange(16 << 20, dtype=torch.float32)}  # 64 MiB
 
 
-def children(pid: int) -> list[int]:
-    """Exports that a process has begun and that have not ended."""
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in listed if b"ckptlib.exporting" in Path(f"/proc/{child}/cmdline").read_bytes()]
+def held_export(pid: int) -> int:
+    """The export that a process has begun and that is held. A kernel names what it runs a moment after it began."""
+    deadline = time.monotonic() + 150
+    while time.monotonic() < deadline:
+        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        found = [int(child) for child in listed if b"ckptlib.exporting" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        if found:
+            (child,) = found
+            return child
+        time.sleep(0.02)
+    raise AssertionError("no export was begun")
 
 
 def test_an_export_that_is_killed_is_told_and_leaves_no_name(tmp_path: Path) -> None:
@@ -125,7 +132,7 @@ def test_an_export_that_is_killed_is_told_and_leaves_no_name(tmp_path: Path) -> 
         assert ckpt.pending is not None
         ckpt.pending.wait_committed()
         ckpt.after_step(2)
-        (child,) = children(os.getpid())
+        child = held_export(os.getpid())
         os.kill(child, signal.SIGKILL)
     failed, done = (event for event in told if isinstance(event, (events.Exported, events.ExportFailed)))
     assert isinstance(failed, events.ExportFailed)
@@ -167,10 +174,7 @@ def test_an_export_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     )
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == b"begun\n"
-    deadline = time.monotonic() + 60
-    while not (found := children(trainer.pid)) and time.monotonic() < deadline:
-        time.sleep(0.05)  # what it is may be told a moment later
-    (child,) = found
+    child = held_export(trainer.pid)
     trainer.kill()
     trainer.wait()
     os.kill(child, signal.SIGCONT)
@@ -213,7 +217,7 @@ def test_close_waits_no_longer_than_it_may(tmp_path: Path, caplog: pytest.LogCap
     ckpt.pending.wait_committed()
     ckpt.after_step(2)
     ckpt.pending.wait_committed()
-    (child,) = children(os.getpid())
+    child = held_export(os.getpid())
     with caplog.at_level(logging.INFO):
         ckpt.close(timedelta(seconds=2))
     os.kill(child, signal.SIGCONT)
