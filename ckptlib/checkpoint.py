@@ -223,7 +223,7 @@ def _load_step(
     laps.end("read")
     spread(buckets, group)
     laps.end("spread")
-    wanted.complete()
+    together(group, what, wanted.complete)
     if whole is not order.state and isinstance(order.state, MutableMapping):  # plain values were put into the copy
         order.state.update({key: value for key, value in whole.items() if key != RNG})
     report = LoadReport(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,17 +19,20 @@ from torchtitan.tools import filesystem
 from typing_extensions import override
 
 from ckptlib import api
+from ckptlib.adapters.torchtitan_hf import read_hf, state_of, write_hf
 from ckptlib.checkpointer import Checkpointer
 from ckptlib.errors import CheckpointNotFound, Preempted
 from ckptlib.exporting.asked import Export
 from ckptlib.imports.beginning import Init
 from ckptlib.policy.keep import Keep
 from ckptlib.policy.when import First, Policy, Steps
+from ckptlib.saving.registry import registry
 
 FINAL = "final-step-{step}"
-"""Beside the root: the model of the last step, for torch.distributed.checkpoint."""
+"""Beside the root: the model of the last step, for torch.distributed.checkpoint or transformers."""
 
 _EXPORTED_AS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+_DTYPES = {name: getattr(torch, name) for name in _EXPORTED_AS}
 
 
 class CkptlibCheckpointManager(BaseCheckpointManager):
@@ -62,8 +66,11 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
         self.save_future = None
         if not self.enable:
             return
-        _refuse(config)
+        if sd_adapter is None and (config.last_save_in_hf or config.initial_load_in_hf):
+            raise ValueError("initial_load_in_hf and last_save_in_hf need the model's state dict adapter: sd_adapter=")
         self._config = config
+        self._adapter: Any = sd_adapter
+        self._parts = model_parts
         self.folder = filesystem.join(base_folder, config.folder)
         self.interval = config.interval
         self._state = {
@@ -78,9 +85,6 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
             raise ValueError(f"exclude_from_loading has {unknown}; the state has {[*self._state]}")
         states |= {MODEL: model_parts, OPTIMIZER: optimizers, LR_SCHEDULER: lr_schedulers, DATALOADER: dataloader}
         self._checkpointer: Checkpointer | None = None
-
-    def __del__(self) -> None:
-        self.close()
 
     @override
     def _load(self, step: int = -1) -> bool:
@@ -100,7 +104,9 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
             step=None if step == -1 else step, only=kept if config.exclude_from_loading else None
         )
         self._checkpointer.restore_random()
-        return report.save is not None or report.initialized_from is not None
+        if report.save is not None or report.initialized_from is not None:
+            return True
+        return self._read_hf()
 
     def _load_alone(self, step: int, kept: Sequence[str]) -> bool:
         """Without a job in the root: nothing there changes."""
@@ -111,9 +117,21 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
             if step != -1:
                 raise
             if begin is None:
-                return False
+                return self._read_hf()
             only = self._beginning().get("init_only")
             api.load(begin.source, self._state, only=only if only is not None else kept)
+        return True
+
+    def _read_hf(self) -> bool:
+        """A run without a step of its own may begin with a model of Hugging Face."""
+        config = self._config
+        if not config.initial_load_in_hf:
+            return False
+        path = config.initial_load_path or self._adapter.hf_assets_path
+        if not path:
+            raise ValueError("initial_load_in_hf: give initial_load_path, or the model's hf_assets_path")
+        group = registry.group(None)
+        read_hf(group, self._parts, self._adapter, path, quantized=config.initial_load_in_hf_quantized)
         return True
 
     @override
@@ -127,7 +145,7 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
             return True
         before = self._checkpointer.pending
         if last_step:
-            self._checkpointer.save(curr_step)
+            self._save_last(self._checkpointer, curr_step)
         else:
             self._checkpointer.after_step(curr_step)
         saved = self._checkpointer.pending is not before
@@ -135,6 +153,16 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
             self._close()
             raise Preempted
         return saved
+
+    def _save_last(self, checkpointer: Checkpointer, step: int) -> None:
+        """The model is in Hugging Face's files before the step is committed: a kill between them repeats both."""
+        try:
+            if self._config.last_save_in_hf:
+                out = Path(self._beside(), FINAL.format(step=step))
+                dtype = _DTYPES[self._config.export_dtype]
+                write_hf(registry.group(None), self._parts, self._adapter, out, dtype)
+        finally:
+            checkpointer.save(step)
 
     @override
     def _maybe_wait_for_staging(self) -> None:
@@ -157,41 +185,27 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
 
     def _beginning(self) -> dict[str, Any]:
         path = self._config.initial_load_path
-        if not path:
+        if not path or self._config.initial_load_in_hf:
             return {}
         return {"init_from": Init(path), "init_only": MODEL if self._config.initial_load_model_only else None}
 
     def _export(self) -> Export | None:
         """The last step is saved whole, so that the run can be extended; its model is exported besides."""
-        if not self._config.last_save_model_only or filesystem.is_remote(self.folder):
+        config = self._config
+        if not config.last_save_model_only or config.last_save_in_hf or filesystem.is_remote(self.folder):
             return None
-        out = filesystem.join(self.folder.rstrip("/") + "-export", FINAL)
-        dtype = _EXPORTED_AS[self._config.export_dtype]
+        out = filesystem.join(self._beside(), FINAL)
+        dtype = _EXPORTED_AS[config.export_dtype]
         return Export(out, format="dcp", only=MODEL, strip=f"{MODEL}/", dtype=dtype)
 
-
-def _refuse(config: BaseCheckpointManager.Config) -> None:
-    """Raises ValueError for what needs torchtitan's own converters."""
-    if config.initial_load_in_hf:
-        raise ValueError(
-            "initial_load_in_hf: convert weights with scripts/checkpoint_conversion/convert_from_hf.py of torchtitan, "
-            "and give the directory that it writes as initial_load_path"
-        )
-    if config.last_save_in_hf:
-        raise ValueError(
-            "last_save_in_hf: use last_save_model_only, and give the exported directory to "
-            "scripts/checkpoint_conversion/convert_to_hf.py of torchtitan"
-        )
+    def _beside(self) -> str:
+        """Where exports of the last step go."""
+        return f"{self.folder.rstrip('/')}-export"
 
 
 def _model(parts: Sequence[nn.Module]) -> nn.Module | Mapping[str, Any]:
     """Of pipeline stages, which name their layers apart, one state."""
-    if len(parts) == 1:
-        return parts[0]
-    merged: dict[str, Any] = {}
-    for part in parts:
-        merged |= dict(part.state_dict(keep_vars=True))
-    return merged
+    return parts[0] if len(parts) == 1 else state_of(parts)
 
 
 def _each(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]:

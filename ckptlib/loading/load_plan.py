@@ -24,8 +24,8 @@ from ckptlib.loading.targets import Targets
 from ckptlib.reading.reader import Want
 from ckptlib.reading.saved_names import SavedNames
 from ckptlib.state.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, is_elsewhere, join, leaf_of, torch_dtype
-from ckptlib.state.modules import is_extra_state
 from ckptlib.state.subclasses import apart, difference, is_subclass, kind_in, place_name
+from ckptlib.state.wrappers import is_extra_state
 
 Setter = Callable[[object], None] | None
 

@@ -23,9 +23,11 @@ from ckptlib.loading.targets import Targets, outside_inference
 from ckptlib.reading.saved_names import SavedNames
 from ckptlib.state.frameworks import loader_of
 from ckptlib.state.leaf import PerRank, Sharded, home_of, local_of
-from ckptlib.state.modules import canonical, is_extra_state, named_state, owners_of
+from ckptlib.state.made_tensors import Holder, put_back
+from ckptlib.state.modules import owners_of, state_to_fill
 from ckptlib.state.subclasses import is_subclass, like
 from ckptlib.state.visitor import Visitor, is_plain
+from ckptlib.state.wrappers import canonical, is_extra_state
 
 
 def targets(
@@ -104,18 +106,43 @@ class _Walk(Visitor[Setter]):
     @override
     def add_module(self, module: nn.Module, path: str, given: Setter) -> None:
         made: dict[int, torch.Tensor] = {}
-        state = list(named_state(module, path))  # what a hook of it puts in the place of parameters counts
+        state, holders = state_to_fill(module, path)  # what a hook of it puts in the place of parameters counts
         owners = owners_of(module)
+        filled: dict[int, tuple[nn.Module, dict[str, torch.Tensor]]] = {}
+        """By id of a submodule that turns back what its hooks made: what is filled of that, by name within it."""
         for name, value in state:
             full = f"{path}/{name}" if path else name
             if not isinstance(value, torch.Tensor) or is_extra_state(name):
                 continue
             self._params.add(value, full)
-            if value.device.type != "meta":
+            if name in holders:
+                self._add_made(value, full, holders[name], filled)
+            elif value.device.type != "meta":
                 self._plan.add_tensor(value, full)
             elif self._plan.wanted(full):
                 self._materialise(value, full, owners.get(id(value), []), made)
+        for holder, tensors in filled.values():
+            self._plan.then(partial(put_back, holder, tensors))
         self._add_extra_states(module, path)
+
+    def _add_made(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        holder: Holder,
+        filled: dict[int, tuple[nn.Module, dict[str, torch.Tensor]]],
+    ) -> None:
+        """A tensor that hooks made is filled, and then goes back through `load_state_dict()`."""
+        if tensor.device.type == "meta":
+            if self._plan.wanted(name):
+                self._plan.mismatch(
+                    f"{name}: hooks of state_dict() make it, and the module is on the meta device; give the module "
+                    "memory before the load: module.to_empty(device=...)"
+                )
+            return
+        self._plan.add_tensor(tensor, name)
+        if self._plan.fills(tensor):
+            filled.setdefault(id(holder.module), (holder.module, {}))[1][holder.name] = tensor
 
     def _materialise(
         self, meta: torch.Tensor, name: str, owners: Sequence[tuple[nn.Module, str]], made: dict[int, torch.Tensor]

@@ -77,6 +77,8 @@ class Collector:
         """Of subclasses: kept, so that no other tensor of this pass can have the id of one."""
         self._lent = False
         """Whether what comes next was given by a `state_dict()`, which may have made it for us."""
+        self._made = False
+        """Whether it was made for us, wherever it lies."""
         self._memo = memo
 
     def add_tensor(self, tensor: torch.Tensor | Sharded, name: str, per_rank: bool) -> None:
@@ -118,7 +120,7 @@ class Collector:
                 found.leaves.append(leaf)
                 return
         made = leaf_of_plain(tensor, name, per_rank, owner, tied)
-        if self._lent and owner is None and accelerator.device_of(tensor) is not None:
+        if self._is_lent(tensor, owner):
             made = replace(made, lent=True)
         else:
             self._memo.leaves[name] = KnownLeaf(tensor, at, made)
@@ -162,10 +164,19 @@ class Collector:
         if made is None:
             return None
         made = made if tied is None else replace(made, tied=tied)
-        if self._lent and owner is None and accelerator.device_of(local_of(tensor)) is not None:
+        if self._is_lent(local_of(tensor), owner):
             return replace(made, lent=True)
         self._memo.leaves[name] = KnownLeaf(tensor, at, made)
         return made
+
+    def _is_lent(self, tensor: torch.Tensor, owner: object) -> bool:
+        return self._made or (self._lent and owner is None and accelerator.device_of(tensor) is not None)
+
+    def add_made(self, tensor: torch.Tensor, name: str, per_rank: bool) -> None:
+        """A tensor that hooks of a module's `state_dict()` made for this pass, and nobody keeps."""
+        self._made = True
+        self.add_tensor(tensor, name, per_rank)
+        self._made = False
 
     def add_value(self, value: object, path: str, depth: int = 0) -> None:
         """`depth`: levels of the object that it is part of, above it."""

@@ -20,7 +20,7 @@ from ckptlib.state.collector import Collector, Flat, Part, has_tensor
 from ckptlib.state.entries import Entries, entries_of
 from ckptlib.state.leaf import PLAIN, Sharded, join
 from ckptlib.state.memo import Fingerprint, KnownModule, KnownOptimizer, Memo, Section
-from ckptlib.state.modules import is_extra_state, named_state
+from ckptlib.state.modules import made_names, named_state
 from ckptlib.state.optimizers import (
     cut_like,
     group_path,
@@ -34,6 +34,7 @@ from ckptlib.state.owners import owned_in, owners_of
 from ckptlib.state.structure import same, structure_of
 from ckptlib.state.subclasses import any_subclass, is_subclass
 from ckptlib.state.visitor import Visitor
+from ckptlib.state.wrappers import is_extra_state
 
 NO_OWNERS: Mapping[int, torch.optim.Optimizer] = {}
 
@@ -130,9 +131,14 @@ class _Walk(Visitor[bool], Collector):
         names: list[str] = []
         tensors: list[torch.Tensor] = []
         others: list[tuple[str, object]] = []
-        for name, value in named_state(module, path):
+        made: list[tuple[str, torch.Tensor]] = []
+        state = named_state(module, path)
+        made_by_hooks = made_names(module)
+        for name, value in state:
             full = f"{path}/{name}" if path else name
-            if isinstance(value, torch.Tensor) and not is_extra_state(name):
+            if name in made_by_hooks and isinstance(value, torch.Tensor):
+                made.append((full, value))
+            elif isinstance(value, torch.Tensor) and not is_extra_state(name):
                 names.append(full)
                 tensors.append(value)
             else:
@@ -143,12 +149,14 @@ class _Walk(Visitor[bool], Collector):
             parts = list(chain.from_iterable(self.parts(t, n, per_rank) for t, n in zip(tensors, names, strict=True)))
             tensors, names, own = [p.tensor for p in parts], [p.name for p in parts], [p.per_rank for p in parts]
         sight = Fingerprint([names, own], (), tensors)
-        if self._add_section(key, sight, _adding(sight)) and not is_made_of_others and not others:
+        if self._add_section(key, sight, _adding(sight)) and not is_made_of_others and not others and not made:
             structure = structure_of(module)
             if structure is not None:
                 self._memo.modules[key] = KnownModule(structure, self._memo.sections[key].sight)
         for name, value in others:
             self.add_object(value, name, per_rank)
+        for name, tensor in made:
+            self.add_made(tensor, name, per_rank)
 
     def _add_section(self, key: tuple[str, bool], sight: Fingerprint, add: Callable[[_Walk], None]) -> bool:
         """What `add` finds, or what it found at the last pass. Returns whether it is that.

@@ -70,7 +70,8 @@ class Leaf(TensorSpec):
     frozen: bool = False
     """Whether it is a parameter that asks for no gradient."""
     lent: bool = False
-    """Whether it may have been made for this pass alone, in a device's memory: nothing keeps it beyond the snapshot."""
+    """Whether it may have been made for this pass alone: nothing keeps it beyond the snapshot. In a host's memory only
+    what hooks of a module made counts: the memory of a device is scarce."""
 
 
 def join(path: str, key: object) -> str:

@@ -1,11 +1,7 @@
-"""A module's tensors under canonical names: those that the bare model would give them.
-
-Wrappers are known by their type and never by a piece of a name, so a user's own layer called "module" keeps its name.
-"""
+"""A module's tensors under canonical names: those that the bare model would give them."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from weakref import WeakKeyDictionary
 
@@ -13,7 +9,8 @@ import torch
 from torch import nn
 
 from ckptlib.errors import UnsupportedState
-from ckptlib.state.subclasses import apart, is_subclass
+from ckptlib.state.made_tensors import Holder, made_in
+from ckptlib.state.wrappers import canonical
 
 _REFUSED = {
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): (
@@ -30,14 +27,32 @@ def named_state(module: nn.Module, path: str) -> Iterator[tuple[str, object]]:
     """(canonical name, tensor or extra state) in the order of `state_dict()`, which is called once.
 
     Parameters come as they are (the objects that an optimizer holds), after any resharding that `state_dict()` does.
-    Raises UnsupportedState for wrappers that hide their parameters.
+    Raises UnsupportedState for wrappers that hide their parameters, and for what a load could not put back.
     """
-    known = _names.get(module)
-    if known is None:
+    state, known = _asked(module, path), _names.get(module)
+    if known is None or module not in _made or state.keys() - known.keys():
+        _made[module] = frozenset(made_in(module, state, path))
+    return _named(module, state)
+
+
+def made_names(module: nn.Module) -> frozenset[str]:
+    """The canonical names of what hooks made, when `named_state` last looked."""
+    return _made[module]
+
+
+def state_to_fill(module: nn.Module, path: str) -> tuple[list[tuple[str, object]], dict[str, Holder]]:
+    """As `named_state`, for a load; and by canonical name what turns back the tensors that hooks made."""
+    state = _asked(module, path)
+    return list(_named(module, state)), made_in(module, state, path)
+
+
+def _asked(module: nn.Module, path: str) -> Mapping[str, object]:
+    if module not in _names:
         _refuse(module, path)
-    state = module.state_dict(keep_vars=True)
-    if known is None:
-        _refuse_copies(module, state, path)
+    return module.state_dict(keep_vars=True)
+
+
+def _named(module: nn.Module, state: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     names = _names.setdefault(module, {})
     for key, value in state.items():
         name = names.get(key)
@@ -49,6 +64,9 @@ def named_state(module: nn.Module, path: str) -> Iterator[tuple[str, object]]:
 _names: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 """By module: the canonical name of each key. A wrapper put around a part of it later gives that part's keys anew."""
 
+_made: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+"""By module."""
+
 
 def _refuse(module: nn.Module, path: str) -> None:
     for submodule in module.modules():
@@ -56,67 +74,6 @@ def _refuse(module: nn.Module, path: str) -> None:
             remedy = _REFUSED.get((cls.__module__, cls.__name__))
             if remedy is not None:
                 raise UnsupportedState(f"{path}: {cls.__name__} cannot be saved: {remedy}")
-
-
-def _refuse_copies(module: nn.Module, state: Mapping[str, object], path: str) -> None:
-    """Refuses a tensor that a hook of `state_dict()` made: not the module's own, so a load into it would be lost."""
-    tensors = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-    own = {id(tensor) for tensor in tensors}
-    others = {k: v for k, v in state.items() if id(v) not in own and not is_extra_state(k)}
-    made = {k: parts for k, v in others.items() if (parts := _plain(v, path))}
-    if not made:
-        return
-    memory = {part.untyped_storage().data_ptr() for tensor in tensors for part in _plain(tensor, path)}
-    for key, parts in made.items():
-        if any(part.numel() and part.untyped_storage().data_ptr() not in memory for part in parts):
-            raise UnsupportedState(
-                f"{path}: state_dict() returns a copy of {key!r}, not the module's own tensor, so load could not "
-                "fill it in place; pass an object whose state_dict() and load_state_dict() call the module's"
-            )
-
-
-def _plain(value: object, path: str) -> list[torch.Tensor]:
-    """The plain tensors that a value is, or is made of."""
-    parts = [inner for _, inner in apart(value, path).tensors] if is_subclass(value) else [value]
-    return [part for part in parts if isinstance(part, torch.Tensor) and type(part) in _PLAIN]
-
-
-_PLAIN = (torch.Tensor, nn.Parameter)
-
-
-def is_extra_state(name: str) -> bool:
-    """Whether a key of `state_dict()` is what a module's `get_extra_state()` gave."""
-    return name.rpartition(".")[2] == "_extra_state"
-
-
-def _inner_name(module: nn.Module) -> str | None:
-    """The attribute in which a wrapper keeps the module it wraps; None for what is no wrapper."""
-    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        return "module"
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
-        return "_orig_mod"
-    wrapper = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-    if wrapper is not None and isinstance(module, wrapper.ActivationWrapper):
-        return "_checkpoint_wrapped_module"
-    return None
-
-
-def canonical(module: nn.Module, key: str) -> str:
-    """The name without wrappers. A wrapper's own hooks may have dropped its segment already."""
-    names, segments = [], key.split(".")
-    at: nn.Module | None = module
-    while segments:
-        inner = None if at is None else _inner_name(at)
-        if at is not None and inner is not None:
-            if segments[0] == inner:
-                segments.pop(0)
-            at = at._modules[inner]
-            continue
-        segment = segments.pop(0)
-        names.append(segment)
-        at = None if at is None else at._modules.get(segment)
-    return ".".join(names)
 
 
 def owners_of(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

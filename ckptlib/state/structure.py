@@ -159,6 +159,11 @@ def _fsdp_group(hook: object) -> object | None:
 _is_sharded: Callable[[object], bool] = attrgetter("is_sharded")
 
 
+def is_of_fsdp(hook: object) -> bool:
+    """Whether it is one of FSDP2's, which reshard parameters and make nothing."""
+    return _fsdp_group(hook) is not None
+
+
 def _is_of_wrapper(hook: object) -> bool:
     """Whether it takes the name of activation checkpointing out of the keys, and does nothing else."""
     wrapper: Any = sys.modules.get(_WRAPPER)

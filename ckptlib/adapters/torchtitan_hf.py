@@ -1,0 +1,121 @@
+"""torchtitan's model from and to files of Hugging Face. torchtitan's state dict adapter knows the names and how tensors
+differ, torch's DCP reads and writes the files: safetensors, no pickle.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ckptlib.errors import CheckpointNotFound, StateMismatch
+from ckptlib.exporting.outputs import PARTIAL
+from ckptlib.ranks.group import Group
+from ckptlib.ranks.together import together, together_at_length
+
+log = logging.getLogger(__name__)
+
+SHARDED = "sharded"
+"""Of the writer: what each rank wrote, before it was joined."""
+
+
+def read_hf(group: Group, parts: Sequence[nn.Module], adapter: Any, path: str, *, quantized: bool) -> None:
+    """Fills the model's parts from a directory of safetensors. Collective.
+
+    Raises CheckpointNotFound where there is none, StateMismatch where a parameter is not in it, and what DCP raises of
+    damaged files; then the model is undefined.
+    """
+
+    def look() -> None:
+        if not any(Path(path).glob("*.safetensors")):
+            raise CheckpointNotFound(f"{path} has no safetensors; give a Hugging Face model as initial_load_path")
+
+    together(group, f"looking for a model in {path}", look)
+    theirs = adapter.to_hf(state_of(parts))
+    load(theirs, storage_reader=adapter.get_hf_storage_reader(path, quantized))
+    state = adapter.from_hf(theirs)
+    together(group, f"loading the model of {path}", lambda: _fill(parts, state, path))
+
+
+def _fill(parts: Sequence[nn.Module], state: Mapping[str, Any], path: str) -> None:
+    for part in parts:
+        left = set(part.load_state_dict(state, strict=False).missing_keys)
+        missing = sorted(left & {name for name, _ in part.named_parameters()})
+        if missing:
+            raise StateMismatch(f"{path} has nothing for {len(missing)} parameters, such as {missing[0]}")
+        if left:
+            log.warning("%s has nothing for the buffers %s, which stay as they are", path, ", ".join(sorted(left)))
+
+
+def write_hf(group: Group, parts: Sequence[nn.Module], adapter: Any, out: Path, dtype: torch.dtype) -> None:
+    """The model as safetensors with an index, durable when this returns. Collective.
+
+    The directory has its name once it is whole; one of that name is replaced, since a run that was killed behind this
+    comes here again. Raises NoRoom, StoreError, and what DCP raises where a rank fails.
+    """
+    nonce = group.broadcast(secrets.token_hex(4).encode() if group.rank == 0 else None).decode()
+    draft = out.with_name(f".{out.name}.{nonce}{PARTIAL}")
+    on_first(group, f"making {draft}", lambda: draft.mkdir(parents=True))
+    try:
+        state = {name: _cast(value, dtype) for name, value in state_of(parts).items()}
+        theirs = adapter.to_hf(state)
+        writer = HuggingFaceStorageWriter(
+            str(draft),
+            fqn_to_index_mapping=adapter.fqn_to_index_mapping,
+            save_distributed=True,
+            enable_consolidation=True,
+        )
+        save(theirs, storage_writer=writer)
+        on_first(group, f"writing {out}", lambda: _publish(draft, out))
+    finally:
+        if group.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+    if group.rank == 0:
+        log.info("the model is in %s, for transformers", out)
+
+
+def on_first(group: Group, what: str, call: Callable[[], None]) -> None:
+    """Rank 0 alone does it; all raise where it fails."""
+    together_at_length(group, what, call if group.rank == 0 else lambda: None)
+
+
+def state_of(parts: Sequence[nn.Module]) -> dict[str, Any]:
+    """Of pipeline stages, which name their layers apart, one state."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        merged |= part.state_dict(keep_vars=True)
+    return merged
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.detach().to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _publish(draft: Path, out: Path) -> None:
+    shutil.rmtree(draft / SHARDED)
+    for path in [*draft.iterdir(), draft]:
+        _flush(path)
+    old = draft.with_name(draft.name + ".old")
+    if out.exists():
+        out.rename(old)
+    draft.rename(out)
+    _flush(out.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

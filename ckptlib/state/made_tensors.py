@@ -1,0 +1,130 @@
+"""Tensors that hooks of a module's `state_dict()` make, such as the parts of a fused weight.
+
+They are saved as they are given. To load into them changes nothing of the module, so what was loaded goes to
+`load_state_dict()` of the submodule whose hooks know the way back; `state_dict()` must give the same again then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ckptlib.errors import StateMismatch, UnsupportedState
+from ckptlib.state.raw_bytes import bytes_of, copyable
+from ckptlib.state.structure import is_of_fsdp
+from ckptlib.state.subclasses import apart, is_subclass
+from ckptlib.state.wrappers import canonical, inner_name, is_extra_state
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+class Holder(NamedTuple):
+    """A submodule that turns what its `state_dict()` makes back into its own."""
+
+    module: nn.Module
+    name: str
+    """Of the tensor, within it."""
+
+
+def made_in(module: nn.Module, state: Mapping[str, object], path: str) -> dict[str, Holder]:
+    """By canonical name, the tensors of `state`, its `state_dict()`, that are not in the module's own memory.
+
+    Raises UnsupportedState for one that no submodule would turn back: a load into it would be lost.
+    """
+    tensors = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+    own = {id(tensor) for tensor in tensors}
+    others = {
+        key: value
+        for key, value in state.items()
+        if id(value) not in own and isinstance(value, torch.Tensor) and not is_extra_state(key)
+    }
+    if not others:
+        return {}
+    memory = {part.untyped_storage().data_ptr() for tensor in tensors for part in _plain(tensor, path)}
+    found = {}
+    for key, value in others.items():
+        if not _is_made(value, memory, path):
+            continue
+        name = canonical(module, key)
+        holder = _holder_of(module, name)
+        if holder is None:
+            raise UnsupportedState(
+                f"{path}: state_dict() returns a copy of {key!r}, not the module's own tensor, so load could not fill "
+                "it in place, and no load_state_dict() pre-hook would turn it back; register one, or pass an object "
+                "whose state_dict() and load_state_dict() call the module's"
+            )
+        found[name] = holder
+    return found
+
+
+def put_back(module: nn.Module, filled: Mapping[str, torch.Tensor]) -> None:
+    """`filled`: by name within the module, what its `state_dict()` made, and a load filled.
+
+    Collective where the hooks are. Raises StateMismatch where `state_dict()` gives something else then.
+    """
+    with torch.no_grad():
+        names = {key: canonical(module, key) for key in module.state_dict(keep_vars=True)}
+        state = {key: filled.get(names[key], value) for key, value in module.state_dict(keep_vars=True).items()}
+        module.load_state_dict(state, strict=False)
+        for key, value in module.state_dict(keep_vars=True).items():
+            wanted = filled.get(names.get(key, key))
+            if wanted is not None and not _equal(wanted, value):
+                raise StateMismatch(
+                    f"{names[key]}: {type(module).__qualname__}.load_state_dict() was given what was loaded, and its "
+                    "state_dict() gives something else now; its hooks do not turn back what they make"
+                )
+
+
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Bit for bit, on this rank."""
+    local = [t._local_tensor if isinstance(t, DTensor) else t for t in (first, second)]
+    one, other = (bytes_of(copyable(t.detach().resolve_conj().resolve_neg()).contiguous()) for t in local)
+    return torch.equal(one, other)
+
+
+def _is_made(value: torch.Tensor, memory: set[int], path: str) -> bool:
+    if value.device.type == "meta":
+        return True
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    if type(local) not in _PLAIN and not is_subclass(local):
+        return isinstance(value, DTensor)  # a result of communication; of other kinds nothing is known
+    return any(part.numel() and part.untyped_storage().data_ptr() not in memory for part in _plain(local, path))
+
+
+def _plain(value: torch.Tensor, path: str) -> list[torch.Tensor]:
+    """The plain tensors that a value is, or is made of."""
+    local: Any = value._local_tensor if isinstance(value, DTensor) else value
+    parts = [inner for _, inner in apart(local, path).tensors] if is_subclass(local) else [local]
+    return [part for part in parts if type(part) in _PLAIN]
+
+
+def _holder_of(module: nn.Module, name: str) -> Holder | None:
+    """The outermost submodule on the way to that name which has a hook that may turn it back."""
+    rest, at = name.split("."), module
+    while True:
+        inner = inner_name(at)
+        if inner is not None:
+            at = at._modules[inner]  # type: ignore[assignment]
+            continue
+        if _turns_back(at):
+            return Holder(at, ".".join(rest))
+        below = at._modules.get(rest.pop(0)) if rest else None
+        if below is None:
+            return None
+        at = below
+
+
+def _turns_back(module: nn.Module) -> bool:
+    """Whether it has a pre-hook of `load_state_dict()` that is not FSDP2's, or its own way to load."""
+    hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
+    if not all(map(is_of_fsdp, hooks)):
+        return True
+    return any(
+        sys.modules[getattr(type(module), name).__module__].__name__.partition(".")[0] != "torch"
+        for name in ("load_state_dict", "_load_from_state_dict")
+    )

@@ -1,0 +1,218 @@
+"""Tensors that hooks of `state_dict()` make come back through the hooks of `load_state_dict()`, or are refused."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from onerank import bits, opened
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
+
+import ckptlib
+from ckptlib import StateMismatch, UnsupportedState
+
+PARTS = ("q", "k", "v")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def everywhere(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        return tensor.redistribute(tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim)
+    return tensor
+
+
+class Fused(nn.Module):
+    """As models have it whose checkpoints are to look like those of others: rows of q, k and v take turns in memory."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.arange(36.0).view(12, 3) + value)
+        self.register_state_dict_post_hook(self.split)
+        self.register_load_state_dict_pre_hook(self.join)
+
+    @staticmethod
+    def split(module: nn.Module, state: dict[str, Any], prefix: str, local: object) -> None:
+        fused = everywhere(state.pop(f"{prefix}qkv"))
+        for i, part in enumerate(PARTS):
+            state[f"{prefix}{part}"] = fused.view(4, 3, 3)[:, i].clone()
+
+    @staticmethod
+    def join(module: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
+        if all(f"{prefix}{part}" in state for part in PARTS):
+            parts = [everywhere(state.pop(f"{prefix}{part}")) for part in PARTS]
+            state[f"{prefix}qkv"] = torch.stack(parts, 1).view(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.qkv.T
+
+
+def net(value: float = 0.0) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Sequential(Fused(value), nn.Linear(12, 2)))
+
+
+def full(tensor: torch.Tensor) -> bytes:
+    return bits(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+
+def whole(module: nn.Module) -> list[bytes]:
+    return [full(parameter) for parameter in module.parameters()]
+
+
+def moments(optim: torch.optim.Optimizer) -> list[bytes]:
+    return [full(state["exp_avg"]) for state in optim.state.values()]
+
+
+def sharded(module: nn.Module) -> nn.Module:
+    fully_shard(module[1])  # type: ignore[index]
+    return fully_shard(module)
+
+
+def checkpointed(module: nn.Module) -> nn.Module:
+    module[1] = checkpoint_wrapper(module[1])  # type: ignore[index, operator]
+    return module
+
+
+WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "nothing": lambda m: m,
+    "FSDP2": sharded,
+    "DDP": DistributedDataParallel,
+    "compile": lambda m: torch.compile(m, backend="eager"),  # type: ignore[return-value]
+    "checkpoint inside": checkpointed,
+}
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_they_come_back(tmp_path: Path, wrapping: str) -> None:
+    """Again and again, with the optimizer, and into a model that is wrapped otherwise."""
+    source, target, plain = (WRAPPINGS[w](net(v)) for w, v in ((wrapping, 1.0), (wrapping, 50.0), ("nothing", 70.0)))
+    optim = torch.optim.AdamW(source.named_parameters(), lr=0.1)
+    with opened(tmp_path) as root:
+        for _ in range(3):
+            source(torch.ones(2, 3)).square().sum().backward()
+            optim.step()
+            root.save({"m": source, "o": optim})
+            assert whole(source) != whole(target)
+            again = torch.optim.AdamW(target.named_parameters(), lr=0.5)
+            root.load({"m": target, "o": again})
+            assert whole(source) == whole(target)
+            assert moments(optim) == moments(again)
+            root.load({"m": plain}, only="m")
+            assert whole(source) == whole(plain)
+            with ckptlib.open(tmp_path) as found:
+                names = found.keys()
+            assert [n for n in names if n.startswith("m/1.0.")] == [f"m/1.0.{part}" for part in sorted(PARTS)]
+
+
+def test_a_part_of_them(tmp_path: Path) -> None:
+    source, target = Fused(), Fused(100.0)
+    with opened(tmp_path) as root:
+        root.move({"m": source}, {"m": target}, only="m/k")
+    rows = torch.arange(12) % 3 == 1
+    assert torch.equal(target.qkv[rows], source.qkv[rows])
+    assert torch.equal(target.qkv[~rows], source.qkv[~rows] + 100)
+
+
+def test_a_checkpointer_restores_them(tmp_path: Path) -> None:
+    model = net(3.0)
+    with ckptlib.Checkpointer(tmp_path, {"m": model}, every=1) as ckpt:
+        ckpt.restore()
+        ckpt.after_step(1)
+    target = net(9.0)
+    with ckptlib.Checkpointer(tmp_path, {"m": target}, every=1) as ckpt:
+        assert ckpt.restore().step == 1
+    assert whole(target) == whole(model)
+
+
+def test_nobody_keeps_them(tmp_path: Path) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    model = Fused()
+    model.register_state_dict_post_hook(
+        lambda module, state, prefix, local: made.extend(weakref.ref(state[f"{prefix}{part}"]) for part in PARTS)
+    )
+    with opened(tmp_path) as root:
+        for _ in range(2):
+            root.save({"m": model})
+            gc.collect()
+            assert not [ref for ref in made if ref() is not None]
+
+
+class Wrong(Fused):
+    """Takes q for k."""
+
+    @staticmethod
+    def join(module: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
+        parts = [state.pop(f"{prefix}{part}") for part in PARTS]
+        state[f"{prefix}qkv"] = torch.stack([parts[1], parts[0], parts[2]], 1).view(12, 3)
+
+
+def test_hooks_that_do_not_turn_back_what_they_make(tmp_path: Path) -> None:
+    with opened(tmp_path) as root, pytest.raises(StateMismatch, match=r"q: Wrong.load_state_dict\(\) was given"):
+        root.move({"m": Wrong()}, {"m": Wrong(5.0)})
+
+
+class OneWay(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+        self.register_state_dict_post_hook(self.double)
+
+    @staticmethod
+    def double(module: nn.Module, state: dict[str, Any], prefix: str, local: object) -> None:
+        state[f"{prefix}doubled"] = everywhere(state[f"{prefix}weight"]) * 2
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_without_a_way_back_nothing_is_saved(tmp_path: Path, shard: bool) -> None:
+    """A DTensor that a hook made was once taken for the module's own, and a load into it was lost."""
+    module = fully_shard(OneWay()) if shard else OneWay()
+    with (
+        opened(tmp_path) as root,
+        pytest.raises(UnsupportedState, match=r"m: state_dict\(\) returns a copy of 'doubled'"),
+    ):
+        root.save({"m": module})
+    assert not [*tmp_path.glob("steps/*")]
+
+
+def test_a_hook_that_comes_later(tmp_path: Path) -> None:
+    def double(module: nn.Module, state: dict[str, Any], prefix: str, local: object) -> None:
+        state[f"{prefix}doubled"] = state[f"{prefix}weight"] * 2
+
+    def copy(module: nn.Module, state: dict[str, Any], prefix: str, local: object) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].detach().clone()
+
+    module, target = nn.Linear(3, 3), nn.Linear(3, 3)
+    with opened(tmp_path) as root:
+        root.move({"m": module}, {"m": target})
+        module.register_state_dict_post_hook(double)
+        with pytest.raises(UnsupportedState, match="doubled"):
+            root.save({"m": module})
+        target.register_state_dict_post_hook(copy)
+        with pytest.raises(UnsupportedState, match="weight"):
+            root.load({"m": target})
+
+
+def test_a_module_without_memory(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        target = Fused()
+    with opened(tmp_path) as root:
+        with pytest.raises(StateMismatch, match=r"m/q: hooks of state_dict\(\) make it.*to_empty"):
+            root.move({"m": Fused(2.0)}, {"m": target})
+        target.to_empty(device="cpu")
+        root.load({"m": target})
+    assert whole(target) == whole(Fused(2.0))
