@@ -218,7 +218,8 @@ def _phase(
     spend = given["steps"][name] if given["rule"] != OURS else most
     while found.steps < spend and (given["rule"] != OURS or found.saves < given["saves"][name] or found.steps < enough):
         began, first = time.perf_counter(), loop.saves
-        steps = loop.until_save(least, most=spend - found.steps) + loop.rest()
+        steps = loop.until_save(least, most=spend - found.steps)
+        steps += loop.rest(most=spend - found.steps - steps)  # a fixed interval may be too short for the disk's hog
         found.with_s.append(time.perf_counter() - began)
         found.steps, found.saves = found.steps + steps, found.saves + loop.saves - first
         found.intervals.append(given.get("interval") if given["rule"] == FIXED else max(saver.interval, longest.steps))

@@ -102,10 +102,10 @@ class Loop:
             raise RuntimeError(f"no save began in {MOST_STEPS} steps: every {self._saver.interval} one would")
         return int(most)
 
-    def rest(self) -> int:
-        """Trains until nothing is written and committed on any rank; returns for how many steps."""
+    def rest(self, most: float = math.inf) -> int:
+        """Trains until nothing is written and committed on any rank, or for `most` steps; returns for how many."""
         busy, number, session = torch.ones(1), 0, self._saver._session
-        while busy.item():
+        while busy.item() and number < most:
             self._next()
             number += 1
             busy[0] = float(session.snapshots.persisting or session.writer.finishes)
