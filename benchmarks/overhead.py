@@ -81,27 +81,36 @@ class Loop:
     def __init__(self, training: Training, saver: ckptlib.Checkpointer) -> None:
         self._training, self._saver = training, saver
         self._step = 0
+        self.saves = 0
+        """That have begun."""
 
-    def until_save(self, least: int = 1) -> int:
-        """Trains until a save begins; returns after how many steps, `least` or more."""
-        for number in range(1, MOST_STEPS + 1):
-            before = self._saver.pending
-            self._training.step()
-            self._step += 1
-            self._saver.after_step(self._step)
-            if number >= least and self._saver.pending is not before:
+    def _next(self) -> bool:
+        """One step. Returns whether a save began."""
+        before = self._saver.pending
+        self._training.step()
+        self._step += 1
+        self._saver.after_step(self._step)
+        self.saves += self._saver.pending is not before
+        return self._saver.pending is not before
+
+    def until_save(self, least: int = 1, most: float = math.inf) -> int:
+        """Trains until a save begins, for `least` steps or more; returns for how many. `most`: without a save, too."""
+        for number in range(1, min(most, MOST_STEPS) + 1):
+            if self._next() and number >= least:
                 return number
-        raise RuntimeError(f"no save began in {MOST_STEPS} steps: every {self._saver.interval} one would")
+        if most > MOST_STEPS:
+            raise RuntimeError(f"no save began in {MOST_STEPS} steps: every {self._saver.interval} one would")
+        return int(most)
 
-    def rest(self) -> None:
-        """Trains until nothing is written on any rank."""
-        busy = torch.ones(1)
-        while busy.item():
-            self._training.step()
-            self._step += 1
-            self._saver.after_step(self._step)
-            busy[0] = float(self._saver._session.snapshots.persisting)
+    def rest(self, most: float = math.inf) -> int:
+        """Trains until nothing is written and committed on any rank, or for `most` steps; returns for how many."""
+        busy, number, session = torch.ones(1), 0, self._saver._session
+        while busy.item() and number < most:
+            self._next()
+            number += 1
+            busy[0] = float(session.snapshots.persisting or session.writer.finishes)
             dist.all_reduce(busy, dist.ReduceOp.MAX)
+        return number
 
 
 def work() -> None:

@@ -40,6 +40,8 @@ PAUSE_STEPS, PAUSE_S = 5.0, 0.25
 """A step that takes so many steps longer, and so long, evaluated or waited for something: no save does that to it."""
 RAISE, LOWER = 1.05, 1.06
 """How far off the interval must be before it changes; much less than half a point, for budgets of a few percent."""
+PAUSES, FEW = 1000, 200
+"""Clean steps whose pauses are averaged, and as how many fewer of them count: one hiccup is no habit."""
 LEAST_ROOM = 0.25
 """The part of the budget that is left to saves, even if what every step costs takes more."""
 
@@ -107,6 +109,10 @@ class Tuner:
         self._clean: deque[Iteration] = deque(maxlen=1000)
         self._clean_at: deque[int] = deque(maxlen=1000)
         """Which step each of them was."""
+        self._rest_s: float | None = None
+        """The baseline of the last save."""
+        self._longer: deque[float] = deque(maxlen=PAUSES)
+        """By how much clean steps were longer: short pauses and noise, which fall beside saves as well."""
         self._number = 0
         self._ours: deque[float] = deque(maxlen=COSTS)
         """Visible cost of each save."""
@@ -147,10 +153,9 @@ class Tuner:
         found = self.estimate
         if found is None or not self._costs:
             return None
-        visible_s, num_saves = min(middle(self._ours), middle(self._costs)), self._before + self._num_saves
-        return Measured(
-            found.step_s, found.each_step_s, middle(self._costs), visible_s, found.persist_s, min(num_saves, COSTS)
-        )
+        visible_s, save_s = self._cost()
+        num_saves = self._before + self._num_saves
+        return Measured(found.step_s, found.each_step_s, save_s, visible_s, found.persist_s, min(num_saves, COSTS))
 
     @property
     def widens(self) -> bool:
@@ -195,6 +200,8 @@ class Tuner:
         self._clean.append(iteration)
         self._clean_at.append(self._number)
         self._num_clean += 1
+        if self._rest_s is not None:
+            self._longer.append(_slower(iteration.rest_s, self._rest_s))
         if self._num_saves == 0:
             self._bound_first()
         elif self._beside and self._num_clean >= CLEAN:
@@ -226,8 +233,9 @@ class Tuner:
             self._dry = WIDEN_EVERY  # no save makes steps faster: the baseline is of another time
             return
         ours_s = sum(step.ours_s - each_step_s for step in beside)
-        cost_s = ours_s + sum(_slower(step.rest_s, rest_s) for step in beside)
-        cost_s, ours_s = max(cost_s, ours_s, 0.0), max(ours_s, 0.0)
+        longer_s = sum(self._longer) / max(len(self._longer), FEW)
+        self._rest_s = rest_s
+        cost_s = ours_s + sum(_slower(step.rest_s, rest_s) - longer_s for step in beside)
         if self._num_saves > 1 or not self._before:
             self._remember(cost_s, ours_s, noise_s)
         self._decide(rest_s, each_step_s)
@@ -248,6 +256,7 @@ class Tuner:
         if len(older) >= NEWEST:
             now_s, then_s = statistics.median(recent), statistics.median(older)
             if abs(now_s - then_s) > 2 * _deviation(older) + 0.02 * then_s:
+                self._longer.clear()
                 while len(self._clean) > NEWEST:
                     self._clean.popleft()
                     self._clean_at.popleft()
@@ -260,15 +269,21 @@ class Tuner:
         costs = list(self._costs)
         recent, older = costs[-RECENT:], costs[:-RECENT]
         if len(older) >= RECENT - 1:
-            now_s, then_s = middle(recent), middle(older)
-            if abs(now_s - then_s) > 2 * noise_s + 0.15 * then_s:
+            now_s, then_s = typical(recent), typical(older)
+            is_usual = min(recent) <= max(older) and max(recent) >= min(older)  # as where one in a few is dearer
+            if not is_usual and abs(now_s - then_s) > 2 * noise_s + 0.15 * then_s:
                 for kept in (self._costs, self._ours):
                     while len(kept) > RECENT:
                         kept.popleft()
 
+    def _cost(self) -> tuple[float, float]:
+        """Of a save: the visible part, and all of it. By noise alone, single saves may cost less than nothing."""
+        visible_s = max(typical(self._ours), 0.0)
+        return visible_s, max(typical(self._costs), visible_s)
+
     def _decide(self, rest_s: float, each_step_s: float) -> None:
         asked = self._asked
-        save_s = middle(self._costs)
+        visible_s, save_s = self._cost()
         told = self._before + self._num_saves
         if told < COSTS:  # few tell of it yet: as much as it may well be
             save_s += self._noise_s * (max(told - 1, 1) ** -0.5 - COSTS**-0.5)
@@ -288,7 +303,7 @@ class Tuner:
             step_s=rest_s,
             each_step_s=each_step_s,
             save_s=save_s,
-            visible_s=middle(self._ours),
+            visible_s=visible_s,
             persist_s=persist_s,
             by_budget=save_s / room_s,
             by_persist=(persist_s - save_s) / (self._in_flight * rest_s),
@@ -352,8 +367,12 @@ def _deviation(values: Sequence[float]) -> float:
     return 1.4826 * statistics.median(abs(value - median) for value in values)
 
 
-def middle(values: Collection[float]) -> float:
-    """The mean of the middle third: neither a pause nor a lucky save moves it; of three, the median."""
+def typical(values: Collection[float]) -> float:
+    """The mean, since a budget is for all saves together, the dear ones included; of three, the median.
+
+    A tenth at either end, and one at least, count as much as the next: neither a pause nor a lucky save moves it.
+    """
     ordered = sorted(values)
-    cut = len(ordered) // 3
-    return statistics.fmean(ordered[cut : len(ordered) - cut])
+    cut = max(len(ordered) // 10, 1)
+    inner = ordered[cut : len(ordered) - cut] or ordered
+    return statistics.fmean(min(max(value, inner[0]), inner[-1]) for value in ordered)

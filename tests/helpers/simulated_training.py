@@ -23,6 +23,8 @@ class Workload:
     slower: float
     """By how much of itself a step is slower while a save is written."""
     persist: float
+    dearer: float = 1.0
+    """How many times as long one save in four, at random, takes to be written."""
     each_step: float = 0.0
     """Of every call of `after_step`."""
     noise: float = 0.03
@@ -65,6 +67,7 @@ class Training:
     def __init__(self, workload: Workload, seed: int = 0, warm_up: int = 8) -> None:
         self.workload = workload
         self._random, self._warm_up = random.Random(seed), warm_up
+        self._saves_random = random.Random(seed + 1000)
         self._now = 0.0
         self._writes: deque[tuple[float, float]] = deque()
         """Of each save under way: when its writing began, and when it ends."""
@@ -106,7 +109,8 @@ class Training:
             ours, took = ours + costs, took + costs
             self._now += costs
             began = max(self._now, self._writes[-1][1] if self._writes else 0.0)
-            self._writes.append((began, began + of.persist))
+            times = of.dearer if self._saves_random.random() < 0.25 else 1.0
+            self._writes.append((began, began + times * of.persist))
             self._owed_at_fence, self._since = of.fence, 0
             self._num_saves += 1
         step = Step(took + of.each_step, without, pause, ours, at_work, saved, persisted)

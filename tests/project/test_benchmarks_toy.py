@@ -16,7 +16,7 @@ import torch
 from helpers.benchmark_ranks import fork_all_ranks
 from places import ROOT
 
-from benchmarks import codecs, lossy, plan, recover
+from benchmarks import codecs, hog, lossy, plan, recover
 from benchmarks.common import launch
 
 SUBJECTS = {
@@ -33,6 +33,7 @@ SUBJECTS = {
     "replicas": {"ckptlib", "DCP async thread"},
     "slowdown": {"ckptlib"},
     "overhead": {"ckptlib"},
+    "hog": {hog.OURS, hog.ONLY_UP, hog.FIXED},
     "scale": {"ckptlib"},
     "requests": {"ckptlib"},
     "lossy": {lossy.EXACT, *lossy.NOISE, *lossy.LOSSY, lossy.NOTHING},
