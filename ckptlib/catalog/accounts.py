@@ -19,6 +19,7 @@ from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, FormatErr
 from ckptlib.format import keys
 from ckptlib.format.account import Account, decode_account, decode_accounts, encode_accounts, fullest
 from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +56,18 @@ def keep_account_of(catalog: Catalog, save: SaveId) -> None:
     """Of the start that made this save, by its manifest, where it left none: retention may drop all of its steps."""
     if all(keys.parse_account_key(key) != save.generation for key in _keys(catalog)):
         try:
-            account = _of_manifest(catalog, save)
+            manifest = catalog.manifest(save)
         except CheckpointNotFound:  # it was restored from memory, and is not committed yet
             return
-        if account is not None:
-            _put(catalog, save.generation, {save.generation: account})
+        keep_account_in(catalog, manifest)
+
+
+def keep_account_in(catalog: Catalog, manifest: Manifest) -> None:
+    """The same for a start of which the caller knows that it left none. One that it leaves late does no harm: of two of
+    one start the fuller one counts."""
+    account, generation = _told_in(manifest), manifest.save.generation
+    if account is not None:
+        _put(catalog, generation, {generation: account})
 
 
 def read_accounts(catalog: Catalog) -> Accounts:
@@ -95,15 +103,15 @@ def _keys(catalog: Catalog) -> list[str]:
     return [entry.key for entry in found if keys.parse_account_key(entry.key) is not None]
 
 
-def _of_manifest(catalog: Catalog, save: SaveId) -> Account | None:
-    return decode_account(catalog.manifest(save).account, save.manifest_key)
+def _told_in(manifest: Manifest) -> Account | None:
+    return decode_account(manifest.account, manifest.save.manifest_key)
 
 
 def _of_newest(catalog: Catalog, saves: Sequence[SaveId]) -> Account | None:
     """What the newest of these tells that retention has not dropped since they were listed."""
     for save in reversed(saves):
         with suppress(CheckpointNotFound):
-            return _of_manifest(catalog, save)
+            return _told_in(catalog.manifest(save))
     return None
 
 

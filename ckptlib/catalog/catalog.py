@@ -92,6 +92,18 @@ class Stand(NamedTuple):
     """Those that are numbers."""
     exempt: bool
 
+    @classmethod
+    def of(cls, manifest: Manifest) -> Stand:
+        return cls(
+            manifest.created,
+            manifest.uses,
+            manifest.users,
+            manifest.nbytes,
+            tuple(manifest.layouts),
+            numeric(manifest.metrics),
+            manifest.exempt,
+        )
+
 
 class Catalog:
     """One root in one store. Immutable documents are read once and kept."""
@@ -102,6 +114,7 @@ class Catalog:
         self._stands: dict[SaveId, Stand] = {}
         self._trash: dict[SaveId, TrashRecord] = {}
         self._generations: dict[GenerationId, Generation] = {}
+        self._accounted: frozenset[GenerationId] = frozenset()
         self._root_read = False
 
     # Reading
@@ -137,8 +150,13 @@ class Catalog:
 
     def generation_ids(self) -> list[GenerationId]:
         """Every generation that has put its record, ascending."""
-        found = (keys.parse_generation_key(entry.key) for entry in self.store.scan(keys.GENERATIONS))
-        return sorted(generation for generation in found if generation is not None)
+        listed = [entry.key for entry in self.store.scan(keys.GENERATIONS)]
+        self._accounted = frozenset(filter(None, map(keys.parse_account_key, listed)))
+        return sorted(filter(None, map(keys.parse_generation_key, listed)))
+
+    def was_accounted(self, generation: GenerationId) -> bool:
+        """Whether it had left an account of its time when generations were listed last; see `accounts`."""
+        return generation in self._accounted
 
     def generations(self) -> dict[GenerationId, Generation]:
         """Their records. Raises CorruptData or FormatError for a damaged one."""
@@ -281,17 +299,16 @@ class Catalog:
     def stand(self, save: SaveId) -> Stand:
         """Of a committed save. Raises CheckpointNotFound, CorruptData, FormatError."""
         if save not in self._stands:
-            manifest = self.manifest(save)
-            self._stands[save] = Stand(
-                manifest.created,
-                manifest.uses,
-                manifest.users,
-                manifest.nbytes,
-                tuple(manifest.layouts),
-                numeric(manifest.metrics),
-                manifest.exempt,
-            )
+            self._stands[save] = Stand.of(self.manifest(save))
         return self._stands[save]
+
+    def keep_stand(self, manifest: Manifest) -> None:
+        """Of a manifest that the caller has read: it is not read again for that."""
+        self._stands[manifest.save] = Stand.of(manifest)
+
+    def known_stands(self, saves: Iterable[SaveId]) -> dict[SaveId, Stand]:
+        """Those of these that were read before."""
+        return {save: self._stands[save] for save in saves if save in self._stands}
 
     def warm_stands(self, saves: Iterable[SaveId]) -> None:
         """Reads the documents of these ahead, many at once; after a start, those of all steps."""

@@ -50,6 +50,8 @@ class SharedDocuments:
         self._layouts: dict[str, Layout] = {}
         self._lock = threading.Lock()
         """Of the layouts; nothing is read with it."""
+        self._found: set[str] = set()
+        """Layouts that were there as they were to be put."""
         self._root: bytes | None = None
         """As it was read last."""
         self._copied: set[str] = set()
@@ -74,11 +76,16 @@ class SharedDocuments:
                 return found
         key = keys.layout_key(digest)
         found = decode_layout(self.document(key), key)
+        self.keep_layout(digest, found)
+        return found
+
+    def keep_layout(self, digest: str, layout: Layout) -> None:
+        """One that the caller has just seen here, whole: it is not read again."""
         with self._lock:
-            self._layouts[digest] = found
+            self._layouts.pop(digest, None)
+            self._layouts[digest] = layout
             while len(self._layouts) > 1 and sum(map(_nbytes, self._layouts.values())) > LAYOUTS_KEPT_NBYTES:
                 del self._layouts[next(iter(self._layouts))]
-        return found
 
     def generation(self, generation: GenerationId) -> Generation:
         """As `layout`."""
@@ -139,12 +146,16 @@ class SharedDocuments:
             self._told.discard(keys.ROOT)
         return root
 
-    def put_layout(self, digest: str, document: bytes) -> None:
-        """Once for all steps that share it; a damaged one is replaced, since every step that has it needs it."""
+    def put_layout(self, digest: str, document: bytes) -> bool:
+        """Once for all steps that share it; a damaged one is replaced, since every step that has it needs it.
+
+        Returns whether it was there, and whole: then it was read, and need not be again.
+        """
         key = keys.layout_key(digest)
         try:
             if digester(XXH3)(self.store.get(key)) == digest:
-                return
+                self._found.add(digest)
+                return True
             log.error("%s/%s does not match the digest in its name; it is put again", self.store.url, key)
             self.store.delete(key)
         except ObjectNotFound:
@@ -153,6 +164,7 @@ class SharedDocuments:
             log.error("%s; it is put again", error)
             self.store.delete(key)
         put_new(self.store, key, document)
+        return False
 
     def put_generation(self, generation: GenerationId, document: bytes) -> None:
         """A record, and its copy. Of two tries the first one's record stands, where the store can tell."""
@@ -165,12 +177,14 @@ class SharedDocuments:
     def put_copies(self, digests: Iterable[str]) -> None:
         """Of the root's document and of these layouts, where there is none, or one that has not the same bytes.
 
-        Before a step that has these layouts exists. Costs a request when there is nothing new.
+        Before a step that has these layouts exists. Asks nothing about those that it has looked at before.
         """
+        digests = {*digests}
         wanted = {keys.ROOT, *map(keys.layout_key, digests)} - self._copied
         if not wanted:
             return
-        there = {entry.key: entry.nbytes for entry in self.store.scan(keys.COPIES)}
+        # Layouts that an earlier save has put have their copies, as a rule: these are read without a listing.
+        listed = None if digests <= self._found else {entry.key for entry in self.store.scan(keys.COPIES)}
         with self._lock:
             known = {keys.layout_key(digest): layout.encoded for digest, layout in self._layouts.items()}
         if self._root is not None:
@@ -185,10 +199,10 @@ class SharedDocuments:
                 continue
             copy = keys.copy_key(key)
             try:
-                if copy not in there:
+                if listed is not None and copy not in listed:
                     put_new(self.store, copy, document)
-                elif there[copy] != len(document) or not self._has(copy, document):
-                    self._put_again(copy, document)
+                else:
+                    self._put_copy(copy, document)
             except FormatError as error:  # a directory is in its place: no reason to lose the step
                 log.error("%s. Until then there is no second copy of %s", error, key)
                 continue
@@ -210,6 +224,18 @@ class SharedDocuments:
                     self._put_again(at, document)
                     mended.append(at)
         return mended
+
+    def _put_copy(self, copy: str, document: bytes) -> None:
+        """Unless it is there, and good."""
+        try:
+            good = self.store.get(copy) == document
+        except ObjectNotFound:
+            put_new(self.store, copy, document)
+            return
+        except ObjectUnreadable:
+            good = False
+        if not good:
+            self._put_again(copy, document)
 
     def _has(self, key: str, document: bytes) -> bool:
         try:

@@ -80,6 +80,8 @@ def times_of(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[in
     if not left:
         return found
     committed = catalog.saves()
+    for other, stand in catalog.known_stands(reversed(committed)).items():
+        _cover(left, found, {**stand.uses, **_own(other, stand.created)}, stand.users)
     for other in {needed.save for needed in left} & {*committed}:
         created = _created(catalog, other)
         found |= {needed: created for needed in left if needed.save == other}
@@ -146,8 +148,12 @@ def _cover_by_trash(catalog: Catalog, left: dict[PackSet, frozenset[int]], found
             continue
         record = _record_there(catalog, save)
         if record is not None:
-            own = {PackSet(save): record.created, PackSet(save, carried=True): record.created}
-            _cover(left, found, {**record.uses, **own}, record.users)
+            _cover(left, found, {**record.uses, **_own(save, record.created)}, record.users)
+
+
+def _own(save: SaveId, created: float) -> dict[PackSet, float]:
+    """The sets of packs that a save itself may have put, of all ranks."""
+    return {PackSet(save): created, PackSet(save, carried=True): created}
 
 
 def record_of(catalog: Catalog, save: SaveId, reason: str) -> TrashRecord:

@@ -13,6 +13,11 @@ from ckptlib.reading.committed import Committed
 
 def resolve(group: Group, catalog: Catalog, step: int | str, best: Best | None = None) -> Committed:
     """One step for all ranks, read once. Collective. `best`: see `Catalog.resolve`."""
+    return Committed(catalog, resolve_manifest(group, catalog, step, best))
+
+
+def resolve_manifest(group: Group, catalog: Catalog, step: int | str, best: Best | None = None) -> Manifest:
+    """As `resolve`: what says all of it."""
 
     def find() -> bytes | None:
         if group.rank != 0:
@@ -25,5 +30,4 @@ def resolve(group: Group, catalog: Catalog, step: int | str, best: Best | None =
     data = group.broadcast(together(group, f"resolving step {step}", find))
     name, _, document = data.partition(b"\n")
     found = parse_save(name.decode())
-    manifest = Manifest.decode(found, document, f"{catalog.store.url}/{found.manifest_key}")
-    return Committed(catalog, manifest)
+    return Manifest.decode(found, document, f"{catalog.store.url}/{found.manifest_key}")

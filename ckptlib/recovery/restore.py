@@ -31,7 +31,7 @@ from ckptlib.errors import (
 )
 from ckptlib.events import Restored
 from ckptlib.format.keys import SaveId, checked_step, parse_save
-from ckptlib.loading.committed import resolve
+from ckptlib.loading.committed import resolve_manifest
 from ckptlib.loading.progress import Laps
 from ckptlib.loading.report import LoadReport
 from ckptlib.loading.selection import Only, Rename
@@ -43,6 +43,7 @@ from ckptlib.recovery.foreign import warn_of_foreign
 from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look
 from ckptlib.recovery.local_step import LocalStep, OnDisks
 from ckptlib.recovery.memory_source import InMemory
+from ckptlib.recovery.stored_step import StoredStep
 from ckptlib.saving.session import Session
 from ckptlib.saving.whole_state import RNG
 from ckptlib.slots.host import memory_of
@@ -302,13 +303,17 @@ def _restore_from(
         with LocalStore(str(session.settings.local.path)) as store:
             return load(OnDisks(session.group, Catalog(store), candidate.local))
     if candidate.snapshot is None:
+        stored = _stored(session, candidate.save)
         try:
-            return load(_stored(session, candidate.save))
+            found = load(stored)
         except ObjectUnreadable as error:  # also of a file system that had lost its server for a moment
             if session.group.rank == 0:
                 log.warning("retrying step %s once: %s", candidate.save, error)
             _check_store(session)
-            return load(_stored(session, candidate.save))
+            stored = _stored(session, candidate.save)
+            found = load(stored)
+        session.lineage.known = stored.known()
+        return found
     if session.group.rank == 0:
         log.info("restoring step %d from memory: %s", candidate.save.step, _describe(session, inventory, candidate))
     source = InMemory(session.group, session.over, inventory, candidate.snapshot, session.settings.timeout)
@@ -323,8 +328,8 @@ def _restore_from(
         source.close()
 
 
-def _stored(session: Session, save: SaveId) -> StepSource:
-    return resolve(session.group, session.catalog, str(save))
+def _stored(session: Session, save: SaveId) -> StoredStep:
+    return StoredStep(session.catalog, resolve_manifest(session.group, session.catalog, str(save)), session.group)
 
 
 def _check_store(session: Session) -> None:

@@ -33,6 +33,7 @@ from ckptlib.staging.other_slots import newest_generation
 from ckptlib.stores.local import LocalStore
 from ckptlib.writer.client import Writer
 from ckptlib.writer.generation import GenerationRecord
+from ckptlib.writer.known_origin import KnownOrigin
 
 
 class Lineage:
@@ -68,6 +69,8 @@ class Lineage:
             self.generation = earlier
         self._goes_on = earlier is not None
         self.resumed_from: SaveId | None = None
+        self.known: KnownOrigin | None = None
+        """The step that was restored from the store, as this rank read it, until the writer is told."""
         self.began = False
         """Whether it has saved, to the store or to memory, or gone back."""
         self._again = False
@@ -134,7 +137,8 @@ class Lineage:
         record = self._record(None if continues else self.resumed_from)
         now = self.at_once or self.placement is not None
         document, is_new = record.encode().decode(), self._is_new and self.resumed_from is None
-        writer.begin(document, self.root.id, step, continues, now=now, again=self._goes_on, is_new=is_new)
+        known = None if continues or self._goes_on else self._take_known()
+        writer.begin(document, self.root.id, step, continues, now=now, again=self._goes_on, is_new=is_new, known=known)
         self.began, self._again = True, False
 
     def go_back(self, writer: Writer, save: SaveId) -> None:
@@ -152,7 +156,13 @@ class Lineage:
         together(self._group, f"going back to step {save.step}", put)
         self.resumed_from = save
         self.began = self.recorded = True
-        writer.begin(record.encode().decode(), self.root.id, save.step, continues=False, is_put=True)
+        document, known = record.encode().decode(), self._take_known()
+        writer.begin(document, self.root.id, save.step, continues=False, is_put=True, known=known)
+
+    def _take_known(self) -> KnownOrigin | None:
+        """Of the step that the job goes on from, which may be another one than it restored; once."""
+        known, self.known = self.known, None
+        return None if known is None or known.save != self.resumed_from else known
 
     def note_init(self, source: Json) -> None:
         """Notes where the run began from, for its record. Before it has begun."""

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from ckptlib.catalog.accounts import keep_account_of, put_account
+from ckptlib.catalog.accounts import keep_account_in, keep_account_of, put_account
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CkptError, describe
 from ckptlib.format.account import PAGE_NBYTES, read_page
 from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import Manifest
 from ckptlib.stores import Store
 
 log = logging.getLogger(__name__)
@@ -40,11 +41,16 @@ class StartAccount:
         self._origin: SaveId | None = None
         self._threads: list[threading.Thread] = []
 
-    def continues(self, save: SaveId) -> None:
-        """The job went on from this save; the start that made it may have left no account."""
-        if save != self._origin and save.generation != self._generation:
-            self._origin = save
+    def continues(self, save: SaveId, manifest: Manifest | None = None, accounted: bool = False) -> None:
+        """The job went on from this save; the start that made it may have left no account. `manifest`: as the trainer
+        read it, which has looked then whether there is an account."""
+        if save == self._origin or save.generation == self._generation:
+            return
+        self._origin = save
+        if manifest is None:
             self._begin(partial(keep_account_of, Catalog(self._store), save))
+        elif not accounted:
+            self._begin(partial(keep_account_in, Catalog(self._store), manifest))
 
     def end(self) -> None:
         """The trainer is gone, or has said that it ends."""

@@ -16,6 +16,7 @@ from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Generation
 from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.generation import GenerationRecord
+from ckptlib.writer.known_origin import KnownOrigin
 from ckptlib.writer.trainer import Trainer
 from ckptlib.writer.watchdog import Watchdog
 
@@ -29,7 +30,7 @@ class Beginning:
         trainer: Trainer,
         watchdog: Watchdog,
         catalog: Catalog,
-        go_on_from: Callable[[SaveId], None],
+        go_on_from: Callable[[SaveId, KnownOrigin | None], None],
     ) -> None:
         self._channel, self._trainer, self._watchdog = channel, trainer, watchdog
         self._catalog, self._go_on_from = catalog, go_on_from
@@ -46,7 +47,8 @@ class Beginning:
         """
         record = Generation.decode(message["record"].encode(), "the trainer's order")
         if record.resumed_from is not None:
-            self._go_on_from(record.resumed_from)
+            known = message.get("known")
+            self._go_on_from(record.resumed_from, None if known is None else KnownOrigin.of_message(known))
         if rank != 0:
             return None
         step, again = int(message["step"]), message.get("again", False)
@@ -68,5 +70,5 @@ class Beginning:
             return
         warning = self._record.put(self._catalog)
         if self._record.record.resumed_from is not None:
-            self._go_on_from(self._record.record.resumed_from)
+            self._go_on_from(self._record.record.resumed_from, None)
         self._channel.send({"event": "begun", "warning": warning})

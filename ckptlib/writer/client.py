@@ -17,6 +17,7 @@ from ckptlib.format.keys import SaveId
 from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.writer import logfile
 from ckptlib.writer.channel import Channel, Message
+from ckptlib.writer.known_origin import KnownOrigin
 
 log = logging.getLogger(__name__)
 
@@ -124,12 +125,14 @@ class Writer:
         is_put: bool = False,
         again: bool = False,
         is_new: bool = False,
+        known: KnownOrigin | None = None,
     ) -> None:
         """The generation begins with a save of `step`: rank 0's writer puts its record before it puts anything else.
 
         `root`: the id of the root that the job opened. `continues`: it goes on from what is there. `now`: the record is
         put at once; answered by `begun`. `is_put`: it is in the store already. `again`: it may be; then that counts.
-        `is_new`: the root had no step when it was opened.
+        `is_new`: the root had no step when it was opened. `known`: of the step that the job restored; not told to a
+        writer in the place of a dead one, which looks for what that one has put.
         """
         with self._lock:
             order = {
@@ -143,7 +146,8 @@ class Writer:
                 "is_new": is_new,
             }
             self._begun = {**order, "now": False}
-            self._channel.send({**self._begun, "now": now})
+            told = None if known is None else known.to_message()
+            self._channel.send({**self._begun, "now": now, "known": told})
 
     def expect(self, save: SaveId, drains: bool = True) -> None:
         """A snapshot is being staged: should the trainer die now, its part will not come.

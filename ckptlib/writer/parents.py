@@ -1,7 +1,8 @@
 """The parent of a save, from which it takes over unchanged chunks: a part of the same rank, of a committed step.
 
 Candidates are the parts that this writer has put, and after a start the newest one of its generation, or the one that
-the job resumed from. Only a committed step is a parent: its packs exist, and are kept from then on. No torch.
+the job resumed from, which its trainer may have read already. Only a committed step is a parent: its packs exist, and
+are kept from then on. No torch.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import time
 from collections import deque
 
 from ckptlib.catalog.catalog import Catalog, Steps
+from ckptlib.catalog.pack_sizes import check_pack
 from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.uses import UNREADABLE
-from ckptlib.errors import FormatError, StoreError
-from ckptlib.format.keys import SaveId, pack_save
+from ckptlib.errors import StoreError
+from ckptlib.format import gc_pause
+from ckptlib.format.keys import PartName, SaveId, pack_save
 from ckptlib.format.part import Part
 from ckptlib.slots.snapshot import Snapshot
 from ckptlib.writer.increment import unchanged
+from ckptlib.writer.known_origin import KnownOrigin
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +38,21 @@ class Parents:
         self._parts: deque[Part] = deque(maxlen=KEPT)
         """Newest last."""
         self._searched = False
-        self.origin: SaveId | None = None
+        self._origin: SaveId | None = None
         """The step that the job resumed from; None: the record of its generation tells."""
+        self._known: KnownOrigin | None = None
+        """What its trainer has read of that, until it is used."""
 
     def begin_anew(self) -> None:
         """There is nothing to be found that this writer has not put."""
         self._searched = True
+
+    def go_on_from(self, save: SaveId, known: KnownOrigin | None) -> None:
+        """Nothing of this generation is there yet if `known` says what the trainer has read of this step: a writer in
+        the place of a dead one is not told that."""
+        self._origin = save
+        if known is not None and not self._searched:
+            self._known = known
 
     def remember(self, part: Part) -> None:
         """A part that was put; once its step is committed, it may be a parent.
@@ -60,8 +73,8 @@ class Parents:
         are committed. Raises StoreError.
         """
         if not self._searched:
-            found = self._find(snapshot, self._catalog.steps())
-            self._searched = True
+            found = self._find(snapshot)
+            self._searched, self._known = True, None
             if found is not None:
                 self._parts.appendleft(found)
         candidates = [part for part in reversed(self._parts) if fits(part, snapshot)]
@@ -80,19 +93,14 @@ class Parents:
             time.sleep(min(pauses.next(), max(deadline - time.monotonic(), 0.0)))
             steps = self._catalog.steps(oldest)
 
-    def _find(self, snapshot: Snapshot, steps: Steps) -> Part | None:
-        """The part of a committed step that this writer has not put, if it can be a parent."""
-        save, rank = self._start(snapshot.header.save, steps), snapshot.header.rank
+    def _find(self, snapshot: Snapshot) -> Part | None:
+        """The part of a step that this writer has not put, if it can be a parent once that step is committed."""
+        known = self._known
+        save = self._start(snapshot.header.save) if known is None else known.save
         if save is None:
             return None
         try:
-            manifest = self._catalog.manifest(save)
-            if manifest.world_size != self._world_size:
-                return None
-            part = self._catalog.part(manifest.parts[rank])
-            if not fits(part, snapshot):
-                return None
-            self._check_packs(part)
+            return self._read(save, snapshot) if known is None else self._take(known, snapshot)
         except (*UNREADABLE, StoreError) as error:
             log.warning(
                 "step %d is written whole, since step %d cannot be read: %s",
@@ -101,28 +109,50 @@ class Parents:
                 error,
             )
             return None
+
+    def _read(self, save: SaveId, snapshot: Snapshot) -> Part | None:
+        """From the store, with a look at its packs."""
+        manifest = self._catalog.manifest(save)
+        if manifest.world_size != self._world_size:
+            return None
+        name = manifest.parts[snapshot.header.rank]
+        part = _decoded(name, self._catalog.store.get(name.key), snapshot)
+        for pack in () if part is None else part.packs:
+            check_pack(self._catalog.store, pack)
         return part
 
-    def _start(self, save: SaveId, steps: Steps) -> SaveId | None:
+    def _take(self, known: KnownOrigin, snapshot: Snapshot) -> Part | None:
+        """As the trainer has read it. Its packs were there as the job restored; as long as the step is committed, which
+        is asked below, nothing deletes them."""
+        return None if known.part is None else _decoded(known.part.name, known.part.document, snapshot)
+
+    def _start(self, save: SaveId) -> SaveId | None:
         """The newest committed save of the generation, else the one that it resumed from."""
+        steps = self._catalog.steps()
         own = [other for other in steps.saves if other.generation == save.generation and other != save]
         if own:
             return own[-1]
         if not steps.saves:
             return None
         try:
-            resumed = self.origin or self._catalog.generation(save.generation).resumed_from
+            resumed = self._origin or self._catalog.generation(save.generation).resumed_from
         except UNREADABLE as error:
             log.warning("step %d is written whole: what the job resumed from cannot be told: %s", save.step, error)
             return None
         return resumed if resumed in steps.saves else None
 
-    def _check_packs(self, part: Part) -> None:
-        """Raises FormatError unless the packs of a part are there, with the sizes that it tells."""
-        for pack in part.packs:
-            sizes = [entry.nbytes for entry in self._catalog.store.scan(pack.key) if entry.key == pack.key]
-            if sizes != [pack.nbytes]:
-                raise FormatError(f"{pack.key}: expected an object of {pack.nbytes} bytes, found {sizes or 'none'}")
+
+def _decoded(name: PartName, document: bytes, snapshot: Snapshot) -> Part | None:
+    """The part of this name; None where it cannot be a parent of the snapshot. Raises CorruptData, FormatError.
+
+    Tables that are cut alike name one layout, so that of the snapshot is that of the part: it is not read.
+    """
+    with gc_pause.kept():
+        part = Part.decode(name, document)
+        if not fits(part, snapshot):
+            return None
+        part.table.check(snapshot.layout, name.key)
+    return part
 
 
 def fits(part: Part, snapshot: Snapshot) -> bool:

@@ -27,6 +27,7 @@ from ckptlib.writer.coder import Coder, Encoded
 from ckptlib.writer.drained_parents import DrainedParents
 from ckptlib.writer.frame_packs import FRAMES_BYTES, FramePack, frames_of, in_packs
 from ckptlib.writer.increment import Increment, Rules, plan, whole, without_base
+from ckptlib.writer.known_origin import KnownOrigin
 from ckptlib.writer.left_packs import LeftPacks
 from ckptlib.writer.packs import Packer, PackShape, Piece
 from ckptlib.writer.parents import Parents
@@ -54,11 +55,13 @@ class Persister:
         rules: CodecRules | None = None,
         drained: DrainedParents | None = None,
         pack_nbytes: int | None = None,
+        shared: SharedDocuments | None = None,
     ) -> None:
         """`executor` runs the digest check beside the writes; both release the GIL. `refresh_s`: chunks that are older
         are written again, though they have not changed. `rules`: None stores chunks as they are. `drained`: where the
         store is a disk from which saves are drained to another one; whoever drains tells `note_upload`. `pack_nbytes`:
-        of a save that may be a killed process's: packs have no more, and those that it left are not put again."""
+        of a save that may be a killed process's: packs have no more, and those that it left are not put again.
+        `shared`: of the committer of this process, which need not read again what this has seen in the store."""
         self._store = store
         self._executor = executor
         self._rank, self._refresh_s = rank, refresh_s
@@ -69,6 +72,7 @@ class Persister:
         self._pack_nbytes = store.pack_nbytes if pack_nbytes is None else min(pack_nbytes, store.pack_nbytes)
         self._left = None if pack_nbytes is None else LeftPacks(store)
         self._coder = Coder(CodecRules.of(RAW) if rules is None else rules, store.is_local)
+        self._shared = SharedDocuments(store) if shared is None else shared
         self._layouts_put: set[str] = set()
         self._deadline: float | None = None
         """Of the save that is persisted now."""
@@ -155,10 +159,11 @@ class Persister:
         if isinstance(self._parents, Parents):
             self._parents.begin_anew()
 
-    def go_on_from(self, save: SaveId) -> None:
-        """The step that the job resumed from; where nobody says so, the record of its generation tells."""
+    def go_on_from(self, save: SaveId, known: KnownOrigin | None = None) -> None:
+        """The step that the job resumed from; where nobody says so, the record of its generation tells. `known`: what
+        its trainer has read of it."""
         if isinstance(self._parents, Parents):  # else the first save is written whole
-            self._parents.origin = save
+            self._parents.go_on_from(save, known)
 
     def read(self, slot: Slot, save: SaveId) -> Snapshot:
         """The snapshot in a slot. Raises CorruptData, FormatError."""
@@ -287,7 +292,8 @@ class Persister:
         """On a disk it is looked for each time: sweeps of other ranks remove what no part names."""
         digest = snapshot.layout.digest
         if digest not in self._layouts_put:
-            SharedDocuments(self._store).put_layout(digest, snapshot.layout.encoded)
+            if self._shared.put_layout(digest, snapshot.layout.encoded):
+                self._shared.keep_layout(digest, snapshot.layout)
             if not self._on_disk:
                 self._layouts_put.add(digest)
 

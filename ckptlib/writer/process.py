@@ -33,6 +33,7 @@ from ckptlib.writer.beginning import Beginning
 from ckptlib.writer.channel import PROTOCOL, Channel, Message
 from ckptlib.writer.commits import Commits
 from ckptlib.writer.failures import Failures
+from ckptlib.writer.known_origin import KnownOrigin
 from ckptlib.writer.open_slots import OpenSlots
 from ckptlib.writer.persist import Persister
 from ckptlib.writer.requests import NotedStore, Request, Requests
@@ -200,7 +201,7 @@ class WriterProcess:
             noted = NotedStore(store, requests)
         if (page := message.get("account_fd")) is not None:
             self._account = StartAccount(int(page), message["generation"], noted, self._trainer.dead)
-        catalog = Catalog(noted)
+        self._catalog = catalog = Catalog(noted)
         self._failures = Failures(self._channel, noted, self._rank, self._watchdog.slack_s)
         make = partial(
             Persister,
@@ -211,7 +212,7 @@ class WriterProcess:
             rules=CodecRules.from_json(message["codec"]),
             pack_nbytes=message.get("pack_nbytes"),
         )
-        self._persister = self._direct = make(noted)
+        self._persister = self._direct = make(noted, shared=catalog.shared)
         if message.get("local") is not None:
             self._tier = tier = Tier(LocalTier.from_json(message["local"]), noted, self._rank)
             self._persister = make(tier.disk, drained=tier.parents)
@@ -224,10 +225,13 @@ class WriterProcess:
         self._is_set_up = True
         self._channel.send({"event": "ready"})
 
-    def _go_on_from(self, save: SaveId) -> None:
-        self._persister.go_on_from(save)
+    def _go_on_from(self, save: SaveId, known: KnownOrigin | None) -> None:
+        self._persister.go_on_from(save, known)
+        manifest = None if known is None else known.decoded_manifest()
+        if manifest is not None:
+            self._catalog.keep_stand(manifest)
         if self._account is not None:
-            self._account.continues(save)
+            self._account.continues(save, manifest, known is not None and known.accounted)
 
     def _persist(self, save: SaveId, path: str, drains: bool, puts_layout: bool) -> None:
         began = time.monotonic()

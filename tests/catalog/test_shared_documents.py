@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.actors import ActorStore
 from helpers.servers import ObjectStorage
 from support import (
     make_generation,
@@ -258,6 +259,27 @@ def test_a_damaged_copy_comes_again_with_the_next_start(store: Store, catalog: C
     make_save(Catalog(store), generation, 11, state(11))
     assert [store.get(copy) for copy in copies] == [store.get(key) for key in (keys.ROOT, layout)]
     assert all_findings(store) == []
+
+
+def test_of_a_layout_that_was_there_the_copy_is_read_without_a_listing(store: Store, catalog: Catalog) -> None:
+    """Gone or damaged, it is put again."""
+    generation = make_generation(catalog)
+    make_save(catalog, generation, 10, state(10))
+    (layout,) = sorted_keys(store, "layouts/")
+    copies = [keys.copy_key(key) for key in (keys.ROOT, layout)]
+    digest, document = layout.removeprefix("layouts/").removesuffix(".json"), store.get(layout)
+    asked: list[str] = []
+    for do in (lambda: None, lambda: store.delete(*copies), lambda: replace_object(store, copies[1], b"other")):
+        do()
+        seeing = ActorStore(store)  # type: ignore[arg-type]
+        seeing.before = lambda op, key: asked.append(f"{op} {key}")
+        shared = SharedDocuments(seeing)
+        shared.root()
+        assert shared.put_layout(digest, document)
+        asked.clear()
+        shared.put_copies([digest])
+        assert not any(line.startswith("scan") for line in asked)
+        assert [store.get(copy) for copy in copies] == [store.get(key) for key in (keys.ROOT, layout)]
 
 
 def test_layouts_that_change_at_every_save_do_not_pile_up(

@@ -75,6 +75,28 @@ def test_packs_that_a_committed_step_uses_may_be_used(job: SmallJob) -> None:
         times_of(catalog_of(job), NEW, by_all([PackSet(first), PackSet(first, carried=True)]))
 
 
+def knowing(job: SmallJob, save: SaveId, left: int) -> Catalog:
+    """That has read the manifest of a step, and may ask so many times more."""
+    catalog = Catalog(ActorStore(job.store, left))
+    catalog.keep_stand(job.catalog().manifest(save))
+    return catalog
+
+
+def test_a_step_whose_manifest_is_known_answers_for_all_that_it_uses(job: SmallJob) -> None:
+    """Such as the one that the job restored: nothing is asked but whether it is still listed."""
+    first, second = saves(job)
+    sets = by_all([PackSet(first), PackSet(second)])
+    assert times_of(knowing(job, second, 1), NEW, sets) == times_of(catalog_of(job), NEW, sets) != {}
+
+
+def test_a_known_manifest_of_a_step_that_is_gone_answers_for_nothing(job: SmallJob) -> None:
+    first, second = saves(job)
+    catalog = knowing(job, second, 99)
+    job.store.delete(first.manifest_key, second.manifest_key)
+    with pytest.raises(SaveFailed, match="which no committed step uses"):
+        times_of(catalog, NEW, by_all([PackSet(first)]))
+
+
 @pytest.mark.parametrize(("age_s", "kept"), [(0.9 * DEADLINE_S, True), (1.1 * DEADLINE_S, False)])
 def test_a_trash_record_keeps_packs_for_as_long_as_a_save_may_take(job: SmallJob, age_s: float, kept: bool) -> None:
     """And no longer: the time till the grace period is over is the committer's, from its look to its manifest."""

@@ -35,7 +35,7 @@ def requests(directory: Path) -> dict[object, Counter[str]]:
 @pytest.mark.parametrize("waits", ["all", "last", "nobody"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_requests_per_checkpoint(tmp_path: Path, num_ranks: int, waits: str) -> None:
-    fork_ranks("counted_saves.py", num_ranks, tmp_path, waits, timeout_s=120)
+    fork_ranks("counted_saves.py", num_ranks, tmp_path, waits, "own", timeout_s=120)
     found = requests(tmp_path)
     assert found.keys() >= {1, 2, 3, 4, 5}
     for step in (2, 3, 4, 5):
@@ -45,12 +45,38 @@ def test_requests_per_checkpoint(tmp_path: Path, num_ranks: int, waits: str) -> 
         assert asked["put steps"] == 1
         assert asked["get parts"] == 1, "of rank 0"
     first = found[1]
-    polls = (first["scan parts"] - 1) + (first["get steps"] - 1)  # how many says how busy the machine is
-    assert sum(first.values()) - polls <= num_ranks * (PARTS + 4) + 12 - 1, first
+    assert without_polls(first) <= num_ranks * (PARTS + 4) + 12 - 1, first
     assert (first["get layouts"], first["put layouts"]) == (2, 1), (
         "one rank asks and puts, rank 0's writer reads it back"
     )
     assert first["get parts"] == num_ranks, "all of them, to prove that nothing is missing"
+
+
+@pytest.mark.parametrize("kind", ["own", "replicated"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_requests_of_the_first_save_behind_a_restore(tmp_path: Path, num_ranks: int, kind: str) -> None:
+    for _ in range(2):
+        fork_ranks("counted_saves.py", num_ranks, tmp_path, "all", kind, timeout_s=150)
+    found = requests(tmp_path)
+    first = found[6]
+    assert without_polls(first) <= num_ranks * (PARTS + 4) + 12 - 2, first
+    assert first["get parts"] == num_ranks, "all of them, to prove that nothing is missing"
+    assert first["get layouts"] == 1, "by the one who would put it; the committer is in the same process"
+    assert first["scan steps"] == num_ranks + 1, "each rank, whether its parent is committed; and the committer"
+    assert not first["scan packs"], "they were read, or listed, as the job restored"
+    assert without_polls(found[7]) == without_polls(found[5]), "from then on the job saves as before"
+    sizes = {step: packs_of(tmp_path, step) for step in (1, 5, 6, 7)}
+    assert sizes[5] == sizes[6] == sizes[7] < sizes[1] / 2, "what has not changed is not sent again"
+
+
+def packs_of(directory: Path, step: int) -> int:
+    """Bytes that were put for a save."""
+    return sum(pack.stat().st_size for pack in (directory / "root" / "packs").glob(f"{step:012d}-*/*"))
+
+
+def without_polls(asked: Counter[str]) -> int:
+    """All but what is asked again since a rank was not ready: how often says how busy the machine is."""
+    return sum(asked.values()) - (asked["scan parts"] - 1) - (asked["get steps"] - 1)
 
 
 LATEST = """

@@ -32,6 +32,7 @@ from ckptlib.format.manifest import Generation, Root
 from ckptlib.policy.codec import RAW, Asked, CodecRules
 from ckptlib.policy.keep import Keep
 from ckptlib.stores.memory import MemoryStore
+from ckptlib.writer.known_origin import KnownOrigin, OwnPart
 from ckptlib.writer.persist import Persister
 from ckptlib.writer.rescue import rescue
 
@@ -139,8 +140,9 @@ class SmallJob:
 
     # -- processes
 
-    def begin(self, resumed_from: SaveId | None, world_size: int) -> None:
-        """A new generation; what older ones left undone is seldom committed any more."""
+    def begin(self, resumed_from: SaveId | None, world_size: int, told: bool = False) -> None:
+        """A new generation; what older ones left undone is seldom committed any more. `told`: the writers are, of what
+        their trainers have read."""
         number = len(self.origins) + 1
         self.generation = GenerationId(number, f"{number:08x}")
         record = Generation(self.generation, world_size, resumed_from, self.now, {}, "here")
@@ -151,12 +153,26 @@ class SmallJob:
             self.state = {name: array.copy() for name, array in self.oracle[resumed_from].items()}
             self.step = resumed_from.step
         self.restart_all()
+        if resumed_from is not None and told:
+            manifest = self.catalog().manifest(resumed_from)
+            for rank, writer in enumerate(self.writers):
+                writer.persister.go_on_from(resumed_from, self.known(resumed_from, rank))
+            self.writers[0].committer.catalog.keep_stand(manifest)
+
+    def known(self, save: SaveId, rank: int) -> KnownOrigin:
+        """What the trainer of a rank knows that has restored a step, on as many ranks as there are now."""
+        manifest = self.catalog().manifest(save)
+        if manifest.world_size != self.world_size:
+            return KnownOrigin(save, None)
+        name = manifest.parts[rank]
+        return KnownOrigin(save, OwnPart(name, self.store.get(name.key)), self.store.get(save.manifest_key))
 
     def _writer(self, rank: int) -> Writer:
         store = ActorStore(self.store)
         rules = CodecRules.of(self.codec)
-        persister = Persister(store, Inline(), rank, self.world_size, self.refresh_s, rules)  # type: ignore[arg-type]
-        return Writer(store, persister, Committer(Catalog(store)))
+        catalog = Catalog(store)
+        given = store, Inline(), rank, self.world_size, self.refresh_s, rules
+        return Writer(store, Persister(*given, shared=catalog.shared), Committer(catalog))  # type: ignore[arg-type]
 
     def catalog(self) -> Catalog:
         return Catalog(self.store)

@@ -1,7 +1,9 @@
-"""Saves to a store that logs every operation: counted_saves.py <directory> <who waits: all, last, nobody>.
+"""Saves to a store that logs every operation: counted_saves.py <directory> <who waits: all, last, nobody> <state: own,
+replicated>.
 
 Rank 0 marks in the log where each save begins. `last`: the last rank waits for each commit, and rank 0 computes
-meanwhile; `nobody`: who knows of the commit is the store.
+meanwhile; `nobody`: who knows of the commit is the store. `own`: nearly all is of one rank alone; `replicated`: all
+ranks hold the same, and each writes some of it. Run again, the job restores what is there, and goes on from it.
 """
 
 from __future__ import annotations
@@ -44,15 +46,28 @@ def await_in_store(directory: Path) -> None:
         time.sleep(0.01)
 
 
-def main(directory: Path, waits: str) -> None:
+def state_of(rank: int, kind: str) -> tuple[dict[str, object], list[torch.Tensor]]:
+    """And what of it is trained."""
+    if kind == "replicated":
+        replicas = [torch.zeros(25_000) for _ in range(8)]
+        return {"frozen": [torch.arange(50_000) + i for i in range(8)], "trained": replicas}, replicas
+    trained = torch.zeros(100_000)
+    own = ckptlib.PerRank({"frozen": torch.arange(200_000) + rank, "trained": trained})
+    return {"own": own, "all": torch.ones(9)}, [trained]
+
+
+def main(directory: Path, waits: str, kind: str) -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    trained = torch.zeros(100_000)
-    state = {"own": ckptlib.PerRank({"frozen": torch.arange(200_000) + rank, "trained": trained}), "all": torch.ones(9)}
+    torch.manual_seed(7)
+    state, trained = state_of(rank, kind)
     with ckptlib.Checkpointer(url_of(directory), state, every=1) as ckpt:
-        for step in range(1, 1 + STEPS):
+        mark(directory, "restore")
+        done = ckpt.restore().step or 0
+        for step in range(done + 1, done + 1 + STEPS):
             mark(directory, step)
-            trained.add_(torch.rand(100_000) + rank)
+            for tensor in trained:
+                tensor.add_(torch.rand(len(tensor)) + (rank if kind == "own" else 0))
             pending = ckpt.save(step)
             if waits == "all" or (waits == "last" and rank == size - 1):
                 pending.wait_committed(PATIENCE_S)
@@ -64,4 +79,4 @@ def main(directory: Path, waits: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

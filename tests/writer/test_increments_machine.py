@@ -88,7 +88,7 @@ class Increments(RuleBasedStateMachine):
         save = self.job.saves[-1]
         left = data.draw(st.lists(st.sampled_from(range(save.world_size)), min_size=1, unique=True))
         self.job.rescue(save, left)
-        self.resume(data.draw(which), 2, None, False, data.draw(codecs))
+        self.resume(data.draw(which), 2, None, False, data.draw(codecs), data.draw(st.booleans()))
 
     @rule(rank=which)
     def restart(self, rank: int) -> None:
@@ -100,13 +100,14 @@ class Increments(RuleBasedStateMachine):
         after=crash,
         anew=st.sampled_from([False] * 9 + [True]),
         codec=codecs,
+        told=st.booleans(),
     )
-    def resume(self, nth: int, world_size: int, after: int | None, anew: bool, codec: Asked) -> None:
-        """From the newest, a rewind to an older one, or from nothing."""
+    def resume(self, nth: int, world_size: int, after: int | None, anew: bool, codec: Asked, told: bool) -> None:
+        """From the newest, a rewind to an older one, or from nothing; restored from the store, or from memory."""
         self.job.finish(after)
         self.job.codec = codec
         visible = self.job.visible()
-        self.job.begin(visible[-1 - nth % len(visible)] if visible and not anew else None, world_size)
+        self.job.begin(visible[-1 - nth % len(visible)] if visible and not anew else None, world_size, told)
 
     @rule(keep=keeps, live=st.booleans(), after=crash, abandoned=st.booleans())
     def sweep(self, keep: Keep | None, live: bool, after: int | None, abandoned: bool) -> None:

@@ -18,6 +18,7 @@ from ckptlib.format.digests import BLAKE3
 from ckptlib.format.keys import SaveId
 from ckptlib.slots.snapshot import Snapshot, SnapshotReader
 from ckptlib.writer import parents as module
+from ckptlib.writer.known_origin import KnownOrigin
 from ckptlib.writer.parents import KEPT, Parents
 
 ROW_BYTES = 4 * COLUMNS
@@ -264,26 +265,103 @@ def test_another_algorithm_begins_whole(job: SmallJob) -> None:
     assert parents_of(job).choose(replace(found, algorithm=BLAKE3), 0.0)[0] is None
 
 
+# -- what the trainer has read of the step that it restored
+
+
+def begin_from(job: SmallJob, known: KnownOrigin) -> list[tuple[str, str]]:
+    """Returns what is asked from then on."""
+    asked: list[tuple[str, str]] = []
+    job.begin(known.save, 1)
+    job.writers[0].persister.go_on_from(known.save, known)
+    job.writers[0].store.before = lambda op, key: asked.append((op, key))
+    return asked
+
+
+def test_a_part_that_the_trainer_has_read_costs_a_look_whether_its_step_is_committed(job: SmallJob) -> None:
+    job.save_and_commit()
+    job.change([0])
+    newest = job.save_and_commit()
+    asked = begin_from(job, job.known(newest, 0))
+    assert chosen(job) == newest
+    assert asked == [("scan", "steps/")]
+    job.change([1])
+    job.save_and_commit()
+    job.check()
+
+
+def test_a_step_that_was_dropped_since_it_was_restored_is_no_parent(job: SmallJob) -> None:
+    known = job.known(job.save_and_commit(), 0)
+    begin_from(job, known)
+    job.store.delete(known.save.manifest_key)
+    assert chosen(job) is None
+
+
+def test_a_part_that_the_trainer_found_no_use_for_is_not_asked_for(job: SmallJob) -> None:
+    asked = begin_from(job, replace(job.known(job.save_and_commit(), 0), part=None))
+    assert chosen(job) is None
+    assert not asked
+
+
+def test_a_part_that_came_altered_is_no_parent(job: SmallJob, caplog: pytest.LogCaptureFixture) -> None:
+    """Its name has the digest, and that is in the manifest."""
+    known = job.known(job.save_and_commit(), 0)
+    assert known.part is not None
+    document = known.part.document.replace(b'"world_size":1', b'"world_size":2')
+    assert document != known.part.document
+    begin_from(job, replace(known, part=replace(known.part, document=document)))
+    assert chosen(job) is None
+    assert "does not match the digest in its name" in caplog.text
+
+
+def test_a_state_of_another_table_than_was_restored_begins_whole(job: SmallJob) -> None:
+    begin_from(job, job.known(job.save_and_commit(), 0))
+    job.state["more"] = job.state["t0"]
+    assert chosen(job) is None
+
+
+def test_a_writer_that_has_put_something_is_not_led_back(job: SmallJob) -> None:
+    """A trainer tells what it restored before the first save, and again where the record could not be put."""
+    known = job.known(job.save_and_commit(), 0)
+    begin_from(job, known)
+    second = job.save_and_commit()
+    job.writers[0].persister.go_on_from(known.save, known)
+    assert chosen(job) == second
+
+
 # -- damage
 
 
-@pytest.mark.parametrize("what", ["manifest", "part", "layout", "pack"])
+@pytest.mark.parametrize("what", ["manifest", "part", "pack"])
 @pytest.mark.parametrize("how", ["torn", "gone"])
 def test_what_cannot_be_read_is_no_parent(job: SmallJob, what: str, how: str, caplog: pytest.LogCaptureFixture) -> None:
     first = job.save_and_commit()
-    prefix = {"manifest": "steps/", "part": "parts/", "layout": "layouts/", "pack": "packs/"}[what]
+    prefix = {"manifest": "steps/", "part": "parts/", "pack": "packs/"}[what]
     job.restart(0)
     [key, *_] = job.keys(prefix)
-    for at in [key, keys.copy_key(key)] if what == "layout" else [key]:
-        job.store.delete(at)
-        if how == "torn":
-            job.store.put(at, b"torn")
+    job.store.delete(key)
+    if how == "torn":
+        job.store.put(key, b"torn")
     if (what, how) == ("manifest", "gone"):
         assert chosen(job) is None
         return
     with caplog.at_level(logging.WARNING):
         assert chosen(job) is None
     assert f"step 2 is written whole, since step {first.step} cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["torn", "gone"])
+def test_a_lost_layout_is_put_again_by_the_save_that_has_the_same(job: SmallJob, how: str) -> None:
+    """It is that of the snapshot, so it is not read as a parent is looked for."""
+    first = job.save_and_commit()
+    job.restart(0)
+    [key] = job.keys("layouts/")
+    for at in (key, keys.copy_key(key)):
+        job.store.delete(at)
+        if how == "torn":
+            job.store.put(at, b"torn")
+    assert chosen(job) == first
+    job.save_and_commit()
+    job.check()
 
 
 def test_a_pack_of_an_earlier_save_counts_too(job: SmallJob, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,14 @@
+"""Whether a pack is there, with the size that a part tells. Nothing of what is in it is read. No torch."""
+
+from __future__ import annotations
+
+from ckptlib.errors import FormatError
+from ckptlib.format.part import Pack
+from ckptlib.stores import Store
+
+
+def check_pack(store: Store, pack: Pack) -> None:
+    """Raises FormatError for one that is not there, or has another size; the store's errors."""
+    sizes = [entry.nbytes for entry in store.scan(pack.key) if entry.key == pack.key]
+    if sizes != [pack.nbytes]:
+        raise FormatError(f"{pack.key}: expected an object of {pack.nbytes} bytes, found {sizes or 'none'}")

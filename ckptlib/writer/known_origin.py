@@ -1,0 +1,68 @@
+"""The step that a job has restored from the store, as its trainer read it: told to the writers, so that the first save
+need not ask for it again.
+
+It says nothing of whether the step is still there: that is asked as a parent is chosen. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptlib.errors import FormatError
+from ckptlib.format.keys import PartName, SaveId, parse_part_key, parse_save
+from ckptlib.format.manifest import Manifest
+from ckptlib.writer.channel import Message
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """The part of one rank, as it was put."""
+
+    name: PartName
+    document: bytes
+    """Of the digest in its name, which whoever decodes it checks."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownOrigin:
+    """What one rank knows of the step."""
+
+    save: SaveId
+    part: OwnPart | None
+    """Its own, whose packs were all there; None: it has none that could be a parent."""
+    manifest: bytes | None = None
+    """Rank 0's."""
+    accounted: bool = False
+    """Whether the start that made the step had left its account; see `catalog.accounts`. Rank 0's."""
+
+    def to_message(self) -> Message:
+        part, manifest = self.part, self.manifest
+        return {
+            "save": str(self.save),
+            "part": None if part is None else [part.name.key, part.document.decode()],
+            "manifest": None if manifest is None else manifest.decode(),
+            "accounted": self.accounted,
+        }
+
+    @classmethod
+    def of_message(cls, message: Message) -> KnownOrigin:
+        part, manifest = message["part"], message["manifest"]
+        return cls(
+            parse_save(message["save"]),
+            None if part is None else OwnPart(_name(part[0]), part[1].encode()),
+            None if manifest is None else manifest.encode(),
+            message["accounted"],
+        )
+
+    def decoded_manifest(self) -> Manifest | None:
+        """Raises CorruptData, FormatError."""
+        if self.manifest is None:
+            return None
+        return Manifest.decode(self.save, self.manifest, f"{self.save.manifest_key}, as the trainer read it")
+
+
+def _name(key: str) -> PartName:
+    name = parse_part_key(key)
+    if name is None:
+        raise FormatError(f"{key[:80]!r} is no part")
+    return name
