@@ -1,6 +1,6 @@
 """torchtitan's smallest Llama 3 with its own adapter to Hugging Face's names, and our manager, on FSDP2 over all ranks:
 
-    torchrun torchtitan_hf_job.py <dump folder> <steps> <file> <dtype of the export> [<Hugging Face directory to begin with>]
+    torchrun torchtitan_hf_job.py <dump folder> <steps> <file> <dtype of the export> [<directory to begin with>]
 
 Gradients are made up: what is looked at is which weights go where. The file has the weights as the run began and ended.
 """
