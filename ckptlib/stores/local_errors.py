@@ -23,10 +23,22 @@ def failure(error: OSError, doing: str, path: str, nbytes: int = 0) -> StoreErro
     cause = f"{os.strerror(error.errno)} (errno {error.errno})" if error.errno else str(error)
     if error.errno == errno.EXDEV:
         cause += "; a root must be on one file system"
+    if error.errno == errno.ENOTDIR:
+        cause += f"; {_in_the_way(path)} is in the place of a directory of the root; move it away"
     if error.errno in _FULL:
         return StoreFull(f"{path}: cannot {doing} {nbytes} bytes: {cause}; {_free(path)}; make room and try again")
     kind = ObjectUnreadable if doing == "read" and error.errno in _OWN else StoreError
     return kind(f"{path}: cannot {doing}: {cause}")
+
+
+def _in_the_way(path: str) -> str:
+    """The lowest part of a path above its end that is there, and is a file or a link."""
+    above = os.path.dirname(path)
+    while above != os.path.dirname(above) and (os.path.isdir(above) or not os.path.lexists(above)):
+        if os.path.islink(above):
+            break
+        above = os.path.dirname(above)
+    return above
 
 
 def _free(path: str) -> str:

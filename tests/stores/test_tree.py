@@ -178,7 +178,7 @@ def test_a_directory_that_becomes_a_link_after_it_was_listed(tmp_path: Path) -> 
     assert keys(other) == ["packs/save/1"]
     with pytest.raises(ObjectNotFound):
         store.get(entry.key)
-    with pytest.raises(StoreError, match="cannot publish: Not a directory"):
+    with pytest.raises(StoreError, match=r"cannot publish: Not a directory.*packs/save is in the place of a directory"):
         store.put("packs/save/2", b"data")
     assert keys(other) == ["packs/save/1"]
     os.unlink(tmp_path / "root" / "packs" / "save")
@@ -265,3 +265,12 @@ def test_descriptors_are_closed(tmp_path: Path) -> None:
         store.delete("a/b/c")
         store.clean(time.time())
     assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_file_in_the_place_of_a_directory_is_named(tmp_path: Path) -> None:
+    store = LocalStore(str(tmp_path / "root"))
+    store.put("ckptlib.json", b"{}")
+    (tmp_path / "root" / "copies").write_text("mine")
+    with pytest.raises(StoreError, match="root/copies is in the place of a directory of the root; move it away"):
+        store.put("copies/layouts/1.json", b"data")
+    assert (tmp_path / "root" / "copies").read_text() == "mine"
