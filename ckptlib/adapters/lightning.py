@@ -233,6 +233,10 @@ def _moved(node: Any, location: Any) -> Any:
     return type(node)(_moved(value, location) for value in node) if type(node) in (list, tuple) else node
 
 
+class FileMissing(CheckpointNotFound, FileNotFoundError):
+    """There is no such file; of the class that Lightning's own plugin raises as well."""
+
+
 def _root_of(where: str) -> str:
     scheme, found, rest = where.rpartition("://")
     return f"{scheme}{found}{PurePosixPath(rest).parent / ROOT}"
@@ -242,7 +246,7 @@ def _save_at(where: str) -> SaveId:
     """The step that a file names."""
     fs = get_filesystem(where)
     if not fs.exists(where):
-        raise CheckpointNotFound(f"{where}: no such file")
+        raise FileMissing(f"Checkpoint file not found: {where}")
     with fs.open(where, "rb") as file:
         data = file.read(MOST)
     try:

@@ -157,7 +157,7 @@ def test_hostile_files(io: CkptlibCheckpointIO, tmp_path: Path, data: bytes) -> 
 
 
 def test_files_of_steps_that_are_not_there(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
-    with pytest.raises(ckptlib.CheckpointNotFound):
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
         io.load_checkpoint(tmp_path / "none.ckpt")
     io.save_checkpoint(checkpoint(0), tmp_path / "0.ckpt")
     io.load_checkpoint(tmp_path / "0.ckpt")
