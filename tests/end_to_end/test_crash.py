@@ -6,7 +6,6 @@ incarnation restores the newest one, saves the next, and leaves neither slots no
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workers import crash_oracle
 from workers.crash_bench import Bench
 from workers.crash_jobs import holds, run, start, train, train_for_ever
 from workers.crash_oracle import failed_parts, read_root, slots_of
@@ -263,8 +261,7 @@ def test_both_ranks_killed_and_one_part_is_missing(bench: Bench) -> None:
             job.kill()
         assert [job.join() for job in jobs] == [-signal.SIGKILL] * 2
         if dead == 1:
-            for writer in crash_oracle.writers_of(jobs[0].pid):  # would wait a minute for the part that does not come
-                os.kill(writer, signal.SIGKILL)
+            jobs[0].kill_writers()  # they would wait a minute for the part that does not come
         for job in jobs:
             job.join_writers()
         bench.fault()

@@ -18,8 +18,11 @@ from helpers.s3_bucket import at_most, scale_limits
 from ckptlib.errors import StoreDenied, StoreError
 from ckptlib.stores import Store, open_store
 
-RETRY_S = 8.0
-AT_ONCE_S = 30.0
+IDLE_S = 60.0
+"""No request is sent again for its time: those that come are counted."""
+
+RETRY_S = 150.0
+AT_ONCE_S = 100.0
 """Less than it is tried again for; a client takes its time to start."""
 
 
@@ -69,7 +72,7 @@ def server() -> Iterator[Refusing]:
 def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "obstore":
         pytest.importorskip("obstore")
-    scale_limits(monkeypatch, retry_s=RETRY_S)
+    scale_limits(monkeypatch, idle_s=IDLE_S, retry_s=RETRY_S)
     return str(request.param)
 
 
