@@ -209,7 +209,7 @@ def test_beside_snapshots_in_memory(bench: Bench) -> None:
     for job in jobs:
         assert job.wait_for("restored")["step"] == 2
     deadline = time.monotonic() + 150
-    while len([*bench.root.glob("generations/*")]) < 2:  # before that, nothing of this job counts
+    while len([*bench.root.glob("generations/*.json")]) < 2:  # before that, nothing of this job counts
         assert time.monotonic() < deadline
         time.sleep(0.01)
     bench.open(3, "sleep")

@@ -22,7 +22,7 @@ def newest(root: Path, what: str) -> Path:
     if what == "root":
         return root / "ckptlib.json"
     if what == "generation":
-        return next(root.glob("generations/*"))
+        return next(root.glob("generations/*.json"))
     if what == "manifest":
         return next(root.glob(f"steps/{NEWEST:012d}-*"))
     if what == "layout":
