@@ -162,7 +162,12 @@ def outage(job: Job, caplog: pytest.LogCaptureFixture) -> Iterator[Outage]:
     assert slots(job.root.parent) == []
 
 
-@pytest.mark.parametrize("what", SWALLOWED)
+ONE_MORE = ("listing-of-steps", "read-of-part")
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.slow if what in ONE_MORE else ()) for what in SWALLOWED]
+)
 def test_a_swallowed_request_fails_its_save_and_blocks_no_step(outage: Outage, what: str) -> None:
     op, key = SWALLOWED[what]
     if what != "record":

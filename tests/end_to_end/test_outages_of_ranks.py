@@ -84,7 +84,12 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 @pytest.mark.parametrize(
     ("rank", "op", "key"),
-    [(1, "commit", "^packs/"), (1, "put", "^parts/"), (0, "commit", "^packs/"), (0, "put", "^steps/")],
+    [
+        (1, "commit", "^packs/"),
+        (1, "put", "^parts/"),
+        pytest.param(0, "commit", "^packs/", marks=pytest.mark.slow),
+        (0, "put", "^steps/"),
+    ],
     ids=["pack-of-1", "part-of-1", "pack-of-0", "manifest"],
 )
 def test_a_request_of_one_rank_is_swallowed(ranks: Ranks, rank: int, op: str, key: str) -> None:

@@ -223,7 +223,8 @@ class Cluster:
         assert statuses == [0] * len(self.jobs), self.story()
         done = self.wait_for("done")
         expected = gold(self.directory, self.kind, len(self.jobs), self.own_data, done[0]["step"])
-        assert [line["digest"] for line in done] == expected
+        found = [line["digest"] for line in done]
+        assert found == expected, f"{found}, expected {expected}\n{self.story()}"
         self.assert_nothing_left()
 
     def assert_nothing_left(self) -> None:
