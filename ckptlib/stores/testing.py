@@ -13,8 +13,8 @@ A plan is a JSON list of rules, each an object with
     key       a regular expression that is searched for in the key, or in the prefix of a scan; absent: any
     nth       which of the operations of this process that the rule is about, from 0; absent: each of them
     action    error (StoreError), unreadable (ObjectUnreadable), full (StoreFull), denied (StoreDenied), stall,
-              flip (one bit of the data put), kill-before or kill-after (SIGKILL of this process before or after the
-              operation)
+              hold (a stall until the plan no longer has the rule), flip (one bit of the data put), kill-before or
+              kill-after (SIGKILL of this process before or after the operation)
     seconds   how long a stall lasts
     once      true: at most one of all the processes that share the plan meets the fault, and only one time
 """
@@ -47,7 +47,7 @@ OpenStore: TypeAlias = Callable[[str, "Mapping[str, object] | None"], Store]
 
 _OPS = {"put", "write", "commit", "get", "get_into", "scan", "delete"}
 _OPS_WITH_DATA = {"put", "write", "commit"}
-_ACTIONS = {"kill-before", "kill-after", "error", "unreadable", "full", "denied", "stall", "flip"}
+_ACTIONS = {"kill-before", "kill-after", "error", "unreadable", "full", "denied", "stall", "hold", "flip"}
 
 
 def open_testing_store(url: str, options: Mapping[str, object] | None, open_store: OpenStore) -> Store:
@@ -222,6 +222,9 @@ def _sleep_until(when: float) -> None:
 PLAN_S = 2.0
 """How long an empty plan may stay empty."""
 
+_HOLD_POLL_S = 0.01
+"""Between two looks at the plan of an operation that is held."""
+
 
 class Rule(TypedDict):
     """One rule of a plan."""
@@ -259,6 +262,9 @@ class FaultStore(_HookedStore):
         where = f"{self.url}/{key}: {op}"
         if rule and action == "stall":
             time.sleep(rule["seconds"])
+        elif rule and action == "hold":
+            while rule in self._read_plan():
+                time.sleep(_HOLD_POLL_S)
         elif action == "error":
             raise StoreError(f"{where}: an error, as planned")
         elif action == "unreadable":

@@ -12,7 +12,7 @@ from places import DATA, WORKERS
 ROOT = DATA / "written-by-0.1" / "root"
 
 
-@pytest.mark.parametrize("platform", ["macos", "windows"])
+@pytest.mark.parametrize("platform", [pytest.param("macos", marks=pytest.mark.slow), "windows"])
 def test_roots_are_read_and_saving_says_why_not(platform: str) -> None:
     done = subprocess.run(
         [sys.executable, str(WORKERS / "elsewhere.py"), platform, str(ROOT)],

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
@@ -30,8 +31,12 @@ class Tiered:
     def away(self, is_away: bool, keys: str = "packs|parts|steps") -> None:
         """Whatever is put under these keys is refused from now on, or no more."""
         rules = [{"op": op, "action": "error", "key": f"^({keys})"} for op in ("put", "write", "commit")]
+        self.plans(*(rules if is_away else []))
+
+    def plans(self, *rules: Mapping[str, object]) -> None:
+        """The faults from now on."""
         temporary = self.plan.with_suffix(".new")
-        temporary.write_text(json.dumps(rules if is_away else []))
+        temporary.write_text(json.dumps(rules))
         temporary.rename(self.plan)
 
     def open(self, job: Job | None = None, **options: object) -> ckptlib.Checkpointer:
@@ -154,11 +159,12 @@ def test_a_bucket_that_is_away_before_the_first_save_delays_what_is_drained_only
 def test_a_bucket_that_stalls_holds_no_save_up(tiered: Tiered) -> None:
     with tiered.open(drain=ckptlib.Steps(1)) as ckpt:
         tiered.saved(ckpt, 1).wait_committed(WAIT_S)
-        tiered.plan.write_text(json.dumps([{"op": "commit", "action": "stall", "seconds": 15, "once": True}]))
+        tiered.plans({"op": "commit", "action": "hold", "once": True})
         stalled = tiered.saved(ckpt, 2)
         for step in range(3, 8):
             tiered.saved(ckpt, step)
         assert not stalled.committed, "none of these waited for it"
+        tiered.plans()
         stalled.wait_committed(WAIT_S)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import time
@@ -63,8 +62,7 @@ def test_trainer_and_writer_killed_anywhere_in_a_drain_the_step_is_restored_from
         bench.wait_for_fault(count + 1)
         whole = _comes_to_disk(Path(disk), newest + 1, [job.pid for job in jobs])
         for job in jobs:
-            for writer in crash_oracle.writers_of(job.pid):
-                os.kill(writer, signal.SIGKILL)
+            job.kill_writers()
             job.kill()
         assert [job.join() for job in jobs] == [-signal.SIGKILL] * size
         for job in jobs:
@@ -112,8 +110,7 @@ def test_a_disk_that_is_lost_before_the_drain_is_a_step_that_never_was(bench: Be
         job.wait_for("staged")
         _wait_on_disk(bench.directory / f"disk-{rank}", 3, 1)
     for job in jobs:
-        for writer in crash_oracle.writers_of(job.pid):
-            os.kill(writer, signal.SIGKILL)
+        job.kill_writers()
         job.kill()
         job.join()
     bench.fault()
@@ -168,8 +165,7 @@ def _killed_behind_a_step_on_disks(bench: Bench, disks: str, size: int, restored
             job.wait_for("staged", step - restored)
             _wait_on_disk(Path(disks.replace("{rank}", str(rank))), step, 1)
     for job in jobs:
-        for writer in crash_oracle.writers_of(job.pid):
-            os.kill(writer, signal.SIGKILL)
+        job.kill_writers()
         job.kill()
     for job in jobs:
         job.join()
@@ -213,7 +209,7 @@ def test_beside_snapshots_in_memory(bench: Bench) -> None:
     for job in jobs:
         assert job.wait_for("restored")["step"] == 2
     deadline = time.monotonic() + 150
-    while len([*bench.root.glob("generations/*")]) < 2:  # before that, nothing of this job counts
+    while len([*bench.root.glob("generations/*.json")]) < 2:  # before that, nothing of this job counts
         assert time.monotonic() < deadline
         time.sleep(0.01)
     bench.open(3, "sleep")

@@ -9,10 +9,10 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from helpers.inside import poll, writer_of
@@ -21,8 +21,12 @@ from helpers.one_job import WAIT_S, Job, faulty, slots, steps
 import ckptlib
 from ckptlib.errors import SaveFailed, StoreDenied, StoreError, StoreTimeout, WaitTimeout
 
+T = TypeVar("T")
+
 FOR_EVER_S = 1e9
 DEADLINE = timedelta(seconds=3)
+SHORT = timedelta(seconds=2)
+PATIENCE = timedelta(seconds=WAIT_S)
 
 TOLD = {"commit": "put", "put": "put", "scan": "list", "get": "get", "delete": "delete"}
 """Operations of a FaultStore, by the words for them in messages."""
@@ -52,6 +56,7 @@ class Outage:
         self.job = job
         self.url = faulty(job, [])
         self.step = 0
+        self.began = time.monotonic()
         self._caplog = caplog
 
     def checkpointer(self, **options: Any) -> ckptlib.Checkpointer:
@@ -73,6 +78,33 @@ class Outage:
             ckpt.after_step(self.step)
         return self.step - first
 
+    def train_until_told(self, ckpt: ckptlib.Checkpointer, *words: str) -> int:
+        """Once more, in one line. How many steps were made until then."""
+        assert self.began + WAIT_S > time.monotonic(), self.said()
+        before = self.times_heard(*words)
+        return self.train_until(ckpt, lambda: self.times_heard(*words) > before)
+
+    def told_before(self, failure: Sequence[str]) -> bool:
+        """Whether it was told that something waits, and then that this failed."""
+        said = self.said()
+        waits = [n for n, line in enumerate(said) if "has not answered" in line and "training goes on" in line]
+        failed = [n for n, line in enumerate(said) if all(word in line for word in failure)]
+        return bool(waits and failed) and waits[0] < failed[-1]
+
+    def save_last(self, ckpt: ckptlib.Checkpointer) -> None:
+        """It is committed; or another one, since on a busy machine one takes longer than DEADLINE."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            try:
+                ckpt.save(self.step).wait_committed(WAIT_S)
+            except SaveFailed:
+                assert time.monotonic() < deadline, self.said()
+                self.job.body()
+                self.step += 1
+                ckpt.after_step(self.step)
+            else:
+                return
+
     def train_until_committed(self, ckpt: ckptlib.Checkpointer) -> None:
         """Another one."""
         before = len(self.names())
@@ -88,6 +120,14 @@ class Outage:
             while time.monotonic() < settled and not true():
                 poll(ckpt, 0.05)
 
+    def answered_in_time(self, call: Callable[[], T]) -> T:
+        """What it returns; made again where a busy machine took longer than SHORT."""
+        while True:
+            try:
+                return call()
+            except StoreTimeout:
+                assert time.monotonic() < self.began + WAIT_S
+
     def names(self) -> list[str]:
         return [path.name for path in self.job.root.glob("steps/*.json")]
 
@@ -96,7 +136,10 @@ class Outage:
 
     def heard(self, *words: str) -> bool:
         """Whether one line has all of these."""
-        return any(all(word in line for word in words) for line in self.said())
+        return self.times_heard(*words) > 0
+
+    def times_heard(self, *words: str) -> int:
+        return sum(all(word in line for word in words) for line in self.said())
 
     def operations(self) -> list[dict[str, Any]]:
         lines = Path(f"{self.job.root.parent}/plan.json.log").read_text().splitlines()
@@ -119,31 +162,35 @@ def outage(job: Job, caplog: pytest.LogCaptureFixture) -> Iterator[Outage]:
     assert slots(job.root.parent) == []
 
 
-@pytest.mark.parametrize("what", SWALLOWED)
+ONE_MORE = ("listing-of-steps", "read-of-part")
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.slow if what in ONE_MORE else ()) for what in SWALLOWED]
+)
 def test_a_swallowed_request_fails_its_save_and_blocks_no_step(outage: Outage, what: str) -> None:
     op, key = SWALLOWED[what]
     if what != "record":
-        with outage.checkpointer() as ckpt:  # so that there is a parent, and parts to be read
+        with outage.checkpointer(save_deadline=PATIENCE) as ckpt:  # so that there is a parent, and parts to be read
             outage.train_until(ckpt, lambda: outage.step == 6)
+        for name in ("ckptlib.json", "copies/ckptlib.json"):  # made anew, with the deadline of the next job
+            outage.job.root.joinpath(name).unlink()
     before = outage.listed() if what != "record" else []
     with outage.checkpointer() as ckpt:
         ckpt.restore()
         outage.plan(stall(op, key))
         assert (asked := outage.asked_here()) > 0
         outage.train_until(ckpt, outage.met)
-        pid, waiting = writer_of(ckpt).pid, len(outage.said())
-        made = outage.train_until(ckpt, lambda: outage.heard("failed and will never be committed"))
-        assert made >= FREE_STEPS
+        pid, request = writer_of(ckpt).pid, f"{TOLD[op]} {key[1:].split('/')[0]}/"
+        failure = "failed and will never be committed", f"has not answered {request}"
+        while outage.train_until_told(ckpt, *failure) < FREE_STEPS or not outage.told_before(failure):
+            pass  # this process stood still, or the writer did: so it is with the next save
         assert outage.asked_here() == asked, "what trains asks the store nothing, so nothing there can hold it"
-        request = f"{TOLD[op]} {key[1:].split('/')[0]}/"
-        assert outage.heard("failed and will never be committed", f"has not answered {request}"), outage.said()
-        assert outage.heard("has not answered", "training goes on"), "it is told before"
-        assert waiting < len(outage.said())
         assert outage.listed() == before
         outage.plan()
         outage.train_until_committed(ckpt)
         assert writer_of(ckpt).pid != pid
-        ckpt.save(outage.step)
+        outage.save_last(ckpt)
     assert outage.listed()[-1] == outage.step
     assert set(before) < set(outage.listed())
     ckptlib.load(outage.job.root, outage.job.state)
@@ -167,11 +214,11 @@ def test_nothing_is_answered_at_all(outage: Outage) -> None:
     with outage.checkpointer() as ckpt:
         outage.train_until(ckpt, lambda: bool(outage.names()))
         outage.plan(*(stall(op) for op in ("put", "commit", "get", "scan", "delete")))
-        made = outage.train_until(ckpt, lambda: len([s for s in outage.said() if "never be committed" in s]) >= 2)
-        assert made >= FREE_STEPS
+        while sum(outage.train_until_told(ckpt, "never be committed") for _ in range(2)) < FREE_STEPS:
+            pass  # this process stood still
         outage.plan()
         outage.train_until_committed(ckpt)
-        ckpt.save(outage.step)
+        outage.save_last(ckpt)
 
 
 def test_a_save_that_waits_for_two_intervals_is_told_once(outage: Outage) -> None:
@@ -246,10 +293,10 @@ def test_a_sweep_that_hangs_delays_no_commit(outage: Outage) -> None:
         outage.train_until(ckpt, outage.met)
         for _ in range(3):
             outage.train_until_committed(ckpt)
-        assert not outage.heard("never be committed")
+        assert not outage.heard("never be committed", "put trash/")
         outage.plan()
         outage.hold(ckpt, lambda: any((outage.job.root / "trash").glob("*")))
-        ckpt.save(outage.step)
+        outage.save_last(ckpt)
     assert outage.listed() == [outage.step], "the next writer removed the others"
 
 
@@ -258,8 +305,9 @@ def test_a_snapshot_in_memory_counts_once_its_record_is_there(outage: Outage) ->
     with outage.checkpointer(every=10**6, peers=ckptlib.Peers(copies=0)) as ckpt:
         assert ckpt.restore().step == 0
         outage.plan(stall("put", "^generations/"))
-        made = outage.train_until(ckpt, lambda: outage.heard("the record of generation", "put generations/"))
-        assert made >= FREE_STEPS
+        outage.train_until(ckpt, lambda: outage.heard("the record of generation", "put generations/"))
+        last = outage.step + FREE_STEPS
+        outage.train_until(ckpt, lambda: outage.step == last)
         assert ckpt.coverage is not None
         assert ckpt.coverage.step is None
         outage.plan()
@@ -277,7 +325,7 @@ def test_a_last_save_that_hangs_ends_by_a_time_out(outage: Outage) -> None:
     told: list[int] = []
 
     def train() -> None:
-        with outage.checkpointer(every=1000, timeout=timedelta(seconds=2)) as ckpt:
+        with outage.checkpointer(every=1000, timeout=SHORT) as ckpt:
             told.append(writer_of(ckpt).pid)
             for step in ckpt.loop(0, 10**6):
                 outage.job.body()
@@ -285,10 +333,14 @@ def test_a_last_save_that_hangs_ends_by_a_time_out(outage: Outage) -> None:
                     outage.plan(stall("commit", "^packs/"))
                     os.kill(os.getpid(), signal.SIGTERM)
 
-    began = time.monotonic()
-    with pytest.raises(WaitTimeout, match=r"step 7 was not committed within 2 s; .* answered put packs/"):
-        train()
-    assert time.monotonic() - began < 30
+    def hangs() -> str:
+        with pytest.raises(WaitTimeout, match="step 7 was not committed within 2 s; ") as raised:
+            train()
+        return str(raised.value)
+
+    while "answered put packs/" not in (said := outage.answered_in_time(hangs)):
+        assert "is being written" in said  # a busy machine has not come to it
+        assert time.monotonic() < outage.began + WAIT_S
     wait_gone(outage)
     assert outage.listed() == []
 
@@ -296,18 +348,24 @@ def test_a_last_save_that_hangs_ends_by_a_time_out(outage: Outage) -> None:
 @pytest.mark.parametrize("op", ["put", "scan", "get", "delete"])
 def test_a_root_that_does_not_answer_is_not_opened(outage: Outage, op: str) -> None:
     outage.plan(stall(op))
-    with pytest.raises(StoreTimeout, match=rf"{TOLD[op]} .* was not answered within 1 s"):
-        outage.checkpointer(timeout=timedelta(seconds=2))
+
+    def refused() -> str:
+        with pytest.raises(StoreTimeout, match="was not answered within 1 s") as raised:
+            outage.checkpointer(timeout=SHORT)
+        return str(raised.value)
+
+    while f"{TOLD[op]} " not in refused():  # a busy machine takes a second for what is well
+        assert time.monotonic() < outage.began + WAIT_S
 
 
 @pytest.mark.parametrize("op", ["scan", "get"])
 def test_a_restore_that_is_not_answered_ends(outage: Outage, op: str) -> None:
-    with outage.checkpointer() as ckpt:
+    with outage.checkpointer(save_deadline=PATIENCE) as ckpt:
         outage.train_until(ckpt, lambda: outage.step == 4)
-    with outage.checkpointer(timeout=timedelta(seconds=2)) as ckpt:
+    with outage.answered_in_time(lambda: outage.checkpointer(timeout=SHORT)) as ckpt:
         outage.plan(stall(op))
         with pytest.raises(StoreError, match="was not answered within 1 s"):
             ckpt.restore()
         outage.plan()
-        assert ckpt.restore().step == 3
+        assert outage.answered_in_time(ckpt.restore).step == 3
         poll(ckpt)

@@ -98,7 +98,7 @@ with ckptlib.open(url, framework="numpy", storage_options=options) as step:
 THREE = ["ListObjects steps", "ListObjects generations", "GetObject generations"]
 
 
-@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+@pytest.mark.parametrize("client", ["s3fs", pytest.param("obstore", marks=pytest.mark.slow)])
 def test_requests_for_the_newest_step_in_a_new_process(s3: ObjectStorage, client: str) -> None:
     """On the wire, behind two restarts."""
     if client == "obstore":

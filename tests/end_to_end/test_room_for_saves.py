@@ -120,8 +120,8 @@ def test_snapshots_in_memory_go_on_at_every_step_while_one_is_written(job: Job) 
 
 
 def test_old_steps_go_while_the_job_lives(job: Job) -> None:
-    keep = ckptlib.Keep(last=2, every=6, grace=timedelta(seconds=40))
-    options: dict[str, object] = {"every": 3, "keep": keep, "save_deadline": timedelta(seconds=20)}
+    keep = ckptlib.Keep(last=2, every=6, grace=timedelta(seconds=400))
+    options: dict[str, object] = {"every": 3, "keep": keep, "save_deadline": timedelta(seconds=150)}
     expected = {}
     with job.checkpointer(**options) as ckpt:
         for step in range(1, 16):
@@ -132,7 +132,7 @@ def test_old_steps_go_while_the_job_lives(job: Job) -> None:
     store = LocalStore(str(job.root))
     dropped = {key.split("/")[1].split("-")[0].lstrip("0") for key in all_keys(store) if key.startswith("trash/")}
     assert {"3", "9"} <= dropped
-    age(store, 60)
+    age(store, 600)
     with job.checkpointer(**options) as ckpt:
         assert ckpt.restore().step == 15
         for step in range(16, 19):

@@ -80,7 +80,8 @@ def damage(root: Path, prefix: str) -> None:
 
 def faulty(job: Job, plan: list[Mapping[str, object]]) -> str:
     path = job.root.parent / "plan.json"
-    path.write_text(json.dumps(plan))
+    path.with_suffix(".new").write_text(json.dumps(plan))
+    path.with_suffix(".new").rename(path)  # a process may be reading it
     return f"fault+file://{job.root}?plan={quote(str(path))}"
 
 

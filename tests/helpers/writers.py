@@ -63,7 +63,7 @@ def _state(pid: int) -> str:
     """As /proc has it; X: gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it went before the file was opened, or before it was read
         return "X"
 
 

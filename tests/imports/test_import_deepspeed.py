@@ -292,7 +292,7 @@ def test_tied_weights_that_no_file_tells_of(
     assert any("head.weight" in note and "--tie" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3", "zero3-universal"])
+@pytest.mark.parametrize("name", ["zero1", pytest.param("zero3", marks=pytest.mark.slow), "zero3-universal"])
 def test_any_byte_of_the_pickles(tmp_path: Path, name: str) -> None:
     """Whatever changes, it is an error of ckptlib's, or tensors of the same shapes."""
     rng = random.Random(name)

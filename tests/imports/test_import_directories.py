@@ -96,14 +96,18 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     save_file({f"w{i}": torch.randn(1024, 1024) for i in range(16)}, tmp_path / "big.safetensors")
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    command = [sys.executable, "-m", "ckptlib.cli", "import", str(tmp_path / "big.safetensors"), str(tmp_path / "root")]
+    plan, source = tmp_path / "plan.json", str(tmp_path / "big.safetensors")
+    plan.write_text(json.dumps([{"op": "put", "key": "^steps/", "action": "hold"}]))  # so that it is never too late
+    root = f"fault+file://{tmp_path}/root?plan={plan}"
+    command = [sys.executable, "-m", "ckptlib.cli", "import", source, root]
     process = subprocess.Popen([*command, "--scratch", str(scratch)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     while not list(scratch.iterdir()) and process.poll() is None:
         time.sleep(0.001)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=150)
     assert process.returncode == -signal.SIGKILL
-    assert [info.step for info in ckptlib.checkpoints(tmp_path / "root")] in ([], [0])
+    plan.unlink()
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "root")] == []
     done = subprocess.run([*command, "--scratch", str(scratch), "--json"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tensors"] == 16

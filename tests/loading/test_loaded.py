@@ -93,7 +93,7 @@ def test_training_that_goes_back_leaves_the_later_steps(root: Root, kind: str) -
     assert steps(root) == [1, 4, 5]
 
 
-@pytest.mark.parametrize("kind", ["tensors", "modules", "object"])
+@pytest.mark.parametrize("kind", ["tensors", pytest.param("modules", marks=pytest.mark.slow), "object"])
 def test_to_evaluate_an_older_step_changes_no_history(root: Root, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     state, train = training(kind)
     for step in (1, 2, 3):

@@ -97,7 +97,7 @@ def test_faults_at_random(make: Any, hosts: str, count: int, link: str) -> None:
     """
     chance = random.Random(f"{hosts} {count}")
     cluster = make(every=7, link_codec=link)
-    newest, lost_since = 0, set[str]()
+    newest, reached, lost_since = 0, 0, set[str]()
     for _ in range(count):
         drags = [chance.choice((0, 0.01, 0.03)) for _ in hosts]  # a transfer takes as long as some steps
         cluster.start(hosts, total=10**6, settle=False, drags=drags, patient=chance.random() < 0.5)
@@ -119,6 +119,7 @@ def test_faults_at_random(make: Any, hosts: str, count: int, link: str) -> None:
             cluster.kill([chance.choice(cluster.jobs)])
             assert {job.join() for job in cluster.jobs} == {-signal.SIGKILL, 1}, cluster.story()
         told = [line for job in cluster.jobs for line in job.told()]
+        reached = max([reached, *(line["step"] for line in told if line["what"] == "step")])
         held = max((line["held_by_all"] for line in told if line["what"] == "step"), default=-1)
         restored = max((line["step"] for line in told if line["what"] == "restored"), default=-1)
         if held >= 0:
@@ -128,6 +129,6 @@ def test_faults_at_random(make: Any, hosts: str, count: int, link: str) -> None:
         if lost is not None:
             lost_since.add(lost)
         newest = max(newest, cluster.newest_committed())
-    cluster.start(hosts, total=newest + 30)
-    assert newest <= min(cluster.restored())[0], cluster.story()
+    cluster.start(hosts, total=reached + 30)  # memory may have more than what the ranks knew to be safe
+    assert newest <= min(cluster.restored())[0] <= reached + 30, cluster.story()
     cluster.finish()

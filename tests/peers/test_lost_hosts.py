@@ -15,7 +15,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("hosts", "kind"),
     [
-        ("AB", "fsdp"),
+        pytest.param("AB", "fsdp", marks=slow),
         ("AABB", "fsdp"),
         ("ABC", "ddp"),
         pytest.param("AAB", "fsdp", marks=slow),

@@ -39,8 +39,12 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[bytes] = []
         self.failed = threading.Event()
+        self.free = threading.Event()
+        """Nothing is sent before it is set."""
+        self.free.set()
 
     def send(self, to: int, buffer: memoryview, tag: int) -> None:
+        assert self.free.wait(150)
         self.sent.append(bytes(buffer))
 
     def recv(self, frm: int, buffer: memoryview, tag: int) -> None:
@@ -125,8 +129,10 @@ def test_a_base_is_in_use_while_something_is_sent(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "optimizer")
     slot = held(bench, 6)
     assert bench.replicator.bases == []
+    bench.wire.free.clear()
     fate = bench.begin([])
     assert bench.replicator.bases == [slot]
+    bench.wire.free.set()
     until(lambda: fate.settled and bench.replicator.calm)
     assert bench.replicator.bases == []
     seal(bench.staging)

@@ -52,7 +52,7 @@ WORKERS = [
     pytest.param({}, id="no-workers"),
     pytest.param({"num_workers": 2, "prefetch_factor": 3}, id="fork"),
     pytest.param({"num_workers": 2, "persistent_workers": True}, id="persistent"),
-    pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, id="spawn"),
+    pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, id="spawn", marks=pytest.mark.slow),
 ]
 
 

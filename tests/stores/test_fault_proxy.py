@@ -17,7 +17,9 @@ from ckptlib.testing import FaultProxy
 
 BODY = os.urandom(300_000)
 WAIT_S = 0.5
-"""Without a byte: nothing comes."""
+"""Without a byte, when all is done that is to be done: nothing comes."""
+
+PATIENCE_S = 150.0
 GET = b"GET /b/k HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
@@ -44,20 +46,23 @@ def soon(true: Callable[[], object]) -> bool:
     return True
 
 
-def put_and_see(proxy: FaultProxy, body: bytes = BODY, patience_s: float = 20) -> tuple[bytes, str]:
-    """What comes after a put of /b/new, and how the connection ends."""
+def put_and_see(
+    proxy: FaultProxy, body: bytes = BODY, waits_for: Callable[[], object] | None = None
+) -> tuple[bytes, str]:
+    """What comes after a put of /b/new, and how the connection ends; or that nothing comes when something is true."""
     with raw_connection(proxy.url) as connection:
         try:
             connection.sendall(put_head("/b/new", len(body)) + body)
         except (ConnectionResetError, BrokenPipeError):
             return b"", "reset"
-        return all_until_the_end(connection, patience_s)
+        assert waits_for is None or soon(waits_for)
+        return all_until_the_end(connection, PATIENCE_S if waits_for is None else WAIT_S)
 
 
-def get_and_see(proxy: FaultProxy, patience_s: float = 20) -> tuple[bytes, str]:
+def get_and_see(proxy: FaultProxy) -> tuple[bytes, str]:
     with raw_connection(proxy.url) as connection:
         connection.sendall(GET)
-        return all_until_the_end(connection, patience_s)
+        return all_until_the_end(connection, PATIENCE_S)
 
 
 # -- on the way up
@@ -81,9 +86,10 @@ def test_stall_up_for_ever(server: TinyServer, proxy: FaultProxy) -> None:
     proxy.rules([{"fault": "stall_up", "after": 1000}])
     with raw_connection(proxy.url) as connection:
         connection.sendall(put_head("/b/new", 1 << 40))
-        connection.settimeout(0.5)
+        connection.settimeout(WAIT_S)
         with pytest.raises(TimeoutError):
             connection.sendall(bytes(64 << 20))  # more than the buffers between here and there hold
+        assert soon(lambda: proxy.requests and proxy.requests[0].nbytes_up)
         (request,) = proxy.requests
         assert (request.seconds, request.nbytes_up, request.fault) == (None, 1000, "stall_up")
     assert soon(lambda: server.partial)
@@ -126,7 +132,7 @@ def test_a_fault_of_the_body_meets_longer_bodies_only(server: TinyServer, proxy:
 
 def test_blackhole(server: TinyServer, proxy: FaultProxy) -> None:
     proxy.rules([{"match": "^PutObject", "fault": "blackhole"}])
-    assert put_and_see(proxy, BODY[:64], WAIT_S) == (b"", "waits")
+    assert put_and_see(proxy, BODY[:64], lambda: proxy.requests and proxy.requests[0].fault) == (b"", "waits")
     assert server.seen == []
     assert soon(lambda: proxy.requests[0].seconds is not None)
     assert (proxy.requests[0].fault, proxy.requests[0].status) == ("blackhole", None)
@@ -136,6 +142,7 @@ def test_blackhole_gives_no_leave_to_send_the_body(server: TinyServer, proxy: Fa
     proxy.rules([{"fault": "blackhole"}])
     with raw_connection(proxy.url) as connection:
         connection.sendall(put_head("/b/new", 64, "Expect: 100-continue"))
+        assert soon(lambda: proxy.requests and proxy.requests[0].fault)
         assert all_until_the_end(connection, WAIT_S) == (b"", "waits")
     assert server.seen == []
 
@@ -184,7 +191,7 @@ def test_an_error_in_place_of_leave_to_send_the_body(server: TinyServer, proxy: 
 
 def test_hang_reply(server: TinyServer, proxy: FaultProxy) -> None:
     proxy.rules([{"match": "^PutObject", "fault": "hang_reply"}])
-    assert put_and_see(proxy, patience_s=WAIT_S) == (b"", "waits")
+    assert put_and_see(proxy, waits_for=lambda: proxy.requests and proxy.requests[0].status) == (b"", "waits")
     assert server.objects["/b/new"] == BODY
     assert (proxy.requests[0].fault, proxy.requests[0].status) == ("hang_reply", 200)
 
@@ -211,7 +218,15 @@ def test_lost_reply(server: TinyServer, proxy: FaultProxy) -> None:
 )
 def test_an_answer_that_stops(server: TinyServer, proxy: FaultProxy, fault: str, end: str) -> None:
     proxy.rules([{"match": "^GetObject", "fault": fault, "after": 1234}])
-    answer, how = get_and_see(proxy, WAIT_S if end == "waits" else 20)
+    with raw_connection(proxy.url) as connection:
+        connection.sendall(GET)
+        answer = b""
+        while len(body_of(answer)) < 1234:
+            piece = connection.recv(65536)
+            assert piece
+            answer += piece
+        more, how = all_until_the_end(connection, WAIT_S if end == "waits" else PATIENCE_S)
+    answer += more
     assert how == end
     assert body_of(answer) == BODY[:1234]
     assert f"Content-Length: {len(BODY)}".encode() in answer

@@ -145,6 +145,20 @@ def test_flip_and_stall(tmp_path: Path) -> None:
     assert store.get("a") == b"1224"
 
 
+def test_an_operation_is_held_until_the_plan_lets_it_go(tmp_path: Path) -> None:
+    store = faulty(tmp_path, {"op": "put", "key": "^a", "action": "hold"})
+    with ThreadPoolExecutor(1) as threads:
+        put = threads.submit(store.put, "a", b"1234")
+        while not (tmp_path / "plan.json.log").exists():
+            time.sleep(0.01)
+        store.put("b", b"")
+        assert not put.done()
+        assert keys(store) == ["b"]
+        faulty(tmp_path)
+        put.result(150)
+    assert keys(store) == ["a", "b"]
+
+
 @pytest.mark.parametrize(("action", "kept"), [("kill-before", []), ("kill-after", ["a"])])
 def test_kill_and_once(tmp_path: Path, action: str, kept: list[str]) -> None:
     store = faulty(tmp_path, {"op": "commit", "action": action, "once": True})

@@ -16,10 +16,16 @@ from helpers.certificates import self_signed
 from helpers.s3_bucket import at_most, scale_limits
 
 from ckptlib.errors import StoreDenied, StoreError
-from ckptlib.stores import Store, open_store
+from ckptlib.stores import Store, io_limits, open_store
 
-RETRY_S = 8.0
-AT_ONCE_S = 30.0
+IDLE_S = 60.0
+"""No request is sent again for its time: those that come are counted."""
+
+RETRY_S = 150.0
+SHORT_RETRY_S = 8.0
+"""Of what a client tries again."""
+
+AT_ONCE_S = 100.0
 """Less than it is tried again for; a client takes its time to start."""
 
 
@@ -69,7 +75,7 @@ def server() -> Iterator[Refusing]:
 def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "obstore":
         pytest.importorskip("obstore")
-    scale_limits(monkeypatch, retry_s=RETRY_S)
+    scale_limits(monkeypatch, idle_s=IDLE_S, retry_s=RETRY_S)
     return str(request.param)
 
 
@@ -121,7 +127,8 @@ def test_a_certificate_that_nobody_trusts(server: Refusing, client: str, tmp_pat
     assert server.num_asked == 0
 
 
-def test_tls_where_there_is_none(server: Refusing, client: str) -> None:
+def test_tls_where_there_is_none(server: Refusing, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_limits, "RETRY_S", SHORT_RETRY_S)
     with (
         opened(client, f"https://127.0.0.1:{server.server_port}") as store,
         pytest.raises(StoreError, match="TLS failed: check whether the endpoint_url wants http://"),

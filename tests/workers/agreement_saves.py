@@ -209,7 +209,7 @@ def alone(url: Path) -> None:
             with pytest.raises(AgreementFailed) as caught:
                 ckptlib.save(url, state, step, timeout=soon)
             assert f"rank(s) {others} did not come within 1 s" in str(caught.value), caught.value
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < PATIENCE_S / 2
         dist.barrier()
 
     call_alone(1, 1)

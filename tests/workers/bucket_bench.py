@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -94,9 +93,7 @@ class BucketBench:
     def kill(self) -> None:
         """Trainers and writers, as a host that loses its power."""
         for job in self.jobs:
-            for writer in crash_jobs.crash_oracle.writers_of(job.pid):
-                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-                    os.kill(writer, signal.SIGKILL)
+            job.kill_writers()
             job.kill()
             job.join()
             job.join_writers()

@@ -5,6 +5,7 @@ A job is a function of this file; it runs in a process of its own and tells what
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -79,6 +80,14 @@ class Job:
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
+    def kill_writers(self) -> list[int]:
+        """SIGKILL to those that it started. Returns their pids; one that ends by itself meanwhile is gone as well."""
+        found = crash_oracle.writers_of(self.pid)
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return found
+
     def join(self) -> int:
         """The exit status; -9 when it was killed."""
         self.process.join(WAIT_S)
@@ -98,9 +107,7 @@ def end_all(root: Path) -> None:
     for job in _started:
         job.process.kill()
         job.process.join()
-        for writer in crash_oracle.writers_of(job.pid):
-            os.kill(writer, signal.SIGCONT)
-            os.kill(writer, signal.SIGKILL)
+        job.kill_writers()  # also those that are stopped
     _started.clear()
     if (root / "ckptlib.json").exists():
         for path in crash_oracle.slots_of(root):

@@ -123,10 +123,10 @@ def absence() -> None:
 def at_length() -> None:
     """A rank that takes much longer than the others wait in a collective; then, one that fails after that."""
     dist.barrier()
-    group = group_of(None, timedelta(seconds=2))
+    group = group_of(None, timedelta(seconds=5))  # of each collective; a busy machine needs some of it
 
     def work() -> int:
-        time.sleep(3.0 if group.rank == 1 else 0.0)
+        time.sleep(6.0 if group.rank == 1 else 0.0)
         return group.rank
 
     def fail() -> None:

@@ -159,10 +159,7 @@ class Cluster:
     def kill_writers(self, hosts: Collection[str] | None = None) -> None:
         for job in self._all:
             if hosts is None or self._host_of[job.pid] in hosts:
-                killed = crash_oracle.writers_of(job.pid)
-                for pid in killed:
-                    os.kill(pid, signal.SIGKILL)
-                for pid in killed:
+                for pid in job.kill_writers():
                     wait_until(partial(_is_gone, pid), f"writer {pid} stays")
                 if not job.process.is_alive():  # else it starts another one
                     job.join_writers()
@@ -226,7 +223,8 @@ class Cluster:
         assert statuses == [0] * len(self.jobs), self.story()
         done = self.wait_for("done")
         expected = gold(self.directory, self.kind, len(self.jobs), self.own_data, done[0]["step"])
-        assert [line["digest"] for line in done] == expected
+        found = [line["digest"] for line in done]
+        assert found == expected, f"{found}, expected {expected}\n{self.story()}"
         self.assert_nothing_left()
 
     def assert_nothing_left(self) -> None:
@@ -326,7 +324,10 @@ def flip(path: Path, at: int) -> None:
 
 def num_open(pid: int) -> int:
     """Slots that a process has open."""
-    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    links = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.add(os.readlink(path))
     return len({link for link in links if link.endswith(".slot")})
 
 

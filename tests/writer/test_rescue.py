@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,11 +32,38 @@ from ckptlib.writer.rescue import rescue
 RANKS = 2
 
 
+class Clock:
+    """Each writer has its own, which only its sleeps move on; all writers that rescue sleep as often as each other.
+
+    So a writer that stands still is waited for, as one is whose work takes a small part of the time-out.
+    """
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+        self._meet = threading.Barrier(1)
+
+    def begin(self, num_writers: int) -> None:
+        self._meet = threading.Barrier(num_writers, timeout=150)
+
+    def end(self) -> None:
+        """Of a writer that raised: the others wait for it no more."""
+        self._meet.abort()
+
+    def monotonic(self) -> float:
+        return float(getattr(self._own, "now", 0.0))
+
+    def sleep(self, seconds: float) -> None:
+        self._own.now = self.monotonic() + seconds
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self._meet.wait()
+
+
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SHARES_TIMEOUT_S", 1.5)
-    monkeypatch.setattr(module, "COMMIT_TIMEOUT_S", 3.0)
-    monkeypatch.setattr(module, "POLL_S", 0.05)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
+    monkeypatch.setattr(module, "COMMIT_TIMEOUT_S", 0.0)  # whoever commits has put all that it waits for
+    return clock
 
 
 def tensors(step: int) -> dict[str, np.ndarray]:
@@ -71,8 +101,8 @@ def slot_of(
 class Job:
     """A root, and the slots on the hosts of two ranks, each of which holds replicas of the other."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, clock: Clock) -> None:
+        self.directory, self._clock = directory, clock
         self.catalog = Catalog(LocalStore(str(directory / "root")))
         make_root(self.catalog.store)
         self.generation = make_generation(self.catalog)
@@ -96,9 +126,11 @@ class Job:
                     persister = Persister(store, executor, rank, RANKS, 1e9)
                     rescue(self.hosts[rank], known[rank], rank, persister, Committer(Catalog(store)))
             except Exception as error:
+                self._clock.end()
                 return error
             return None
 
+        self._clock.begin(len(known))
         with ThreadPoolExecutor(RANKS) as executor:
             return list(executor.map(run, sorted(known)))
 
@@ -110,8 +142,8 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return Job(tmp_path)
+def job(tmp_path: Path, clock: Clock) -> Job:
+    return Job(tmp_path, clock)
 
 
 @pytest.mark.parametrize("writers", [(0, 1), (0,), (1,)], ids=str)
