@@ -16,7 +16,7 @@ from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Generation
 from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.generation import GenerationRecord
-from ckptlib.writer.known_origin import KnownOrigin
+from ckptlib.writer.known_origin import KnownOrigin, borrowed
 from ckptlib.writer.trainer import Trainer
 from ckptlib.writer.watchdog import Watchdog
 
@@ -47,8 +47,7 @@ class Beginning:
         """
         record = Generation.decode(message["record"].encode(), "the trainer's order")
         if record.resumed_from is not None:
-            known = message.get("known")
-            self._go_on_from(record.resumed_from, None if known is None else KnownOrigin.of_message(known))
+            self._go_on_from(record.resumed_from, borrowed(message.get("known")))
         if rank != 0:
             return None
         step, again = int(message["step"]), message.get("again", False)

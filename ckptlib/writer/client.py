@@ -17,7 +17,7 @@ from ckptlib.format.keys import SaveId
 from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.writer import logfile
 from ckptlib.writer.channel import Channel, Message
-from ckptlib.writer.known_origin import KnownOrigin
+from ckptlib.writer.known_origin import KnownOrigin, Lent
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,8 @@ class Writer:
         self._held: SaveId | None = None
         self._whole: tuple[SaveId, int] | None = None
         self._begun: Message | None = None
+        self._lent: Lent | None = None
+        """To the first writer: what is known of the step that the job restored. Closed once a save is put."""
         self.waiting: Message | None = None
         """The wait that the writer reported: the request, the save, since when."""
         self._deaths = 0
@@ -146,7 +148,8 @@ class Writer:
                 "is_new": is_new,
             }
             self._begun = {**order, "now": False}
-            told = None if known is None else known.to_message()
+            self._lent = None if known is None else Lent(known)
+            told = None if self._lent is None else self._lent.path
             self._channel.send({**self._begun, "now": now, "known": told})
 
     def expect(self, save: SaveId, drains: bool = True) -> None:
@@ -221,6 +224,7 @@ class Writer:
             self._open.pop(_OrderKey(save, elsewhere=True), None)
             return
         self._deaths = 0
+        self._take_back()
         key = _OrderKey(save, elsewhere=False)
         if kind == "released" and event["error"] is None and self._setup.get("local") is not None:
             if self._open.pop(key, {}).get("drains"):
@@ -288,8 +292,14 @@ class Writer:
         self._channel.close()
         self._let_go()
 
+    def _take_back(self) -> None:
+        if self._lent is not None:
+            self._lent.close()
+            self._lent = None
+
     def _let_go(self) -> None:
         """From here on the writer counts as left to itself."""
+        self._take_back()
         if self._unread is not None:
             self._unread.close()
 

@@ -6,12 +6,20 @@ It says nothing of whether the step is still there: that is asked as a parent is
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 from dataclasses import dataclass
+from pathlib import Path
+
+from typing_extensions import Self
 
 from ckptlib.errors import FormatError
 from ckptlib.format.keys import PartName, SaveId, parse_part_key, parse_save
 from ckptlib.format.manifest import Manifest
 from ckptlib.writer.channel import Message
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,43 @@ class KnownOrigin:
         if self.manifest is None:
             return None
         return Manifest.decode(self.save, self.manifest, f"{self.save.manifest_key}, as the trainer read it")
+
+
+class Lent:
+    """What is known, where the writer of this process reads it: a part may have megabytes, and the trainer waits for
+    nobody to take them off its hands, as it would at a full socket."""
+
+    def __init__(self, known: KnownOrigin) -> None:
+        self._fd = os.memfd_create("ckptlib-known")
+        try:
+            with open(self._fd, "wb", closefd=False) as file:
+                file.write(json.dumps(known.to_message()).encode())
+        except BaseException:
+            self.close()
+            raise
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *rest: object) -> None:
+        self.close()
+
+
+def borrowed(path: str | None) -> KnownOrigin | None:
+    """What a trainer has lent; None where it is gone, or cannot be read: then the store is asked."""
+    if path is None:
+        return None
+    try:
+        return KnownOrigin.of_message(json.loads(Path(path).read_bytes()))
+    except (OSError, ValueError, TypeError, KeyError, FormatError) as error:
+        log.warning("what the trainer knows of the step it restored cannot be read: %s", error)
+        return None
 
 
 def _name(key: str) -> PartName:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from helpers.actors import no_chance
 from helpers.small_job import SmallJob
 
 from ckptlib.errors import CorruptData, FormatError
-from ckptlib.writer.known_origin import KnownOrigin
+from ckptlib.format.part import Part
+from ckptlib.writer.channel import Channel
+from ckptlib.writer.known_origin import KnownOrigin, Lent, borrowed
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +45,37 @@ def test_the_manifest_is_the_one_of_the_step(known: KnownOrigin) -> None:
 def test_a_name_that_is_none(known: KnownOrigin) -> None:
     with pytest.raises(FormatError, match="is no part"):
         KnownOrigin.of_message({**known.to_message(), "part": ["parts/x", "{}"]})
+
+
+def test_lent_and_taken_back(known: KnownOrigin) -> None:
+    with Lent(known) as lent:
+        assert borrowed(lent.path) == known
+        command = "import sys; from ckptlib.writer.known_origin import borrowed; print(borrowed(sys.argv[1]).save)"
+        done = subprocess.run([sys.executable, "-c", command, lent.path], capture_output=True, text=True, check=True)
+        assert done.stdout == f"{known.save}\n", "by another process"
+    assert borrowed(lent.path) is None
+    assert borrowed(None) is None
+
+
+def test_one_that_is_torn(tmp_path: Path, known: KnownOrigin) -> None:
+    text = json.dumps(known.to_message())
+    for n, torn in enumerate(("", text[: len(text) // 2], "[]", "{}", text.replace("packs/", "parts/"))):
+        (tmp_path / str(n)).write_text(torn)
+    assert [borrowed(str(tmp_path / str(n))) for n in range(4)] == [None] * 4
+    other = borrowed(str(tmp_path / "4"))
+    assert other is not None
+    assert other.part is not None
+    assert known.part is not None
+    with pytest.raises(CorruptData):
+        Part.decode(other.part.name, other.part.document)
+
+
+def test_a_large_one_holds_nobody_up(known: KnownOrigin) -> None:
+    """A writer that reads nothing: what the trainer tells it is no more than a socket takes."""
+    assert known.part is not None
+    large = replace(known, part=replace(known.part, document=b" " * (8 << 20)))
+    ours, theirs = socket.socketpair()
+    with Lent(large) as lent, ours, theirs:
+        Channel(ours).send({"op": "begin", "known": lent.path})
+        (told,) = Channel(theirs).receive(150)
+        assert borrowed(told["known"]) == large
