@@ -28,7 +28,7 @@ from ckptlib.adapters.lightning_callback import CkptlibCallback as CkptlibCallba
 from ckptlib.adapters.plain_tree import PlainTree
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import drop, sweep
-from ckptlib.errors import CheckpointNotFound, CkptError, FormatError, SaveFailed
+from ckptlib.errors import CkptError, FormatError, SaveFailed
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.jobs import JobFutures, at_exit
 from ckptlib.policy.codec import AUTO, Asked
@@ -117,7 +117,8 @@ class CkptlibCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """`weights_only` makes no difference: nothing is ever unpickled.
 
-        Raises CheckpointNotFound, FormatError for a file of another kind, CorruptData.
+        Raises FileNotFoundError, CheckpointNotFound where the step that it names is gone, FormatError for a file of
+        another kind, CorruptData.
         """
         where = str(path)
         self._finish(where)
@@ -233,10 +234,6 @@ def _moved(node: Any, location: Any) -> Any:
     return type(node)(_moved(value, location) for value in node) if type(node) in (list, tuple) else node
 
 
-class FileMissing(CheckpointNotFound, FileNotFoundError):
-    """There is no such file; of the class that Lightning's own plugin raises as well."""
-
-
 def _root_of(where: str) -> str:
     scheme, found, rest = where.rpartition("://")
     return f"{scheme}{found}{PurePosixPath(rest).parent / ROOT}"
@@ -246,7 +243,7 @@ def _save_at(where: str) -> SaveId:
     """The step that a file names."""
     fs = get_filesystem(where)
     if not fs.exists(where):
-        raise FileMissing(f"Checkpoint file not found: {where}")
+        raise FileNotFoundError(f"Checkpoint file not found: {where}")  # as Lightning's own plugin does
     with fs.open(where, "rb") as file:
         data = file.read(MOST)
     try:

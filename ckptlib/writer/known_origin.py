@@ -100,8 +100,12 @@ def borrowed(path: str | None) -> KnownOrigin | None:
     if path is None:
         return None
     try:
-        return KnownOrigin.of_message(json.loads(Path(path).read_bytes()))
-    except (OSError, ValueError, TypeError, KeyError, FormatError) as error:
+        data = Path(path).read_bytes()
+    except OSError:  # the trainer is gone
+        return None
+    try:
+        return KnownOrigin.of_message(json.loads(data))
+    except (ValueError, TypeError, KeyError, FormatError) as error:
         log.warning("what the trainer knows of the step it restored cannot be read: %s", error)
         return None
 
