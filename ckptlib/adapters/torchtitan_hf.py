@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ckptlib.errors import CheckpointNotFound, StateMismatch
+from ckptlib.errors import CheckpointNotFound, CorruptData, StateMismatch
 from ckptlib.exporting.outputs import PARTIAL
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together, together_at_length
@@ -32,8 +33,8 @@ SHARDED = "sharded"
 def read_hf(group: Group, parts: Sequence[nn.Module], adapter: Any, path: str, *, quantized: bool) -> None:
     """Fills the model's parts from a directory of safetensors. Collective.
 
-    Raises CheckpointNotFound where there is none, StateMismatch where a parameter is not in it, and what DCP raises of
-    damaged files; then the model is undefined.
+    Raises CheckpointNotFound where there is none, StateMismatch where a parameter is not in it, CorruptData for what
+    DCP cannot read; then the model is undefined.
     """
 
     def look() -> None:
@@ -42,7 +43,10 @@ def read_hf(group: Group, parts: Sequence[nn.Module], adapter: Any, path: str, *
 
     together(group, f"looking for a model in {path}", look)
     theirs = adapter.to_hf(state_of(parts))
-    load(theirs, storage_reader=adapter.get_hf_storage_reader(path, quantized))
+    try:
+        load(theirs, storage_reader=adapter.get_hf_storage_reader(path, quantized))
+    except (Exception, CheckpointException) as error:  # DCP raises it on all ranks, without the path
+        raise CorruptData(f"{path} cannot be read as a model of Hugging Face: {error}") from error
     state = adapter.from_hf(theirs)
     together(group, f"loading the model of {path}", lambda: _fill(parts, state, path))
 
