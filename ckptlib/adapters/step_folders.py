@@ -216,11 +216,11 @@ class StepFolders:
     def _give_name(self, name: str, save: SaveId) -> Path:
         draft, folder = self._draft_of(name, save), self._directory / name
         for path in [*draft.rglob("*"), draft]:
-            _flush(path)
+            flush(path)
         if folder.exists():
             shutil.rmtree(folder)
         draft.rename(folder)
-        _flush(self._directory)
+        flush(self._directory)
         replaced = self._named.get(folder)
         self._named[folder] = save
         if replaced is not None:
@@ -282,7 +282,7 @@ def _readable(directory: Path) -> Iterator[tuple[Path, SaveId]]:
                 yield folder, save
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

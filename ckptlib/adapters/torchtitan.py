@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from typing_extensions import override
 from ckptlib import api
 from ckptlib.adapters.torchtitan_hf import read_hf, state_of, write_hf
 from ckptlib.checkpointer import Checkpointer
-from ckptlib.errors import CheckpointNotFound, Preempted
+from ckptlib.errors import CheckpointNotFound, Preempted, UnsupportedState
 from ckptlib.exporting.asked import Export
 from ckptlib.imports.beginning import Init
 from ckptlib.policy.keep import Keep
 from ckptlib.policy.when import First, Policy, Steps
 from ckptlib.saving.registry import registry
+from ckptlib.state.made_tensors import made_in
 
 FINAL = "final-step-{step}"
 """Beside the root: the model of the last step, for torch.distributed.checkpoint or transformers."""
@@ -204,8 +206,16 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
 
 
 def _model(parts: Sequence[nn.Module]) -> nn.Module | Mapping[str, Any]:
-    """Of pipeline stages, which name their layers apart, one state."""
-    return parts[0] if len(parts) == 1 else state_of(parts)
+    """Of pipeline stages, which name their layers apart, one state. Raises UnsupportedState for what hooks make there:
+    that would be saved as it is now, at every step."""
+    if len(parts) == 1:
+        return parts[0]
+    for name in chain.from_iterable(made_in(part, part.state_dict(keep_vars=True), MODEL) for part in parts):
+        raise UnsupportedState(
+            f"{MODEL}/{name}: hooks of state_dict() make it, which is supported for one model part, and this rank has "
+            f"{len(parts)} pipeline stages; build the model without fused weights"
+        )
+    return state_of(parts)
 
 
 def _each(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]:

@@ -5,7 +5,6 @@ differ, torch's DCP reads and writes the files: safetensors, no pickle.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ckptlib.errors import CheckpointNotFound, CorruptData, StateMismatch
+from ckptlib.adapters.step_folders import flush
+from ckptlib.errors import CheckpointNotFound, CorruptData, StateMismatch, StoreError
 from ckptlib.exporting.outputs import PARTIAL
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together, together_at_length
@@ -65,7 +65,7 @@ def write_hf(group: Group, parts: Sequence[nn.Module], adapter: Any, out: Path, 
     """The model as safetensors with an index, durable when this returns. Collective.
 
     The directory has its name once it is whole; one of that name is replaced, since a run that was killed behind this
-    comes here again. Raises NoRoom, StoreError, and what DCP raises where a rank fails.
+    comes here again. Raises on all ranks where one fails: StoreError from DCP, else OSError on rank 0.
     """
     nonce = group.broadcast(secrets.token_hex(4).encode() if group.rank == 0 else None).decode()
     draft = out.with_name(f".{out.name}.{nonce}{PARTIAL}")
@@ -79,7 +79,10 @@ def write_hf(group: Group, parts: Sequence[nn.Module], adapter: Any, out: Path, 
             save_distributed=True,
             enable_consolidation=True,
         )
-        save(theirs, storage_writer=writer)
+        try:
+            save(theirs, storage_writer=writer)
+        except (Exception, CheckpointException) as error:  # as in `read_hf`
+            raise StoreError(f"{out}: the model cannot be written: {error}") from error
         on_first(group, f"writing {out}", lambda: _publish(draft, out))
     finally:
         if group.rank == 0:
@@ -108,18 +111,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _publish(draft: Path, out: Path) -> None:
     shutil.rmtree(draft / SHARDED)
     for path in [*draft.iterdir(), draft]:
-        _flush(path)
+        flush(path)
     old = draft.with_name(draft.name + ".old")
     if out.exists():
         out.rename(old)
     draft.rename(out)
-    _flush(out.parent)
+    flush(out.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -68,9 +68,9 @@ def put_back(module: nn.Module, filled: Mapping[str, torch.Tensor]) -> None:
     Collective where the hooks are. Raises StateMismatch where `state_dict()` gives something else then.
     """
     with torch.no_grad():
-        names = {key: canonical(module, key) for key in module.state_dict(keep_vars=True)}
-        state = {key: filled.get(names[key], value) for key, value in module.state_dict(keep_vars=True).items()}
-        module.load_state_dict(state, strict=False)
+        before = module.state_dict(keep_vars=True)
+        names = {key: canonical(module, key) for key in before}
+        module.load_state_dict({key: filled.get(names[key], value) for key, value in before.items()}, strict=False)
         for key, value in module.state_dict(keep_vars=True).items():
             wanted = filled.get(names.get(key, key))
             if wanted is not None and not _equal(wanted, value):

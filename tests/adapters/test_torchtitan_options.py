@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ckptlib
-from ckptlib.errors import CheckpointNotFound
+from ckptlib.errors import CheckpointNotFound, UnsupportedState
 
 pytest.importorskip("torchtitan", reason="brings dozens of packages")
 
@@ -203,3 +203,21 @@ def test_create_seed_checkpoint(tmp_path: Path) -> None:
     run = Run(tmp_path, 7.0, exclude_from_loading=["optimizer", "lr_scheduler", "train_state"])
     assert run.model.weight.eq(3).all()
     run.manager.close()
+
+
+def test_fused_weights_in_several_stages_are_refused() -> None:
+    """Their parts are made anew at each look: one state of all stages would keep those of the first one."""
+    from ckptlib.adapters.torchtitan import _model
+
+    def split(module: Model, state: dict[str, torch.Tensor], prefix: str, local: object) -> None:
+        state[f"{prefix}part"] = state.pop(f"{prefix}weight")[:1].clone()
+
+    def join(module: Model, state: dict[str, torch.Tensor], prefix: str, *rest: object) -> None:
+        state[f"{prefix}weight"] = state.pop(f"{prefix}part").expand(3, 4)
+
+    fused = Model(1.0)
+    fused.register_state_dict_post_hook(split)
+    fused.register_load_state_dict_pre_hook(join)
+    assert _model([fused]) is fused
+    with pytest.raises(UnsupportedState, match=r"model/part.*2 pipeline stages"):
+        _model([Model(2.0), fused])
