@@ -8,7 +8,14 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.format.layout import Layout
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
-from ckptlib.stores.io_limits import IoLimits
+from ckptlib.stores.io_limits import RUN_BYTES, IoLimits
+
+NEAR = IoLimits()
+"""Of local stores."""
+
+FAR = IoLimits(direct_from=RUN_BYTES // 2, reads=2)
+"""Of remote stores: a request costs tens of milliseconds, in which a connection brings some megabytes, so tensors of a
+few megabytes come several at a time, which costs a copy of them."""
 
 
 class Committed:
@@ -20,7 +27,7 @@ class Committed:
         self.save = manifest.save
         self.world_size, self.layouts = manifest.world_size, manifest.layouts
         self.where, self.in_memory = catalog.store.url, False
-        self.limits = IoLimits(reads=1 if catalog.store.is_local else 2)
+        self.limits = NEAR if catalog.store.is_local else FAR
 
     def layout(self, digest: str) -> Layout:
         return self._catalog.layout(digest)

@@ -149,7 +149,7 @@ def test_a_buffer_is_filled_again_too_early(root: Root, monkeypatch: pytest.Monk
         return found
 
     monkeypatch.setattr(Landing, "buffer", hasty)
-    monkeypatch.setattr(committed, "IoLimits", lambda reads: IoLimits(most=1 << 18))
+    monkeypatch.setattr(committed, "NEAR", IoLimits(most=1 << 18))
     assert any(load(root, monkeypatch, seed) for seed in range(10))
 
 

@@ -58,8 +58,9 @@ def want(name: str, array: np.ndarray | torch.Tensor, box: Box | None = None) ->
     return Want(name, ((Box.whole(tuple(tensor.shape)) if box is None else box, tensor),))
 
 
-def saved(path: Path, tensors: Mapping[str, np.ndarray], world_size: int = 1) -> Reader:
+def saved(path: Path, tensors: Mapping[str, np.ndarray], world_size: int = 1, is_local: bool = True) -> Reader:
     store = CountingStore(str(path))
+    store.is_local = is_local
     catalog = make_root(store)
     save = make_save(catalog, make_generation(catalog), 1, tensors, world_size)
     return Reader(Committed(catalog, catalog.manifest(save)), 0)
@@ -258,6 +259,17 @@ def test_tensors_come_one_by_one_or_several_at_a_time_as_the_source_likes_them(
         apart = np.zeros((len(tensors), 4 << 20), dtype=np.uint8)
         reader.read([want(name, apart[i, : 3 << 20]) for i, name in enumerate(tensors)], nothing)
         assert all((apart[i, : 3 << 20] == i).all() for i in range(len(tensors)))
+        assert len(requests(reader)) == few
+
+
+def test_tensors_of_megabytes_come_from_afar_several_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"t{i}": np.full(3 << 20, i, dtype=np.uint8) for i in range(10)}
+    tensors["large"] = np.full(12 << 20, 10, dtype=np.uint8)
+    for is_local, few in ((True, 11), (False, 3)):
+        reader = saved(tmp_path / str(few), tensors, is_local=is_local)
+        found = {name: np.zeros_like(array) for name, array in tensors.items()}
+        reader.read([want(name, array) for name, array in found.items()], nothing)
+        assert all((found[name] == array).all() for name, array in tensors.items())
         assert len(requests(reader)) == few
 
 
