@@ -13,14 +13,12 @@ from pathlib import Path
 from ckptlib.errors import CkptError, describe
 from ckptlib.exporting.asked import order_of
 from ckptlib.exporting.export import export_opened
+from ckptlib.priority import give_way
 from ckptlib.reading.opened import open
-
-NICE = 10
-"""Training on the same host goes first."""
 
 
 def main() -> None:
-    os.nice(NICE)
+    give_way()
     order = json.load(sys.stdin)
     try:
         with open(order["url"], order["step"], "numpy", storage_options=order["storage_options"]) as opened:

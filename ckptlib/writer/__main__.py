@@ -6,14 +6,10 @@ the next job that there may be orders yet to read.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import sys
 from pathlib import Path
-
-NICENESS = 10
-"""Training comes first wherever both want a core."""
 
 LEFT_TO_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Slurm, for one, sends them to every process of a job. They are for the trainer, which may save once more and leave at
@@ -22,7 +18,11 @@ once: then nobody but this process can finish the step. It ends by itself, when 
 if __name__ == "__main__":
     for number in LEFT_TO_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
-    os.nice(NICENESS)  # before the imports: they take 0.3 s of a core while the training starts, or restores
+
+from ckptlib.priority import give_way  # noqa: E402
+
+if __name__ == "__main__":
+    give_way()  # before the other imports: they take 0.3 s of a core while the training starts, or restores
 
 from ckptlib.writer import late_numpy  # noqa: E402
 

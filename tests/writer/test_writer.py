@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,6 +65,49 @@ def test_gives_way_before_it_imports_anything() -> None:
     found = subprocess.run([sys.executable, "-c", _EARLY], capture_output=True, text=True, timeout=150)
     assert found.stdout == "10 False False\n"
     assert "IndexError" in found.stderr, "it has no socket to listen to"
+
+
+_SESSION = Path("/proc/self/autogroup")
+_NICE_SESSION = """
+import os, pathlib, time
+from ckptlib.priority import give_way
+session = pathlib.Path("/proc/self/autogroup")
+before = session.read_text()
+give_way()
+for _ in range(400 if os.getsid(0) == os.getpid() else 10):
+    if session.read_text() != before:
+        break
+    time.sleep(0.1)
+print(os.nice(0), session.read_text().split()[-1])
+"""
+sessions_share_the_cpu = pytest.mark.skipif(
+    not (_SESSION.exists() and _SESSION.read_text()), reason="this kernel does not divide the CPU between sessions"
+)
+
+
+@sessions_share_the_cpu
+def test_its_session_gives_way_too(bench: Bench) -> None:
+    """Where the kernel divides the CPU between sessions first, the niceness of a process alone does nothing."""
+    writer = bench.writer()
+    hear(writer, "ready")
+    assert Path(f"/proc/{writer.pid}/autogroup").read_text().split()[-1] == "10"
+
+
+@sessions_share_the_cpu
+def test_the_session_of_whoever_started_it_keeps_its_priority() -> None:
+    before = _SESSION.read_text()
+    found = subprocess.run([sys.executable, "-c", _NICE_SESSION], capture_output=True, text=True, timeout=150)
+    assert found.stdout == f"{10 + os.nice(0)} {before.split()[-1]}\n", found.stderr
+    assert _SESSION.read_text() == before
+
+
+@sessions_share_the_cpu
+@pytest.mark.skipif(shutil.which("setpriv") is None or os.geteuid() != 0, reason="takes capabilities away")
+def test_sessions_give_way_where_the_kernel_takes_one_change_at_a_time() -> None:
+    """Without CAP_SYS_ADMIN it refuses a second change within 0.1 s, and the writers of a host start together."""
+    command = ["setpriv", "--bounding-set=-sys_admin", sys.executable, "-c", _NICE_SESSION]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) for _ in range(6)]
+    assert [process.communicate(timeout=150)[0] for process in started] == [f"{10 + os.nice(0)} 10\n"] * 6
 
 
 def test_numpy_comes_with_the_first_order(bench: Bench) -> None:
