@@ -134,6 +134,8 @@ class Coder:
         """The first chunk pays for memory that is kept, and tells little of those to come."""
         self._busy_until = 0.0
         """Up to then the time of the encoder is accounted for; by the monotonic clock."""
+        self.samples = False
+        """Whether there are samples among the chunks that `candidates` gave last."""
         self._plans: list[_Plan | None] = []
         """By chunk. None: it is stored as it is."""
         self._patches: Patches | None = None
@@ -157,6 +159,7 @@ class Coder:
 
     def candidates(self, snapshot: Snapshot, chunks: Sequence[int]) -> tuple[list[int], list[int]]:
         """The chunks that a codec is to be tried on, and those that are stored as they are; both ascending."""
+        self.samples = False
         if not self.encodes:
             return [], [*chunks]
         if self._table is not snapshot.table:
@@ -191,6 +194,7 @@ class Coder:
                 return ()
             learned.pause = min(2 * learned.pause, SAMPLED_EVERY)
         learned.num_skipped = 0
+        self.samples = True
         return chunks[:: -(-len(chunks) // SAMPLES)]
 
     def encode(

@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 
 from typing_extensions import Buffer
@@ -113,8 +113,8 @@ class Persister:
         checked = self._executor.submit(check_body, slot, snapshot, chunks=increment.written)
         try:
             put = [
-                *self._put(slot, snapshot, attempt, increment.changed, parent, refused, carried=False),
-                *self._put(slot, snapshot, attempt, increment.carried, None, refused, carried=True),
+                *self._put(slot, snapshot, attempt, increment.changed, parent, refused, checked, carried=False),
+                *self._put(slot, snapshot, attempt, increment.carried, None, refused, checked, carried=True),
             ]
         finally:
             damage = checked.exception()
@@ -199,6 +199,7 @@ class Persister:
         chunks: tuple[int, ...],
         parent: Part | None,
         refused: Set[int],
+        checked: Future[None],
         carried: bool,
     ) -> list[PutChunks]:
         """Puts chunks: as frames where that is wanted and pays, else as they are. Those `refused` are not patched."""
@@ -206,6 +207,8 @@ class Persister:
             self._packer = Packer(snapshot.table, snapshot.layout, self._pack_nbytes)
         keys = (snapshot.header.save.pack_key(snapshot.header.rank, attempt, n, carried) for n in itertools.count())
         coded, raw = self._coder.candidates(snapshot, chunks)
+        if self._coder.samples:  # beside the check they took three times as long as the chunks of a whole save
+            wait([checked])
         with closing(self._coder.encode(slot.body, snapshot, coded, parent, refused)) as encoding:
             if self._store.late_nbytes > FRAMES_BYTES:
                 put, more = self._put_stream(snapshot, self._packer, keys, coded, encoding)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.persists import Arrays, OneRank, codecs_of, snapshot_of
 from helpers.watched_planes import MIB, Watched, mib
+from helpers.writers import WAIT_S
 
 from ckptlib.policy.codec import CodecRules
+from ckptlib.slots.snapshot import check_body
 from ckptlib.stores import open_store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
+from ckptlib.writer import persist
 from ckptlib.writer.coder import SAMPLED_EVERY, SAMPLES, Coder
 
 
@@ -136,6 +140,30 @@ def test_an_encoder_that_waits_for_a_core_counts_as_slow(tmp_path: Path, planes:
     """On a host that is busy it is not what it reaches alone that counts."""
     planes.stalls = {2: 0.6, 3: 0.6, 4: 0.6}
     assert sampled({"w": mib(16)}, tmp_path, 0.3) == []
+
+
+def test_samples_are_not_taken_beside_the_check_of_the_slot(
+    tmp_path: Path, planes: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would seem to take three times as long as the chunks of a whole save, which hides little of its check."""
+    store = open_store(f"latency+file://{tmp_path}/root?latency=0.001&bandwidth=4e6")
+    patience_s, began_beside = 0.5, list[bool]()
+
+    def check(*arguments: object, **more: object) -> None:
+        """Takes so long, or until something is encoded."""
+        before, deadline = planes.num_calls, time.monotonic() + patience_s
+        while planes.num_calls == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        began_beside.append(planes.num_calls > before)
+        check_body(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(persist, "check_body", check)
+    job, arrays = OneRank(tmp_path, store, "auto"), {"w": mib(5)}
+    auto_saves(job, arrays, 2)
+    assert planes.num_calls == SAMPLES
+    patience_s = WAIT_S
+    auto_saves(job, arrays, 1)
+    assert began_beside == [False, False, True]
 
 
 def test_the_time_that_the_first_chunk_takes_does_not_count(tmp_path: Path, planes: Watched) -> None:
