@@ -43,7 +43,8 @@ MEASURED_FROM_BYTES = 4 * 1024 * 1024
 """A smaller pack says more of the time of a request than of the speed of the store."""
 
 SAMPLES = 4
-"""Chunks of a kind, evenly spread, that are encoded to see whether it pays."""
+"""Chunks of a kind, evenly spread, that are encoded to see whether it pays; without patches, which few of all chunks
+are tried with."""
 
 SAMPLED_EVERY = 16
 """Saves, at most, where it did not: the store and the load of the host may change."""
@@ -134,14 +135,19 @@ class Coder:
         """The first chunk pays for memory that is kept, and tells little of those to come."""
         self._busy_until = 0.0
         """Up to then the time of the encoder is accounted for; by the monotonic clock."""
-        self.samples = False
-        """Whether there are samples among the chunks that `candidates` gave last."""
+        self._sampled: set[Kind] = set()
+        """Kinds of which `candidates` gave samples last."""
         self._plans: list[_Plan | None] = []
         """By chunk. None: it is stored as it is."""
         self._patches: Patches | None = None
         self._distrusted: set[str] = set()
         """Codecs of which a frame did not decode to its chunk."""
         self._executor: ThreadPoolExecutor | None = None
+
+    @property
+    def samples(self) -> bool:
+        """Whether there are samples among the chunks that `candidates` gave last."""
+        return bool(self._sampled)
 
     def note_upload(self, nbytes: int, began: float, ended: float) -> None:
         """So many bytes went into the store, in a pack; times by the monotonic clock. Any thread may tell.
@@ -159,7 +165,7 @@ class Coder:
 
     def candidates(self, snapshot: Snapshot, chunks: Sequence[int]) -> tuple[list[int], list[int]]:
         """The chunks that a codec is to be tried on, and those that are stored as they are; both ascending."""
-        self.samples = False
+        self._sampled.clear()
         if not self.encodes:
             return [], [*chunks]
         if self._table is not snapshot.table:
@@ -194,7 +200,7 @@ class Coder:
                 return ()
             learned.pause = min(2 * learned.pause, SAMPLED_EVERY)
         learned.num_skipped = 0
-        self.samples = True
+        self._sampled.add(kind)
         return chunks[:: -(-len(chunks) // SAMPLES)]
 
     def encode(
@@ -245,7 +251,8 @@ class Coder:
         start, nbytes = snapshot.table.offsets[chunk], snapshot.table.nbytes[chunk]
         codec, base = registry.find(plan.wanted.codec), None if chunk in refused else base_of(parent, chunk)
         assert isinstance(codec, Codec)
-        attempt = patches.attempt(chunk, of, base) if codec.lossless and PATCH not in self._distrusted else None
+        may_patch = codec.lossless and PATCH not in self._distrusted and plan.kind not in self._sampled
+        attempt = patches.attempt(chunk, of, base) if may_patch else None
         trusted = None if codec.name in self._distrusted else codec
         began = time.monotonic()
         work = executor.submit(_work, body[start : start + nbytes], of, trusted, snapshot.algorithm, attempt)
