@@ -135,7 +135,7 @@ def _add(figures: Figures, case: str, rule: str, phases: Mapping[str, Phase]) ->
 def _add_response(figures: Figures, case: str, phases: Mapping[str, Phase], budget: float, must_follow: bool) -> None:
     """How many intervals it took until k rose, until the budget was kept, and until k was as before."""
     before, beside, after = (phases[name] for name in ("before", "beside", "after"))
-    usual = max(before.intervals)
+    usual = max(before.intervals[len(before.intervals) // 2 :])  # it may still come down in the first half
     for what, phase, answers in (
         ("until the interval rose", beside, [interval > usual for interval in beside.intervals]),
         ("until the budget was kept beside the hog", beside, [found <= budget + ABOVE for found in beside.overheads]),
@@ -185,7 +185,8 @@ def work() -> None:
         for _ in range(given["settle"] if given["rule"] in rules else 1):
             loop.until_save()
         loop.rest()
-        only_up.longest.steps = saver.interval
+        if given["rule"] == ONLY_UP:
+            only_up.longest.steps = saver.interval
         for name in given["saves"]:
             with hog(given["hog"] if name == "beside" else None, Path(given["directory"])):
                 tell(phase=name, found=vars(_phase(name, given, loop, training, saver, only_up.longest)))
@@ -222,7 +223,7 @@ def _phase(
         steps += loop.rest(most=spend - found.steps - steps)  # a fixed interval may be too short for the disk's hog
         found.with_s.append(time.perf_counter() - began)
         found.steps, found.saves = found.steps + steps, found.saves + loop.saves - first
-        found.intervals.append(given.get("interval") if given["rule"] == FIXED else max(saver.interval, longest.steps))
+        found.intervals.append(given["interval"] if given["rule"] == FIXED else max(saver.interval, longest.steps or 0))
         found.counts.append(found.saves)
         began = time.perf_counter()
         for _ in range(steps):
