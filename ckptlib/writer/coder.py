@@ -251,7 +251,8 @@ class Coder:
         start, nbytes = snapshot.table.offsets[chunk], snapshot.table.nbytes[chunk]
         codec, base = registry.find(plan.wanted.codec), None if chunk in refused else base_of(parent, chunk)
         assert isinstance(codec, Codec)
-        may_patch = codec.lossless and PATCH not in self._distrusted and plan.kind not in self._sampled
+        is_sample = plan.wanted.if_it_pays and plan.kind in self._sampled
+        may_patch = codec.lossless and PATCH not in self._distrusted and not is_sample
         attempt = patches.attempt(chunk, of, base) if may_patch else None
         trusted = None if codec.name in self._distrusted else codec
         began = time.monotonic()

@@ -17,7 +17,7 @@ from ckptlib.stores import open_store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.writer import persist
-from ckptlib.writer.coder import SAMPLED_EVERY, SAMPLES, Coder
+from ckptlib.writer.coder import FIRST_PAUSE, SAMPLED_EVERY, SAMPLES, Coder
 
 
 def upload(coder: Coder, nbytes: int, seconds: float) -> None:
@@ -176,6 +176,22 @@ def test_samples_are_not_summarized_for_patches(tmp_path: Path) -> None:
     assert patches.summaries_nbytes == 0
     auto_saves(job, arrays, 1)
     assert patches.summaries_nbytes > 0
+
+
+def test_beside_samples_others_are_patched_as_ever(tmp_path: Path) -> None:
+    """A table that the user has named, beside other weights of the same kind, which are looked at again."""
+    job = OneRank(tmp_path, MemoryStore(), {"table/*": "planes", "**": "auto"})
+    arrays = {"table/weight": mib(1), "dense/weight": mib(5)}
+    found = []
+    for _ in range(1 + FIRST_PAUSE):
+        arrays["table/weight"][3] += 1
+        arrays["dense/weight"] += 1
+        part = job.save(arrays)
+        job.check(part, arrays)
+        found.append(codecs_of(part))
+        upload(job.persister._coder, 1 << 50, 1.0)  # no encoder is faster
+    assert found[2].count("planes") == found[1].count("planes") + SAMPLES, "what is left of the table, and samples"
+    assert [codecs.count("patch") for codecs in found] == [0, 1, 1]
 
 
 def test_the_time_that_the_first_chunk_takes_does_not_count(tmp_path: Path, planes: Watched) -> None:

@@ -89,15 +89,14 @@ sessions_share_the_cpu = pytest.mark.skipif(
 def test_its_session_gives_way_too(bench: Bench) -> None:
     """Where the kernel divides the CPU between sessions first, the niceness of a process alone does nothing."""
     writer = bench.writer()
-    hear(writer, "ready")
-    assert Path(f"/proc/{writer.pid}/autogroup").read_text().split()[-1] == "10"
+    until(lambda: Path(f"/proc/{writer.pid}/autogroup").read_text().split()[-1] == "10")
 
 
 @sessions_share_the_cpu
 def test_the_session_of_whoever_started_it_keeps_its_priority() -> None:
     before = _SESSION.read_text()
     found = subprocess.run([sys.executable, "-c", _NICE_SESSION], capture_output=True, text=True, timeout=150)
-    assert found.stdout == f"{10 + os.nice(0)} {before.split()[-1]}\n", found.stderr
+    assert found.stdout == f"{min(10 + os.nice(0), 19)} {before.split()[-1]}\n", found.stderr
     assert _SESSION.read_text() == before
 
 
@@ -107,7 +106,7 @@ def test_sessions_give_way_where_the_kernel_takes_one_change_at_a_time() -> None
     """Without CAP_SYS_ADMIN it refuses a second change within 0.1 s, and the writers of a host start together."""
     command = ["setpriv", "--bounding-set=-sys_admin", sys.executable, "-c", _NICE_SESSION]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) for _ in range(6)]
-    assert [process.communicate(timeout=150)[0] for process in started] == [f"{10 + os.nice(0)} 10\n"] * 6
+    assert [process.communicate(timeout=150)[0] for process in started] == [f"{min(10 + os.nice(0), 19)} 10\n"] * 6
 
 
 def test_numpy_comes_with_the_first_order(bench: Bench) -> None:
