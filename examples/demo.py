@@ -46,9 +46,12 @@ class Size:
         return [f"--steps={self.steps}", f"--every={self.every}", *self.model.split()]
 
 
-# The state of either is tens of MB per rank, so that writing it takes long enough to be caught.
-FULL = Size(steps=80, every=16, model="--layers 6 --width 320 --heads 5 --batch 8 --context 128")
-QUICK = Size(steps=16, every=4, model="--layers 3 --width 256 --heads 4 --batch 2 --context 32")
+# The state of either is tens of MB per rank, so that writing it takes long enough to be caught. Training runs ahead of
+# the checkpoint that is being written, and the writers that the first kill leaves finish what they were given; so the
+# second kill is some checkpoints later, in one that the restarted job saves.
+FULL = Size(steps=84, every=12, model="--layers 6 --width 320 --heads 5 --batch 8 --context 128")
+QUICK = Size(steps=28, every=4, model="--layers 3 --width 256 --heads 4 --batch 2 --context 32")
+KILLED_IN = (2, 5)
 
 
 def main() -> None:
@@ -75,10 +78,11 @@ def demonstrate(size: Size, work: Path) -> bool:
     with Job("A", work / "a", size) as a:
         a.finish()
 
-    title("Run B: killed while its second checkpoint is being written, and again during its third")
+    first, second = (number * size.every for number in KILLED_IN)
+    title(f"Run B: killed while the checkpoint of step {first} is being written, and again in that of step {second}")
     with Job("B", work / "b", size) as b:
-        kill_in_persist(b, step=2 * size.every, everything=False)
-        kill_in_persist(b, step=3 * size.every, everything=True)
+        kill_in_persist(b, step=first, everything=False)
+        kill_in_persist(b, step=second, everything=True)
         b.finish()
 
     list_checkpoints(b.root)
@@ -152,12 +156,9 @@ def kill_in_persist(job: Job, step: int, everything: bool) -> None:
 
     What is killed is rank 1's trainer; or `everything` below torchrun, as when a container ends.
     """
-    if not wait_for_persist(job, step):
-        print(f"  >>> step {step} was written too fast to be caught; nothing was killed", flush=True)
+    if not (trainers := wait_for_persist(job, step)):
+        print(f"  >>> step {step} was not caught while it was being written; nothing was killed", flush=True)
         return
-    trainers = [pid for rank in range(RANKS) if (pid := job.trainer(rank)) is not None]
-    if len(trainers) < RANKS:
-        sys.exit(f"of {RANKS} trainers only {trainers} were found in /proc")
     if everything:  # the writers first: they outlive their trainers and would finish
         victims = [*(writer for trainer in trainers for writer in children(trainer)), *trainers]
     else:
@@ -177,17 +178,22 @@ def kill_in_persist(job: Job, step: int, everything: bool) -> None:
     print(f"  >>> {outcome}", flush=True)
 
 
-def wait_for_persist(job: Job, step: int) -> bool:
-    """Whether the checkpoint of `step` was seen between its first bytes and its manifest."""
+def wait_for_persist(job: Job, step: int) -> list[int]:
+    """The pids of all trainers, once the checkpoint of `step` is between its first bytes and its manifest.
+
+    Empty if it was not seen so, or if a trainer was missing: torchrun was starting them again.
+    """
     before = step - job.size.every
     while job.process.poll() is None:
         committed = job.committed()
         if step in committed:
-            return False
+            return []
         if before in committed and (has_packs(job.root, step) or has_large_file(job.root / ".tmp")):
-            return True
+            trainers = [pid for rank in range(RANKS) if (pid := job.trainer(rank)) is not None]
+            if len(trainers) == RANKS:
+                return trainers
         time.sleep(0.0005)
-    return False
+    return []
 
 
 def has_packs(root: Path, step: int) -> bool:
