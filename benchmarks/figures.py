@@ -97,7 +97,10 @@ def rotated(turns: Sequence[T], number: int) -> list[T]:
 def run(
     arguments: list[str], name: str, measure: Callable[[Options, Path, Figures], None], gb: float, rounds: int = 3
 ) -> None:
-    """`main` of such a benchmark: measures in an empty directory, writes JSON lines, and shows a table of them."""
+    """`main` of such a benchmark: measures in an empty directory, writes JSON lines, and shows a table of them.
+
+    Also those of a run that somebody interrupts, by Control-C: whole cases, and a line that says so.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}")
     parser.add_argument("--toy", action="store_true", help="seconds instead of minutes; the figures mean nothing")
     parser.add_argument("--gb", type=float, default=gb, help="state per rank (default: %(default)s)")
@@ -109,9 +112,14 @@ def run(
     options = Options(given.toy, given.gb, given.rounds, given.timeout)
     report = Report(name, given.out, given.directory, toy=given.toy, gb=given.gb, rounds=given.rounds)
     figures = Figures()
-    with scratch(given.directory, name) as directory:
-        measure(options, directory, figures)
-    figures.write(report)
+    try:
+        with scratch(given.directory, name) as directory:
+            measure(options, directory, figures)
+    except KeyboardInterrupt:
+        figures.failed("the rest", "all", "interrupted")
+        raise
+    finally:
+        figures.write(report)
     if given.out is not None:
         print(as_table(report.lines))
 

@@ -11,9 +11,10 @@ import pytest
 from helpers.benchmark_ranks import fork_all_ranks
 from places import ROOT
 
-from benchmarks import stall
+from benchmarks import figures, stall
 from benchmarks.__main__ import questions
 from benchmarks.common import filesystem, machine, spread, table
+from benchmarks.figures import Figures, Options
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -64,6 +65,20 @@ def test_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         assert found["ckptlib", "writer's own memory"]["median"] > 1
         assert found["no checkpoints", "iteration"]["n"] == sum(what == "stall per checkpoint" for _, what in found)
     assert [path.name for path in tmp_path.iterdir()] == ["stall.jsonl"], "nothing is left behind"
+
+
+def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path) -> None:
+    def measure(options: Options, directory: Path, found: Figures) -> None:
+        found.add("first case", "ckptlib", "stall", "s", [1.0, 3.0])
+        raise KeyboardInterrupt
+
+    out = tmp_path / "lines"
+    with pytest.raises(KeyboardInterrupt):
+        figures.run(["--out", str(out), "--directory", str(tmp_path)], "stall", measure, gb=0.0)
+    machine, figure, failure = map(json.loads, out.read_text().splitlines())
+    assert machine["kind"] == "machine"
+    assert (figure["kind"], figure["case"], figure["median"], figure["n"]) == ("figure", "first case", 2.0, 2)
+    assert (failure["kind"], failure["why"]) == ("failure", "interrupted")
 
 
 def test_spread() -> None:
