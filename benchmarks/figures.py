@@ -99,7 +99,7 @@ def run(
 ) -> None:
     """`main` of such a benchmark: measures in an empty directory, writes JSON lines, and shows a table of them.
 
-    Also those of a run that somebody interrupts, by Control-C: whole cases, and a line that says so.
+    Also those of a run that ends early, by an error or Control-C: the cases that had ended, and a line that says so.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}")
     parser.add_argument("--toy", action="store_true", help="seconds instead of minutes; the figures mean nothing")
@@ -115,8 +115,8 @@ def run(
     try:
         with scratch(given.directory, name) as directory:
             measure(options, directory, figures)
-    except KeyboardInterrupt:
-        figures.failed("the rest", "all", "interrupted")
+    except BaseException as error:
+        figures.failed("the rest", "all", repr(error))
         raise
     finally:
         figures.write(report)

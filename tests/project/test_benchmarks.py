@@ -67,18 +67,19 @@ def test_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert [path.name for path in tmp_path.iterdir()] == ["stall.jsonl"], "nothing is left behind"
 
 
-def test_an_interrupted_run_keeps_what_it_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("no space left")], ids=["interrupted", "failed"])
+def test_a_run_that_ends_early_keeps_what_it_measured(tmp_path: Path, error: BaseException) -> None:
     def measure(options: Options, directory: Path, found: Figures) -> None:
         found.add("first case", "ckptlib", "stall", "s", [1.0, 3.0])
-        raise KeyboardInterrupt
+        raise error
 
     out = tmp_path / "lines"
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(type(error)):
         figures.run(["--out", str(out), "--directory", str(tmp_path)], "stall", measure, gb=0.0)
     machine, figure, failure = map(json.loads, out.read_text().splitlines())
     assert machine["kind"] == "machine"
     assert (figure["kind"], figure["case"], figure["median"], figure["n"]) == ("figure", "first case", 2.0, 2)
-    assert (failure["kind"], failure["why"]) == ("failure", "interrupted")
+    assert (failure["kind"], failure["why"]) == ("failure", repr(error))
 
 
 def test_spread() -> None:
