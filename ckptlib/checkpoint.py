@@ -127,7 +127,7 @@ def _save_step(session: Session, order: SaveOrder) -> Pending:
     replicas = session.local_replicas(save, number, flat.leaves, plan, order.overlap)
     reading = None if compare else session.read_shared(flat.leaves, plan, order.overlap, number)
     staging = session.stager.begin(slot, content, sources, replicas, order.spare, reading)
-    session.planner.let_go(flat.leaves)
+    session.planner.let_go(flat)
     if compare:
         session.verdicts.compared(number)
     else:

@@ -101,6 +101,8 @@ class Planner:
         """Frozen parameters that have been seen to change."""
         self._digests: tuple[Plan, list[Leaf], _Late, frozenset[str], ReplicaDigests] | None = None
         """With the properties that they depend upon."""
+        self._one_of_each: tuple[list[Leaf], dict[torch.optim.Optimizer | None, Leaf]] = [], {}
+        """Leaves, and one of them of each owner."""
         self.must_compare = False
         """Whether the ranks are to compare what they hold before the next save."""
 
@@ -168,10 +170,11 @@ class Planner:
         self._leaves = flat.leaves
         return self._plan
 
-    def let_go(self, leaves: list[Leaf]) -> None:
-        """Drops objects that were made for the last snapshot alone. `leaves`: of that snapshot."""
-        if not any(map(operator.attrgetter("lent"), leaves)):
+    def let_go(self, flat: Flat) -> None:
+        """Drops objects that were made for the last snapshot alone. `flat`: of that snapshot."""
+        if not flat.lends:
             return
+        self._one_of_each = [], {}
         self._leaves = _kept(self._leaves)
         self._sources = {
             rank: replace(
@@ -235,7 +238,7 @@ class Planner:
 
     def digests(self, leaves: list[Leaf], plan: Plan, overlap: Overlap) -> ReplicaDigests:
         """Digests of shards that other ranks hold, too; the very object of the last save where nothing changed."""
-        late, known = _late(leaves, overlap), self._digests
+        late, known = self._late(leaves, overlap), self._digests
         if (
             known is None
             or known[0] is not plan
@@ -261,7 +264,7 @@ class Planner:
         self._moving |= names
 
     def _sources_of(self, rank: int, order: Order, leaves: list[Leaf], overlap: Overlap) -> list[CopySource]:
-        late = _late(leaves, overlap)
+        late = self._late(leaves, overlap)
         known = self._sources.get(rank)
         known = known if known is not None and known.order is order else None
         if known is not None and known.late == late and same(known.leaves, leaves):
@@ -281,10 +284,10 @@ class Planner:
         self._sources[rank] = _Sources(order, leaves, late, found)
         return found
 
-
-def _late(leaves: list[Leaf], overlap: Overlap) -> _Late:
-    one_of_each = dict(zip(map(operator.attrgetter("owner"), leaves), leaves, strict=True))
-    return {owner: overlap(leaf) for owner, leaf in one_of_each.items()}
+    def _late(self, leaves: list[Leaf], overlap: Overlap) -> _Late:
+        if self._one_of_each[0] is not leaves:
+            self._one_of_each = leaves, dict(zip(map(operator.attrgetter("owner"), leaves), leaves, strict=True))
+        return {owner: overlap(leaf) for owner, leaf in self._one_of_each[1].items()}
 
 
 def _find_alike(table: Table, plan: Plan, leaves: list[Leaf]) -> Alike:

@@ -29,4 +29,5 @@ def first_look(state: object, memo: Memo) -> Flat:
     that are the same then. Tensors that an object's `state_dict()` made are let go of."""
     flat = flatten(state, memo)
     memo.leaves.clear()
+    memo.last = []
     return flat

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from typing_extensions import Self, override
 
@@ -43,6 +44,16 @@ _STRUCT_FLOCK = "hhqqi4x"
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14: map and touch pages at memory speed; a fault per page runs at a tenth of it."""
+
+
+class Place(NamedTuple):
+    """A place of a file that is mapped here."""
+
+    fd: int
+    offset: int
+    """In the file."""
+    address: int
+    """In this process."""
 
 
 class Slot(ReadableSlot):
@@ -145,6 +156,11 @@ class Slot(ReadableSlot):
     def address(self) -> int:
         """Of the body's first byte in this process. Only for a slot made here."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + PAGE_BYTES
+
+    @property
+    def place(self) -> Place:
+        """Of the body. Only for a slot made here."""
+        return Place(self._fd, PAGE_BYTES, self.address())
 
     def write_header(self, header: SlotHeader) -> None:
         os.pwrite(self._fd, header.encode(), 0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,8 +16,11 @@ from typing import NamedTuple
 import torch
 
 from ckptlib.devices import accelerator
+from ckptlib.slots.slot import Place
+from ckptlib.staging.pieces import Pieces
 from ckptlib.staging.pinned_ring import Move
 from ckptlib.staging.prepared_copies import Across, DeviceWork, Inside, Places, Samples
+from ckptlib.staging.windows import Windows
 from ckptlib.state.raw_bytes import copyable, is_bytes
 
 OVERLAP_FROM_BYTES = 64 * 1024
@@ -97,33 +99,25 @@ def bytes_at(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
-move_small = ctypes.PyDLL(None).memmove
-"""Keeps the GIL: giving it up hundreds of times would let any other thread hold up the trainer."""
-move_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-move_small.restype = None
-
-
 class Pairs:
     """The shards of a snapshot and their places in one slot, sorted by how they are copied."""
 
     def __init__(self, pairs: list[Pair]) -> None:
         self.all = pairs
         self.late = [pair for pair in pairs if pair.movable and pair.late]
+        self.windows = Windows([pair.source_address for pair in self.late], [pair.nbytes for pair in self.late])
         now = [pair for pair in pairs if pair.movable and not pair.late]
         self.large = [pair for pair in now if pair.nbytes >= OVERLAP_FROM_BYTES]
         small = [pair for pair in now if pair.nbytes < OVERLAP_FROM_BYTES]
-        self.small = tuple(
-            [getattr(pair, of) for pair in small] for of in ("target_address", "source_address", "nbytes")
-        )
-        """Addresses of targets and of sources, and sizes."""
+        self.small = Pieces(*([getattr(pair, of) for pair in small] for of in ("source_address", "nbytes", "offset")))
         self.strided = [pair for pair in pairs if pair.device is None and not pair.movable]
         self.devices = list(dict.fromkeys(pair.device for pair in pairs if pair.device is not None))
         self.works: dict[tuple[torch.device, int], DeviceWork] = {}
         """By device, and the address of the copy in its memory; 0: only small tensors have one."""
 
-    def move_now(self) -> None:
+    def move_now(self, body: Place) -> None:
         """All that is in host memory and is not copied behind the fence."""
-        deque(map(move_small, *self.small), maxlen=0)
+        self.small.copy(body)
         for pair in self.large:
             pair.move()
         for pair in self.strided:

@@ -47,21 +47,27 @@ class KnownPairs:
 
     def __init__(self) -> None:
         self._known: dict[_Destination, _Known] = {}
-        self._sources: dict[int, list[CopySource]] = {}
+        self._sources: dict[int, Sequence[CopySource]] = {}
         """By rank: the facts kept since its last snapshot."""
 
     def pairs_of(self, rank: int, slot: Slot, sources: Sequence[CopySource], offsets: tuple[int, ...]) -> list[Pairs]:
-        """The shards of a rank and their places in a slot. `offsets`: the very same ones as long as the layout is."""
+        """The shards of a rank and their places in a slot. `offsets`: the very same ones as long as the layout is.
+
+        Nothing is looked up for `sources` that are the very ones of the rank's last snapshot.
+        """
+        known = self._known.get(_Destination(rank, str(slot.path)))
+        if known is not None and known.made is not None and known.offsets is offsets and self._sources[rank] is sources:
+            return [known.made]
         lent = [(source, offset) for source, offset in zip(sources, offsets, strict=True) if source.lent]
         if not lent:
-            return [self._kept(rank, slot, list(sources), offsets, offsets)]
+            return [self._kept(rank, slot, sources, offsets, offsets)]
         kept = [(source, offset) for source, offset in zip(sources, offsets, strict=True) if not source.lent]
         found = [self._kept(rank, slot, [s for s, _ in kept], tuple([o for _, o in kept]), offsets)] if kept else []
         body = _tensor_of(slot.body)
         return [*found, Pairs([Pair(source, body, offset) for source, offset in lent])]
 
     def _kept(
-        self, rank: int, slot: Slot, sources: list[CopySource], places: tuple[int, ...], offsets: tuple[int, ...]
+        self, rank: int, slot: Slot, sources: Sequence[CopySource], places: tuple[int, ...], offsets: tuple[int, ...]
     ) -> Pairs:
         self._forget(rank, sources)
         key = _Destination(rank, str(slot.path))
@@ -79,7 +85,7 @@ class KnownPairs:
         known.pairs, known.made = list(pairs), Pairs(pairs)
         return known.made
 
-    def _forget(self, rank: int, sources: list[CopySource]) -> None:
+    def _forget(self, rank: int, sources: Sequence[CopySource]) -> None:
         """In all slots of a rank: shards that have another source now."""
         before = self._sources.get(rank, [])
         self._sources[rank] = sources

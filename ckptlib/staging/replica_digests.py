@@ -11,10 +11,8 @@ copied behind the fence is read there as well, by the staging thread.
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import itertools
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +22,8 @@ import xxhash
 
 from ckptlib.devices import accelerator
 from ckptlib.format.check import Check, check_of
-from ckptlib.staging.copies import OVERLAP_FROM_BYTES, bytes_at, move_small
+from ckptlib.staging.copies import OVERLAP_FROM_BYTES, bytes_at
+from ckptlib.staging.pieces import Addresses, Pieces, Scratch
 from ckptlib.staging.tensor_digests import as_bytes, digest_there
 from ckptlib.state.raw_bytes import bytes_of, is_bytes
 
@@ -241,7 +240,7 @@ class _Readers:
 
     def places(self, number: int) -> list[int]:
         """Of the window of each large tensor."""
-        drawn = [raw for ranks, (i, j) in self.groups.items() for raw in _draw(number, ranks, j - i, 0)]
+        drawn = [raw for ranks, (i, j) in self.groups.items() if j > i for raw in _draw(number, ranks, j - i, 0)]
         return [
             0 if width is None else int(raw) % (replica.tensor.nbytes - width + 1)
             for raw, replica, width in zip(drawn, self.large, self.widths, strict=True)
@@ -253,7 +252,7 @@ class _Readers:
 
 
 class _Small:
-    """The small tensors of the same holders, read through a buffer. Each costs one call of C, and nothing of Python."""
+    """The small tensors of the same holders, read through a buffer by few calls of C."""
 
     def __init__(self, ranks: Ranks, replicas: Sequence[tuple[Replica, int]]) -> None:
         """Each with the bytes of its window."""
@@ -262,39 +261,43 @@ class _Small:
         self._rooms = np.array([t.nbytes - w + 1 for t, w in zip(tensors, self._widths, strict=True)], np.uint64)
         self._addresses = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
         self._strided = [(i, tensor) for i, tensor in enumerate(tensors) if not is_bytes(tensor)]
-        fixed = not self._strided and bool((self._rooms == 1).all())
-        self._fixed = self._addresses.tolist() if fixed else None
-        """Where each is read, if nothing is drawn."""
-        ends = [*itertools.accumulate(self._widths)]
-        self.nbytes = ends[-1]
-        self._buffer = (ctypes.c_char * min(_BUFFER_BYTES + OVERLAP_FROM_BYTES, max(ends[-1], 1)))()
-        self._targets: list[int] = []
-        self._batches: list[tuple[int, int, int]] = []
-        """Of the tensors from and to, and the bytes of their windows."""
-        first = start = 0
-        for i, end in enumerate(ends):
-            self._targets.append(ctypes.addressof(self._buffer) + end - self._widths[i] - start)
-            if end - start >= _BUFFER_BYTES or i + 1 == len(ends):
-                self._batches.append((first, i + 1, end - start))
-                first, start = i + 1, end
+        self._fixed = not self._strided and bool((self._rooms == 1).all())
+        """Whether each is always read at the same place."""
+        self.nbytes = sum(self._widths)
+        self._batches = [
+            (batch, Pieces(self._addresses[batch].tolist(), self._widths[batch])) for batch in _batches(self._widths)
+        ]
+        """Each with the tensors that are read together."""
+        self._scratch = Scratch()
 
     def read(self, number: int) -> bytes:
         copies = [(i, as_bytes(tensor)) for i, tensor in self._strided]  # alive until they are read
-        sources = self._drawn(number, copies) if self._fixed is None else self._fixed
-        found, view = xxhash.xxh3_128(), memoryview(self._buffer).cast("B")
-        for i, j, nbytes in self._batches:
-            deque(map(move_small, self._targets[i:j], sources[i:j], self._widths[i:j]), maxlen=0)
-            found.update(view[:nbytes])
+        found = xxhash.xxh3_128()
+        addresses = None if self._fixed else self._drawn(number, copies)
+        for batch, pieces in self._batches:
+            if addresses is not None:
+                pieces.aim(addresses[batch])
+            found.update(self._scratch.gather(pieces))
         return found.digest()
 
-    def _drawn(self, number: int, copies: list[tuple[int, torch.Tensor]]) -> list[int]:
+    def _drawn(self, number: int, copies: list[tuple[int, torch.Tensor]]) -> Addresses:
         places = _draw(number, self.ranks, len(self._rooms), 1) % self._rooms
         addresses = self._addresses
         if copies:
             addresses = addresses.copy()
             addresses[[i for i, _ in copies]] = [copy.data_ptr() for _, copy in copies]
-        sources: list[int] = (addresses + places).tolist()
-        return sources
+        return addresses + places
+
+
+def _batches(widths: Sequence[int]) -> list[slice]:
+    """So many at once that they stay in the cache."""
+    found, first, nbytes = list[slice](), 0, 0
+    for i, width in enumerate(widths):
+        nbytes += width
+        if nbytes >= _BUFFER_BYTES or i + 1 == len(widths):
+            found.append(slice(first, i + 1))
+            first, nbytes = i + 1, 0
+    return found
 
 
 def _draw(number: int, ranks: Ranks, count: int, what: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

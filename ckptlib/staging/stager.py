@@ -7,12 +7,12 @@ somebody wrote past the fence meanwhile, the snapshot is torn and never becomes 
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from ckptlib.devices import cuda
@@ -26,10 +26,11 @@ from ckptlib.format.values import Json
 from ckptlib.jobs import JobThread
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
-from ckptlib.staging.copies import CopySource, Pair
+from ckptlib.staging.copies import CopySource, Pairs
 from ckptlib.staging.device_copies import Copied, DeviceCopies, Devices
 from ckptlib.staging.host_copies import HostCopies
 from ckptlib.staging.known_copies import KnownPairs
+from ckptlib.staging.pieces import Scratch
 from ckptlib.staging.replica_digests import Reading
 from ckptlib.staging.spare_memory import Body
 
@@ -143,7 +144,8 @@ class Stager:
         """
         self._on_sealed = on_sealed
         self._devices = Devices(spare)
-        self._random = random.Random(0xC0FFEE)
+        self._scratch = Scratch()
+        self._random = np.random.default_rng(0xC0FFEE)
         self._known = KnownPairs()
         self._own: tuple[str, tuple[int, ...]] = ("", ())
         """Digest of the last table, and its offsets."""
@@ -173,17 +175,17 @@ class Stager:
         staging = Staging(slot, content)
         header = replace(content.header, sequence=content.header.sequence - 1)
         own = CopyJob(slot, header, sources, self._offsets(content.table, sources))
-        later: list[Pair] = []
+        parts: list[Pairs] = []
         copied: list[Copied] = []
         for job in (own, *local_replicas):
             job.slot.write_header(job.header)
             found = self._known.pairs_of(job.header.rank, job.slot, job.sources, job.offsets)
             for pairs in found:
-                pairs.move_now()
-                later += pairs.late
+                pairs.move_now(job.slot.place)
+            parts += found
             copied.append(Copied(job.header.rank, Body(job.offsets, job.header.body_nbytes), found))
         staging.device_copies = self._devices.begin(copied, spare)
-        host_copies = HostCopies(later, self._random)
+        host_copies = HostCopies(parts, self._random, self._scratch)
         waits = host_copies or any(copies.driven for copies in staging.device_copies)
         if not (waits or (reading is not None and reading.late)):
             staging._copied.set()

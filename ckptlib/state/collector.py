@@ -44,10 +44,13 @@ class Flat:
     """A whole state, flattened."""
 
     leaves: list[Leaf] = field(default_factory=list)
+    """Not to be changed: the next pass may give the same list."""
     values: dict[str, Json] = field(default_factory=dict)
     objects: dict[str, Json] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     """By path."""
+    lends: bool = False
+    """Whether any leaf is lent; see `Leaf.lent`."""
 
     @property
     def aliases(self) -> dict[str, str]:

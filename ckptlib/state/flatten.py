@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -44,7 +45,7 @@ def flatten(state: object, memo: Memo | None = None, owners: Mapping[int, torch.
     """All tensors and values of `state`, on this rank. Reads no tensor's data.
 
     With the `memo` of an earlier pass, tensors that are still the same objects at the same address give the very same
-    leaves, so that a caller can tell by `is` what changed.
+    leaves, and if all of them are, the very same list of leaves: a caller can tell by `is` what changed.
 
     `owners`: by id of a tensor of the state, its only writer, where the state does not have that optimizer itself.
 
@@ -57,14 +58,19 @@ def flatten(state: object, memo: Memo | None = None, owners: Mapping[int, torch.
         memo.sections.clear()
     walk = _Walk(memo, dict(memo.owners))
     walk.visit(state, False)
-    if not memo.leaves.keys() <= walk.found.names.keys():
+    flat = walk.flat
+    if same(flat.leaves, memo.last):
+        flat.leaves = memo.last
+    else:
         for name in memo.leaves.keys() - walk.found.names.keys():  # what the state no longer has
             del memo.leaves[name]
+        flat.lends = any(map(attrgetter("lent"), flat.leaves))
+        memo.last = [] if flat.lends else flat.leaves
     known: dict[tuple[str, bool], Any]
     for known in (memo.sections, memo.modules, memo.optimizers):
         for key in known.keys() - walk.sections:
             del known[key]
-    return walk.flat
+    return flat
 
 
 SECTION_FROM = 16

@@ -117,6 +117,8 @@ class Memo:
     def __init__(self) -> None:
         self.leaves: dict[str, KnownLeaf] = {}
         """By name."""
+        self.last: list[Leaf] = []
+        """All leaves of the last pass; none where some of them were lent."""
         self.owned: list[object] = []
         """Each optimizer, and behind it its parameters."""
         self.owners: dict[int, torch.optim.Optimizer] = {}

@@ -122,7 +122,7 @@ def structure_of(top: nn.Module) -> Structure | None:
 
 def same(before: Sequence[object], now: Sequence[object]) -> bool:
     """Whether both hold the very same objects, in the same order."""
-    return len(before) == len(now) and all(map(is_, before, now))
+    return before is now or (len(before) == len(now) and all(map(is_, before, now)))
 
 
 def _entries(dicts: Iterable[dict[object, object]]) -> list[object]:

@@ -28,7 +28,7 @@ from ckptlib.format.sharding import Replicate
 from ckptlib.saving.assign import assign
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
-from ckptlib.staging import copies, host_copies, pinned_ring, prepared_copies, spare_memory
+from ckptlib.staging import copies, pinned_ring, prepared_copies, spare_memory, windows
 from ckptlib.staging.copies import CopySource
 from ckptlib.staging.fence import Fence
 from ckptlib.staging.spare_memory import Figures
@@ -46,7 +46,7 @@ def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned_ring, "RING_BYTES", 1024)
     monkeypatch.setattr(copies, "OVERLAP_FROM_BYTES", 256)
     monkeypatch.setattr(copies, "PACK_BELOW_BYTES", 1024)
-    monkeypatch.setattr(host_copies, "SAMPLE_BYTES", 64)
+    monkeypatch.setattr(windows, "SAMPLE_BYTES", 64)
 
 
 @dataclass(frozen=True)

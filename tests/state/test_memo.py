@@ -307,3 +307,15 @@ def test_a_sight_is_compared_by_what_it_holds() -> None:
     assert not section.shows(Fingerprint(["a", "b"], [thing, thing], tensors))
     assert not section.shows(Fingerprint(["a", "b"], [thing], tensors[::-1]))
     assert not section.shows(Fingerprint(["a", "b"], [thing], tensors[:1]))
+
+
+def test_a_state_that_is_as_it_was_gives_the_very_list() -> None:
+    model, memo = nn.Linear(3, 2), Memo()
+    state: dict[str, object] = {"model": model, "optim": torch.optim.SGD(model.parameters(), 0.1), "x": torch.ones(2)}
+    first = flatten(state, memo).leaves
+    assert flatten(state, memo).leaves is first
+    state["one more"] = torch.ones(3)
+    second = flatten(state, memo).leaves
+    assert second is not first
+    assert {leaf.name for leaf in second} == {*(leaf.name for leaf in first), "one more"}
+    assert flatten(state, memo).leaves is second
