@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from ckptlib.errors import TornSnapshot
 from ckptlib.saving.pending import Pending
 from ckptlib.staging.fence import Fence
-from ckptlib.state.leaf import Leaf, Sharded, local_of, place
+from ckptlib.state.leaf import Leaf, Sharded, local_of
+from ckptlib.state.places import place
 from ckptlib.state.subclasses import is_subclass
 
 log = logging.getLogger(__name__)

@@ -30,11 +30,10 @@ from ckptlib.state.leaf import (
     leaf_of,
     leaf_of_plain,
     local_of,
-    place,
-    place_of_plain,
     refuse_tensor,
 )
 from ckptlib.state.memo import Found, KnownLeaf, Memo
+from ckptlib.state.places import place, place_of_plain
 from ckptlib.state.subclasses import apart, is_subclass, place_name
 from ckptlib.state.visitor import check_depth, too_deep
 

@@ -1,16 +1,13 @@
 """Leaves: one tensor of the state, as this rank holds it, and how it may be held.
 
-Only this file, `ckptlib.state.subclasses` and `ckptlib.loading.match_optimizers` know DTensor.
+Only this file, `ckptlib.state.places`, `ckptlib.state.subclasses` and `ckptlib.loading.match_optimizers` know DTensor.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import compress
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +19,7 @@ from ckptlib.errors import StateMismatch, UnsupportedState
 from ckptlib.format import dtypes, sharding
 from ckptlib.format.box import Box
 from ckptlib.format.layout import ByHand, Mesh, OwnPerRank, Placed, TensorSpec
+from ckptlib.state.places import place_of_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,58 +217,6 @@ def _is_known(dtype: torch.dtype) -> bool:
 def _is_buffer(tensor: torch.Tensor) -> bool:
     """nn.Buffer is a factory: what it makes is a torch.Tensor with a mark; a functional wrapper is not."""
     return type(tensor) is getattr(nn, "Buffer", None)
-
-
-def place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """As `places`, of one tensor."""
-    if not isinstance(tensor, DTensor):
-        return place_of_plain(tensor)
-    return tensor._spec, *place_of_plain(tensor._local_tensor)[1:]
-
-
-def place_of_plain(tensor: torch.Tensor) -> tuple[object, ...]:
-    """As `place`, of one that is no DTensor."""
-    return (
-        *(None, tensor.data_ptr(), tensor.size(), tensor.stride()),
-        *(tensor.is_conj(), tensor.is_neg(), tensor.dtype),
-    )
-
-
-def places(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[object], ...]:
-    """Compares equal until one of them gets other memory, becomes another view of it, is cut otherwise, or becomes an
-    instance of another class."""
-    kinds = list(map(type, tensors))
-    is_placed = {kind: issubclass(kind, DTensor) for kind in {*kinds}}
-    if not any(is_placed.values()):
-        return kinds, *_columns(tensors)
-    flags = list(map(is_placed.__getitem__, kinds))
-    placed = list(compress(tensors, flags))
-    local = list(map(_LOCAL, placed))
-    others = compress(tensors, map(operator.not_, flags))
-    return kinds, list(map(type, local)), list(map(_SPEC, placed)), *_columns([*local, *others])
-
-
-_SPEC: Callable[[torch.Tensor], object] = operator.attrgetter("_spec")
-_LOCAL: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
-
-
-def _columns(tensors: Sequence[torch.Tensor]) -> tuple[list[object], ...]:
-    """What shows where each of them lies, and how; none is a DTensor."""
-    dtypes: list[torch.dtype] = list(map(_DTYPE, tensors))
-    columns = (list(map(column, tensors)) for column in _COLUMNS)
-    if not any(dtype.is_complex for dtype in {*dtypes}):  # no others can be conjugated
-        return cast(list[object], dtypes), *columns
-    return cast(list[object], dtypes), list(map(torch.Tensor.is_conj, tensors)), *columns
-
-
-_DTYPE: Callable[[torch.Tensor], torch.dtype] = operator.attrgetter("dtype")
-_COLUMNS: tuple[Callable[[torch.Tensor], object], ...] = (
-    torch.Tensor.data_ptr,
-    torch.Tensor.size,
-    torch.Tensor.stride,
-    torch.Tensor.is_neg,
-)
-"""All of them functions of C: thousands of tensors are asked without a frame of Python for each."""
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:

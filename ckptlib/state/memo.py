@@ -20,7 +20,8 @@ import torch
 
 from ckptlib.format.values import Json
 from ckptlib.state.entries import Entries
-from ckptlib.state.leaf import Leaf, places
+from ckptlib.state.leaf import Leaf
+from ckptlib.state.places import Places
 from ckptlib.state.structure import Structure, same
 
 Made = TypeVar("Made")
@@ -45,7 +46,7 @@ class Section(Generic[Made]):
 
     def __init__(self, sight: Fingerprint, made: Made) -> None:
         self.sight = sight
-        self._places = places(sight.tensors)
+        self._places = Places(sight.tensors)
         self.made = made
 
     def shows(self, sight: Fingerprint) -> bool:
@@ -54,7 +55,7 @@ class Section(Generic[Made]):
         is_alike = before is sight or (
             same(before.tensors, sight.tensors) and same(before.objects, sight.objects) and before.names == sight.names
         )
-        return is_alike and self._places == places(sight.tensors)
+        return is_alike and self._places.hold(sight.tensors)
 
 
 @dataclass(slots=True)

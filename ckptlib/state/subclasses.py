@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from ckptlib.errors import UnsupportedState
 from ckptlib.format import sharding, values
 from ckptlib.format.values import Json
-from ckptlib.state.leaf import PLAIN, dtype_name, join, mesh_of, placements_of, places
+from ckptlib.state.leaf import PLAIN, dtype_name, join, mesh_of, placements_of
+from ckptlib.state.places import places
 
 MAX_NESTED = 8
 """Subclasses within subclasses."""
