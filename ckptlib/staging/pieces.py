@@ -14,7 +14,6 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,6 +22,8 @@ from ckptlib.pages import round_up
 from ckptlib.slots.slot import Place
 
 Addresses: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint64]]"
+Indices: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.intp]]"
+Flags: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.bool_]]"
 
 GATHER_BELOW_BYTES = 4096
 """Smaller ones go together."""
@@ -58,25 +59,24 @@ class Pieces:
 
     def __init__(self, addresses: Sequence[int], sizes: Sequence[int], offsets: Sequence[int] | None = None) -> None:
         """`offsets`: ascending, in bytes; without them pieces go one behind the other."""
-        ends = [*accumulate(sizes)]
-        self.nbytes = ends[-1] if ends else 0
+        self._sizes = np.array(sizes, np.int64)
+        ends = np.cumsum(self._sizes)
+        self.nbytes = int(ends[-1]) if len(ends) else 0
         """Of all of them."""
-        self._offsets = [e - n for e, n in zip(ends, sizes, strict=True)] if offsets is None else list(offsets)
-        self._sizes = list(sizes)
-        self._vectors = np.empty((len(sizes), 2), np.uint64)  # struct iovec: address, bytes
+        self._offsets = ends - self._sizes if offsets is None else np.array(offsets, np.int64)
+        self._vectors = np.empty((len(ends), 2), np.uint64)  # struct iovec: address, bytes
         self._vectors[:, 0], self._vectors[:, 1] = addresses, sizes
-        self._runs: list[_Run] = []
-        self._large: list[int] = []
-        for i, (size, offset) in enumerate(zip(self._sizes, self._offsets, strict=True)):
-            if size >= GATHER_BELOW_BYTES:
-                self._large.append(i)
-                continue
-            last = self._runs[-1] if self._runs else _Run(-1, -1, 0, 0)
-            goes_on = last.stop == i and last.offset + last.nbytes == offset
-            if goes_on and i - last.start < MOST_AT_ONCE:
-                self._runs[-1] = _Run(last.start, i + 1, last.offset, last.nbytes + size)
-            else:
-                self._runs.append(_Run(i, i + 1, offset, size))
+        is_small = self._sizes < GATHER_BELOW_BYTES
+        self._large = np.flatnonzero(~is_small)
+        goes_on = np.zeros(len(ends), np.bool_)
+        behind = self._offsets[:-1] + self._sizes[:-1] == self._offsets[1:]
+        goes_on[1:] = is_small[:-1] & is_small[1:] & behind
+        self._runs = [
+            _Run(i, j, int(self._offsets[i]), int(ends[j - 1] - ends[i] + self._sizes[i]))
+            for start, stop in zip(*_stretches(is_small, goes_on), strict=True)
+            for i in range(start, stop, MOST_AT_ONCE)
+            for j in [min(i + MOST_AT_ONCE, stop)]
+        ]
 
     def aim(self, addresses: Addresses) -> None:
         """From now on they are there."""
@@ -87,13 +87,21 @@ class Pieces:
         vectors = self._vectors.ctypes.data
         for start, stop, offset, nbytes in self._runs:
             if _writev(to.fd, vectors + 16 * start, stop - start, to.offset + offset) != nbytes:
-                self._move(range(start, stop), to.address)  # whatever kept the kernel from it
-        if self._large:
+                self._move(np.arange(start, stop), to.address)  # whatever kept the kernel from it
+        if len(self._large):
             self._move(self._large, to.address)
 
-    def _move(self, some: Sequence[int], address: int) -> None:
-        targets = [address + self._offsets[i] for i in some]
-        deque(map(move, targets, self._vectors[some, 0].tolist(), [self._sizes[i] for i in some]), maxlen=0)
+    def _move(self, some: Indices, address: int) -> None:
+        targets = (self._offsets[some] + address).tolist()
+        deque(map(move, targets, self._vectors[some, 0].tolist(), self._sizes[some].tolist()), maxlen=0)
+
+
+def _stretches(is_small: Flags, goes_on: Flags) -> tuple[list[int], list[int]]:
+    """From and to, of small pieces that go one behind the other."""
+    breaks = np.flatnonzero(~goes_on)
+    stops = np.append(breaks[1:], len(goes_on))
+    kept = is_small[breaks]
+    return breaks[kept].tolist(), stops[kept].tolist()
 
 
 class Scratch:
