@@ -25,6 +25,7 @@ NAMES = (
     "load",
     "reshard",
     "small_tensors",
+    "many_tensors",
     "memory",
     "beat",
     "slowdown",
@@ -204,6 +205,8 @@ TARGETS = (
     Target(
         "small tensors: beside the data", False, 150.0, _medians("small_tensors", "beside the data"), "B per tensor"
     ),
+    Target("60,000 tensors, a model and AdamW: first save", False, 1.0, _medians("many_tensors", "first save"), "s"),
+    Target("the same, later ones", False, 0.1, _medians("many_tensors", "save"), "s"),
     Target("trainer's memory beyond its slots", False, 64.0, _medians("memory", "extra"), "MB"),
     Target("writer's memory", False, 150.0, _medians("memory", "writer"), "MB"),
     Target("construction", False, 0.1, _medians("beat", "construction"), "s"),

@@ -28,6 +28,7 @@ SUBJECTS = {
     "load": {"ckptlib", "DCP", "torch.load", "safetensors", "bare direct read", "bare direct reads, 8 under way"},
     "reshard": {"ckptlib"},
     "small_tensors": {"ckptlib", "DCP", "torch.load", "safetensors"},
+    "many_tensors": {"ckptlib", "DCP async thread"},
     "memory": {"ckptlib", "DCP"},
     "beat": {"ckptlib"},
     "replicas": {"ckptlib", "DCP async thread"},
