@@ -103,7 +103,7 @@ class Session:
         self.snapshots, self.writer, self.link = open_memory(
             settings, self.group, self.over, self.lineage, self.stopwatch
         )
-        self.stager = Stager(self._on_sealed, spare=peers is not None and peers.memory == DEVICE)
+        self.stager = Stager(self._on_sealed, self._on_begun, spare=peers is not None and peers.memory == DEVICE)
         self.snapshots.may_begin = lambda: self.stager.ready
         self.listener = Listener(on_event)
         """To be told of events at any time, and to `deliver` them where the training can wait."""
@@ -223,6 +223,12 @@ class Session:
             return None
         digests = self.planner.digests(leaves, plan, overlap)
         return digests.begin(number, whole=number % WHOLE_EVERY == 0)
+
+    def _on_begun(self, staging: Staging) -> None:
+        """From the staging thread."""
+        save = staging.content.header.save
+        if save in self._to_persist:
+            self.writer.tell_expected(save)
 
     def _on_sealed(self, staging: Staging) -> None:
         """From the staging thread."""

@@ -28,6 +28,5 @@ def first_look(state: object, memo: Memo) -> Flat:
     """The state, flattened, before the first save, which reuses the leaves of modules, optimizers and dicts of tensors
     that are the same then. Tensors that an object's `state_dict()` made are let go of."""
     flat = flatten(state, memo)
-    memo.leaves.clear()
-    memo.last = []
+    memo.let_go()
     return flat

@@ -137,12 +137,18 @@ class Staging:
 class Stager:
     """The thread that copies and seals; one per rank."""
 
-    def __init__(self, on_sealed: Callable[[Staging], None], spare: bool = False) -> None:
-        """`on_sealed` is called from the thread, with a staging that is ready or has failed.
+    def __init__(
+        self,
+        on_sealed: Callable[[Staging], None],
+        on_begun: Callable[[Staging], None] = lambda staging: None,
+        spare: bool = False,
+    ) -> None:
+        """`on_begun` is called from the thread before it copies, `on_sealed` when a staging is ready or has failed.
 
         `spare`: whether devices keep a copy in memory of their own, where it fits, so that the fence waits for no link.
         """
         self._on_sealed = on_sealed
+        self._on_begun = on_begun
         self._devices = Devices(spare)
         self._scratch = Scratch()
         self._random = np.random.default_rng(0xC0FFEE)
@@ -206,6 +212,7 @@ class Stager:
     @torch.no_grad()
     def _finish(self, staging: Staging, host_copies: HostCopies, reading: Reading | None) -> None:
         cuda.relax_capture()
+        self._on_begun(staging)
         try:
             began = time.perf_counter()
             try:

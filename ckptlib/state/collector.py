@@ -18,6 +18,7 @@ from ckptlib.format import values
 from ckptlib.format.layout import OwnPerRank
 from ckptlib.format.tagged_values import MAX_DEPTH, is_unicode
 from ckptlib.format.values import Json
+from ckptlib.state.findings import Findings
 from ckptlib.state.leaf import (
     PLAIN,
     Leaf,
@@ -32,7 +33,7 @@ from ckptlib.state.leaf import (
     local_of,
     refuse_tensor,
 )
-from ckptlib.state.memo import Found, KnownLeaf, Memo
+from ckptlib.state.memo import KnownLeaf, Memo
 from ckptlib.state.places import place, place_of_plain
 from ckptlib.state.subclasses import apart, is_subclass, place_name
 from ckptlib.state.visitor import check_depth, too_deep
@@ -70,8 +71,8 @@ class Collector:
 
     def __init__(self, memo: Memo, owners: dict[int, torch.optim.Optimizer]) -> None:
         """`owners`: by id of tensor."""
-        self.found = Found()
-        self.flat = Flat(self.found.leaves)
+        self.findings = Findings()
+        self.flat = Flat()
         self.owners = owners
         self.by_hand: dict[int, Sharded] = {}
         """By id of the tensor that each of them holds."""
@@ -91,16 +92,17 @@ class Collector:
         known = self._memo.leaves.get(name)
         if known is None or known.tensor is not tensor:
             refuse_tensor(tensor, name)
-        self.found.param_names.setdefault(id(local_of(tensor)), name)
+        found = self.findings.joined()
+        found.param_names.setdefault(id(local_of(tensor)), name)
         if isinstance(tensor, Sharded):
             self.by_hand[id(tensor.tensor)] = tensor
         key = None if per_rank else identity(tensor)
-        leaf = self._leaf(tensor, name, per_rank, self.found.seen.get(key))
+        leaf = self._leaf(tensor, name, per_rank, found.seen.get(key))
         if leaf is None:
             return  # outside of its mesh: no name of it is one here, and it may be gone before another gets its id
         if key is not None:
-            self.found.seen.setdefault(key, name)
-        self.found.leaves.append(leaf)
+            found.seen.setdefault(key, name)
+        found.leaves.append(leaf)
 
     def _add_plain_tensor(self, tensor: torch.Tensor, name: str, per_rank: bool) -> None:
         """As `add_tensor`, with each question asked once: nearly all tensors are such, and there may be thousands."""
@@ -108,7 +110,7 @@ class Collector:
         known = self._memo.leaves.get(name)
         if known is None or known.tensor is not tensor:
             refuse_tensor(tensor, name)
-        found, number = self.found, id(tensor)
+        found, number = self.findings.joined(), id(tensor)
         found.param_names.setdefault(number, name)
         at = place_of_plain(tensor)
         tied: str | None = None
@@ -141,7 +143,7 @@ class Collector:
     def take_apart(self, tensor: torch.Tensor, name: str, per_rank: bool) -> list[Part]:
         """What it is made of, for `add_tensor`. Its kind is asked at each pass: a class may change it at any time."""
         self._claim(name)
-        self.found.param_names.setdefault(id(tensor), name)
+        self.findings.joined().param_names.setdefault(id(tensor), name)
         if is_elsewhere(tensor):
             return []
         found = apart(tensor, name)
@@ -227,11 +229,11 @@ class Collector:
         return {kind: items}
 
     def _claim(self, name: str) -> None:
-        if name in self.found.names:
+        if self.findings.has(name):
             raise UnsupportedState(f"two entries of the state have the same name {name!r}; rename one of them")
         if not is_unicode(name):
             raise UnsupportedState(f"{name!r} is not valid Unicode, which safetensors needs; rename that entry")
-        self.found.names[name] = None
+        self.findings.claim(name)
 
 
 _TREES: dict[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tuple: "tuple"}

@@ -20,7 +20,7 @@ from ckptlib.format.values import Json
 from ckptlib.state.collector import Collector, Flat, Part, has_tensor
 from ckptlib.state.entries import Entries, entries_of
 from ckptlib.state.leaf import PLAIN, Sharded, join
-from ckptlib.state.memo import Fingerprint, KnownModule, KnownOptimizer, Memo, Section
+from ckptlib.state.memo import Fingerprint, KnownModule, KnownOptimizer, Memo, Section, Trace
 from ckptlib.state.modules import made_names, named_state
 from ckptlib.state.optimizers import (
     cut_like,
@@ -58,14 +58,16 @@ def flatten(state: object, memo: Memo | None = None, owners: Mapping[int, torch.
         memo.sections.clear()
     walk = _Walk(memo, dict(memo.owners))
     walk.visit(state, False)
-    flat = walk.flat
-    if same(flat.leaves, memo.last):
+    flat, trace = walk.flat, walk.findings.trace()
+    if trace.is_that_of(memo.trace):
         flat.leaves = memo.last
     else:
-        for name in memo.leaves.keys() - walk.found.names.keys():  # what the state no longer has
+        found = walk.findings.joined()
+        for name in memo.leaves.keys() - found.names.keys():  # what the state no longer has
             del memo.leaves[name]
-        flat.lends = any(map(attrgetter("lent"), flat.leaves))
-        memo.last = [] if flat.lends else flat.leaves
+        flat.leaves = memo.last if same(found.leaves, memo.last) else found.leaves
+        flat.lends = any(map(attrgetter("lent"), found.leaves))
+        memo.last, memo.trace = ([], Trace([], [])) if flat.lends else (flat.leaves, trace)
     known: dict[tuple[str, bool], Any]
     for known in (memo.sections, memo.modules, memo.optimizers):
         for key in known.keys() - walk.sections:
@@ -175,7 +177,7 @@ class _Walk(Visitor[bool], Collector):
         if not is_known:
             alone = _Walk(self._memo, self.owners)
             add(alone)
-            self._memo.sections[key] = Section(sight, alone.found)
+            self._memo.sections[key] = Section(sight, alone.findings.joined())
         self._take(key, add)
         return is_known
 
@@ -187,9 +189,7 @@ class _Walk(Visitor[bool], Collector):
     def _take(self, key: tuple[str, bool], add: Callable[[_Walk], None]) -> None:
         self.sections.add(key)
         made = self._memo.sections[key].made
-        if self.found.is_apart_from(made):
-            self.found.take(made)
-        else:  # ties, or names that stand twice
+        if not self.findings.take(made):  # ties, or names that stand twice
             add(self)
 
     @override
@@ -203,7 +203,7 @@ class _Walk(Visitor[bool], Collector):
         if known is not None:
             names, described = known.names, known.described
         else:
-            names = names_of_params(optimizer, self.found.param_names)
+            names = names_of_params(optimizer, self.findings.joined().param_names)
             warn_of_positions(optimizer, names, path, "saved")
             params = [param for group in optimizer.param_groups for param in group["params"]]
             refuse_strangers(optimizer, params, path)
@@ -253,7 +253,7 @@ class _Walk(Visitor[bool], Collector):
         if self.by_hand:
             add(self)
         elif self._add_section(key, Fingerprint([names, keys], [*params, *optimizer.state], tensors), add):
-            is_named = None not in map(self.found.param_names.get, map(id, params))
+            is_named = None not in self.findings.names_of(params)
             if entries is not None and is_named and not mixed and not taken:
                 sight = self._memo.sections[key].sight
                 self._memo.optimizers[key] = KnownOptimizer(entries, sight, names, described)
@@ -268,7 +268,7 @@ class _Walk(Visitor[bool], Collector):
             entries is not None
             and not self.by_hand
             and known.entries.shows(entries)
-            and list(map(self.found.param_names.get, map(id, entries.params))) == [*chain.from_iterable(known.names)]
+            and self.findings.names_of(entries.params) == [*chain.from_iterable(known.names)]
         )
 
     def _add_hyper_parameters(self, group: Mapping[str, object], path: str, per_rank: bool) -> None:

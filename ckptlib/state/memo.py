@@ -69,6 +69,8 @@ class Found:
     """By id of tensor: the first."""
     seen: dict[object, str] = field(default_factory=dict)
     """By what two names of one tensor have in common: the first of them."""
+    beside: list[Found] = field(default_factory=list)
+    """Of a section: those that were found before it at its last pass, from all of which it is apart."""
 
     def is_apart_from(self, other: Found) -> bool:
         """Whether they have no name and no tensor in common. Of two views of keys, Python looks at the shorter."""
@@ -83,6 +85,17 @@ class Found:
             self.param_names |= other.param_names
         else:
             self.param_names = other.param_names | self.param_names
+
+
+class Trace(NamedTuple):
+    """What the leaves of a pass were made of: those that stand by themselves, and sections."""
+
+    leaves: list[Leaf]
+    sections: list[Found]
+
+    def is_that_of(self, other: Trace) -> bool:
+        """Whether the leaves are the very same."""
+        return same(self.leaves, other.leaves) and same(self.sections, other.sections)
 
 
 class KnownLeaf(NamedTuple):
@@ -120,6 +133,8 @@ class Memo:
         """By name."""
         self.last: list[Leaf] = []
         """All leaves of the last pass; none where some of them were lent."""
+        self.trace = Trace([], [])
+        """Of these."""
         self.owned: list[object] = []
         """Each optimizer, and behind it its parameters."""
         self.owners: dict[int, torch.optim.Optimizer] = {}
@@ -132,3 +147,8 @@ class Memo:
         """By the same."""
         self.optimizers: dict[tuple[str, bool], KnownOptimizer] = {}
         """By the same."""
+
+    def let_go(self) -> None:
+        """Keeps no leaves but those of sections."""
+        self.leaves.clear()
+        self.last, self.trace = [], Trace([], [])

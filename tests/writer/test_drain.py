@@ -61,6 +61,7 @@ class TierBench(Bench):
         save, slot = self.slot(step, nbytes=(1 << 20) + 64 * step)
         writer.add_slot(slot.path)
         writer.expect(save, drains)
+        writer.tell_expected(save)
         writer.persist(save, slot.path, drains)
         return save
 

@@ -211,6 +211,7 @@ def test_closed_it_finishes_what_was_ordered_and_leaves_no_log(bench: Bench) -> 
         save, slot = bench.slot(step)
         writer.add_slot(slot.path)
         writer.expect(save)
+        writer.tell_expected(save)
         writer.persist(save, slot.path)
     events = writer.close(WAIT_S)
     assert [event["step"] if "step" in event else event["event"] for event in events].count("committed") == 3
@@ -248,6 +249,7 @@ def test_left_alone_it_finishes_and_unlinks_the_slots(bench: Bench) -> None:
     writer.persist(save, slot.path)
     expected = SaveId(2, bench.generation)
     writer.expect(expected)
+    writer.tell_expected(expected)
     writer.leave()
     until(lambda: not alive(writer.pid))
     assert [step.number for step in read_root(bench.root)] == [1]
@@ -297,6 +299,7 @@ def test_a_void_save_is_published(bench: Bench) -> None:
     writer = bench.writer()
     save = SaveId(1, bench.generation)
     writer.expect(save)
+    writer.tell_expected(save)
     writer.void(save, "no memory")
     failed = hear(writer, "failed")
     assert (failed["save"], failed["kind"], failed["error"]) == (str(save), "SaveFailed", "no memory")
@@ -311,6 +314,7 @@ def test_orders_are_given_again_to_the_next_writer(bench: Bench) -> None:
     save, slot = bench.slot(1)
     writer.add_slot(slot.path)
     writer.expect(save)
+    writer.tell_expected(save)
     writer.persist(save, slot.path)
     os.kill(first, signal.SIGKILL)
     assert [event["error"] for event in heard(writer, "committed") if event["event"] == "released"] == [None]

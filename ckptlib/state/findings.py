@@ -1,0 +1,65 @@
+"""The findings of one pass over a state: what was found by itself, and sections, which are not looked into again.
+
+A section that is as it was at the last pass is the very same object. As long as all of them are, and so is what stands
+by itself, nothing is put together anew: 60,000 tensors would take 0.03 s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ckptlib.state.memo import Found, Trace
+from ckptlib.state.structure import same
+
+
+class Findings:
+    """Of one pass."""
+
+    def __init__(self) -> None:
+        self._found = Found()
+        """All that was found, but for the sections."""
+        self._sections: list[Found] = []
+        """In the order in which they were found, behind all else."""
+
+    def joined(self) -> Found:
+        """All of them, in one; to be added to."""
+        if self._sections:
+            for section in self._sections:
+                self._found.take(section)
+            self._sections.clear()
+        return self._found
+
+    def take(self, section: Found) -> bool:
+        """Adds a section; False where it has a name or a tensor in common with what was found before it."""
+        if not self._found.is_apart_from(section):
+            return False
+        if not same(self._sections, section.beside):
+            if not all(other.is_apart_from(section) for other in self._sections):
+                return False
+            section.beside = list(self._sections)
+        self._sections.append(section)
+        return True
+
+    def has(self, name: str) -> bool:
+        """Whether it was given out."""
+        return name in self._found.names or any(name in section.names for section in self._sections)
+
+    def claim(self, name: str) -> None:
+        """It is given out now."""
+        self._found.names[name] = None
+
+    def names_of(self, tensors: Iterable[torch.Tensor]) -> list[str | None]:
+        """The first name of each; None of those that were not found."""
+        numbers = list(map(id, tensors))
+        names = list(map(self._found.param_names.get, numbers))
+        for section in self._sections:
+            if None in names:
+                more = map(section.param_names.get, numbers)
+                names = [other if name is None else name for name, other in zip(names, more, strict=True)]
+        return names
+
+    def trace(self) -> Trace:
+        """Tells by identity whether all leaves are those of another pass."""
+        return Trace(list(self._found.leaves), list(self._sections))
