@@ -68,7 +68,7 @@ class Leveller:
         """For blocks of up to so many elements."""
         size = num_elements + 2 * MAX_ROW
         self._block = np.zeros(size, np.uint8)
-        self._sums, self._levels = np.empty(size, np.uint16), np.empty(size, np.uint8)
+        self._levels = np.empty(size, np.uint8)
 
     def memory(self, first: int, count: int) -> Bytes:
         """For `count` exponents of which the first is that of element `first` of its row. The same at each call."""
@@ -117,10 +117,15 @@ class Leveller:
         if not len(levels.columns):
             operation(grid, levels.rows[:, None], out=grid)
             return
-        upper, lower = levels.rows.astype(np.uint16).reshape(2, -1)
-        rows, columns = (upper * 256 + lower)[:, None], levels.columns.astype(np.uint16)
-        sums = self._sums[: grid.size].reshape(grid.shape)
-        np.add(rows, columns, out=sums)
+        # a row's level is whole ones and sixteenths: with each number of these, the columns' levels are always the same
+        upper, lower = levels.rows.reshape(2, -1)
+        by_sixteenths = np.greater_equal(levels.columns & 15, _TO_A_WHOLE).view(np.uint8)
+        np.add(by_sixteenths, levels.columns >> 4, out=by_sixteenths)
         level = self._levels[: grid.size].reshape(grid.shape)
-        np.right_shift(sums, 4, out=level, casting="unsafe")
+        np.take(by_sixteenths, lower & 15, axis=0, out=level, mode="clip")  # other modes fill a copy of `out` first
         operation(grid, level, out=grid)
+        operation(grid, (upper * 16 + (lower >> 4))[:, None], out=grid)
+
+
+_TO_A_WHOLE = np.arange(16, 0, -1, dtype=np.uint8)[:, None]
+"""What is missing from 0 to 15 sixteenths."""

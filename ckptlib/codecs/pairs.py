@@ -37,8 +37,8 @@ class Pairer:
 
     def __init__(self, num_symbols: int) -> None:
         """For planes of up to so many symbols."""
-        self._symbols = np.empty(num_symbols, np.uint8)
-        self._is_stray = np.zeros(-(-num_symbols // 8) * 8, np.bool_)
+        size = -(-num_symbols // 8) * 8
+        self._symbols, self._is_stray = np.empty(size, np.uint8), np.zeros(size, np.bool_)
         self._packed = np.empty(-(-num_symbols // 2), np.uint8)
 
     def pack(self, plane: Bytes) -> Pairs | None:
@@ -49,9 +49,10 @@ class Pairer:
         symbols = self._symbols[: len(plane)]
         np.subtract(plane, base, out=symbols)
         np.greater(symbols, _STRAY - 1, out=self._is_stray[: len(plane)])
-        at = self._strays(len(plane))
-        strays = symbols[at]
-        symbols[at] = _STRAY
+        at, some, strays_at = self._strays(len(plane))
+        strays = some[strays_at]
+        some[strays_at] = _STRAY
+        self._symbols.view(np.uint64)[at] = some.view(np.uint64)
         half = -(-len(plane) // 2)
         packed = self._packed[:half]
         np.multiply(symbols[:half], 16, out=packed)  # numpy shifts bytes ten times as slowly
@@ -61,31 +62,35 @@ class Pairer:
     def unpack(self, pairs: Pairs, plane: Bytes) -> bool:
         """Fills `plane`. False where there are more or fewer strays than places for them."""
         half = len(pairs.packed)
-        np.right_shift(pairs.packed, 4, out=plane[:half])
-        np.bitwise_and(pairs.packed[: len(plane) - half], 15, out=plane[half:])
-        np.equal(plane, _STRAY, out=self._is_stray[: len(plane)])
-        at = self._strays(len(plane))
-        if len(at) != len(pairs.strays):
+        symbols = self._symbols[: len(plane)]
+        np.right_shift(pairs.packed, 4, out=symbols[:half])
+        np.bitwise_and(pairs.packed[: len(plane) - half], 15, out=symbols[half:])
+        np.equal(symbols, _STRAY, out=self._is_stray[: len(plane)])
+        at, some, strays_at = self._strays(len(plane))
+        if len(strays_at) != len(pairs.strays):
             return False
-        plane[at] = pairs.strays
-        np.add(plane, pairs.base, out=plane)
+        some[strays_at] = pairs.strays
+        self._symbols.view(np.uint64)[at] = some.view(np.uint64)
+        np.add(symbols, pairs.base, out=plane)
         return True
 
-    def _strays(self, num_symbols: int) -> NDArray[np.intp]:
-        """Where they are. They are few, so that eight symbols without one are passed at once."""
+    def _strays(self, num_symbols: int) -> tuple[NDArray[np.intp], Bytes, NDArray[np.intp]]:
+        """Which eights of symbols have a stray among them, copies of those, and where the strays are in the copies.
+
+        They are few, so that eight symbols without one are passed at once.
+        """
         end = -(-num_symbols // 8) * 8
         self._is_stray[num_symbols:end] = False
-        words = np.flatnonzero(self._is_stray[:end].view(np.uint64) != 0)  # of bools: else ten times as slow
-        places = np.flatnonzero(self._is_stray[:end].reshape(-1, 8)[words])
-        at: NDArray[np.intp] = words[places >> 3] * 8 + (places & 7)
-        return at
+        masks = self._is_stray[:end].view(np.uint64)
+        at = (masks != 0).nonzero()[0]  # of bools: else ten times as slow
+        return at, self._symbols.view(np.uint64)[at].view(np.uint8), masks[at].view(np.bool_).nonzero()[0]
 
 
 def _base(plane: Bytes) -> int | None:
     """Where the 15 most frequent consecutive symbols begin; None where, by a sample, too many others occur."""
     counts = np.bincount(plane[:: max(1, len(plane) // _SAMPLE)], minlength=256 + _STRAY - 1)
     counts[256:] = counts[: _STRAY - 1]
-    sums = counts.cumsum()
+    sums = np.add.accumulate(counts)
     inside = sums[_STRAY - 1 :] - sums[:256] + counts[:256]
-    base = int(np.argmax(inside))
-    return base if inside[base] >= (1 - _MOST_STRAYS) * sums[255] else None
+    base = int(inside.argmax())
+    return base if inside.item(base) >= (1 - _MOST_STRAYS) * sums.item(255) else None
