@@ -101,7 +101,9 @@ class _Walk(Visitor[Setter]):
 
     @override
     def add_optimizer(self, optimizer: torch.optim.Optimizer, path: str, given: Setter) -> None:
-        self._targets.add(optimizer, path)
+        if self._plan.wanted(path, whole=True):
+            self.refuse_hidden(optimizer, path)
+            self._targets.add(optimizer, path)
 
     @override
     def add_module(self, module: nn.Module, path: str, given: Setter) -> None:
