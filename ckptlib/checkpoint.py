@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -198,7 +199,11 @@ def _load_step(
     collect_again: Callable[[], None],
 ) -> Loaded:
     what, laps = f"loading step {source.save.step}", Laps()
-    whole = order.state if generators is None else {**order.state, RNG: generators}
+    whole: Mapping[str, object] = order.state
+    if generators is not None:
+        whole = {**order.state, RNG: generators}
+        if not isinstance(order.state, MutableMapping):  # what would be put into the copy alone is to be told
+            whole = MappingProxyType(whole)
     source.bring({own_rank(group.rank, source.world_size)})
     laps.end("bring")
     reader, wanted = _bring_and_match(group, source, whole, order, what)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from ckptlib.format import tagged_values, values
 from ckptlib.loading.load_plan import LoadPlan, Setter
 from ckptlib.loading.match_lists import ListTargets
 from ckptlib.loading.match_optimizers import OptimizerTargets, Params
@@ -97,11 +98,25 @@ class _Walk(Visitor[Setter]):
 
     @override
     def add_plain(self, value: object, path: str, given: Setter) -> None:
+        if given is None:
+            self._check_unchanged(value, path)
         self._plan.add_value(path, given)
+
+    def _check_unchanged(self, value: object, path: str) -> None:
+        """A value in what cannot be changed, such as a `MappingProxyType`, must be the saved one."""
+        saved = self._plan.saved.values
+        name = self._plan.named(path)
+        if self._plan.wanted(path) and name in saved and values.encode(value, path) != saved[name]:
+            self._plan.mismatch(
+                f"{path}: is {tagged_values.brief(value)}, the checkpoint has {tagged_values.brief(saved[name])}, and "
+                "the mapping around it cannot be changed; give a dict"
+            )
 
     @override
     def add_optimizer(self, optimizer: torch.optim.Optimizer, path: str, given: Setter) -> None:
-        self._targets.add(optimizer, path)
+        if self._plan.wanted(path, whole=True):
+            self.refuse_hidden(optimizer, path)
+            self._targets.add(optimizer, path)
 
     @override
     def add_module(self, module: nn.Module, path: str, given: Setter) -> None:

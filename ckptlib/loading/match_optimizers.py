@@ -52,8 +52,7 @@ class OptimizerTargets:
         """By id of optimizer, and by nature: one of the tensor subclasses in its state."""
 
     def add(self, optimizer: torch.optim.Optimizer, path: str) -> None:
-        if not self._plan.wanted(path, whole=True):
-            return
+        """One that is wanted."""
         saved_path = self._plan.named(path)
         groups = self._saved.groups.get(saved_path)
         if groups is None:

@@ -194,6 +194,7 @@ class _Walk(Visitor[bool], Collector):
 
     @override
     def add_optimizer(self, optimizer: torch.optim.Optimizer, path: str, per_rank: bool) -> None:
+        self.refuse_hidden(optimizer, path)
         self.flat.optimizers[path] = optimizer
         key, entries = (path, per_rank), entries_of(optimizer)
         known = self._memo.optimizers.pop(key, None)

@@ -15,6 +15,7 @@ from torch import nn
 from ckptlib.errors import UnsupportedState
 from ckptlib.format.tagged_values import MAX_DEPTH
 from ckptlib.state.frameworks import refuse_loader, torch_optimizer, unwrapped
+from ckptlib.state.hidden_state import refuse_hidden
 from ckptlib.state.leaf import PerRank, Sharded, join
 from ckptlib.state.optimizers import refuse_optimizer
 
@@ -71,6 +72,10 @@ class Visitor(ABC, Generic[Given]):
         else:
             refuse_loader(node, path)
             self.add_plain(node, path, given)
+
+    def refuse_hidden(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+        """Raises UnsupportedState for state of an optimizer that is in none of the state's optimizers."""
+        refuse_hidden(optimizer, path, {id(one) for one, _, _ in self._optimizers})
 
     def entries(self, node: Sequence[object], path: str) -> Sequence[object]:
         """Those of a list or tuple that are walked."""

@@ -1,0 +1,150 @@
+"""Optimizers that keep more than `state` and `param_groups`: refused, since a load would bring back a part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.registry import close_sessions
+from onerank import same
+from torch import nn, optim
+
+import ckptlib
+from ckptlib import UnsupportedState
+
+
+@pytest.fixture(autouse=True)
+def _close() -> Any:
+    yield
+    close_sessions()
+
+
+class Lookahead(optim.Optimizer):
+    """As timm and others have it: a state of its own that stays empty, beside that of the optimizer inside."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        self.param_groups, self.defaults = inner.param_groups, inner.defaults
+        for group in self.param_groups:
+            group["turn"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for group in self.param_groups:
+            group["turn"] += 1
+            for p in group["params"] if group["turn"] % 2 == 0 else ():
+                slow = self.inner.state[p].setdefault("slow", p.detach().clone())
+                p.copy_(slow.lerp_(p, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+
+class Several(optim.Optimizer):
+    """One in front of others; torch's own `state_dict()`, which does not tell of them."""
+
+    def __init__(self, inner: list[optim.Optimizer]) -> None:
+        super().__init__([p for one in inner for group in one.param_groups for p in group["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.inner:
+            one.step()
+
+
+class Counting(optim.AdamW):
+    """Adds what it counts to what `state_dict()` gives."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.count = torch.zeros(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+
+class Nested(optim.AdamW):
+    """Gives the very entries that it has, deeper."""
+
+    def state_dict(self) -> dict[str, Any]:
+        told = super().state_dict()
+        return {**told, "state": {number: {"inside": entry} for number, entry in told["state"].items()}}
+
+
+def hooked(params: Any) -> optim.Optimizer:
+    optimizer = optim.AdamW(params)
+    optimizer.register_state_dict_post_hook(lambda _, told: {**told, "count": 3})
+    return optimizer
+
+
+def made(make: Callable[[Any], optim.Optimizer], seed: int = 0) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 3)
+    return model, make([*model.parameters()])
+
+
+def train(model: nn.Module, optimizer: Any, first: int, last: int) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+
+
+REFUSED: dict[str, tuple[Callable[[Any], optim.Optimizer], str]] = {
+    "inside": (lambda p: Lookahead(optim.AdamW(p)), "Lookahead has a AdamW in its attribute 'inner'"),
+    "several": (lambda p: Several([optim.AdamW(p[:1]), optim.SGD(p[1:])]), "Several has a AdamW in its attribute"),
+    "added": (Counting, "of this Counting also gives 'count'"),
+    "by a hook": (hooked, "of this AdamW also gives 'count'"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_before_the_training_begins(tmp_path: Path, kind: str) -> None:
+    make, message = REFUSED[kind]
+    model, optimizer = made(make)
+    with pytest.raises(UnsupportedState, match=f"o: .*{message}"):
+        ckptlib.Checkpointer(tmp_path / "root", {"m": model, "o": optimizer}, every=1, arena=tmp_path)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_load_into_it_is_refused_unless_it_is_left_out(tmp_path: Path, kind: str) -> None:
+    make, message = REFUSED[kind]
+    model, plain = made(optim.AdamW)
+    train(model, plain, 0, 2)
+    ckptlib.save(tmp_path, {"m": model, "o": plain}, 1)
+    other, optimizer = made(make, seed=1)
+    with pytest.raises(UnsupportedState, match=f"o: .*{message}"):
+        ckptlib.load(tmp_path, {"m": other, "o": optimizer}, 1)
+    ckptlib.load(tmp_path, {"m": other, "o": optimizer}, 1, only="m")
+    assert same([*other.parameters()], [*model.parameters()])
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_one_inside_is_saved_in_its_place_or_beside_it(tmp_path: Path, beside: bool) -> None:
+    def state(model: nn.Module, optimizer: Lookahead) -> dict[str, object]:
+        return {"m": model, "i": optimizer.inner, **({"o": optimizer} if beside else {})}
+
+    model, optimizer = made(lambda p: Lookahead(optim.AdamW(p, lr=0.1)))
+    train(model, optimizer, 0, 3)
+    ckptlib.save(tmp_path, state(model, optimizer), 1)
+    other, resumed = made(lambda p: Lookahead(optim.AdamW(p, lr=0.5)), seed=1)
+    ckptlib.load(tmp_path, state(other, resumed), 1)
+    train(model, optimizer, 3, 8)
+    train(other, resumed, 3, 8)
+    assert same([*other.parameters()], [*model.parameters()])
+
+
+def test_what_gives_the_same_in_another_shape_is_saved(tmp_path: Path) -> None:
+    model, optimizer = made(Nested)
+    train(model, optimizer, 0, 3)
+    ckptlib.save(tmp_path, {"m": model, "o": optimizer}, 1)
+    other, resumed = made(Nested, seed=1)
+    ckptlib.load(tmp_path, {"m": other, "o": resumed}, 1)
+    train(model, optimizer, 3, 5)
+    train(other, resumed, 3, 5)
+    assert same([*other.parameters()], [*model.parameters()])
