@@ -230,6 +230,7 @@ class Checkpointer:
             raise ValueError("call restore before the first after_step; to go back, create another Checkpointer")
         part = Part(only, map, optional)
         report, self._generators = restore(self._session, self._state, strict, device, step, part)
+        self._session.writer.wake()
         if report.save is None and self._beginning is not None:
             report = self._beginning.load(self._state, strict, device)
         self._steps.restored = report.step

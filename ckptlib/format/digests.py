@@ -6,7 +6,7 @@ forge it. Where others can write, choose blake3 when the root is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import xxhash
 from typing_extensions import Buffer
@@ -30,20 +30,48 @@ def digester(algorithm: str) -> Callable[[Buffer], str]:
         return _xxh3
     if algorithm == BLAKE3:
         return _blake3()
-    raise FormatError(f"digest algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}; update ckptlib")
+    raise _unknown(algorithm)
+
+
+def digester_of_pieces(algorithm: str) -> Callable[[Iterable[Buffer]], str]:
+    """As `digester`, for bytes that come in pieces: each is digested before the next one is asked for."""
+    if algorithm == XXH3:
+        return _xxh3_of_pieces
+    if algorithm == BLAKE3:
+        return _blake3_of_pieces()
+    raise _unknown(algorithm)
+
+
+def _unknown(algorithm: str) -> FormatError:
+    return FormatError(f"digest algorithm {algorithm!r} is not one of {', '.join(ALGORITHMS)}; update ckptlib")
 
 
 def _xxh3(data: Buffer) -> str:
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
+def _xxh3_of_pieces(pieces: Iterable[Buffer]) -> str:
+    hasher = xxhash.xxh3_128()
+    for piece in pieces:
+        hasher.update(piece)
+    return str(hasher.hexdigest())
+
+
 def _blake3() -> Callable[[Buffer], str]:
+    of_pieces = _blake3_of_pieces()
+    return lambda data: of_pieces([data])
+
+
+def _blake3_of_pieces() -> Callable[[Iterable[Buffer]], str]:
     try:
         from blake3 import blake3
     except ImportError as error:
         raise ImportError("this root uses blake3 digests: pip install 'ckptlib[blake3]'") from error
 
-    def hexdigest(data: Buffer) -> str:
-        return str(blake3(data).hexdigest(length=HEX_WIDTH // 2))
+    def hexdigest(pieces: Iterable[Buffer]) -> str:
+        hasher = blake3()
+        for piece in pieces:
+            hasher.update(piece)
+        return str(hasher.hexdigest(length=HEX_WIDTH // 2))
 
     return hexdigest

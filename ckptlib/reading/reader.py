@@ -6,11 +6,9 @@ against its digest before a byte of it is believed; every element of every targe
 
 from __future__ import annotations
 
-import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
@@ -20,10 +18,11 @@ from ckptlib.catalog.shards import PartIndex, SavedShard, ShardComparer
 from ckptlib.errors import CorruptData, FormatError, UnsupportedState
 from ckptlib.format import dtypes, gc_pause
 from ckptlib.format.box import Box, Run, common_run, find_hole
-from ckptlib.format.digests import digester
+from ckptlib.format.digests import digester_of_pieces
 from ckptlib.format.layout import Layout, OwnPerRank, TensorEntry, ranks_touching
 from ckptlib.format.overlaps import Meeting, meetings
 from ckptlib.format.part import Part
+from ckptlib.reading.hands import Hands
 from ckptlib.reading.requests import ChunkRead, Landing, Request, Target, copies_of, merge
 from ckptlib.reading.source import StepSource, own_rank
 
@@ -169,19 +168,19 @@ class StepReader(ABC, Generic[T]):
         Raises CorruptData that names the tensor, also for an element that no chunk covers or of which several ranks
         saved different values; StoreError.
         """
-        with ThreadPoolExecutor(self._source.limits.threads, "ckptlib-read") as executor:
+        with Hands(self._source.limits.threads) as hands:
             ranks = [self.ranks_for(want) for want in wants]
-            list(executor.map(self._share, sorted(frozenset().union(*ranks) - self._shares.keys())))
+            list(hands.map(self._share, sorted(frozenset().union(*ranks) - self._shares.keys())))
             with gc_pause.kept():
                 requests = self._plan(wants, ranks)
-            verify = digester(self.part(self.own_rank).algorithm)
+            digest = digester_of_pieces(self.part(self.own_rank).algorithm)
             landing = self.landing(memory for want in wants for _, memory in want.pieces)
             try:
-                for nbytes in executor.map(lambda request: self._run(request, verify, landing), requests):
+                for nbytes in hands.map(lambda request: self._run(request, digest, landing), requests):
                     self.nbytes_read += nbytes
                     progress(nbytes)
             finally:
-                executor.shutdown(cancel_futures=True)
+                hands.stop()
                 landing.close()
 
     def check_there(self, name: str, box: Box, itemsize: int) -> None:
@@ -300,21 +299,18 @@ class StepReader(ABC, Generic[T]):
                 "or: ckptlib verify"
             )
 
-    def _run(self, request: Request, verify: Callable[[memoryview], str], landing: Landing) -> int:
-        """One request: its chunks are checked, then placed. A damaged chunk is read again where that may help."""
+    def _run(self, request: Request, digest: Callable[[Iterable[memoryview]], str], landing: Landing) -> int:
+        """One request; the bytes read. A damaged chunk is read again where that may help."""
         source = self._source
         check_there(source.read_into, request.pack, request.offset, request.nbytes)
-        for last in (n + 1 >= source.limits.reads for n in itertools.count()):
-            buffer = request.buffer(landing)
-            source.read_into(request.pack, request.start, buffer)
+        for left in range(source.limits.reads - 1, -1, -1):
             try:
-                request.place(buffer, source.read_into, verify, source.save.step, landing)
-                break
+                return request.carry_out(source.read_into, digest, source.save.step, landing)
             except CorruptData as error:
-                if last:
+                if not left:
                     raise
                 log.warning("%s; it is read once more, since the network may have altered it", error)
-        return len(buffer)
+        raise AssertionError("a source is read at least once")
 
 
 def _places(name: str, shares: Iterable[PartIndex]) -> list[Place]:

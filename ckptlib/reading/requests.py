@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from types import EllipsisType
 from typing import NamedTuple
@@ -218,25 +218,24 @@ class Request:
                 raise CorruptData(f"{read}: {read.pack} [{read.offset}:+{read.stored}]: {error}") from error
         return buffer, starts
 
-    def place(
-        self,
-        buffer: memoryview,
-        fetch: ReadInto,
-        verify: Callable[[memoryview], str],
-        step: int,
-        landing: Landing,
-    ) -> None:
-        """Checks what was read, chunk by chunk, then puts it where it is wanted. Raises CorruptData.
+    def carry_out(
+        self, fetch: ReadInto, digest: Callable[[Iterable[memoryview]], str], step: int, landing: Landing
+    ) -> int:
+        """Reads, checks chunk by chunk, and puts each where it is wanted; returns the bytes read. Raises CorruptData,
+        and as `fetch` does.
 
-        `fetch` reads the bases of frames; `verify` gives the digest of a chunk; `step` is for messages. Copies to a
-        device have arrived when `landing` is closed.
+        `step` is for messages. Copies to a device have arrived when `landing` is closed.
         """
-        starts = [read.offset - self.start for read in self.reads]
+        buffer, starts = self.buffer(landing), [read.offset - self.start for read in self.reads]
+        nbytes = len(buffer)
+        piecemeal = self._limits.piece is not None and not self.coded
+        if not piecemeal:
+            fetch(self.pack, self.start, buffer)
         if self.coded:
             buffer, starts = self._decode(buffer, fetch, landing)
         for read, start in zip(self.reads, starts, strict=False):
             data = buffer[start : start + read.nbytes]
-            found = verify(data)
+            found = digest(self._arriving(read, data, fetch) if piecemeal else [data])
             if found != read.digest:
                 raise CorruptData(
                     f"{read}: {read.pack} [{read.offset}:+{read.nbytes}] does not match {read.digest} (got {found}); "
@@ -246,6 +245,15 @@ class Request:
                 landing.place(read, data, start)
         if not self.direct:
             landing.finish(buffer)
+        return nbytes
+
+    def _arriving(self, read: ChunkRead, data: memoryview, fetch: ReadInto) -> Iterator[memoryview]:
+        """The bytes of a chunk, each piece as soon as it is there."""
+        piece = self._limits.piece or read.nbytes
+        for at in range(0, read.nbytes, piece):
+            arrived = data[at : at + piece]
+            fetch(self.pack, read.offset + at, arrived)
+            yield arrived
 
 
 def copies_of(

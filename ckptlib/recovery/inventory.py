@@ -107,9 +107,13 @@ def look(slots: Iterable[Slot], root_id: str) -> list[Found]:
     return found
 
 
-def describe(found: Iterable[Found], memories: Iterable[str]) -> bytes:
-    """One rank's findings, and the memories in which it can open slots, its own first."""
-    return json.dumps({"found": [f.to_json() for f in found], "memories": list(memories)}).encode()
+def describe(found: Iterable[Found], memories: Iterable[str], host: str, cores: Iterable[int]) -> bytes:
+    """One rank's findings, and the memories in which it can open slots, its own first.
+
+    `host`: the machine that it runs on; `cores`: by number, those that it may run on.
+    """
+    rows, mask = [f.to_json() for f in found], sum(1 << core for core in {*cores})
+    return json.dumps({"found": rows, "memories": list(memories), "host": host, "cores": f"{mask:x}"}).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +132,26 @@ class Inventory:
         """`told`: each rank's description, by rank."""
         self.memories: list[list[str]] = []
         """By rank."""
+        self._cores: list[tuple[str, int]] = []
+        """By rank: its host, and a bit for each core of that host that it may run on."""
         found: set[Found] = set()
         for data in told:
             words = json.loads(data)
             self.memories.append(words["memories"])
+            self._cores.append((words["host"], int(words["cores"], 16)))
             found.update(map(Found.from_json, words["found"]))
         self._found = sorted(found)
         self._readers: dict[str, list[int]] = {}
         for rank, memories in enumerate(self.memories):
             for memory in memories:
                 self._readers.setdefault(memory, []).append(rank)
+
+    def cores_each(self, rank: int) -> int:
+        """Of the cores that a rank may run on, its share, where other ranks of its host may run on them, too; 1 or
+        more."""
+        host, mine = self._cores[rank]
+        users = sum(there == host and bool(theirs & mine) for there, theirs in self._cores)
+        return max(1, mine.bit_count() // users)
 
     def drop(self, damaged: Collection[SlotPlace]) -> None:
         """Drops copies that proved damaged; on all ranks alike."""

@@ -8,6 +8,7 @@ to go back to an older step: restore raises, and the next start tries again.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +47,7 @@ from ckptlib.recovery.memory_source import InMemory
 from ckptlib.recovery.stored_step import StoredStep
 from ckptlib.saving.session import Session
 from ckptlib.saving.whole_state import RNG
-from ckptlib.slots.host import memory_of
+from ckptlib.slots.host import boot_id, memory_of
 from ckptlib.state.rng import LoadedRng
 from ckptlib.stores.local import LocalStore
 
@@ -222,7 +223,8 @@ def _look_around(session: Session) -> Inventory:
     def own() -> bytes:
         with session.snapshots.arena.others.opened() as slots:
             found = look(slots, session.root.id)
-        return describe(found, map(memory_of, session.snapshots.arena.others.directories))
+        memories = map(memory_of, session.snapshots.arena.others.directories)
+        return describe(found, memories, boot_id(), os.sched_getaffinity(0))
 
     return Inventory(session.group.gather(together(session.group, "looking for snapshots in memory", own)))
 

@@ -61,5 +61,8 @@ class IoLimits:
     """Those for less go through a buffer, and may be for several tensors."""
     threads: int = THREADS
     """Requests under way at once."""
+    piece: int | None = None
+    """Bytes that are read and digested before the next, where a read costs next to nothing: they are in the caches of
+    a core still. None: what one request asks for is read at once."""
     reads: int = 1
     """How often bytes are read before a mismatch counts as damage: a bit may flip on the way."""

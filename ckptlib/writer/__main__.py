@@ -1,11 +1,14 @@
-"""The writer's entry point: `python -m ckptlib.writer <socket fd> <trainer's pid> <log> [<lock fd> <lock's path>]`.
+"""The writer's entry point:
+`python -m ckptlib.writer <socket fd> <trainer's pid> <seconds> <log> [<lock fd> <lock's path>]`.
 
-Its orders come over the socket. The log is what it prints to; one with nothing in it goes when it ends. The lock tells
-the next job that there may be orders yet to read.
+Its orders come over the socket. It begins when its standard input says something or ends, or after these seconds. The
+log is what it prints to; one with nothing in it goes when it ends. The lock tells the next job that there may be orders
+yet to read.
 """
 
 from __future__ import annotations
 
+import select
 import signal
 import socket
 import sys
@@ -23,6 +26,10 @@ from ckptlib.priority import give_way  # noqa: E402
 
 if __name__ == "__main__":
     give_way()  # before the other imports: they take 0.3 s of a core while the training starts, or restores
+    if float(sys.argv[3]):
+        waiting = select.poll()
+        waiting.register(sys.stdin, select.POLLIN)
+        waiting.poll(float(sys.argv[3]) * 1000)
 
 from ckptlib.writer import late_numpy  # noqa: E402
 
@@ -35,7 +42,7 @@ from ckptlib.writer.process import WriterProcess  # noqa: E402
 
 if __name__ == "__main__":
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    log, *inherited = map(Path, sys.argv[3:])
+    log, *inherited = map(Path, sys.argv[4:])
     lock = WriterLock(inherited[1], int(inherited[0].name)) if inherited else None
     WriterProcess(channel, int(sys.argv[2]), lock).run()
     if log.exists() and not log.stat().st_size:

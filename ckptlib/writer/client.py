@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,10 +41,12 @@ class Writer:
     """One writer process; main thread, but for `add_slot`, `tell_expected`, `persist` and `void`, which any thread may
     call."""
 
-    def __init__(self, setup: Message, unread: WriterLock | None = None) -> None:
+    def __init__(self, setup: Message, unread: WriterLock | None = None, wait_s: float = 0.0) -> None:
         """`setup`: the first order; it may hold secrets, so it goes over the socket.
 
         `unread`: tells the next job, should this process die, that the writer has yet to read its orders. Closed here.
+
+        `wait_s`: the most that the process puts off its imports, which take 0.1 s of a core or more, until `wake`.
         """
         self._setup = setup
         self._unread = unread
@@ -63,10 +66,10 @@ class Writer:
         self._stuck = False
         """Whether the writer gave up a call that hangs, and ends."""
         self.log_path = logfile.new_path(int(setup["rank"]))
-        self._lock = threading.Lock()
-        self._start()
+        self._lock, self._waking = threading.Lock(), threading.Lock()
+        self._start(wait_s)
 
-    def _start(self) -> None:
+    def _start(self, wait_s: float = 0.0) -> None:
         if not self.log_path.parent.is_dir():  # a long job outlives what is cleaned out of a temporary directory
             self.log_path = logfile.new_path(int(self._setup["rank"]))
         ours, theirs = socket.socketpair()
@@ -75,7 +78,7 @@ class Writer:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "ckptlib.writer"),
-                    *(str(theirs.fileno()), str(os.getpid()), str(self.log_path)),
+                    *(str(theirs.fileno()), str(os.getpid()), str(wait_s), str(self.log_path)),
                     *(() if lock is None else (str(lock.fd), str(lock.path))),
                 ],
                 pass_fds=[
@@ -83,7 +86,8 @@ class Writer:
                     *(() if lock is None else (lock.fd,)),
                     *(() if page is None else (page,)),
                 ],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if wait_s else subprocess.DEVNULL,
+                bufsize=0,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -102,8 +106,16 @@ class Writer:
     def pid(self) -> int:
         return self._process.pid
 
+    def wake(self) -> None:
+        """The writer begins now, if it waits. From any thread. A death of this process wakes it, too."""
+        with self._waking:
+            if (end := self._process.stdin) is not None and not end.closed:
+                with suppress(BrokenPipeError), end:
+                    end.write(b"\n")  # a forked child may keep the pipe open
+
     def add_slot(self, path: Path) -> None:
         """The writer opens it now, so that it outlives the trainer, and goes after it."""
+        self.wake()
         with self._lock:
             self._slots.append(str(path))
             self._channel.send({"op": "slot", "path": str(path)})
@@ -253,6 +265,7 @@ class Writer:
             self._open.pop(_OrderKey(save, elsewhere=True), None)
 
     def _revive(self) -> list[Message]:
+        self.wake()
         if self._stuck:
             log.warning("the writer process (pid %d) hangs in a call to the store; starting another one", self.pid)
             self._reap(kill=True)
@@ -301,6 +314,7 @@ class Writer:
 
     def leave(self) -> None:
         """Waits for nothing: the writer finishes alone, as when its trainer dies, and unlinks the slots."""
+        self.wake()
         self._channel.close()
         self._let_go()
 
@@ -320,6 +334,7 @@ class Writer:
 
         Raises WaitTimeout when it does not end in time; it goes on then.
         """
+        self.wake()
         deadline = time.monotonic() + timeout_s
         events: list[Message] = []
         while self._open and time.monotonic() < deadline:  # by another one, should it give up one of them

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,27 +18,9 @@ from ckptlib.format.box import Box
 from ckptlib.loading import landing, read_once
 from ckptlib.loading.landing import Landing
 from ckptlib.reading import committed, reader
+from ckptlib.reading.hands import Hands
 from ckptlib.reading.reader import Want
 from ckptlib.stores.io_limits import IoLimits
-
-
-class Inline:
-    """An executor whose threads are the caller's."""
-
-    def __init__(self, num_threads: int, name: str) -> None:
-        pass
-
-    def __enter__(self) -> Inline:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def map(self, call: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-        return map(call, items)
-
-    def shutdown(self, cancel_futures: bool) -> None:
-        pass
 
 
 @pytest.fixture
@@ -51,7 +33,7 @@ def root(tmp_path: Path) -> Iterator[Root]:
 def simulated(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Simulation]:
     simulation = Simulation(Runtime(), seed)
     simulation.patch(monkeypatch)
-    monkeypatch.setattr(reader, "ThreadPoolExecutor", Inline)
+    monkeypatch.setattr(reader, "Hands", lambda _: Hands(1))  # its threads are the caller's
     with simulation:
         yield simulation
 

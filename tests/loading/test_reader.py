@@ -262,6 +262,42 @@ def test_tensors_come_one_by_one_or_several_at_a_time_as_the_source_likes_them(
         assert len(requests(reader)) == few
 
 
+@pytest.mark.parametrize("piece", [4096, 100_001, 1 << 20])
+def test_what_is_read_in_pieces_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    """Chunks that go straight into their targets, those that go through a buffer, and boxes that end inside of one."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        f"t{i}": rng.integers(0, 255, (n, 1), dtype=np.uint8) for i, n in enumerate((9 << 20, 3_000_017, 70_001, 1))
+    }
+    reader = saved(tmp_path, arrays)
+    limit(reader, IoLimits(piece=piece, threads=1), monkeypatch)
+    found = {name: np.zeros_like(array) for name, array in arrays.items()}
+    part = np.zeros((5 << 20, 1), dtype=np.uint8)
+    told: list[int] = []
+    wants = [want(name, array) for name, array in found.items()]
+    reader.read([*wants, want("t0", part, Box((1_000_003, 0), (5 << 20, 1)))], told.append)
+    assert all((found[name] == array).all() for name, array in arrays.items())
+    assert (part == arrays["t0"][1_000_003 : 1_000_003 + (5 << 20)]).all()
+    assert all(nbytes <= piece for pack, _, nbytes in requests(reader) if "packs/" in pack)
+    assert sum(told) == reader.nbytes_read >= sum(array.nbytes for array in arrays.values())
+
+
+@pytest.mark.parametrize("at", [0, 300_000, 2_999_999])
+def test_a_damaged_byte_of_any_piece_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    whole = np.random.default_rng(0).integers(0, 255, 3_000_000, dtype=np.uint8)
+    reader = saved(tmp_path, {"w": whole})
+    limit(reader, IoLimits(piece=256 << 10, threads=1), monkeypatch)
+    (pack,) = {
+        request.pack for request in plan_of(reader, [want("w", whole.copy())], [reader.ranks_for(want("w", whole))])
+    }
+    path = next(tmp_path.rglob(Path(pack).name))
+    data = bytearray(path.read_bytes())
+    data[data.index(whole.tobytes()[:64]) + at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptData, match=r"w.* does not match"):
+        reader.read([want("w", np.zeros_like(whole))], nothing)
+
+
 def test_tensors_of_megabytes_come_from_afar_several_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {f"t{i}": np.full(3 << 20, i, dtype=np.uint8) for i in range(10)}
     tensors["large"] = np.full(12 << 20, 10, dtype=np.uint8)

@@ -22,7 +22,7 @@ def found(rank: int, memory: str) -> Found:
 def inventory(memories: str, slots: dict[int, str]) -> Inventory:
     """`memories`: by rank, the host. `slots`: by saved rank, the hosts that have its share."""
     found_by = {m: [found(rank, m) for rank, hosts in slots.items() if m in hosts] for m in set(memories)}
-    return Inventory([describe(found_by[m], [m]) for m in memories])
+    return Inventory([describe(found_by[m], [m], m, [0]) for m in memories])
 
 
 def moves(memories: str, slots: dict[int, str], needs: list[list[int]]) -> list[tuple[int, str, int, int]]:
@@ -48,6 +48,24 @@ def test_the_work_is_shared_among_hosts_and_their_ranks() -> None:
     assert senders == {0: 2, 1: 2, 2: 2, 3: 2}
 
 
+def cores_each(*ranks: tuple[str, range]) -> list[int]:
+    """Of each rank: its host, and the cores that it may run on."""
+    found = Inventory([describe([], [], host, cores) for host, cores in ranks])
+    return [found.cores_each(rank) for rank in range(len(ranks))]
+
+
+def test_ranks_of_a_host_share_its_cores() -> None:
+    two, eight = range(2), range(8)
+    assert cores_each(("A", two)) == [2]
+    assert cores_each(("A", two), ("A", two)) == [1, 1]
+    assert cores_each(("A", two), ("A", two), ("A", two)) == [1, 1, 1], "one at least"
+    assert cores_each(("A", eight), ("A", eight), ("B", eight)) == [4, 4, 8]
+
+
+def test_ranks_that_are_bound_to_cores_have_these_for_themselves() -> None:
+    assert cores_each(("A", range(4)), ("A", range(4, 8)), ("A", range(100, 103))) == [4, 4, 3]
+
+
 @pytest.mark.parametrize("odd", [0, 3])
 def test_shares_that_differ_are_no_snapshot(odd: int) -> None:
     """Its job had no time to vote upon it."""
@@ -55,7 +73,9 @@ def test_shares_that_differ_are_no_snapshot(odd: int) -> None:
     def told(differs: bool) -> Inventory:
         digests = {rank: b"other" if differs and rank == odd else b"same" for rank in range(4)}
         checks = {rank: str(check_of(3, rank, {(0, 1, 2, 3): digest})) for rank, digest in digests.items()}
-        return Inventory([describe([replace(found(rank, "A"), check=checks[rank]) for rank in range(4)], ["A"])])
+        return Inventory(
+            [describe([replace(found(rank, "A"), check=checks[rank]) for rank in range(4)], ["A"], "A", [0])]
+        )
 
     assert told(False).whole() == [SNAPSHOT]
     assert told(True).whole() == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +38,23 @@ def small(tmp_path: Path) -> Iterator[Path]:
 def checkpointer(root: Path, state: dict[str, object], arena: Path) -> ckptlib.Checkpointer:
     peers = ckptlib.Peers(copies=0, every=1, keep_for=timedelta(0))
     return ckptlib.Checkpointer(root, state, every=1000, peers=peers, arena=arena)
+
+
+def test_a_writer_begins_when_the_restore_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its imports would compete with it for the cores."""
+    weights = torch.arange(100_000, dtype=torch.float32)
+    with checkpointer(tmp_path / "root", {"w": weights.clone()}, tmp_path) as ckpt:
+        ckpt.save(3)
+    monkeypatch.setattr("ckptlib.saving.memory.WRITER_WAITS_S", 600.0)
+    found = torch.zeros_like(weights)
+    with checkpointer(tmp_path / "root", {"w": found}, tmp_path) as ckpt:
+        assert ckpt._session.writer.poll(1.0) == []
+        assert ckpt.restore().step == 3
+        deadline = time.monotonic() + 150
+        while not (events := ckpt._session.writer.poll(0.1)):
+            assert time.monotonic() < deadline
+        assert events[0]["event"] == "ready"
+    assert torch.equal(found, weights)
 
 
 def test_no_room_for_what_was_restored_is_said_and_the_job_goes_on(

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import ckptlib
 from ckptlib import PerRank, Sharded, UnsupportedState
 from ckptlib.format.box import Box
-from ckptlib.format.layout import ByHand, OwnPerRank, Placed
+from ckptlib.format.layout import ByHand, Mesh, OwnPerRank, Placed
 from ckptlib.state.collector import Flat
 from ckptlib.state.flatten import flatten
-from ckptlib.state.leaf import Plain, join
+from ckptlib.state.leaf import Plain, join, mesh_of
 from ckptlib.state.memo import Memo
 
 
@@ -215,6 +215,15 @@ def test_sharded_by_hand() -> None:
     for offset, shape in [((5, 0), (6, 3)), ((0,), (6, 3)), ((0, 0), (6,)), ((-1, 0), (6, 3))]:
         with pytest.raises((UnsupportedState, ValueError)):
             flatten({"s": Sharded(torch.ones(2, 3), offset, shape)})
+
+
+def test_a_mesh_is_asked_for_its_ranks_once(world: None) -> None:
+    """Each time costs torch as much as all else of a DTensor's leaf."""
+    line, square = init_device_mesh("cpu", (1,)), init_device_mesh("cpu", (1, 1))
+    first, second = (distribute_tensor(torch.ones(4), line, [Shard(0)]) for _ in range(2))
+    other = distribute_tensor(torch.ones(4), square, [Shard(0), Replicate()])
+    assert mesh_of(first) is mesh_of(second)
+    assert (mesh_of(first), mesh_of(other)) == (Mesh((1,), (0,)), Mesh((1, 1), (0,)))
 
 
 def test_dtensors_on_a_mesh_of_one(world: None) -> None:

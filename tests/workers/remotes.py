@@ -45,7 +45,7 @@ from ckptlib.recovery.inventory import Found, Inventory, Transfer, describe, loo
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.recovery.remote_slots import STREAMS, Exchange, RemoteSlot
 from ckptlib.slots.header import SlotHeader
-from ckptlib.slots.host import memory_of
+from ckptlib.slots.host import boot_id, memory_of
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader, check_body
 from ckptlib.staging.copies import CopySource
@@ -258,7 +258,7 @@ def only_what_is_needed(directory: Path) -> None:
             share(first, 1, 0, 2, tensors)
             share(second, 1, 1, 2, tensors)
         group = group_of(None, PATIENCE)
-        inventory = Inventory(group.gather(describe(look([first, second], ROOT_ID), [memory_of(here)])))
+        inventory = Inventory(group.gather(describe(look([first, second], ROOT_ID), [memory_of(here)], boot_id(), [0])))
         source = InMemory(group, world(), inventory, inventory.whole()[0], PATIENCE)
         box = Box((24 * rank(), 0, 0), (24, 64, 1024))
         found = torch.zeros(box.shape, dtype=torch.uint32)

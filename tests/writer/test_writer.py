@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from helpers.writers import WAIT_S, Bench, alive, hear, heard, status, stop, until
 from workers.crash_oracle import failed_parts, read_root
-from workers.crash_spare import ROOT_ID
+from workers.crash_spare import ROOT_ID, setup
 
 from ckptlib.errors import WaitTimeout
 from ckptlib.format.keys import GenerationId, SaveId
@@ -24,7 +24,7 @@ from ckptlib.format.manifest import Generation
 from ckptlib.policy.keep import Keep
 from ckptlib.stores import open_store
 from ckptlib.writer.__main__ import LEFT_TO_THE_TRAINER
-from ckptlib.writer.client import MAX_DEATHS
+from ckptlib.writer.client import MAX_DEATHS, Writer
 from ckptlib.writer.persist import put_failure
 
 LARGE_BYTES = 600 << 20
@@ -65,6 +65,62 @@ def test_gives_way_before_it_imports_anything() -> None:
     found = subprocess.run([sys.executable, "-c", _EARLY], capture_output=True, text=True, timeout=150)
     assert found.stdout == "10 False False\n"
     assert "IndexError" in found.stderr, "it has no socket to listen to"
+
+
+def waiting(bench: Bench) -> Writer:
+    """One that nothing but a word begins, within the time that a test waits."""
+    writer = Writer(setup(bench.root), wait_s=4 * WAIT_S)
+    bench.writers.append(writer)
+    return writer
+
+
+def test_one_that_waits_begins_when_it_is_woken(bench: Bench) -> None:
+    writer = waiting(bench)
+    assert writer.poll(1.0) == []
+    assert writer._process.stdin is not None
+    held = os.dup(writer._process.stdin.fileno())  # as by a forked child
+    writer.wake()
+    hear(writer, "ready")
+    writer.wake()
+    os.close(held)
+
+
+def test_one_that_waits_begins_with_the_first_slot(bench: Bench) -> None:
+    """What is in it must outlive the trainer from then on."""
+    save, slot = bench.slot(1)
+    writer = waiting(bench)
+    writer.add_slot(slot.path)
+    hear(writer, "ready")
+    writer.persist(save, slot.path)
+    hear(writer, "committed")
+
+
+def test_one_that_waits_ends_when_it_is_closed(bench: Bench) -> None:
+    writer = waiting(bench)
+    assert [event["event"] for event in writer.close(WAIT_S)] in ([], ["ready"])
+    assert not alive(writer.pid)
+
+
+_DIES = """
+import os, sys
+sys.path[:0] = sys.argv[2:]
+from workers.crash_spare import setup
+from ckptlib.writer.client import Writer
+print(Writer(setup(sys.argv[1]), wait_s=600.0).pid, flush=True)
+os._exit(1)
+"""
+
+
+def test_one_that_waits_ends_when_its_trainer_dies(bench: Bench) -> None:
+    tests = Path(__file__).parents[1]
+    found = subprocess.run(
+        [sys.executable, "-c", _DIES, str(bench.root), str(tests), str(tests / "workers")],
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert found.stdout, found.stderr
+    until(lambda: not alive(int(found.stdout)))
 
 
 _SESSION = Path("/proc/self/autogroup")
