@@ -26,6 +26,9 @@ MAX_DEPTH = 100
 
 BARE_INTS = 2**53  # below this, a float64 holds every int: RFC 8259, section 6
 
+NEST = "$nest"
+"""The tag of a container that stood in the state itself, and was saved whole."""
+
 MAX_ALIKE = 100
 """Keys of a dict, or items of a set, with one hash. Python compares each with all before it; those that are made
 to have one take the square of their number."""
@@ -228,7 +231,15 @@ def _decode_torch_device(data: object, where: Where, depth: int) -> object:
     return device
 
 
+def _decode_nest(data: object, where: Where, depth: int) -> object:
+    _expect(depth == 0, where, "no nest within a value", data)
+    value = decode(data, where, 1)
+    _expect(isinstance(value, list | tuple | dict), where, "a container", data)
+    return value
+
+
 _DECODERS: dict[str, Callable[[object, Where, int], object]] = {
+    NEST: _decode_nest,
     "$int": _decode_int,
     "$float": _decode_float,
     "$str": _decode_str,

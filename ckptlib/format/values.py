@@ -18,6 +18,7 @@ key, a tag:
     torch.Size               {"$torch.Size": [...]}
     torch.dtype              {"$torch.dtype": "bfloat16"}
     torch.device             {"$torch.device": "cuda:0"}
+    a container of a state   {"$nest": ...}                           saved whole; an object's state has no such tag
 
 The order of a dict is kept. Which objects were shared is not: a list given twice comes back as two lists.
 Types are matched exactly, so that no subclass quietly comes back as its base; all else is refused, never pickled.
@@ -35,7 +36,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
 
 from ckptlib.errors import FormatError, UnsupportedState
 from ckptlib.format import tagged_values
-from ckptlib.format.tagged_values import BARE_INTS, DTYPES, MAX_DEPTH, Where, is_unicode, text_of
+from ckptlib.format.tagged_values import BARE_INTS, DTYPES, MAX_DEPTH, NEST, Where, is_unicode, text_of
 
 if TYPE_CHECKING:
     pass
@@ -52,6 +53,16 @@ def encode(value: object, path: str, depth: int = 0) -> Json:
     Raises UnsupportedState, naming the path within the value, for what does not come back exactly.
     """
     return _encode(value, path, depth)
+
+
+def encode_nest(value: object, path: str) -> Json:
+    """As `encode`, of a container that stands in the state itself."""
+    return {NEST: _encode(value, path, 1)}
+
+
+def is_nest(data: object) -> bool:
+    """Whether `encode_nest` wrote it."""
+    return isinstance(data, dict) and NEST in data
 
 
 def decode(data: Json, path: str = "", depth: int = 0) -> object:

@@ -18,7 +18,7 @@ import torch
 from ckptlib.errors import FormatError, StateMismatch
 from ckptlib.format import tagged_values
 from ckptlib.format.layout import OwnPerRank, TensorEntry
-from ckptlib.format.values import Json
+from ckptlib.format.values import Json, is_nest
 from ckptlib.loading.selection import Selection
 from ckptlib.loading.targets import Targets
 from ckptlib.reading.reader import Want
@@ -67,7 +67,7 @@ class LoadPlan:
         idle, unused = self._asked.idle(), [*self._unexpected, *self._never_used()]
         if self._asked.patterns is None:
             saved = self.saved.values
-            self._plain.update(name for name in unused if name in saved and _is_plain(name, saved[name]))
+            self._plain.update(name for name in unused if name in saved and is_plain_value(name, saved[name]))
         lacked = {*self._missing, *unused, *self._foreign}
         optional = {name for name in lacked if self._asked.is_optional(name)}
         return Targets(
@@ -97,6 +97,9 @@ class LoadPlan:
                 before = bisect_left(trees, name)
                 if not before or not name.startswith(trees[before - 1]):
                     yield name
+
+    def is_used(self, saved_name: str) -> bool:
+        return saved_name in self._used
 
     def use(self, saved_name: str) -> None:
         """Somebody takes this name of the checkpoint."""
@@ -258,7 +261,8 @@ class LoadPlan:
             return
         name = self.named(path)
         tree = self.saved.objects.get(name)
-        if name in self.saved.values:  # first: the tree is another rank's then, whose object holds tensors
+        saved = self.saved.values
+        if name in saved and not is_nest(saved[name]):  # first: the tree is another rank's, whose object holds tensors
             self.use(name)
             value = self.saved.value(name)
             self.then(lambda: _call(load, value))
@@ -359,7 +363,7 @@ class LoadPlan:
         return tensor
 
 
-def _is_plain(name: str, value: Json) -> bool:
+def is_plain_value(name: str, value: Json) -> bool:
     """Whether a saved value stood in the state by itself. Containers are walked there, so one is an object's state."""
     if isinstance(value, dict):
         return len(value) == 1 and next(iter(value)).startswith("$") and not value.keys() & _CONTAINERS

@@ -18,6 +18,7 @@ from typing_extensions import override
 from ckptlib.format import tagged_values, values
 from ckptlib.loading.load_plan import LoadPlan, Setter
 from ckptlib.loading.match_lists import ListTargets
+from ckptlib.loading.match_nests import NestTargets
 from ckptlib.loading.match_optimizers import OptimizerTargets, Params
 from ckptlib.loading.selection import Only, Rename, Selection
 from ckptlib.loading.targets import Targets, outside_inference
@@ -26,6 +27,7 @@ from ckptlib.state.frameworks import loader_of
 from ckptlib.state.leaf import PerRank, Sharded, home_of, local_of
 from ckptlib.state.made_tensors import Holder, put_back
 from ckptlib.state.modules import owners_of, state_to_fill
+from ckptlib.state.nests import is_all_plain
 from ckptlib.state.subclasses import is_subclass, like
 from ckptlib.state.visitor import Visitor, is_plain
 from ckptlib.state.wrappers import canonical, is_extra_state
@@ -50,6 +52,7 @@ def targets(
     walk = _Walk(plan, None if device is None else torch.device(device))
     with outside_inference(), torch.no_grad():
         walk.visit(state, None)
+    walk.nests.grow()
     return plan.targets(tops)
 
 
@@ -63,6 +66,7 @@ class _Walk(Visitor[Setter]):
         self._params = Params()
         self._targets = OptimizerTargets(plan, self._params)
         self._lists = ListTargets(plan)
+        self.nests = NestTargets(plan)
 
     @override
     def below_per_rank(self, given: Setter) -> Setter:
@@ -80,6 +84,16 @@ class _Walk(Visitor[Setter]):
         if not isinstance(node, list) or not all(map(is_plain, node)):
             return node
         return node[: self._lists.add(node, path)]
+
+    @override
+    def add_nest(self, node: object, path: str, given: Setter) -> bool:
+        if not is_all_plain(node):
+            return False
+        if given is None and not isinstance(node, (list, MutableMapping)):
+            self._check_unchanged(node, path)
+        if self.nests.add(node, path, given):
+            return True
+        return isinstance(node, tuple) and all(map(is_plain, node)) and self._lists.add_tuple(node, path, given)
 
     @override
     def add_any_tensor(self, tensor: torch.Tensor | Sharded, path: str, given: Setter) -> None:
@@ -106,7 +120,10 @@ class _Walk(Visitor[Setter]):
         """A value in what cannot be changed, such as a `MappingProxyType`, must be the saved one."""
         saved = self._plan.saved.values
         name = self._plan.named(path)
-        if self._plan.wanted(path) and name in saved and values.encode(value, path) != saved[name]:
+        if not self._plan.wanted(path) or name not in saved:
+            return
+        encode = values.encode_nest if values.is_nest(saved[name]) else values.encode
+        if encode(value, path) != saved[name]:
             self._plan.mismatch(
                 f"{path}: is {tagged_values.brief(value)}, the checkpoint has {tagged_values.brief(saved[name])}, and "
                 "the mapping around it cannot be changed; give a dict"

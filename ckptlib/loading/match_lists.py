@@ -6,7 +6,7 @@ from bisect import bisect_left
 from functools import cached_property
 from itertools import count, takewhile
 
-from ckptlib.loading.load_plan import LoadPlan
+from ckptlib.loading.load_plan import LoadPlan, Setter
 from ckptlib.state.leaf import join
 
 
@@ -26,12 +26,10 @@ class ListTargets:
         """Has a list get the values that it lacks, and lose those that were not saved.
 
         Returns how many of its entries stay, to be filled. The length stays where the saved list held anything but
-        plain values, and where it was empty, which leaves no trace in a checkpoint.
+        plain values, and where it was empty, as which it was saved whole.
         """
-        plan, values = self._plan, self._saved.values
-        paths = (join(path, i) for i in count())
-        saved = [*takewhile(lambda entry: plan.wanted(entry) and plan.named(entry) in values, paths)]
-        if not saved or self._goes_on(plan.named(join(path, len(saved)))):
+        plan, saved = self._plan, self._entries(path)
+        if not saved:
             return len(node)
         more = [plan.take_value(entry) for entry in saved[len(node) :]]
 
@@ -40,6 +38,22 @@ class ListTargets:
 
         plan.then(resize)
         return min(len(node), len(saved))
+
+    def add_tuple(self, node: tuple[object, ...], path: str, given: Setter) -> bool:
+        """Has a tuple that was saved with another length be replaced. Returns whether one was."""
+        saved = self._entries(path)
+        if given is None or not saved or len(saved) == len(node):
+            return False
+        value = tuple(map(self._plan.take_value, saved))
+        self._plan.then(lambda: given(value))
+        return True
+
+    def _entries(self, path: str) -> list[str]:
+        """The paths of a list's saved entries; none where it held anything but plain values."""
+        plan, values = self._plan, self._saved.values
+        paths = (join(path, i) for i in count())
+        saved = [*takewhile(lambda entry: plan.wanted(entry) and plan.named(entry) in values, paths)]
+        return [] if self._goes_on(plan.named(join(path, len(saved)))) else saved
 
     def _goes_on(self, name: str) -> bool:
         """Whether anything was saved under this name, or below it."""

@@ -51,8 +51,8 @@ def read(
 
     Modules are flat dicts by parameter name; objects are what their `state_dict()` gave; an optimizer is a dict of
     `state`, by name of parameter, and `param_groups`, whose `params` are names. Random generators are under "@rng".
-    A list or tuple of the state itself comes back as a list; so does a dict with the keys 0, 1, 2 and so on, since both
-    have the same names. Tensor subclasses come back as dicts of the tensors that they are made of.
+    A flat list or tuple of the state itself comes back as a list; so does a dict with the keys "0", "1", "2" and so on,
+    since both have the same names. Tensor subclasses come back as dicts of the tensors that they are made of.
 
     Reads in parallel, into memory of the size of the result and some buffers. Every chunk is compared with its digest.
 
@@ -84,6 +84,7 @@ def nested(opened: Step, only: str | Sequence[str] | None = None) -> dict[str, A
     for name, leaf in leaves.items():
         if not name.startswith(taken) and f"{name}/" not in done:
             _put(root, name, leaf)
+    done.update(f"{name}/" for name, leaf in leaves.items() if isinstance(leaf, dict))  # values are as they were
     indexed = [*names, *values, *opened.trees]
     return cast("dict[str, Any]", _with_lists(root, _children(indexed), done, ""))
 

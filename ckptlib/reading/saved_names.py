@@ -107,10 +107,22 @@ class SavedNames:
         return self._reader.part(self._reader.first_rank(self._digests[layout])).values if layout else self.values
 
     def all_values(self) -> dict[str, Json]:
-        """Every plain value as it is saved, this rank's own first."""
+        """Every plain value as it is saved, this rank's own first.
+
+        A container that one rank saved whole, and another by entries, is the first one's.
+        """
         found: dict[str, Json] = {}
+        above: set[str] = set()
         for layout in range(len(self._digests)):
-            found = {**self.values_with(layout), **found}
+            whole = {name for name, value in found.items() if values.is_nest(value)}
+            others = self.values_with(layout)
+            fit = {
+                name: value
+                for name, value in others.items()
+                if not (values.is_nest(value) and name in above) and whole.isdisjoint(_above(name) if whole else ())
+            }
+            found = {**fit, **found}
+            above.update(*map(_above, fit))
         return found
 
     def value(self, path: str, depth: int = 0) -> object:
@@ -120,3 +132,8 @@ class SavedNames:
             if path in found:
                 return values.decode(found[path], path, depth)
         raise StateMismatch(f"{path}: the layout tells of a value that no part of step {self._reader.step} has")
+
+
+def _above(name: str) -> list[str]:
+    """The paths above a name."""
+    return [name[:at] for at, sign in enumerate(name) if sign == "/"]

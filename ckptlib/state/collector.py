@@ -187,6 +187,11 @@ class Collector:
         self._claim(path)
         self.flat.values[path] = values.encode(value, path, depth)
 
+    def add_whole(self, nest: object, path: str) -> None:
+        """A container of the state itself, which is told from the state of an object."""
+        self._claim(path)
+        self.flat.values[path] = values.encode_nest(nest, path)
+
     def add_object(self, state: object, path: str, per_rank: bool) -> None:
         """An object's state: a tree to be rebuilt when it holds tensors, else one value."""
         if has_tensor(state):

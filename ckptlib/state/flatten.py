@@ -7,6 +7,7 @@ but that of a module which would give what it gave before: see `ckptlib.state.st
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -22,6 +23,7 @@ from ckptlib.state.entries import Entries, entries_of
 from ckptlib.state.leaf import PLAIN, Sharded, join
 from ckptlib.state.memo import Fingerprint, KnownModule, KnownOptimizer, Memo, Section, Trace
 from ckptlib.state.modules import made_names, named_state
+from ckptlib.state.nests import is_nest
 from ckptlib.state.optimizers import (
     cut_like,
     group_path,
@@ -107,6 +109,13 @@ class _Walk(Visitor[bool], Collector):
                 walk.add_tensor(tensor, join(path, key), per_rank)
 
         self._add_section((path, per_rank), Fingerprint(keys, (), tensors), add)
+        return True
+
+    @override
+    def add_nest(self, node: object, path: str, per_rank: bool) -> bool:
+        if not is_nest(node):
+            return False
+        self.add_whole(dict(node) if isinstance(node, defaultdict) else node, path)
         return True
 
     @override

@@ -56,12 +56,14 @@ class Visitor(ABC, Generic[Given]):
         elif isinstance(node, torch.Generator):
             self.add_generator(node, path)
         elif isinstance(node, Mapping):
-            if self.add_entries(node, path, given):
+            if self.add_entries(node, path, given) or (path and self.add_nest(node, path, given)):
                 return
             entry = self.below(node, given)
             for key, value in node.items():
                 self._collect(value, join(path, key), entry(key))
         elif type(node) in (list, tuple):
+            if path and self.add_nest(node, path, given):
+                return
             entry = self.below(node, given)
             for i, value in enumerate(self.entries(node, path)):  # type: ignore[arg-type]
                 self._collect(value, join(path, i), entry(i))
@@ -92,6 +94,10 @@ class Visitor(ABC, Generic[Given]):
     def add_entries(self, node: Mapping[object, object], path: str, given: Given) -> bool:
         """May add all entries of a mapping at once. Returns whether it did; else they are visited one by one."""
         return False
+
+    @abstractmethod
+    def add_nest(self, node: object, path: str, given: Given) -> bool:
+        """May take a container below the top as one value. Returns whether it did; else its entries are visited."""
 
     @abstractmethod
     def add_any_tensor(self, tensor: torch.Tensor | Sharded, path: str, given: Given) -> None:

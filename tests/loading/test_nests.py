@@ -1,0 +1,241 @@
+"""Containers of plain values that grow in training come back as they were, into those that a restart makes empty."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from helpers.registry import close_sessions
+
+import ckptlib
+from ckptlib import PerRank, StateMismatch
+from ckptlib.errors import UnsupportedState
+
+GROWN: dict[str, tuple[Any, Any]] = {
+    "tuples in a list": ([(1, 2.0), (2, math.inf)], []),
+    "lists in a list": ([[1, 2], [3], []], []),
+    "dicts in a list": ([{"s": 1, 2: b"x"}, {"s": {True}}], []),
+    "sizes in a list": ([torch.Size([1, 2])], []),
+    "deep": ({"a": {"b": [[(1,), None]]}}, {"a": {"b": []}}),
+    "longer inside": ([[1, 2, 3], [4]], [[0]]),
+    "dict": ({"b": 1, "a": {"c": None}}, {}),
+    "dict within": ({"x": {"k": 1}, "n": 2}, {"x": {}, "n": 0}),
+    "defaultdict": (defaultdict(int, a=3), defaultdict(int)),
+    "defaultdict by number": (defaultdict(list, {3: [1]}), defaultdict(list)),
+    "Counter": (Counter("aab"), Counter()),
+    "Counter by number": (Counter([5, 5, 6]), Counter({5: 9})),
+    "OrderedDict": (OrderedDict(z=1, a=2), OrderedDict()),
+    "keys that are numbers": ({1: "one", 2: "two"}, {}),
+    "keys of one name": ({1: "i", "1": "s"}, {}),
+    "tuple": ((1, 2), ()),
+    "shorter tuple": ((1,), (7, 8, 9)),
+    "tuple of lists": (([1], [2, 3]), ()),
+    "emptied list": ([], [1, 2]),
+    "emptied dict": ({}, {"old": 1}),
+    "emptied tuple": ((), (1, 2)),
+    "emptied nest": ([], [[1], (2,)]),
+    "emptied defaultdict": (defaultdict(int), defaultdict(int, a=1)),
+    "into None": ([(1, 2)], None),
+}
+
+
+def same(one: object, other: object) -> bool:
+    """Same types, content and order all the way down."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict) and isinstance(other, dict):
+        return same([*one.items()], [*other.items()])
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.fixture(autouse=True)
+def _close() -> Iterator[None]:
+    yield
+    close_sessions()
+
+
+@pytest.mark.parametrize("kind", GROWN)
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_as_it_was_saved(tmp_path: Path, kind: str, per_rank: bool) -> None:
+    saved, fresh = copy.deepcopy(GROWN[kind])
+    wrap: Any = PerRank if per_rank else lambda value: value
+    ckptlib.save(tmp_path, {"v": wrap(saved), "w": torch.ones(1)}, 1)
+    state = {"v": wrap(fresh), "w": torch.zeros(1)}
+    report = ckptlib.load(tmp_path, state, 1)
+    found = state["v"].value if per_rank else state["v"]
+    assert same(found, saved)
+    assert (report.missing, report.unexpected) == ((), ())
+    if isinstance(fresh, (list, dict)):
+        assert found is fresh, "in place, as other names of it see the same"
+
+
+def test_what_lies_within_is_filled_in_place(tmp_path: Path) -> None:
+    saved: dict[str, Any] = {"h": [[1, 2], {"a": [3]}], "t": ([4, 5], 6), "d": {0: {"k": [7]}}}
+    ckptlib.save(tmp_path, {**saved, "w": torch.ones(1)}, 1)
+    row, inner, one, deep = [0], [9, 9], [0], [1]
+    state: dict[str, Any] = {"h": [row, {"a": inner}], "t": (one, 0), "d": {0: {"k": deep}}, "w": torch.zeros(1)}
+    ckptlib.load(tmp_path, state, 1)
+    assert {key: state[key] for key in saved} == saved
+    assert state["h"][0] is row
+    assert state["h"][1]["a"] is inner
+    assert state["t"][0] is one
+    assert state["d"][0]["k"] is deep
+
+
+def test_one_list_in_two_places(tmp_path: Path) -> None:
+    """Where the saved ones differ, they are two; where they are equal, it stays one."""
+    ckptlib.save(tmp_path, {"v": [[1], [2]], "u": [[3], [3]], "w": torch.ones(1)}, 1)
+    state: dict[str, Any] = {"v": [[0]] * 2, "u": [[0]] * 2, "w": torch.zeros(1)}
+    ckptlib.load(tmp_path, state, 1)
+    assert (state["v"], state["u"]) == ([[1], [2]], [[3], [3]])
+    assert state["u"][0] is state["u"][1]
+
+
+def test_a_job_that_is_restarted_has_all_of_its_history(tmp_path: Path) -> None:
+    for total in (3, 7):
+        history: list[tuple[int, float]] = []
+        best: dict[str, float] = {}
+        seen: defaultdict[int, list[int]] = defaultdict(list)
+        state = {"history": history, "best": best, "seen": seen, "w": torch.ones(1)}
+        with ckptlib.Checkpointer(tmp_path, state, every=2) as ckpt:
+            for step in ckpt.loop(ckpt.restore().step, total):
+                history.append((step, step / 2))
+                best[f"of{step}"] = step
+                seen[step % 2].append(step)
+    assert history == [(step, step / 2) for step in range(7)]
+    assert [*best.items()] == [(f"of{step}", step) for step in range(7)]
+    assert seen == {0: [0, 2, 4, 6], 1: [1, 3, 5]}
+
+
+def test_the_form_changes_from_save_to_save(tmp_path: Path) -> None:
+    forms: list[Any] = [[], [[1]], [1, 2], [], [{"a": 1}], [3]]
+    value: list[Any] = []
+    state = {"v": value, "w": torch.ones(1)}
+    for step, form in enumerate(forms):
+        value[:] = copy.deepcopy(form)
+        ckptlib.save(tmp_path, state, step)
+    for step, form in enumerate(forms):
+        for fresh in ([], [7], [7, 8, 9]):
+            target = {"v": list(fresh), "w": torch.zeros(1)}
+            ckptlib.load(tmp_path, target, step)
+            assert target["v"] == form
+
+
+def test_entry_by_entry_as_earlier_versions_saved_it(tmp_path: Path) -> None:
+    """Numbers stand for a list, or for keys: what the state has is filled, and nothing is made of them."""
+    names = {"v/0/0": 1, "v/0/1": 2, "n/1": "one", "e/0": 5, "d/a": 1, "d/7": 2}
+    old: dict[str, Any] = {}
+    for name, value in names.items():
+        *above, last = name.split("/")
+        at = old
+        for key in above:
+            at = at.setdefault(key, {})
+        at[last] = value
+    ckptlib.save(tmp_path, {**old, "w": torch.ones(1)}, 1)
+    state: dict[str, Any] = {"v": [[0, 0]], "n": {1: ""}, "e": {}, "d": {}, "w": torch.zeros(1)}
+    report = ckptlib.load(tmp_path, state, 1)
+    assert {key: state[key] for key in old} == {"v": [[1, 2]], "n": {1: "one"}, "e": {}, "d": {"a": 1}}
+    assert set(report.unexpected) == {"e/0", "d/7"}
+
+
+def test_asked_for_and_renamed(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path, {"a": [[1]], "b": {"x": 1, "y": 2}, "c": {1: 2}, "w": torch.ones(1)}, 1)
+    for only in ("a", "a/*"):
+        state: dict[str, Any] = {"a": [], "b": {}, "c": {}}
+        ckptlib.load(tmp_path, state, 1, only=only)
+        assert state == {"a": [[1]], "b": {}, "c": {}}
+    state = {"b": {}}
+    ckptlib.load(tmp_path, state, 1, only="b/x")
+    assert state == {"b": {"x": 1}}
+    state = {"new": {"a": [], "b": {}}, "c": {}, "w": torch.zeros(1)}
+    report = ckptlib.load(tmp_path, state, 1, map={"new/a": "a", "new/b": "b"})
+    assert (state["new"], state["c"]) == ({"a": [[1]], "b": {"x": 1, "y": 2}}, {1: 2})
+    assert report.unexpected == ()
+    state = {"moved": 0, "a": [], "b": {}, "c": {}, "w": torch.zeros(1)}
+    ckptlib.load(tmp_path, state, 1, map={"moved": "b/x"})
+    assert (state["moved"], state["b"]) == (1, {"y": 2}), "what another name took is not added"
+
+
+def test_one_side_may_lack_it(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path, {"old": [[1]], "none": {}, "w": torch.ones(1)}, 1)
+    state: dict[str, Any] = {"new": [[2]], "w": torch.zeros(1)}
+    report = ckptlib.load(tmp_path, state, 1)
+    assert state["new"] == [[2]]
+    assert set(report.unexpected) == {"old", "none"}
+    with pytest.raises(StateMismatch, match="new"):
+        ckptlib.load(tmp_path, state, 1, only=["new", "w"])
+    ckptlib.load(tmp_path, state, 1, only=["new", "w"], optional="new/*")
+
+
+class Scheduler:
+    def __init__(self) -> None:
+        self.loaded: object = None
+
+    def state_dict(self) -> dict[str, object]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: object) -> None:
+        self.loaded = state
+
+
+def test_an_object_is_no_container(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path, {"x": {"s": Scheduler()}, "w": torch.ones(1)}, 1)
+    state: dict[str, Any] = {"x": {}, "w": torch.zeros(1)}
+    with pytest.raises(StateMismatch, match="x/s: not in the state"):
+        ckptlib.load(tmp_path, state, 1)
+    ckptlib.save(tmp_path, {"s": {}, "w": torch.ones(1)}, 2)
+    scheduler = Scheduler()
+    with pytest.raises(StateMismatch, match="s: is an object in the state; the checkpoint has a plain value"):
+        ckptlib.load(tmp_path, {"s": scheduler, "w": torch.zeros(1)}, 2)
+    assert scheduler.loaded is None
+
+
+def test_nothing_is_added_beside_tensors(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path, {"x": {"t": torch.ones(1), "n": 1}}, 1)
+    state = {"x": {"t": torch.zeros(1)}}
+    assert ckptlib.load(tmp_path, state, 1).unexpected == ("x/n",)
+    assert [*state["x"]] == ["t"]
+
+
+def test_in_what_cannot_be_changed(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path, {"m": MappingProxyType({"t": ((1,), 2), "l": [[1]]}), "w": torch.ones(1)}, 1)
+    fresh: list[Any] = []
+    ckptlib.load(tmp_path, {"m": MappingProxyType({"t": ((1,), 2), "l": fresh}), "w": torch.zeros(1)}, 1)
+    assert fresh == [[1]]
+    with pytest.raises(StateMismatch, match=r"m/t: is .* and the mapping around it cannot be changed"):
+        ckptlib.load(tmp_path, {"m": MappingProxyType({"t": (), "l": []}), "w": torch.zeros(1)}, 1)
+
+
+def test_nothing_is_changed_where_the_load_is_refused(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path, {"h": [[1]], "d": {"a": 1}, "w": torch.ones(1)}, 1)
+    state: dict[str, Any] = {"h": [[9]], "d": {}, "w": torch.zeros(2)}
+    with pytest.raises(StateMismatch):
+        ckptlib.load(tmp_path, state, 1)
+    assert (state["h"], state["d"]) == ([[9]], {})
+
+
+def test_what_would_not_come_back_is_refused_or_walked(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedState, match="v"):
+        ckptlib.save(tmp_path, {"v": [[object()]], "w": torch.ones(1)}, 1)
+    ckptlib.save(tmp_path, {"v": [defaultdict(int, a=1)], "w": torch.ones(1)}, 2)
+    state: dict[str, Any] = {"v": [defaultdict(int, a=0)], "w": torch.zeros(1)}
+    ckptlib.load(tmp_path, state, 2)
+    assert same(state["v"], [defaultdict(int, a=1)])
+
+
+def test_read_without_a_state(tmp_path: Path) -> None:
+    saved: dict[str, Any] = {"h": [(1, 2)], "e": {}, "n": {1: OrderedDict(a=Counter("x"))}, "t": ()}
+    ckptlib.save(tmp_path, {**saved, "w": torch.ones(1)}, 1)
+    with ckptlib.open(tmp_path) as opened:
+        assert same({name: opened.values[name] for name in saved}, saved)
+    found = ckptlib.read(tmp_path)
+    assert same({name: found[name] for name in saved}, saved)
