@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ckptlib
@@ -18,6 +19,7 @@ from benchmarks import peers
 from benchmarks.common import tell, told
 from benchmarks.figures import Figures, Options, run
 from benchmarks.peers import PEERS
+from benchmarks.turns import leave
 
 SUBJECTS = ("ckptlib", "DCP async thread")
 PER_LAYER = 8
@@ -69,6 +71,7 @@ def work() -> None:
     stalls = _ours(training, directory) if given["peer"] == "ckptlib" else _others(training, directory, given["peer"])
     tell(what=FIRST, samples=stalls[:1])
     tell(what=STEADY, samples=stalls[3:])  # the second one goes to a slot that was never used
+    leave()
 
 
 def _ours(training: Training, directory: Path) -> list[float]:
@@ -88,6 +91,7 @@ def _ours(training: Training, directory: Path) -> list[float]:
 
 
 def _others(training: Training, directory: Path, name: str) -> list[float]:
+    dist.init_process_group("gloo")  # which an asynchronous save needs
     peer, state, stalls = PEERS[name](), training.flat(), list[float]()
     for step in range(5):  # each takes it a minute
         training.step()
