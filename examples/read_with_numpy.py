@@ -180,6 +180,7 @@ def decode(data: Any) -> Any:
 
 PAIRS: dict[str, Any] = {"$dict": dict, "$odict": OrderedDict, "$counter": Counter}
 TAGS: dict[str, Any] = {
+    "$nest": decode,
     **dict.fromkeys(("$tuple", "$torch.Size"), lambda body: tuple(decode(body))),
     **dict.fromkeys(("$torch.dtype", "$torch.device"), str),
     "$set": lambda body: set(decode(body)),

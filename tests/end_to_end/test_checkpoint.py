@@ -30,7 +30,7 @@ from ckptlib.stores.testing import flip_bit
 
 def test_a_value_too_large_for_a_document_is_refused_by_name(root: Root) -> None:
     seen = np.zeros(2**29 + 1, np.uint8)  # pages that nobody touches
-    with pytest.raises(UnsupportedState, match="replay/0/seen: 536,870,913 bytes are too many for a value"):
+    with pytest.raises(UnsupportedState, match=r"replay\[0\]\.seen: 536,870,913 bytes are too many for a value"):
         root.save({"replay": [{"seen": seen}], "w": torch.ones(1)})
 
 

@@ -178,6 +178,7 @@ def test_values_and_objects(tmp_path: Path) -> None:
         "nested/1": 2.0,
         "nested/x%2Fy%25/0": 3,
         "nested/x%2Fy%25/1/0": 4,
+        "nested/none/left": {},
     }
     assert step.tensors["nested/x%2Fy%25/1/1"].tolist() == [0, 1, 2]
     assert (step.tensors["empty"].shape, step.dtypes["empty"]) == ((2, 0), "complex32")

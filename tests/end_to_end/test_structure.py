@@ -58,7 +58,7 @@ def test_plain_values_come_back_in_place(root: Root) -> None:
     assert target["inner"] is inner
     assert same({k: v for k, v in target.items() if k != "ranks"}, {k: v for k, v in values.items() if k != "ranks"})
     assert target["ranks"] == values["ranks"]
-    assert report.values["inner/tuple/1/0"] == 2.5
+    assert report.values["inner/tuple"] == (1, (2.5, True))
     assert report.values["int"] == 2**80
 
 
