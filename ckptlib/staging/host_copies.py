@@ -8,7 +8,6 @@ import numpy as np
 
 from ckptlib.staging.copies import Pairs
 from ckptlib.staging.pieces import Scratch
-from ckptlib.staging.windows import SAMPLE_BYTES
 
 
 class HostCopies:
@@ -34,8 +33,9 @@ class HostCopies:
         found = []
         for part, sample in zip(self._parts, self._samples, strict=True):
             for i, (pair, offset) in enumerate(zip(part.late, sample.offsets, strict=True)):
-                window = slice(offset, offset + SAMPLE_BYTES)
-                if not sample.window(i) == pair.copied[window] == pair.now[window]:
+                before = sample.window(i)
+                window = slice(offset, offset + len(before))
+                if not before == pair.copied[window] == pair.now[window]:
                     found.append(pair.source.name)
         return found
 
