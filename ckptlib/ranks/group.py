@@ -73,7 +73,7 @@ class Group(ABC):
 
     @abstractmethod
     def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        """Begins an element-wise maximum over all ranks; call the result, on the main thread, to wait for it."""
+        """Begins an element-wise maximum over all ranks; call the result once, on the main thread, to wait for it."""
 
     @abstractmethod
     def start_sum(self, values: Sequence[int]) -> Callable[[], list[int]]:

@@ -46,14 +46,12 @@ _MADV_POPULATE_WRITE = 23
 """Linux 5.14: map and touch pages at memory speed; a fault per page runs at a tenth of it."""
 
 
-class Place(NamedTuple):
-    """A place of a file that is mapped here."""
+class Mapped(NamedTuple):
+    """A file, from an offset on, and where that is mapped in this process."""
 
     fd: int
     offset: int
-    """In the file."""
     address: int
-    """In this process."""
 
 
 class Slot(ReadableSlot):
@@ -158,9 +156,9 @@ class Slot(ReadableSlot):
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + PAGE_BYTES
 
     @property
-    def place(self) -> Place:
+    def mapped(self) -> Mapped:
         """Of the body. Only for a slot made here."""
-        return Place(self._fd, PAGE_BYTES, self.address())
+        return Mapped(self._fd, PAGE_BYTES, self.address())
 
     def write_header(self, header: SlotHeader) -> None:
         os.pwrite(self._fd, header.encode(), 0)

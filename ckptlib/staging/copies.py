@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ckptlib.devices import accelerator
-from ckptlib.slots.slot import Place
+from ckptlib.slots.slot import Mapped
 from ckptlib.staging.pieces import Pieces
 from ckptlib.staging.pinned_ring import Move
 from ckptlib.staging.prepared_copies import Across, DeviceWork, Inside, Places, Samples
@@ -115,7 +115,7 @@ class Pairs:
         self.works: dict[tuple[torch.device, int], DeviceWork] = {}
         """By device, and the address of the copy in its memory; 0: only small tensors have one."""
 
-    def move_now(self, body: Place) -> None:
+    def move_now(self, body: Mapped) -> None:
         """All that is in host memory and is not copied behind the fence."""
         self.small.copy(body)
         for pair in self.large:

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ckptlib.pages import round_up
-from ckptlib.slots.slot import Place
+from ckptlib.slots.slot import Mapped
 
 Addresses: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint64]]"
 Indices: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.intp]]"
@@ -82,7 +82,7 @@ class Pieces:
         """From now on they are there."""
         self._vectors[:, 0] = addresses
 
-    def copy(self, to: Place) -> None:
+    def copy(self, to: Mapped) -> None:
         """Copies all of them."""
         vectors = self._vectors.ctypes.data
         for start, stop, offset, nbytes in self._runs:
@@ -108,7 +108,7 @@ class Scratch:
     """Memory into which pieces are copied for a moment. One thread."""
 
     def __init__(self) -> None:
-        self._place = Place(-1, 0, 0)
+        self._mapped = Mapped(-1, 0, 0)
         self._memory: mmap.mmap | None = None
         self._let_go: Callable[[], object] = int
         """Of the file."""
@@ -117,7 +117,7 @@ class Scratch:
         """All of them; until the next call."""
         if self._memory is None or len(self._memory) < pieces.nbytes:
             self._grow(round_up(max(pieces.nbytes, 1)))
-        pieces.copy(self._place)
+        pieces.copy(self._mapped)
         assert self._memory is not None
         return memoryview(self._memory)[: pieces.nbytes]
 
@@ -131,4 +131,4 @@ class Scratch:
             self._let_go = weakref.finalize(self, os.close, fd)
             os.truncate(fd, nbytes)
         self._memory = mmap.mmap(fd, nbytes)
-        self._place = Place(fd, 0, ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
+        self._mapped = Mapped(fd, 0, ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))

@@ -187,7 +187,7 @@ class Stager:
             job.slot.write_header(job.header)
             found = self._known.pairs_of(job.header.rank, job.slot, job.sources, job.offsets)
             for pairs in found:
-                pairs.move_now(job.slot.place)
+                pairs.move_now(job.slot.mapped)
             parts += found
             copied.append(Copied(job.header.rank, Body(job.offsets, job.header.body_nbytes), found))
         staging.device_copies = self._devices.begin(copied, spare)
@@ -212,10 +212,10 @@ class Stager:
     @torch.no_grad()
     def _finish(self, staging: Staging, host_copies: HostCopies, reading: Reading | None) -> None:
         cuda.relax_capture()
-        self._on_begun(staging)
         try:
             began = time.perf_counter()
             try:
+                self._on_begun(staging)
                 for copies in staging.device_copies:
                     copies.drive()
                 host_copies.move()

@@ -22,8 +22,8 @@ _MAPPINGS = (dict, OrderedDict, Counter)
 
 def is_nest(node: object) -> bool:
     """Whether a container of the state is saved whole."""
-    if type(node) in (list, tuple):
-        return not node or (not all(map(_is_flat, node)) and _comes_back(node))  # type: ignore[call-overload]
+    if isinstance(node, (list, tuple)) and type(node) in (list, tuple):
+        return not node or (not all(map(_is_flat, node)) and _comes_back(node))
     if isinstance(node, _MAPPINGS) and type(node) in (*_MAPPINGS, defaultdict):
         return not node or (not all(isinstance(key, str) for key in node) and _comes_back(dict(node)))
     return False
@@ -37,7 +37,9 @@ def is_all_plain(node: object, depth: int = 0) -> bool:
         return False
     if isinstance(node, Mapping):
         return all(is_all_plain(value, depth + 1) for value in node.values())
-    return type(node) in (list, tuple) and all(is_all_plain(item, depth + 1) for item in node)  # type: ignore[attr-defined]
+    if not isinstance(node, (list, tuple)) or type(node) not in (list, tuple):
+        return False
+    return all(is_all_plain(item, depth + 1) for item in node)
 
 
 def _comes_back(node: object, depth: int = 0) -> bool:
@@ -46,8 +48,8 @@ def _comes_back(node: object, depth: int = 0) -> bool:
         return True
     if depth > MAX_DEPTH:
         return False
-    if type(node) in (list, tuple):
-        return all(_comes_back(item, depth + 1) for item in node)  # type: ignore[attr-defined]
+    if isinstance(node, (list, tuple)) and type(node) in (list, tuple):
+        return all(_comes_back(item, depth + 1) for item in node)
     if not isinstance(node, Mapping) or type(node) not in _MAPPINGS:
         return False
     return all(not isinstance(key, str) or type(key) is str for key in node) and all(

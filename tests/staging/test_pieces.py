@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptlib.slots.slot import Place
+from ckptlib.slots.slot import Mapped
 from ckptlib.staging.pieces import GATHER_BELOW_BYTES, MOST_AT_ONCE, Pieces, Scratch
 from ckptlib.staging.windows import SAMPLE_BYTES, Windows
 
@@ -27,7 +27,7 @@ class Target:
 
     def __init__(self, fd: int) -> None:
         self.memory = mmap.mmap(fd, NBYTES)
-        self.place = Place(fd, AT, ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + AT)
+        self.mapped = Mapped(fd, AT, ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + AT)
 
 
 @pytest.fixture(params=["a file", "no file"])
@@ -67,7 +67,7 @@ SIZES = {
 def test_one_behind_the_other(target: Target, sizes: list[int]) -> None:
     sources = sources_of(sizes)
     pieces = Pieces(addresses_of(sources), sizes)
-    pieces.copy(target.place)
+    pieces.copy(target.mapped)
     expected = b"".join(map(bytes, sources))
     assert pieces.nbytes == len(expected)
     assert target.memory[AT : AT + len(expected)] == expected
@@ -85,7 +85,7 @@ def test_each_at_its_offset(wanted: list[tuple[int, int]]) -> None:
         offsets.append(end + gap)
         end += gap + size
     sources = sources_of([size for size, _ in wanted])
-    Pieces(addresses_of(sources), [size for size, _ in wanted], offsets).copy(target.place)
+    Pieces(addresses_of(sources), [size for size, _ in wanted], offsets).copy(target.mapped)
     os.close(fd)
     expected = bytearray(end)
     for source, offset in zip(sources, offsets, strict=True):
@@ -98,7 +98,7 @@ def test_elsewhere_from_now_on(target: Target) -> None:
     before, after = sources_of(sizes), [source[::-1].copy() for source in sources_of(sizes)]
     pieces = Pieces(addresses_of(before), sizes)
     pieces.aim(np.array(addresses_of(after), np.uint64))
-    pieces.copy(target.place)
+    pieces.copy(target.mapped)
     assert target.memory[AT : AT + sum(sizes)] == b"".join(map(bytes, after))
 
 
