@@ -17,6 +17,7 @@ import torch
 
 from ckptlib.errors import CkptError, NotBrought, SaveFailed, StateChanged, describe
 from ckptlib.format import gc_pause, values
+from ckptlib.format.paths import join
 from ckptlib.loading.match import targets
 from ckptlib.loading.progress import Laps, progress
 from ckptlib.loading.read_once import share_out, spread
@@ -37,7 +38,7 @@ from ckptlib.saving.whole_state import RNG
 from ckptlib.slots.slot import Slot
 from ckptlib.staging.stager import Content
 from ckptlib.state.collector import Flat
-from ckptlib.state.leaf import Leaf, join
+from ckptlib.state.leaf import Leaf
 from ckptlib.state.rng import LoadedRng
 
 log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ import torch
 
 from ckptlib.errors import StateMismatch
 from ckptlib.exporting.dcp_files import StandIns, name_parameters
+from ckptlib.format.paths import join, key_of
 from ckptlib.reading.nested import nested
 from ckptlib.reading.opened import CheckpointReader
-from ckptlib.state.leaf import join
 
 Node = dict[str, Any]
 STATE, GROUPS, PARAMS, NAMES = "state", "param_groups", "params", "param_names"
@@ -116,7 +116,7 @@ class SavedOptimizers:
         node: Any = self._tree
         numbered = False
         for segment in path.split("/"):
-            node = node.get(segment.replace("%2F", "/").replace("%25", "%")) if isinstance(node, dict) else None
+            node = node.get(key_of(segment)) if isinstance(node, dict) else None
         if not isinstance(node, dict):
             return None
         state, groups = node.get(STATE, {}), node.get(GROUPS)

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.optim import Optimizer
 
-from ckptlib.state.leaf import Sharded, home_of, join
+from ckptlib.format.paths import join
+from ckptlib.state.leaf import Sharded, home_of
 
 
 @runtime_checkable

@@ -18,6 +18,8 @@ from ckptlib.catalog.shards import PartIndex, SavedShard, ShardComparer
 from ckptlib.format.box import Box
 from ckptlib.format.layout import OwnPerRank
 from ckptlib.format.part import Part
+from ckptlib.format.paths import join
+from ckptlib.format.tagged_values import NEST
 from ckptlib.format.values import Json
 
 PIECE_BYTES = 4 * 1024 * 1024
@@ -173,7 +175,8 @@ class ValueChange:
 
 @dataclass(slots=True)
 class ValueChanges:
-    """By path; the entries of dicts have paths of their own, behind a dot."""
+    """By path. The entries of dicts have paths of their own, behind a dot; those of containers of the state, behind a
+    slash, however they were saved."""
 
     found: dict[str, ValueChange] = field(default_factory=dict)
 
@@ -193,7 +196,26 @@ class ValueChanges:
 
 def _leaves(values: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, Json]]:
     for name, value in values.items():
-        if isinstance(value, dict) and value and not any(key.startswith("$") for key in value):
+        if isinstance(value, dict) and NEST in value:
+            yield from _entries(value[NEST], f"{prefix}{name}")
+        elif isinstance(value, dict) and value and not _is_tagged(value):
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def _entries(value: Json, path: str) -> Iterator[tuple[str, Json]]:
+    """Of a container that was saved whole, those that lie in lists, tuples and dicts by text."""
+    items = value.get("$tuple", value) if isinstance(value, dict) else value
+    if isinstance(items, list) and items:
+        for i, item in enumerate(items):
+            yield from _entries(item, join(path, i))
+    elif isinstance(items, dict) and items and not _is_tagged(items):
+        for key, item in items.items():
+            yield from _entries(item, join(path, key))
+    else:
+        yield path, value
+
+
+def _is_tagged(value: Mapping[str, Json]) -> bool:
+    return any(key.startswith("$") for key in value)

@@ -23,9 +23,10 @@ from ckptlib.exporting.stream import BATCH_BYTES, Wanted, converted, read
 from ckptlib.exporting.torch_file import save_into
 from ckptlib.format import dtypes
 from ckptlib.format.box import Box
+from ckptlib.format.paths import key_of
 from ckptlib.reading.arrays import Raw, raw_dtype
 from ckptlib.reading.frameworks import TORCH, framework_of, present
-from ckptlib.reading.nested import key_of, nested
+from ckptlib.reading.nested import nested
 from ckptlib.reading.opened import CheckpointReader
 
 DATA = "__0_0.distcp"

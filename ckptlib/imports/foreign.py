@@ -15,12 +15,13 @@ from ckptlib.errors import FormatError, UnsupportedState
 from ckptlib.format import values
 from ckptlib.format.box import Box
 from ckptlib.format.layout import ByHand
+from ckptlib.format.paths import join
 from ckptlib.format.values import Json
 from ckptlib.imports.mapped import numel_of
 from ckptlib.imports.torch_file import Strange
 from ckptlib.policy.patterns import covers
 from ckptlib.state.collector import Flat, has_tensor
-from ckptlib.state.leaf import Leaf, Plain, dtype_name, identity, join, refuse_tensor
+from ckptlib.state.leaf import Leaf, Plain, dtype_name, identity, refuse_tensor
 from ckptlib.state.optimizers import group_path, state_path
 
 MAX_NODES = 10_000_000

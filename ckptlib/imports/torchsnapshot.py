@@ -13,6 +13,7 @@ import torch
 
 from ckptlib.errors import FormatError
 from ckptlib.format.box import Box
+from ckptlib.format.paths import join, key_of
 from ckptlib.imports.entries import add_entries
 from ckptlib.imports.foreign import Foreign
 from ckptlib.imports.mapped import Mapped, dtype_named, inside, numel_of, sized
@@ -60,7 +61,7 @@ class _Snapshot:
         keys = self._below.get("0", [])
         if not keys:
             raise FormatError(f"{self._what}: tells of nothing that rank 0 saved")
-        return {_unescaped(key): self._node(f"0/{key}", 0) for key in keys}
+        return {key_of(key): self._node(f"0/{key}", 0) for key in keys}
 
     def _node(self, path: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
@@ -70,7 +71,7 @@ class _Snapshot:
             raise FormatError(f"{self._what}: {path[:200]} is named, but is not in the manifest")
         kind = entry.get("type")
         if kind in ("dict", "OrderedDict"):
-            return {key: self._node(f"{path}/{_escaped(str(key))}", depth + 1) for key in entry.get("keys", ())}
+            return {key: self._node(join(path, key), depth + 1) for key in entry.get("keys", ())}
         if kind == "list":
             items = sorted(self._below.get(path, []), key=lambda key: (len(key), key))
             if items != [str(i) for i in range(len(items))]:
@@ -152,11 +153,3 @@ class _Snapshot:
 def _apart(path: str) -> str:
     """A path without its rank."""
     return path.partition("/")[2]
-
-
-def _escaped(key: str) -> str:
-    return key.replace("%", "%25").replace("/", "%2F")
-
-
-def _unescaped(key: str) -> str:
-    return key.replace("%2F", "/").replace("%25", "%")

@@ -18,12 +18,13 @@ import torch
 from ckptlib.errors import FormatError, StateMismatch
 from ckptlib.format import tagged_values
 from ckptlib.format.layout import OwnPerRank, TensorEntry
+from ckptlib.format.paths import join
 from ckptlib.format.values import Json, is_nest
 from ckptlib.loading.selection import Selection
 from ckptlib.loading.targets import Targets
 from ckptlib.reading.reader import Want
 from ckptlib.reading.saved_names import SavedNames
-from ckptlib.state.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, is_elsewhere, join, leaf_of, torch_dtype
+from ckptlib.state.leaf import Leaf, PerRank, Plain, Sharded, dtype_name, is_elsewhere, leaf_of, torch_dtype
 from ckptlib.state.subclasses import apart, difference, is_subclass, kind_in, place_name
 from ckptlib.state.wrappers import is_extra_state
 

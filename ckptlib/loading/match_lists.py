@@ -6,8 +6,8 @@ from bisect import bisect_left
 from functools import cached_property
 from itertools import count, takewhile
 
+from ckptlib.format.paths import join
 from ckptlib.loading.load_plan import LoadPlan, Setter
-from ckptlib.state.leaf import join
 
 
 class ListTargets:

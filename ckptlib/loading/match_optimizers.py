@@ -14,10 +14,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptlib.errors import UnsupportedState
+from ckptlib.format.paths import join, key_of
 from ckptlib.format.values import Json
 from ckptlib.loading.load_plan import LoadPlan, fits
 from ckptlib.loading.match_groups import GroupTargets
-from ckptlib.state.leaf import Sharded, dtype_name, join, leaf_of, torch_dtype
+from ckptlib.state.leaf import Sharded, dtype_name, leaf_of, torch_dtype
 from ckptlib.state.optimizer_kinds import Kind, kind_of
 from ckptlib.state.optimizers import names_of_params, warn_of_positions
 from ckptlib.state.subclasses import another, apart, is_subclass, kind_in, nature, plain_like
@@ -117,7 +118,7 @@ class OptimizerTargets:
             if name == path or not name.startswith(prefix) or name.startswith(nested):
                 continue
             param, _, key = name[len(prefix) :].rpartition("/")
-            found.setdefault(param, {})[key.replace("%2F", "/").replace("%25", "%")] = name
+            found.setdefault(param, {})[key_of(key)] = name
             self._plan.use(name)
         return found
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 
 from ckptlib.errors import FormatError, StateMismatch
 from ckptlib.format import tagged_values
+from ckptlib.format.paths import join, key_of
 from ckptlib.format.values import Json
 from ckptlib.policy.patterns import covers
 from ckptlib.reading.opened import open
@@ -107,11 +108,6 @@ def _is_subclass(tree: Json) -> bool:
     return isinstance(tree, dict) and "subclass" in tree
 
 
-def key_of(segment: str) -> str:
-    """What was made a segment of a name; see FORMAT.md."""
-    return segment.replace("%2F", "/").replace("%25", "%") if "%" in segment else segment
-
-
 def _put(root: dict[str, Any], name: str, leaf: object) -> None:
     """Raises FormatError where something else is in the way, which no save makes."""
     *above, last = map(key_of, name.split("/"))
@@ -167,10 +163,10 @@ def _pairs(pairs: list[Json], path: str, leaves: Leaves, depth: int) -> list[tup
     found = []
     for key, tree in tagged_values.decode_keys(pairs, path, depth):
         try:
-            segment = str(key).replace("%", "%25").replace("/", "%2F")
+            name = join(path, key)
         except ValueError as error:  # an int of more digits than Python converts
             raise FormatError(f"{path[:80]}: the layout's tree of this object has a key that is no name") from error
-        found.append((key, _rebuilt(cast(Json, tree), f"{path}/{segment}", leaves, depth + 1)))
+        found.append((key, _rebuilt(cast(Json, tree), name, leaves, depth + 1)))
     return found
 
 
@@ -228,7 +224,6 @@ def _with_lists(node: object, children: Callable[[str], set[str]], done: Collect
     saved = children(path)
     inner = {}
     for key, value in node.items():
-        segment = str(key).replace("%", "%25").replace("/", "%2F")
-        inner[key] = _with_lists(value, children, done, f"{path}/{segment}" if path else segment)
+        inner[key] = _with_lists(value, children, done, join(path, key))
     numbered = path and saved and saved == {str(i) for i in range(len(saved))} == set(node)
     return [inner[str(i)] for i in range(len(saved))] if numbered else inner

@@ -16,6 +16,7 @@ from ckptlib.devices import accelerator
 from ckptlib.errors import UnsupportedState
 from ckptlib.format import values
 from ckptlib.format.layout import OwnPerRank
+from ckptlib.format.paths import join
 from ckptlib.format.tagged_values import MAX_DEPTH, is_unicode
 from ckptlib.format.values import Json
 from ckptlib.state.findings import Findings
@@ -27,7 +28,6 @@ from ckptlib.state.leaf import (
     identity,
     identity_of_plain,
     is_elsewhere,
-    join,
     leaf_of,
     leaf_of_plain,
     local_of,

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from ckptlib.format.paths import join
 from ckptlib.format.values import Json
 from ckptlib.state.collector import Collector, Flat, Part, has_tensor
 from ckptlib.state.entries import Entries, entries_of
-from ckptlib.state.leaf import PLAIN, Sharded, join
+from ckptlib.state.leaf import PLAIN, Sharded
 from ckptlib.state.memo import Fingerprint, KnownModule, KnownOptimizer, Memo, Section, Trace
 from ckptlib.state.modules import made_names, named_state
 from ckptlib.state.nests import is_nest

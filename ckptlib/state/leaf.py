@@ -74,12 +74,6 @@ class Leaf(TensorSpec):
     what hooks of a module made counts: the memory of a device is scarce."""
 
 
-def join(path: str, key: object) -> str:
-    """The path of an entry. Slashes in keys are escaped, so two paths are never the same text."""
-    text = str(key).replace("%", "%25").replace("/", "%2F")
-    return f"{path}/{text}" if path else text
-
-
 def local_of(tensor: torch.Tensor | Sharded) -> torch.Tensor:
     """The tensor that an optimizer would know."""
     return tensor.tensor if isinstance(tensor, Sharded) else tensor

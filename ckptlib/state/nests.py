@@ -1,7 +1,7 @@
 """Nests: containers of plain values that are saved whole, as one value at their path, since their entries have no names
-by which a load could make them again: lists of lists, dicts by number, whatever is empty.
+by which a load could make them again: lists, dicts by number, whatever is empty.
 
-Flat lists and dicts by text are none. Their entries keep names of their own, which `only=` and `map=` can meet.
+Dicts by text are none. Their entries keep names of their own, which `only=` and `map=` can meet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAPPINGS = (dict, OrderedDict, Counter)
 def is_nest(node: object) -> bool:
     """Whether a container of the state is saved whole."""
     if isinstance(node, (list, tuple)) and type(node) in (list, tuple):
-        return not node or (not all(map(_is_flat, node)) and _comes_back(node))
+        return _comes_back(node)
     if isinstance(node, _MAPPINGS) and type(node) in (*_MAPPINGS, defaultdict):
         return not node or (not all(isinstance(key, str) for key in node) and _comes_back(dict(node)))
     return False

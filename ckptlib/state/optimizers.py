@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ckptlib.errors import UnsupportedState
-from ckptlib.state.leaf import Sharded, join
+from ckptlib.format.paths import join
+from ckptlib.state.leaf import Sharded
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from ckptlib.errors import UnsupportedState
 from ckptlib.format import sharding, values
+from ckptlib.format.paths import join
 from ckptlib.format.values import Json
-from ckptlib.state.leaf import PLAIN, dtype_name, join, mesh_of, placements_of
+from ckptlib.state.leaf import PLAIN, dtype_name, mesh_of, placements_of
 from ckptlib.state.places import places
 
 MAX_NESTED = 8

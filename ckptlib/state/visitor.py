@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from ckptlib.errors import UnsupportedState
+from ckptlib.format.paths import join
 from ckptlib.format.tagged_values import MAX_DEPTH
 from ckptlib.state.frameworks import refuse_loader, torch_optimizer, unwrapped
 from ckptlib.state.hidden_state import refuse_hidden
-from ckptlib.state.leaf import PerRank, Sharded, join
+from ckptlib.state.leaf import PerRank, Sharded
 from ckptlib.state.optimizers import refuse_optimizer
 
 Given = TypeVar("Given")

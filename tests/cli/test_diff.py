@@ -171,3 +171,17 @@ def test_values_by_entry() -> None:
         "x": ("removed", 1, 2, 1, None),
         "y": ("added", 1, 2, None, 2),
     }
+
+
+def test_entries_of_what_was_saved_whole() -> None:
+    """By the names that they had in steps of earlier versions, so that these can be compared."""
+    found = ValueChanges()
+    before: dict[str, Json] = {"a": {"$nest": [1, {"$tuple": [2, {"x/y": 3}]}]}, "b/0": 5, "c": {"$nest": []}}
+    after: dict[str, Json] = {"a": {"$nest": [1, {"$tuple": [4, {"x/y": 6}]}, 7]}, "b": {"$nest": [5]}, "c": 8}
+    found.add(part(0, before), part(0, after))
+    assert {path: (v.kind, v.before, v.after) for path, v in found.found.items()} == {
+        "a/1/0": ("changed", 2, 4),
+        "a/1/1/x%2Fy": ("changed", 3, 6),
+        "a/2": ("added", None, 7),
+        "c": ("changed", [], 8),
+    }

@@ -30,7 +30,16 @@ def test_as_long_as_saved(tmp_path: Path, before: int) -> None:
     assert losses == VALUES[:4]
     assert state["deep"] == {"a": [["x"], ["y"]]}
     assert (report.missing, report.unexpected) == ((), ())
-    assert {f"losses/{i}": VALUES[i] for i in range(4)}.items() <= report.values.items()
+    assert report.values["losses"] == VALUES[:4]
+
+
+@pytest.mark.parametrize("now", [{}, {"losses": None}, {"losses": [[1.0], [2.0]]}, {"losses": {"0": 9}}])
+def test_a_list_whose_place_is_empty_or_other(tmp_path: Path, now: dict[str, Any]) -> None:
+    """Such as `history.setdefault("losses", []).append(loss)`, with a history that is empty when it is loaded."""
+    ckptlib.save(tmp_path, {"history": {"losses": [0.5, 0.25]}, "w": torch.ones(1)}, 1)
+    report = ckptlib.load(tmp_path, {"history": now, "w": torch.zeros(1)}, 1)
+    assert now == {"losses": [0.5, 0.25]}
+    assert (report.missing, report.unexpected) == ((), ())
 
 
 def test_a_job_that_is_restarted_has_all_of_its_losses(tmp_path: Path) -> None:
@@ -43,12 +52,20 @@ def test_a_job_that_is_restarted_has_all_of_its_losses(tmp_path: Path) -> None:
 
 
 def test_what_stays_as_it_was(tmp_path: Path) -> None:
-    """No plain values here or there, or not asked for: as if the list were a dict."""
+    """No plain values here or there, or not asked for."""
     saved = {"mixed": [1, torch.ones(1)], "left": [1, 2, 3], "other": [1, 2]}
     ckptlib.save(tmp_path, saved, 1)
     state: dict[str, Any] = {"mixed": [0], "left": [0], "other": [0, 0, 0], "absent": [7, 8]}
-    ckptlib.load(tmp_path, state, 1, strict=False, only=["mixed", "other/1", "absent"])
-    assert state == {"mixed": [1], "left": [0], "other": [0, 2, 0], "absent": [7, 8]}
+    ckptlib.load(tmp_path, state, 1, strict=False, only=["mixed", "other", "absent"])
+    assert state == {"mixed": [1], "left": [0], "other": [1, 2], "absent": [7, 8]}
+
+
+def test_an_entry_of_a_list_has_no_name(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path, {"other": [1, 2], "w": torch.ones(1)}, 1)
+    state: dict[str, Any] = {"other": [0, 0], "w": torch.zeros(1)}
+    with pytest.raises(ckptlib.StateMismatch, match="other/1"):
+        ckptlib.load(tmp_path, state, 1, only="other/1")
+    assert state == {"other": [0, 0], "w": torch.zeros(1)}
 
 
 def test_renamed(tmp_path: Path) -> None:

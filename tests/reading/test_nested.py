@@ -78,14 +78,24 @@ def test_an_optimizer_comes_back_by_names(root: Root) -> None:
 
 def test_a_part(root: Root) -> None:
     model, optim = trained()
-    root.save({"model": model, "optim": optim, "holder": Holder([torch.ones(2), 4]), "xs": [1, 2]})
+    root.save(
+        {
+            "model": model,
+            "optim": optim,
+            "holder": Holder([torch.ones(2), 4]),
+            "xs": [1, 2],
+            "mixed": [1, torch.ones(1)],
+        }
+    )
     assert ckptlib.read(root.url, only="model/0.*").keys() == {"model"}
-    assert ckptlib.read(root.url, only=["model/0.*", "xs/1"])["model"].keys() == {"0.weight", "0.bias"}
-    assert same(ckptlib.read(root.url, only=["xs/1", "holder/0"]), {"xs": {"1": 2}, "holder": {"0": torch.ones(2)}})
+    assert ckptlib.read(root.url, only=["model/0.*", "mixed/1"])["model"].keys() == {"0.weight", "0.bias"}
+    assert same(
+        ckptlib.read(root.url, only=["mixed/0", "holder/0"]), {"mixed": {"0": 1}, "holder": {"0": torch.ones(2)}}
+    )
     assert ckptlib.read(root.url, only=["xs"]) == {"xs": [1, 2]}
     exp_avg = ckptlib.read(root.url, only="optim/model/0.weight/exp_avg")
     assert same(exp_avg["optim"]["model"]["0.weight"]["exp_avg"], optim.state[model[0].weight]["exp_avg"])
-    with pytest.raises(ckptlib.StateMismatch, match=r"'modle'.*at its top are @rng, holder, model, optim, xs"):
+    with pytest.raises(ckptlib.StateMismatch, match=r"'modle'.*at its top are @rng, holder, mixed, model, optim, xs"):
         ckptlib.read(root.url, only=["model", "modle"])
 
 

@@ -62,7 +62,7 @@ def test_everything_but_what_numpy_has_no_dtype_for(tmp_path: Path) -> None:
             else:
                 raise AssertionError
         tree = ckptlib.read(url, only=["model/w", "epoch", "mine"])
-        assert tree["model"]["w"].tobytes() == expected.tobytes() and tree["mine"] == [1, "x"], tree
+        assert tree["model"]["w"].tobytes() == expected.tobytes() and tree["mine"] == (1, "x"), tree
         try:
             ckptlib.open(url, framework="pt")
         except ImportError as error:

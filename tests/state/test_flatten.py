@@ -20,9 +20,10 @@ import ckptlib
 from ckptlib import PerRank, Sharded, UnsupportedState
 from ckptlib.format.box import Box
 from ckptlib.format.layout import ByHand, Mesh, OwnPerRank, Placed
+from ckptlib.format.paths import join
 from ckptlib.state.collector import Flat
 from ckptlib.state.flatten import flatten
-from ckptlib.state.leaf import Plain, join, mesh_of
+from ckptlib.state.leaf import Plain, mesh_of
 from ckptlib.state.memo import Memo
 
 
