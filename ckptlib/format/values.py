@@ -151,6 +151,8 @@ def _encode_complex(value: complex, where: Where, depth: int) -> Json:
 
 
 def _encode_list(value: Iterable[object], where: Where, depth: int) -> list[Json]:
+    if depth < MAX_DEPTH and {*map(type, value)} == {float} and all(map(math.isfinite, cast("Iterable[float]", value))):
+        return cast("list[Json]", [*value])  # a history may have a million of them
     return [_encode(item, (where, i), depth + 1) for i, item in enumerate(value)]
 
 

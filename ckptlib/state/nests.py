@@ -12,10 +12,8 @@ from collections.abc import Mapping
 import torch
 
 from ckptlib.format.tagged_values import MAX_DEPTH
-from ckptlib.state.visitor import is_plain
+from ckptlib.state.visitor import are_scalars, is_plain
 
-_SCALARS = frozenset([int, float, str, bool, type(None)])
-"""Asked first: a history may have a million of them."""
 _MAPPINGS = (dict, OrderedDict, Counter)
 """Those that come back as they are from within a value."""
 
@@ -39,7 +37,7 @@ def is_all_plain(node: object, depth: int = 0) -> bool:
         return all(is_all_plain(value, depth + 1) for value in node.values())
     if not isinstance(node, (list, tuple)) or type(node) not in (list, tuple):
         return False
-    return all(is_all_plain(item, depth + 1) for item in node)
+    return are_scalars(node) or all(is_all_plain(item, depth + 1) for item in node)
 
 
 def _comes_back(node: object, depth: int = 0) -> bool:
@@ -49,7 +47,7 @@ def _comes_back(node: object, depth: int = 0) -> bool:
     if depth > MAX_DEPTH:
         return False
     if isinstance(node, (list, tuple)) and type(node) in (list, tuple):
-        return all(_comes_back(item, depth + 1) for item in node)
+        return are_scalars(node) or all(_comes_back(item, depth + 1) for item in node)
     if not isinstance(node, Mapping) or type(node) not in _MAPPINGS:
         return False
     return all(not isinstance(key, str) or type(key) is str for key in node) and all(
@@ -58,4 +56,4 @@ def _comes_back(node: object, depth: int = 0) -> bool:
 
 
 def _is_flat(node: object) -> bool:
-    return type(node) in _SCALARS or is_plain(node)
+    return are_scalars((node,)) or is_plain(node)

@@ -9,7 +9,7 @@ import torch
 from ckptlib.format.tagged_values import MAX_DEPTH, Where, text_of
 from ckptlib.state.frameworks import unwrapped
 from ckptlib.state.leaf import PLAIN, PerRank
-from ckptlib.state.visitor import too_deep
+from ckptlib.state.visitor import are_scalars, too_deep
 
 
 def owned_in(state: object) -> list[object]:
@@ -47,6 +47,6 @@ def _optimizers_in(node: object, where: Where = "", depth: int = 0) -> Iterator[
             if type(value) in PLAIN:  # there may be thousands
                 continue
             yield from _optimizers_in(value, (where, key), depth + 1)
-    elif isinstance(node, (list, tuple)):
+    elif isinstance(node, (list, tuple)) and not are_scalars(node):
         for i, value in enumerate(node):
             yield from _optimizers_in(value, (where, i), depth + 1)

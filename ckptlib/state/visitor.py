@@ -6,7 +6,7 @@ Saving and loading both walk a state by a `Visitor`, so that they agree on what 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -121,6 +121,14 @@ class Visitor(ABC, Generic[Given]):
     @abstractmethod
     def add_plain(self, value: object, path: str, given: Given) -> None:
         """Whatever is none of these: a value, or nothing that can be saved."""
+
+
+_SCALARS = frozenset([int, float, str, bool, type(None)])
+
+
+def are_scalars(nodes: Iterable[object]) -> bool:
+    """Whether all are plain values of the commonest types. Quick: a history may have a million of them."""
+    return _SCALARS.issuperset(map(type, nodes))
 
 
 def is_plain(node: object) -> bool:
