@@ -29,7 +29,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("name", ["step-2", "last"])
+@pytest.mark.parametrize("name", ["step-2", pytest.param("last", marks=pytest.mark.slow)])
 def test_killed_while_it_replaces(tmp_path: Path, name: str) -> None:
     """`step-2` begins a new generation each time; `last` is the newest of one."""
     draw, saved = random.Random(name), 0

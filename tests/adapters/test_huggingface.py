@@ -136,7 +136,7 @@ def test_two_ranks_of_fsdp2_are_killed_and_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("whose", ["ours", "callback"])
+@pytest.mark.parametrize("whose", ["ours", pytest.param("callback", marks=pytest.mark.slow)])
 def test_two_ranks_killed_and_resumed(tmp_path: Path, whole_of_two: dict[str, Any], whose: str) -> None:
     """Each has its own random state, and BatchNorm's of its own batches."""
     two_ranks(tmp_path / "run", KILLED_AT, whose)

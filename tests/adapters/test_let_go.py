@@ -95,7 +95,7 @@ def ended(package: str, directory: Path, more: str = "", first: str = "") -> Non
     assert "WARNING:root:the end" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("package", ENDS)
+@pytest.mark.parametrize("package", ["accelerate", pytest.param("lightning", marks=pytest.mark.slow)])
 def test_a_process_ends_behind_its_last_checkpoint(package: str, tmp_path: Path) -> None:
     ended(package, tmp_path / "run")
     assert (tmp_path / "run" / "last").exists()

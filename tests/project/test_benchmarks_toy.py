@@ -83,7 +83,7 @@ BY_COMMAND = {"limits", "beat", "open_one"}
 """Run as a person runs them; of the others, what they measure runs in this process and their ranks are forked."""
 
 
-LONG = {"recover", "object_store", "bucket_faults", "bucket_job", "replicas"}
+LONG = {"hog", "recover", "object_store", "bucket_faults", "bucket_job", "replicas"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in SUBJECTS])

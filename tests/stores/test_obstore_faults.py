@@ -141,7 +141,7 @@ def test_a_put_that_fails_leaves_nothing(
 @pytest.mark.parametrize(
     ("op", "fault"), [("UploadPart", "stall_up"), ("UploadPart", "blackhole"), ("CreateMultipartUpload", "blackhole")]
 )
-@pytest.mark.parametrize("kind", ["list", "iterator"])
+@pytest.mark.parametrize("kind", ["iterator", pytest.param("list", marks=pytest.mark.slow)])
 def test_nothing_of_a_put_goes_on_after_its_deadline(
     store: Store, direct: Store, proxy: FaultProxy, op: str, fault: str, kind: str
 ) -> None:
@@ -221,7 +221,7 @@ def test_a_get_goes_on_where_it_broke_off(store: Store, proxy: FaultProxy, fault
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("fault", ["stall_down", "503", "blackhole"])
+@pytest.mark.parametrize("fault", ["stall_down", "503", pytest.param("blackhole", marks=pytest.mark.slow)])
 def test_a_get_that_fails_ends(store: Store, direct: Store, proxy: FaultProxy, fault: str) -> None:
     direct.put("p", DATA)
     proxy.rules([{"match": "^GetObject", "fault": fault}])  # type: ignore[list-item]
