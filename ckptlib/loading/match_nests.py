@@ -1,21 +1,32 @@
 """Containers of plain values that grow: a load gives them what they had when they were saved, in place.
 
 Those that were saved whole, see `ckptlib.state.nests`, become what they were. Dicts by text, whose entries have
-names of their own, get the entries that they lack.
+names of their own, get the entries that they lack. And where a value has become a container since, or a container a
+value, it is the saved one again.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import MutableMapping
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice, takewhile
-from keyword import iskeyword
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptlib.format import values
+from ckptlib.format.paths import key_of
 from ckptlib.loading.load_plan import LoadPlan, Setter, is_plain_value
+from ckptlib.state.nests import is_text
 from ckptlib.state.wrappers import is_extra_state
+
+
+class _Growing(NamedTuple):
+    """A dict that gets what it lacks."""
+
+    node: MutableMapping[Any, Any]
+    path: str
+    given: Setter = None
+    """Puts it in the place of a value, if it gets anything."""
 
 
 class NestTargets:
@@ -25,17 +36,17 @@ class NestTargets:
         self._plan = plan
         self._filled: dict[int, tuple[object, object]] = {}
         """By id of a container of the state: itself, kept alive, and the saved one that it has become."""
-        self._growing: list[tuple[MutableMapping[Any, Any], str]] = []
+        self._growing: list[_Growing] = []
 
     def add(self, node: object, path: str, given: Setter) -> bool:
-        """Has a container become the one that was saved whole. Returns whether one was; else its entries are visited.
+        """Has a container become what was saved whole in its place. Returns whether something was; else its entries are
+        visited.
 
         `given`: puts another one in its place, where it cannot be filled.
         """
-        saved = self._plan.saved.values.get(self._plan.named(path))
-        if not values.is_nest(saved) or not self._plan.wanted(path, whole=True):
+        if not self._stands_whole(path, given) or not self._plan.wanted(path, whole=True):
             if isinstance(node, MutableMapping):
-                self._growing.append((node, path))
+                self._growing.append(_Growing(node, path))
             return False
         value = self._plan.take_value(path)
 
@@ -45,6 +56,20 @@ class NestTargets:
                 given(now)
 
         self._plan.then(fill)
+        return True
+
+    def _stands_whole(self, path: str, given: Setter) -> bool:
+        name, saved = self._plan.named(path), self._plan.saved.values
+        if name not in saved:
+            return False
+        return values.is_nest(saved[name]) or (given is not None and is_plain_value(name, saved[name]))
+
+    def add_plain(self, path: str, given: Setter) -> bool:
+        """Has a value become the dict that was saved in its place, by entries. Returns whether there may be one."""
+        name = self._plan.named(path)
+        if given is None or name in self._plan.saved.values or not self._plan.wanted(path) or not self._below(name):
+            return False
+        self._growing.append(_Growing({}, path, given))
         return True
 
     def _become(self, node: object, value: Any, alike: bool) -> object:
@@ -75,22 +100,27 @@ class NestTargets:
     def grow(self) -> None:
         """Has dicts get the saved entries that they lack and nobody else took. To be called once all was visited.
 
-        Only where all keys on the way are identifiers: those of earlier versions may have been numbers, and what was a
-        list has numbers, too.
+        Only where all keys on the way can be nothing but text: those of earlier versions may have been numbers, and
+        what was a list has numbers, too.
         """
-        for node, path in self._growing:
-            for rest in self._below(self._plan.named(path)):
-                self._grow(node, path, rest)
+        for node, path, given in self._growing:
+            grown = [rest for rest in self._below(self._plan.named(path)) if self._grow(node, path, rest)]
+            if given is None:
+                continue
+            if grown:
+                self._plan.then(partial(given, node))
+            else:
+                self._plan.add_value(path, given)
 
-    def _grow(self, node: MutableMapping[Any, Any], path: str, rest: str) -> None:
-        plan, keys, full = self._plan, rest.split("/"), f"{path}/{rest}"
+    def _grow(self, node: MutableMapping[Any, Any], path: str, rest: str) -> bool:
+        plan, keys, full = self._plan, [*map(key_of, rest.split("/"))], f"{path}/{rest}"
         name = plan.named(full)
-        if keys[0] in node or not all(key.isidentifier() and not iskeyword(key) for key in keys):
-            return
+        if keys[0] in node or not all(map(is_text, keys)):
+            return False
         if name != f"{plan.named(path)}/{rest}" or plan.is_used(name) or self._in_object(name):
-            return
+            return False
         if not is_plain_value(name, plan.saved.values[name]) or is_extra_state(keys[-1]) or not plan.wanted(full):
-            return
+            return False
         value = plan.take_value(full)
 
         def put() -> None:
@@ -100,6 +130,7 @@ class NestTargets:
             at[keys[-1]] = value
 
         plan.then(put)
+        return True
 
     def _below(self, name: str) -> list[str]:
         """The names of saved values below a name, without it, in the order that they were saved in."""

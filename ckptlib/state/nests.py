@@ -1,5 +1,5 @@
 """Nests: containers of plain values that are saved whole, as one value at their path, since their entries have no names
-by which a load could make them again: lists, dicts by number, whatever is empty.
+by which a load could make them again: lists, dicts by number or by what looks like one, whatever is empty.
 
 Dicts by text are none. Their entries keep names of their own, which `only=` and `map=` can meet.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
+from keyword import iskeyword
+from typing import Any
 
 import torch
 
@@ -23,8 +25,22 @@ def is_nest(node: object) -> bool:
     if isinstance(node, (list, tuple)) and type(node) in (list, tuple):
         return _comes_back(node)
     if isinstance(node, _MAPPINGS) and type(node) in (*_MAPPINGS, defaultdict):
-        return not node or (not all(isinstance(key, str) for key in node) and _comes_back(dict(node)))
+        return not node or (all(map(_comes_back, node.values())) and not all(map(is_text, node)) and _are_keys(node))
     return False
+
+
+def is_text(key: object) -> bool:
+    """Whether a key is text that no key of another type has: no number, constant, tuple or member of an enum."""
+    if not isinstance(key, str) or iskeyword(key) or not _NO_TEXT.isdisjoint(key) or not any(map(str.isalpha, key)):
+        return False
+    try:
+        complex(key)  # also of nan and 1e5
+    except ValueError:
+        return True
+    return False
+
+
+_NO_TEXT = frozenset(".()[]{}<>'\"")
 
 
 def is_all_plain(node: object, depth: int = 0) -> bool:
@@ -50,9 +66,12 @@ def _comes_back(node: object, depth: int = 0) -> bool:
         return are_scalars(node) or all(_comes_back(item, depth + 1) for item in node)
     if not isinstance(node, Mapping) or type(node) not in _MAPPINGS:
         return False
-    return all(not isinstance(key, str) or type(key) is str for key in node) and all(
-        _comes_back(value, depth + 1) for value in node.values()
-    )
+    return _are_keys(node) and all(_comes_back(value, depth + 1) for value in node.values())
+
+
+def _are_keys(node: Mapping[Any, object]) -> bool:
+    """Whether all keys of a dict come back as they are."""
+    return all(not isinstance(key, str) or type(key) is str for key in node)
 
 
 def _is_flat(node: object) -> bool:
