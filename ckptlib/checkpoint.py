@@ -208,10 +208,10 @@ def _load_step(
     source.bring({own_rank(group.rank, source.world_size)})
     laps.end("bring")
     reader, wanted = _bring_and_match(group, source, whole, order, what)
-    unexpected, untouched = _lacked_anywhere(group, wanted)
+    unexpected, untouched, lost = _lacked_anywhere(group, wanted)
     together(group, what, lambda: wanted.check(source.save.step, unexpected, order.strict))
     if order.strict and group.rank == 0:
-        _tell_excused(source.save.step, untouched, wanted.excused([*unexpected, *wanted.foreign]))
+        _tell_excused(source.save.step, untouched, [*wanted.excused([*unexpected, *wanted.foreign]), *lost])
 
     reads, buckets = share_out(wanted.wants, group, lambda want: source.near(reader.ranks_for(want)))
     total = sum(tensor.nbytes for want in reads for _, tensor in want.pieces)
@@ -239,7 +239,7 @@ def _load_step(
         nbytes=reader.nbytes_read,
         seconds=laps.total,
         missing=wanted.missing,
-        unexpected=(*unexpected, *wanted.foreign),
+        unexpected=(*unexpected, *wanted.foreign, *lost),
         values=wanted.values,
         rounded=reader.rounded,
         in_memory=source.in_memory,
@@ -295,16 +295,22 @@ def _and_generators(only: Only) -> Only:
     return None if only is None else [*([only] if isinstance(only, str) else only), RNG]
 
 
-def _lacked_anywhere(group: Group, wanted: Targets) -> tuple[list[str], list[str]]:
-    """Saved names that no rank loads (ranks of a pipeline load different ones); and names of some rank's state that the
-    checkpoint lacks and may lack. Collective."""
+def _lacked_anywhere(group: Group, wanted: Targets) -> tuple[list[str], list[str], list[str]]:
+    """Saved names that no rank loads (ranks of a pipeline load different ones); names of some rank's state that the
+    checkpoint lacks and may lack; and names of plain values that some rank alone has saved, and none loads. Collective.
+    """
     mine = {name for name in wanted.unexpected if not name.startswith(RNG)}
-    excused = wanted.excused(wanted.missing)
+    excused, values = wanted.excused(wanted.missing), mine & wanted.plain
     if not group.any(bool(mine or excused)):
-        return [], []
-    told = [json.loads(data) for data in group.gather(json.dumps([sorted(mine), excused]).encode())]
-    untouched = set().union(*(names for _, names in told))
-    return sorted(set.intersection(*({*names} for names, _ in told))), sorted(untouched)
+        return [], [], []
+    told = [json.loads(data) for data in group.gather(json.dumps([sorted(mine), excused, sorted(values)]).encode())]
+    lacked = set.intersection(*({*names} for names, _, _ in told))
+    untouched, own = (set().union(*(names[i] for names in told)) for i in (1, 2))
+    own -= lacked
+    if own:
+        taken = group.gather(json.dumps(sorted(own & wanted.taken)).encode())
+        own -= set().union(*map(json.loads, taken))
+    return sorted(lacked), sorted(untouched), sorted(own)
 
 
 def _tell_excused(step: int, untouched: Sequence[str], unread: Sequence[str]) -> None:

@@ -82,6 +82,7 @@ class LoadPlan:
             {**self._kinds, **{name: why for name in idle if (why := self._asked.why_idle(name)) is not None}},
             frozenset(optional - self._kinds.keys() - {*idle}),
             frozenset(self._plain - self._kinds.keys() - {*idle}),
+            self._used,
             tuple(tops) if self._asked.patterns is None else (),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -36,6 +36,8 @@ class Targets:
     """Names that either side may lack, since the user said so."""
     plain: frozenset[str] = frozenset()
     """Names of plain values that one side lacks: no reason to refuse the rest."""
+    taken: Set[str] = frozenset()
+    """Names of the checkpoint that are loaded, or are known not to be."""
     tops: tuple[str, ...] = ()
     """The first level of the state's names, where all of the step was asked for."""
 

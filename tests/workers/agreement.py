@@ -33,6 +33,7 @@ from agreement_state import (
     late_sharded_expert,
     more_ranks,
     replicas_of_a_state_that_changes,
+    values_of_one_rank,
 )
 from rank_cases import run_cases
 
@@ -60,6 +61,7 @@ CASES = [
     impatient,
     saved_again_after_one_rank_failed,
     more_ranks,
+    values_of_one_rank,
 ]
 
 

@@ -234,3 +234,18 @@ def going_back(url: Path) -> None:
         assert ckptlib.load(url, {"a": first}, 1).step == 1
         ckpt.save(4).wait_committed(PATIENCE_S)
     assert steps() == [1, 2, 3, 4]
+
+
+def values_of_one_rank(url: Path) -> None:
+    """A plain value that one rank alone has saved, and does not load, is told on all; what it loads is its own."""
+    mine = {0: {"losses": [1, 2]}, 1: {"best": {"at": 3}}, 2: {}}[rank()]
+    ckptlib.save(url, {"w": torch.ones(2), "h": mine}, 1)
+    state = {"w": torch.zeros(2), "h": {}}
+    report = ckptlib.load(url, state, 1)
+    assert (state["h"], report.unexpected) == (mine, ())
+    state = {"w": torch.zeros(2), "h": [] if rank() == 1 else {}}
+    with warnings_of_ckptlib() as told:
+        report = ckptlib.load(url, state, 1)
+    assert report.unexpected == ("h/best/at",)
+    assert state["h"] == ([] if rank() == 1 else mine)
+    assert rank() != 0 or any("h/best/at" in line for line in told), told
