@@ -150,7 +150,7 @@ def restore(
         if step is None:
             session.lineage.resumed_from = candidate.save
         else:
-            session.lineage.go_back(session.writer, candidate.save)
+            session.lineage.go_back(session.writer, candidate.save, candidate.committed)
         phases = {**laps.seconds, **report.phases}
         report = replace(
             report,
