@@ -390,6 +390,7 @@ class Checkpointer:
         """
         deadline = time.monotonic() + min(timeout.total_seconds(), self._steps.stop_timeout_s or math.inf)
         clean = True
+        self._turns.heed()
         try:
             last = self._steps.last
             if last is not None and self._session.owner.here:

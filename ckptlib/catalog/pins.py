@@ -1,10 +1,7 @@
 """Pins: objects that keep a step, whatever retention rules say. No torch.
 
-A pin is put beside the manifest, under a name that is never used again. Whoever drops a step puts its trash record, and
-only then lists pins; whoever pins it puts the pin, and only then looks for a trash record. So one of the two sees the
-other, however long either takes: the sweep spares the step, or `pin` says that it may be too late.
+A pin is put beside the manifest, under a name that is never used again. `spared` says why it holds once it is put.
 
-    the sweep died, or has spared the step        record and manifest stay; `pin` cannot tell which, and says so
     `pin` died behind its put                     the pin holds if the step is there; of one that went, nothing is left
 """
 
@@ -12,16 +9,11 @@ from __future__ import annotations
 
 import time
 
-from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.spared import PATIENCE_S, is_spared
 from ckptlib.errors import CheckpointNotFound, FormatError, StoreError
 from ckptlib.format.documents import as_written, encode
 from ckptlib.format.keys import SaveId, new_nonce
-
-PATIENCE_S = 10.0
-"""How long a sweep is waited for that drops the step just now; it has a manifest to delete."""
-
-_POLL_S = 0.05
 
 
 def pin(catalog: Catalog, save: SaveId, patience_s: float = PATIENCE_S) -> bool:
@@ -35,17 +27,13 @@ def pin(catalog: Catalog, save: SaveId, patience_s: float = PATIENCE_S) -> bool:
     is_new = save not in catalog.steps(since=save).pins
     if is_new:
         catalog.store.put(save.pin_key(new_nonce()), encode("pin", {"save": str(save), "created": time.time()}))
-    deadline = time.monotonic() + patience_s
-    while _is_condemned(catalog, save):
-        _check_there(catalog, save)
-        if time.monotonic() > deadline:
-            minutes = catalog.root().save_deadline_s / 60
-            raise StoreError(
-                f"{catalog.store.url}: step {save.step} has a trash record, {save.trash_key}: a sweep is dropping it, "
-                "or died while it did. The pin is put, but may have come too late. Pin the step again in "
-                f"{minutes:.0f} minutes: then it is gone, or the pin holds"
-            )
-        time.sleep(_POLL_S)
+    if is_spared(catalog, save, patience_s) is None:
+        minutes = catalog.root().save_deadline_s / 60
+        raise StoreError(
+            f"{catalog.store.url}: step {save.step} has a trash record, {save.trash_key}: a sweep is dropping it, "
+            "or died while it did. The pin is put, but may have come too late. Pin the step again in "
+            f"{minutes:.0f} minutes: then it is gone, or the pin holds"
+        )
     _check_there(catalog, save)
     return is_new
 
@@ -64,12 +52,6 @@ def _check_there(catalog: Catalog, save: SaveId) -> None:
             f"{catalog.store.url}: step {save.step} ({save}) is not there any more: retention has dropped it, so it "
             "cannot be pinned. Pin another one; ckptlib ls lists them"
         )
-
-
-def _is_condemned(catalog: Catalog, save: SaveId) -> bool:
-    """Whether a sweep may be about to delete the manifest: as `retention` has it, not one whose record is stale."""
-    records = [entry for entry in catalog.store.scan(save.trash_key) if entry.key == save.trash_key]
-    return bool(records) and records[0].modified >= clock.now(catalog.store) - catalog.root().save_deadline_s
 
 
 def _refuse_old_writers(catalog: Catalog) -> None:

@@ -141,7 +141,7 @@ def sweep(
         for stage in stages:  # before anything is put: the store may be full
             _delete(catalog, generation, [entry.key for entry in stage])
         _drop_stale(catalog, generation, [stock.records[save] for save in sorted(stale - under_way)])
-        spared = _drop(catalog, generation, dropped)
+        spared = _drop(catalog, generation, dropped, head=max(generations, default=None))
         dropped = [save for save in dropped if save not in spared]
         waiting = [save for save in waiting if save not in spared]
         _put_records(catalog.store, [TrashRecord(save, "never committed") for save in condemned])
@@ -320,12 +320,19 @@ def drop(catalog: Catalog, save: SaveId) -> None:
     _drop(catalog, None, [save])
 
 
-def _drop(catalog: Catalog, generation: keys.GenerationId | None, saves: Sequence[SaveId]) -> set[SaveId]:
+def _drop(
+    catalog: Catalog,
+    generation: keys.GenerationId | None,
+    saves: Sequence[SaveId],
+    head: keys.GenerationId | None = None,
+) -> set[SaveId]:
     """The records first: without them, the next generation would take the parts for saves to be committed. And pins
     are read again behind them: whoever pins puts the pin, then looks for a record, so one of the two sees the other.
+    So does whoever goes back to a step, with the record of a generation for a pin: see `spared`. A live job finds
+    itself superseded then; `head`: the newest generation by whose history anybody else has chosen these.
 
-    Returns those that were pinned meanwhile. Their records stay until they are stale: another sweep that did not see
-    the pin may be about to delete the manifest, and the record is what tells whoever pinned the step.
+    Returns those that are spared. Their records stay until they are stale: another sweep that did not see the pin may
+    be about to delete the manifest, and the record is what tells whoever pinned the step.
     """
     spared: set[SaveId] = set()
     catalog.warm_stands(saves)
@@ -333,6 +340,9 @@ def _drop(catalog: Catalog, generation: keys.GenerationId | None, saves: Sequenc
         _check_head(catalog, generation)
         _put_records(catalog.store, [record_of(catalog, save, "dropped by retention") for save in some])
         pinned = {*some} & catalog.steps(since=some[0]).pins.keys()
+        if generation is None and head is not None and max(catalog.generation_ids(), default=head) > head:
+            log.warning("a job or a rewind began meanwhile: what history keeps is chosen anew by the next sweep")
+            pinned = {*some}
         _delete(catalog, generation, [save.manifest_key for save in some if save not in pinned])
         for save in some:
             if save not in pinned:

@@ -14,6 +14,7 @@ from ckptlib._version import __version__
 from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import finish_saves
+from ckptlib.catalog.spared import enter_to_go_back
 from ckptlib.catalog.step_objects import step_objects
 from ckptlib.catalog.uses import UNREADABLE
 from ckptlib.cli.options import with_output, with_store
@@ -123,7 +124,7 @@ def _put(catalog: Catalog, save: SaveId) -> Generation:
         host=socket.gethostname(),
         rewind=True,
     )
-    catalog.put_generation(record)
+    enter_to_go_back(catalog, save, lambda: catalog.put_generation(record))
     catalog.check_head(record.id)
     return record
 

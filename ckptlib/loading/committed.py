@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.resolving import resolve_document
 from ckptlib.format.keys import parse_save
 from ckptlib.format.manifest import Manifest
 from ckptlib.policy.best import Best
@@ -22,8 +23,7 @@ def resolve_manifest(group: Group, catalog: Catalog, step: int | str, best: Best
     def find() -> bytes | None:
         if group.rank != 0:
             return None
-        found = catalog.resolve(step, best)
-        document = catalog.manifest_document(found)
+        found, document = resolve_document(catalog, step, best)
         Manifest.decode(found, document, f"{catalog.store.url}/{found.manifest_key}")
         return str(found).encode() + b"\n" + document
 

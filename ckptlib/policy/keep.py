@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 from ckptlib.policy.best import Best
+from ckptlib.policy.whole import check_whole
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,11 @@ class Keep:
     whatever later jobs ask for; only `ckptlib gc --exempt` drops it."""
 
     def __post_init__(self) -> None:
+        check_whole(f"Keep(last={self.last!r})", self.last)
+        check_whole(f"Keep(every={self.every!r})", 1 if self.every is None else self.every)
+        check_whole(f"Keep(num_best={self.num_best!r})", self.num_best)
+        if not isinstance(self.grace, timedelta):
+            raise TypeError(f"Keep(grace={self.grace!r}): expected a timedelta, such as timedelta(hours=24)")
         if self.last < 1:
             raise ValueError(f"Keep(last={self.last}): the newest step is never dropped; expected last >= 1")
         if self.every is not None and self.every < 1:

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from ckptlib.policy.overhead import Overhead
 from ckptlib.policy.when import Policy, policy_of
+from ckptlib.policy.whole import check_whole
 
 HOST, DEVICE = "host", "device"
 RAW, OPTIMIZER = "raw", "optimizer"
@@ -46,6 +47,7 @@ class Peers:
     keep_for: timedelta = timedelta(minutes=15)
 
     def __post_init__(self) -> None:
+        check_whole(f"Peers(copies={self.copies!r})", self.copies)
         if self.copies < 0:
             raise ValueError(f"Peers needs copies >= 0, got {self.copies}")
         if not isinstance(self.every, Overhead) and (isinstance(self.every, bool) or not isinstance(self.every, int)):

@@ -72,7 +72,7 @@ class StopSignal:
             self._watch.note_step()
 
     def heed(self) -> None:
-        """The job stops now: whatever it waits for is its own affair."""
+        """The job stops now, or has come to its end: whatever it waits for is its own affair."""
         if self._watch is not None:
             self._watch.heeded.set()
 

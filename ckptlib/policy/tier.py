@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptlib.policy.when import Policy
+from ckptlib.policy.whole import check_whole
 
 KEEP_LAST = 2
 """Steps that stay on local disks, whatever else does."""
@@ -40,6 +41,7 @@ class LocalTier:
                 f"drain={self.drain!r}: which saves are drained is told by the step alone; expected a policy such as "
                 "Steps(500), or None for every save"
             )
+        check_whole(f"local_keep={self.keep_last!r}", self.keep_last)
         if self.keep_last < 1:
             raise ValueError(f"local_keep={self.keep_last}: the newest step is never dropped; expected >= 1")
         if self.bytes_per_second is not None and not self.bytes_per_second > 0:

@@ -13,10 +13,11 @@ from typing import Any
 from typing_extensions import Self, override
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.resolving import resolve_document
 from ckptlib.errors import CheckpointNotFound, StateMismatch, UnsupportedState
 from ckptlib.format import dtypes, values
 from ckptlib.format.box import Box
-from ckptlib.format.keys import SaveId, checked_step
+from ckptlib.format.keys import checked_step
 from ckptlib.format.layout import TensorEntry, TensorSpec
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.values import Json
@@ -57,19 +58,20 @@ def open(
     store = open_store(str(url), storage_options)
     try:
         catalog = Catalog(store)
-        manifest = catalog.manifest(_resolve(catalog, step))
+        manifest = _manifest_of(catalog, step)
         return CheckpointReader(store, catalog, manifest, framework, rank)
     except BaseException:
         store.close()
         raise
 
 
-def _resolve(catalog: Catalog, step: int | str) -> SaveId:
+def _manifest_of(catalog: Catalog, step: int | str) -> Manifest:
     try:
-        return catalog.resolve(step)
+        save, document = resolve_document(catalog, step)
     except CheckpointNotFound:
         catalog.root()  # raises where there is none, which says more
         raise
+    return Manifest.decode(save, document, f"{catalog.store.url}/{save.manifest_key}")
 
 
 class CheckpointReader:

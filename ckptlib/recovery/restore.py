@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,7 +19,6 @@ import torch
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import finish_saves
-from ckptlib.catalog.history import named, numbered
 from ckptlib.checkpoint import LoadOrder, load_step
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -31,7 +30,7 @@ from ckptlib.errors import (
     ObjectUnreadable,
 )
 from ckptlib.events import Restored
-from ckptlib.format.keys import SaveId, checked_step, parse_save
+from ckptlib.format.keys import SaveId, checked_step
 from ckptlib.loading.committed import resolve_manifest
 from ckptlib.loading.progress import Laps
 from ckptlib.loading.report import LoadReport
@@ -40,8 +39,9 @@ from ckptlib.ranks.together import together
 from ckptlib.reading.source import StepSource, own_rank
 from ckptlib.recovery import local_step
 from ckptlib.recovery.begun import enter_begun
+from ckptlib.recovery.candidates import Candidate, Untried, newest_in_memory
 from ckptlib.recovery.foreign import warn_of_foreign
-from ckptlib.recovery.inventory import Inventory, SnapshotId, describe, look
+from ckptlib.recovery.inventory import Inventory, describe, look
 from ckptlib.recovery.local_step import LocalStep, OnDisks
 from ckptlib.recovery.memory_source import InMemory
 from ckptlib.recovery.stored_step import StoredStep
@@ -67,29 +67,6 @@ class Part:
     only: Only = None
     map: Rename = None
     optional: str | Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """One way back to one step."""
-
-    save: SaveId
-    snapshot: SnapshotId | None
-    """None: not from memory."""
-    committed: bool
-    local: LocalStep | None = None
-    """None: not from local disks."""
-
-    @property
-    def where(self) -> str:
-        if self.snapshot is not None:
-            return "memory"
-        return "the store" if self.local is None else "local disks"
-
-    @property
-    def tier(self) -> str:
-        """See `LoadReport.tier`."""
-        return "memory" if self.snapshot is not None else "store" if self.local is None else "local"
 
 
 def restore(
@@ -118,16 +95,16 @@ def restore(
     laps = Laps()
     inventory = _look_around(session)
     laps.end("look")
-    _await_orphans(session, _newest_in_memory(session, inventory) if step is None else None)
+    _await_orphans(session, newest_in_memory(session, inventory) if step is None else None)
     laps.end("wait")
     _finish(session)
     on_disks = _look_at_disks(session, step)
     skipped: list[str] = []
     lost: type[CkptError] = CorruptData
     newer, absent = False, True
-    candidates = list(_candidates(session, inventory, on_disks, step))
+    untried = Untried(session, inventory, on_disks, step)
     laps.end("list")
-    for n, candidate in enumerate(candidates):
+    while (candidate := untried.take()) is not None:
         try:
             report, generators = _restore_from(session, inventory, candidate, load)
         except (CheckpointNotFound, *DAMAGE) as error:
@@ -137,20 +114,21 @@ def restore(
             absent = absent and _why(error) == LACKS
             skipped.append(f"step {candidate.save} in {candidate.where}: {error}")
             newer = newer or isinstance(error, NewerFormat)
+            untried.look_again()
             if session.group.rank == 0:
                 log.error(
                     "step %s in %s %s and is skipped%s: %s",
                     candidate.save,
                     candidate.where,
                     _why(error),
-                    ", the next is tried" if n + 1 < len(candidates) else "",
+                    ", the next is tried" if untried else "",
                     error,
                 )
             continue
         if step is None:
             session.lineage.resumed_from = candidate.save
         else:
-            session.lineage.go_back(session.writer, candidate.save)
+            session.lineage.go_back(session.writer, candidate.save, candidate.committed)
         phases = {**laps.seconds, **report.phases}
         report = replace(
             report,
@@ -251,53 +229,10 @@ def _look_at_disks(session: Session, step: int | str | None) -> Mapping[SaveId, 
         return local_step.whole(group.gather(together(group, what, lambda: local_step.look(disk, chosen))))
 
 
-def _candidates(
-    session: Session,
-    inventory: Inventory,
-    on_disks: Mapping[SaveId, LocalStep] | None = None,
-    step: int | str | None = None,
-) -> Iterator[_Candidate]:
-    """Newest first; the same on all ranks. Abandoned steps are left out, wherever they are. With `step`, only that one;
-    by its full name also an abandoned one, if the store has it."""
-    in_memory, on_disks = inventory.whole(), on_disks or {}
-
-    def names() -> bytes:
-        if session.group.rank != 0:
-            return b""
-        committed = session.catalog.saves()
-        visible = session.catalog.visible({*on_disks, *(snapshot.save for snapshot in in_memory)})
-        if step is not None:
-            visible = [_chosen(session.store.url, step, visible, committed)]
-        return "\n".join(f"{save} {int(save in committed)}" for save in reversed(visible)).encode()
-
-    found = session.group.broadcast(together(session.group, "listing steps", names))
-    for line in found.decode().splitlines():
-        name, committed = line.split()
-        save = parse_save(name)
-        stored = committed == "1"
-        yield from (_Candidate(save, snapshot, stored) for snapshot in in_memory if snapshot.save == save)
-        if save in on_disks:
-            yield _Candidate(save, None, stored, on_disks[save])
-        if stored:
-            yield _Candidate(save, None, stored)
-
-
-def _newest_in_memory(session: Session, inventory: Inventory) -> SaveId | None:
-    """The snapshot that would be restored if nothing else were tried. Collective."""
-    return next((found.save for found in _candidates(session, inventory) if found.snapshot is not None), None)
-
-
-def _chosen(url: str, step: int | str, visible: Sequence[SaveId], committed: Sequence[SaveId]) -> SaveId:
-    """Raises CheckpointNotFound."""
-    if isinstance(step, str) and not step.isdigit() and step != "latest":
-        return named(step, lambda: [*visible, *committed], url)
-    return numbered(step, visible, url)
-
-
 def _restore_from(
     session: Session,
     inventory: Inventory,
-    candidate: _Candidate,
+    candidate: Candidate,
     load: Callable[[StepSource], tuple[LoadReport, LoadedRng | None]],
 ) -> tuple[LoadReport, LoadedRng | None]:
     if candidate.local is not None:
@@ -350,7 +285,7 @@ def _load(session: Session, order: LoadOrder, source: StepSource) -> tuple[LoadR
     return report, generators
 
 
-def _describe(session: Session, inventory: Inventory, candidate: _Candidate) -> str:
+def _describe(session: Session, inventory: Inventory, candidate: Candidate) -> str:
     """The plan, for people."""
     assert candidate.snapshot is not None
     size, saved_size = session.group.size, candidate.snapshot.world_size

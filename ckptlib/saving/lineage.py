@@ -20,6 +20,7 @@ import torch
 from ckptlib._version import __version__
 from ckptlib.catalog.begun import newest_number
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.spared import enter_to_go_back
 from ckptlib.errors import CheckpointNotFound, StoreError
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
@@ -141,19 +142,23 @@ class Lineage:
         writer.begin(document, self.root.id, step, continues, now=now, again=self._goes_on, is_new=is_new, known=known)
         self.began, self._again = True, False
 
-    def go_back(self, writer: Writer, save: SaveId) -> None:
+    def go_back(self, writer: Writer, save: SaveId, committed: bool) -> None:
         """Enters history at once: steps after `save` are not listed from here on, whether this job saves or not.
 
-        Only before it has begun. Collective. Raises Superseded where a newer job has begun.
+        `committed`: else it is in memory or on local disks only, where no retention drops it. Only before it has begun.
+        Collective. Raises Superseded where a newer job has begun, and what `enter_to_go_back` raises.
         """
         record = replace(self._record(save), rewind=True)
 
         def put() -> None:
+            GenerationRecord(record, self.root.id, save.step, continues=False).put(self._catalog)
+
+        def enter() -> None:
             if self._group.rank == 0:
-                GenerationRecord(record, self.root.id, save.step, continues=False).put(self._catalog)
+                enter_to_go_back(self._catalog, save, put) if committed else put()
                 self._catalog.check_head(self.generation)
 
-        together(self._group, f"going back to step {save.step}", put)
+        together(self._group, f"going back to step {save.step}", enter)
         self.resumed_from = save
         self.began = self.recorded = True
         document, known = record.encode().decode(), self._take_known()

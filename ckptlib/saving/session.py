@@ -116,8 +116,8 @@ class Session:
         self._to_persist: dict[SaveId, tuple[bool, bool]] = {}
         """Snapshots that the writer is told of as soon as they are ready, whether they are drained then, and whether it
         puts their layout."""
-        self.given_up = -1
-        """The last step whose save this rank gave up alone; -1 before there is one."""
+        self.given_up: int | None = None
+        """The last step whose save this rank gave up alone."""
         self.newest_step = -1
         """That was given to be persisted; -1 before there is one."""
         self.closed = False

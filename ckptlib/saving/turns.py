@@ -96,7 +96,7 @@ class Turns:
     def check(self, word: Word) -> None:
         """Raises, on all ranks, where they agreed that the training must end."""
         if word.stop:
-            self._stop.heed()
+            self.heed()
         if word.superseded:
             raise self._session.outcomes.superseded or Superseded(
                 f"{self._session.store.url}: a newer generation has begun; this job may no longer save"
@@ -113,6 +113,11 @@ class Turns:
         session = self._session
         if self.due.must_tell() and (session.group.rank == 0 or session.snapshots.persisting):
             log.warning("no save for two intervals, and one is due: %s; training goes on", session.outcomes.waits_for())
+
+    def heed(self) -> None:
+        """No step follows: nobody leaves on SIGTERM from here on because he stands still, as whoever waits for a commit
+        does."""
+        self._stop.heed()
 
     def close(self) -> None:
         """Sends no further word, and drops the last one."""

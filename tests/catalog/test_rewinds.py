@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+from helpers.actors import no_chance
+from helpers.interleaved import Actor
 from helpers.objects import objects_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import make_generation, make_root, make_save, resealed, state
+from support import age, listed_steps_are_whole, make_generation, make_root, make_save, resealed, state
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import sweep
-from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, Superseded
+from ckptlib.catalog.spared import enter_to_go_back
+from ckptlib.errors import CheckpointNotFound, CorruptData, FormatError, StoreError, Superseded
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
@@ -157,3 +162,59 @@ def test_a_rewind_to_nowhere_is_refused() -> None:
     for hostile in (1, "true", [], {}):
         with pytest.raises(FormatError, match="'rewind' is not true or false"):
             Generation.decode(resealed(anew.encode(), rewind=hostile), "here")
+
+
+# -- a step that is dropped as somebody goes back to it
+
+
+def going_back(target: SaveId) -> Callable[[Store], object]:
+    """Has looked at the step some time ago, as a person who is asked, or a job that has loaded it."""
+
+    def go_back(store: Store) -> None:
+        catalog = Catalog(store)
+        enter_to_go_back(catalog, target, lambda: put_rewind(catalog, 2, target), patience_s=0.0)
+
+    return go_back
+
+
+@pytest.mark.parametrize("live", [True, False], ids=["the job sweeps", "gc sweeps"])
+@pytest.mark.parametrize("sweep_begins", [True, False])
+def test_a_step_that_is_dropped_meanwhile_is_no_place_to_go_back_to(live: bool, sweep_begins: bool) -> None:
+    """One does some operations, then the other one some, then the first goes on to its end, and then the other."""
+    made = MemoryStore()
+    generation = make_generation(catalog := make_root(made))
+    target = [make_save(catalog, generation, step, state(step)) for step in range(3)][1]
+    outcomes = set()
+    for num_swept in range(10, 30):  # what it lists before changes nothing
+        for num_gone in range(8):
+            num_first, num_second = (num_swept, num_gone) if sweep_begins else (num_gone, num_swept)
+            store = MemoryStore()
+            objects_of(store).update(objects_of(made))
+            with no_chance(), Actor(store, going_back(target)) as goer:
+                sweeper = Actor(store, lambda s: sweep(Catalog(s), Keep(last=1), generation if live else None))
+                with sweeper:
+                    first, second = (sweeper, goer) if sweep_begins else (goer, sweeper)
+                    first.go_on(num_first)
+                    second.go_on(num_second)
+                    first.go()
+                    second.go()
+            assert goer.error is None or isinstance(goer.error, (CheckpointNotFound, StoreError)), goer.error
+            outcomes.add(type(goer.error))
+            if goer.error is not None:
+                continue
+            for seconds in (0.0, 120.0, 90000.0, 90000.0):
+                age(store, seconds)
+                sweep(Catalog(store), Keep(last=1), None)
+            assert Catalog(store).visible() == [target], (num_first, num_second)
+            assert 1 in listed_steps_are_whole(store)
+    assert type(None) in outcomes
+    assert len(outcomes) > 1
+
+
+def test_going_back_to_a_step_that_is_gone_changes_nothing(store: Store, catalog: Catalog) -> None:
+    generation = make_generation(catalog)
+    saves = [make_save(catalog, generation, step, state(step)) for step in range(3)]
+    sweep(catalog, Keep(last=1), generation)
+    with pytest.raises(CheckpointNotFound, match=r"step 1 .* retention has dropped it meanwhile. Nothing was changed"):
+        going_back(saves[1])(store)
+    assert Catalog(store).visible() == saves[2:]

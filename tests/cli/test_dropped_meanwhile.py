@@ -14,6 +14,7 @@ from helpers.commands import Ckptlib
 from support import age, make_generation, make_root, put_parts, state
 from typing_extensions import Buffer, override
 
+import ckptlib
 from ckptlib.catalog.accounts import MAX_OBJECTS, put_account, read_accounts
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
@@ -22,6 +23,7 @@ from ckptlib.cli import options
 from ckptlib.format.account import DIED, Account, Mark
 from ckptlib.format.keys import GenerationId
 from ckptlib.policy.keep import GRACE, Keep
+from ckptlib.reading import opened
 from ckptlib.reporting.gather import gather
 from ckptlib.reporting.glance import Watcher
 from ckptlib.stores import Store
@@ -109,6 +111,20 @@ def test_commands_while_steps_are_dropped(ckptlib: Ckptlib, monkeypatch: pytest.
         monkeypatch.setattr(options, "open_store", lambda url, given, store=store: store)
         shown = ckptlib(name, "memory://run", *flags, *(["-o", "-"] if name == "report" else []))
         assert (shown.code, shown.err) == (0, ""), store.num_operations
+
+
+def go_on(catalog: Catalog) -> None:
+    """The job saves one more step, and keeps no other."""
+    (generation,) = {save.generation for save in catalog.saves() if save.step == 5}
+    Committer(catalog).commit(*put_parts(catalog, generation, 6, state(6)))
+    sweep(catalog, Keep(last=1), None)
+
+
+def test_the_newest_step_is_opened_while_it_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    for store in each_moment(run, go_on):
+        monkeypatch.setattr(opened, "open_store", lambda url, given, store=store: store)
+        with ckptlib.open("memory://run", framework="numpy") as step:
+            assert step.get_tensor("count") == step.step
 
 
 def many_accounts() -> MemoryStore:

@@ -13,8 +13,12 @@ from helpers.one_job import WAIT_S, Job, catalog, damage, step_once, steps
 from helpers.servers import ObjectStorage
 
 import ckptlib
+from ckptlib.catalog.retention import sweep
+from ckptlib.checkpoint import load_step
 from ckptlib.cli import app as cli
 from ckptlib.errors import CheckpointNotFound, CorruptData, SaveFailed, StateError
+from ckptlib.policy.keep import Keep
+from ckptlib.recovery import restore
 from ckptlib.recovery.local_step import LOOKED_AT
 
 TOTAL = 8
@@ -102,6 +106,23 @@ def test_an_abandoned_step_comes_back_by_its_full_name(job: Job) -> None:
     with again(job).checkpointer() as ckpt:
         assert ckpt.restore(step=newest).step == TOTAL
     assert steps(job.root) == [*range(1, TOTAL + 1)]
+
+
+def test_a_step_that_retention_drops_while_it_is_loaded_is_not_gone_back_to(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `gc`, or by the writer that the job before has left."""
+
+    def load(*given: object) -> object:
+        found = load_step(*given)  # type: ignore[arg-type]
+        sweep(catalog(job.root), Keep(last=1), None)
+        return found
+
+    monkeypatch.setattr(restore, "load_step", load)
+    with again(job).checkpointer() as ckpt:
+        with pytest.raises(CheckpointNotFound, match="retention has dropped it meanwhile"):
+            ckpt.restore(step=5)
+        assert ckpt.restore().step == TOTAL
 
 
 def test_the_place_in_history_is_fixed_once(job: Job) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import torch
@@ -37,6 +39,23 @@ def test_a_training_that_stands_still_is_left(tmp_path: Path, kind: str) -> None
             job.send_signal(signal.SIGTERM)
         assert job.wait(150) == STATUS == 143
     assert steps(root) == [8]
+
+
+def test_a_job_at_its_end_is_not_left_while_it_waits_for_the_last_commit(tmp_path: Path) -> None:
+    """In a container its writer would end with it, long before the launcher kills."""
+    root, plan = tmp_path / "root", tmp_path / "plan.json"
+    plan.write_text(json.dumps([{"op": "commit", "key": "^packs/", "action": "hold"}]))
+    url = f"fault+file://{root}?plan={quote(str(plan))}"
+    command = [sys.executable, "workers/jobs.py", "ends", url, str(tmp_path)]
+    with subprocess.Popen(command, cwd=TESTS, env=environment(), stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert [job.stdout.readline() for _ in range(2)] == ["start 0\n", "ended 20 False\n"]
+        job.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.wait(2)
+        plan.unlink()
+        assert job.wait(150) == 0
+    assert steps(root) == [20]
 
 
 def test_a_question_of_the_users(

@@ -42,6 +42,8 @@ def test_metrics_that_are_none_and_steps_that_are_none(tmp_path: Path) -> None:
             with pytest.raises((TypeError, ckptlib.CheckpointNotFound), match=r"expected a whole number|no step"):
                 ckpt.restore(step=wrong)  # type: ignore[arg-type]
         ckpt.restore()
+        with pytest.raises(ValueError, match="a step is between 0 and 999999999999, got -1"):
+            ckpt.save(-1)
         for metrics in (["val_loss"], {3: 1.0}, 0.5):
             for tell in (ckpt.log, lambda told: ckpt.after_step(1, metrics=told), lambda told: ckpt.save(1, told)):
                 with pytest.raises(TypeError, match=r"metrics=.*expected a dict by name, such as \{'val_loss': loss"):

@@ -1,17 +1,22 @@
-"""From where each start restored, as the root records it: the store, local disks, memory."""
+"""From where each start restored, as the root records it: the store, local disks, memory. And from which step."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.increments import body_of
+from helpers.one_job import WAIT_S, Job, catalog, step_once, steps
 
 import ckptlib
 from ckptlib.catalog.accounts import read_accounts
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.retention import sweep
+from ckptlib.errors import CheckpointNotFound
+from ckptlib.recovery import candidates, restore
 from ckptlib.stores.local import LocalStore
 
 
@@ -41,3 +46,35 @@ def test_the_tier_is_in_the_account_and_in_manifests(tmp_path: Path, tier: str) 
     assert [accounts[of].restored_from for of in sorted(accounts)] == told
     newest = sorted((tmp_path / "root" / "steps").glob("*.json"))[-1]
     assert body_of(newest)["account"]["restored_from"] == tier
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_step_that_is_dropped_as_it_is_read_is_no_reason_for_an_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    """A job that still runs saves, and drops what it does not keep, between the listing and the read of another one.
+    Where it does so each time, the other one says so."""
+    job = Job(tmp_path / "root")
+    read, saved = restore._stored, [*range(1, 4)]
+    with suppress(KeyboardInterrupt), job.checkpointer(every=1) as live:
+        for step in saved:
+            job.body()
+            step_once(live, step)
+
+        def read_late(*given: Any) -> Any:
+            if fast or len(saved) == 3:
+                saved.append(saved[-1] + 1)
+                live.save(saved[-1]).wait_committed(WAIT_S)
+                sweep(catalog(job.root), ckptlib.Keep(last=1, every=None if fast else 2), None)
+            return read(*given)
+
+        monkeypatch.setattr(restore, "_stored", read_late)
+        monkeypatch.setattr(candidates, "MAX_LISTINGS", 1)
+        with Job(job.root, seed=9).checkpointer() as ckpt:
+            if fast:
+                with pytest.raises(CheckpointNotFound, match=r"each step is dropped before it is read.*Stop it"):
+                    ckpt.restore()
+            else:
+                assert ckpt.restore().step == 4
+                assert steps(job.root) == [2, 4]
+        raise KeyboardInterrupt

@@ -66,6 +66,11 @@ class Told(NamedTuple):
         ({"within": timedelta(0)}, "expected a time above 0"),
         ({"within": 3600}, "expected a timedelta"),
         ({"exempt": [1, 2]}, "expected a function of the step, such as lambda step"),
+        ({"last": 1.5}, r"Keep\(last=1.5\): expected a whole number, not a float"),
+        ({"every": 2.5}, r"Keep\(every=2.5\): expected a whole number, not a float"),
+        ({"last": True}, r"Keep\(last=True\): expected a whole number, not a bool"),
+        ({"best": "acc", "mode": "max", "num_best": "2"}, r"Keep\(num_best='2'\): expected a whole number, not a str"),
+        ({"grace": 5}, r"Keep\(grace=5\): expected a timedelta"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_once(options: dict[str, Any], message: str) -> None:

@@ -13,6 +13,7 @@ from ckptlib import Overhead, Peers, Steps
     ("options", "message"),
     [
         ({"copies": -1}, "copies >= 0"),
+        ({"copies": 1.5}, r"Peers\(copies=1.5\): expected a whole number, not a float"),
         ({"every": 0}, "every >= 1"),
         ({"memory": "disk"}, "memory is 'host' or 'device'"),
         ({"link": "zip"}, "link is 'raw' or 'optimizer'"),
@@ -21,7 +22,7 @@ from ckptlib import Overhead, Peers, Steps
     ],
 )
 def test_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         Peers(**options)
 
 

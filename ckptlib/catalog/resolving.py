@@ -1,0 +1,26 @@
+"""The step that somebody asks for, with its manifest. No torch.
+
+Between the listing and the read, retention may drop the step: of `latest` and the like there is another one then.
+"""
+
+from __future__ import annotations
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.errors import CheckpointNotFound
+from ckptlib.format.keys import SaveId
+from ckptlib.policy.best import Best
+
+TRIES = 5
+"""A job that drops the newest step within each of so many pairs of requests keeps none long enough to be read."""
+
+
+def resolve_document(catalog: Catalog, step: int | str, best: Best | None = None) -> tuple[SaveId, bytes]:
+    """As `Catalog.resolve`; and the manifest, as it was put. Raises as both do."""
+    for _ in range(TRIES - 1):
+        save = catalog.resolve(step, best)
+        try:
+            return save, catalog.manifest_document(save)
+        except CheckpointNotFound:
+            continue
+    save = catalog.resolve(step, best)
+    return save, catalog.manifest_document(save)

@@ -1,0 +1,74 @@
+"""Whether retention spares a step that somebody has just said to need: by a pin, or by going back to it. No torch.
+
+Whoever drops a step puts its trash record, and only then looks for pins and for newer generations. Whoever needs it
+puts a pin or the record of his generation, and only then looks for the trash record. So one of the two sees the other,
+however long either takes.
+
+    the sweep saw it, or died before it looked        record and manifest stay; nobody can tell which
+    the sweep did not see it                          the manifest goes, and the record says that it will
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ckptlib.catalog import clock
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.errors import CheckpointNotFound, StoreError
+from ckptlib.format.keys import SaveId
+
+PATIENCE_S = 10.0
+"""How long a sweep is waited for that drops the step just now; it has a manifest to delete."""
+
+_POLL_S = 0.05
+
+
+def is_spared(catalog: Catalog, save: SaveId, patience_s: float = PATIENCE_S) -> bool | None:
+    """Whether the step is there to stay, for one who has said so; False: it is gone. None: it cannot be told, since its
+    trash record stays."""
+    deadline = time.monotonic() + patience_s
+    while _is_condemned(catalog, save):
+        if not catalog.is_committed(save):
+            return False
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(_POLL_S)
+    return catalog.is_committed(save)
+
+
+def _is_condemned(catalog: Catalog, save: SaveId) -> bool:
+    """Whether a sweep may be about to delete the manifest: as `retention` has it, not one whose record is stale."""
+    records = [entry for entry in catalog.store.scan(save.trash_key) if entry.key == save.trash_key]
+    return bool(records) and records[0].modified >= clock.now(catalog.store) - catalog.root().save_deadline_s
+
+
+def enter_to_go_back(catalog: Catalog, save: SaveId, put: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+    """Has `put` put the record of a generation that goes back to a committed step. When this returns, no sweep drops
+    the step while that generation has none of its own.
+
+    Raises CheckpointNotFound where the step is gone, and then nothing was put; and where it went, or may go, just now:
+    CheckpointNotFound or StoreError.
+    """
+    url = catalog.store.url
+    if not catalog.is_committed(save):
+        raise CheckpointNotFound(
+            f"{url}: step {save.step} ({save}) is not there any more: retention has dropped it meanwhile. Nothing was "
+            "changed. Go back to another step; ckptlib ls lists them"
+        )
+    put()
+    spared = is_spared(catalog, save, patience_s)
+    if spared:
+        return
+    if spared is None:
+        minutes = catalog.root().save_deadline_s / 60
+        raise StoreError(
+            f"{url}: the job goes back to step {save.step}, but that has a trash record, {save.trash_key}: a sweep is "
+            f"dropping it, or died while it did. Look again in {minutes:.0f} minutes, before a job is started: if "
+            f"ckptlib ls lists step {save.step} then, it stays; else go back to another one"
+        )
+    raise CheckpointNotFound(
+        f"{url}: the job goes back to step {save.step}, but retention dropped that ({save}) in the same moment: the "
+        "next job would resume at an earlier step, or anew. Go back to another step first: ckptlib ls --all --json "
+        "lists them, abandoned ones too"
+    )
