@@ -145,19 +145,23 @@ def receive_slot(
         if header.body_nbytes > slot.capacity:
             raise NoRoom(f"{slot.path}: a body of {header.body_nbytes:,} bytes in a slot for {slot.capacity:,}")
         lacking = joined(lacks(header))
+        slot.write_header(replace(header, sequence=header.sequence - 1))
     except CkptError as error:
         _tell(link, frm, answer, _REFUSED, str(error))
         raise
-    slot.write_header(replace(header, sequence=header.sequence - 1))
     base = None if steps is None else steps.offer(header, slot)
     _tell(link, frm, answer, _GOOD, json.dumps([lacking, base]))
     increments = None if steps is None or base is None else steps
     damage = _receive_content(link, frm, slot, header, snapshots, lacking, increments)
     _hear(link, frm, data)
+    if damage is None:
+        try:
+            slot.write_header(header)
+        except NoRoom as error:
+            damage = error
     if damage is not None:
         _tell(link, frm, answer, _REFUSED if isinstance(damage, NoRoom) else _DAMAGED, str(damage))
         raise damage
-    slot.write_header(header)
     if steps is not None:
         steps.sealed(slot, header)
     _tell(link, frm, answer, _GOOD)

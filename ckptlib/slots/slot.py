@@ -161,24 +161,31 @@ class Slot(ReadableSlot):
         return Mapped(self._fd, PAGE_BYTES, self.address())
 
     def write_header(self, header: SlotHeader) -> None:
-        os.pwrite(self._fd, header.encode(), 0)
+        """Raises NoRoom; what the slot holds is as it was then."""
+        self._write(header.encode(), 0, "header")
 
     def write_documents(self, body_nbytes: int, documents: Mapping[str, bytes]) -> dict[str, tuple[int, int, str]]:
         """Puts the documents behind the body; returns their places. Raises NoRoom."""
         places, offset = {}, PAGE_BYTES + body_nbytes
         digest = digester(XXH3)
         for name, data in documents.items():
-            try:
-                written = os.pwrite(self._fd, data, offset)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                written = 0
-            if written != len(data):
-                raise NoRoom(f"{self.path}: no room for {len(data):,} bytes of {name}")
+            self._write(data, offset, name)
             places[name] = (offset, len(data), digest(data))
             offset += len(data)
         return places
+
+    def _write(self, data: bytes, offset: int, what: str) -> None:
+        try:
+            written = os.pwrite(self._fd, data, offset)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a file arena's disk
+                raise NoRoom(
+                    f"{self.path}: {len(data):,} bytes of {what} cannot be written: {error.strerror}; if that stays "
+                    "so, give another directory: arena="
+                ) from error
+            written = 0
+        if written != len(data):
+            raise NoRoom(f"{self.path}: no room for {len(data):,} bytes of {what}")
 
     def try_write_lock(self) -> bool:
         """Takes the content for overwriting, unless somebody reads it."""

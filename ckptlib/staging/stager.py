@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ckptlib.devices import cuda
-from ckptlib.errors import TornSnapshot, WaitTimeout
+from ckptlib.errors import NoRoom, TornSnapshot, WaitTimeout
 from ckptlib.format.body_layout import body_nbytes
 from ckptlib.format.check import compared
 from ckptlib.format.digests import digester
@@ -177,14 +177,21 @@ class Stager:
         `spare`: whether memory of the device may be taken for it, which is not before the training has shown its peak.
 
         `reading`: of what other ranks hold, too, as far as it is not read yet; None where the ranks compared it before.
+
+        A slot that cannot be written fails the snapshot, as in the thread: other ranks begin theirs, and learn of it.
         """
         staging = Staging(slot, content)
         header = replace(content.header, sequence=content.header.sequence - 1)
-        own = CopyJob(slot, header, sources, self._offsets(content.table, sources))
+        jobs = [CopyJob(slot, header, sources, self._offsets(content.table, sources)), *local_replicas]
+        try:
+            for job in jobs:
+                job.slot.write_header(job.header)
+        except NoRoom as error:
+            staging.error = error
+            jobs.clear()  # a slot that may still say that it is ready keeps what it holds
         parts: list[Pairs] = []
         copied: list[Copied] = []
-        for job in (own, *local_replicas):
-            job.slot.write_header(job.header)
+        for job in jobs:
             found = self._known.pairs_of(job.header.rank, job.slot, job.sources, job.offsets)
             for pairs in found:
                 pairs.move_now(job.slot.mapped)
@@ -216,6 +223,8 @@ class Stager:
             began = time.perf_counter()
             try:
                 self._on_begun(staging)
+                if staging.error is not None:
+                    raise staging.error
                 for copies in staging.device_copies:
                     copies.drive()
                 host_copies.move()

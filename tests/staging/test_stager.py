@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workers.torn import SLOT_BYTES, Rig, params_of, prepared, raw, state_of, step_with_gradients
 
-from ckptlib.errors import WaitTimeout
+from ckptlib.errors import NoRoom, WaitTimeout
 from ckptlib.format.documents import decode
 from ckptlib.slots.slot import Slot
 from ckptlib.staging.copies import OVERLAP_FROM_BYTES
@@ -158,13 +158,28 @@ def test_a_failed_snapshot_is_told_and_the_thread_lives_on(tmp_path: Path) -> No
     with held(rig.stager):
         failed = rig.begin({"w": torch.randn(10)})
         rig.slot.close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
+    with pytest.raises(NoRoom, match="bytes of layout cannot be written: Bad file descriptor"):
         failed.wait_sealed(60)
     rig.slot = Slot.create(tmp_path, "another", SLOT_BYTES)
     whole = staged(rig, {"w": torch.randn(10)})
     assert rig.holds_the_oracle(whole)
     rig.close()
     assert rig.told == [failed, whole]
+
+
+def test_a_slot_that_cannot_be_begun_keeps_what_it_holds(tmp_path: Path) -> None:
+    """Its header may still say that it is ready; and the snapshot fails as one that the thread found bad does."""
+    rig = Rig(tmp_path)
+    whole = staged(rig, {"w": torch.randn(10), "large": torch.randn(OVERLAP_FROM_BYTES)})
+    before = rig.slot.path.read_bytes()
+    rig.slot.close()
+    failed = rig.begin({"w": torch.randn(10), "large": torch.randn(OVERLAP_FROM_BYTES)})
+    with pytest.raises(NoRoom, match=r"bytes of header cannot be written: Bad file descriptor; .*arena="):
+        failed.wait_sealed(60)
+    failed.wait_copied()
+    assert rig.slot.path.read_bytes() == before
+    assert rig.told == [whole, failed]
+    rig.close()
 
 
 def test_close_waits_for_what_is_under_way(tmp_path: Path) -> None:

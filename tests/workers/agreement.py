@@ -16,6 +16,7 @@ from agreement_replicas import (
 )
 from agreement_saves import (
     a_part_of_the_world,
+    a_slot_that_one_rank_cannot_write,
     a_state_that_one_rank_cannot_save,
     a_store_that_fails_one_rank,
     alone,
@@ -47,6 +48,7 @@ CASES = [
     steps_that_differ,
     a_store_that_fails_one_rank,
     no_room_on_one_rank,
+    a_slot_that_one_rank_cannot_write,
     a_state_that_one_rank_cannot_save,
     alone,
     a_part_of_the_world,

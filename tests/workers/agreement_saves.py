@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.inside import num_failures, writer_of
+from helpers.refused import refused_pwrite
 from rank_cases import EVERY, PATIENCE_S, checkpointer, committed, everywhere, rank, save_after, warnings_of_ckptlib
 
 import ckptlib
@@ -171,6 +172,23 @@ def no_room_on_one_rank(url: Path) -> None:
     assert committed(url) == [number * EVERY for number in numbers if number != 3]
     found = torch.zeros(3)
     ckptlib.load(url, {"w": found}, strict=False)
+    assert torch.equal(found, state["w"])
+
+
+def a_slot_that_one_rank_cannot_write(url: Path) -> None:
+    """Its header, as the snapshot begins, and as it is sealed behind three documents; all ranks go on."""
+    state, refused = {"w": torch.zeros(3)}, {3: 1, 5: 5}
+    numbers = range(1, 8)
+    with checkpointer(url, state) as ckpt:
+        for number in numbers:
+            state["w"].fill_(number)
+            with refused_pwrite(refused.get(number, 0) if rank() == 1 else 0):
+                save_after(ckpt, number)
+                with suppress(SaveFailed) if number in refused else nullcontext():
+                    ckpt.pending.wait_committed(PATIENCE_S)
+    assert committed(url) == [number * EVERY for number in numbers if number not in refused]
+    found = torch.zeros(3)
+    ckptlib.load(url, {"w": found})
     assert torch.equal(found, state["w"])
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.refused import refused_pwrite
 from support import ROOT_ID
 from typing_extensions import override
 from workers.rank_slots import CAPACITY, STATE, assert_not_ready, flip, seal, slot_of, taking
@@ -142,6 +143,21 @@ class Overwrites(Link):
             super().send(to, buffer, tag)
 
 
+def not_written(directory: Path) -> None:
+    """The disk of the receiver's slot refuses a header: that of the seal, behind three documents, or the first one."""
+    with linked() as link, slot_of(directory, CAPACITY) as slot:
+        for step, refused in enumerate((5, 1), 1):
+            if rank() == 0:
+                with pytest.raises(PeerRefused, match=r"rank 1 says: .*header cannot be written: Input/output error"):
+                    send_slot(link, 1, slot, seal(slot, step, 0))
+            if rank() == 1:
+                with refused_pwrite(refused), pytest.raises(NoRoom, match="header cannot be written"):
+                    receive_slot(link, 0, 0, taking(slot), SnapshotReader())
+                assert_not_ready(slot, 1)  # of the second one nothing was written
+                slot.unlock()
+        recovers(link, slot, 9)
+
+
 def overwritten(directory: Path) -> None:
     with linked(Overwrites) as link, slot_of(directory, CAPACITY) as slot:
         assert isinstance(link, Overwrites)
@@ -210,6 +226,7 @@ CASES = [
     document_damaged_on_the_way,
     withdrawn,
     no_room,
+    not_written,
     overwritten,
     hostile_offers,
 ]
