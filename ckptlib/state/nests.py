@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ckptlib.format.tagged_values import MAX_DEPTH
+from ckptlib.format.tagged_values import MAX_DEPTH, is_unicode
 from ckptlib.state.visitor import are_scalars, is_plain
 
 _MAPPINGS = (dict, OrderedDict, Counter)
@@ -31,7 +31,9 @@ def is_nest(node: object) -> bool:
 
 def is_text(key: object) -> bool:
     """Whether a key is text that no key of another type has: no number, constant, tuple or member of an enum."""
-    if not isinstance(key, str) or iskeyword(key) or not _NO_TEXT.isdisjoint(key) or not any(map(str.isalpha, key)):
+    if not isinstance(key, str) or not is_unicode(key) or iskeyword(key):
+        return False
+    if not _NO_TEXT.isdisjoint(key) or not any(map(str.isalpha, key)):
         return False
     try:
         complex(key)  # also of nan and 1e5

@@ -52,6 +52,7 @@ GROWN: dict[str, tuple[Any, Any]] = {
     "None into a dict": (None, {"a": {"b": 1}}),
     "keys like numbers": ({"7": 3, "1e5": 1, "nan": 2, "-1": (4,)}, {}),
     "keys like other types": ({"True": 1, "None": 2, "(1, 2)": 3, "torch.float32": 4, "layer.0": 5}, {}),
+    "keys that are no Unicode": ({"\udcff": 1, "a\udcff": 2}, {}),
     "keys with signs": ({"val/loss": 1.0, "top-1 acc": 2, "50%": {"a/b": 3}}, {}),
 }
 

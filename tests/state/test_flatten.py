@@ -103,7 +103,7 @@ def test_two_entries_of_one_name_are_refused() -> None:
 
 
 def test_names_that_no_safetensors_file_can_hold_are_refused() -> None:
-    for state in ({"a\udcff": torch.ones(1)}, {"h": Holder({"\ud83d\ude00": torch.ones(1)})}, {"a": {"\udcff": 1}}):
+    for state in ({"a\udcff": torch.ones(1)}, {"h": Holder({"\ud83d\ude00": torch.ones(1)})}):
         with pytest.raises(UnsupportedState, match="is not valid Unicode"):
             flatten(state)
 
