@@ -15,6 +15,7 @@ from typing import Any
 
 from ckptlib.format import values
 from ckptlib.loading.load_plan import LoadPlan, Setter, is_plain_value
+from ckptlib.reading.nested import key_of
 from ckptlib.state.wrappers import is_extra_state
 
 
@@ -75,17 +76,17 @@ class NestTargets:
     def grow(self) -> None:
         """Has dicts get the saved entries that they lack and nobody else took. To be called once all was visited.
 
-        Only where all keys on the way are identifiers: those of earlier versions may have been numbers, and what was a
-        list has numbers, too.
+        Only where all keys on the way were text for sure: those of earlier versions may have been numbers, and what was
+        a list has numbers, too.
         """
         for node, path in self._growing:
             for rest in self._below(self._plan.named(path)):
                 self._grow(node, path, rest)
 
     def _grow(self, node: MutableMapping[Any, Any], path: str, rest: str) -> None:
-        plan, keys, full = self._plan, rest.split("/"), f"{path}/{rest}"
+        plan, keys, full = self._plan, [*map(key_of, rest.split("/"))], f"{path}/{rest}"
         name = plan.named(full)
-        if keys[0] in node or not all(key.isidentifier() and not iskeyword(key) for key in keys):
+        if keys[0] in node or not all(map(_was_text, keys)):
             return
         if name != f"{plan.named(path)}/{rest}" or plan.is_used(name) or self._in_object(name):
             return
@@ -122,6 +123,12 @@ class NestTargets:
                 return True
             name = name.rpartition("/")[0]
         return False
+
+
+def _was_text(key: str) -> bool:
+    """Whether no other key than text gives this one: "val/loss" and "top-1" are text, "7", "(1, 2)" and "None" may not
+    have been."""
+    return (key[:1].isalpha() or key[:1] == "_") and not iskeyword(key) and "'" not in key and '"' not in key
 
 
 def _is_alike(node: object, value: object) -> bool:

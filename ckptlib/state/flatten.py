@@ -113,7 +113,7 @@ class _Walk(Visitor[bool], Collector):
 
     @override
     def add_nest(self, node: object, path: str, per_rank: bool) -> bool:
-        if not is_nest(node):
+        if not is_nest(node, path):
             return False
         self.add_whole(dict(node) if isinstance(node, defaultdict) else node, path)
         return True

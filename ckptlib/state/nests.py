@@ -1,7 +1,9 @@
 """Nests: containers of plain values that are saved whole, as one value at their path, since their entries have no names
-by which a load could make them again: lists of lists, dicts by number, whatever is empty.
+by which a load could make them again: lists of lists, lists in a dict that training fills, dicts by number, whatever is
+empty.
 
-Flat lists and dicts by text are none. Their entries keep names of their own, which `only=` and `map=` can meet.
+Flat lists at the top of a state are none, nor are dicts by text. Their entries keep names of their own, which `only=`
+and `map=` can meet, and a load finds the list, or makes the entry of the dict.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ _MAPPINGS = (dict, OrderedDict, Counter)
 """Those that come back as they are from within a value."""
 
 
-def is_nest(node: object) -> bool:
-    """Whether a container of the state is saved whole."""
+def is_nest(node: object, path: str) -> bool:
+    """Whether a container of the state, at a path below the top, is saved whole."""
     if isinstance(node, (list, tuple)) and type(node) in (list, tuple):
-        return not node or (not all(map(_is_flat, node)) and _comes_back(node))
+        # by its entries, a load could not tell a list that the restarted job has not made yet from a dict
+        within = "/" in path
+        return not node or ((within or not all(map(_is_flat, node))) and _comes_back(node))
     if isinstance(node, _MAPPINGS) and type(node) in (*_MAPPINGS, defaultdict):
         return not node or (not all(isinstance(key, str) for key in node) and _comes_back(dict(node)))
     return False

@@ -38,8 +38,14 @@ def test_steps_that_share(ckptlib: Ckptlib, shared: Path) -> None:
     assert changed == {"model/s1": 4, "model/w0": LARGE}  # of one chunk
     assert document["values"] == [
         {"path": "epoch", "kind": "changed", "rank": 0, "num_ranks": 1, "a": 1, "b": 5},
-        {"path": "schedule/steps/0", "kind": "changed", "rank": 0, "num_ranks": 1, "a": 1, "b": 5},
-        {"path": "schedule/steps/1", "kind": "changed", "rank": 0, "num_ranks": 1, "a": 2, "b": 6},
+        {
+            "path": "schedule/steps",
+            "kind": "changed",
+            "rank": 0,
+            "num_ranks": 1,
+            "a": {"$nest": [1, 2]},
+            "b": {"$nest": [5, 6]},
+        },
     ]
     assert (document["added"], document["removed"], document["replaced"]) == ([], [], [])
     deep = ckptlib("diff", shared, 1, 5, "--deep", "--json").json
