@@ -114,7 +114,8 @@ class _Walk(Visitor[Setter]):
     def add_plain(self, value: object, path: str, given: Setter) -> None:
         if given is None:
             self._check_unchanged(value, path)
-        self._plan.add_value(path, given)
+        if value is not None or not self.nests.add_none(path, given):
+            self._plan.add_value(path, given)
 
     def _check_unchanged(self, value: object, path: str) -> None:
         """A value in what cannot be changed, such as a `MappingProxyType`, must be the saved one."""

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import MutableMapping
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice, takewhile
 from keyword import iskeyword
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptlib.format import values
 from ckptlib.loading.load_plan import LoadPlan, Setter, is_plain_value
 from ckptlib.reading.nested import key_of
 from ckptlib.state.wrappers import is_extra_state
+
+
+class Growing(NamedTuple):
+    """A dict of the state that gets saved entries."""
+
+    node: MutableMapping[Any, Any]
+    path: str
+    given: Setter
+    """Of a new one: puts it in the place of None."""
 
 
 class NestTargets:
@@ -26,7 +35,7 @@ class NestTargets:
         self._plan = plan
         self._filled: dict[int, tuple[object, object]] = {}
         """By id of a container of the state: itself, kept alive, and the saved one that it has become."""
-        self._growing: list[tuple[MutableMapping[Any, Any], str]] = []
+        self._growing: list[Growing] = []
 
     def add(self, node: object, path: str, given: Setter) -> bool:
         """Has a container become the one that was saved whole. Returns whether one was; else its entries are visited.
@@ -36,7 +45,7 @@ class NestTargets:
         saved = self._plan.saved.values.get(self._plan.named(path))
         if not values.is_nest(saved) or not self._plan.wanted(path, whole=True):
             if isinstance(node, MutableMapping):
-                self._growing.append((node, path))
+                self._growing.append(Growing(node, path, None))
             return False
         value = self._plan.take_value(path)
 
@@ -46,6 +55,18 @@ class NestTargets:
                 given(now)
 
         self._plan.then(fill)
+        return True
+
+    def add_none(self, path: str, given: Setter) -> bool:
+        """Has a None, such as a best that there is not yet, become the dict by text that was saved in its place.
+
+        Returns whether the checkpoint may have one: entries below the path, and nothing at it.
+        """
+        saved, name = self._plan.saved, self._plan.named(path)
+        at_it = name in saved.values or name in saved.tensors or name in saved.objects
+        if given is None or at_it or not self._below(name):
+            return False
+        self._growing.append(Growing({}, path, given))
         return True
 
     def _become(self, node: object, value: Any, alike: bool) -> object:
@@ -79,19 +100,23 @@ class NestTargets:
         Only where all keys on the way were text for sure: those of earlier versions may have been numbers, and what was
         a list has numbers, too.
         """
-        for node, path in self._growing:
-            for rest in self._below(self._plan.named(path)):
-                self._grow(node, path, rest)
+        for node, path, given in self._growing:
+            grown = [self._grow(node, path, rest) for rest in self._below(self._plan.named(path))]
+            if given is not None and any(grown):
+                self._plan.then(partial(given, node))
+            elif given is not None:
+                self._plan.add_value(path, given)
 
-    def _grow(self, node: MutableMapping[Any, Any], path: str, rest: str) -> None:
+    def _grow(self, node: MutableMapping[Any, Any], path: str, rest: str) -> bool:
+        """Whether it gets this one."""
         plan, keys, full = self._plan, [*map(key_of, rest.split("/"))], f"{path}/{rest}"
         name = plan.named(full)
         if keys[0] in node or not all(map(_was_text, keys)):
-            return
+            return False
         if name != f"{plan.named(path)}/{rest}" or plan.is_used(name) or self._in_object(name):
-            return
+            return False
         if not is_plain_value(name, plan.saved.values[name]) or is_extra_state(keys[-1]) or not plan.wanted(full):
-            return
+            return False
         value = plan.take_value(full)
 
         def put() -> None:
@@ -101,6 +126,7 @@ class NestTargets:
             at[keys[-1]] = value
 
         plan.then(put)
+        return True
 
     def _below(self, name: str) -> list[str]:
         """The names of saved values below a name, without it, in the order that they were saved in."""

@@ -48,6 +48,7 @@ GROWN: dict[str, tuple[Any, Any]] = {
     "emptied nest": ([], [[1], (2,)]),
     "emptied defaultdict": (defaultdict(int), defaultdict(int, a=1)),
     "into None": ([(1, 2)], None),
+    "dict into None": ({"step": 3, "loss": {"val/1": 0.5, "at": [1]}}, None),
 }
 
 
@@ -153,6 +154,15 @@ def test_entry_by_entry_as_earlier_versions_saved_it(tmp_path: Path) -> None:
     report = ckptlib.load(tmp_path, state, 1)
     assert {key: state[key] for key in old} == {"v": [[1, 2]], "n": {1: "one"}, "e": {}, "d": {"a": 1}}
     assert set(report.unexpected) == {"e/0", "d/7", "d/l/0", "d/None", "d/b'k'"}
+
+
+def test_none_stays_where_no_dict_by_text_was(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path, {"n": {"x": {1: torch.ones(1), 2: 5}}, "t": {"0": 1}, "w": torch.ones(1)}, 1)
+    state: dict[str, Any] = {"n": {"x": None}, "t": None, "new": None, "w": torch.zeros(1)}
+    report = ckptlib.load(tmp_path, state, 1, strict=False)
+    assert (state["n"], state["t"], state["new"]) == ({"x": None}, None, None)
+    assert set(report.missing) == {"n/x", "t", "new"}
+    assert set(report.unexpected) == {"n/x/1", "n/x/2", "t/0"}
 
 
 def test_asked_for_and_renamed(tmp_path: Path) -> None:
