@@ -41,6 +41,11 @@ def refuse_strangers(optimizer: torch.optim.Optimizer, params: Sequence[torch.Te
     """Raises UnsupportedState for state that no parameter of the groups, `params`, has."""
     known = set(map(id, params))
     for key in optimizer.state:
+        if id(key) not in known and isinstance(key, torch.Tensor):
+            raise UnsupportedState(
+                f"{path}: the optimizer keeps state of a parameter of shape {list(key.shape)} that is in none of its "
+                "groups any more; remove it, as with del optimizer.state[param], when a parameter leaves its group"
+            )
         if id(key) not in known:
             raise UnsupportedState(
                 f"{path}: the optimizer keeps state under {str(key)[:40]!r}, which is not a parameter of its groups"
