@@ -125,9 +125,10 @@ class _Walk(Visitor[Setter]):
             return
         encode = values.encode_nest if values.is_nest(saved[name]) else values.encode
         if encode(value, path) != saved[name]:
+            there = tagged_values.brief(self._plan.saved.value(name))
             self._plan.mismatch(
-                f"{path}: is {tagged_values.brief(value)}, the checkpoint has {tagged_values.brief(saved[name])}, and "
-                "the mapping around it cannot be changed; give a dict"
+                f"{path}: is {tagged_values.brief(value)}, the checkpoint has {there}, and the mapping around it "
+                "cannot be changed; give a dict"
             )
 
     @override

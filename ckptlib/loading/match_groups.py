@@ -71,7 +71,8 @@ class GroupTargets:
             return GroupTarget(True, now)
         prefix = group_path(path, origin.index) + "/"
         told = {*saved, *options}
-        lacking, unknown = optimizer.defaults.keys() - told, told - now.keys() - OF_SCHEDULERS
+        defaults: dict[str, object] = getattr(optimizer, "defaults", {})  # not of one that never ran __init__
+        lacking, unknown = defaults.keys() - told, told - now.keys() - OF_SCHEDULERS
         name = self._saved.classes.get(path)
         alike = not (lacking and unknown) and (name == type(optimizer).__name__ or not (lacking or unknown))
         if not alike and (name not in _names(optimizer) or (lacking and unknown)):

@@ -51,6 +51,9 @@ class OptimizerTargets:
         self._groups = GroupTargets(plan)
         self._instances: dict[int, dict[str, torch.Tensor]] = {}
         """By id of optimizer, and by nature: one of the tensor subclasses in its state."""
+        self._shared: dict[str, tuple[str, torch.Tensor]] = {}
+        """Of the optimizer that is added, by the first name of a saved tensor: the name under which it was made here,
+        and what was made."""
 
     def add(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         """One that is wanted."""
@@ -60,6 +63,7 @@ class OptimizerTargets:
             self._plan.miss(path)
             return
         self._plan.use(saved_path)
+        self._shared.clear()
         if any(param.is_meta for group in optimizer.param_groups for param in group["params"]):
             raise UnsupportedState(
                 f"{path}: holds parameters on the meta device, which loading a module replaces; load the module first, "
@@ -236,6 +240,9 @@ class OptimizerTargets:
         else:
             on_device = group.get("capturable") or group.get("fused") or (key != "step" and entry.shape)
             tensor = torch.empty(entry.shape, dtype=dtype, device=_device_of(param) if on_device else "cpu")
+            under, first = self._shared.setdefault(entry.name, (name, tensor))
+            if under != name:  # one tensor of several parameters, such as a count of steps, which is counted up once
+                return first
         self._plan.fill(leaf_of(tensor, name, per_rank=False, owner=None), entry)
         return tensor
 

@@ -33,6 +33,7 @@ from ckptlib.state.optimizers import (
     refuse_strangers,
     state_path,
     warn_of_positions,
+    warn_of_unsaved,
 )
 from ckptlib.state.owners import owned_in, owners_of
 from ckptlib.state.structure import same, structure_of
@@ -218,6 +219,7 @@ class _Walk(Visitor[bool], Collector):
             warn_of_positions(optimizer, names, path, "saved")
             params = [param for group in optimizer.param_groups for param in group["params"]]
             refuse_strangers(optimizer, params, path)
+            self._look_for(params, names, optimizer, path)
             described = {"optimizer": _describe(optimizer, names)}
         self.flat.objects[path] = cast(Json, described)
         for i, group in enumerate(optimizer.param_groups):
@@ -272,6 +274,17 @@ class _Walk(Visitor[bool], Collector):
             for name, _, value in content():
                 if not isinstance(value, torch.Tensor):
                     self.add_object(value, name, per_rank)
+
+    def _look_for(
+        self, params: Sequence[torch.Tensor], names: list[list[str]], optimizer: torch.optim.Optimizer, path: str
+    ) -> None:
+        """Warns where the state has a part of an optimizer's parameters."""
+        found = self.findings.joined()
+        named = zip(chain.from_iterable(names), params, strict=True)
+        others = [(name, param) for name, param in named if id(param) not in found.param_names]
+        if 0 < len(others) < len(params):
+            saved = (tensor for leaf in found.leaves for _, tensor in leaf.pieces)
+            warn_of_unsaved(optimizer, others, [module for module, _, _ in self._modules], saved, path)
 
     def _stands(self, known: KnownOptimizer, entries: Entries | None) -> bool:
         """Whether the names and tensors of an optimizer are as they were."""

@@ -79,6 +79,12 @@ def local_of(tensor: torch.Tensor | Sharded) -> torch.Tensor:
     return tensor.tensor if isinstance(tensor, Sharded) else tensor
 
 
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Where the memory of this rank's part of it begins; None for a kind of tensor that need not have any."""
+    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr() if type(local) in PLAIN else None
+
+
 def leaf_of(
     tensor: torch.Tensor | Sharded, name: str, per_rank: bool, owner: torch.optim.Optimizer | None
 ) -> Leaf | None:

@@ -6,16 +6,17 @@ Knows names and which optimizers cannot be saved; the walk over an optimizer is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ckptlib.errors import UnsupportedState
 from ckptlib.format.paths import join
-from ckptlib.state.leaf import Sharded
+from ckptlib.state.leaf import Sharded, storage_of
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,11 @@ def refuse_strangers(optimizer: torch.optim.Optimizer, params: Sequence[torch.Te
     """Raises UnsupportedState for state that no parameter of the groups, `params`, has."""
     known = set(map(id, params))
     for key in optimizer.state:
+        if id(key) not in known and isinstance(key, torch.Tensor):
+            raise UnsupportedState(
+                f"{path}: the optimizer keeps state of a parameter of shape {list(key.shape)} that is in none of its "
+                "groups any more; remove it, as with del optimizer.state[param], when a parameter leaves its group"
+            )
         if id(key) not in known:
             raise UnsupportedState(
                 f"{path}: the optimizer keeps state under {str(key)[:40]!r}, which is not a parameter of its groups"
@@ -90,6 +96,39 @@ def warn_of_positions(optimizer: torch.optim.Optimizer, names: Sequence[Sequence
             path,
             positions,
             done,
+        )
+
+
+def warn_of_unsaved(
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[tuple[str, torch.Tensor]],
+    modules: Iterable[nn.Module],
+    saved: Iterable[torch.Tensor],
+    path: str,
+) -> None:
+    """Says once of an optimizer that the state has some of its parameters, and not these. `params`: by name.
+
+    Not of those that are in a module, which may give others in their place, or in the memory of a tensor of the state.
+    """
+    told = _told.setdefault(optimizer, set())
+    if "unsaved" in told:
+        return
+    held = {id(param) for module in modules for param in module.parameters()}
+    memory = {*map(storage_of, saved)} - {None}
+    lost = [
+        f"{name} {list(param.shape)}"
+        for name, param in params
+        if param.requires_grad and id(param) not in held and storage_of(param) not in memory
+    ]
+    if lost:
+        told.add("unsaved")
+        log.warning(
+            "%s: updates %d parameters that are nowhere else in the state, so their values are not saved, and a resume "
+            "begins with those that the program makes: %s%s. Put them, or their module, into the state",
+            path,
+            len(lost),
+            ", ".join(lost[:4]),
+            ", ..." if len(lost) > 4 else "",
         )
 
 

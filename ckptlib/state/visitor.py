@@ -61,7 +61,7 @@ class Visitor(ABC, Generic[Given]):
                 return
             entry = self.below(node, given)
             for key, value in node.items():
-                self._collect(value, join(path, key), entry(key))
+                self._collect(value, join(path, _checked_key(key, path)), entry(key))
         elif type(node) in (list, tuple):
             if path and self.add_nest(node, path, given):
                 return
@@ -121,6 +121,19 @@ class Visitor(ABC, Generic[Given]):
     @abstractmethod
     def add_plain(self, value: object, path: str, given: Given) -> None:
         """Whatever is none of these: a value, or nothing that can be saved."""
+
+
+def _checked_key(key: object, path: str) -> object:
+    """Raises UnsupportedState for a key whose text another process would not give: no load would find that name."""
+    if type(key) is str:  # nearly all
+        return key
+    if isinstance(key, (torch.Tensor, nn.Module)) or f"0x{id(key):x}" in str(key):
+        raise UnsupportedState(
+            f"{path}: a dict has a {type(key).__module__}.{type(key).__qualname__} as a key, by which a restarted job "
+            "would not find its entry; use names as keys, such as, where each parameter has its own optimizer, "
+            "{name: optimizers[p] for name, p in model.named_parameters()}"
+        )
+    return key
 
 
 _SCALARS = frozenset([int, float, str, bool, type(None)])

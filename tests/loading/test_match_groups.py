@@ -118,3 +118,28 @@ def test_hyper_parameters_that_one_side_alone_has_are_no_other_kind(root: Root) 
     other.param_groups[0]["tag"] = ""
     root.load({"o": other})
     assert other.param_groups[0]["tag"] == "of the user"
+
+
+class Wrapper(optim.Optimizer):
+    """Lends the groups and the state of another one, and never runs `Optimizer.__init__`, as `_NamedOptimizer` does."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+def test_a_wrapper_that_has_no_defaults(root: Root) -> None:
+    model, other = model_of(), model_of()
+    optimizer, resumed = (Wrapper(optim.SGD(m.parameters(), lr=0.1, momentum=0.9)) for m in (model, other))
+    train(model, optimizer, 0, 3)
+    optimizer.param_groups[0]["lr"] = 0.2
+    root.move({"m": model, "o": optimizer}, {"m": other, "o": resumed})
+    train(model, optimizer, 3, 5)
+    train(other, resumed, 3, 5)
+    assert same(params(other), params(model))
+    assert resumed.param_groups[0]["lr"] == 0.2

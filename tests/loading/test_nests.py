@@ -28,6 +28,11 @@ GROWN: dict[str, tuple[Any, Any]] = {
     "longer inside": ([[1, 2, 3], [4]], [[0]]),
     "dict": ({"b": 1, "a": {"c": None}}, {}),
     "dict within": ({"x": {"k": 1}, "n": 2}, {"x": {}, "n": 0}),
+    "lists in a dict": ({"loss": [0.5, 0.25], "none": [], "at": (1, 2)}, {}),
+    "lists deep in a dict": ({"train": {"loss": [1, 2]}}, {"train": {}}),
+    "lists in a defaultdict": (defaultdict(list, loss=[1, 2], acc=[0.5]), defaultdict(list)),
+    "longer and shorter lists in a dict": ({"loss": [1, 2], "acc": [3]}, {"loss": [9], "acc": [8, 8]}),
+    "keys that are text for sure": ({"val/loss": 1, "top-1": [2], "a b": {"c%2F.d": 3}}, {}),
     "defaultdict": (defaultdict(int, a=3), defaultdict(int)),
     "defaultdict by number": (defaultdict(list, {3: [1]}), defaultdict(list)),
     "Counter": (Counter("aab"), Counter()),
@@ -116,15 +121,18 @@ def test_a_job_that_is_restarted_has_all_of_its_history(tmp_path: Path) -> None:
         history: list[tuple[int, float]] = []
         best: dict[str, float] = {}
         seen: defaultdict[int, list[int]] = defaultdict(list)
-        state = {"history": history, "best": best, "seen": seen, "w": torch.ones(1)}
+        curves: defaultdict[str, list[float]] = defaultdict(list)
+        state = {"history": history, "best": best, "seen": seen, "curves": curves, "w": torch.ones(1)}
         with ckptlib.Checkpointer(tmp_path, state, every=2) as ckpt:
             for step in ckpt.loop(ckpt.restore().step, total):
                 history.append((step, step / 2))
                 best[f"of{step}"] = step
                 seen[step % 2].append(step)
+                curves["train/loss"].append(step / 4)
     assert history == [(step, step / 2) for step in range(7)]
     assert [*best.items()] == [(f"of{step}", step) for step in range(7)]
     assert seen == {0: [0, 2, 4, 6], 1: [1, 3, 5]}
+    assert curves == {"train/loss": [step / 4 for step in range(7)]}
 
 
 def test_the_form_changes_from_save_to_save(tmp_path: Path) -> None:
@@ -143,14 +151,23 @@ def test_the_form_changes_from_save_to_save(tmp_path: Path) -> None:
 
 def test_entry_by_entry_as_earlier_versions_saved_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers stand for a list, or for keys: what the state has is filled, and nothing is made of them."""
-    old = {"v": [[1, 2]], "n": {1: "one"}, "e": [5], "d": {"a": 1, 7: 2}}
+    old = {"v": [[1, 2]], "n": {1: "one"}, "e": [5], "d": {"a": 1, 7: 2, "l": [3], None: 4, b"k": 5}}
     with monkeypatch.context() as patch:
         patch.setattr(flatten, "is_nest", lambda node: False)
         ckptlib.save(tmp_path, {**old, "w": torch.ones(1)}, 1)
     state: dict[str, Any] = {"v": [[0, 0]], "n": {1: ""}, "e": {}, "d": {}, "w": torch.zeros(1)}
     report = ckptlib.load(tmp_path, state, 1)
     assert {key: state[key] for key in old} == {"v": [[1, 2]], "n": {1: "one"}, "e": {}, "d": {"a": 1}}
-    assert set(report.unexpected) == {"e/0", "d/7"}
+    assert set(report.unexpected) == {"e/0", "d/7", "d/l/0", "d/None", "d/b'k'"}
+
+
+def test_none_stays_where_no_dict_by_text_was(tmp_path: Path) -> None:
+    ckptlib.save(tmp_path, {"n": {"x": {1: torch.ones(1), 2: 5}}, "w": torch.ones(1)}, 1)
+    state: dict[str, Any] = {"n": {"x": None}, "new": None, "w": torch.zeros(1)}
+    report = ckptlib.load(tmp_path, state, 1, strict=False)
+    assert (state["n"], state["new"]) == ({"x": None}, None)
+    assert set(report.missing) == {"n/x", "new"}
+    assert set(report.unexpected) == {"n/x/1", "n/x/2"}
 
 
 def test_asked_for_and_renamed(tmp_path: Path) -> None:

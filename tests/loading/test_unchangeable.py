@@ -31,7 +31,9 @@ def _close() -> Any:
 def test_another_value_is_a_mismatch(tmp_path: Path, kind: str) -> None:
     ckptlib.save(tmp_path, {**MAKE[kind](3), "w": torch.ones(1)}, 1)
     w = torch.zeros(1)
-    with pytest.raises(StateMismatch, match=r"at/epoch: is .*0.*, the checkpoint has .*3.*, and the mapping"):
+    with pytest.raises(
+        StateMismatch, match=r"at/epoch: is (0|\(0, 0\)), the checkpoint has (3|\(0, 3\)), and the mapping around it"
+    ):
         ckptlib.load(tmp_path, {**MAKE[kind](0), "w": w}, 1)
     assert not w.any(), "nothing was filled"
     ckptlib.load(tmp_path, {**MAKE[kind](0), "w": w}, 1, only="w")

@@ -268,6 +268,12 @@ def optimizer_with(key: object) -> torch.optim.Optimizer:
     return optimizer
 
 
+def optimizer_without_its_group() -> torch.optim.Optimizer:
+    optimizer = optimizer_with("m")
+    optimizer.param_groups.clear()
+    return optimizer
+
+
 def foreign_optimizer() -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
     optimizer.state["global"] = {"x": 1}
@@ -294,7 +300,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Holder({"d": defaultdict(int, t=torch.ones(1))}),
         "x/d: a collections.defaultdict that holds tensors.*OrderedDict",
     ),
+    "parameters as keys": (lambda: {nn.Parameter(torch.ones(1)): torch.ones(1)}, "x: a dict has .*Parameter as a key"),
+    "modules as keys": (lambda: {nn.ReLU(): torch.ones(1)}, "x: a dict has .*ReLU as a key.*named_parameters"),
+    "objects as keys": (lambda: {object(): torch.ones(1)}, "x: a dict has a builtins.object as a key"),
     "optimizer key": (lambda: optimizer_with(0), "x/@0.0: optimizer state has the key 0"),
+    "optimizer state that was left": (
+        optimizer_without_its_group,
+        "x: .*of a parameter of shape .*del optimizer",
+    ),
     "optimizer state of its own": (foreign_optimizer, "x: the optimizer keeps state under 'global'"),
 }
 

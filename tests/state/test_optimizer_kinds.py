@@ -226,8 +226,8 @@ def test_keys_have_torchs_order(root: Root, name: str) -> None:
 # -- names
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [r.message for r in caplog.records if "by their position" in r.message and r.levelno == logging.WARNING]
+def told(caplog: pytest.LogCaptureFixture, text: str = "by their position") -> list[str]:
+    found = [r.message for r in caplog.records if text in r.message and r.levelno == logging.WARNING]
     caplog.clear()
     return found
 
@@ -269,3 +269,29 @@ def test_a_resumed_run_after_the_order_of_names_changed(root: Root) -> None:
     root.move({"o": optimizer, "m": params(model)}, {"o": resumed, "m": params(other)})
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert same(resumed.state[theirs], optimizer.state[mine])
+
+
+def test_parameters_that_nothing_saves_are_warned_of_once(root: Root, caplog: pytest.LogCaptureFixture) -> None:
+    model, scale, bias = model_of(), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    optimizer = optim.AdamW([*model.named_parameters(), ("scale", scale), ("bias", bias)])
+    for _ in range(2):
+        root.save({"m": model, "o": optimizer, "mine": {"bias": bias.detach()}})
+    (warning,) = told(caplog, "not saved")
+    assert warning.startswith("o: updates 1 parameters that are nowhere else in the state")
+    assert "program makes: scale [3]. Put" in warning
+
+
+def test_parameters_that_are_saved_somehow_are_not_warned_of(root: Root, caplog: pytest.LogCaptureFixture) -> None:
+    model, scale = model_of(), nn.Parameter(torch.ones(3))
+    every = [*model.parameters(), scale]
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    states: list[dict[str, object]] = [
+        {"m": model, "o": optim.AdamW(every), "scale": scale},
+        {"m": model, "o": optim.AdamW(every), "view": scale.data.view(3, 1)},
+        {"m": model, "o": optim.AdamW([*model.parameters(), frozen])},
+        {"m": model.state_dict(), "o": optim.AdamW(every)},
+        {"o": optim.AdamW(every)},
+    ]
+    for state in states:
+        root.save(state)
+    assert told(caplog, "not saved") == []

@@ -147,6 +147,47 @@ def test_moments_keep_their_dtype(root: Root) -> None:
     assert same(state_of(resumed), state_of(optimizer))
 
 
+class Counted(optim.Optimizer):
+    """All parameters have one count of steps, made at the first step, which is counted up once."""
+
+    def __init__(self, p: Any) -> None:
+        super().__init__(p, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        with torch.enable_grad():
+            closure()
+        params = self.param_groups[0]["params"]
+        count = self.state[params[0]].get("step", torch.zeros(()))
+        count += 1
+        for p in params:
+            self.state[p]["step"] = self.state[p].get("step", count)
+            p.sub_(p.grad, alpha=0.1 / float(self.state[p]["step"]))
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_state_that_parameters_share_stays_shared(root: Root, stepped: bool) -> None:
+    model = model_of()
+    optimizer = Counted(model.parameters())
+    train(model, optimizer, 0, 3)
+    others = [model_of(seed=seed) for seed in (1, 2)]
+    resumed = [Counted(other.parameters()) for other in others]
+    if stepped:
+        for other, own in zip(others, resumed, strict=True):
+            train(other, own, 5, 6)
+    root.save({"m": model, "o": optimizer})
+    root.load(
+        {"m": others[0], "o": resumed[0], "also": {"m": others[1], "o": resumed[1]}},
+        map={"also/m": "m", "also/o": "o"},
+    )
+    train(model, optimizer, 3, 6)
+    for other, own in zip(others, resumed, strict=True):
+        train(other, own, 3, 6)
+        assert same(params(other), params(model))
+        assert len({id(state["step"]) for state in own.state.values()}) == 1
+    assert resumed[0].state[next(others[0].parameters())] is not resumed[1].state[next(others[1].parameters())]
+
+
 def test_foreign_state_is_kept(root: Root) -> None:
     def content() -> dict[str, object]:
         return {
