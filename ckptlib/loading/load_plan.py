@@ -117,8 +117,8 @@ class LoadPlan:
         if saved_name in saved.tensors:
             entry = saved.tensors[saved_name]
             there = f"a tensor, {entry.dtype}{list(entry.shape)}"
-        elif saved_name in saved.values:
-            there = f"a plain value, {tagged_values.brief(saved.values[saved_name])}"
+        elif saved_name in (at := saved.values_at(saved_name)):
+            there = f"a plain value, {tagged_values.brief(at[saved_name])}"
         elif saved_name in saved.objects:
             there = "an object's state"
         else:
@@ -234,7 +234,7 @@ class LoadPlan:
         if not self.wanted(path):
             return
         name = self.named(path)
-        if name not in self.saved.values:
+        if name not in self.saved.values_at(name):
             if not self.miss_kind(path, name, "a plain value"):
                 self.miss(path)
                 if not self._asked.is_asked_for(path):
@@ -263,7 +263,7 @@ class LoadPlan:
             return
         name = self.named(path)
         tree = self.saved.objects.get(name)
-        saved = self.saved.values
+        saved = self.saved.values_at(name)
         if name in saved and not is_nest(saved[name]):  # first: the tree is another rank's, whose object holds tensors
             self.use(name)
             value = self.saved.value(name)

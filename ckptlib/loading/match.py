@@ -119,8 +119,8 @@ class _Walk(Visitor[Setter]):
 
     def _check_unchanged(self, value: object, path: str) -> None:
         """A value in what cannot be changed, such as a `MappingProxyType`, must be the saved one."""
-        saved = self._plan.saved.values
         name = self._plan.named(path)
+        saved = self._plan.saved.values_at(name)
         if not self._plan.wanted(path) or name not in saved:
             return
         encode = values.encode_nest if values.is_nest(saved[name]) else values.encode

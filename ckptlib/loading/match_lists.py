@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections.abc import Mapping
 from functools import cached_property
 from itertools import count, takewhile
 
 from ckptlib.format.paths import join
+from ckptlib.format.values import Json
 from ckptlib.loading.load_plan import LoadPlan, Setter
+from ckptlib.reading.rank_values import any_below
 
 
 class ListTargets:
@@ -19,8 +21,8 @@ class ListTargets:
 
     @cached_property
     def _names(self) -> list[str]:
-        """All that were saved, sorted."""
-        return sorted({*self._saved.tensors, *self._saved.objects, *self._saved.values})
+        """Those of tensors and objects, sorted."""
+        return sorted([*self._saved.tensors, *self._saved.objects])
 
     def add(self, node: list[object], path: str) -> int:
         """Has a list get the values that it lacks, and lose those that were not saved.
@@ -50,15 +52,13 @@ class ListTargets:
 
     def _entries(self, path: str) -> list[str]:
         """The paths of a list's saved entries; none where it held anything but plain values."""
-        plan, values = self._plan, self._saved.values
+        plan, values = self._plan, self._saved.values_at(self._plan.named(path))
         paths = (join(path, i) for i in count())
         saved = [*takewhile(lambda entry: plan.wanted(entry) and plan.named(entry) in values, paths)]
-        return [] if self._goes_on(plan.named(join(path, len(saved)))) else saved
+        return [] if self._goes_on(plan.named(join(path, len(saved))), values) else saved
 
-    def _goes_on(self, name: str) -> bool:
+    def _goes_on(self, name: str, values: Mapping[str, Json]) -> bool:
         """Whether anything was saved under this name, or below it."""
-        for prefix in (name, f"{name}/"):
-            at = bisect_left(self._names, prefix)
-            if at < len(self._names) and (self._names[at] == name or self._names[at].startswith(f"{name}/")):
-                return True
-        return False
+        saved = self._saved
+        at_it = name in values or name in saved.tensors or name in saved.objects
+        return at_it or any_below(self._names, name) or bool(saved.below(name))

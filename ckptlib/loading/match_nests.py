@@ -7,10 +7,8 @@ value, it is the saved one again.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import MutableMapping
-from functools import cached_property, partial
-from itertools import islice, takewhile
+from functools import partial
 from typing import Any, NamedTuple
 
 from ckptlib.format import values
@@ -59,15 +57,16 @@ class NestTargets:
         return True
 
     def _stands_whole(self, path: str, given: Setter) -> bool:
-        name, saved = self._plan.named(path), self._plan.saved.values
+        name = self._plan.named(path)
+        saved = self._plan.saved.values_at(name)
         if name not in saved:
             return False
         return values.is_nest(saved[name]) or (given is not None and is_plain_value(name, saved[name]))
 
     def add_plain(self, path: str, given: Setter) -> bool:
         """Has a value become the dict that was saved in its place, by entries. Returns whether there may be one."""
-        name = self._plan.named(path)
-        if given is None or name in self._plan.saved.values or not self._plan.wanted(path) or not self._below(name):
+        name, saved = self._plan.named(path), self._plan.saved
+        if given is None or name in saved.values_at(name) or not self._plan.wanted(path) or not saved.below(name):
             return False
         self._growing.append(_Growing({}, path, given))
         return True
@@ -104,7 +103,7 @@ class NestTargets:
         what was a list has numbers, too.
         """
         for node, path, given in self._growing:
-            grown = [rest for rest in self._below(self._plan.named(path)) if self._grow(node, path, rest)]
+            grown = [rest for rest in self._plan.saved.below(self._plan.named(path)) if self._grow(node, path, rest)]
             if given is None:
                 continue
             if grown:
@@ -119,7 +118,8 @@ class NestTargets:
             return False
         if name != f"{plan.named(path)}/{rest}" or plan.is_used(name) or self._in_object(name):
             return False
-        if not is_plain_value(name, plan.saved.values[name]) or is_extra_state(keys[-1]) or not plan.wanted(full):
+        saved = plan.saved.values_at(name)[name]
+        if not is_plain_value(name, saved) or is_extra_state(keys[-1]) or not plan.wanted(full):
             return False
         value = plan.take_value(full)
 
@@ -131,20 +131,6 @@ class NestTargets:
 
         plan.then(put)
         return True
-
-    def _below(self, name: str) -> list[str]:
-        """The names of saved values below a name, without it, in the order that they were saved in."""
-        head, names = f"{name}/", self._names
-        found = takewhile(lambda saved: saved.startswith(head), islice(names, bisect_left(names, head), None))
-        return [saved[len(head) :] for saved in sorted(found, key=self._positions.__getitem__)]
-
-    @cached_property
-    def _names(self) -> list[str]:
-        return sorted(self._plan.saved.values)
-
-    @cached_property
-    def _positions(self) -> dict[str, int]:
-        return {name: at for at, name in enumerate(self._plan.saved.values)}
 
     def _in_object(self, name: str) -> bool:
         """Whether it is a part of an object, which is put back as a whole."""

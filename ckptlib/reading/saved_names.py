@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ckptlib.errors import StateMismatch
@@ -11,7 +12,11 @@ from ckptlib.format import values
 from ckptlib.format.box import Box
 from ckptlib.format.layout import OwnPerRank, TensorEntry
 from ckptlib.format.values import Json
+from ckptlib.reading.rank_values import RankValues, any_below
 from ckptlib.reading.reader import StepReader
+
+LAYOUTS_ASKED = 16
+"""Of how many other layouts a part is read for a value that a rank did not save itself."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -27,7 +32,7 @@ class SavedGroup:
 class SavedNames:
     """One step: its tensors, values, trees of objects and groups of optimizers.
 
-    A rank takes its own values; those of names that it did not save itself come from the first rank that did.
+    A rank takes its own values. What it did not save itself comes from another that did: see `values_at`.
     """
 
     def __init__(self, reader: StepReader[Any]) -> None:
@@ -36,6 +41,7 @@ class SavedNames:
         self._digests = [own.table.layout, *(digest for digest in reader.layouts if digest != own.table.layout)]
         self.values: Mapping[str, Json] = own.values
         """This rank's own."""
+        self._rank_values_by_layout: dict[int, RankValues] = {}
         self.tensors: dict[str, TensorEntry] = {}
         """By name or alias. This rank's own layout counts, else the first that has the name."""
         self.objects: dict[str, Json] = {}
@@ -106,6 +112,43 @@ class SavedNames:
         """Those of this rank, where the layout is its own; else of the first rank that has it."""
         return self._reader.part(self._reader.first_rank(self._digests[layout])).values if layout else self.values
 
+    def values_at(self, name: str) -> Mapping[str, Json]:
+        """The values of the one rank from which to take those at and below a name, so that a container never comes from
+        two: this one, if it has saved any there; else the first of another layout that has.
+
+        Of the other layouts, those with names nearest to this one are looked at, such as that of another stage of a
+        pipeline; so many that a name which nobody has saved costs few reads.
+        """
+        return self._nearest(name).values
+
+    def below(self, name: str) -> list[str]:
+        """The names of `values_at(name)` that are below it, without it, in the order that they were saved in."""
+        return self._nearest(name).below(name)
+
+    def _nearest(self, name: str) -> RankValues:
+        own = self._rank_values(0)
+        if len(self._digests) == 1 or own.reach(name):
+            return own
+        nearest = sorted(range(1, len(self._digests)), key=lambda layout: -self._depth(layout, name))
+        asked = map(self._rank_values, nearest[:LAYOUTS_ASKED])
+        return next((other for other in asked if other.reach(name)), own)
+
+    def _rank_values(self, layout: int) -> RankValues:
+        if layout not in self._rank_values_by_layout:
+            self._rank_values_by_layout[layout] = RankValues(self.values_with(layout))
+        return self._rank_values_by_layout[layout]
+
+    def _depth(self, layout: int, name: str) -> int:
+        """In how many levels, from the top, a name goes the same way as one of the layout."""
+        names = self._names_of[layout]
+        return max((above.count("/") + 1 for above in _above(name) if any_below(names, above)), default=0)
+
+    @cached_property
+    def _names_of(self) -> list[list[str]]:
+        """By layout: its names of tensors and objects, sorted."""
+        layouts = (self._reader.layouts[digest] for digest in self._digests)
+        return [sorted([*layout.index, *layout.aliases, *layout.objects]) for layout in layouts]
+
     def all_values(self) -> dict[str, Json]:
         """Every plain value as it is saved, this rank's own first.
 
@@ -126,7 +169,10 @@ class SavedNames:
         return found
 
     def value(self, path: str, depth: int = 0) -> object:
-        """This rank's own, else the first that another has. Raises StateMismatch where none has any."""
+        """This rank's own, else that of another. Raises StateMismatch where none has any."""
+        near = self.values_at(path)
+        if path in near:
+            return values.decode(near[path], path, depth)
         for layout in range(len(self._digests)):
             found = self.values_with(layout)
             if path in found:

@@ -35,6 +35,7 @@ from agreement_state import (
     more_ranks,
     replicas_of_a_state_that_changes,
     values_of_one_rank,
+    values_of_other_stages,
 )
 from rank_cases import run_cases
 
@@ -64,6 +65,7 @@ CASES = [
     saved_again_after_one_rank_failed,
     more_ranks,
     values_of_one_rank,
+    values_of_other_stages,
 ]
 
 

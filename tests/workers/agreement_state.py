@@ -249,3 +249,35 @@ def values_of_one_rank(url: Path) -> None:
     assert report.unexpected == ("h/best/at",)
     assert state["h"] == ([] if rank() == 1 else mine)
     assert rank() != 0 or any("h/best/at" in line for line in told), told
+
+
+def values_of_other_stages(url: Path) -> None:
+    """A state that is named by stage comes back where one process has all stages: values, objects and containers, too,
+    each from the rank that saved it."""
+
+    def stage(number: int, fresh: bool) -> dict[str, object]:
+        model = nn.Linear(3, 2 + number)
+        with torch.no_grad():
+            model.weight.fill_(0 if fresh else number)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optim, 5)
+        if not fresh:
+            for _ in range(number + 1):
+                optim.step()
+                schedule.step()
+        history = {} if fresh else {"losses": [number, 0.5], "best": {"val/loss": number}}
+        return {"model": model, "optim": optim, "schedule": schedule, "n": 0 if fresh else number, "history": history}
+
+    mine = {f"stage{rank()}": stage(rank(), fresh=False), f"n{rank()}": 10 + rank(), "own": {f"of{rank()}": rank()}}
+    ckptlib.save(url, mine, 1)
+    alone = [dist.new_group([number]) for number in range(3)][rank()]
+    state = {f"stage{number}": stage(number, fresh=True) for number in range(3)}
+    state.update({f"n{number}": 0 for number in range(3)}, own={})
+    report = ckptlib.load(url, state, 1, process_group=alone)
+    for number in range(3):
+        found = state[f"stage{number}"]
+        assert found["model"].weight.eq(number).all()
+        assert (found["schedule"].last_epoch, found["n"], state[f"n{number}"]) == (number + 1, number, 10 + number)
+        assert found["history"] == {"losses": [number, 0.5], "best": {"val/loss": number}}
+    assert state["own"] == {"of0": 0}, "a container is of one rank"
+    assert (report.missing, report.unexpected) == ((), ())
