@@ -73,6 +73,7 @@ class Committer:
         """
         manifest = self.manifest_of(save, names)
         catalog = self.catalog
+        catalog.shared.check_there()
         catalog.shared.put_copies(manifest.layouts)
         catalog.check_head(save.generation)
         put_new(catalog.store, save.manifest_key, manifest.encode())

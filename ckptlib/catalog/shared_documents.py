@@ -23,6 +23,7 @@ from ckptlib.errors import (
     ObjectExists,
     ObjectNotFound,
     ObjectUnreadable,
+    StoreError,
 )
 from ckptlib.format import keys
 from ckptlib.format.digests import XXH3, digester
@@ -66,6 +67,20 @@ class SharedDocuments:
         except ObjectNotFound as error:
             raise CheckpointNotFound(f"{self.store.url} holds no checkpoints: there is no {keys.ROOT}") from error
         return Root.decode(self._root, keys.ROOT)
+
+    def check_there(self) -> None:
+        """Raises StoreError where a file system has neither the document of the root, read before, nor any record of
+        a generation: what is put there now lies in a directory that was made anew, or below a mount point."""
+        if not self.store.is_local or self._root is None:
+            return
+        if any(self.store.scan(key) for key in (keys.ROOT, keys.copy_key(keys.ROOT))):
+            return
+        if not any(keys.parse_generation_key(entry.key) for entry in self.store.scan(keys.GENERATIONS)):
+            raise StoreError(
+                f"{self.store.url} is not there any more: it has no {keys.ROOT}, which it had before. Was it removed or "
+                "moved, or is its file system not mounted? Nothing is saved there. Put it back, and the next save "
+                "succeeds; or stop the job, and start it again to begin a new root"
+            )
 
     def layout(self, digest: str) -> Layout:
         """Raises CorruptData, FormatError, ObjectNotFound, ObjectUnreadable."""

@@ -106,6 +106,7 @@ class Persister:
             raise
 
     def _persist(self, slot: Slot, save: SaveId, may_be_parent: bool, puts_layout: bool) -> Part:
+        self._shared.check_there()
         snapshot = self.read(slot, save)
         parent, increment, refused = self._plan(snapshot)
         began = time.monotonic()
