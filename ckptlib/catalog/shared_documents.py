@@ -77,8 +77,8 @@ class SharedDocuments:
             return
         if not any(keys.parse_generation_key(entry.key) for entry in self.store.scan(keys.GENERATIONS)):
             raise StoreError(
-                f"{self.store.url} is not there any more: it has no {keys.ROOT}, which it had before. Was it removed or "
-                "moved, or is its file system not mounted? Nothing is saved there. Put it back, and the next save "
+                f"{self.store.url} is not there any more: it has no {keys.ROOT}, which it had before. Was it moved or "
+                "removed, or is its file system not mounted? Nothing is saved there. Put it back, and the next save "
                 "succeeds; or stop the job, and start it again to begin a new root"
             )
 
