@@ -46,8 +46,8 @@ LEAST_S = 3.0
 """Of a block: whole intervals, but not shorter."""
 PRODUCT_WIDTH = 128
 """Steps are of products that stay in a core's cache: those of larger ones vary by more than any budget."""
-MOST_STEPS = 3000
-"""In which a save must come."""
+MOST_STEPS, PATIENCE_S = 3000, 60.0
+"""A save must come in so many steps, or as long as that takes: on a busy machine, short steps overtake a writer."""
 
 
 def main(arguments: list[str]) -> None:
@@ -95,12 +95,13 @@ class Loop:
 
     def until_save(self, least: int = 1, most: float = math.inf) -> int:
         """Trains until a save begins, for `least` steps or more; returns for how many. `most`: without a save, too."""
-        for number in range(1, min(most, MOST_STEPS) + 1):
-            if self._next() and number >= least:
+        deadline = time.monotonic() + PATIENCE_S
+        for number in itertools.count(1):
+            if (self._next() and number >= least) or number >= most:
                 return number
-        if most > MOST_STEPS:
-            raise RuntimeError(f"no save began in {MOST_STEPS} steps: every {self._saver.interval} one would")
-        return int(most)
+            if number >= MOST_STEPS and time.monotonic() > deadline:
+                break
+        raise RuntimeError(f"no save began in {number} steps: every {self._saver.interval} one would")
 
     def rest(self, most: float = math.inf) -> int:
         """Trains until nothing is written and committed on any rank, or for `most` steps; returns for how many."""

@@ -169,7 +169,8 @@ class Steps:
     def save(self, step: int, metrics: Mapping[str, object] | None) -> Pending:
         """Saves now, whatever is due, unless this step is saved already. Collective; blocks until a slot is free."""
         session, known = self._session, self._attempts.has(step)
-        given_up = session.given_up == step  # that was published, and would be taken for the outcome of another try
+        # what was given up was published, and would be taken for the outcome of another try
+        given_up = session.given_up is not None and session.given_up == step
         some, not_all, failed = session.group.max([int(known), int(not known), int(given_up)])
         if failed or (some and not_all):  # a rank without it would go into another save alone
             raise SaveFailed(f"some rank could not save step {step}, which will never be committed; save a later one")
