@@ -48,7 +48,7 @@ def test_the_tier_is_in_the_account_and_in_manifests(tmp_path: Path, tier: str) 
     assert body_of(newest)["account"]["restored_from"] == tier
 
 
-@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("fast", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_step_that_is_dropped_as_it_is_read_is_no_reason_for_an_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
 ) -> None:

@@ -94,7 +94,8 @@ def test_each_call_says_what_to_do_and_the_same_store_goes_on(
         assert store.get("b") == b"after"
 
 
-@pytest.mark.parametrize("client", ["s3fs", pytest.param("obstore", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("client", ["s3fs", "obstore"], indirect=True)
 def test_a_job_is_told_trains_on_and_commits_again(
     s3: ObjectStorage,
     front: TlsFront,
