@@ -52,8 +52,9 @@ def read(
 
     Modules are flat dicts by parameter name; objects are what their `state_dict()` gave; an optimizer is a dict of
     `state`, by name of parameter, and `param_groups`, whose `params` are names. Random generators are under "@rng".
-    A flat list or tuple of the state itself comes back as a list; so does a dict with the keys "0", "1", "2" and so on,
-    since both have the same names. Tensor subclasses come back as dicts of the tensors that they are made of.
+    Containers of plain values are what they were. A list or tuple of the state itself that holds tensors comes back as
+    a list; so does a dict of tensors with the keys 0, 1, 2 and so on, since both have the same names. Tensor subclasses
+    come back as dicts of the tensors that they are made of.
 
     Reads in parallel, into memory of the size of the result and some buffers. Every chunk is compared with its digest.
 

@@ -42,6 +42,8 @@ class SavedNames:
         self.values: Mapping[str, Json] = own.values
         """This rank's own."""
         self._rank_values_by_layout: dict[int, RankValues] = {}
+        self._elsewhere: dict[str, RankValues] = {}
+        """By name that this rank did not save: where it was found; what is below it is taken from there, too."""
         self.tensors: dict[str, TensorEntry] = {}
         """By name or alias. This rank's own layout counts, else the first that has the name."""
         self.objects: dict[str, Json] = {}
@@ -113,8 +115,8 @@ class SavedNames:
         return self._reader.part(self._reader.first_rank(self._digests[layout])).values if layout else self.values
 
     def values_at(self, name: str) -> Mapping[str, Json]:
-        """The values of the one rank from which to take those at and below a name, so that a container never comes from
-        two: this one, if it has saved any there; else the first of another layout that has.
+        """The values of the one rank from which to take those at and below a name: this one, if it has saved any there;
+        else the first of another layout that has.
 
         Of the other layouts, those with names nearest to this one are looked at, such as that of another stage of a
         pipeline; so many that a name which nobody has saved costs few reads.
@@ -129,9 +131,16 @@ class SavedNames:
         own = self._rank_values(0)
         if len(self._digests) == 1 or own.reach(name):
             return own
+        for above in (name, *reversed(_above(name))):
+            found = self._elsewhere.get(above)
+            if found is not None and found.reach(name):
+                return found
         nearest = sorted(range(1, len(self._digests)), key=lambda layout: -self._depth(layout, name))
-        asked = map(self._rank_values, nearest[:LAYOUTS_ASKED])
-        return next((other for other in asked if other.reach(name)), own)
+        for other in map(self._rank_values, nearest[:LAYOUTS_ASKED]):
+            if other.reach(name):
+                self._elsewhere[name] = other
+                return other
+        return own
 
     def _rank_values(self, layout: int) -> RankValues:
         if layout not in self._rank_values_by_layout:

@@ -1,0 +1,61 @@
+"""From which rank a value comes that this one did not save, and how many parts are read to find it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from ckptlib.reading.saved_names import LAYOUTS_ASKED, SavedNames
+
+RANKS = 40
+
+
+class Stages:
+    """A step of so many stages, each with a layout of its own. Counts the parts that are read."""
+
+    own_rank, step = 0, 1
+
+    def __init__(self, values: dict[int, dict[str, Any]]) -> None:
+        self.values, self.asked = values, set[int]()
+        self.layouts = {f"{rank:032x}": self._layout(rank) for rank in range(RANKS)}
+
+    def _layout(self, rank: int) -> Any:
+        return SimpleNamespace(tensors=(), index={}, aliases={}, objects={f"s{rank}/sched": "tensor"})
+
+    def part(self, rank: int) -> Any:
+        self.asked.add(rank)
+        return SimpleNamespace(table=SimpleNamespace(layout=f"{rank:032x}"), values=self.values.get(rank, {}))
+
+    def first_rank(self, layout: str) -> int:
+        return int(layout, 16)
+
+
+def names(**values: dict[str, Any]) -> tuple[SavedNames, Stages]:
+    stages = Stages({int(rank[1:]): of for rank, of in values.items()})
+    return SavedNames(stages), stages  # type: ignore[arg-type]
+
+
+def test_a_value_of_another_stage_costs_one_part() -> None:
+    saved, stages = names(r0={"s0/n": 5}, r35={"s35/n": 7})
+    assert saved.value("s0/n") == 5
+    assert stages.asked == {0}
+    assert saved.value("s35/n") == 7
+    assert stages.asked == {0, 35}
+
+
+def test_a_value_that_nobody_has_costs_few_parts() -> None:
+    saved, stages = names(r0={"s0/n": 5})
+    assert "new" not in saved.values_at("new")
+    assert "s1/d/new" not in saved.values_at("s1/d/new")
+    assert saved.below("other") == []
+    assert len(stages.asked) <= 1 + LAYOUTS_ASKED + 1
+
+
+def test_what_is_below_a_container_comes_from_where_the_container_does() -> None:
+    """Also where another rank has names that are nearer to those below it, and values of the same names."""
+    saved, stages = names(r1={"h/a/x": 1, "h/y": 2}, r2={"h/a/x": 3, "h/z": 4})
+    layout = stages.layouts[f"{2:032x}"]
+    layout.objects["h/a/object"] = "tensor"
+    assert saved.below("h") == ["a/x", "y"]
+    assert [saved.value(f"h/{rest}") for rest in saved.below("h")] == [1, 2]
+    assert saved.value("h/z") == 4, "the first one lacks it"
