@@ -14,6 +14,8 @@ from functools import lru_cache
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.completeness import Doubt, Proof
+from ckptlib.catalog.elapsed import Elapsed
+from ckptlib.catalog.late_commit import is_late, stay_or_take_back
 from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.shards import PartIndex, ShardComparer
@@ -62,21 +64,25 @@ class Committer:
         self.catalog = catalog
         self._proved: dict[tuple[str | None, ...], _Proved] = {}
 
-    def commit(self, save: SaveId, names: Sequence[PartName]) -> Manifest:
-        """Makes the step exist. `names`: one part per rank.
+    def commit(self, save: SaveId, names: Sequence[PartName], elapsed: Elapsed | None = None) -> Manifest:
+        """Makes the step exist. `names`: one part per rank. `elapsed`: since the caller began to look for these.
 
         The first time that ranks lie as they do, all parts are read and it is proved that together they hold every
         element of every tensor, and one value of it; as long as the tables stay the same, and no two of them hold the
         same element, that proof stands. That ranks hold alike what one of them wrote for several is told by the checks
-        in the parts' names, every time; that packs of other saves stay, by `uses`. Raises SaveFailed when they do not,
-        ReplicasDiffer, Superseded, or what a damaged part raises; the step does not exist then.
+        in the parts' names, every time; that packs of other saves stay, by `uses`; where the manifest came late, that
+        no sweep was faster, by `late_commit`. Raises SaveFailed, ReplicasDiffer, Superseded, or what a damaged part
+        raises; the step does not exist then.
         """
+        elapsed = Elapsed() if elapsed is None else elapsed
         manifest = self.manifest_of(save, names)
         catalog = self.catalog
         catalog.shared.check_there()
         catalog.shared.put_copies(manifest.layouts)
         catalog.check_head(save.generation)
         put_new(catalog.store, save.manifest_key, manifest.encode())
+        if is_late(catalog, elapsed):
+            stay_or_take_back(catalog, manifest)
         catalog.shared.put_again(manifest.layouts)  # retention may have deleted one that no step named until now
         return manifest
 
@@ -136,12 +142,12 @@ class Committer:
         """
         if self.catalog.is_committed(save):  # by one that died before it could say so
             return self.catalog.manifest(save)
-        pauses, store = Pauses(self.catalog.store, usual_s), self.catalog.store
+        pauses, store, elapsed = Pauses(self.catalog.store, usual_s), self.catalog.store, Elapsed()
         next_check = time.monotonic() + (0.0 if store.is_local else HEAD_EVERY_S)
         while True:
             names, missing = _find_parts(self.catalog, save, world_size)
             if not missing:
-                return self.commit(save, names)
+                return self.commit(save, names, elapsed)
             if seconds_left() <= 0:
                 some = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
                 raise SaveFailed(f"step {save.step}: no part came from {len(missing)} of {world_size} ranks: {some}")

@@ -79,7 +79,7 @@ def times_of(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[in
     found: dict[PackSet, float] = {}
     if not left:
         return found
-    committed = catalog.saves()
+    committed = [other for other in catalog.saves() if other != save]
     for other, stand in catalog.known_stands(reversed(committed)).items():
         _cover(left, found, {**stand.uses, **_own(other, stand.created)}, stand.users)
     for other in {needed.save for needed in left} & {*committed}:

@@ -14,6 +14,7 @@ from contextlib import closing
 from typing_extensions import Buffer
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.shared_documents import SharedDocuments
 from ckptlib.errors import CorruptData, FormatError, SaveFailed, StoreError
 from ckptlib.format.keys import PartName, SaveId, new_nonce
@@ -106,6 +107,7 @@ class Persister:
             raise
 
     def _persist(self, slot: Slot, save: SaveId, may_be_parent: bool, puts_layout: bool) -> Part:
+        elapsed, may_take = Elapsed(), math.inf if self._deadline is None else self._deadline - time.monotonic()
         self._shared.check_there()
         snapshot = self.read(slot, save)
         parent, increment, refused = self._plan(snapshot)
@@ -144,7 +146,7 @@ class Persister:
             account=snapshot.account,
         )
         name, document = part.encode()
-        if self._deadline is not None and time.monotonic() > self._deadline:
+        if elapsed.seconds() > may_take:  # its packs may be gone by now
             raise SaveFailed(f"step {save.step}: its packs took longer than a save may (save_deadline); no part is put")
         self._store.put(name.key, document, deadline=self._deadline)
         if self._on_disk:

@@ -1,0 +1,127 @@
+"""A committer that is suspended before its manifest is put: what sweeps have taken meanwhile, no step may name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from helpers.actors import no_chance
+from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, Save, SmallJob
+
+from ckptlib.catalog.commit import Committer
+from ckptlib.errors import SaveFailed
+from ckptlib.policy.keep import Keep
+from ckptlib.writer import persist
+
+KEEP = Keep(last=1, grace=GRACE)
+
+
+@pytest.fixture
+def job() -> Iterator[SmallJob]:
+    """Step 1, and the parts of step 2, which uses packs of it."""
+    with no_chance():
+        job = SmallJob()
+        job.change(range(16))
+        job.save_and_commit()
+        job.change([0])
+        yield job
+
+
+def commit_asleep(job: SmallJob, save: Save, monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
+    """The machine wakes when the manifest is put, and its wall clock is set then."""
+    wall, slept = time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: wall() + slept)
+
+    def before(op: str, key: str) -> None:
+        nonlocal slept
+        if op == "put" and key == save.id.manifest_key:
+            began = job.now
+            happens()
+            slept = job.now - began
+
+    job.writers[0].store.before = before
+    job.writers[0].committer.commit_when_whole(save.id, save.world_size, lambda: 0.0)
+
+
+def sweep_after_grace(job: SmallJob, times: int) -> None:
+    for _ in range(times):
+        job.advance(GRACE_S + HOUR_S)
+        job.sweep(KEEP)
+
+
+def another_commits(job: SmallJob) -> None:
+    """A whole step that needs nothing of others, so retention may drop these."""
+    job.change(range(16))
+    job.change_small()
+    job.restart_all()
+    other = job.save()
+    Committer(job.catalog()).commit_when_whole(other.id, other.world_size, lambda: 0.0)
+    job._committed(other.id)
+
+
+@pytest.mark.parametrize("sweeps", [1, 2, 3])
+def test_what_was_swept_meanwhile_is_no_step(job: SmallJob, monkeypatch: pytest.MonkeyPatch, sweeps: int) -> None:
+    save = job.save()
+
+    def happens() -> None:
+        another_commits(job)
+        sweep_after_grace(job, sweeps)
+
+    with pytest.raises(SaveFailed, match=r"step 2: .*suspended.* The step is taken back"):
+        commit_asleep(job, save, monkeypatch, happens)
+    assert save.id not in job.found_listed()
+    job.check()
+    job.settle(KEEP)
+    assert {other.step for other in job.listed} == {3}
+
+
+def test_packs_that_nothing_keeps_any_more_make_no_step(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own objects are young: only what it uses went."""
+    job.advance(GRACE_S)
+    save = job.save()
+
+    def happens() -> None:
+        another_commits(job)
+        job.sweep(KEEP)
+        job.advance(GRACE_S - HOUR_S / 2)
+
+    with pytest.raises(SaveFailed, match=r"needs packs of .* The step is taken back"):
+        commit_asleep(job, save, monkeypatch, happens)
+    job.check()
+    job.settle(KEEP)
+    assert save.id not in job.listed
+
+
+def test_a_step_that_lost_nothing_stays(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = job.save()
+    commit_asleep(job, save, monkeypatch, lambda: job.advance(10 * GRACE_S))
+    job._committed(save.id)
+    assert save.id in job.listed
+    job.check()
+    job.settle(KEEP)
+    assert save.id in job.listed
+
+
+def test_a_rank_that_slept_between_its_packs_and_its_part_puts_none(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The monotonic clock stood still. Sweeps know nothing of a part to come, and have deleted the packs."""
+    job.change(range(16))
+    save, clock, slept = job.begin_save(), time.clock_gettime, 0.0
+    monkeypatch.setattr(time, "clock_gettime", lambda which: clock(which) + slept)
+
+    def before(op: str, key: str) -> None:
+        nonlocal slept
+        if op == "commit" and key.startswith("packs/"):
+            slept = 2 * DEADLINE_S
+
+    job.writers[0].store.before = before
+    persister, deadline = job.writers[0].persister, persist.time.monotonic() + DEADLINE_S
+    with pytest.raises(SaveFailed, match=r"step 2: .* no part is put"):
+        persister.persist(job.slot(save, 0), save.id, deadline)
+    assert not [key for key in job.keys(f"parts/{save.id}/") if "-ok-" in key]
+    slept = 0.0
+    job.writers[0].store.before = lambda op, key: None
+    persister.persist(job.slot(save, 0), save.id, deadline)
+    assert [key for key in job.keys(f"parts/{save.id}/") if "-ok-" in key]
