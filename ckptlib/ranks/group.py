@@ -18,6 +18,7 @@ import torch.distributed as dist
 import xxhash
 from typing_extensions import override
 
+from ckptlib.ranks.board import ROOM, Board
 from ckptlib.ranks.connections import connect, disconnect, failure, links_of
 
 Result = TypeVar("Result")
@@ -165,6 +166,22 @@ class TorchGroup(Group):
         self._numbers: dict[int, list[_Numbers]] = {}
         """By how many they are: those that no collective is at work on."""
         self._gloo = connect(over, timeout)
+        self._board: Board | None = None
+        self._board = self._share_board()
+
+    def _share_board(self) -> Board | None:
+        """Where all ranks are on one host, for the small collectives. Collective."""
+        if self.size == 1:
+            return None
+        given = self.size, self._timeout.total_seconds()
+        made = Board.make(*given) if self.rank == 0 else None
+        invitation = self.broadcast(None if self.rank else b"" if made is None else made[1])
+        board = Board.join(invitation, self.rank, *given) if made is None else made[0]
+        if not self.any(board is None):
+            return board
+        if board is not None:
+            board.close()
+        return None
 
     @override
     def gather(self, data: bytes) -> list[bytes]:
@@ -212,11 +229,17 @@ class TorchGroup(Group):
 
     @override
     def start_max(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        return self._start(self._max, values)
+        if self._board is None or len(values) > ROOM:
+            return self._start(self._max, values)
+        board, begun = self._board, self._board.begin(values)
+        return lambda: board.end(begun).max(axis=0).tolist()
 
     @override
     def start_sum(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        return self._start(self._sum, values)
+        if self._board is None or len(values) > ROOM:
+            return self._start(self._sum, values)
+        board, begun = self._board, self._board.begin(values)
+        return lambda: board.end(begun).sum(axis=0).tolist()
 
     def _start(self, options: dist.AllreduceOptions, values: Sequence[int]) -> Callable[[], list[int]]:
         free = self._numbers.setdefault(len(values), [])
@@ -239,6 +262,8 @@ class TorchGroup(Group):
 
     @override
     def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
         self._let_threads_go()
         disconnect(self._gloo)
 

@@ -18,7 +18,6 @@ import mmap
 import os
 import secrets
 import stat
-import struct
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -30,6 +29,7 @@ from typing_extensions import Self, override
 from ckptlib.errors import CorruptData, FormatError, NoRoom
 from ckptlib.format.digests import XXH3, digester
 from ckptlib.pages import PAGE_BYTES
+from ckptlib.record_locks import held_by_another
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.readable import ReadableSlot
 
@@ -39,8 +39,6 @@ with suppress(ImportError):  # on Windows, where this module is only imported
 SUFFIX = ".slot"
 
 _CONTENT, _ALIVE = 0, 1
-_STRUCT_FLOCK = "hhqqi4x"
-"""As Linux has it: type, whence, start, length, pid."""
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14: map and touch pages at memory speed; a fault per page runs at a tenth of it."""
@@ -201,10 +199,7 @@ class Slot(ReadableSlot):
 
     def being_read(self) -> bool:
         """Whether another process reads the content, or overwrites it."""
-        asked = struct.pack(_STRUCT_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, _CONTENT, 1, 0)
-        # Not by taking it for a moment: the writer that takes it in the same moment would find it taken.
-        found, *_ = struct.unpack(_STRUCT_FLOCK, fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))
-        return bool(found != fcntl.F_UNLCK)
+        return held_by_another(self._fd, _CONTENT)
 
     def abandoned(self) -> bool:
         """Whether no other process has the slot open; asked by one that opened it after they did."""

@@ -1,0 +1,193 @@
+"""A board: memory that the ranks of one host share, in which each writes its numbers and reads those of the others.
+
+Between processes of one host, a collective over sockets costs a step some wake-ups of threads, here a few reads. It has
+no name that a killed job could leave behind: others open it by the process that made it.
+
+Collectives have numbers, the same on all ranks, and each has a place on the board, which a later one takes. A rank
+begins none before all ranks have begun the one that is AHEAD numbers older, and it has read what all have begun; so
+nobody needs what is overwritten. A digest over number and values tells whether a row is written, and seen whole:
+processors may show another's writes in any order.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from typing_extensions import Self
+
+from ckptlib.errors import AgreementFailed
+from ckptlib.record_locks import held_by_another
+
+with suppress(ImportError):  # on Windows, where no board is made
+    import fcntl
+
+WIDTH = 64
+"""Integers of a row: a digest, and the values."""
+
+PLACES = 32
+"""Collectives that have a place on the board."""
+
+AHEAD = PLACES // 2 - 1
+
+ROOM = WIDTH - 1
+"""The most values that a rank may give."""
+
+ALIVE_EVERY_S = 0.25
+"""How often one who waits looks whether the others live."""
+
+_NAME = "ckptlib-board"
+_HEAD_NBYTES = 64
+_TOKEN_NBYTES = 16
+_INVITATION = struct.Struct(f"<qq{_TOKEN_NBYTES}s36s")
+
+
+@dataclass(slots=True, eq=False)
+class Collective:
+    """One that this rank has begun."""
+
+    number: int
+    count: int
+    found: Any = None
+    """Of each rank a row of values; None: not read yet."""
+
+
+class Board:
+    """One rank's view of it. Main thread only."""
+
+    def __init__(self, fd: int, rank: int, size: int, timeout_s: float) -> None:
+        self._fd, self._rank, self._size, self._timeout_s = fd, rank, size, timeout_s
+        memory = mmap.mmap(fd, _nbytes(size))
+        self._rows = np.frombuffer(memory, np.int64, offset=_HEAD_NBYTES).reshape(PLACES, size, WIDTH)
+        self._begun = 0
+        self._begun_by_all = -1
+        """The last collective that every rank is known to have begun."""
+        self._unread: deque[Collective] = deque()
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)  # goes with the process, and is inherited by none
+
+    @classmethod
+    def make(cls, size: int, timeout_s: float) -> tuple[Self, bytes] | None:
+        """A new one, by rank 0, and an invitation for the others; None where the system has no such memory."""
+        if not hasattr(os, "memfd_create") or (boot := _boot_id()) is None:
+            return None
+        token = secrets.token_bytes(_TOKEN_NBYTES)
+        try:
+            fd = os.memfd_create(_NAME)
+            os.truncate(fd, _nbytes(size))
+            os.pwrite(fd, token, 0)
+            board = cls(fd, 0, size, timeout_s)
+        except OSError:
+            return None
+        return board, _INVITATION.pack(os.getpid(), fd, token, boot)
+
+    @classmethod
+    def join(cls, invitation: bytes, rank: int, size: int, timeout_s: float) -> Self | None:
+        """None where it is on another host, or cannot be reached, as from another container."""
+        if not invitation:
+            return None
+        pid, number, token, boot = _INVITATION.unpack(invitation)
+        path = f"/proc/{pid}/fd/{number}"
+        try:
+            if _boot_id() != boot or not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+                return None
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            if os.pread(fd, _TOKEN_NBYTES, 0) == token and os.fstat(fd).st_size == _nbytes(size):
+                return cls(fd, rank, size, timeout_s)
+            os.close(fd)
+        except OSError:
+            pass
+        return None
+
+    def begin(self, values: Sequence[int]) -> Collective:
+        """Gives this rank's values, at most ROOM; as many as the other ranks give."""
+        number = self._begun
+        self._read_old(number - AHEAD)
+        begun = Collective(number, len(values))
+        row = self._rows[number % PLACES, self._rank]
+        row[1 : 1 + len(values)] = values
+        row[0] = _digest(number, row[1 : 1 + len(values)])
+        self._begun = number + 1
+        self._unread.append(begun)
+        return begun
+
+    def end(self, begun: Collective) -> Any:
+        """The values of all ranks, int64 [ranks, values]. Raises AgreementFailed when a rank is gone, or does not
+        come in time."""
+        if begun.found is None:
+            self._await(begun)
+            self._unread.remove(begun)
+        return begun.found
+
+    def _read_old(self, last: int) -> None:
+        """Reads what all ranks are known to have begun. Waits until that is up to `last`."""
+        unread = self._unread
+        if last > self._begun_by_all:
+            self.end(next(old for old in unread if old.number == last))
+        while unread and unread[0].number <= self._begun_by_all:
+            self._await(unread[0])
+            unread.popleft()
+
+    def _await(self, begun: Collective) -> None:
+        began, look_at, waited = time.monotonic(), ALIVE_EVERY_S, 0.0
+        while not self._read(begun):
+            time.sleep(min(max(waited / 20, 2e-5), 5e-3))
+            waited = time.monotonic() - began
+            if waited > self._timeout_s:
+                raise self._failed(self._missing(begun), f"did not answer within {self._timeout_s:.0f} s")
+            if waited > look_at:
+                gone = [rank for rank in self._missing(begun) if not self._lives(rank)]
+                if gone and not self._read(begun):  # it may have written just before
+                    raise self._failed(gone, "is gone: its process ended, or left the group")
+                look_at = waited + ALIVE_EVERY_S
+        self._begun_by_all = max(self._begun_by_all, begun.number)
+
+    def _read(self, begun: Collective) -> bool:
+        rows = self._rows[begun.number % PLACES, :, : 1 + begun.count].copy()
+        if any(row[0] != _digest(begun.number, row[1:]) for row in rows):
+            return False
+        begun.found = rows[:, 1:]
+        return True
+
+    def _missing(self, begun: Collective) -> list[int]:
+        rows = self._rows[begun.number % PLACES, :, : 1 + begun.count].copy()
+        return [rank for rank, row in enumerate(rows) if row[0] != _digest(begun.number, row[1:])]
+
+    def _lives(self, rank: int) -> bool:
+        return rank == self._rank or held_by_another(self._fd, rank)
+
+    def _failed(self, ranks: Sequence[int], what: str) -> AgreementFailed:
+        some = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+        return AgreementFailed(f"agreement among {self._size} ranks failed on rank {self._rank}: rank {some} {what}")
+
+    def close(self) -> None:
+        """Leaves: who waits for this rank from here on is told that it is gone."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _nbytes(size: int) -> int:
+    return _HEAD_NBYTES + 8 * PLACES * size * WIDTH
+
+
+def _digest(number: int, values: Any) -> int:
+    return xxhash.xxh3_64_intdigest(values, number) >> 1  # of 63 bits: it has a place among signed integers
+
+
+def _boot_id() -> bytes | None:
+    """What tells this host from others, for as long as it is up."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            return file.read().strip()
+    except OSError:
+        return None
