@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.benchmark_ranks import fork_all_ranks
+from helpers.benchmark_ranks import fork_all_ranks, fork_benchmark
 from places import ROOT
 
 from benchmarks import codecs, hog, lossy, plan, recover
-from benchmarks.common import launch
 
 SUBJECTS = {
     "object_store": {"ckptlib, s3", "ckptlib, fsspec", "obstore, bare"},
@@ -192,9 +191,9 @@ def test_nvrx_restores_what_it_kept(tmp_path: Path) -> None:
     if importlib.util.find_spec("nvidia_resiliency_ext") is None:
         pytest.skip("nvidia-resiliency-ext is not installed; it is in the extra called bench")
     given = {"subject": recover.NVRX, "nbytes": 100_000, "url": "", "memory": str(tmp_path), "options": {}}
-    saved = launch("benchmarks.recover", 2, {**given, "doing": "train"}, 120)
+    saved = fork_benchmark("benchmarks.recover", 2, {**given, "doing": "train"}, 120)
     for lost in ("host0", "host1", None):
-        restored = launch("benchmarks.recover", 2, {**given, "doing": "restore"}, 120)
+        restored = fork_benchmark("benchmarks.recover", 2, {**given, "doing": "restore"}, 120)
         assert [line["digest"] for line in restored] == [line["digest"] for line in saved]
         if lost is not None:
             shutil.rmtree(tmp_path / lost)
