@@ -15,7 +15,7 @@ import lightning_job
 import pytest
 import torch
 from helpers.registry import close_sessions
-from launch import environment
+from launch import environment, fork_one
 from places import ROOT, WORKERS
 
 import ckptlib
@@ -168,14 +168,14 @@ def test_files_of_steps_that_are_not_there(io: CkptlibCheckpointIO, tmp_path: Pa
         io.load_checkpoint(tmp_path / "1.ckpt")
 
 
-def train(directory: Path, steps: int, killed_at: int = -1, devices: int = 1, whose: str = "ours") -> dict[str, Any]:
-    """Empty where it was killed."""
+def train(directory: Path, steps: int, devices: int, whose: str) -> dict[str, Any]:
+    """In as many processes, which Lightning starts."""
     out = directory.with_suffix(".pt")
-    command = [sys.executable, WORKERS / "lightning_job.py", directory, steps, killed_at, out, devices, whose]
+    command = [sys.executable, WORKERS / "lightning_job.py", directory, steps, -1, out, devices, whose]
     variables = {**environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), environment()["PYTHONPATH"]])}
     done = subprocess.run([*map(str, command)], env=variables, capture_output=True, text=True, timeout=120)
-    assert done.returncode == (0 if killed_at < 0 else -9), done.stdout + done.stderr
-    return torch.load(out, weights_only=True) if killed_at < 0 else {}
+    assert done.returncode == 0, done.stdout + done.stderr
+    return torch.load(out, weights_only=True)
 
 
 def here(directory: Path, steps: int) -> dict[str, Any]:
@@ -192,7 +192,8 @@ def here(directory: Path, steps: int) -> dict[str, Any]:
 def test_killed_and_resumed_in_mid_epoch(tmp_path: Path) -> None:
     """Four batches are an epoch, and checkpoints come every third step."""
     whole = here(tmp_path / "whole", 14)
-    train(tmp_path / "parted", 14, killed_at=11)
+    given, log = (tmp_path / "parted", 14, 11, tmp_path / "parted.pt", 1, "ours"), tmp_path / "log"
+    assert fork_one(WORKERS / "lightning_job.py", *given, log=log, timeout_s=120) == -9, log.read_text()
     assert (tmp_path / "parted" / "last.ckpt").exists()
     parted = here(tmp_path / "parted", 14)
     assert (parted["step"], whole["step"]) == (14, 14)
