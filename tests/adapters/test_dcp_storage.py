@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import dcp_storage
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
@@ -198,24 +199,27 @@ def test_planners_that_are_refused(tmp_path: Path) -> None:
         torch_dcp.save({"w": torch.ones(2)}, storage_writer=dcp.StorageWriter())
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "saves_and_loads",
-        "sharded_tensors",
-        "optimizers_of_some_ranks",
-        "orders",
-        "wrong_planners",
-        "other_steps",
-        "alone",
-    ],
-)
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All cases in one launch of four ranks; a case that hangs is killed, and those before it have their verdicts."""
+    directory = tmp_path_factory.mktemp("four")
+    try:
+        fork_ranks("dcp_storage.py", 4, directory, 150, timeout_s=150)
+    except AssertionError as error:
+        (directory / "output").write_text(str(error))
+    return directory
+
+
 @pytest.mark.timeout(200)
-def test_on_four_ranks(tmp_path: Path, case: str) -> None:
-    fork_ranks("dcp_storage.py", 4, case, tmp_path, timeout_s=150)
+@pytest.mark.parametrize("case", [case.__name__ for case in dcp_storage.CASES])
+def test_on_four_ranks(verdicts: Path, case: str) -> None:
+    for rank in range(4):
+        path = verdicts / f"{case}.rank{rank}"
+        verdict = path.read_text() if path.exists() else "hung:\n" + (verdicts / "output").read_text()
+        assert verdict == "ok", f"rank {rank}: {verdict}"
 
 
 def test_a_rank_that_dies_leaves_nothing_listed(tmp_path: Path) -> None:
-    codes, output = forked(WORKERS / "dcp_storage.py", 4, "dies", tmp_path, timeout_s=100)
+    codes, output = forked(WORKERS / "dcp_storage.py", 4, tmp_path, 100, "dies", timeout_s=100)
     assert codes[1] == -9, output
-    assert not [*ckptlib.checkpoints(tmp_path / "step")]
+    assert not [*ckptlib.checkpoints(tmp_path / "dies" / "step")]

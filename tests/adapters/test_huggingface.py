@@ -7,11 +7,8 @@ Five updates of two batches are an epoch, and checkpoints come every third step:
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,8 +17,8 @@ import pytest
 import torch
 from helpers.registry import close_sessions
 from helpers.same import same
-from launch import environment, forked
-from places import ROOT, WORKERS
+from launch import fork_one, forked
+from places import WORKERS
 
 import ckptlib
 from ckptlib.adapters.step_folders import POINTER
@@ -81,10 +78,8 @@ def steps_of(directory: Path) -> list[int]:
 @pytest.mark.timeout(300)
 def test_killed_and_resumed_in_mid_epoch(tmp_path: Path, whole: dict[str, Any]) -> None:
     directory, out = tmp_path / "run", tmp_path / "run.pt"
-    command = [sys.executable, WORKERS / "hf_job.py", directory, STEPS, KILLED_AT, out, "ours"]
-    variables = {**environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), environment()["PYTHONPATH"]])}
-    done = subprocess.run([*map(str, command)], env=variables, capture_output=True, text=True, timeout=250)
-    assert done.returncode == -9, done.stdout + done.stderr
+    log, given = tmp_path / "log", (directory, STEPS, KILLED_AT, out, "ours")
+    assert fork_one(WORKERS / "hf_job.py", *given, log=log, timeout_s=250) == -9, log.read_text()
     assert not out.exists()
     assert_same_end(here(directory), whole)
     assert checkpoints(directory) == ["checkpoint-12", "checkpoint-14"]  # save_total_limit=2

@@ -122,7 +122,7 @@ GONE = {
 }
 
 
-@pytest.mark.parametrize("package", ENDS)
+@pytest.mark.parametrize("package", ["accelerate", pytest.param("lightning", marks=pytest.mark.slow)])
 def test_a_process_ends_whose_root_is_gone(package: str, tmp_path: Path) -> None:
     """Committed, and gone with its directory before the thread that waits for it has looked: a temporary one, often."""
     ended(

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning_job
 import pytest
 import torch
 from helpers.registry import close_sessions
-from launch import environment
+from launch import environment, fork_one
 from places import ROOT, WORKERS
 
 import ckptlib
@@ -167,23 +168,34 @@ def test_files_of_steps_that_are_not_there(io: CkptlibCheckpointIO, tmp_path: Pa
         io.load_checkpoint(tmp_path / "1.ckpt")
 
 
-def train(directory: Path, steps: int, killed_at: int = -1, devices: int = 1, whose: str = "ours") -> dict[str, Any]:
-    """Empty where it was killed."""
+def train(directory: Path, steps: int, devices: int, whose: str) -> dict[str, Any]:
+    """In as many processes, which Lightning starts."""
     out = directory.with_suffix(".pt")
-    command = [sys.executable, WORKERS / "lightning_job.py", directory, steps, killed_at, out, devices, whose]
+    command = [sys.executable, WORKERS / "lightning_job.py", directory, steps, -1, out, devices, whose]
     variables = {**environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), environment()["PYTHONPATH"]])}
     done = subprocess.run([*map(str, command)], env=variables, capture_output=True, text=True, timeout=120)
-    assert done.returncode == (0 if killed_at < 0 else -9), done.stdout + done.stderr
-    return torch.load(out, weights_only=True) if killed_at < 0 else {}
+    assert done.returncode == 0, done.stdout + done.stderr
+    return torch.load(out, weights_only=True)
+
+
+def here(directory: Path, steps: int) -> dict[str, Any]:
+    """In this process, which has imported Lightning: seconds of every other one."""
+    out = directory.with_suffix(".pt")
+    try:
+        lightning_job.main(directory, steps, -1, out, 1, "ours")
+    finally:
+        close_sessions()
+    return torch.load(out, weights_only=True)
 
 
 @pytest.mark.timeout(300)
 def test_killed_and_resumed_in_mid_epoch(tmp_path: Path) -> None:
     """Four batches are an epoch, and checkpoints come every third step."""
-    whole = train(tmp_path / "whole", 14)
-    train(tmp_path / "parted", 14, killed_at=11)
+    whole = here(tmp_path / "whole", 14)
+    given, log = (tmp_path / "parted", 14, 11, tmp_path / "parted.pt", 1, "ours"), tmp_path / "log"
+    assert fork_one(WORKERS / "lightning_job.py", *given, log=log, timeout_s=120) == -9, log.read_text()
     assert (tmp_path / "parted" / "last.ckpt").exists()
-    parted = train(tmp_path / "parted", 14)
+    parted = here(tmp_path / "parted", 14)
     assert (parted["step"], whole["step"]) == (14, 14)
     assert same(parted["model"], whole["model"])
 

@@ -7,8 +7,6 @@ import logging
 import os
 import pty
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch
 from helpers.inside import fence_of, num_saves, settle, stager_of
 from helpers.one_job import WAIT_S, Job, faulty, step_once, steps, wait_settled
 from helpers.stage import held, pending_of, replace_pending
-from launch import environment, fork_ranks
+from launch import fork_one, fork_ranks
 from workers.torn import OpensGate
 
 import ckptlib
@@ -233,13 +231,14 @@ def test_words_of_futures(job: Job) -> None:
 
 def test_a_callback_of_a_save_that_nobody_waits_for(tmp_path: Path) -> None:
     """A script that ends is told at its end."""
-    code = (
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text(
         "import ckptlib, torch\n"
-        f"pending = ckptlib.save_async({str(tmp_path)!r}, {{'x': torch.ones(3)}}, 1)\n"
+        f"pending = ckptlib.save_async({str(tmp_path / 'root')!r}, {{'x': torch.ones(3)}}, 1)\n"
         "pending.add_done_callback(lambda pending: print(pending.step, pending.committed, pending.error))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "1 True None\n", done.stderr
+    assert fork_one(script, log=log, timeout_s=120) == 0, log.read_text()
+    assert log.read_text() == "1 True None\n"
 
 
 def test_ranks_are_told_what_they_know(tmp_path: Path) -> None:
@@ -264,20 +263,25 @@ with ckptlib.Checkpointer({root!r}, state, every=2) as ckpt:
 def run_on_a_terminal(root: Path, setup: str = "") -> str:
     """What a job writes to a terminal."""
     primary, secondary = pty.openpty()
-    job = [sys.executable, "-c", JOB.format(root=str(root), setup=setup)]
-    process = subprocess.Popen(job, stdin=subprocess.DEVNULL, stdout=secondary, stderr=secondary, env=environment())
+    status = fork_one(script_of(root, setup), log=os.ttyname(secondary), timeout_s=120)
     os.close(secondary)
     text = b""
     with contextlib.suppress(OSError), os.fdopen(primary, "rb", buffering=0) as terminal:  # EIO at its end
         while data := terminal.read(1 << 16):
             text += data
-    assert process.wait(120) == 0, text
+    assert status == 0, text
     return text.decode().replace("\r\n", "\n")
 
 
+def script_of(root: Path, setup: str = "") -> Path:
+    script = root.with_suffix(".py")
+    script.write_text(JOB.format(root=str(root), setup=setup))
+    return script
+
+
 def test_a_terminal_shows_commits_and_what_was_restored(tmp_path: Path) -> None:
-    fresh, committed, *more = run_on_a_terminal(tmp_path).splitlines()
-    assert fresh == f"ckptlib: restore: nothing to restore in file://{tmp_path}: a fresh run"
+    fresh, committed, *more = run_on_a_terminal(tmp_path / "root").splitlines()
+    assert fresh == f"ckptlib: restore: nothing to restore in file://{tmp_path}/root: a fresh run"
     assert committed.startswith("ckptlib: step 2 is committed: ")
     assert more == []
 
@@ -289,6 +293,6 @@ def test_logging_that_is_set_up_decides_for_itself(tmp_path: Path) -> None:
 
 
 def test_the_log_of_a_job_gets_no_more_than_before(tmp_path: Path) -> None:
-    job = [sys.executable, "-c", JOB.format(root=str(tmp_path), setup="")]
-    done = subprocess.run(job, capture_output=True, text=True, timeout=120, env=environment())
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    log = tmp_path / "log"
+    status = fork_one(script_of(tmp_path / "root"), log=log, timeout_s=120)
+    assert (status, log.read_text()) == (0, "")

@@ -34,6 +34,9 @@ TOLD = {"commit": "put", "put": "put", "scan": "list", "get": "get", "delete": "
 FREE_STEPS = 10
 """More than there would be if one of them waited for what is never answered."""
 
+STEP_S = 0.01
+"""Of a step, at least: steps that take nothing keep a core busy for seconds, which others wait for."""
+
 SWALLOWED = {
     "pack": ("commit", "^packs/"),
     "part": ("put", "^parts/.*-ok-"),
@@ -76,6 +79,7 @@ class Outage:
             self.job.body()
             self.step += 1
             ckpt.after_step(self.step)
+            time.sleep(STEP_S)
         return self.step - first
 
     def train_until_told(self, ckpt: ckptlib.Checkpointer, *words: str) -> int:

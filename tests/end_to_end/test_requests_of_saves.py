@@ -16,6 +16,8 @@ from launch import fork_ranks
 import ckptlib
 from ckptlib.testing import FaultProxy
 
+slow = pytest.mark.slow
+
 PARTS = 1
 """Of each rank's pack, which is small."""
 
@@ -32,8 +34,10 @@ def requests(directory: Path) -> dict[object, Counter[str]]:
     return found
 
 
-@pytest.mark.parametrize("waits", ["all", "last", "nobody"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("num_ranks", "waits"),
+    [(2, "all"), (4, "all"), (4, "last"), (4, "nobody"), *(pytest.param(2, w, marks=slow) for w in ("last", "nobody"))],
+)
 def test_requests_per_checkpoint(tmp_path: Path, num_ranks: int, waits: str) -> None:
     fork_ranks("counted_saves.py", num_ranks, tmp_path, waits, "own", timeout_s=120)
     found = requests(tmp_path)
@@ -52,8 +56,10 @@ def test_requests_per_checkpoint(tmp_path: Path, num_ranks: int, waits: str) -> 
     assert first["get parts"] == num_ranks, "all of them, to prove that nothing is missing"
 
 
-@pytest.mark.parametrize("kind", ["own", "replicated"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("num_ranks", "kind"),
+    [(4, "own"), (2, "replicated"), pytest.param(2, "own", marks=slow), pytest.param(4, "replicated", marks=slow)],
+)
 def test_requests_of_the_first_save_behind_a_restore(tmp_path: Path, num_ranks: int, kind: str) -> None:
     for _ in range(2):
         fork_ranks("counted_saves.py", num_ranks, tmp_path, "all", kind, timeout_s=150)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from launch import torchrun
+from launch import fork_ranks
 from onerank import bits, same
 from places import ROOT
 from torch import nn
@@ -139,7 +139,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_two_ranks_save_and_two_others_load(tmp_path: Path) -> None:
-    assert torchrun(str(Path(__file__).parent / "dcp_ranks.py"), 2, tmp_path, timeout_s=120).count("alike") == 2
+    assert fork_ranks(str(Path(__file__).parent / "dcp_ranks.py"), 2, tmp_path, timeout_s=120).count("alike") == 2
 
 
 def test_boxes() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.one_job import Job, catalog, steps
-from launch import torchrun
+from launch import fork_ranks
 from onerank import bits
 from safetensors.torch import save_file, save_model
 from torch import nn
@@ -239,4 +239,4 @@ def test_a_run_that_died_before_its_first_step_begins_again(tmp_path: Path) -> N
 def test_two_ranks_of_fsdp_and_ddp(tmp_path: Path) -> None:
     """The oracle is torch's own `full_tensor`, and the files are read by torch and safetensors."""
     script = Path(__file__).parent / "init_ranks.py"
-    assert torchrun(str(script), 2, tmp_path, timeout_s=120).count("alike") == 4
+    assert fork_ranks(str(script), 2, tmp_path, timeout_s=120).count("alike") == 4

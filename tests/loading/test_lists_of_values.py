@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.registry import close_sessions
+from onerank import Root, opened
 
 import ckptlib
 
@@ -15,17 +17,24 @@ VALUES = [0.5, "two", None, 3, (4, 5)]
 
 
 @pytest.fixture(autouse=True)
-def _close() -> Any:
+def _close(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    close_sessions()
+    if "root" not in request.fixturenames:
+        close_sessions()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
+    with opened(tmp_path_factory.mktemp("root")) as root:
+        yield root
 
 
 @pytest.mark.parametrize("before", [0, 2, 5, 9])
-def test_as_long_as_saved(tmp_path: Path, before: int) -> None:
-    ckptlib.save(tmp_path, {"losses": [*VALUES[:4]], "deep": {"a": [["x"], ["y"]]}, "w": torch.ones(1)}, 1)
+def test_as_long_as_saved(root: Root, before: int) -> None:
+    saved = {"losses": [*VALUES[:4]], "deep": {"a": [["x"], ["y"]]}, "w": torch.ones(1)}
     losses: list[object] = ["old"] * before
     state = {"losses": losses, "deep": {"a": [["x"], ["old"]]}, "w": torch.zeros(1)}
-    report = ckptlib.load(tmp_path, state, 1)
+    report = root.move(saved, state)
     assert state["losses"] is losses, "in place, as other names of it see the same"
     assert losses == VALUES[:4]
     assert state["deep"] == {"a": [["x"], ["y"]]}
@@ -34,10 +43,10 @@ def test_as_long_as_saved(tmp_path: Path, before: int) -> None:
 
 
 @pytest.mark.parametrize("now", [{}, {"losses": None}, {"losses": [[1.0], [2.0]]}, {"losses": {"0": 9}}])
-def test_a_list_whose_place_is_empty_or_other(tmp_path: Path, now: dict[str, Any]) -> None:
+def test_a_list_whose_place_is_empty_or_other(root: Root, now: dict[str, Any]) -> None:
     """Such as `history.setdefault("losses", []).append(loss)`, with a history that is empty when it is loaded."""
-    ckptlib.save(tmp_path, {"history": {"losses": [0.5, 0.25]}, "w": torch.ones(1)}, 1)
-    report = ckptlib.load(tmp_path, {"history": now, "w": torch.zeros(1)}, 1)
+    saved = {"history": {"losses": [0.5, 0.25]}, "w": torch.ones(1)}
+    report = root.move(saved, {"history": now, "w": torch.zeros(1)})
     assert now == {"losses": [0.5, 0.25]}
     assert (report.missing, report.unexpected) == ((), ())
 

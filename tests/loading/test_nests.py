@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.registry import close_sessions
+from onerank import Root, opened
 
 import ckptlib
 from ckptlib import PerRank, StateMismatch
@@ -74,19 +75,26 @@ def same(one: object, other: object) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _close() -> Iterator[None]:
+def _close(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    close_sessions()
+    if "root" not in request.fixturenames:
+        close_sessions()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
+    """Of all kinds, one after the other."""
+    with opened(tmp_path_factory.mktemp("root")) as root:
+        yield root
 
 
 @pytest.mark.parametrize("kind", GROWN)
 @pytest.mark.parametrize("per_rank", [False, True])
-def test_as_it_was_saved(tmp_path: Path, kind: str, per_rank: bool) -> None:
+def test_as_it_was_saved(root: Root, kind: str, per_rank: bool) -> None:
     saved, fresh = copy.deepcopy(GROWN[kind])
     wrap: Any = PerRank if per_rank else lambda value: value
-    ckptlib.save(tmp_path, {"v": wrap(saved), "w": torch.ones(1)}, 1)
     state = {"v": wrap(fresh), "w": torch.zeros(1)}
-    report = ckptlib.load(tmp_path, state, 1)
+    report = root.move({"v": wrap(saved), "w": torch.ones(1)}, state)
     found = state["v"].value if per_rank else state["v"]
     assert same(found, saved)
     assert (report.missing, report.unexpected) == ((), ())

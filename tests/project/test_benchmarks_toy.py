@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.benchmark_ranks import fork_all_ranks
+from helpers.benchmark_ranks import fork_all_ranks, fork_benchmark
+from launch import fork_one
 from places import ROOT
 
 from benchmarks import codecs, hog, lossy, plan, recover
-from benchmarks.common import launch
 
 SUBJECTS = {
     "object_store": {"ckptlib, s3", "ckptlib, fsspec", "obstore, bare"},
@@ -75,6 +75,12 @@ def _run(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def _fork(name: str, directory: Path) -> None:
+    """One that trains in its own process, without the import of torch."""
+    log, given = directory / "log", ("--toy", "--out", directory / "out.jsonl", "--directory", directory)
+    assert fork_one("benchmarks", name, *given, log=log, timeout_s=240) == 0, log.read_text()
+
+
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -114,7 +120,7 @@ def test_every_benchmark_that_compares_is_run_here() -> None:
 def test_trainer(tmp_path: Path) -> None:
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed; it is in the extra called huggingface")
-    _run("hf_trainer", "--toy", "--out", str(tmp_path / "out.jsonl"), "--directory", str(tmp_path))
+    _fork("hf_trainer", tmp_path)
     found = {(line.get("subject"), line.get("what")) for line in _lines(tmp_path / "out.jsonl")[1:]}
     assert found == {("Trainer", "stall"), ("ckptlib", "stall"), ("ckptlib", "fence")}
 
@@ -122,13 +128,13 @@ def test_trainer(tmp_path: Path) -> None:
 def test_accelerate(tmp_path: Path) -> None:
     if importlib.util.find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed; it is in the extra called huggingface")
-    _run("accelerate_stall", "--toy", "--out", str(tmp_path / "out.jsonl"), "--directory", str(tmp_path))
+    _fork("accelerate_stall", tmp_path)
     found = [(line.get("subject"), line.get("what"), line.get("n")) for line in _lines(tmp_path / "out.jsonl")[1:]]
     assert found == [("Accelerator", "stall", 4), ("CkptlibAccelerator", "stall", 4)]
 
 
 def test_lightning(tmp_path: Path) -> None:
-    _run("lightning_stall", "--toy", "--out", str(tmp_path / "out.jsonl"), "--directory", str(tmp_path))
+    _fork("lightning_stall", tmp_path)
     found = {line.get("subject") for line in _lines(tmp_path / "out.jsonl")[1:]}
     assert found == {"ModelCheckpoint", "AsyncCheckpointIO", "CkptlibCheckpointIO", "CkptlibCallback"}
 
@@ -192,9 +198,9 @@ def test_nvrx_restores_what_it_kept(tmp_path: Path) -> None:
     if importlib.util.find_spec("nvidia_resiliency_ext") is None:
         pytest.skip("nvidia-resiliency-ext is not installed; it is in the extra called bench")
     given = {"subject": recover.NVRX, "nbytes": 100_000, "url": "", "memory": str(tmp_path), "options": {}}
-    saved = launch("benchmarks.recover", 2, {**given, "doing": "train"}, 120)
+    saved = fork_benchmark("benchmarks.recover", 2, {**given, "doing": "train"}, 120)
     for lost in ("host0", "host1", None):
-        restored = launch("benchmarks.recover", 2, {**given, "doing": "restore"}, 120)
+        restored = fork_benchmark("benchmarks.recover", 2, {**given, "doing": "restore"}, 120)
         assert [line["digest"] for line in restored] == [line["digest"] for line in saved]
         if lost is not None:
             shutil.rmtree(tmp_path / lost)

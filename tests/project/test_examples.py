@@ -49,16 +49,8 @@ class Run:
         directory.mkdir()
         self.root, self.losses_file, self.final_file = (directory / name for name in ("root", "losses", "final"))
 
-    def start(self, ranks: int, parallel: str, script: Path = EXAMPLES / "train_gpt.py") -> str:
-        """As a person starts it. Returns what it printed."""
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        command = [sys.executable, *launcher, script, *self.flags(parallel)]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=150)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
     def fork(self, ranks: int, parallel: str, script: Path = EXAMPLES / "train_gpt.py", status: int = 0) -> str:
-        """The same, sooner."""
+        """Returns what it printed. The demo starts it as a person does, by torchrun."""
         codes, output = forked(script, ranks, *self.flags(parallel), timeout_s=100)
         assert codes == [status] * ranks, output
         return output
@@ -101,7 +93,7 @@ def test_stopped_run_goes_on_as_if_nothing_had_happened(
     reached = len(parted.losses())
     assert STOP_AT < reached < STEPS
     assert not parted.final_file.exists()
-    parted.start(ranks, parallel)
+    parted.fork(ranks, parallel)
 
     assert whole.losses() == parted.losses()  # the stop was saved: no step was repeated
     assert [step for step, _ in whole.losses()] == list(range(STEPS))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launch import fork_one
 
 SAVES = """
 import sys, torch, ckptlib
@@ -16,9 +15,9 @@ for step in (1, 2):
 
 
 @pytest.mark.parametrize(("world_size", "warnings"), [("1", 0), ("2", 1)])
-def test_a_warning_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: str, warnings: int) -> None:
-    monkeypatch.setenv("WORLD_SIZE", world_size)
-    done = subprocess.run(
-        [sys.executable, "-c", SAVES, tmp_path / "root"], capture_output=True, text=True, timeout=300, check=True
-    )
-    assert done.stderr.count(f"WORLD_SIZE is {world_size}, but there is no process group") == warnings
+def test_a_warning_once(tmp_path: Path, world_size: str, warnings: int) -> None:
+    script, log = tmp_path / "saves.py", tmp_path / "log"
+    script.write_text(SAVES)
+    variables = {"WORLD_SIZE": world_size}
+    assert fork_one(script, tmp_path / "root", log=log, timeout_s=250, variables=variables) == 0, log.read_text()
+    assert log.read_text().count(f"WORLD_SIZE is {world_size}, but there is no process group") == warnings

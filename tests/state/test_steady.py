@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -59,17 +60,23 @@ def check(root: Root, state: State) -> None:
     assert data_of(state) == expected
 
 
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
+    """Of all changes, one after the other: each begins with a state of its own, whose tensors nobody has seen."""
+    with opened(tmp_path_factory.mktemp("root")) as root:
+        yield root
+
+
 @pytest.mark.parametrize("change", LOADED)
-def test_what_changes_between_two_saves_is_in_the_second(tmp_path: Path, change: str) -> None:
+def test_what_changes_between_two_saves_is_in_the_second(root: Root, change: str) -> None:
     state = make_state()
     state["o"].__class__ = Own
-    with opened(tmp_path) as root:
-        for _ in range(3):  # each slot has been used
-            go_on(state)
-            root.save(state)
-        CHANGES[change](state)
-        check(root, state)
-        check(root, state)
+    for _ in range(3):  # each slot has been used
+        go_on(state)
+        root.save(state)
+    CHANGES[change](state)
+    check(root, state)
+    check(root, state)
 
 
 def test_memory_that_changes_again_and_again(tmp_path: Path) -> None:

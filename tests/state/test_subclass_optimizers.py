@@ -17,9 +17,9 @@ from ckptlib import StateMismatch
 from ckptlib.state.flatten import flatten
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Root]:
-    with opened(tmp_path) as found:
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
+    with opened(tmp_path_factory.mktemp("root")) as found:
         yield found
 
 

@@ -30,8 +30,15 @@ def named(flat: Flat) -> list[str]:
     return sorted(leaf.name for leaf in flat.leaves)
 
 
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
+    with opened(tmp_path_factory.mktemp("root")) as found:
+        yield found
+
+
 @pytest.fixture
-def root(tmp_path: Path) -> Iterator[Root]:
+def root_of_ranks(world: None, tmp_path: Path) -> Iterator[Root]:
+    """Of a job with a process group."""
     with opened(tmp_path) as found:
         yield found
 
@@ -280,7 +287,7 @@ def test_what_differs_between_ranks_is_found_in_what_it_is_made_of() -> None:
         run_ranks(2, on_rank([1, 2]))
 
 
-def test_a_dtensor_around_one_is_of_its_own_mesh(root: Root, world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dtensor_around_one_is_of_its_own_mesh(root_of_ranks: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = init_device_mesh("cpu", (1,))
 
     def placed(seed: int, placement: Any) -> DTensor:
@@ -288,16 +295,16 @@ def test_a_dtensor_around_one_is_of_its_own_mesh(root: Root, world: None, monkey
 
     source, target = placed(1, Shard(0)), placed(2, Shard(0))
     assert {type(leaf.held) for leaf in flatten({"x": source}).leaves} == {OwnPerRank}
-    root.move({"x": source}, {"x": target})
+    root_of_ranks.move({"x": source}, {"x": target})
     assert parts(target) == parts(source)
     for other in (placed(2, Replicate()), placed(2, Shard(1)), scaled(2)):
         before = parts(other)
         with pytest.raises(StateMismatch, match=r"x: .*placed.*cannot be resharded"):
-            root.load({"x": other})
+            root_of_ranks.load({"x": other})
         assert parts(other) == before
     monkeypatch.setattr(type(mesh), "get_coordinate", lambda _: [1])  # the second rank of a group, given the first's
     with pytest.raises(StateMismatch, match="x: the checkpoint keeps another shard of it for this rank"):
-        root.load({"x": target})
+        root_of_ranks.load({"x": target})
 
 
 def test_torchao_s_float8_weight(root: Root) -> None:

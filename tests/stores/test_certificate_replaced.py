@@ -78,7 +78,7 @@ def test_each_call_says_what_to_do_and_the_same_store_goes_on(
     wrong: Mapping[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scale_limits(monkeypatch, retry_s=RETRY_S)
+    scale_limits(monkeypatch, retry_s=RETRY_S / 2)
     with open_store(s3.url(), options(s3, front, client, authority)) as store:
         store.put("a", b"before")
         for name, certificate in wrong.items():

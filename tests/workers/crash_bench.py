@@ -45,7 +45,7 @@ class Bench:
         deadline = time.monotonic() + crash_jobs.WAIT_S
         while self.faults() < count:
             assert time.monotonic() < deadline, "the fault was not met"
-            time.sleep(0.002)
+            time.sleep(crash_jobs.POLL_S)
 
     def start(self, size: int = 1, **kwargs: Any) -> list[Job]:
         """A trainer that waits for its gates."""

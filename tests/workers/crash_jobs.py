@@ -32,6 +32,8 @@ import ckptlib
 from ckptlib.recovery import restore as restore_module
 
 WAIT_S = 150.0
+POLL_S = 0.01
+"""Whoever looks more often takes the core from those that it waits for."""
 
 NUMEL = 20_000
 """Of each of the four weights: 80 kB, so that they are copied behind the fence."""
@@ -75,7 +77,7 @@ class Job:
                 return found[count - 1]
             assert alive, f"died before it told {what}: {self.told()}"
             assert time.monotonic() < deadline, f"{what} did not come: {self.told()}"
-            time.sleep(0.002)
+            time.sleep(POLL_S)
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -297,7 +299,7 @@ def read_gate(tell: Teller, gates: str, step: int, ckpt: ckptlib.Checkpointer) -
     deadline = time.monotonic() + WAIT_S
     while not path.exists() or not (then := path.read_text()):  # it may be there before its text
         assert time.monotonic() < deadline
-        time.sleep(0.001)
+        time.sleep(POLL_S)
     return then
 
 

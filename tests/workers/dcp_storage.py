@@ -1,8 +1,8 @@
 """Ranks that save and load through DCP's own functions, with `ckptlib.dcp`'s storage:
 
-    torchrun dcp_storage.py <case> <directory>
+    torchrun dcp_storage.py <directory> <seconds that it may take> [<case>...]
 
-Each rank ends with 0 where it saw what the case says.
+Each rank writes its verdict of each case: see `rank_cases`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
+from helpers.registry import close_sessions
+from rank_cases import run_cases
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata, TensorProperties
@@ -274,22 +277,30 @@ def orders(directory: Path) -> None:
     dcp.load(state, checkpoint_id=directory / "step-1")
 
 
-CASES: dict[str, Callable[[Path], None]] = {
-    function.__name__: function
-    for function in (
-        saves_and_loads,
-        sharded_tensors,
-        optimizers_of_some_ranks,
-        orders,
-        wrong_planners,
-        dies,
-        other_steps,
-        alone,
-    )
-}
+def as_a_process(case: Callable[[Path], None]) -> Callable[[Path], None]:
+    """What it began ends with it."""
+
+    @wraps(case)
+    def run(directory: Path) -> None:
+        try:
+            case(directory)
+        finally:
+            close_sessions()
+
+    return run
+
+
+CASES = [
+    saves_and_loads,
+    sharded_tensors,
+    optimizers_of_some_ranks,
+    orders,
+    wrong_planners,
+    other_steps,
+    alone,
+]
+DIES = [dies]
+"""Alone, by its name."""
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    CASES[sys.argv[1]](Path(sys.argv[2]))
-    dist.barrier()
-    dist.destroy_process_group()
+    run_cases([as_a_process(case) for case in (DIES if sys.argv[3:] else CASES)])

@@ -8,7 +8,7 @@ from typing import Any
 from workers.crash_jobs import NUMEL, State, Teller, checkpointer
 
 
-def step_on(tell: Teller, rank: int, *, url: str, pause_s: float = 0.002, **kwargs: Any) -> None:
+def step_on(tell: Teller, rank: int, *, url: str, pause_s: float = 0.01, **kwargs: Any) -> None:
     """Until it is told to stop (SIGTERM). `url`: {rank} stands for the rank."""
     state = State(NUMEL)
     with checkpointer(url.replace("{rank}", str(rank)), state, every=3, **kwargs) as ckpt:

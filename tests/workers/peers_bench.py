@@ -36,7 +36,7 @@ def gold(directory: Path, kind: str, size: int, own_data: bool, step: int) -> li
     alike = not own_data and size in (1, 2, 4)
     key = (kind, 1 if alike else size, own_data)
     if key not in _gold or len(_gold[key][0]) <= step:
-        told = run(peer_trainings.practise, directory, key[1], kind=kind, own_data=own_data, total=max(step, 40))
+        told = run(peer_trainings.practise, directory, key[1], kind=kind, own_data=own_data, total=max(step, TOTAL))
         _gold[key] = [["", *(line["digest"] for line in lines)] for lines in told]
     return [by_step[step] for by_step in _gold[key]] * (size if alike else 1)
 
@@ -349,4 +349,4 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + crash_jobs.WAIT_S
     while not condition():
         assert time.monotonic() < deadline, what
-        time.sleep(0.005)
+        time.sleep(crash_jobs.POLL_S)
