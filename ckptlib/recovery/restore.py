@@ -53,6 +53,8 @@ from ckptlib.stores.local import LocalStore
 
 log = logging.getLogger(__name__)
 
+Load = Callable[[StepSource], tuple[LoadReport, LoadedRng | None]]
+
 DAMAGE = (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
 """The errors that make a committed step unusable, where the store can be reached."""
 
@@ -233,24 +235,18 @@ def _restore_from(
     session: Session,
     inventory: Inventory,
     candidate: Candidate,
-    load: Callable[[StepSource], tuple[LoadReport, LoadedRng | None]],
+    load: Load,
 ) -> tuple[LoadReport, LoadedRng | None]:
-    if candidate.local is not None:
-        assert session.settings.local is not None
-        with LocalStore(str(session.settings.local.path)) as store:
-            return load(OnDisks(session.group, Catalog(store), candidate.local))
     if candidate.snapshot is None:
-        stored = _stored(session, candidate.save)
+        load_from = _load_from_store if candidate.local is None else _load_from_disks
         try:
-            found = load(stored)
+            return load_from(session, candidate, load)
         except ObjectUnreadable as error:  # also of a file system that had lost its server for a moment
             if session.group.rank == 0:
                 log.warning("retrying step %s once: %s", candidate.save, error)
-            _check_store(session)
-            stored = _stored(session, candidate.save)
-            found = load(stored)
-        session.lineage.known = stored.known()
-        return found
+            if candidate.local is None:
+                _check_store(session)
+            return load_from(session, candidate, load)
     if session.group.rank == 0:
         log.info("restoring step %d from memory: %s", candidate.save.step, _describe(session, inventory, candidate))
     source = InMemory(session.group, session.over, inventory, candidate.snapshot, session.settings.timeout)
@@ -265,8 +261,19 @@ def _restore_from(
         source.close()
 
 
-def _stored(session: Session, save: SaveId) -> StoredStep:
-    return StoredStep(session.catalog, resolve_manifest(session.group, session.catalog, str(save)), session.group)
+def _load_from_store(session: Session, candidate: Candidate, load: Load) -> tuple[LoadReport, LoadedRng | None]:
+    manifest = resolve_manifest(session.group, session.catalog, str(candidate.save))
+    stored = StoredStep(session.catalog, manifest, session.group)
+    found = load(stored)
+    session.lineage.known = stored.known()
+    return found
+
+
+def _load_from_disks(session: Session, candidate: Candidate, load: Load) -> tuple[LoadReport, LoadedRng | None]:
+    assert session.settings.local is not None
+    assert candidate.local is not None
+    with LocalStore(str(session.settings.local.path)) as store:
+        return load(OnDisks(session.group, Catalog(store), candidate.local))
 
 
 def _check_store(session: Session) -> None:

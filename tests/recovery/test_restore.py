@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 import ckptlib
-from ckptlib.errors import CheckpointNotFound, StateMismatch
+from ckptlib.errors import CheckpointNotFound, ObjectUnreadable, StateMismatch
 from ckptlib.state import rng
 from ckptlib.state.leaf import torch_dtype
+from ckptlib.stores.local import LocalStore
 
 
 @pytest.fixture
@@ -111,6 +112,46 @@ def test_what_could_not_be_read_for_a_moment_is_read(tmp_path: Path, caplog: pyt
     with ckptlib.Checkpointer(faulty(tmp_path, pack), {"w": found}, every=1000) as ckpt:
         report = ckpt.restore()
     assert (report.step, report.skipped) == (2, ())
+    assert torch.equal(found, torch.full((1000,), 2.0))
+    assert "retrying step" in caplog.text
+
+
+@pytest.mark.parametrize("what", [{"op": "get", "key": f"^steps/{2:012d}-"}, {"op": "get", "key": f"^parts/{2:012d}-"}])
+def test_a_document_that_could_not_be_read_for_a_moment_is_read(
+    tmp_path: Path, what: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    url = faulty(tmp_path)
+    found = torch.zeros(1000)
+    with ckptlib.Checkpointer(url, {"w": found}, every=1000) as ckpt:
+        (tmp_path / "plan").write_text(json.dumps([{**what, "action": "unreadable", "nth": 0}]))
+        report = ckpt.restore()
+    assert (report.step, report.skipped) == (2, ())
+    assert torch.equal(found, torch.full((1000,), 2.0))
+    assert "retrying step" in caplog.text
+
+
+def test_what_a_local_disk_could_not_read_for_a_moment_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here no other copy has the step: the store is to get none of them."""
+    found, local = torch.full((1000,), 2.0), {"local": tmp_path / "disk", "drain": ckptlib.Steps(1000)}
+    with ckptlib.Checkpointer(tmp_path / "root", {"w": found}, every=1000, **local) as ckpt:
+        ckpt.save(2).wait_local(60)
+    failed: list[str] = []
+    get_into = LocalStore.get_into
+
+    def fail_once(self: LocalStore, key: str, offset: int, buffer: memoryview) -> None:
+        if key.startswith("packs/") and not failed:
+            failed.append(key)
+            raise ObjectUnreadable(f"{key}: cannot be read, as planned")
+        get_into(self, key, offset, buffer)
+
+    found.zero_()
+    with ckptlib.Checkpointer(tmp_path / "root", {"w": found}, every=1000, **local) as ckpt:
+        monkeypatch.setattr(LocalStore, "get_into", fail_once)
+        report = ckpt.restore()
+    assert failed
+    assert (report.step, report.tier, report.skipped) == (2, "local", ())
     assert torch.equal(found, torch.full((1000,), 2.0))
     assert "retrying step" in caplog.text
 
