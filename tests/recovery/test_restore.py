@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from ckptlib.errors import CheckpointNotFound, ObjectUnreadable, StateMismatch
 from ckptlib.state import rng
 from ckptlib.state.leaf import torch_dtype
 from ckptlib.stores.local import LocalStore
+from ckptlib.stores.testing import flip_bit
 
 
 @pytest.fixture
@@ -165,6 +167,53 @@ def test_a_store_that_goes_away_is_no_reason_for_an_older_step(tmp_path: Path) -
         (tmp_path / "plan").write_text(json.dumps(rules))
         with pytest.raises(ckptlib.ObjectUnreadable, match=r"ckptlib\.json.*cannot be read, as planned"):
             ckpt.restore()
+
+
+# -- no tensor is left with what a damaged step has put into it
+
+
+def flip_in_pack(root: Path, step: int) -> None:
+    """In the last tensor of the step's pack."""
+    pack = max(root.glob(f"packs/{step:012d}-*/*"), key=lambda path: path.stat().st_size)
+    flip_bit(pack, pack.stat().st_size * 3 // 4)
+
+
+@pytest.mark.parametrize(
+    "options", [{"optional": "ema"}, {"strict": False}, {"optional": "new", "map": {"new": "ema"}}]
+)
+def test_what_a_damaged_step_was_read_into_is_not_left_where_the_step_before_lacks_it(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Else it would be of another step than all the rest, or of damaged bytes, and be said to be as it was."""
+    name = "new" if "map" in options else "ema"
+    size = 300_000
+    ckptlib.save(tmp_path, {"w": torch.full((size,), 1.0)}, 1)
+    ckptlib.save(tmp_path, {"w": torch.full((size,), 2.0), "ema": torch.full((size,), 2.5)}, 2)
+    flip_in_pack(tmp_path, 2)
+    state = {"w": torch.zeros(size), name: torch.full((size,), -1.0)}
+    with (
+        ckptlib.Checkpointer(tmp_path, state, every=1000) as ckpt,
+        pytest.raises(StateMismatch, match=rf"step 1 has no {name}, .*was read of step 2, .*restore\(step=1\)"),
+    ):
+        ckpt.restore(**options)
+    assert not torch.equal(state["w"], torch.full((size,), 1.0)), "refused before anything of step 1 was read"
+    state[name].fill_(-1.0)
+    with ckptlib.Checkpointer(tmp_path, state, every=1000) as ckpt:
+        report = ckpt.restore(step=1, **options)
+    assert (report.step, report.missing) == (1, (name,))
+    assert torch.equal(state["w"], torch.full((size,), 1.0))
+    assert torch.equal(state[name], torch.full((size,), -1.0))
+
+
+def test_what_no_step_has_stays_as_it_is_behind_a_damaged_one(tmp_path: Path) -> None:
+    for step in (1, 2):
+        ckptlib.save(tmp_path, {"w": torch.full((300_000,), float(step))}, step)
+    flip_in_pack(tmp_path, 2)
+    state = {"w": torch.zeros(300_000), "new": torch.full((3,), -1.0)}
+    with ckptlib.Checkpointer(tmp_path, state, every=1000) as ckpt:
+        assert ckpt.restore(optional="new").step == 1
+    assert torch.equal(state["w"], torch.full((300_000,), 1.0))
+    assert torch.equal(state["new"], torch.full((3,), -1.0))
 
 
 # -- what is not damage is not called so
