@@ -8,18 +8,26 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from rankthreads import run_ranks
 from torch import nn
 
 import ckptlib
 from ckptlib.errors import CheckpointNotFound, ObjectUnreadable, StateMismatch
+from ckptlib.format.keys import SaveId
+from ckptlib.ranks.group import Group
+from ckptlib.recovery.restore import _await_orphans
+from ckptlib.saving.session import Session
+from ckptlib.slots.slot import Slot
 from ckptlib.state import rng
 from ckptlib.state.leaf import torch_dtype
 from ckptlib.stores.local import LocalStore
@@ -167,6 +175,79 @@ def test_a_store_that_goes_away_is_no_reason_for_an_older_step(tmp_path: Path) -
         (tmp_path / "plan").write_text(json.dumps(rules))
         with pytest.raises(ckptlib.ObjectUnreadable, match=r"ckptlib\.json.*cannot be read, as planned"):
             ckpt.restore()
+
+
+def test_a_root_that_is_gone_is_no_fresh_run(tmp_path: Path) -> None:
+    """As an unmounted file system is, which lists nothing."""
+    root, away, found = tmp_path / "root", tmp_path / "away", torch.zeros(3)
+    ckptlib.save(root, {"w": torch.ones(3)}, 1)
+    with ckptlib.Checkpointer(root, {"w": found}, every=1000) as ckpt:
+        root.rename(away)
+        root.mkdir()
+        with pytest.raises(CheckpointNotFound, match=r"no ckptlib\.json, and it was there when .* mounted any more"):
+            ckpt.restore()
+    root.rmdir()
+    away.rename(root)
+    with ckptlib.Checkpointer(root, {"w": found}, every=1000) as ckpt:
+        assert ckpt.restore().step == 1
+    assert torch.equal(found, torch.ones(3))
+
+
+def test_no_rank_times_out_while_another_waits_for_writers_of_the_job_before() -> None:
+    """Their host may be the only one with such writers, and `timeout=` shorter than they are waited for."""
+    met = threading.Event()
+
+    def on_rank(group: Group) -> None:
+        group.patience_s = 0.01
+        meetings: list[list[int]] = []
+        start_max = group.start_max
+
+        def counted(values: Sequence[int]) -> Callable[[], list[int]]:
+            meetings.append([*values])
+            if len(meetings) == 3:
+                met.set()
+            return start_max(values)
+
+        group.start_max = counted  # type: ignore[method-assign]
+
+        def under_way(after: SaveId | None) -> list[Path]:
+            if group.rank == 1:
+                assert met.wait(60), "the other rank waits for this one without a word"
+            return []
+
+        others = SimpleNamespace(under_way=under_way)
+        session = SimpleNamespace(group=group, snapshots=SimpleNamespace(arena=SimpleNamespace(others=others)))
+        _await_orphans(cast(Session, session), None)
+
+    run_ranks(2, on_rank)
+
+
+def test_a_slot_of_which_a_read_was_altered_on_the_way_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As between hosts. Only a slot that proves damaged when it is checked is dropped, with its step."""
+    peers = ckptlib.Peers(copies=0, every=1, keep_for=timedelta(seconds=60))
+    found = torch.full((3000,), 3.0)
+    ckpt = ckptlib.Checkpointer(tmp_path / "root", {"w": found}, every=1000, peers=peers, arena=tmp_path)
+    ckpt.save(3).wait_committed(60)
+    ckpt.__exit__(KeyError, KeyError("the trainer's own trouble"), None)
+    altered: list[int] = []
+    read_into = Slot.read_into
+
+    def alter_once(self: Slot, offset: int, buffer: memoryview) -> None:
+        read_into(self, offset, buffer)
+        if not altered:
+            altered.append(offset)
+            buffer[0] ^= 1
+
+    found.zero_()
+    with checkpointer(tmp_path / "root", {"w": found}, tmp_path) as ckpt:
+        monkeypatch.setattr(Slot, "read_into", alter_once)
+        report = ckpt.restore()
+    assert altered
+    assert (report.step, report.tier, report.skipped) == (3, "memory", ())
+    assert torch.equal(found, torch.full((3000,), 3.0))
+    assert "retrying step" in caplog.text
 
 
 # -- no tensor is left with what a damaged step has put into it
