@@ -15,15 +15,16 @@ from typing import NamedTuple
 
 import torch
 
-from ckptlib.errors import CkptError, NotBrought, SaveFailed, StateChanged, describe
+from ckptlib.errors import CkptError, NotBrought, SaveFailed, StateChanged, StateMismatch, describe
 from ckptlib.format import gc_pause, values
+from ckptlib.format.keys import SaveId
 from ckptlib.format.paths import join
 from ckptlib.loading.match import targets
 from ckptlib.loading.progress import Laps, progress
 from ckptlib.loading.read_once import share_out, spread
 from ckptlib.loading.reader import Reader
 from ckptlib.loading.report import LoadReport
-from ckptlib.loading.selection import Only, Rename
+from ckptlib.loading.selection import Only, Rename, Selection
 from ckptlib.loading.targets import Targets
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together, together_at_length
@@ -174,6 +175,9 @@ class LoadOrder:
     cast: bool = False
     device: str | torch.device | None = None
     optional: str | Sequence[str] = ()
+    begun: dict[str, SaveId] = field(default_factory=dict)
+    """By the saved name of each tensor that a load by this order has begun to read: the step that it was read from. If
+    that load fails, the next one by this order may be of another step."""
     reader: Callable[[StepSource, int], Reader] = Reader
     """Of the source, for a rank."""
 
@@ -209,7 +213,7 @@ def _load_step(
     laps.end("bring")
     reader, wanted = _bring_and_match(group, source, whole, order, what)
     unexpected, untouched, lost = _lacked_anywhere(group, wanted)
-    together(group, what, lambda: wanted.check(source.save.step, unexpected, order.strict))
+    together(group, what, lambda: _check(source.save, order, wanted, unexpected))
     if order.strict and group.rank == 0:
         _tell_excused(source.save.step, untouched, [*wanted.excused([*unexpected, *wanted.foreign]), *lost])
 
@@ -220,6 +224,8 @@ def _load_step(
     laps.end("plan")
     source.bring(set().union(*map(reader.ranks_for, reads)))
     laps.end("bring")
+
+    order.begun.update((want.name, source.save) for want in wanted.wants)
 
     def fill() -> None:
         with progress(f"{what} from {source.where}", total, shown=group.rank == 0) as advance:
@@ -247,6 +253,34 @@ def _load_step(
     )
     filled = [tensor for want in wanted.wants for _, tensor in want.pieces]
     return Loaded(report, filled, whole=order.only is None and wanted.plain.issuperset(wanted.missing))
+
+
+def _check(save: SaveId, order: LoadOrder, wanted: Targets, unexpected: Sequence[str]) -> None:
+    """Raises StateMismatch, before anything is read, where this step does not fit the state, or would leave in tensors
+    what a failed load has read into them."""
+    wanted.check(save.step, unexpected, order.strict)
+    names, others = _left_spoiled(order, wanted.missing)
+    if names:
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        raise StateMismatch(
+            f"step {save.step} has no {', '.join(names[:8])}{more}, so a load of it leaves that as it is; but what is "
+            f"in it now was read of step {', '.join(sorted(others))}, which failed, and what it was is lost. Start the "
+            f"program again with restore(step={save.step}), which goes back to that step at once"
+        )
+
+
+def _left_spoiled(order: LoadOrder, missing: Sequence[str]) -> tuple[list[str], set[str]]:
+    """Of the names that a step lacks: those that a failed load has read into, or into something below; and its step."""
+    if not order.begun:  # `rename` may be a function of the user's, and is called for these names in need only
+        return [], set()
+    read: dict[str, str] = {}
+    for name, save in order.begun.items():
+        while name and name not in read:
+            read[name] = str(save.step)
+            name = name.rpartition("/")[0]
+    named = Selection(None, _but_generators(order.rename)).named
+    found = [(name, read[saved]) for name in missing if (saved := named(name)) in read]
+    return [name for name, _ in found], {step for _, step in found}
 
 
 def _bring_and_match(

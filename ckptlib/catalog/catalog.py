@@ -26,6 +26,7 @@ from ckptlib.catalog.history import (
 )
 from ckptlib.catalog.metrics import best_of, numeric
 from ckptlib.catalog.reading import warm
+from ckptlib.catalog.second_read import decoded
 from ckptlib.catalog.shared_documents import SharedDocuments
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -285,9 +286,9 @@ class Catalog:
 
     def manifest(self, save: SaveId) -> Manifest:
         """Raises CheckpointNotFound, CorruptData, FormatError."""
-        document = self.manifest_document(save)
+        where = f"{self.store.url}/{save.manifest_key}"
         with gc_pause.kept():
-            return Manifest.decode(save, document, f"{self.store.url}/{save.manifest_key}")
+            return decoded(self.store, lambda: self.manifest_document(save), lambda d: Manifest.decode(save, d, where))
 
     def manifest_document(self, save: SaveId) -> bytes:
         """As it was put. Raises CheckpointNotFound."""
@@ -338,7 +339,7 @@ class Catalog:
 
     def part(self, name: PartName) -> Part:
         """Verified against its name and its layout. Raises CorruptData, FormatError, ObjectNotFound."""
-        return self.decode_part(name, self.store.get(name.key))
+        return decoded(self.store, lambda: self.store.get(name.key), lambda data: self.decode_part(name, data))
 
     def decode_part(self, name: PartName, data: bytes) -> Part:
         """As `part`, from its bytes."""

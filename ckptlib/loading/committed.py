@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.resolving import resolve_document
+from ckptlib.catalog.second_read import decoded
 from ckptlib.format.keys import parse_save
 from ckptlib.format.manifest import Manifest
 from ckptlib.policy.best import Best
@@ -24,7 +25,13 @@ def resolve_manifest(group: Group, catalog: Catalog, step: int | str, best: Best
         if group.rank != 0:
             return None
         found, document = resolve_document(catalog, step, best)
-        Manifest.decode(found, document, f"{catalog.store.url}/{found.manifest_key}")
+        unread = [document]
+
+        def decode(document: bytes) -> bytes:
+            Manifest.decode(found, document, f"{catalog.store.url}/{found.manifest_key}")
+            return document
+
+        document = decoded(catalog.store, lambda: unread.pop() if unread else catalog.manifest_document(found), decode)
         return str(found).encode() + b"\n" + document
 
     data = group.broadcast(together(group, f"resolving step {step}", find))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeGuard, cast
 
@@ -20,6 +20,7 @@ from ckptlib.format import tagged_values
 from ckptlib.format.layout import OwnPerRank, TensorEntry
 from ckptlib.format.paths import join
 from ckptlib.format.values import Json, is_nest
+from ckptlib.loading.aliases import place, repeats
 from ckptlib.loading.selection import Selection
 from ckptlib.loading.targets import Targets
 from ckptlib.reading.reader import Want
@@ -62,6 +63,8 @@ class LoadPlan:
         """Names of the checkpoint that somebody took."""
         self._filled: dict[int, Filler] = {}
         """By id of a tensor of the state."""
+        self._places: dict[Hashable, str] = {}
+        """By place in memory: the saved tensor that fills it. One memory may be under two tensors of the state."""
 
     def targets(self, tops: Sequence[str] = ()) -> Targets:
         """All that was collected. `tops`: the first level of the state's names."""
@@ -146,8 +149,23 @@ class LoadPlan:
 
     def fill(self, leaf: Leaf | None, entry: TensorEntry) -> None:
         """Wants this rank's pieces of a tensor, where it has any, filled with a saved one that fits."""
-        if leaf is not None:
+        if leaf is None:
+            return
+        at = place(leaf.pieces)
+        first = entry.name if at is None else self._places.setdefault(at, entry.name)
+        if not self._tie(entry.name, first, leaf, entry):
             self._wants.append(want(leaf, entry))
+
+    def _tie(self, name: str, first: str, leaf: Leaf, entry: TensorEntry) -> bool:
+        """Whether another saved tensor, `first`, fills the same memory already; a mismatch if that has other values."""
+        if first == entry.name:
+            return False
+        if not self.saved.same(first, entry.name, [box for box, _ in leaf.pieces]):
+            self.mismatch(
+                f"{name}: is tied to what {first} fills, but the checkpoint has different values for them; load them "
+                "into tensors of their own"
+            )
+        return True
 
     def add_tensor(self, tensor: torch.Tensor | Sharded, name: str) -> None:
         """Fills a tensor of the state in place."""
@@ -213,18 +231,15 @@ class LoadPlan:
                 f"{name}: target is {leaf.dtype}{list(leaf.shape)}, checkpoint has {entry.dtype}{list(entry.shape)}"
             )
             return
-        if any(map(_is_expanded, [piece for _, piece in leaf.pieces])):
+        if any(repeats(piece) for _, piece in leaf.pieces):
             self.mismatch(f"{name}: elements of the target share memory; give tensor.contiguous()")
             return
         first = self._filled.get(id(tensor))
         if first is None:
             self._filled[id(tensor)] = Filler(tensor, entry.name)
             self.fill(leaf, entry)
-        elif not self.saved.same(first.saved_name, entry.name, [box for box, _ in leaf.pieces]):  # tied: filled once
-            self.mismatch(
-                f"{name}: is tied to what {first.saved_name} fills, but the checkpoint has different values for them; "
-                "load them into tensors of their own"
-            )
+        else:  # tied: filled once
+            self._tie(name, first.saved_name, leaf, entry)
 
     def fills(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the state is going to be filled."""
@@ -382,14 +397,9 @@ def want(leaf: Leaf, entry: TensorEntry) -> Want[torch.Tensor]:
     return Want(entry.name, leaf.pieces, everywhere=plain and bool(leaf.pieces))
 
 
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    steps = tensor.stride()
-    return 0 in steps and any(step == 0 and size > 1 for step, size in zip(steps, tensor.shape, strict=True))
-
-
 def fits(now: object, entry: TensorEntry) -> TypeGuard[torch.Tensor]:
     """Whether a tensor can be filled in place, and updated afterwards."""
-    if not isinstance(now, torch.Tensor) or now.is_meta or now.is_inference() or _is_expanded(now):
+    if not isinstance(now, torch.Tensor) or now.is_meta or now.is_inference() or repeats(now):
         return False
     return (tuple(now.shape), dtype_name(now)) == (entry.shape, entry.dtype)
 

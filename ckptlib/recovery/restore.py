@@ -35,7 +35,7 @@ from ckptlib.loading.committed import resolve_manifest
 from ckptlib.loading.progress import Laps
 from ckptlib.loading.report import LoadReport
 from ckptlib.loading.selection import Only, Rename
-from ckptlib.ranks.together import together
+from ckptlib.ranks.together import together, together_at_length
 from ckptlib.reading.source import StepSource, own_rank
 from ckptlib.recovery import local_step
 from ckptlib.recovery.begun import enter_begun
@@ -52,6 +52,8 @@ from ckptlib.state.rng import LoadedRng
 from ckptlib.stores.local import LocalStore
 
 log = logging.getLogger(__name__)
+
+Load = Callable[[StepSource], tuple[LoadReport, LoadedRng | None]]
 
 DAMAGE = (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
 """The errors that make a committed step unusable, where the store can be reached."""
@@ -160,6 +162,7 @@ def restore(
     if skipped:
         what = "every step is damaged" if lost is CorruptData else "no step can be read"
         raise lost(f"{session.store.url}: {what}: " + "; ".join(skipped))
+    _check_there(session)
     if session.group.rank == 0:
         warn_of_foreign(session.store)
     session.stopwatch.restored()
@@ -233,45 +236,71 @@ def _restore_from(
     session: Session,
     inventory: Inventory,
     candidate: Candidate,
-    load: Callable[[StepSource], tuple[LoadReport, LoadedRng | None]],
+    load: Load,
 ) -> tuple[LoadReport, LoadedRng | None]:
-    if candidate.local is not None:
-        assert session.settings.local is not None
-        with LocalStore(str(session.settings.local.path)) as store:
-            return load(OnDisks(session.group, Catalog(store), candidate.local))
     if candidate.snapshot is None:
-        stored = _stored(session, candidate.save)
+        load_from = _load_from_store if candidate.local is None else _load_from_disks
         try:
-            found = load(stored)
+            return load_from(session, candidate, load)
         except ObjectUnreadable as error:  # also of a file system that had lost its server for a moment
             if session.group.rank == 0:
                 log.warning("retrying step %s once: %s", candidate.save, error)
-            _check_store(session)
-            stored = _stored(session, candidate.save)
-            found = load(stored)
-        session.lineage.known = stored.known()
-        return found
+            if candidate.local is None:
+                _check_store(session)
+            return load_from(session, candidate, load)
     if session.group.rank == 0:
         log.info("restoring step %d from memory: %s", candidate.save.step, _describe(session, inventory, candidate))
     source = InMemory(session.group, session.over, inventory, candidate.snapshot, session.settings.timeout)
+    again = True
     try:
         while True:
             try:
                 return load(source)
-            except DAMAGE:
-                if not source.drop_damaged():
+            except DAMAGE as error:
+                if source.drop_damaged():
+                    continue
+                if not again:
                     raise
+                again = False  # what was altered on its way is read once more
+                if session.group.rank == 0:
+                    log.warning("retrying step %s in memory once, where no slot is damaged: %s", candidate.save, error)
     finally:
         source.close()
 
 
-def _stored(session: Session, save: SaveId) -> StoredStep:
-    return StoredStep(session.catalog, resolve_manifest(session.group, session.catalog, str(save)), session.group)
+def _load_from_store(session: Session, candidate: Candidate, load: Load) -> tuple[LoadReport, LoadedRng | None]:
+    manifest = resolve_manifest(session.group, session.catalog, str(candidate.save))
+    stored = StoredStep(session.catalog, manifest, session.group)
+    found = load(stored)
+    session.lineage.known = stored.known()
+    return found
+
+
+def _load_from_disks(session: Session, candidate: Candidate, load: Load) -> tuple[LoadReport, LoadedRng | None]:
+    assert session.settings.local is not None
+    assert candidate.local is not None
+    with LocalStore(str(session.settings.local.path)) as store:
+        return load(OnDisks(session.group, Catalog(store), candidate.local))
 
 
 def _check_store(session: Session) -> None:
     """Raises when the store as a whole cannot be read from by one of the ranks. Collective."""
     together(session.group, "reading from the store", session.catalog.root)
+
+
+def _check_there(session: Session) -> None:
+    """Where nothing is listed, since a file system that is not mounted any more lists nothing either. Collective.
+
+    Raises CheckpointNotFound.
+    """
+    try:
+        _check_store(session)
+    except CheckpointNotFound as error:
+        raise CheckpointNotFound(
+            f"{error}, and it was there when the Checkpointer was made. Was it moved or removed, or is its file system "
+            "not mounted any more? Nothing was restored. Put it back, and start the job again. To begin anew, start it "
+            "again as it is"
+        ) from error
 
 
 def _load(session: Session, order: LoadOrder, source: StepSource) -> tuple[LoadReport, LoadedRng | None]:
@@ -310,22 +339,25 @@ def _await_orphans(session: Session, newest: SaveId | None) -> None:
 
     `newest`: which can be restored without them; only what is newer is waited for.
     """
-    deadline = time.monotonic() + ORPHANS_TIMEOUT_S
-    told = False
-    while left := session.snapshots.arena.others.under_way(newest):
-        if time.monotonic() > deadline:
-            log.warning(
-                "writers of an earlier job on %s have not finished within %.0f s what they write to %s, and may commit "
-                "it yet; resuming without it. If the step that is restored is too old, end those writers and start the "
-                "job again. They hold: %s",
-                socket.gethostname(),
-                ORPHANS_TIMEOUT_S,
-                session.store.url,
-                ", ".join(map(str, left[:4])),
-            )
-            break
-        if not told:
-            log.info("waiting for the writers of the previous job to finish")
-            told = True
-        time.sleep(0.05)
-    together(session.group, "waiting for the writers of the job before", lambda: None)
+
+    def wait() -> None:
+        deadline = time.monotonic() + ORPHANS_TIMEOUT_S
+        told = False
+        while left := session.snapshots.arena.others.under_way(newest):
+            if time.monotonic() > deadline:
+                log.warning(
+                    "writers of an earlier job on %s have not finished within %.0f s what they write to %s, and may "
+                    "commit it yet; resuming without it. If the step that is restored is too old, end those writers "
+                    "and start the job again. They hold: %s",
+                    socket.gethostname(),
+                    ORPHANS_TIMEOUT_S,
+                    session.store.url,
+                    ", ".join(map(str, left[:4])),
+                )
+                return
+            if not told:
+                log.info("waiting for the writers of the previous job to finish")
+                told = True
+            time.sleep(0.05)
+
+    together_at_length(session.group, "waiting for the writers of the job before", wait)

@@ -16,6 +16,7 @@ from typing_extensions import override
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.pack_sizes import check_pack
 from ckptlib.catalog.reading import each
+from ckptlib.catalog.second_read import decoded
 from ckptlib.errors import FormatError, StoreError
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
@@ -40,8 +41,8 @@ class StoredStep(Committed):
     @override
     def part(self, rank: int) -> Part:
         name = self._manifest.parts[rank]
-        document = self._catalog.store.get(name.key)
-        part = self._catalog.decode_part(name, document)
+        store = self._catalog.store
+        part, document = decoded(store, lambda: store.get(name.key), lambda d: (self._catalog.decode_part(name, d), d))
         if rank == self._group.rank:
             self._own = part, OwnPart(name, document)
         return part

@@ -90,7 +90,8 @@ class Slot(ReadableSlot):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """A slot that another process made, to be read. Raises FormatError for a file that is not this user's slot."""
+        """A slot that another process made, to be read. Raises FormatError for a file that is not this user's slot, or
+        that cannot be opened and mapped."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
@@ -106,7 +107,11 @@ class Slot(ReadableSlot):
                 f"{path}: not a slot: expected a file with one name that only its owner may write to, got mode "
                 f"{found.st_mode:o} and {found.st_nlink} names"
             )
-        return cls(path, fd, found.st_size, writable=False)
+        try:
+            return cls(path, fd, found.st_size, writable=False)
+        except (OSError, ValueError) as error:  # no memory for it, or it was cut meanwhile
+            os.close(fd)
+            raise FormatError(f"{path}: cannot be mapped as a slot: {error}") from error
 
     @property
     @override

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,38 @@ def test_expanded_targets_are_refused_before_anything_is_filled(root: Root) -> N
     with pytest.raises(StateMismatch, match="a: elements of the target share memory"):
         root.load(target)
     assert not target["b"].any()
+
+
+def test_targets_with_two_elements_in_one_place_are_refused_too(root: Root) -> None:
+    """As those of windows that slide over a signal: each value would overwrite another's."""
+    root.save({"a": torch.ones(3, 4), "b": torch.ones(2)})
+    target = {"a": torch.zeros(6).unfold(0, 4, 1), "b": torch.zeros(2)}
+    with pytest.raises(StateMismatch, match="a: elements of the target share memory"):
+        root.load(target)
+    assert not target["b"].any()
+
+
+@pytest.mark.parametrize("alias", [torch.Tensor.detach, lambda t: t.view(2, 3), lambda t: t[:]])
+def test_two_values_do_not_go_into_one_memory(root: Root, alias: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Two tensors of it, as a state_dict() of tied weights has them, are two objects."""
+    first, second = torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3) + 1
+    root.save({"a": first, "b": second})
+    target = torch.zeros(2, 3)
+    with pytest.raises(StateMismatch, match="b: is tied to what a fills"):
+        root.load({"a": target, "b": alias(target)}, strict=False)
+    assert not target.any()
+    root.save({"a": first, "b": first.clone()})
+    root.load({"a": target, "b": alias(target)})
+    assert torch.equal(target, first)
+
+
+def test_views_beside_one_another_in_one_memory_are_filled(root: Root) -> None:
+    saved = {"a": torch.arange(3.0), "b": torch.arange(3.0) + 5, "c": torch.arange(4.0)}
+    root.save(saved)
+    flat = torch.zeros(10)
+    target = {"a": flat[0:6:2], "b": flat[1:6:2], "c": flat[6:]}
+    root.load(target)
+    assert all(torch.equal(target[name], saved[name]) for name in saved)
 
 
 # -- only, map, cast

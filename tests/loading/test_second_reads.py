@@ -12,14 +12,17 @@ from typing_extensions import override
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
-from ckptlib.errors import CorruptData
+from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format.box import Box
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Root
+from ckptlib.loading.committed import resolve_manifest
 from ckptlib.loading.reader import Reader
+from ckptlib.ranks.group import SoloGroup
 from ckptlib.reading.committed import Committed
 from ckptlib.reading.reader import Want
+from ckptlib.recovery.stored_step import StoredStep
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import flip_bit
 from ckptlib.verify.root import verify_save
@@ -86,6 +89,43 @@ def test_what_stays_altered_is_damaged(tmp_path: Path, is_local: bool, flips: in
     store.flips = flips
     with pytest.raises(CorruptData, match="does not match"):
         load(store, save)
+
+
+class NoisyDocuments(LocalStore):
+    """Flips a bit in so many of the documents of one kind that are read."""
+
+    flips, prefix = 0, ""
+
+    @override
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        data = bytearray(super().get(key, offset, nbytes))
+        if self.flips and key.startswith(self.prefix):
+            self.flips -= 1
+            data[len(data) // 2] ^= 1
+        return bytes(data)
+
+
+@pytest.mark.parametrize("prefix", ["steps/", "parts/"])
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_document_that_was_altered_on_the_way_is_read_again(tmp_path: Path, prefix: str, restored: bool) -> None:
+    _, save, _ = saved(tmp_path, is_local=False)
+    store = NoisyDocuments(str(tmp_path))
+    store.prefix, store.is_local = prefix, False
+
+    def read() -> int:
+        catalog = Catalog(store)
+        if restored:
+            manifest = resolve_manifest(SoloGroup(), catalog, "latest")
+            return StoredStep(catalog, manifest, SoloGroup()).part(0).rank
+        return catalog.part(catalog.manifest(save).parts[0]).rank
+
+    store.flips = 1
+    assert read() == 0
+    assert store.flips == 0
+    for is_local, flips in ((True, 1), (False, 1000)):
+        store.is_local, store.flips = is_local, flips
+        with pytest.raises((CorruptData, FormatError)):
+            read()
 
 
 def test_verify_reads_again_and_tells_only_what_stays(tmp_path: Path) -> None:

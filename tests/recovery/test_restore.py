@@ -8,19 +8,30 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from rankthreads import run_ranks
 from torch import nn
 
 import ckptlib
-from ckptlib.errors import CheckpointNotFound, StateMismatch
+from ckptlib.errors import CheckpointNotFound, ObjectUnreadable, StateMismatch
+from ckptlib.format.keys import SaveId
+from ckptlib.ranks.group import Group
+from ckptlib.recovery.restore import _await_orphans
+from ckptlib.saving.session import Session
+from ckptlib.slots.slot import Slot
 from ckptlib.state import rng
 from ckptlib.state.leaf import torch_dtype
+from ckptlib.stores.local import LocalStore
+from ckptlib.stores.testing import flip_bit
 
 
 @pytest.fixture
@@ -115,6 +126,46 @@ def test_what_could_not_be_read_for_a_moment_is_read(tmp_path: Path, caplog: pyt
     assert "retrying step" in caplog.text
 
 
+@pytest.mark.parametrize("what", [{"op": "get", "key": f"^steps/{2:012d}-"}, {"op": "get", "key": f"^parts/{2:012d}-"}])
+def test_a_document_that_could_not_be_read_for_a_moment_is_read(
+    tmp_path: Path, what: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    url = faulty(tmp_path)
+    found = torch.zeros(1000)
+    with ckptlib.Checkpointer(url, {"w": found}, every=1000) as ckpt:
+        (tmp_path / "plan").write_text(json.dumps([{**what, "action": "unreadable", "nth": 0}]))
+        report = ckpt.restore()
+    assert (report.step, report.skipped) == (2, ())
+    assert torch.equal(found, torch.full((1000,), 2.0))
+    assert "retrying step" in caplog.text
+
+
+def test_what_a_local_disk_could_not_read_for_a_moment_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here no other copy has the step: the store is to get none of them."""
+    found, local = torch.full((1000,), 2.0), {"local": tmp_path / "disk", "drain": ckptlib.Steps(1000)}
+    with ckptlib.Checkpointer(tmp_path / "root", {"w": found}, every=1000, **local) as ckpt:
+        ckpt.save(2).wait_local(60)
+    failed: list[str] = []
+    get_into = LocalStore.get_into
+
+    def fail_once(self: LocalStore, key: str, offset: int, buffer: memoryview) -> None:
+        if key.startswith("packs/") and not failed:
+            failed.append(key)
+            raise ObjectUnreadable(f"{key}: cannot be read, as planned")
+        get_into(self, key, offset, buffer)
+
+    found.zero_()
+    with ckptlib.Checkpointer(tmp_path / "root", {"w": found}, every=1000, **local) as ckpt:
+        monkeypatch.setattr(LocalStore, "get_into", fail_once)
+        report = ckpt.restore()
+    assert failed
+    assert (report.step, report.tier, report.skipped) == (2, "local", ())
+    assert torch.equal(found, torch.full((1000,), 2.0))
+    assert "retrying step" in caplog.text
+
+
 def test_a_store_that_goes_away_is_no_reason_for_an_older_step(tmp_path: Path) -> None:
     url = faulty(tmp_path)
     with ckptlib.Checkpointer(url, {"w": torch.zeros(1000)}, every=1000) as ckpt:
@@ -124,6 +175,126 @@ def test_a_store_that_goes_away_is_no_reason_for_an_older_step(tmp_path: Path) -
         (tmp_path / "plan").write_text(json.dumps(rules))
         with pytest.raises(ckptlib.ObjectUnreadable, match=r"ckptlib\.json.*cannot be read, as planned"):
             ckpt.restore()
+
+
+def test_a_root_that_is_gone_is_no_fresh_run(tmp_path: Path) -> None:
+    """As an unmounted file system is, which lists nothing."""
+    root, away, found = tmp_path / "root", tmp_path / "away", torch.zeros(3)
+    ckptlib.save(root, {"w": torch.ones(3)}, 1)
+    with ckptlib.Checkpointer(root, {"w": found}, every=1000) as ckpt:
+        root.rename(away)
+        root.mkdir()
+        with pytest.raises(CheckpointNotFound, match=r"no ckptlib\.json, and it was there when .* mounted any more"):
+            ckpt.restore()
+    root.rmdir()
+    away.rename(root)
+    with ckptlib.Checkpointer(root, {"w": found}, every=1000) as ckpt:
+        assert ckpt.restore().step == 1
+    assert torch.equal(found, torch.ones(3))
+
+
+def test_no_rank_times_out_while_another_waits_for_writers_of_the_job_before() -> None:
+    """Their host may be the only one with such writers, and `timeout=` shorter than they are waited for."""
+    met = threading.Event()
+
+    def on_rank(group: Group) -> None:
+        group.patience_s = 0.01
+        meetings: list[list[int]] = []
+        start_max = group.start_max
+
+        def counted(values: Sequence[int]) -> Callable[[], list[int]]:
+            meetings.append([*values])
+            if len(meetings) == 3:
+                met.set()
+            return start_max(values)
+
+        group.start_max = counted  # type: ignore[method-assign]
+
+        def under_way(after: SaveId | None) -> list[Path]:
+            if group.rank == 1:
+                assert met.wait(60), "the other rank waits for this one without a word"
+            return []
+
+        others = SimpleNamespace(under_way=under_way)
+        session = SimpleNamespace(group=group, snapshots=SimpleNamespace(arena=SimpleNamespace(others=others)))
+        _await_orphans(cast(Session, session), None)
+
+    run_ranks(2, on_rank)
+
+
+def test_a_slot_of_which_a_read_was_altered_on_the_way_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As between hosts. Only a slot that proves damaged when it is checked is dropped, with its step."""
+    peers = ckptlib.Peers(copies=0, every=1, keep_for=timedelta(seconds=60))
+    found = torch.full((3000,), 3.0)
+    ckpt = ckptlib.Checkpointer(tmp_path / "root", {"w": found}, every=1000, peers=peers, arena=tmp_path)
+    ckpt.save(3).wait_committed(60)
+    ckpt.__exit__(KeyError, KeyError("the trainer's own trouble"), None)
+    altered: list[int] = []
+    read_into = Slot.read_into
+
+    def alter_once(self: Slot, offset: int, buffer: memoryview) -> None:
+        read_into(self, offset, buffer)
+        if not altered:
+            altered.append(offset)
+            buffer[0] ^= 1
+
+    found.zero_()
+    with checkpointer(tmp_path / "root", {"w": found}, tmp_path) as ckpt:
+        monkeypatch.setattr(Slot, "read_into", alter_once)
+        report = ckpt.restore()
+    assert altered
+    assert (report.step, report.tier, report.skipped) == (3, "memory", ())
+    assert torch.equal(found, torch.full((3000,), 3.0))
+    assert "retrying step" in caplog.text
+
+
+# -- no tensor is left with what a damaged step has put into it
+
+
+def flip_in_pack(root: Path, step: int) -> None:
+    """In the last tensor of the step's pack."""
+    pack = max(root.glob(f"packs/{step:012d}-*/*"), key=lambda path: path.stat().st_size)
+    flip_bit(pack, pack.stat().st_size * 3 // 4)
+
+
+@pytest.mark.parametrize(
+    "options", [{"optional": "ema"}, {"strict": False}, {"optional": "new", "map": {"new": "ema"}}]
+)
+def test_what_a_damaged_step_was_read_into_is_not_left_where_the_step_before_lacks_it(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Else it would be of another step than all the rest, or of damaged bytes, and be said to be as it was."""
+    name = "new" if "map" in options else "ema"
+    size = 300_000
+    ckptlib.save(tmp_path, {"w": torch.full((size,), 1.0)}, 1)
+    ckptlib.save(tmp_path, {"w": torch.full((size,), 2.0), "ema": torch.full((size,), 2.5)}, 2)
+    flip_in_pack(tmp_path, 2)
+    state = {"w": torch.zeros(size), name: torch.full((size,), -1.0)}
+    with (
+        ckptlib.Checkpointer(tmp_path, state, every=1000) as ckpt,
+        pytest.raises(StateMismatch, match=rf"step 1 has no {name}, .*was read of step 2, .*restore\(step=1\)"),
+    ):
+        ckpt.restore(**options)
+    assert not torch.equal(state["w"], torch.full((size,), 1.0)), "refused before anything of step 1 was read"
+    state[name].fill_(-1.0)
+    with ckptlib.Checkpointer(tmp_path, state, every=1000) as ckpt:
+        report = ckpt.restore(step=1, **options)
+    assert (report.step, report.missing) == (1, (name,))
+    assert torch.equal(state["w"], torch.full((size,), 1.0))
+    assert torch.equal(state[name], torch.full((size,), -1.0))
+
+
+def test_what_no_step_has_stays_as_it_is_behind_a_damaged_one(tmp_path: Path) -> None:
+    for step in (1, 2):
+        ckptlib.save(tmp_path, {"w": torch.full((300_000,), float(step))}, step)
+    flip_in_pack(tmp_path, 2)
+    state = {"w": torch.zeros(300_000), "new": torch.full((3,), -1.0)}
+    with ckptlib.Checkpointer(tmp_path, state, every=1000) as ckpt:
+        assert ckpt.restore(optional="new").step == 1
+    assert torch.equal(state["w"], torch.full((300_000,), 1.0))
+    assert torch.equal(state["new"], torch.full((3,), -1.0))
 
 
 # -- what is not damage is not called so

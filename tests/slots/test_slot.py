@@ -197,6 +197,22 @@ def test_what_is_not_a_slot_of_this_user_is_not_opened(slot: Slot, tmp_path: Pat
             Slot.open(path)
 
 
+def test_a_slot_that_cannot_be_mapped_is_named_and_let_go(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a restore goes on with the other copies: it looks into every slot of its host."""
+    num_open = len(os.listdir("/proc/self/fd"))
+    for error in (OSError(errno.ENOMEM, "Cannot allocate memory"), ValueError("mmap length is greater than file size")):
+
+        def fail(*_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr("ckptlib.slots.slot.mmap.mmap", fail)
+        with pytest.raises(FormatError, match=rf"{slot.path}: cannot be mapped as a slot: .*{error.args[-1]}"):
+            Slot.open(slot.path)
+    monkeypatch.undo()
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    Slot.open(slot.path).close()
+
+
 def test_what_the_disk_of_a_slot_does_not_give_is_damage(slot: Slot, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that another copy is tried, as for any other damage."""
 

@@ -1,0 +1,39 @@
+"""Tensors of a state that lie in the same memory: within one of them, and one on top of another."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from ckptlib.format.box import Box
+
+
+def repeats(tensor: torch.Tensor) -> bool:
+    """Whether two of a tensor's elements are one in memory, as in an expanded one: it cannot hold what was saved."""
+    dims = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    if not tensor.numel() or not dims:
+        return False
+    reach, apart = 0, True
+    for step, size in dims:
+        apart = apart and step > reach
+        reach += step * (size - 1)
+    if apart or dims[0][0] == 0 or reach + 1 < tensor.numel():  # each step is beyond all before; or too little room
+        return not apart
+    offsets = torch.zeros(1, dtype=torch.int64, device="cpu")
+    for step, size in dims:
+        offsets = (offsets[:, None] + step * torch.arange(size, device="cpu")).flatten()
+    return not bool(offsets.sort().values.diff().all())
+
+
+def place(pieces: Sequence[tuple[Box, torch.Tensor]]) -> Hashable:
+    """What only pieces have in common of which each lies on its counterpart, element by element; None for no memory.
+
+    Equal by this are also two tensors of one storage, such as a parameter and `parameter.detach()`.
+    """
+    if not any(piece.numel() for _, piece in pieces) or any(piece.is_meta for _, piece in pieces):
+        return None
+    return tuple(
+        (box, piece.device, piece.data_ptr(), piece.dtype, piece.stride(), piece.is_conj(), piece.is_neg())
+        for box, piece in pieces
+    )
