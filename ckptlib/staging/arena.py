@@ -113,7 +113,10 @@ class Arena:
                 self.mark_void(slot)
                 self._slots.remove(slot)
                 self._slots.append(slot)
-                return slot if slot.capacity >= nbytes else self._grown(slot, nbytes)
+                if slot.is_lost:
+                    log.warning("%s was removed, or cut short, below the job; another slot is made in its place", slot.path)
+                    return self._replaced(slot, max(slot.capacity, nbytes))
+                return slot if slot.capacity >= nbytes else self._replaced(slot, nbytes)
         if len(self._slots) < self._num_slots:
             return self._add(nbytes)
         return None
@@ -144,7 +147,7 @@ class Arena:
         """The slot's content is worth nothing."""
         self._steps.pop(slot.path, None)
 
-    def _grown(self, slot: Slot, nbytes: int) -> Slot:
+    def _replaced(self, slot: Slot, nbytes: int) -> Slot:
         self._slots.remove(slot)
         slot.unlink()
         slot.empty()  # others have it open still, and the new one may find no room beside it

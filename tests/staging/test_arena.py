@@ -7,7 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -80,6 +80,34 @@ def test_the_newest_that_all_have_is_never_overwritten(arena: Arena) -> None:
     assert arena.needs_held([]) == 2
     assert taken(arena, 2, []) is first
     assert second.path.exists()
+
+
+def removed(slot: Slot) -> None:
+    """As by logind, when the user logs out, or by a script that clears /dev/shm."""
+    slot.path.unlink()
+
+
+def cut_short(slot: Slot) -> None:
+    os.truncate(slot.path, PAGE_BYTES)
+
+
+@pytest.mark.parametrize("lose", [removed, cut_short])
+def test_one_that_was_lost_below_the_job_is_replaced(
+    arena: Arena, lose: Callable[[Slot], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No writer could open the first, and to write to the second would kill the trainer."""
+    made: list[Path] = []
+    gone: list[Path] = []
+    arena.on_made, arena.on_gone = made.append, gone.append
+    lost, other = saved(arena, 1, -1, []), saved(arena, 2, 1, [])
+    lose(lost)
+    found = saved(arena, 3, 2, [])
+    found.body[:] = b"x" * SIZE
+    assert found.path.exists()
+    assert (made, gone) == ([lost.path, other.path, found.path], [lost.path])
+    assert saved(arena, 4, 3, []) is other, "nothing is made in the place of what is there"
+    assert len(arena.slots) == 2
+    assert str(lost.path) in caplog.text
 
 
 def test_what_a_writer_still_has_to_read_is_not_overwritten(arena: Arena) -> None:
