@@ -195,5 +195,6 @@ class Arena:
         for slot in self._slots:
             if unlink:
                 slot.unlink()
+                slot.empty()  # a forked child has it open still, and may live as long as this process does
             self._drop(slot)
         self._slots.clear()

@@ -55,6 +55,9 @@ class Channel:
         return bool(data)
 
     def close(self) -> None:
+        """The other end sees that, even if a child that was forked from this process has the socket open still."""
+        with contextlib.suppress(OSError):  # the other end is gone already
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 

@@ -174,6 +174,17 @@ def test_a_slot_that_is_too_small_is_made_anew(arena: Arena) -> None:
     assert len(arena.slots) == 2
 
 
+def test_no_forked_child_keeps_the_memory_of_one_that_was_closed(tmp_path: Path) -> None:
+    arena = Arena(ROOT_ID, GENERATION, tmp_path, 1)
+    held = os.dup(taken(arena, -1, []).mapped.fd)
+    assert os.fstat(held).st_blocks * 512 >= SIZE
+    arena.close(unlink=True)
+    try:
+        assert os.fstat(held).st_blocks == 0
+    finally:
+        os.close(held)
+
+
 def test_no_room_where_a_directory_was_chosen(small: Path) -> None:
     arena = Arena(ROOT_ID, GENERATION, small, 2)
     arena.warm(1 << 30)
