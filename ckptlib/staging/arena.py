@@ -6,7 +6,6 @@ A slot is overwritten only when every rank holds a newer snapshot and nobody rea
 from __future__ import annotations
 
 import logging
-import tempfile
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -14,13 +13,12 @@ from pathlib import Path
 from ckptlib.devices.numa import running_on
 from ckptlib.errors import NoRoom
 from ckptlib.format.keys import GenerationId
+from ckptlib.slots import files
 from ckptlib.slots.slot import Slot
 from ckptlib.staging.other_slots import OPEN, OtherSlots, prefix_of
 from ckptlib.staging.pinning import Pinning
 
 log = logging.getLogger(__name__)
-
-MEMORY = Path("/dev/shm")
 
 NEVER = 2**62
 """A step that is never reached."""
@@ -28,7 +26,7 @@ NEVER = 2**62
 
 def directories(given: Path | None) -> list[Path]:
     """Where the slots of a job may be that was given this directory, the usual one first."""
-    return [MEMORY, Path(tempfile.gettempdir())] if given is None else [given]
+    return [*files.usual()] if given is None else [given]
 
 
 class Arena:
@@ -114,7 +112,9 @@ class Arena:
                 self._slots.remove(slot)
                 self._slots.append(slot)
                 if slot.is_lost:
-                    log.warning("%s was removed, or cut short, below the job; another slot is made in its place", slot.path)
+                    log.warning(
+                        "%s was removed, or cut short, below the job; another slot is made in its place", slot.path
+                    )
                     return self._replaced(slot, max(slot.capacity, nbytes))
                 return slot if slot.capacity >= nbytes else self._replaced(slot, nbytes)
         if len(self._slots) < self._num_slots:

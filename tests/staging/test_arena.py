@@ -19,8 +19,8 @@ from support import ROOT_ID
 from ckptlib.errors import NoRoom
 from ckptlib.format.keys import GenerationId
 from ckptlib.pages import PAGE_BYTES
+from ckptlib.slots import files
 from ckptlib.slots.slot import SUFFIX, Slot
-from ckptlib.staging import arena as arena_module
 from ckptlib.staging.arena import Arena
 
 GENERATION = GenerationId(7, "0123abcd")
@@ -211,8 +211,8 @@ def test_a_file_where_memory_has_no_room(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Some slots in memory, one in a file: the same code, said loudly."""
-    monkeypatch.setattr(arena_module, "MEMORY", small)
-    monkeypatch.setattr(arena_module.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(files, "MEMORY", small)
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
     arena = Arena(ROOT_ID, GENERATION, None, 2)
     first = taken(arena, -1, [], 1 << 20)
     second = taken(arena, -1, [], 2 << 20)
