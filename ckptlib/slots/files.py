@@ -17,8 +17,14 @@ MEMORY = Path("/dev/shm")
 
 
 def usual() -> tuple[Path, ...]:
-    """Where slots are, unless a job was told to make them elsewhere."""
-    return MEMORY, Path(tempfile.gettempdir())
+    """Where slots are, unless a job was told to make them elsewhere: the usual one first.
+
+    Memory alone where there is no temporary directory, as in a container whose root is read-only.
+    """
+    try:
+        return MEMORY, Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return (MEMORY,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,13 @@ class Slot(ReadableSlot):
         return os.fstat(self._fd).st_size
 
     @property
+    def is_lost(self) -> bool:
+        """Whether somebody has removed its file, so that no other process can open it, or has cut it short, so that
+        whoever touches what is gone gets SIGBUS. Only for a slot made here."""
+        found = os.fstat(self._fd)
+        return found.st_nlink == 0 or found.st_size < self._nbytes_mapped
+
+    @property
     def body(self) -> memoryview:
         """The mapped body, whole capacity."""
         return memoryview(self._map)[PAGE_BYTES:]

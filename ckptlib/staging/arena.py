@@ -6,7 +6,6 @@ A slot is overwritten only when every rank holds a newer snapshot and nobody rea
 from __future__ import annotations
 
 import logging
-import tempfile
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -14,13 +13,12 @@ from pathlib import Path
 from ckptlib.devices.numa import running_on
 from ckptlib.errors import NoRoom
 from ckptlib.format.keys import GenerationId
+from ckptlib.slots import files
 from ckptlib.slots.slot import Slot
 from ckptlib.staging.other_slots import OPEN, OtherSlots, prefix_of
 from ckptlib.staging.pinning import Pinning
 
 log = logging.getLogger(__name__)
-
-MEMORY = Path("/dev/shm")
 
 NEVER = 2**62
 """A step that is never reached."""
@@ -28,7 +26,7 @@ NEVER = 2**62
 
 def directories(given: Path | None) -> list[Path]:
     """Where the slots of a job may be that was given this directory, the usual one first."""
-    return [MEMORY, Path(tempfile.gettempdir())] if given is None else [given]
+    return [*files.usual()] if given is None else [given]
 
 
 class Arena:
@@ -113,7 +111,12 @@ class Arena:
                 self.mark_void(slot)
                 self._slots.remove(slot)
                 self._slots.append(slot)
-                return slot if slot.capacity >= nbytes else self._grown(slot, nbytes)
+                if slot.is_lost:
+                    log.warning(
+                        "%s was removed, or cut short, below the job; another slot is made in its place", slot.path
+                    )
+                    return self._replaced(slot, max(slot.capacity, nbytes))
+                return slot if slot.capacity >= nbytes else self._replaced(slot, nbytes)
         if len(self._slots) < self._num_slots:
             return self._add(nbytes)
         return None
@@ -144,7 +147,7 @@ class Arena:
         """The slot's content is worth nothing."""
         self._steps.pop(slot.path, None)
 
-    def _grown(self, slot: Slot, nbytes: int) -> Slot:
+    def _replaced(self, slot: Slot, nbytes: int) -> Slot:
         self._slots.remove(slot)
         slot.unlink()
         slot.empty()  # others have it open still, and the new one may find no room beside it
@@ -192,5 +195,6 @@ class Arena:
         for slot in self._slots:
             if unlink:
                 slot.unlink()
+                slot.empty()  # a forked child has it open still, and may live as long as this process does
             self._drop(slot)
         self._slots.clear()

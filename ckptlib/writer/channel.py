@@ -18,21 +18,29 @@ PROTOCOL = 6
 class Channel:
     """One end. Any thread may send; one thread receives."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, stall_s: float | None = None) -> None:
+        """`stall_s`: how long the other end may take nothing of a message; None: for ever."""
         self._socket = end
+        self._stall_s = stall_s
         self._received = b""
         self._sending = threading.Lock()
         self.closed = False
         """Whether the other end is gone, and all that it said has been received."""
+        self.stalled = False
+        """Whether the other end took nothing for too long. Nothing more is sent."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
         """Says something, if the other end is still there; `receive` tells when it is not."""
-        data = json.dumps(message).encode() + b"\n"
+        data = memoryview(json.dumps(message).encode() + b"\n")
         with self._sending, contextlib.suppress(OSError):
-            self._socket.sendall(data)
+            while data and not self.stalled:
+                try:
+                    data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    self.stalled = not _ready(select.POLLOUT, self._socket.fileno(), timeout_s=self._stall_s)
 
     def receive(self, timeout_s: float | None) -> list[Message]:
         """Every message that is here, or the first to come within the time-out; none when it passes or at the end."""
@@ -55,7 +63,11 @@ class Channel:
         return bool(data)
 
     def close(self) -> None:
+        """The other end sees that, even if a child that was forked from this process has the socket open still."""
+        with contextlib.suppress(OSError):  # the other end is gone already
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        self.closed = True
 
 
 def readable(*fds: int, timeout_s: float | None) -> bool:
@@ -63,7 +75,11 @@ def readable(*fds: int, timeout_s: float | None) -> bool:
 
     By poll, since select takes no descriptor from 1024 up, and a trainer may have thousands of files open.
     """
+    return _ready(select.POLLIN, *fds, timeout_s=timeout_s)
+
+
+def _ready(event: int, *fds: int, timeout_s: float | None) -> bool:
     poller = select.poll()
     for fd in fds:
-        poller.register(fd, select.POLLIN)
+        poller.register(fd, event)
     return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptlib.errors import WaitTimeout
+from ckptlib.errors import SaveFailed, StoreTimeout, WaitTimeout
 from ckptlib.format.keys import SaveId
 from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.writer import logfile
 from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.known_origin import KnownOrigin, Lent
+from ckptlib.writer.launch import launch
+from ckptlib.writer.silence import Silence
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,13 @@ REAP_S = 5.0
 
 MAX_DEATHS = 3
 """In a row, without a save in between; then something is wrong that another start will not mend."""
+
+STALL_S = 10.0
+"""A writer that takes no order for so long is not running: its main thread does nothing else, and some 300 are on the
+way by then. The training stands still meanwhile."""
+
+SAVES = ("persist", "commit", "void")
+"""Orders that a writer answers within the deadline of a save."""
 
 
 class _OrderKey(NamedTuple):
@@ -64,42 +71,26 @@ class Writer:
         self._sweeps = 0
         """That the writer is to make, or makes."""
         self._stuck = False
-        """Whether the writer gave up a call that hangs, and ends."""
+        """Whether the writer hangs, and must be killed."""
+        self._unstarted = False
+        """Whether no writer could be started; the next order tries again."""
         self.log_path = logfile.new_path(int(setup["rank"]))
         self._lock, self._waking = threading.Lock(), threading.Lock()
-        self._start(wait_s)
+        try:
+            self._start(wait_s)
+        except OSError as error:
+            self._channel.close()
+            raise SaveFailed(_no_start(error)) from error
 
     def _start(self, wait_s: float = 0.0) -> None:
+        """Raises OSError."""
         if not self.log_path.parent.is_dir():  # a long job outlives what is cleaned out of a temporary directory
             self.log_path = logfile.new_path(int(self._setup["rank"]))
         ours, theirs = socket.socketpair()
-        lock, page = self._unread, self._setup.get("account_fd")
-        with logfile.append_to(self.log_path) as output:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "ckptlib.writer"),
-                    *(str(theirs.fileno()), str(os.getpid()), str(wait_s), str(self.log_path)),
-                    *(() if lock is None else (str(lock.fd), str(lock.path))),
-                ],
-                pass_fds=[
-                    theirs.fileno(),
-                    *(() if lock is None else (lock.fd,)),
-                    *(() if page is None else (page,)),
-                ],
-                stdin=subprocess.PIPE if wait_s else subprocess.DEVNULL,
-                bufsize=0,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
-                    "PYTHONSAFEPATH": "1",
-                    "OPENBLAS_NUM_THREADS": "1",  # numpy would start threads, 0.1 s of CPU, that nothing here uses
-                },
-            )
-        theirs.close()
-        self._channel = Channel(ours)
+        self._channel, self._silence = Channel(ours, STALL_S), Silence(float(self._setup["deadline_s"]))
+        with theirs:
+            page = self._setup.get("account_fd")
+            self._process = launch(theirs, self.log_path, wait_s, self._unread, None if page is None else int(page))
         self._channel.send(self._setup)
 
     @property
@@ -210,6 +201,7 @@ class Writer:
 
     def _order(self, message: Message) -> None:
         with self._lock:
+            self._unstarted = False
             self._open[_OrderKey(message["save"], message["op"] == "await")] = message
             self._channel.send(message)
 
@@ -218,18 +210,33 @@ class Writer:
 
         A writer that died is started again as soon as there is something to do, with all orders that it did not carry
         out, or snapshots to be kept for a successor. When it keeps dying, each of the orders is answered by a failure
-        instead. One that gave up a save, since the store did not answer, is replaced: the next one publishes that.
+        instead. One that gave up a save, since the store did not answer, is replaced: the next one publishes that. So
+        is one that does not run.
         """
         told, events = self._channel.receive(timeout_s), list[Message]()
         with self._lock:
+            told += self._give_up(bool(told))
             for event in told:
                 if not self._stuck:  # what it did after it gave up is done again
                     self._note(event)
                     events.append(event)
             keeps = self._held is not None and self._deaths + 1 < MAX_DEATHS
-            if self._stuck or (self._channel.closed and (self._open or keeps)):
+            stuck = self._stuck or self._channel.stalled
+            if stuck or (self._channel.closed and (self._open or keeps) and not self._unstarted):
                 events += self._revive()
         return events
+
+    def _give_up(self, heard: bool) -> list[Message]:
+        """In the writer's place, the oldest save of one that does not run."""
+        saves = [order["save"] for order in self._open.values() if order["op"] in SAVES]
+        seconds = self._silence.lasts(bool(saves) and not self._channel.closed, heard, time.monotonic())
+        if seconds is None:
+            return []
+        error = (
+            f"the writer process (pid {self.pid}) has said nothing for {seconds:.0f} s, longer than a save may take: "
+            f"it was stopped, or hangs in the kernel; another one takes its place. See {self.log_path}"
+        )
+        return [{**_failure(saves[0], error), "kind": StoreTimeout.__name__, "replace": True}]
 
     def _note(self, event: Message) -> None:
         kind = event["event"]
@@ -266,8 +273,8 @@ class Writer:
 
     def _revive(self) -> list[Message]:
         self.wake()
-        if self._stuck:
-            log.warning("the writer process (pid %d) hangs in a call to the store; starting another one", self.pid)
+        if self._stuck or self._channel.stalled:
+            log.warning("the writer process (pid %d) hangs, or was stopped; starting another one", self.pid)
             self._reap(kill=True)
         else:
             self._deaths += 1
@@ -275,13 +282,16 @@ class Writer:
             log.warning("the writer process died (exit %s, log %s); starting it again", code, self.log_path)
         self._stuck, self.waiting, self._sweeps = False, None, 0
         self._channel.close()
+        try:
+            self._start()
+        except OSError as refusal:
+            return self._wait_for_another(_no_start(refusal))
         given_up: list[Message] = []
         error = f"the writer process died {self._deaths} times in a row; see {self.log_path}"
         if self._deaths >= MAX_DEATHS:
             given_up = list(self._open.values())
             self._open.clear()
             self._deaths = 0
-        self._start()
         if self._begun is not None:
             self._channel.send({**self._begun, "now": self._setup.get("local") is not None, "again": True})
         for path in self._slots:
@@ -296,6 +306,15 @@ class Writer:
             if order["op"] not in ("commit", "await"):  # so that no other rank waits for the part
                 self._channel.send({"op": "void", "save": order["save"], "error": error})
         return [_failure(order["save"], error) for order in given_up]
+
+    def _wait_for_another(self, error: str) -> list[Message]:
+        """No writer could be started. What is persisted already waits for the next one, which tells the other ranks of
+        what is not."""
+        self._channel.close()
+        self._unstarted, self._deaths = True, 0
+        failed = {key: order for key, order in self._open.items() if order["op"] == "persist"}
+        self._open |= {key: {**order, "op": "void", "error": error} for key, order in failed.items()}
+        return [_failure(order["save"], error) for order in failed.values()]
 
     def _reap(self, kill: bool = False) -> int | None:
         """Its exit status; None where the kernel does not let go of it."""
@@ -337,7 +356,8 @@ class Writer:
         self.wake()
         deadline = time.monotonic() + timeout_s
         events: list[Message] = []
-        while self._open and time.monotonic() < deadline:  # by another one, should it give up one of them
+        # By another one, should it give up one of them.
+        while self._open and not self._unstarted and time.monotonic() < deadline:
             events += self.poll(0.05)
         self._channel.send({"op": "close"})
         while not self._channel.closed:
@@ -356,6 +376,13 @@ class Writer:
             self._unread.unlink()  # where the writer could not
         error = f"the writer process died (exit {code}) while it was waited for; see {self.log_path}"
         return events + [_failure(order["save"], error) for order in self._open.values()]
+
+
+def _no_start(error: OSError) -> str:
+    return (
+        f"no writer process can be started: {error}; expected room for one process, a few open files, and a file in "
+        "the temporary directory"
+    )
 
 
 def _failure(save: str, error: str) -> Message:

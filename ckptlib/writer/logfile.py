@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
+from ckptlib.slots import files
+
 log = logging.getLogger(__name__)
 
 
@@ -27,16 +29,16 @@ def append_to(path: Path) -> BinaryIO:
 def _directory() -> Path:
     """One for all jobs of this user; where somebody else was first to take its name, one of this job's own.
 
-    The temporary directory is everybody's: a link there would lead the log elsewhere, and who owns the directory could
-    put another file in its place.
+    The temporary directory, or where there is none /dev/shm, is everybody's: a link there would lead the log elsewhere,
+    and who owns the directory could put another file in its place.
     """
-    path = Path(tempfile.gettempdir()) / f"ckptlib-{os.geteuid()}"
+    path = files.usual()[-1] / f"ckptlib-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     problem = _problem(path.lstat())
     if problem is None:
         return path
-    own = Path(tempfile.mkdtemp(prefix=f"{path.name}-"))
+    own = Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
     log.warning("%s %s, so the writer logs to %s; remove it, or give it to this user alone", path, problem, own)
     return own
 

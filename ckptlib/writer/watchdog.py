@@ -50,6 +50,11 @@ def overdue(under_way: Iterable[Work], now: float, slack_s: float) -> Work | Non
     return late[0] if late and all(work.minor for work in works) else None
 
 
+def slack_of(deadline_s: float) -> float:
+    """How much later than `deadline_s` after its begin work may end; the shorter a save may take, the less."""
+    return min(SLACK_S, deadline_s / 10)
+
+
 class Watchdog:
     """One per writer; from any thread."""
 
@@ -65,7 +70,7 @@ class Watchdog:
         `on_waiting`: told of a request that has not been answered for long, and None when it has been. `on_overdue`:
         told once of what is given up; it ends the process.
         """
-        self.slack_s = min(SLACK_S, deadline_s / 10)
+        self.slack_s = slack_of(deadline_s)
         self._requests = requests
         self._waits_s = min(TOLD_IDLES * io_limits.IDLE_S, deadline_s / 10)
         self._on_waiting, self._on_overdue = on_waiting, on_overdue

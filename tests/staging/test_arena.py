@@ -7,7 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from support import ROOT_ID
 from ckptlib.errors import NoRoom
 from ckptlib.format.keys import GenerationId
 from ckptlib.pages import PAGE_BYTES
+from ckptlib.slots import files
 from ckptlib.slots.slot import SUFFIX, Slot
-from ckptlib.staging import arena as arena_module
 from ckptlib.staging.arena import Arena
 
 GENERATION = GenerationId(7, "0123abcd")
@@ -80,6 +80,34 @@ def test_the_newest_that_all_have_is_never_overwritten(arena: Arena) -> None:
     assert arena.needs_held([]) == 2
     assert taken(arena, 2, []) is first
     assert second.path.exists()
+
+
+def removed(slot: Slot) -> None:
+    """As by logind, when the user logs out, or by a script that clears /dev/shm."""
+    slot.path.unlink()
+
+
+def cut_short(slot: Slot) -> None:
+    os.truncate(slot.path, PAGE_BYTES)
+
+
+@pytest.mark.parametrize("lose", [removed, cut_short])
+def test_one_that_was_lost_below_the_job_is_replaced(
+    arena: Arena, lose: Callable[[Slot], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No writer could open the first, and to write to the second would kill the trainer."""
+    made: list[Path] = []
+    gone: list[Path] = []
+    arena.on_made, arena.on_gone = made.append, gone.append
+    lost, other = saved(arena, 1, -1, []), saved(arena, 2, 1, [])
+    lose(lost)
+    found = saved(arena, 3, 2, [])
+    found.body[:] = b"x" * SIZE
+    assert found.path.exists()
+    assert (made, gone) == ([lost.path, other.path, found.path], [lost.path])
+    assert saved(arena, 4, 3, []) is other, "nothing is made in the place of what is there"
+    assert len(arena.slots) == 2
+    assert str(lost.path) in caplog.text
 
 
 def test_what_a_writer_still_has_to_read_is_not_overwritten(arena: Arena) -> None:
@@ -146,6 +174,17 @@ def test_a_slot_that_is_too_small_is_made_anew(arena: Arena) -> None:
     assert len(arena.slots) == 2
 
 
+def test_no_forked_child_keeps_the_memory_of_one_that_was_closed(tmp_path: Path) -> None:
+    arena = Arena(ROOT_ID, GENERATION, tmp_path, 1)
+    held = os.dup(taken(arena, -1, []).mapped.fd)
+    assert os.fstat(held).st_blocks * 512 >= SIZE
+    arena.close(unlink=True)
+    try:
+        assert os.fstat(held).st_blocks == 0
+    finally:
+        os.close(held)
+
+
 def test_no_room_where_a_directory_was_chosen(small: Path) -> None:
     arena = Arena(ROOT_ID, GENERATION, small, 2)
     arena.warm(1 << 30)
@@ -172,8 +211,8 @@ def test_a_file_where_memory_has_no_room(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Some slots in memory, one in a file: the same code, said loudly."""
-    monkeypatch.setattr(arena_module, "MEMORY", small)
-    monkeypatch.setattr(arena_module.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(files, "MEMORY", small)
+    monkeypatch.setattr(files.tempfile, "tempdir", str(tmp_path))
     arena = Arena(ROOT_ID, GENERATION, None, 2)
     first = taken(arena, -1, [], 1 << 20)
     second = taken(arena, -1, [], 2 << 20)

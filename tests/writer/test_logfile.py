@@ -13,6 +13,8 @@ import pytest
 from helpers.writers import Bench, alive, hear, until
 
 from ckptlib.format.keys import SaveId
+from ckptlib.slots import files
+from ckptlib.staging.arena import directories
 from ckptlib.writer import logfile
 
 
@@ -67,6 +69,19 @@ def test_a_writer_is_started_again_where_its_log_was_cleaned_away(
     writer.void(SaveId(1, bench.generation), "for a test")
     until(lambda: bool(writer.poll()))
     assert writer.log_path.exists()
+
+
+def test_a_read_only_container_has_its_slots_and_logs_in_memory(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no directory that tempfile could use."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    monkeypatch.setattr(files, "MEMORY", tmp_path)
+    assert directories(None) == [tmp_path]
+    writer = bench.writer()
+    hear(writer, "ready")
+    assert writer.log_path.is_relative_to(tmp_path)
 
 
 def test_the_log_directory_is_made_once_and_no_link_is_written_to(

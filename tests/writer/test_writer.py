@@ -101,6 +101,18 @@ def test_one_that_waits_ends_when_it_is_closed(bench: Bench) -> None:
     assert not alive(writer.pid)
 
 
+def test_a_forked_child_keeps_no_writer_that_was_left(bench: Bench) -> None:
+    """It has the socket open still, as workers of a data loader have for as long as the process lives."""
+    writer = bench.writer()
+    hear(writer, "ready")
+    held = os.dup(writer._channel.fileno())
+    writer.leave()
+    try:
+        until(lambda: not alive(writer.pid))
+    finally:
+        os.close(held)
+
+
 _DIES = """
 import os, sys
 sys.path[:0] = sys.argv[2:]
