@@ -1,25 +1,22 @@
 """The plan of a load: the saved tensor or value for each name of the state, and the names that are missing or do not
 fit.
 
-Knows tensors, values and objects; modules and optimizers are made of these by `ckptlib.loading.match` and
-`ckptlib.loading.match_optimizers`.
+Knows tensors and values; objects are made of these by `ckptlib.loading.trees`, modules and optimizers by
+`ckptlib.loading.match` and `ckptlib.loading.match_optimizers`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from ckptlib.errors import FormatError, StateMismatch
+from ckptlib.errors import StateMismatch
 from ckptlib.format import tagged_values
 from ckptlib.format.layout import OwnPerRank, TensorEntry
-from ckptlib.format.paths import join
-from ckptlib.format.values import Json, is_nest
+from ckptlib.format.values import Json
 from ckptlib.loading.aliases import place, repeats
 from ckptlib.loading.selection import Selection
 from ckptlib.loading.targets import Targets
@@ -174,13 +171,13 @@ class LoadPlan:
         saved_name = self.named(name)
         if is_subclass(tensor):
             if not is_elsewhere(tensor):
-                self._fill_subclass(tensor, name, saved_name, kind_in(self.saved.objects.get(saved_name)))
+                self.fill_subclass(tensor, name, saved_name, kind_in(self.saved.objects.get(saved_name)))
             elif saved_name in self.saved.objects:
                 self.use(saved_name)
         else:
             self._fill(tensor, name, saved_name, self._cast)
 
-    def _fill_subclass(self, tensor: torch.Tensor, name: str, saved_name: str, kind: Mapping[str, Json] | None) -> None:
+    def fill_subclass(self, tensor: torch.Tensor, name: str, saved_name: str, kind: Mapping[str, Json] | None) -> None:
         """Fills the inner tensors of an instance, if it is of the kind that was saved.
 
         Not even where dtypes may differ may these: a class reads them together.
@@ -272,96 +269,7 @@ class LoadPlan:
         if self.fills(state):
             self.then(lambda: _call(generator.set_state, state))
 
-    def add_object(self, path: str, get: Callable[[], object], load: Callable[[Any], object]) -> None:
-        """Rebuilds the `state_dict()` of an object, and gives it back to it."""
-        if not self.wanted(path, whole=True):
-            return
-        name = self.named(path)
-        tree = self.saved.objects.get(name)
-        saved = self.saved.values_at(name)
-        if name in saved and not is_nest(saved[name]):  # first: the tree is another rank's, whose object holds tensors
-            self.use(name)
-            value = self.saved.value(name)
-            self.then(lambda: _call(load, value))
-        elif tree is not None:
-            self.use(name)
-            now = get()
-            build = self.rebuild(tree, name, now)
-            self.then(lambda: _call_like(now, load, build()))
-        elif not self.miss_kind(path, name, "an object"):
-            self.miss(path)
-
-    def rebuild(
-        self, tree: Json, path: str, now: object, device: torch.device | None = None, depth: int = 0
-    ) -> Callable[[], object]:
-        """Wants the tensors of a tree; returns the function that makes the object once they are filled.
-
-        `device`: of tensors that the object has not yet.
-        """
-        if depth > tagged_values.MAX_DEPTH:
-            raise FormatError(
-                f"{path[:80]}: the layout's tree of this object is deeper than {tagged_values.MAX_DEPTH} levels"
-            )
-        if tree == "tensor":
-            tensor = self._tensor_for(path, now, device)
-            return lambda: tensor
-        if tree == "value":
-            self.use(path)
-            value = self.saved.value(path, depth)  # now, when it may still fail on all ranks together
-            return lambda: value
-        match tree:
-            case {"dict": list(pairs)}:
-                made = self._rebuild_pairs(pairs, path, now, device, depth)
-                return lambda: {key: build() for key, build in made.items()}
-            case {"odict": list(pairs)}:
-                made = self._rebuild_pairs(pairs, path, now, device, depth)
-                return lambda: OrderedDict((key, build()) for key, build in made.items())
-            case {"list": list(items)}:
-                builds = self._rebuild_items(items, path, now, device, depth)
-                return lambda: [build() for build in builds]
-            case {"tuple": list(items)}:
-                builds = self._rebuild_items(items, path, now, device, depth)
-                return lambda: tuple(build() for build in builds)
-            case {"subclass": dict(kind)}:
-                return self._rebuild_subclass(kind, path, now)
-            case _:
-                raise StateMismatch(
-                    f"{path}: the layout's tree of this object cannot be read: {tagged_values.brief(tree)}"
-                )
-
-    def _rebuild_subclass(self, kind: Mapping[str, Json], path: str, now: object) -> Callable[[], object]:
-        """The instance that is there: none is ever made of the name of a class."""
-        now = now.value if isinstance(now, PerRank) else now
-        if is_subclass(now):
-            self._fill_subclass(now, path, path, kind)
-        else:
-            self.use(path)
-            self.mismatch(
-                f"{path}: the checkpoint has a {kind.get('class')}, and there is none here that could be filled; make "
-                "it before it is loaded (an optimizer makes its state in its first step: take one, then load)"
-            )
-        return lambda: now
-
-    def _rebuild_pairs(
-        self, pairs: list[Json], path: str, now: object, device: torch.device | None, depth: int
-    ) -> dict[Any, Callable[[], object]]:
-        made: dict[Any, Callable[[], object]] = {}
-        for key, tree in tagged_values.decode_keys(pairs, path, depth):
-            inner = now.get(key) if isinstance(now, Mapping) else None
-            try:
-                name = join(path, key)
-            except ValueError as error:  # an int of more digits than Python converts
-                raise FormatError(f"{path[:80]}: the layout's tree of this object has a key that is no name") from error
-            made[key] = self.rebuild(cast(Json, tree), name, inner, device, depth + 1)
-        return made
-
-    def _rebuild_items(
-        self, trees: list[Json], path: str, now: object, device: torch.device | None, depth: int
-    ) -> list[Callable[[], object]]:
-        have = now if isinstance(now, (list, tuple)) and len(now) == len(trees) else [None] * len(trees)
-        return [self.rebuild(tree, join(path, i), have[i], device, depth + 1) for i, tree in enumerate(trees)]
-
-    def _tensor_for(self, path: str, now: object, device: torch.device | None = None) -> torch.Tensor:
+    def tensor_for(self, path: str, now: object, device: torch.device | None = None) -> torch.Tensor:
         """A tensor to fill: the one that the object has, where it fits, else a new one."""
         entry = self.saved.tensors.get(path)
         if entry is None:
@@ -413,18 +321,3 @@ def _make(entry: TensorEntry, device: torch.device | None) -> torch.Tensor:
 
 def _call(function: Callable[[Any], object], argument: object) -> None:
     function(argument)
-
-
-def _call_like(now: object, load: Callable[[Any], object], state: object) -> None:
-    """A tensor made in inference mode, such as an average for an evaluation, can be written to in that mode alone."""
-    with torch.inference_mode() if _holds_inference(now) else nullcontext():
-        load(state)
-
-
-def _holds_inference(node: object, depth: int = 0) -> bool:
-    if isinstance(node, torch.Tensor) or depth > tagged_values.MAX_DEPTH:
-        return isinstance(node, torch.Tensor) and node.is_inference()
-    if isinstance(node, (PerRank, Sharded)):
-        return _holds_inference(node.value if isinstance(node, PerRank) else node.tensor, depth + 1)
-    inner = node.values() if isinstance(node, Mapping) else node if isinstance(node, (list, tuple)) else ()
-    return any(_holds_inference(item, depth + 1) for item in inner)

@@ -22,6 +22,7 @@ from ckptlib.loading.match_nests import NestTargets
 from ckptlib.loading.match_optimizers import OptimizerTargets, Params
 from ckptlib.loading.selection import Only, Rename, Selection
 from ckptlib.loading.targets import Targets, outside_inference
+from ckptlib.loading.trees import add_object
 from ckptlib.reading.saved_names import SavedNames
 from ckptlib.state.frameworks import loader_of
 from ckptlib.state.leaf import PerRank, Sharded, home_of, local_of
@@ -108,7 +109,7 @@ class _Walk(Visitor[Setter]):
 
     @override
     def add_stateful(self, node: Any, path: str, given: Setter) -> None:
-        self._plan.add_object(path, node.state_dict, loader_of(node))
+        add_object(self._plan, path, node.state_dict, loader_of(node))
 
     @override
     def add_plain(self, value: object, path: str, given: Setter) -> None:
@@ -203,7 +204,7 @@ class _Walk(Visitor[Setter]):
             if type(submodule).get_extra_state is not nn.Module.get_extra_state:
                 prefix = f"{name}." if name else ""
                 key = join_module(path, _canonical_prefix(module, prefix) + "_extra_state")
-                self._plan.add_object(key, submodule.get_extra_state, submodule.set_extra_state)
+                add_object(self._plan, key, submodule.get_extra_state, submodule.set_extra_state)
 
 
 def join_module(path: str, name: str) -> str:

@@ -10,6 +10,7 @@ import torch
 from ckptlib.errors import StateMismatch
 from ckptlib.format import values
 from ckptlib.loading.load_plan import LoadPlan
+from ckptlib.loading.trees import rebuild
 from ckptlib.reading.saved_names import SavedGroup
 from ckptlib.state.optimizers import group_path, hyper_parameters
 
@@ -83,7 +84,7 @@ class GroupTargets:
             options = {key: parts for key, parts in options.items() if key in now}
             saved = {key: value for key, value in saved.items() if key in now and _is_one(value) == _is_one(now[key])}
         builds = {
-            key: self._plan.rebuild(self._saved.objects.get(prefix + key, "tensor"), prefix + key, now.get(key))
+            key: rebuild(self._plan, self._saved.objects.get(prefix + key, "tensor"), prefix + key, now.get(key))
             for key in options
         }
 

@@ -18,6 +18,7 @@ from ckptlib.format.paths import join, key_of
 from ckptlib.format.values import Json
 from ckptlib.loading.load_plan import LoadPlan, fits
 from ckptlib.loading.match_groups import GroupTargets
+from ckptlib.loading.trees import rebuild
 from ckptlib.state.leaf import Sharded, dtype_name, leaf_of, torch_dtype
 from ckptlib.state.optimizer_kinds import Kind, kind_of
 from ckptlib.state.optimizers import names_of_params, warn_of_positions
@@ -188,7 +189,7 @@ class OptimizerTargets:
                 kind = kind_in(tree)
                 if kind is not None and there is None:
                     there = self._another(optimizer, param, kind, name)
-                builds[key] = self._plan.rebuild(tree, name, there, _device_of(param))
+                builds[key] = rebuild(self._plan, tree, name, there, _device_of(param))
             elif name in self._saved.tensors:
                 builds[key] = _constant(self._state_tensor(name, key, now.get(key), param, group))
             else:

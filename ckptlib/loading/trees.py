@@ -1,0 +1,125 @@
+"""Objects with a `state_dict()`: from the tree that a layout has of each, and the tensors and values of a load plan."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+
+from ckptlib.errors import FormatError, StateMismatch
+from ckptlib.format import tagged_values
+from ckptlib.format.paths import join
+from ckptlib.format.values import Json, is_nest
+from ckptlib.loading.load_plan import LoadPlan
+from ckptlib.state.leaf import PerRank, Sharded
+from ckptlib.state.subclasses import is_subclass
+
+
+def add_object(plan: LoadPlan, path: str, get: Callable[[], object], load: Callable[[Any], object]) -> None:
+    """Rebuilds the `state_dict()` of an object, and gives it back to it."""
+    if not plan.wanted(path, whole=True):
+        return
+    name = plan.named(path)
+    tree = plan.saved.objects.get(name)
+    saved = plan.saved.values_at(name)
+    if name in saved and not is_nest(saved[name]):  # first: the tree is another rank's, whose object holds tensors
+        plan.use(name)
+        value = plan.saved.value(name)
+        plan.then(lambda: _call_like(None, load, value))
+    elif tree is not None:
+        plan.use(name)
+        now = get()
+        build = rebuild(plan, tree, name, now)
+        plan.then(lambda: _call_like(now, load, build()))
+    elif not plan.miss_kind(path, name, "an object"):
+        plan.miss(path)
+
+
+def rebuild(
+    plan: LoadPlan, tree: Json, path: str, now: object, device: torch.device | None = None, depth: int = 0
+) -> Callable[[], object]:
+    """Wants the tensors of a tree; returns the function that makes the object once they are filled.
+
+    `device`: of tensors that the object has not yet.
+    """
+    if depth > tagged_values.MAX_DEPTH:
+        raise FormatError(
+            f"{path[:80]}: the layout's tree of this object is deeper than {tagged_values.MAX_DEPTH} levels"
+        )
+    if tree == "tensor":
+        tensor = plan.tensor_for(path, now, device)
+        return lambda: tensor
+    if tree == "value":
+        plan.use(path)
+        value = plan.saved.value(path, depth)  # now, when it may still fail on all ranks together
+        return lambda: value
+    match tree:
+        case {"dict": list(pairs)}:
+            made = _pairs(plan, pairs, path, now, device, depth)
+            return lambda: {key: build() for key, build in made.items()}
+        case {"odict": list(pairs)}:
+            made = _pairs(plan, pairs, path, now, device, depth)
+            return lambda: OrderedDict((key, build()) for key, build in made.items())
+        case {"list": list(items)}:
+            builds = _items(plan, items, path, now, device, depth)
+            return lambda: [build() for build in builds]
+        case {"tuple": list(items)}:
+            builds = _items(plan, items, path, now, device, depth)
+            return lambda: tuple(build() for build in builds)
+        case {"subclass": dict(kind)}:
+            return _subclass(plan, kind, path, now)
+        case _:
+            raise StateMismatch(f"{path}: the layout's tree of this object cannot be read: {tagged_values.brief(tree)}")
+
+
+def _subclass(plan: LoadPlan, kind: Mapping[str, Json], path: str, now: object) -> Callable[[], object]:
+    """The instance that is there: none is ever made of the name of a class."""
+    now = now.value if isinstance(now, PerRank) else now
+    if is_subclass(now):
+        plan.fill_subclass(now, path, path, kind)
+    else:
+        plan.use(path)
+        plan.mismatch(
+            f"{path}: the checkpoint has a {kind.get('class')}, and there is none here that could be filled; make "
+            "it before it is loaded (an optimizer makes its state in its first step: take one, then load)"
+        )
+    return lambda: now
+
+
+def _pairs(
+    plan: LoadPlan, pairs: list[Json], path: str, now: object, device: torch.device | None, depth: int
+) -> dict[Any, Callable[[], object]]:
+    made: dict[Any, Callable[[], object]] = {}
+    for key, tree in tagged_values.decode_keys(pairs, path, depth):
+        inner = now.get(key) if isinstance(now, Mapping) else None
+        try:
+            name = join(path, key)
+        except ValueError as error:  # an int of more digits than Python converts
+            raise FormatError(f"{path[:80]}: the layout's tree of this object has a key that is no name") from error
+        made[key] = rebuild(plan, cast(Json, tree), name, inner, device, depth + 1)
+    return made
+
+
+def _items(
+    plan: LoadPlan, trees: list[Json], path: str, now: object, device: torch.device | None, depth: int
+) -> list[Callable[[], object]]:
+    have = now if isinstance(now, (list, tuple)) and len(now) == len(trees) else [None] * len(trees)
+    return [rebuild(plan, tree, join(path, i), have[i], device, depth + 1) for i, tree in enumerate(trees)]
+
+
+def _call_like(now: object, load: Callable[[Any], object], state: object) -> None:
+    """A tensor made in inference mode, such as an average for an evaluation, can be written to in that mode alone."""
+    with torch.inference_mode() if _holds_inference(now) else nullcontext():
+        load(state)
+
+
+def _holds_inference(node: object, depth: int = 0) -> bool:
+    if isinstance(node, torch.Tensor) or depth > tagged_values.MAX_DEPTH:
+        return isinstance(node, torch.Tensor) and node.is_inference()
+    if isinstance(node, (PerRank, Sharded)):
+        return _holds_inference(node.value if isinstance(node, PerRank) else node.tensor, depth + 1)
+    inner = node.values() if isinstance(node, Mapping) else node if isinstance(node, (list, tuple)) else ()
+    return any(_holds_inference(item, depth + 1) for item in inner)
