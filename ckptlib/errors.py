@@ -115,7 +115,11 @@ class StateMismatch(StateError):
 
 
 class SaveFailed(CkptError):
-    """A save that will never be committed. Earlier steps are untouched."""
+    """A save that will never be committed. Earlier steps are untouched.
+
+    If the store put its manifest and only the answer was lost, the step is there all the same, and whole: `ckptlib ls`
+    tells.
+    """
 
 
 class Superseded(SaveFailed):
