@@ -65,10 +65,11 @@ class Collective:
 class Board:
     """One rank's view of it. Main thread only."""
 
-    def __init__(self, fd: int, rank: int, size: int, timeout_s: float) -> None:
-        self._fd, self._rank, self._size, self._timeout_s = fd, rank, size, timeout_s
-        memory = mmap.mmap(fd, _nbytes(size))
-        self._rows = np.frombuffer(memory, np.int64, offset=_HEAD_NBYTES).reshape(PLACES, size, WIDTH)
+    def __init__(self, fd: int, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+        """`ranks`: of the job's world, by which errors name them; `rank` is this one's place among them."""
+        self._fd, self._rank, self._ranks, self._timeout_s = fd, rank, ranks, timeout_s
+        memory = mmap.mmap(fd, _nbytes(len(ranks)))
+        self._rows = np.frombuffer(memory, np.int64, offset=_HEAD_NBYTES).reshape(PLACES, len(ranks), WIDTH)
         self._begun = 0
         self._begun_by_all = -1
         """The last collective that every rank is known to have begun."""
@@ -76,22 +77,22 @@ class Board:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)  # goes with the process, and is inherited by none
 
     @classmethod
-    def make(cls, size: int, timeout_s: float) -> tuple[Self, bytes] | None:
+    def make(cls, ranks: Sequence[int], timeout_s: float) -> tuple[Self, bytes] | None:
         """A new one, by rank 0, and an invitation for the others; None where the system has no such memory."""
         if not hasattr(os, "memfd_create") or (boot := _boot_id()) is None:
             return None
         token = secrets.token_bytes(_TOKEN_NBYTES)
         try:
             fd = os.memfd_create(_NAME)
-            os.truncate(fd, _nbytes(size))
+            os.truncate(fd, _nbytes(len(ranks)))
             os.pwrite(fd, token, 0)
-            board = cls(fd, 0, size, timeout_s)
+            board = cls(fd, 0, ranks, timeout_s)
         except OSError:
             return None
         return board, _INVITATION.pack(os.getpid(), fd, token, boot)
 
     @classmethod
-    def join(cls, invitation: bytes, rank: int, size: int, timeout_s: float) -> Self | None:
+    def join(cls, invitation: bytes, rank: int, ranks: Sequence[int], timeout_s: float) -> Self | None:
         """None where it is on another host, or cannot be reached, as from another container."""
         if not invitation:
             return None
@@ -101,8 +102,8 @@ class Board:
             if _boot_id() != boot or not os.readlink(path).startswith(f"/memfd:{_NAME}"):
                 return None
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            if os.pread(fd, _TOKEN_NBYTES, 0) == token and os.fstat(fd).st_size == _nbytes(size):
-                return cls(fd, rank, size, timeout_s)
+            if os.pread(fd, _TOKEN_NBYTES, 0) == token and os.fstat(fd).st_size == _nbytes(len(ranks)):
+                return cls(fd, rank, ranks, timeout_s)
             os.close(fd)
         except OSError:
             pass
@@ -165,9 +166,10 @@ class Board:
     def _lives(self, rank: int) -> bool:
         return rank == self._rank or held_by_another(self._fd, rank)
 
-    def _failed(self, ranks: Sequence[int], what: str) -> AgreementFailed:
-        some = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
-        return AgreementFailed(f"agreement among {self._size} ranks failed on rank {self._rank}: rank {some} {what}")
+    def _failed(self, places: Sequence[int], what: str) -> AgreementFailed:
+        some = ", ".join(str(self._ranks[place]) for place in places[:16]) + (", ..." if len(places) > 16 else "")
+        among = f"among {len(self._ranks)} ranks failed on rank {self._ranks[self._rank]}"
+        return AgreementFailed(f"agreement {among}: rank {some} {what}")
 
     def close(self) -> None:
         """Leaves: who waits for this rank from here on is told that it is gone."""

@@ -173,7 +173,7 @@ class TorchGroup(Group):
         """Where all ranks are on one host, for the small collectives. Collective."""
         if self.size == 1:
             return None
-        given = self.size, self._timeout.total_seconds()
+        given = self._ranks, self._timeout.total_seconds()
         made = Board.make(*given) if self.rank == 0 else None
         invitation = self.broadcast(None if self.rank else b"" if made is None else made[1])
         board = Board.join(invitation, self.rank, *given) if made is None else made[0]

@@ -21,9 +21,9 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 @contextmanager
 def boards(size: int) -> Iterator[list[Board]]:
     """Those of all ranks, in one process."""
-    made = Board.make(size, 0.2)
+    made = Board.make(range(size), 0.2)
     assert made is not None
-    joined = [Board.join(made[1], rank, size, 0.2) for rank in range(1, size)]
+    joined = [Board.join(made[1], rank, range(size), 0.2) for rank in range(1, size)]
     found = [made[0], *(board for board in joined if board is not None)]
     assert len(found) == size
     try:
@@ -90,7 +90,7 @@ def test_what_an_earlier_collective_left_is_never_taken_for_a_later_one() -> Non
 
 
 def test_an_invitation_to_elsewhere_is_not_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made = Board.make(2, 1.0)
+    made = Board.make(range(2), 1.0)
     assert made is not None
     board, invitation = made
     pid, fd, token, boot = board_module._INVITATION.unpack(invitation)
@@ -104,11 +104,11 @@ def test_an_invitation_to_elsewhere_is_not_followed(monkeypatch: pytest.MonkeyPa
         pack(2**22 + 1, fd, token, boot),
         pack(pid, 10**6, token, boot),
     ):
-        assert Board.join(wrong, 1, 2, 1.0) is None, wrong
-    assert Board.join(invitation, 1, 3, 1.0) is None, "of another size"
+        assert Board.join(wrong, 1, range(2), 1.0) is None, wrong
+    assert Board.join(invitation, 1, range(3), 1.0) is None, "of another size"
     monkeypatch.setattr(board_module, "_boot_id", lambda: None)
-    assert Board.make(2, 1.0) is None
-    assert Board.join(invitation, 1, 2, 1.0) is None
+    assert Board.make(range(2), 1.0) is None
+    assert Board.join(invitation, 1, range(2), 1.0) is None
     os.close(other)
     board.close()
 

@@ -52,7 +52,7 @@ def many(group: TorchGroup) -> None:
 
 def stand(board: Connection, rank: int) -> None:
     """A process that comes to one collective of two, and stays."""
-    found = Board.join(board.recv(), rank, 2, 60.0)
+    found = Board.join(board.recv(), rank, (7, 9), 60.0)
     assert found is not None
     found.end(found.begin([rank]))
     board.send("there")
@@ -62,7 +62,7 @@ def stand(board: Connection, rank: int) -> None:
 def partners() -> None:
     """One that is stopped is waited for until the time-out; one that is killed ends the wait soon."""
     for number, message in ((signal.SIGSTOP, "did not answer within 2 s"), (signal.SIGKILL, "is gone")):
-        made = Board.make(2, 2.0 if number == signal.SIGSTOP else 60.0)
+        made = Board.make((7, 9), 2.0 if number == signal.SIGSTOP else 60.0)
         assert made is not None
         here, there = multiprocessing.Pipe()
         other = multiprocessing.get_context("fork").Process(target=stand, args=(there, 1), daemon=True)
@@ -75,7 +75,7 @@ def partners() -> None:
         if number == signal.SIGKILL:
             other.join()
         began = time.monotonic()
-        with pytest.raises(AgreementFailed, match=f"among 2 ranks failed on rank 0: rank 1 {message}"):
+        with pytest.raises(AgreementFailed, match=f"among 2 ranks failed on rank 7: rank 9 {message}"):
             made[0].end(made[0].begin([6]))
         assert time.monotonic() - began < 30
         other.kill()
