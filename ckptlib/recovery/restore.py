@@ -289,12 +289,12 @@ def _check_store(session: Session) -> None:
 
 
 def _check_there(session: Session) -> None:
-    """Where nothing is listed, since a file system that is not mounted any more lists nothing either. Collective.
+    """Where rank 0 has listed nothing: a file system that is not mounted any more lists nothing either. Collective.
 
     Raises CheckpointNotFound.
     """
     try:
-        _check_store(session)
+        together(session.group, "reading from the store", lambda: session.group.rank == 0 and session.catalog.root())
     except CheckpointNotFound as error:
         raise CheckpointNotFound(
             f"{error}, and it was there when the Checkpointer was made. Was it moved or removed, or is its file system "
