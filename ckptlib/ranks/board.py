@@ -84,10 +84,14 @@ class Board:
         token = secrets.token_bytes(_TOKEN_NBYTES)
         try:
             fd = os.memfd_create(_NAME)
+        except OSError:
+            return None
+        try:
             os.truncate(fd, _nbytes(len(ranks)))
             os.pwrite(fd, token, 0)
             board = cls(fd, 0, ranks, timeout_s)
         except OSError:
+            os.close(fd)
             return None
         return board, _INVITATION.pack(os.getpid(), fd, token, boot)
 
@@ -102,11 +106,12 @@ class Board:
             if _boot_id() != boot or not os.readlink(path).startswith(f"/memfd:{_NAME}"):
                 return None
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        with suppress(OSError):
             if os.pread(fd, _TOKEN_NBYTES, 0) == token and os.fstat(fd).st_size == _nbytes(len(ranks)):
                 return cls(fd, rank, ranks, timeout_s)
-            os.close(fd)
-        except OSError:
-            pass
+        os.close(fd)
         return None
 
     def begin(self, values: Sequence[int]) -> Collective:
