@@ -59,9 +59,15 @@ class Steps:
 
     def done(self, step: int, metrics: Mapping[str, object] | None) -> None:
         """Saves if all ranks have agreed that a save is due, and says what this rank wants of the next step."""
-        waited_s = self._fence.waited_s
-        with self._session.stopwatch.step(step, waited_s), self._turns.timed(waited_s):
+        waited_s, stopwatch, failed = self._fence.waited_s, self._session.stopwatch, True
+        stopwatch.begin_step(step, waited_s)
+        self._turns.profile.begin()
+        try:
             self._done(step, metrics)
+            self._turns.profile.end(waited_s)
+            failed = False
+        finally:
+            stopwatch.end_step(step, failed)
 
     def _done(self, step: int, metrics: Mapping[str, object] | None) -> None:
         session = self._session

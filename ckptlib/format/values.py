@@ -31,7 +31,7 @@ import base64
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
 
 from ckptlib.errors import FormatError, UnsupportedState
@@ -169,9 +169,20 @@ def _encode_frozenset(value: frozenset[object], where: Where, depth: int) -> Jso
 
 
 def _encode_dict(value: dict[object, object], where: Where, depth: int) -> Json:
-    if all(type(key) is str and not key.startswith("$") and is_unicode(key) for key in value):
+    if _are_bare(value):
         return {cast(str, key): _encode(item, (where, key), depth + 1) for key, item in value.items()}
     return {"$dict": _encode_pairs(value, where, depth)}
+
+
+def _are_bare(keys: Collection[object]) -> bool:
+    """Whether they can be keys of JSON as they are."""
+    if not {*map(type, keys)} <= {str}:
+        return False
+    texts = cast("Collection[str]", keys)
+    together = "".join(texts)
+    return (together.isascii() and "$" not in together) or all(
+        is_unicode(text) and not text.startswith("$") for text in texts
+    )
 
 
 def _encode_odict(value: OrderedDict[object, object], where: Where, depth: int) -> Json:

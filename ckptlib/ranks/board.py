@@ -16,13 +16,12 @@ import os
 import secrets
 import struct
 import time
+from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import xxhash
 from typing_extensions import Self
 
@@ -58,8 +57,8 @@ class Collective:
 
     number: int
     count: int
-    found: Any = None
-    """Of each rank a row of values; None: not read yet."""
+    found: list[list[int]] | None = None
+    """The values of each rank; None: not read yet."""
 
 
 class Board:
@@ -68,8 +67,8 @@ class Board:
     def __init__(self, fd: int, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
         """`ranks`: of the job's world, by which errors name them; `rank` is this one's place among them."""
         self._fd, self._rank, self._ranks, self._timeout_s = fd, rank, ranks, timeout_s
-        memory = mmap.mmap(fd, _nbytes(len(ranks)))
-        self._rows = np.frombuffer(memory, np.int64, offset=_HEAD_NBYTES).reshape(PLACES, len(ranks), WIDTH)
+        self._numbers = memoryview(mmap.mmap(fd, _nbytes(len(ranks))))[_HEAD_NBYTES:].cast("q")
+        """Of each place a row for each rank."""
         self._begun = 0
         self._begun_by_all = -1
         """The last collective that every rank is known to have begun."""
@@ -119,18 +118,17 @@ class Board:
         number = self._begun
         self._read_old(number - AHEAD)
         begun = Collective(number, len(values))
-        row = self._rows[number % PLACES, self._rank]
-        row[1 : 1 + len(values)] = values
-        row[0] = _digest(number, row[1 : 1 + len(values)])
+        at, given = self._row(number, self._rank), array("q", values)
+        self._numbers[at + 1 : at + 1 + len(given)] = given
+        self._numbers[at] = _digest(number, given)
         self._begun = number + 1
         self._unread.append(begun)
         return begun
 
-    def end(self, begun: Collective) -> Any:
-        """The values of all ranks, int64 [ranks, values]. Raises AgreementFailed when a rank is gone, or does not
-        come in time."""
+    def end(self, begun: Collective) -> list[list[int]]:
+        """The values of each rank. Raises AgreementFailed when one is gone, or does not come in time."""
         if begun.found is None:
-            self._await(begun)
+            begun.found = self._await(begun)
             self._unread.remove(begun)
         return begun.found
 
@@ -140,33 +138,40 @@ class Board:
         if last > self._begun_by_all:
             self.end(next(old for old in unread if old.number == last))
         while unread and unread[0].number <= self._begun_by_all:
-            self._await(unread[0])
+            unread[0].found = self._await(unread[0])
             unread.popleft()
 
-    def _await(self, begun: Collective) -> None:
+    def _await(self, begun: Collective) -> list[list[int]]:
         began, look_at, waited = time.monotonic(), ALIVE_EVERY_S, 0.0
-        while not self._read(begun):
-            time.sleep(min(max(waited / 20, 2e-5), 5e-3))
-            waited = time.monotonic() - began
+        while len(rows := self._read(begun)) < len(self._ranks):
             if waited > self._timeout_s:
-                raise self._failed(self._missing(begun), f"did not answer within {self._timeout_s:.0f} s")
+                raise self._failed(self._missing(rows), f"did not answer within {self._timeout_s:.0f} s")
             if waited > look_at:
-                gone = [rank for rank in self._missing(begun) if not self._lives(rank)]
-                if gone and not self._read(begun):  # it may have written just before
+                gone = [rank for rank in self._missing(rows) if not self._lives(rank)]
+                if gone and len(self._read(begun)) < len(self._ranks):  # it may have written just before
                     raise self._failed(gone, "is gone: its process ended, or left the group")
                 look_at = waited + ALIVE_EVERY_S
+            time.sleep(min(max(waited / 20, 2e-5), 5e-3))
+            waited = time.monotonic() - began
         self._begun_by_all = max(self._begun_by_all, begun.number)
+        return [*rows.values()]
 
-    def _read(self, begun: Collective) -> bool:
-        rows = self._rows[begun.number % PLACES, :, : 1 + begun.count].copy()
-        if any(row[0] != _digest(begun.number, row[1:]) for row in rows):
-            return False
-        begun.found = rows[:, 1:]
-        return True
+    def _read(self, begun: Collective) -> dict[int, list[int]]:
+        """The values of each rank that has given its own, in their order."""
+        rows, at = {}, self._row(begun.number, 0)
+        for rank in range(len(self._ranks)):
+            digest, *values = self._numbers[at : at + 1 + begun.count].tolist()
+            if digest == _digest(begun.number, array("q", values)):
+                rows[rank] = values
+            at += WIDTH
+        return rows
 
-    def _missing(self, begun: Collective) -> list[int]:
-        rows = self._rows[begun.number % PLACES, :, : 1 + begun.count].copy()
-        return [rank for rank, row in enumerate(rows) if row[0] != _digest(begun.number, row[1:])]
+    def _row(self, number: int, rank: int) -> int:
+        """Where it begins."""
+        return (number % PLACES * len(self._ranks) + rank) * WIDTH
+
+    def _missing(self, rows: Collection[int]) -> list[int]:
+        return [rank for rank in range(len(self._ranks)) if rank not in rows]
 
     def _lives(self, rank: int) -> bool:
         return rank == self._rank or held_by_another(self._fd, rank)
@@ -187,7 +192,7 @@ def _nbytes(size: int) -> int:
     return _HEAD_NBYTES + 8 * PLACES * size * WIDTH
 
 
-def _digest(number: int, values: Any) -> int:
+def _digest(number: int, values: array[int]) -> int:
     return xxhash.xxh3_64_intdigest(values, number) >> 1  # of 63 bits: it has a place among signed integers
 
 

@@ -6,6 +6,7 @@ pickled. A group of its own (gloo, CPU) keeps them apart from the trainer's.
 
 from __future__ import annotations
 
+import operator
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -89,11 +90,11 @@ class Group(ABC):
 
         Both element-wise, over all ranks.
         """
-        wait = self.start_max([*highs, *(-low for low in lows)])
+        wait = self.start_max([*highs, *map(operator.neg, lows)])
 
         def extremes() -> Extremes:
             found = wait()
-            return Extremes(found[: len(highs)], [-negated for negated in found[len(highs) :]])
+            return Extremes(found[: len(highs)], [*map(operator.neg, found[len(highs) :])])
 
         return extremes
 
@@ -232,14 +233,14 @@ class TorchGroup(Group):
         if self._board is None or len(values) > ROOM:
             return self._start(self._max, values)
         board, begun = self._board, self._board.begin(values)
-        return lambda: board.end(begun).max(axis=0).tolist()
+        return lambda: [*map(max, *board.end(begun))]
 
     @override
     def start_sum(self, values: Sequence[int]) -> Callable[[], list[int]]:
         if self._board is None or len(values) > ROOM:
             return self._start(self._sum, values)
         board, begun = self._board, self._board.begin(values)
-        return lambda: board.end(begun).sum(axis=0).tolist()
+        return lambda: [*map(sum, zip(*board.end(begun), strict=True))]
 
     def _start(self, options: dist.AllreduceOptions, values: Sequence[int]) -> Callable[[], list[int]]:
         free = self._numbers.setdefault(len(values), [])

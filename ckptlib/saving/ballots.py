@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptlib.format.check import add_up
 from ckptlib.staging.replica_digests import Reading
@@ -41,8 +42,7 @@ class Ballot:
         return [1, 0, self.staging.check.low, self.staging.check.high]
 
 
-@dataclass(frozen=True, slots=True)
-class Poll:
+class Poll(NamedTuple):
     """This rank's votes."""
 
     ballots: tuple[Ballot, ...]

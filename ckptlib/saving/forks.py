@@ -33,7 +33,7 @@ class Owner:
 
     def check(self) -> None:
         """Raises SaveFailed in a process that was forked from it."""
-        if not self.here:
+        if os.getpid() != self._pid:
             raise _forked(self._url, self._pid)
 
     def let_go(self) -> None:

@@ -6,8 +6,7 @@ All ranks tell whether a save was in flight beside a step, since one rank's writ
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Hashable, Sequence
 
 from ckptlib.policy.tuner import Iteration, Tuner
 
@@ -57,24 +56,25 @@ class Profile:
         """When the last `after_step` did; None before there was one."""
         self._fence_s = 0.0
         """Waited at the fence, all in all, by then."""
+        self._began = 0.0
+        """When this `after_step` did."""
         self._waited_s = 0.0
         """For other ranks, in this `after_step`."""
 
-    @contextmanager
-    def step(self, fence_s: float) -> Iterator[None]:
-        """Around `after_step`. `fence_s`: seconds waited at the fence since the Checkpointer was made."""
-        began, self._waited_s = time.perf_counter(), 0.0
-        yield
+    def begin(self) -> None:
+        """Of an `after_step`."""
+        self._began, self._waited_s = time.perf_counter(), 0.0
+
+    def note_wait(self, seconds: float) -> None:
+        """For other ranks: training would wait for them even if nothing were saved."""
+        self._waited_s += seconds
+
+    def end(self, fence_s: float) -> None:
+        """Of an `after_step` that did not fail. `fence_s`: seconds waited at the fence until it began, since the
+        Checkpointer was made."""
         ended = time.perf_counter()
         if self._ended is not None:
-            ours_s = ended - began - self._waited_s + fence_s - self._fence_s
+            ours_s = ended - self._began - self._waited_s + fence_s - self._fence_s
             for account in self._accounts:
                 account.note_step(ended - self._ended, ours_s)
         self._ended, self._fence_s = ended, fence_s
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around waits for other ranks: training would wait for them even if nothing were saved."""
-        began = time.perf_counter()
-        yield
-        self._waited_s += time.perf_counter() - began

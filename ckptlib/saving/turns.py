@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 
 from ckptlib.errors import SaveFailed, Superseded
 from ckptlib.format.keys import SaveId
@@ -16,6 +15,7 @@ from ckptlib.ranks.beat import Beat, Word
 from ckptlib.saving.ballots import Poll
 from ckptlib.saving.due import DueSaves
 from ckptlib.saving.failures import MAX_FAILURES
+from ckptlib.saving.profile import Profile
 from ckptlib.saving.session import Session
 from ckptlib.saving.standing import say
 from ckptlib.saving.tuning import Tuning, kinds_of
@@ -46,9 +46,10 @@ class Turns:
         """Whether something was said for the next step."""
         return self._beat.started
 
-    def timed(self, fence_s: float) -> AbstractContextManager[None]:
-        """Around what `after_step` does. `fence_s`: seconds waited at the fence so far."""
-        return self._tuning.profile.step(fence_s)
+    @property
+    def profile(self) -> Profile:
+        """To be told when each `after_step` begins and ends."""
+        return self._tuning.profile
 
     def say(self, step: int) -> None:
         """This rank's word for `step`, which comes next."""
@@ -74,8 +75,9 @@ class Turns:
     def agreed(self, step: int) -> Word:
         """The agreed word for `step`. Raises AgreementFailed where ranks are at different ones."""
         self._stop.note_step()
-        with self._tuning.profile.waiting():
-            word = self._beat.agreed(step)
+        began = time.perf_counter()
+        word = self._beat.agreed(step)
+        self.profile.note_wait(time.perf_counter() - began)
         self._session.verdicts.conclude(self._poll, self._beat.votes)
         self._tuning.agree(word)
         return word

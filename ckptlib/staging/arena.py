@@ -45,7 +45,7 @@ class Arena:
         self.others = OtherSlots(root_id, generation, directories(directory))
         self._num_slots = num_slots
         self._slots: list[Slot] = []
-        self._steps: dict[Path, int] = {}
+        self._steps: dict[Slot, int] = {}
         """The snapshots in slots that must be kept."""
         self._warming: threading.Thread | None = None
         self._growing: threading.Thread | None = None
@@ -128,24 +128,24 @@ class Arena:
         """
         if len(self._slots) < self._num_slots:
             return -1
-        steps = (self._steps.get(slot.path) for slot in self._slots if slot not in in_use)
-        return min((-1 if step is None else step + 1 for step in steps), default=NEVER)
+        steps = [self._steps.get(slot) for slot in self._slots if slot not in in_use]
+        return min([-1 if step is None else step + 1 for step in steps], default=NEVER)
 
     def _free(self, held_by_all: int, in_use: Collection[Slot]) -> list[Slot]:
-        steps = ((slot, self._steps.get(slot.path)) for slot in self._slots if slot not in in_use)
+        steps = ((slot, self._steps.get(slot)) for slot in self._slots if slot not in in_use)
         return [slot for slot, step in steps if step is None or step < held_by_all]
 
     def mark_ready(self, slot: Slot, step: int) -> None:
         """The slot holds a whole snapshot of `step` now."""
-        self._steps[slot.path] = step
+        self._steps[slot] = step
 
     def forget(self, after: int, until: int) -> None:
         """Snapshots of steps in (after, until] need not be kept: another rank lacks its own."""
-        self._steps = {path: step for path, step in self._steps.items() if not after < step <= until}
+        self._steps = {slot: step for slot, step in self._steps.items() if not after < step <= until}
 
     def mark_void(self, slot: Slot) -> None:
         """The slot's content is worth nothing."""
-        self._steps.pop(slot.path, None)
+        self._steps.pop(slot, None)
 
     def _replaced(self, slot: Slot, nbytes: int) -> Slot:
         self._slots.remove(slot)

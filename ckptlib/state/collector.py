@@ -36,7 +36,7 @@ from ckptlib.state.leaf import (
 from ckptlib.state.memo import KnownLeaf, Memo
 from ckptlib.state.places import place, place_of_plain
 from ckptlib.state.subclasses import apart, is_subclass, place_name
-from ckptlib.state.visitor import check_depth, too_deep
+from ckptlib.state.visitor import SCALARS, check_depth, too_deep
 
 
 @dataclass
@@ -246,6 +246,8 @@ _TREES: dict[type, str] = {dict: "dict", OrderedDict: "odict", list: "list", tup
 
 def has_tensor(node: object, depth: int = 0) -> bool:
     """Whether a tensor lies anywhere in a nesting of containers; also said of one that has no end."""
+    if type(node) in SCALARS:  # first: a type asks Python whether it is a mapping
+        return False
     if isinstance(node, (torch.Tensor, Sharded, PerRank)) or depth > MAX_DEPTH:
         return True
     if isinstance(node, Mapping):

@@ -136,12 +136,13 @@ def _checked_key(key: object, path: str) -> object:
     return key
 
 
-_SCALARS = frozenset([int, float, str, bool, type(None)])
+SCALARS = frozenset([int, float, str, bool, type(None)])
+"""Types of the commonest plain values."""
 
 
 def are_scalars(nodes: Iterable[object]) -> bool:
     """Whether all are plain values of the commonest types. Quick: a history may have a million of them."""
-    return _SCALARS.issuperset(map(type, nodes))
+    return SCALARS.issuperset(map(type, nodes))
 
 
 def is_plain(node: object) -> bool:
@@ -157,7 +158,7 @@ def is_stateful(node: object) -> bool:
 
 def check_depth(node: object, path: str) -> None:
     """Raises UnsupportedState for a state that is nested without an end."""
-    if isinstance(node, (Mapping, list, tuple)) and path.count("/") > MAX_DEPTH:
+    if path.count("/") > MAX_DEPTH and isinstance(node, (Mapping, list, tuple)):
         raise too_deep(path)
 
 

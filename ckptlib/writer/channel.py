@@ -22,6 +22,7 @@ class Channel:
         """`stall_s`: how long the other end may take nothing of a message; None: for ever."""
         self._socket = end
         self._stall_s = stall_s
+        self._arrivals = _poller(select.POLLIN, end.fileno())
         self._received = b""
         self._sending = threading.Lock()
         self.closed = False
@@ -40,7 +41,7 @@ class Channel:
                 try:
                     data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
                 except BlockingIOError:
-                    self.stalled = not _ready(select.POLLOUT, self._socket.fileno(), timeout_s=self._stall_s)
+                    self.stalled = not _ready(_poller(select.POLLOUT, self._socket.fileno()), self._stall_s)
 
     def receive(self, timeout_s: float | None) -> list[Message]:
         """Every message that is here, or the first to come within the time-out; none when it passes or at the end."""
@@ -52,7 +53,7 @@ class Channel:
         return [json.loads(line) for line in lines]
 
     def _fill(self, timeout_s: float | None) -> bool:
-        if self.closed or not readable(self._socket.fileno(), timeout_s=timeout_s):
+        if self.closed or not _ready(self._arrivals, timeout_s):
             return False
         try:
             data = self._socket.recv(1 << 20)
@@ -75,11 +76,15 @@ def readable(*fds: int, timeout_s: float | None) -> bool:
 
     By poll, since select takes no descriptor from 1024 up, and a trainer may have thousands of files open.
     """
-    return _ready(select.POLLIN, *fds, timeout_s=timeout_s)
+    return _ready(_poller(select.POLLIN, *fds), timeout_s)
 
 
-def _ready(event: int, *fds: int, timeout_s: float | None) -> bool:
+def _poller(event: int, *fds: int) -> select.poll:
     poller = select.poll()
     for fd in fds:
         poller.register(fd, event)
+    return poller
+
+
+def _ready(poller: select.poll, timeout_s: float | None) -> bool:
     return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))

@@ -86,8 +86,7 @@ class TestNoRoom:
 
 def test_a_rank_that_dies_in_a_save_fails_it_within_the_deadline(bench: Bench) -> None:
     bench.go_on(size=2)
-    for key in ("ckptlib.json", "copies/ckptlib.json"):  # made anew, with the deadline of the next job
-        bench.root.joinpath(key).unlink()
+    _forget_deadline(bench)
     jobs = bench.start(2, save_deadline=6)
     for job in jobs:
         job.wait_for("waiting")
@@ -104,7 +103,14 @@ def test_a_rank_that_dies_in_a_save_fails_it_within_the_deadline(bench: Bench) -
         job.join_writers()
     assert bench.listed() == [1]
     bench.fault()
+    _forget_deadline(bench)  # a busy machine may need longer
     assert bench.go_on(size=2) == 1
+
+
+def _forget_deadline(bench: Bench) -> None:
+    """The next job makes the root's document anew, with its own deadline for saves."""
+    for key in ("ckptlib.json", "copies/ckptlib.json"):
+        bench.root.joinpath(key).unlink()
 
 
 def test_a_rank_whose_writer_keeps_dying_says_so_and_nobody_waits_for_it(bench: Bench) -> None:
