@@ -71,15 +71,16 @@ class Committer:
         element of every tensor, and one value of it; as long as the tables stay the same, and no two of them hold the
         same element, that proof stands. That ranks hold alike what one of them wrote for several is told by the checks
         in the parts' names, every time; that packs of other saves stay, by `uses`; where the manifest came late, that
-        no sweep was faster, by `late_commit`. Raises SaveFailed, ReplicasDiffer, Superseded, or what a damaged part
-        raises; the step does not exist then.
+        no sweep was faster, by `late_commit`; that this is the root that the job has opened, by the record of its
+        generation. Raises SaveFailed, ReplicasDiffer, Superseded, StoreError, or what a damaged part raises; the step
+        does not exist then.
         """
         elapsed = Elapsed() if elapsed is None else elapsed
         manifest = self.manifest_of(save, names)
         catalog = self.catalog
         catalog.shared.check_there()
+        catalog.check_may_change(save.generation)
         catalog.shared.put_copies(manifest.layouts)
-        catalog.check_head(save.generation)
         put_new(catalog.store, save.manifest_key, manifest.encode())
         if is_late(catalog, elapsed):
             stay_or_take_back(catalog, manifest)
@@ -152,7 +153,7 @@ class Committer:
                 some = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
                 raise SaveFailed(f"step {save.step}: no part came from {len(missing)} of {world_size} ranks: {some}")
             if time.monotonic() >= next_check:
-                self.catalog.check_head(save.generation)
+                self.catalog.check_may_change(save.generation)
                 next_check += 0.0 if store.is_local else HEAD_EVERY_S
             time.sleep(min(pauses.next(), max(seconds_left(), 0.0)))
 
@@ -274,6 +275,9 @@ def _finish_one(catalog: Catalog, save: SaveId) -> bool:
     names = catalog.parts(save)
     if 0 not in names or not all(n.ok for found in names.values() for n in found):
         return False  # a rank, or the committer, said that it gave up
+    if not catalog.is_recorded(save.generation):
+        log.warning("step %d is not committed: its generation %s began in another root", save.step, save.generation)
+        return False
     try:
         world_size = catalog.part(next(n for n in names[0] if n.ok)).world_size
         complete, missing = _find_parts(catalog, save, world_size)

@@ -116,7 +116,7 @@ def sweep(
     deadline_s = catalog.root().save_deadline_s
     grace_s = _grace_s(keep, deadline_s)
     if not dry_run:
-        _check_head(catalog, generation)
+        _check_may_delete(catalog, generation)
     now = time.time() if dry_run else clock.now(catalog.store)
     oldest = now - grace_s
     stock = _take_stock(catalog)
@@ -337,7 +337,7 @@ def _drop(
     spared: set[SaveId] = set()
     catalog.warm_stands(saves)
     for some in _batches(saves):
-        _check_head(catalog, generation)
+        _check_may_delete(catalog, generation)
         _put_records(catalog.store, [record_of(catalog, save, "dropped by retention") for save in some])
         pinned = {*some} & catalog.steps(since=some[0]).pins.keys()
         if generation is None and head is not None and max(catalog.generation_ids(), default=head) > head:
@@ -355,7 +355,7 @@ def _drop_stale(catalog: Catalog, generation: keys.GenerationId | None, listed: 
     """Deletes the records of steps that are there. Where another sweep was faster and has dropped the step, its record
     stays, or is put back."""
     for some in _batches(listed):
-        _check_head(catalog, generation)
+        _check_may_delete(catalog, generation)
         there = {*catalog.store.scan(keys.TRASH)}
         saves = [save for entry in some if entry in there and (save := keys.parse_trash_key(entry.key)) is not None]
         if saves:
@@ -377,7 +377,7 @@ def _put_records(store: Store, records: Iterable[TrashRecord]) -> None:
 def _delete(catalog: Catalog, generation: keys.GenerationId | None, objects: Sequence[str]) -> None:
     """Objects of one stage, in any order."""
     for some in _batches(objects):
-        _check_head(catalog, generation)
+        _check_may_delete(catalog, generation)
         catalog.store.delete(*some)
 
 
@@ -386,6 +386,6 @@ def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
         yield items[at : at + BATCH]
 
 
-def _check_head(catalog: Catalog, generation: keys.GenerationId | None) -> None:
+def _check_may_delete(catalog: Catalog, generation: keys.GenerationId | None) -> None:
     if generation is not None:
-        catalog.check_head(generation)
+        catalog.check_may_change(generation)

@@ -55,6 +55,8 @@ class SharedDocuments:
         """Layouts that were there as they were to be put."""
         self._root: bytes | None = None
         """As it was read last."""
+        self._first_id: str | None = None
+        """Of the root, as it was read first."""
         self._copied: set[str] = set()
         self._told: set[str] = set()
 
@@ -66,7 +68,17 @@ class SharedDocuments:
             self._root = self.document(keys.ROOT)
         except ObjectNotFound as error:
             raise CheckpointNotFound(f"{self.store.url} holds no checkpoints: there is no {keys.ROOT}") from error
-        return Root.decode(self._root, keys.ROOT)
+        root = Root.decode(self._root, keys.ROOT)
+        self._first_id = self._first_id or root.id
+        return root
+
+    def is_same_root(self) -> bool:
+        """Whether the root is the one that was read first; False where none was read."""
+        before = self._first_id
+        try:
+            return before is not None and self.root().id == before
+        except CheckpointNotFound:
+            return False
 
     def check_there(self) -> None:
         """Raises StoreError where a file system has neither the document of the root, read before, nor any record of
@@ -76,11 +88,15 @@ class SharedDocuments:
         if any(self.store.scan(key) for key in (keys.ROOT, keys.copy_key(keys.ROOT))):
             return
         if not any(keys.parse_generation_key(entry.key) for entry in self.store.scan(keys.GENERATIONS)):
-            raise StoreError(
-                f"{self.store.url} is not there any more: it has no {keys.ROOT}, which it had before. Was it moved or "
-                "removed, or is its file system not mounted? Nothing is saved there. Put it back, and the next save "
-                "succeeds; or stop the job, and start it again to begin a new root"
-            )
+            raise self.gone(keys.ROOT)
+
+    def gone(self, document: str) -> StoreError:
+        """The error of a root that does not have a document any more without which it is no root, or another one."""
+        return StoreError(
+            f"{self.store.url} is not there any more: it has no {document}, which it had before. Was it moved or "
+            "removed, or is its file system not mounted? Nothing is saved there. Put it back, and the next save "
+            "succeeds; or stop the job, and start it again to begin a new root"
+        )
 
     def layout(self, digest: str) -> Layout:
         """Raises CorruptData, FormatError, ObjectNotFound, ObjectUnreadable."""

@@ -9,6 +9,7 @@ from support import make_generation, make_root, make_save, state
 
 from ckptlib.catalog.begun import Begun, newest_number, note, noted, unrecorded
 from ckptlib.errors import CorruptData, FormatError
+from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 from ckptlib.stores.local import LocalStore
@@ -54,5 +55,7 @@ def test_a_record_is_put_only_where_no_other_job_has_put_one_since() -> None:
     other = make_generation(catalog, 2)
     assert other.nonce != begun(2).record.id.nonce
     assert unrecorded(told, catalog) == [begun(3)], "the other one knew nothing of it, and went on"
-    make_save(catalog, GenerationId(4, "d" * 8), 1, state(1))  # whose record is gone
+    lost = make_generation(catalog, 4)
+    make_save(catalog, lost, 1, state(1))
+    catalog.store.delete(lost.key, keys.copy_key(lost.key))
     assert unrecorded(told, catalog) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,28 @@ def test_a_newer_generation_supersedes(catalog: Catalog) -> None:
     catalog.check_head(new)
     with pytest.raises(Superseded, match="Two jobs use one root"):
         catalog.check_head(old)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_generation_that_began_in_another_root_changes_nothing(store: Store, catalog: Catalog, lost: int) -> None:
+    """Its record and the copy of it are gone together; a damage takes one of them."""
+    own = make_generation(catalog, 3)
+    catalog.check_may_change(own)
+    store.delete(*[own.key, keys.copy_key(own.key)][:lost])
+    if lost < 2:
+        catalog.check_may_change(own)
+        return
+    before = catalog.root()
+    catalog.check_may_change(own)  # the record alone is lost
+    replace_object(store, keys.ROOT, replace(before, id="0" * 32).encode())
+    with pytest.raises(StoreError, match="is not there any more: it has no record of generation 000003"):
+        catalog.check_may_change(own)
+    make_generation(catalog, 1)
+    with pytest.raises(Superseded, match="another root is there now"):
+        catalog.check_may_change(own)
+    make_generation(catalog, 4)
+    with pytest.raises(Superseded, match="Two jobs use one root"):
+        catalog.check_may_change(own)
 
 
 def test_describe_is_one_line_of_json() -> None:

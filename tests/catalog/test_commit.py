@@ -31,6 +31,7 @@ from ckptlib.errors import (
     SaveFailed,
     Superseded,
 )
+from ckptlib.format import keys
 from ckptlib.format.check import Check, check_of, compared
 from ckptlib.format.keys import GenerationId, PartName, SaveId
 from ckptlib.format.part import FailedPart, Part
@@ -274,6 +275,15 @@ def test_finish_leaves_alone_what_was_superseded(catalog: Catalog) -> None:
     put_parts(catalog, make_generation(catalog, 1), 20, state(20))
     make_generation(catalog, 2)
     assert finish_saves(catalog, catalog.next_generation()) == []
+
+
+def test_finish_leaves_alone_what_began_in_another_root(store: Store, catalog: Catalog) -> None:
+    """A writer that was left alone has put its parts where somebody has made a new root meanwhile."""
+    generation = make_generation(catalog, 1)
+    put_parts(catalog, generation, 20, state(20))
+    store.delete(generation.key, keys.copy_key(generation.key))
+    assert finish_saves(catalog, GenerationId(2, "0" * 8)) == []
+    assert catalog.saves() == []
 
 
 def test_what_somebody_gave_up_is_never_finished(store: Store, catalog: Catalog) -> None:
