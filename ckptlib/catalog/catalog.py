@@ -110,9 +110,10 @@ class Stand(NamedTuple):
 class Catalog:
     """One root in one store. Immutable documents are read once and kept."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, root: Catalog | None = None) -> None:
+        """`root`: of a local disk, the root's own, which has most of its layouts, too."""
         self.store = store
-        self.shared = SharedDocuments(store)
+        self.shared: SharedDocuments = SharedDocuments(store, None if root is None else root.shared)
         self._stands: dict[SaveId, Stand] = {}
         self._trash: dict[SaveId, TrashRecord] = {}
         self._generations: dict[GenerationId, Generation] = {}

@@ -135,10 +135,12 @@ class DiskSweeper:
         Raises StoreError, and what a damaged part raises: which packs it names is not known then.
         """
         store = self._disk.store
-        store.clean(time.time() - UNFINISHED_S)
+        parts = store.scan(keys.PARTS)
+        oldest = self._now(parts) - UNFINISHED_S
+        store.clean(oldest)
         if stays.whole is None or stays.whole.generation != generation:
             return []
-        objects = [*store.scan(keys.PARTS), *store.scan(keys.PACKS)]
+        objects = [*parts, *store.scan(keys.PACKS)]
         names = [name for entry in objects if (name := keys.parse_part_key(entry.key)) is not None and name.ok]
         mine = [name for name in names if name.rank == self._rank and name.save.generation == generation]
         saves = kept({name.save for name in mine}, stays)
@@ -149,7 +151,17 @@ class DiskSweeper:
         gone += [entry for of, entry in begun if of is not None and of < generation]
         for entry in gone:
             store.delete(entry.key)
-        return gone + self._sweep_layouts(time.time() - UNFINISHED_S)
+        return gone + self._sweep_layouts(oldest)
+
+    def _now(self, parts: Iterable[Entry]) -> float:
+        """When this rank put its newest part, by the disk's own clock: not later than now. The host's time before that.
+
+        A clock that was set forward since, or that differs from a file server's, makes what another rank is about to
+        publish look as old as that.
+        """
+        names = ((keys.parse_part_key(entry.key), entry.modified) for entry in parts)
+        mine = [(name.save, modified) for name, modified in names if name is not None and name.rank == self._rank]
+        return min(time.time(), max(mine)[1]) if mine else time.time()
 
     def _sweep_layouts(self, oldest: float) -> list[Entry]:
         """Removes layouts from before `oldest` that no part on this disk names, whoever's it is.

@@ -46,8 +46,10 @@ LAYOUTS_KEPT_NBYTES = 64 * 1024 * 1024
 class SharedDocuments:
     """Of one root in one store. Layouts are kept, those that were asked for last; the rest is read each time."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, elsewhere: SharedDocuments | None = None) -> None:
+        """`elsewhere`: layouts that cannot be read here are read there."""
         self.store = store
+        self._elsewhere = elsewhere
         self._layouts: dict[str, Layout] = {}
         self._lock = threading.Lock()
         """Of the layouts; nothing is read with it."""
@@ -105,10 +107,22 @@ class SharedDocuments:
             if found is not None:
                 self._layouts[digest] = found  # behind the others
                 return found
-        key = keys.layout_key(digest)
-        found = decode_layout(self.document(key), key)
+        found = self._read_layout(digest, keys.layout_key(digest))
         self.keep_layout(digest, found)
         return found
+
+    def _read_layout(self, digest: str, key: str) -> Layout:
+        try:
+            return decode_layout(self.document(key), key)
+        except UNUSABLE as error:
+            if self._elsewhere is None:
+                raise
+            try:
+                found = self._elsewhere.layout(digest)
+            except UNUSABLE:
+                raise error from None
+            log.warning("%s. It is read from %s instead", error, self._elsewhere.store.url)
+            return found
 
     def keep_layout(self, digest: str, layout: Layout) -> None:
         """One that the caller has just seen here, whole: it is not read again."""

@@ -220,7 +220,7 @@ def _look_at_disks(session: Session, step: int | str | None) -> Mapping[SaveId, 
         return {}
     what = f"looking at {local.path}"
     with LocalStore(str(local.path)) as store:
-        disk = Catalog(store)
+        disk = Catalog(store, session.catalog)
         enter_begun(session, store)
         saves = local_step.parse_saves(group.gather(together(group, what, lambda: local_step.saves_on(disk))))
 
@@ -280,7 +280,7 @@ def _load_from_disks(session: Session, candidate: Candidate, load: Load) -> tupl
     assert session.settings.local is not None
     assert candidate.local is not None
     with LocalStore(str(session.settings.local.path)) as store:
-        return load(OnDisks(session.group, Catalog(store), candidate.local))
+        return load(OnDisks(session.group, Catalog(store, session.catalog), candidate.local))
 
 
 def _check_store(session: Session) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import secrets
@@ -35,6 +36,8 @@ from ckptlib.slots.readable import ReadableSlot
 
 with suppress(ImportError):  # on Windows, where this module is only imported
     import fcntl
+
+log = logging.getLogger(__name__)
 
 SUFFIX = ".slot"
 
@@ -244,9 +247,22 @@ class Slot(ReadableSlot):
         size = os.fstat(self._fd).st_size
         _libc().fallocate(self._fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, 0, size)
 
-    def unlink(self) -> None:
-        """Removes the name; the memory is given back when nobody has it open."""
-        self.path.unlink(missing_ok=True)
+    def unlink(self) -> bool:
+        """Removes the name; the memory is given back when nobody has it open. Returns whether there is no name now.
+
+        False, with a warning, where its directory does not let go of it: a file too many ends no job.
+        """
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s cannot be removed, and stays until a later job can: %s", self.path, error.strerror)
+            return False
+        return True
+
+    @property
+    def has_name(self) -> bool:
+        """Whether nobody has unlinked it; asked of the file itself, since its directory may not be entered any more."""
+        return os.fstat(self._fd).st_nlink > 0
 
 
 @cache

@@ -74,14 +74,14 @@ class WriterLock:
                 pass  # a job that looks around found it before it was locked
             except OSError:
                 os.close(fd)
-                path.unlink(missing_ok=True)
+                _remove(path)
                 raise
             os.close(fd)
-            path.unlink(missing_ok=True)
+            _remove(path)
 
     def release(self) -> None:
         """By the writer: the successor of its job need not wait for it any more. Once."""
-        self.path.unlink(missing_ok=True)
+        _remove(self.path)
         fcntl.flock(self.fd, fcntl.LOCK_UN)  # for whoever else has the file open, too
         os.close(self.fd)
 
@@ -92,7 +92,7 @@ class WriterLock:
 
     def unlink(self) -> None:
         """By the trainer whose writer has ended."""
-        self.path.unlink(missing_ok=True)
+        _remove(self.path)
 
 
 def generation_of(path: Path) -> str:
@@ -112,7 +112,13 @@ def reclaim(path: Path) -> None:
     """Removes it where trainer and writer are gone."""
     with _opened(path) as fd:
         if fd is not None and _lock(fcntl.lockf, fd, fcntl.LOCK_SH) and _lock(fcntl.flock, fd, fcntl.LOCK_EX):
-            path.unlink(missing_ok=True)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """A name that stays, since its directory does not let go of it, says nothing without its locks."""
+    with suppress(OSError):
+        path.unlink()
 
 
 @contextmanager

@@ -47,8 +47,8 @@ def newest_generation(root_id: str, directories: Sequence[Path]) -> int:
             number = path.name.removeprefix(prefix).partition("-")[0]
             try:
                 status = path.lstat()
-            except FileNotFoundError:
-                continue  # gone since it was listed
+            except OSError:
+                continue  # gone since it was listed, or the directory may not be entered
             if status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode) and _NUMBER.fullmatch(number):
                 numbers.append(int(number))
     return max(numbers)
@@ -67,7 +67,9 @@ class OtherSlots:
         self._root_prefix = root_prefix(root_id)
         self._own_prefix = prefix_of(root_id, generation)
         self._left_alone: set[Path] = set()
-        """Slots that were logged already."""
+        """Slots that were logged already, and directories that cannot be listed."""
+        self._stuck: set[Path] = set()
+        """Slots that could not be removed; they are empty."""
 
     def under_way(self, after: SaveId | None = None) -> list[Path]:
         """Slots that writers of earlier jobs on this host have yet to finish with, and locks of writers with orders to
@@ -106,13 +108,16 @@ class OtherSlots:
                 slot
                 for slot in slots
                 if not self._is_later(slot.path)
+                and slot.path not in self._stuck
                 and generation_of(slot.path) not in spared
                 and (but is None or _held_in(slot) != but)
                 and slot.abandoned()
             ]
             for slot in left_behind:
-                log.info("reclaimed the slot %s, whose processes are gone", slot.path)
-                slot.unlink()
+                if slot.unlink():
+                    log.info("reclaimed the slot %s, whose processes are gone", slot.path)
+                else:
+                    self._stuck.add(slot.path)
                 slot.empty()  # its old writer may have it open until the last of them is gone
             return [slot.path for slot in left_behind]
 
@@ -135,23 +140,49 @@ class OtherSlots:
         other for an owner, and none would reclaim anything.
         """
         slots = []
-        for directory in self.directories:
-            for entry in os.scandir(directory):
-                path = Path(entry.path)
-                other = entry.name.startswith(self._root_prefix) and not entry.name.startswith(self._own_prefix)
-                if other and entry.name.endswith(SUFFIX) and path not in OPEN:
-                    try:
-                        slots.append(Slot.open(path))
-                        slots[-1].abandon()
-                    except FormatError as error:
-                        if path.exists() and path not in self._left_alone:
-                            self._left_alone.add(path)
-                            log.warning("ignored a file among the slots: %s", error)
+        for path in (path for directory in self.directories for path in self._others_in(directory)):
+            try:
+                slots.append(Slot.open(path))
+                slots[-1].abandon()
+            except FormatError as error:
+                if not _is_gone(path):
+                    self._tell_once(path, f"ignored a file among the slots: {error}")
         try:
             yield slots
         finally:
             for slot in slots:
                 slot.close()
+
+    def _others_in(self, directory: Path) -> list[Path]:
+        """None where it cannot be listed: its snapshots are lost as those of a lost host, and no job ends by that."""
+        try:
+            names = os.listdir(directory)
+        except OSError as error:
+            self._tell_once(
+                directory,
+                f"{directory}: slots of earlier jobs there are neither used nor removed, since it cannot be listed: "
+                f"{error.strerror}; expected a directory that this user may read, write and enter",
+            )
+            return []
+        self._left_alone.discard(directory)
+        others = (name for name in names if name.startswith(self._root_prefix) and name.endswith(SUFFIX))
+        paths = (directory / name for name in others if not name.startswith(self._own_prefix))
+        return [path for path in paths if path not in OPEN]
+
+    def _tell_once(self, path: Path, text: str) -> None:
+        if path not in self._left_alone:
+            self._left_alone.add(path)
+            log.warning("%s", text)
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _held_in(slot: Slot) -> SaveId | None:

@@ -63,7 +63,7 @@ class OpenSlots:
         """
         slots = list(self._slots.values())
         began = time.monotonic()
-        while time.monotonic() - began < self.keep_s and any(slot.path.exists() for slot in slots):
+        while time.monotonic() - began < self.keep_s and any(slot.has_name for slot in slots):
             if rescue is not None and time.monotonic() - began > min(RESCUE_AFTER_S, self.keep_s / 2):
                 rescue(slots)
                 rescue = None

@@ -260,7 +260,7 @@ class WriterProcess:
     def _persist_slot(self, save: SaveId, path: str, drains: bool, puts_layout: bool, deadline: float) -> Part:
         slot = self._slots.find(path)
         if slot is None:
-            raise FormatError(f"{path}: the slot of step {save.step} is gone")
+            raise FormatError(f"{path}: the slot of step {save.step} is gone, or the writer may not open it")
         try:
             if self._tier is None:
                 self._beginning.put()

@@ -218,6 +218,26 @@ def test_what_a_crash_left_half_written_goes_when_it_is_old(tmp_path: Path) -> N
     assert not left.exists()
 
 
+def test_a_clock_that_was_set_forward_removes_nothing_that_others_write(tmp_path: Path) -> None:
+    """What was begun after this rank's newest part is not old, whatever the time is now."""
+    disk, generation = make_disk(tmp_path)
+    save = put(disk, generation, 1)
+    begun, layout = tmp_path / ".tmp" / "123-0123456789abcdef", tmp_path / "layouts" / ("0" * 32 + ".json")
+    for path in (begun, layout):
+        path.write_bytes(b"of another rank")
+    before = time.time() - 2 * UNFINISHED_S
+    for path in (*tmp_path.glob("parts/*/*"), begun, layout):
+        os.utime(path, (before, before))
+    sweeper = DiskSweeper(disk, 0)
+    sweeper.sweep(generation, Stays(save, 1, frozenset(), 1))
+    assert begun.exists()
+    assert layout.exists()
+    later = put(disk, generation, 2)
+    sweeper.sweep(generation, Stays(later, 2, frozenset(), 1))
+    assert not begun.exists()
+    assert not layout.exists()
+
+
 def test_a_disk_belongs_to_one_root(tmp_path: Path) -> None:
     first, second = (Root(letter * 32, "xxh3", 60.0) for letter in "ab")
     bucket = LocalStore(str(tmp_path / "bucket"))

@@ -288,6 +288,28 @@ def test_a_layout_that_a_sweep_removed_is_there_again_with_the_next_step_that_na
         assert path.read_bytes() == layouts[path]
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_layout_that_the_disk_does_not_give_is_read_from_the_bucket(
+    tiered: Tiered, lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All steps there have the one, and are newer than those of the bucket."""
+    bits = crashed(tiered, ckptlib.Steps(3), 5)
+    for path in tiered.disk.glob("layouts/*"):
+        if lost:
+            path.unlink()
+        else:
+            flip_bit(path, 300)
+    job = Job(tiered.bucket, seed=1)
+    with tiered.open(job) as ckpt:
+        report = ckpt.restore()
+        assert (report.step, report.tier, report.skipped) == (5, "local", ())
+        assert job.bits() == bits[4]
+        assert ckpt.pending is not None
+        ckpt.pending.wait_committed(WAIT_S)
+    assert "It is read from " in caplog.text
+    assert [step.number for step in read_root(tiered.bucket)] == [3, 5]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a small tmpfs")
 def test_a_disk_with_room_for_four_shares_is_enough(tiered: Tiered, small_disk: Path) -> None:
     """While the bucket is away as well: what is to be drained, the newest one, and the one that is written."""

@@ -24,6 +24,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from helpers.inside import is_settled, poll, session_of, snapshots_of
+from helpers.rights import give_up_rights
 from workers.crash_jobs import Teller
 from workers.peer_trainings import training_of
 from workers.traps import CHUNK_BYTES, mark_sealed, on_chunk, set_trap, wrap
@@ -62,6 +63,7 @@ def train(
     settle: bool = True,
     drags: Sequence[float] = (),
     link_codec: str = "raw",
+    rights: bool = True,
 ) -> None:
     """Restores, trains up to `total`, and tells the digest.
 
@@ -75,7 +77,10 @@ def train(
     settle:          whether a step waits until the snapshot of the one before has come to its end.
     drags:           by rank, seconds that each message of a body takes longer.
     link_codec:      see `Peers.link`.
+    rights:          whether root may do what the modes of files forbid.
     """
+    if not rights:
+        give_up_rights()
     link.CHUNK_BYTES = CHUNK_BYTES
     replicator.FIRST_BACKOFF_S = 0.2
     parameters.MIN_ELEMENTS, increments.STRETCH = 256, 1500
