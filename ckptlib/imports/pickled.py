@@ -24,6 +24,9 @@ MAX_WEIGHT = 2**27
 MAX_KEY_WEIGHT = 1000
 """The same of what is hashed, key of a dict or member of a set, which nothing interrupts."""
 
+MAX_INT_BITS = 2**13
+"""Python writes no int of more than 4,300 digits in decimal, and names and messages have them so."""
+
 MAX_DEPTH = 300
 
 
@@ -108,6 +111,8 @@ def _read(data: bytes) -> Any:
         if name == "STOP":
             break
         if name in _GIVEN:
+            if isinstance(argument, int) and argument.bit_length() > MAX_INT_BITS:
+                raise ValueError(f"an int of {argument.bit_length()} bits")
             stack.append(argument)
         elif name in _MADE:
             stack.append(_MADE[name]())

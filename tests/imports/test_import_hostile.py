@@ -179,6 +179,18 @@ def test_values_that_grow_without_end(tmp_path: Path) -> None:
     assert "deeper than" in done.stdout
 
 
+def test_numbers_that_python_does_not_write(tmp_path: Path) -> None:
+    archive(tmp_path / "a.pt", pickle.dumps({10**5000: 1}, 2))
+    refuses(tmp_path / "a.pt", tmp_path / "root", "an int of 16610 bits")
+    dcp_save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp")
+    path = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for info in metadata.storage_data.values():
+        info.offset = -(10**5000)
+    path.write_bytes(pickle.dumps(metadata))
+    refuses(tmp_path / "dcp", tmp_path / "root", "an int of 16610 bits")
+
+
 def test_keys_whose_hash_takes_for_ever() -> None:
     """A tuple of the one before, twice, sixty times: a hundred bytes, and no Ctrl-C ends a hash."""
     twice = b"K\x01\x85" + b"2\x86" * 60
