@@ -78,7 +78,19 @@ def test_as_a_module(saved: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["ls"], ["ls", "x", "--option", "key"], ["ls", "x", "--option", "key={"], ["frobnicate"], ["ls", "nope://x"]],
+    [
+        ["ls"],
+        ["export", "nope://x", "out"],
+        ["export", "", "out"],
+        ["import", __file__, "nope://x"],
+        ["import", __file__, "x", "--step", "1000000000000"],
+        ["ls", "x", "--option", "key=" + "[" * 100_000],
+        ["ls", "x", "--option", "key"],
+        ["ls", "x", "--option", "key={"],
+        ["frobnicate"],
+        ["ls", "nope://x"],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:40],
 )
 def test_wrong_usage(ckptlib: Ckptlib, arguments: list[str]) -> None:
     result = ckptlib(*arguments)
@@ -187,6 +199,17 @@ def test_a_terminal_without_unicode(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     assert rb"\u6f22e\u0301" in said("show", root, "--tensors", "*")
     assert "\u2015 what a load" in said("report", root, "-o", "-").decode()
+
+
+@pytest.mark.parametrize(
+    "step", ["\u00b2", "\u0663", "9" * 5000, "1_0", "-1", " 1", "1\x1b[31m", ""], ids=lambda step: ascii(step)[:16]
+)
+@pytest.mark.parametrize("command", [["show"], ["pin"], ["rewind", "--yes"]], ids=lambda command: command[0])
+def test_steps_that_are_none(ckptlib: Ckptlib, made: LocalStore, command: list[str], step: str) -> None:
+    """Digits of other scripts, and more than Python reads, among them."""
+    result = ckptlib(*command, made.url, "--", step)
+    assert result.code == 1
+    assert "is neither a step's number, nor its full name" in result.err
 
 
 @pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"], ["report", "-o", "-"]])
