@@ -16,7 +16,7 @@ from itertools import product
 import pytest
 
 from ckptlib.errors import FormatError, ObjectExists, ObjectNotFound
-from ckptlib.stores import LateHead, Store
+from ckptlib.stores import LateHead, Store, base
 
 PAGE_NBYTES = 4096
 
@@ -60,6 +60,9 @@ class StoreConformance:
     tells_existing = True
     """Whether a second put of a key is refused; a store that cannot tell overwrites."""
 
+    knows_sizes = True
+    """Whether `get` knows what an object has before all of it is in memory."""
+
     @pytest.fixture
     def store(self) -> Store:
         raise NotImplementedError
@@ -92,6 +95,18 @@ class StoreConformance:
         for offset, nbytes in [(0, 11), (9, 2), (10, 1), (11, 0), (11, None), (0, 1 << 50)]:
             with pytest.raises(FormatError, match="10 bytes"):
                 store.get("a", offset, nbytes)
+
+    def test_an_object_that_is_too_large_for_a_document(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its size is known before memory is taken for it."""
+        if not self.knows_sizes:
+            pytest.skip("does not tell the size before the bytes")
+        monkeypatch.setattr(base, "MAX_WHOLE_NBYTES", 6)
+        store.put("a", b"0123456789")
+        for offset in (0, 3):
+            with pytest.raises(FormatError, match="10 bytes, expected a document"):
+                store.get("a", offset)
+        assert store.get("a", 4) == b"456789"
+        assert store.get("a", 0, 10) == b"0123456789"
 
     def test_an_empty_object_has_no_range(self, store: Store) -> None:
         store.put("a", b"")

@@ -17,6 +17,7 @@ from ckptlib.catalog.history import (
     check_head,
     check_known,
     history,
+    is_number,
     named,
     newest,
     newest_first,
@@ -252,7 +253,7 @@ class Catalog:
         if step == "best":
             visible = self._visible(saves, saves, ids)
             return best_of(self.known_metrics(visible), best or self.best_rule(ids), self.store.url)
-        if step != "latest" and isinstance(step, str) and not step.isdigit():
+        if step != "latest" and isinstance(step, str) and not is_number(step):
             return named(step, lambda: saves, self.store.url)
         return numbered(step, self._visible(saves, saves, ids), self.store.url)
 

@@ -23,6 +23,9 @@ from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 
+MAX_DIGITS = 40
+"""Of a number that is taken for a step's. Those have 12 at most."""
+
 
 def history(saves: Iterable[SaveId], generations: Mapping[GenerationId, Generation]) -> list[SaveId]:
     """The visible ones of committed saves, ascending by step. Pure."""
@@ -133,6 +136,14 @@ def read_records(
             if record.resumed_from is not None:
                 wanted.append(record.resumed_from.generation)
     return found, lost
+
+
+def is_number(step: str) -> bool:
+    """Whether this is a number, whichever steps there are.
+
+    Python makes none of 4,301 digits, nor of all that are digits in some script.
+    """
+    return len(step) <= MAX_DIGITS and step.isascii() and step.isdigit()
 
 
 def numbered(step: int | str, visible: Sequence[SaveId], url: str) -> SaveId:

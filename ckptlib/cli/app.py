@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
@@ -69,7 +70,20 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """The whole command; exits. `arguments`: those of the process where none are given."""
     if logging.lastResort is not None:  # prints warnings where nobody has set up logging
         logging.lastResort.setFormatter(_Escaped())
+    if sys.stdout is None:  # closed by the caller: the exit status still tells
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for as long as the process is there)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may hold what the locale has no character for
-    cli.main(args=arguments, prog_name="ckptlib")
+    try:
+        try:
+            cli.main(args=arguments, prog_name="ckptlib")
+        finally:
+            sys.stdout.flush()  # Python's own, as it ends, would make the exit status 120
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody takes what is still in the buffer
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)  # who reads has enough, as `head` has
+        sys.exit(
+            f"{error.filename or 'the output'} cannot be written: {error.strerror}. What was written of it is not all"
+        )

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from ckptlib.cli.options import storage_options, with_output, with_storage_options
+from ckptlib.cli.options import open_url, storage_options, with_output, with_storage_options
 from ckptlib.cli.output import Output, count, duration, size
 from ckptlib.cli.progress import progress
 from ckptlib.exporting.casting import dtype_of
@@ -54,8 +54,10 @@ def command(
         path = local_path(out)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+    options = storage_options(option)
+    open_url(url, options).close()  # raises for one that no store takes
     with (
-        open(url, step, "numpy", storage_options=storage_options(option)) as opened,
+        open(url, step, "numpy", storage_options=options) as opened,
         progress(output, f"exporting step {opened.step}") as advance,
     ):
         report = export_opened(opened, path, order, advance, advance.expect)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import click
 
-from ckptlib.cli.options import storage_options, with_output, with_storage_options
+from ckptlib.cli.options import open_url, storage_options, with_output, with_storage_options
 from ckptlib.cli.output import Output, count, duration, plain, size
+from ckptlib.format.keys import MAX_STEP
 
 CONVERT = "ckptlib.imports.convert"
 
@@ -19,7 +20,7 @@ CONVERT = "ckptlib.imports.convert"
 @click.command("import", short_help="Save another library's checkpoint as a step.")
 @click.argument("source", type=click.Path(exists=True))
 @click.argument("url")
-@click.option("--step", type=click.IntRange(min=0), help="Default: the source's own where it has one, else 0.")
+@click.option("--step", type=click.IntRange(0, MAX_STEP), help="Default: the source's own where it has one, else 0.")
 @click.option("--only", multiple=True, metavar="NAME", help="Take over this name, prefix or pattern; may be repeated.")
 @click.option("--skip", multiple=True, metavar="NAME", help="Leave this name, prefix or pattern out; may be repeated.")
 @click.option(
@@ -51,6 +52,8 @@ def command(
     give the same command again, and it goes on. Needs torch, and room for a copy in --scratch.
     """
     began = time.monotonic()
+    options = storage_options(option)
+    open_url(url, options).close()  # what no store takes is told before the source is read
     logging.getLogger(CONVERT).addHandler(logging.NullHandler())  # its notes are printed below, once
     # by name, when it is asked for: no other command needs torch
     report = importlib.import_module(CONVERT).convert(
@@ -62,7 +65,7 @@ def command(
         params=None if params is None else _params(params),
         tie=dict(_tied(text) for text in tie),
         scratch=scratch,
-        storage_options=storage_options(option),
+        storage_options=options,
     )
     seconds = time.monotonic() - began
     output.document(
@@ -93,7 +96,7 @@ def command(
 def _params(path: str) -> dict[str, list[str]]:
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise click.UsageError(f"--params {path}: not JSON: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(names, list) for names in found.values()):
         raise click.UsageError(f'--params {path}: expected {{"optimizer": ["model/wte.weight", ...]}}')

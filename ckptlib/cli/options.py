@@ -25,7 +25,7 @@ def storage_options(given: tuple[str, ...]) -> dict[str, object]:
     text = os.environ.get(OPTIONS_VARIABLE, "")
     try:
         found = json.loads(text) if text else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise click.UsageError(f"{OPTIONS_VARIABLE} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise click.UsageError(f"{OPTIONS_VARIABLE} holds JSON, but not an object")
@@ -43,7 +43,7 @@ def _value(name: str, text: str) -> object:
         return text
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise click.UsageError(f"--option {name}: looks like JSON, but is not valid ({error})") from None
 
 

@@ -49,6 +49,8 @@ def command(output: Output, store: Store, out: str) -> bool:
 
 def _write(path: Path, text: str) -> None:
     """Whole, or not at all: a page of before is replaced when the new one is there."""
+    if not path.name:
+        raise CkptError(f"'{path}' is no name of a file for the page")
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")

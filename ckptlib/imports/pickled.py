@@ -21,6 +21,12 @@ MAX_BYTES = 2**31
 MAX_WEIGHT = 2**27
 """Values that a walk would meet. A pickle of a few hundred bytes can name one list so often that it meets 2**100."""
 
+MAX_KEY_WEIGHT = 1000
+"""The same of what is hashed, key of a dict or member of a set, which nothing interrupts."""
+
+MAX_INT_BITS = 2**13
+"""Python writes no int of more than 4,300 digits in decimal, and names and messages have them so."""
+
 MAX_DEPTH = 300
 
 
@@ -105,6 +111,8 @@ def _read(data: bytes) -> Any:
         if name == "STOP":
             break
         if name in _GIVEN:
+            if isinstance(argument, int) and argument.bit_length() > MAX_INT_BITS:
+                raise ValueError(f"an int of {argument.bit_length()} bits")
             stack.append(argument)
         elif name in _MADE:
             stack.append(_MADE[name]())
@@ -165,10 +173,10 @@ def _apply(name: str, argument: Any, stack: list[Any]) -> None:
         case "DICT":
             stack.append(_pairs(_since_mark(stack)))
         case "FROZENSET":
-            stack.append(frozenset(_since_mark(stack)))
+            stack.append(frozenset(map(_hashable, _since_mark(stack))))
         case "ADDITEMS":
             items = _since_mark(stack)
-            stack[-1].update(items)
+            stack[-1].update(map(_hashable, items))
         case "APPEND":
             item = stack.pop()
             _list_of(stack[-1]).append(item)
@@ -234,6 +242,8 @@ def _pairs(items: list[Any]) -> dict[Any, Any]:
 
 def _hashable(key: Any) -> Any:
     """A key as it is; of what was made, itself: two that are alike stay two."""
+    if not isinstance(key, (str, int)) and _weight(key, {}, 0) > MAX_KEY_WEIGHT:
+        raise ValueError(f"a key of more than {MAX_KEY_WEIGHT} values")
     hash(key)
     return key
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptlib.catalog.history import named, numbered
+from ckptlib.catalog.history import is_number, named, numbered
 from ckptlib.errors import CheckpointNotFound
 from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.ranks.together import together
@@ -129,6 +129,6 @@ def newest_in_memory(session: Session, inventory: Inventory) -> SaveId | None:
 
 def _chosen(url: str, step: int | str, visible: Sequence[SaveId], committed: Sequence[SaveId]) -> SaveId:
     """Raises CheckpointNotFound."""
-    if isinstance(step, str) and not step.isdigit() and step != "latest":
+    if isinstance(step, str) and not is_number(step) and step != "latest":
         return named(step, lambda: [*visible, *committed], url)
     return numbered(step, visible, url)

@@ -19,6 +19,9 @@ from ckptlib.errors import FormatError
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 MAX_KEY_LENGTH = 512
 
+MAX_WHOLE_NBYTES = 2**30
+"""Of an object that is read to its end: only documents are, and no document is larger."""
+
 
 def check_key(key: str) -> str:
     """Returns `key` when it is one: relative, plain ASCII segments, none of which starts with a dot.
@@ -61,6 +64,21 @@ def ends_early(where: str, offset: int, nbytes: int | None, nbytes_found: int) -
         f"{where}: the object has {nbytes_found} bytes, expected bytes {offset} {wanted}; "
         "it is truncated, or the document that names it is wrong"
     )
+
+
+def range_nbytes(where: str, offset: int, nbytes: int | None, size: int) -> int:
+    """The length of a range, of an object of `size` bytes; known before memory is taken for it.
+
+    Ranges come from documents, and sizes of objects may be anything. Raises FormatError.
+    """
+    if offset + (nbytes or 0) > size:
+        raise ends_early(where, offset, nbytes, size)
+    if nbytes is None and size - offset > MAX_WHOLE_NBYTES:
+        raise FormatError(
+            f"{where}: the object has {size:,} bytes, expected a document, of at most {MAX_WHOLE_NBYTES:,}; it was not "
+            "written by ckptlib, or altered since"
+        )
+    return size - offset if nbytes is None else nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +189,8 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """Exactly `nbytes` bytes from `offset`, or all up to the end when None.
+        """Exactly `nbytes` bytes from `offset`, or all up to the end when None: of documents, so not of more than
+        MAX_WHOLE_NBYTES, where the size is known before the bytes come.
 
         Raises FormatError when the object ends earlier.
         """

@@ -22,6 +22,7 @@ from ckptlib.stores.base import (
     check_range,
     ends_early,
     is_key,
+    range_nbytes,
 )
 from ckptlib.stores.local_direct import read_past_cache
 from ckptlib.stores.local_errors import ABSENT, failure
@@ -70,7 +71,7 @@ class LocalStore(Store):
         check_range(offset, nbytes)
         path = self._path(key)
         with _opened(self._root, key) as (fd, size):
-            count = _check_inside(size, path, offset, nbytes)
+            count = range_nbytes(path, offset, nbytes, size)
             pieces = [_read(fd, count, offset)]
             done = len(pieces[0])
             while done < count:  # Linux reads at most 2 GiB at a time
@@ -86,7 +87,7 @@ class LocalStore(Store):
         path = self._path(key)
         view = as_bytes(buffer)
         with _opened(self._root, key) as (fd, size):
-            _check_inside(size, path, offset, buffer.nbytes)
+            range_nbytes(path, offset, buffer.nbytes, size)
             done = read_past_cache(fd, view, offset) if self.reads_once else 0
             view, offset = view[done:], offset + done
             while view:
@@ -230,10 +231,3 @@ def _opened(root: str, key: str) -> Iterator[tuple[int, int]]:
         if error.errno in ABSENT:
             raise ObjectNotFound(f"{path}: no such object") from None
         raise failure(error, "read", path) from error
-
-
-def _check_inside(size: int, path: str, offset: int, nbytes: int | None) -> int:
-    """The length of the range; looked up before memory is taken for it, since ranges come from documents."""
-    if offset + (nbytes or 0) > size:
-        raise ends_early(path, offset, nbytes, size)
-    return size - offset if nbytes is None else nbytes

@@ -18,8 +18,8 @@ from ckptlib.stores.base import (
     check_key,
     check_prefix,
     check_range,
-    ends_early,
     joined,
+    range_nbytes,
 )
 
 
@@ -67,9 +67,7 @@ class MemoryStore(Store):
         if found is None:
             raise ObjectNotFound(f"{self.url}/{key}: no such object")
         data = found[0]
-        if offset + (nbytes or 0) > len(data):
-            raise ends_early(f"{self.url}/{key}", offset, nbytes, len(data))
-        return data[offset:] if nbytes is None else data[offset : offset + nbytes]
+        return data[offset : offset + range_nbytes(f"{self.url}/{key}", offset, nbytes, len(data))]
 
     @override
     def get_into(self, key: str, offset: int, buffer: memoryview, *, deadline: float | None = None) -> None:

@@ -26,9 +26,9 @@ from ckptlib.stores.base import (
     check_key,
     check_prefix,
     check_range,
-    ends_early,
     is_key,
     joined,
+    range_nbytes,
 )
 from ckptlib.stores.obstore_config import client_of
 from ckptlib.stores.obstore_errors import Failure
@@ -196,8 +196,7 @@ class ObstoreStore(Store):
         async def get() -> bytes | int:
             """The bytes; how many they are where that is too many for one request."""
             result = await obstore.get_async(self._quick, path, **_range(offset, nbytes))
-            count: int = result.meta["size"] - offset if nbytes is None else nbytes
-            self._check_inside(key, offset, nbytes, result.meta["size"])
+            count = range_nbytes(f"{self.url}/{key}", offset, nbytes, result.meta["size"])
             return count if count > most else bytes(await result.bytes_async())
 
         if nbytes is None or 0 < nbytes <= most:
@@ -205,8 +204,7 @@ class ObstoreStore(Store):
             if isinstance(data, bytes) and len(data) == (len(data) if nbytes is None else nbytes):
                 return data
         size = self._known_size(key, path, None)
-        self._check_inside(key, offset, nbytes, size)
-        into = bytearray(size - offset if nbytes is None else nbytes)
+        into = bytearray(range_nbytes(f"{self.url}/{key}", offset, nbytes, size))
         self.get_into(key, offset, memoryview(into))
         return bytes(into)
 
@@ -215,7 +213,7 @@ class ObstoreStore(Store):
         check_range(offset, buffer.nbytes)
         path, view = self._path(key), as_bytes(buffer)
         if not view.nbytes:
-            self._check_inside(key, offset, 0, self._known_size(key, path, deadline))
+            range_nbytes(f"{self.url}/{key}", offset, 0, self._known_size(key, path, deadline))
         for start in range(0, view.nbytes, io_limits.RUN_BYTES):
             part = view[start : start + io_limits.RUN_BYTES]
             self._get_part(key, path, offset + start, part, deadline)
@@ -225,7 +223,7 @@ class ObstoreStore(Store):
 
         async def get() -> int:
             result = await obstore.get_async(self._quick, path, **_range(offset, view.nbytes))
-            self._check_inside(key, offset, view.nbytes, result.meta["size"])
+            range_nbytes(f"{self.url}/{key}", offset, view.nbytes, result.meta["size"])
             done = 0
             async for chunk in result.stream(min_chunk_size=_READ_NBYTES):
                 got = memoryview(chunk)
@@ -251,14 +249,10 @@ class ObstoreStore(Store):
             return self._request("get", key, get, deadline)
         except _Beyond:
             size = self._known_size(key, path, deadline)
-            self._check_inside(key, offset, nbytes, size)
+            range_nbytes(f"{self.url}/{key}", offset, nbytes, size)
             if nbytes is None and offset == size:
                 return None
             raise StoreError(f"{self.url}/{key}: cannot get bytes from {offset}: not in the object's {size}") from None
-
-    def _check_inside(self, key: str, offset: int, nbytes: int | None, size: int) -> None:
-        if offset + (nbytes or 0) > size:
-            raise ends_early(f"{self.url}/{key}", offset, nbytes, size)
 
     def _known_size(self, key: str, path: str, deadline: float | None) -> int:
         size = self._size(key, path, deadline)

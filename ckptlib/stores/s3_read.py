@@ -9,7 +9,7 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from ckptlib.errors import ObjectNotFound, ObjectUnreadable, StoreDenied, StoreError
-from ckptlib.stores.base import ends_early
+from ckptlib.stores.base import range_nbytes
 from ckptlib.stores.retries import Retries
 from ckptlib.stores.s3_body import Progress
 from ckptlib.stores.s3_client import Call, S3Client
@@ -42,14 +42,14 @@ class Reading:
         """Raises FormatError when the object ends earlier."""
         try:
             if self._nbytes == 0:
-                self._check_inside(await self._size())
+                self._count(await self._size())
             else:
                 await self._client.tried(self._call, self._read_on, Retries(self._call.deadline))
         except ClientError as error:
             if status_of(error) != 416:
                 raise self._failure(error) from None
             size = await self._size()
-            self._check_inside(size)
+            self._count(size)
             if self._nbytes is not None or self._offset != size:  # nothing came, where something should have
                 raise self._failure(error) from None
 
@@ -60,9 +60,8 @@ class Reading:
             raise self._failure(error) from None
         return int(answer["ContentLength"])
 
-    def _check_inside(self, size: int) -> None:
-        if self._offset + (self._nbytes or 0) > size:
-            raise ends_early(self._where, self._offset, self._nbytes, size)
+    def _count(self, size: int) -> int:
+        return range_nbytes(self._where, self._offset, self._nbytes, size)
 
     async def _read_on(self, progress: Progress) -> None:
         first = self._offset + self._done
@@ -92,8 +91,7 @@ class Reading:
         if self._version not in (None, version):
             raise StoreError(f"{self._where}: changed while it was read: {self._version} became {version}")
         self._version = version
-        self._check_inside(size)
-        count = size - self._offset if self._nbytes is None else self._nbytes
+        count = self._count(size)
         if (begin, last) != (first, self._offset + count - 1) or length != last - begin + 1:
             expected = f"bytes {first}-{self._offset + count - 1}"
             raise StoreError(f"{self._where}: cannot get: expected {expected}, got {begin}-{last}, length {length}")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import IO, Any, get_args
 
 import numpy as np
 import pytest
@@ -78,7 +78,19 @@ def test_as_a_module(saved: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["ls"], ["ls", "x", "--option", "key"], ["ls", "x", "--option", "key={"], ["frobnicate"], ["ls", "nope://x"]],
+    [
+        ["ls"],
+        ["export", "nope://x", "out"],
+        ["export", "", "out"],
+        ["import", ".", "nope://x"],
+        ["import", ".", "x", "--step", "1000000000000"],
+        ["ls", "x", "--option", "key=" + "[" * 100_000],
+        ["ls", "x", "--option", "key"],
+        ["ls", "x", "--option", "key={"],
+        ["frobnicate"],
+        ["ls", "nope://x"],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:40],
 )
 def test_wrong_usage(ckptlib: Ckptlib, arguments: list[str]) -> None:
     result = ckptlib(*arguments)
@@ -187,6 +199,39 @@ def test_a_terminal_without_unicode(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     assert rb"\u6f22e\u0301" in said("show", root, "--tensors", "*")
     assert "\u2015 what a load" in said("report", root, "-o", "-").decode()
+
+
+@pytest.mark.parametrize(
+    "step", ["\u00b2", "\u0663", "9" * 5000, "1_0", "-1", " 1", "1\x1b[31m", ""], ids=lambda step: ascii(step)[:16]
+)
+@pytest.mark.parametrize("command", [["show"], ["pin"], ["rewind", "--yes"]], ids=lambda command: command[0])
+def test_steps_that_are_none(ckptlib: Ckptlib, made: LocalStore, command: list[str], step: str) -> None:
+    """Digits of other scripts, and more than Python reads, among them."""
+    result = ckptlib(*command, made.url, "--", step)
+    assert result.code == 1
+    assert "is neither a step's number, nor its full name" in result.err
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"], ["report", "-o", "-"]])
+def test_where_the_output_cannot_be_written(made: LocalStore, arguments: list[str]) -> None:
+    """A full disk is told; who reads no further, as `head` does, is told nothing; a caller may close stdout."""
+    command = [sys.executable, "-m", "ckptlib.cli", *arguments, made.url.removeprefix("file://")]
+
+    def run(stdout: IO[bytes] | int | None, close: str = "") -> tuple[int, str]:
+        given = ["sh", "-c", f'exec "$@" {close}', "sh", *command]
+        done = subprocess.run(given, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=150)
+        return done.returncode, done.stderr
+
+    with open("/dev/full", "wb") as full:
+        code, said = run(full)
+    assert code == 1
+    assert said.startswith("the output cannot be written: No space left on device")
+    assert said.count("\n") == 1
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert run(writer) == (1, "")
+    os.close(writer)
+    assert run(None, ">&-") == (0, "")
 
 
 def test_a_long_table_takes_no_longer_than_to_make_its_lines(capsys: pytest.CaptureFixture[str]) -> None:

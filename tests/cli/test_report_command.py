@@ -67,6 +67,12 @@ def test_a_place_where_it_cannot_write(ckptlib: Ckptlib, saved: Path, tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
+def test_a_place_that_is_no_file(ckptlib: Ckptlib, saved: Path) -> None:
+    result = ckptlib("report", saved, "-o", "")
+    assert result.code == 1
+    assert "is no name of a file" in result.err
+
+
 def test_no_root(ckptlib: Ckptlib, tmp_path: Path) -> None:
     found = ckptlib("report", tmp_path, "-o", tmp_path / "page.html")
     assert found.code == 1

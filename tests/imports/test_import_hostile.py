@@ -179,6 +179,40 @@ def test_values_that_grow_without_end(tmp_path: Path) -> None:
     assert "deeper than" in done.stdout
 
 
+def test_numbers_that_python_does_not_write(tmp_path: Path) -> None:
+    archive(tmp_path / "a.pt", pickle.dumps({10**5000: 1}, 2))
+    refuses(tmp_path / "a.pt", tmp_path / "root", "an int of 16610 bits")
+    dcp_save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp")
+    path = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for info in metadata.storage_data.values():
+        info.offset = -(10**5000)
+    path.write_bytes(pickle.dumps(metadata))
+    refuses(tmp_path / "dcp", tmp_path / "root", "an int of 16610 bits")
+
+
+def test_keys_whose_hash_takes_for_ever() -> None:
+    """A tuple of the one before, twice, sixty times: a hundred bytes, and no Ctrl-C ends a hash."""
+    twice = b"K\x01\x85" + b"2\x86" * 60
+    by_key, member, of_frozen = b"}" + twice + b"K\x01s.", b"\x8f(" + twice + b"\x90.", b"(" + twice + b"\x91."
+    persistent = b"}" + twice + b"QK\x01s."
+    code = (
+        "import sys\n"
+        "from ckptlib.errors import FormatError\n"
+        "from ckptlib.imports.pickled import read_pickle\n"
+        "for pickled in sys.argv[1:]:\n"
+        "    try:\n"
+        "        read_pickle(bytes.fromhex(pickled), 'x')\n"
+        "    except FormatError as error:\n"
+        "        print(error)\n"
+    )
+    short = by_key.replace(twice, twice[:3] + b"2\x86" * 10)
+    pickles = [pickled.hex() for pickled in (short, by_key, member, of_frozen, persistent)]
+    done = subprocess.run([sys.executable, "-c", code, *pickles], capture_output=True, text=True, timeout=100)
+    assert done.stdout.count("x: not a whole pickle (ValueError: a key of more than 1000 values)") == 1, done
+    assert done.stdout.count("x: not a whole pickle (ValueError: more than 134217728 values") == 4, done
+
+
 @pytest.mark.parametrize(
     "data",
     [

@@ -13,6 +13,7 @@ from ckptlib.stores import Store, open_store
 
 
 class TestGCS(StoreConformance):
+    knows_sizes = False
     tells_existing = False
 
     @pytest.fixture

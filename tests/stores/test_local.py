@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from store_conformance import PAGE_NBYTES, StoreConformance, keys, pages
 
-from ckptlib.errors import ObjectExists, StoreError, StoreFull
+from ckptlib.errors import FormatError, ObjectExists, StoreError, StoreFull
 from ckptlib.stores import LateHead, Store, local_direct, local_upload
 from ckptlib.stores.local import LocalStore
 
@@ -104,6 +104,15 @@ def test_foreign_files_are_not_objects(files: Path) -> None:
     (files / "loop").symlink_to(files)
     (files / "link").symlink_to(files / "a" / "b")
     assert keys(store) == ["a/b"]
+
+
+def test_a_file_of_a_terabyte_in_the_place_of_a_document(files: Path) -> None:
+    """No memory is taken for what the file system, or whoever may write there, says that it has."""
+    (files / "steps").mkdir(parents=True)
+    with (files / "steps" / "a.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(FormatError, match=r"a\.json: the object has 1,099,511,627,776 bytes, expected a document"):
+        LocalStore(str(files)).get("steps/a.json")
 
 
 def test_delete_removes_empty_directories(files: Path) -> None:
