@@ -68,8 +68,11 @@ def new_nonce() -> str:
 
 
 def checked_step(step: object) -> int:
-    """A step that a name can have. Raises TypeError for what is no whole number, ValueError for one out of range."""
+    """A step that a name can have. Raises TypeError for what is no whole number, or a bool, ValueError for one out of
+    range."""
     try:
+        if isinstance(step, bool):
+            raise TypeError
         found = operator.index(step)  # type: ignore[arg-type]  # numpy's integers, too
     except TypeError:
         raise TypeError(f"step={repr(step)[:80]}: expected a whole number, not a {type(step).__name__}") from None

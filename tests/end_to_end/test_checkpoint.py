@@ -133,7 +133,7 @@ def test_a_step_is_saved_once_and_refused_states_leave_nothing(tmp_path: Path) -
         assert [info.step for info in ckptlib.checkpoints(root.url)] == [1, 2]
 
 
-@pytest.mark.parametrize("step", [1.0, float("nan"), "3", None, [1]])
+@pytest.mark.parametrize("step", [1.0, float("nan"), "3", None, [1], True])
 def test_a_step_is_an_int(tmp_path: Path, step: Any) -> None:
     told = rf"step={re.escape(repr(step))}: expected a whole number, not a {type(step).__name__}"
     with opened(tmp_path) as root:
