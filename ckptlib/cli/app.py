@@ -84,6 +84,6 @@ def run(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody takes what is still in the buffer
         if isinstance(error, BrokenPipeError):
             sys.exit(1)  # who reads has enough, as `head` has
-        sys.exit(
-            f"{error.filename or 'the output'} cannot be written: {error.strerror}. What was written of it is not all"
-        )
+        if error.filename is not None:
+            sys.exit(f"{error.filename}: {error.strerror}")
+        sys.exit(f"the output cannot be written: {error.strerror}. What was written of it is not all")

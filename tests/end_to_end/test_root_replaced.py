@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from helpers.servers import ObjectStorage
 from workers.crash_bench import Bench
 from workers.crash_jobs import run, train
 
 import ckptlib
 from ckptlib.errors import SaveFailed, Superseded
+from ckptlib.stores import open_store
 
 PATIENCE_S = 60.0
 
 
-def saved(root: Path) -> list[tuple[int, int]]:
+Empty = Callable[[], object]
+"""Removes the root, with all that is in it."""
+
+
+def saved(url: Path | str, **given: Any) -> list[tuple[int, int]]:
     """Steps and their generations."""
-    return [(info.step, info.generation) for info in ckptlib.checkpoints(root)]
+    return [(info.step, info.generation) for info in ckptlib.checkpoints(url, **given)]
 
 
-def restored(root: Path) -> tuple[int, float]:
-    """The step that another start of the new job goes on from, and its state."""
-    w = torch.zeros(3000)
-    with ckptlib.Checkpointer(root, {"w": w}, every=10**9) as ckpt:
-        step = ckpt.restore().step
-    return step, float(w.mean())
-
-
-def test_a_job_that_goes_on_saves_nothing_into_the_root_of_another(tmp_path: Path) -> None:
-    root, w, other = tmp_path / "root", torch.zeros(3000), torch.full([3000], -1.0)
+def go_on_in_the_root_of_another(url: Path | str, empty: Empty, **given: Any) -> None:
+    w, other = torch.zeros(3000), torch.full([3000], -1.0)
     for step in (1, 2):  # the generation of the next job is not the first one, as that of a new root is
-        with ckptlib.Checkpointer(root, {"w": w}, every=10**9) as ckpt:
+        with ckptlib.Checkpointer(url, {"w": w}, every=10**9, **given) as ckpt:
             ckpt.save(step)
-    ckpt = ckptlib.Checkpointer(root, {"w": w}, every=10**9)
+    ckpt = ckptlib.Checkpointer(url, {"w": w}, every=10**9, **given)
     ckpt.restore()
 
     def save(step: int) -> None:
@@ -42,8 +42,8 @@ def test_a_job_that_goes_on_saves_nothing_into_the_root_of_another(tmp_path: Pat
         ckpt.save(step).wait_committed(PATIENCE_S)
 
     save(100)
-    shutil.rmtree(root)
-    with ckptlib.Checkpointer(root, {"w": other}, every=10**9) as young:
+    empty()
+    with ckptlib.Checkpointer(url, {"w": other}, every=10**9, **given) as young:
         with pytest.raises(SaveFailed, match="is not there any more: it has no record of generation"):
             save(101)  # nobody has saved to the new one yet
         young.save(1).wait_committed(PATIENCE_S)
@@ -51,8 +51,23 @@ def test_a_job_that_goes_on_saves_nothing_into_the_root_of_another(tmp_path: Pat
             save(102)
         with pytest.raises(Superseded):
             ckpt.close()
-    assert saved(root) == [(1, 1)]
-    assert restored(root) == (1, -1.0)
+    assert saved(url, **given) == [(1, 1)]
+    with ckptlib.Checkpointer(url, {"w": other.zero_()}, every=10**9, **given) as ckpt:
+        assert ckpt.restore().step == 1
+    assert other.eq(-1).all()
+
+
+def test_a_job_that_goes_on_saves_nothing_into_the_root_of_another(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    go_on_in_the_root_of_another(root, lambda: shutil.rmtree(root))
+
+
+def test_nor_in_a_bucket(s3: ObjectStorage) -> None:
+    url, options = s3.url(), s3.options()
+    with open_store(url, options) as store:
+        go_on_in_the_root_of_another(
+            url, lambda: store.delete(*(entry.key for entry in store.scan(""))), storage_options=options
+        )
 
 
 @pytest.mark.parametrize(("op", "key"), [("commit", "^packs/"), ("put", "^parts/")])
