@@ -94,8 +94,16 @@ def _anonymous() -> int:
 
 def children(text: str) -> list[int]:
     """Processes of this one whose command line holds `text`."""
-    pids = [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
-    return [pid for pid in pids if text.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and pid != os.getpid()]
+    pids = [int(pid) for task in Path("/proc/self/task").iterdir() for pid in _read(task / "children").split()]
+    return [pid for pid in pids if text.encode() in _read(Path(f"/proc/{pid}/cmdline")) and pid != os.getpid()]
+
+
+def _read(path: Path) -> bytes:
+    """Empty where the thread or process has ended since it was listed."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 if __name__ == "__main__":
