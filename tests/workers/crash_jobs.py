@@ -80,7 +80,9 @@ class Job:
             time.sleep(POLL_S)
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        """One that has ended since another rank was killed is gone as well."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
     def kill_writers(self) -> list[int]:
         """SIGKILL to those that it started. Returns their pids; one that ends by itself meanwhile is gone as well."""
