@@ -57,8 +57,8 @@ class SharedDocuments:
         """Layouts that were there as they were to be put."""
         self._root: bytes | None = None
         """As it was read last."""
-        self._first_id: str | None = None
-        """Of the root, as it was read first."""
+        self.opened_id: str | None = None
+        """Of the root that the job has opened, if somebody told; else of the one that was read first."""
         self._copied: set[str] = set()
         self._told: set[str] = set()
 
@@ -71,12 +71,12 @@ class SharedDocuments:
         except ObjectNotFound as error:
             raise CheckpointNotFound(f"{self.store.url} holds no checkpoints: there is no {keys.ROOT}") from error
         root = Root.decode(self._root, keys.ROOT)
-        self._first_id = self._first_id or root.id
+        self.opened_id = self.opened_id or root.id
         return root
 
     def is_same_root(self) -> bool:
-        """Whether the root is the one that was read first; False where none was read."""
-        before = self._first_id
+        """Whether the root is the one that the job has opened; False where nobody knows that one."""
+        before = self.opened_id
         try:
             return before is not None and self.root().id == before
         except CheckpointNotFound:

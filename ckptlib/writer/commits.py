@@ -78,6 +78,7 @@ class Commits:
 
     def _sweep(self, keep: Keep, save: SaveId) -> None:
         """Removes old steps, by a catalog of its own: no commit waits for it."""
+        self._swept.shared.opened_id = self._catalog.shared.opened_id
         try:
             with self._watchdog.work("sweep", None, time.monotonic() + self._trainer.deadline_s, minor=True):
                 sweep(self._swept, keep, save.generation)

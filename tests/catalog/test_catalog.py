@@ -227,3 +227,16 @@ def test_describe_is_one_line_of_json() -> None:
     assert describe(SaveFailed("step 5: x")) == "step 5: x"
     assert describe(ZeroDivisionError("by 0")) == "ZeroDivisionError: by 0"
     assert len(describe(SaveFailed("x" * 9999))) == 2000
+
+
+def test_who_was_told_which_root_was_opened_takes_no_other_for_it(store: Store, catalog: Catalog) -> None:
+    """Though this process reads the root for the first time when it is another one."""
+    own = make_generation(catalog, 3)
+    late = Catalog(store)
+    late.shared.opened_id = catalog.root().id
+    store.delete(own.key, keys.copy_key(own.key))
+    late.check_may_change(own)
+    replace_object(store, keys.ROOT, replace(catalog.root(), id="0" * 32).encode())
+    late.root()
+    with pytest.raises(StoreError, match="is not there any more"):
+        late.check_may_change(own)
