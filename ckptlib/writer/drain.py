@@ -33,6 +33,7 @@ from ckptlib.format.part import Pack, Part
 from ckptlib.pages import PAGE_BYTES
 from ckptlib.stores import Entry
 from ckptlib.stores.io_limits import WRITE_BYTES
+from ckptlib.writer.seen_packs import SeenPacks
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class Drain:
         self._executor, self._reader = executor, ThreadPoolExecutor(1, "ckptlib-read")
         self._rank, self._deadline_s = rank, deadline_s
         self._pace, self._note_upload = pace, note_upload
+        self._seen = SeenPacks(bucket.store)
         self._layouts_put: set[str] = set()
 
     def copy(self, save: SaveId, is_new: bool = False, puts_layout: bool = True) -> int:
@@ -110,7 +112,7 @@ class Drain:
         if name in present:
             return 0
         deadline = self._deadline(save, present.values())
-        packs = missing(part, {key: entry.nbytes for key, entry in present.items()})
+        packs = [*self._lost(part), *missing(part, {key: entry.nbytes for key, entry in present.items()})]
         given_up = threading.Event()
         checked = self._executor.submit(self._check, part, packs, given_up)
         try:
@@ -143,6 +145,26 @@ class Drain:
         prefixes = (f"{part.save.packs_prefix}{start}", f"{part.save.parts_prefix}{start}")
         return {entry.key: entry for prefix in prefixes for entry in self._bucket.store.scan(prefix)}
 
+    def _lost(self, part: Part) -> list[Pack]:
+        """Packs of earlier saves that are not in the store any more, but on this disk. Raises SaveFailed for one that
+        is in the store, and gives nothing."""
+        lost = self._seen.lost(pack for pack in part.packs if keys.pack_save(pack.key) != part.save)
+        for pack in lost:
+            if any(entry.key == pack.key for entry in self._bucket.store.scan(pack.key)):
+                raise SaveFailed(
+                    f"step {part.save.step}: needs {self._bucket.store.url}/{pack.key}, which cannot be read up to its "
+                    f"{pack.nbytes} bytes: was it altered, or moved to an archive? The step is not committed; 'ckptlib "
+                    "refresh' has the next save write again what is in it"
+                )
+            log.warning(
+                "%s/%s, which step %d needs, is not there any more: did somebody delete it, or a rule of the bucket "
+                "that expires objects? It is put again from the local disk",
+                self._bucket.store.url,
+                pack.key,
+                part.save.step,
+            )
+        return lost
+
     def _deadline(self, save: SaveId, present: Iterable[Entry]) -> float:
         """By the monotonic clock. Raises SaveFailed when it has passed."""
         first = min((entry.modified for entry in present), default=None)
@@ -163,6 +185,7 @@ class Drain:
         except ObjectExists:  # by a request whose answer was lost; the listing before the next try compares sizes
             raise StoreError(f"{pack.key}: was put meanwhile") from None
         self._note_upload(pack.nbytes, began, time.monotonic())
+        self._seen.note(pack.key)
 
     def _pieces(self, pack: Pack) -> Iterator[Buffer]:
         """The bytes behind the first page; the next piece is read while one is sent."""

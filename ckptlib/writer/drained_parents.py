@@ -1,5 +1,5 @@
-"""Parents of saves that go to a local disk first: of what the store is known to have committed, the newest part whose
-packs are all on this disk. The store is not asked: no save waits for it. No torch.
+"""Parents of saves that go to a local disk first: of what the store is known to have committed, the newest part. The
+store is not asked: no save waits for it. No torch.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from collections.abc import Callable
 from ckptlib.catalog.catalog import Steps
 from ckptlib.format.part import Part
 from ckptlib.slots.snapshot import Snapshot
-from ckptlib.stores import Store
 from ckptlib.writer.parents import KEPT, fits
 
 
 class DrainedParents:
     """Of one rank. The first save of a writer has none."""
 
-    def __init__(self, disk: Store, known: Callable[[], Steps]) -> None:
+    def __init__(self, known: Callable[[], Steps]) -> None:
         """`known`: the steps of the store, as of when they were last listed."""
-        self._disk, self._known = disk, known
+        self._known = known
         self._parts: deque[Part] = deque(maxlen=KEPT)
         """Newest last."""
 
@@ -32,11 +31,4 @@ class DrainedParents:
         """The parent of a snapshot, and the steps there are; None: nothing can be taken over. Waits for nothing."""
         steps = self._known()
         committed = (part for part in reversed(self._parts) if part.save in steps.saves and fits(part, snapshot))
-        return next((part for part in committed if self._is_here(part)), None), steps
-
-    def _is_here(self, part: Part) -> bool:
-        found = (self._disk.scan(pack.key) for pack in part.packs)
-        return all(
-            [entry.nbytes for entry in entries if entry.key == pack.key] == [pack.nbytes]
-            for pack, entries in zip(part.packs, found, strict=True)
-        )
+        return next(committed, None), steps

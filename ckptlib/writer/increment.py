@@ -6,7 +6,8 @@ has in the packs of an earlier save. Some are written all the same, though they 
 * those that are old, since a chunk that all steps share is a single point of rot; not all at once;
 * those that somebody asked for (`ckptlib refresh`), since they may be damaged;
 * those in a pack that is mostly dead: its save was dropped, and most of its bytes are needed no more;
-* some, where a part would use the packs of very many saves.
+* some, where a part would use the packs of very many saves;
+* those whose pack was lost: no step that referred to it would load.
 
 They go into packs of their own, since what has not changed so far is likely to stay.
 """
@@ -17,7 +18,7 @@ from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 
 from ckptlib.format.keys import PackSet, SaveId, pack_set
-from ckptlib.format.part import Part
+from ckptlib.format.part import Pack, Part
 
 MAX_USES = 256
 """Sets of packs that a part uses at most: its manifest and the listing of a sweep grow with them."""
@@ -44,6 +45,8 @@ class Rules:
     committed: Set[SaveId]
     distrusted: SaveId | None = None
     """Packs of this save and those before it are not referred to."""
+    lost: Collection[Pack] = ()
+    """Packs of the parent that are not in the store any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +149,7 @@ def _doomed(parent: Part, same: Collection[int], rules: Rules) -> set[int]:
             live[coding.base.pack] += coding.base.stored
     sets = [pack_set(pack.key) for pack in parent.packs]
     found = {number for number, of in enumerate(sets) if of is None or _is_doomed(parent, number, of, live, rules)}
+    found.update(number for number, pack in enumerate(parent.packs) if pack in rules.lost)
     by_set: dict[PackSet, list[int]] = {}
     for number, of in enumerate(sets):
         if of is not None and number not in found and live[number]:

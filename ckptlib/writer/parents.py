@@ -1,8 +1,8 @@
 """The parent of a save, from which it takes over unchanged chunks: a part of the same rank, of a committed step.
 
 Candidates are the parts that this writer has put, and after a start the newest one of its generation, or the one that
-the job resumed from, which its trainer may have read already. Only a committed step is a parent: its packs exist, and
-are kept from then on. No torch.
+the job resumed from, which its trainer may have read already. Only a committed step is a parent: its packs are kept
+from then on. No torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections import deque
 
 from ckptlib.catalog.catalog import Catalog, Steps
-from ckptlib.catalog.pack_sizes import check_pack
 from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.uses import UNREADABLE
 from ckptlib.errors import StoreError
@@ -22,6 +21,7 @@ from ckptlib.format.part import Part
 from ckptlib.slots.snapshot import Snapshot
 from ckptlib.writer.increment import unchanged
 from ckptlib.writer.known_origin import KnownOrigin
+from ckptlib.writer.seen_packs import SeenPacks
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +32,9 @@ KEPT = 5
 class Parents:
     """Of one rank. Used by one thread."""
 
-    def __init__(self, catalog: Catalog, world_size: int) -> None:
-        self._catalog = catalog
+    def __init__(self, catalog: Catalog, world_size: int, seen: SeenPacks) -> None:
+        """`seen`: is told of packs that the job's trainer has seen."""
+        self._catalog, self._seen = catalog, seen
         self._world_size = world_size
         self._parts: deque[Part] = deque(maxlen=KEPT)
         """Newest last."""
@@ -111,20 +112,19 @@ class Parents:
             return None
 
     def _read(self, save: SaveId, snapshot: Snapshot) -> Part | None:
-        """From the store, with a look at its packs."""
+        """From the store."""
         manifest = self._catalog.manifest(save)
         if manifest.world_size != self._world_size:
             return None
         name = manifest.parts[snapshot.header.rank]
-        part = _decoded(name, self._catalog.store.get(name.key), snapshot)
-        for pack in () if part is None else part.packs:
-            check_pack(self._catalog.store, pack)
-        return part
+        return _decoded(name, self._catalog.store.get(name.key), snapshot)
 
     def _take(self, known: KnownOrigin, snapshot: Snapshot) -> Part | None:
-        """As the trainer has read it. Its packs were there as the job restored; as long as the step is committed, which
-        is asked below, nothing deletes them."""
-        return None if known.part is None else _decoded(known.part.name, known.part.document, snapshot)
+        """As the trainer has read it. Its packs were there as the job restored."""
+        part = None if known.part is None else _decoded(known.part.name, known.part.document, snapshot)
+        for pack in () if part is None else part.packs:
+            self._seen.note(pack.key)
+        return part
 
     def _start(self, save: SaveId) -> SaveId | None:
         """The newest committed save of the generation, else the one that it resumed from."""

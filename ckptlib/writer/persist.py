@@ -32,6 +32,7 @@ from ckptlib.writer.known_origin import KnownOrigin
 from ckptlib.writer.left_packs import LeftPacks
 from ckptlib.writer.packs import Packer, PackShape, Piece
 from ckptlib.writer.parents import Parents
+from ckptlib.writer.seen_packs import SeenPacks
 from ckptlib.writer.share import PutChunks, assemble
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,11 @@ FRAMES_PUTS = 2
 
 GATHER_BYTES = 1024 * 1024
 """Pieces that are smaller are copied together: a write of each would cost more."""
+
+_LOST = (
+    "%s: %d packs that step %d needs are not there any more, as %s. Did somebody delete them, or a rule of the bucket "
+    "that expires or archives objects? Step %d writes again what was in them; earlier steps that need them do not load"
+)
 
 
 class Persister:
@@ -66,8 +72,9 @@ class Persister:
         self._store = store
         self._executor = executor
         self._rank, self._refresh_s = rank, refresh_s
-        self._parents = Parents(Catalog(store), world_size) if drained is None else drained
         self._on_disk = drained is not None
+        self._seen = SeenPacks(store, 0.0 if self._on_disk else None)
+        self._parents = Parents(Catalog(store), world_size, self._seen) if drained is None else drained
         self._snapshots = SnapshotReader()
         self._packer: Packer | None = None
         self._pack_nbytes = store.pack_nbytes if pack_nbytes is None else min(pack_nbytes, store.pack_nbytes)
@@ -180,15 +187,19 @@ class Persister:
         patched."""
         if snapshot.header.rank != self._rank:  # this is the stand-in of a rank whose parts it does not know
             return None, whole(len(snapshot.digests)), frozenset()
+        step = snapshot.header.save.step
         try:
             parent, steps = self._parents.choose(snapshot, self._patience_s)
+            lost = [] if parent is None else self._seen.lost(parent.packs)
         except StoreError as error:
-            log.warning("step %d is written whole: %s", snapshot.header.save.step, error)
+            log.warning("step %d is written whole: %s", step, error)
             return None, whole(len(snapshot.digests)), frozenset()
         if parent is None:
             return None, whole(len(snapshot.digests)), frozenset()
+        if lost:
+            log.warning(_LOST, self._store.url, len(lost), parent.save.step, lost[0].key, step)
         distrusted = max(steps.refreshes, default=None)
-        rules = Rules(snapshot.created, self._refresh_s, {*steps.saves}, distrusted)
+        rules = Rules(snapshot.created, self._refresh_s, {*steps.saves}, distrusted, lost)
         increment = plan(snapshot.digests, parent, rules)
         if not self._coder.encodes:
             return parent, increment, frozenset()
@@ -292,6 +303,7 @@ class Persister:
     def _note_pack(self, snapshot: Snapshot, key: str, nbytes: int, began: float) -> Pack:
         if not self._on_disk:
             self.note_upload(nbytes, began, time.monotonic())
+        self._seen.note(key)
         return Pack(key, nbytes, snapshot.created)
 
     def _put_layout(self, snapshot: Snapshot) -> None:

@@ -59,7 +59,7 @@ class Tier:
         self._sweeper = DiskSweeper(self._local, rank)
         self.begun: Begun | None = None
         """Rank 0's: the generation as it began, until that is noted on the disk."""
-        self.parents = DrainedParents(self.disk, lambda: self._steps)
+        self.parents = DrainedParents(lambda: self._steps)
         self._drain: Drain | None = None
         self.jobs = JobThread("drain")
         """The objects that use the store, but for commits."""

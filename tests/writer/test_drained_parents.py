@@ -1,7 +1,8 @@
-"""What saves on a local disk take over: from the newest part that the store has and whose packs are on the disk."""
+"""What saves on a local disk take over: from the newest part that the store has, while its packs are here."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.chunks import read_chunk
 from ckptlib.catalog.commit import Committer
 from ckptlib.catalog.local_disk import disk_for
+from ckptlib.errors import SaveFailed
 from ckptlib.format.digests import digester
 from ckptlib.format.keys import SaveId, pack_save
 from ckptlib.format.part import Part
@@ -103,12 +105,36 @@ def test_only_what_the_store_has_committed_is_a_parent(saves: Saves) -> None:
     assert saves.whole_in(local, fifth), "packs that a local part uses are local"
 
 
-def test_a_part_whose_packs_are_gone_from_the_disk_is_none(saves: Saves) -> None:
+def test_what_was_in_packs_that_are_gone_from_the_disk_is_written_again(saves: Saves) -> None:
     first = saves.save()
     saves.drain(first)
     for path in (saves.directory / "disk" / "packs").rglob("*.safetensors"):
         path.unlink()
     assert sources(saves.save()) == {2}
+
+
+def test_packs_that_somebody_deletes_from_the_store_are_put_there_again(
+    saves: Saves, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk has them, and a part that the store gets refers to them."""
+    first = saves.save()
+    saves.drain(first)
+    [pack] = [saves.directory / "bucket" / pack.key for pack in first.packs]
+    data = pack.read_bytes()
+    pack.unlink()
+    second = saves.save()
+    with caplog.at_level(logging.WARNING):
+        saves.drain(second)
+    assert sources(second) == {1, 2}
+    assert pack.read_bytes() == data
+    assert f"{first.packs[0].key}, which step 2 needs, is not there any more" in caplog.text
+    assert saves.whole_in(saves.catalog, second)
+    pack.chmod(0o600)
+    pack.write_bytes(data[:-1])
+    third = saves.save()
+    with pytest.raises(SaveFailed, match=r"needs .*/packs/.*, which cannot be read up to its \d+ bytes"):
+        saves.drain(third)
+    assert not [*(saves.directory / "bucket" / "parts").glob(f"{third.save}/*")]
 
 
 def test_a_sweep_of_the_disk_leaves_what_later_saves_refer_to(saves: Saves) -> None:

@@ -331,11 +331,11 @@ def test_a_writer_that_has_put_something_is_not_led_back(job: SmallJob) -> None:
 # -- damage
 
 
-@pytest.mark.parametrize("what", ["manifest", "part", "pack"])
+@pytest.mark.parametrize("what", ["manifest", "part"])
 @pytest.mark.parametrize("how", ["torn", "gone"])
 def test_what_cannot_be_read_is_no_parent(job: SmallJob, what: str, how: str, caplog: pytest.LogCaptureFixture) -> None:
     first = job.save_and_commit()
-    prefix = {"manifest": "steps/", "part": "parts/", "pack": "packs/"}[what]
+    prefix = {"manifest": "steps/", "part": "parts/"}[what]
     job.restart(0)
     [key, *_] = job.keys(prefix)
     job.store.delete(key)
@@ -362,17 +362,6 @@ def test_a_lost_layout_is_put_again_by_the_save_that_has_the_same(job: SmallJob,
     assert chosen(job) == first
     job.save_and_commit()
     job.check()
-
-
-def test_a_pack_of_an_earlier_save_counts_too(job: SmallJob, caplog: pytest.LogCaptureFixture) -> None:
-    first = job.save_and_commit()
-    job.change([0])
-    job.save_and_commit()
-    job.restart(0)
-    job.store.delete(job.keys(f"packs/{first}/")[0])
-    assert chosen(job) is None
-    assert "expected an object of" in caplog.text
-    assert "found none" in caplog.text
 
 
 def test_an_outage_at_the_search_is_a_whole_save(job: SmallJob, caplog: pytest.LogCaptureFixture) -> None:

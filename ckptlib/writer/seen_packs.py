@@ -1,0 +1,54 @@
+"""Whether packs of earlier saves, which a save is to refer to, are still in the store. No torch.
+
+No sweep deletes a pack that a committed step needs. A hand does, or a rule of the bucket that expires objects, or moves
+them to an archive that gives none of them at once; and without this look each step that refers to such a pack would be
+committed, and never load. So what a load will ask is asked here: the last byte.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from ckptlib.catalog.reading import each
+from ckptlib.errors import FormatError, ObjectNotFound, ObjectUnreadable
+from ckptlib.format.part import Pack
+from ckptlib.stores import Store
+
+LOOK_AGAIN_S = 600.0
+"""Where requests are paid for, a pack that was there so lately is taken to be there."""
+
+
+class SeenPacks:
+    """Of one rank's writer. Used by one thread at a time, but for `note`."""
+
+    def __init__(self, store: Store, look_again_s: float | None = None) -> None:
+        """`look_again_s`: as above; None: as the store is. With 0 it looks each time."""
+        self._store = store
+        self._look_again_s = look_again_s if look_again_s is not None else 0.0 if store.is_local else LOOK_AGAIN_S
+        self._seen: dict[str, float] = {}
+        """When; by the monotonic clock."""
+
+    def note(self, key: str) -> None:
+        """This pack is there. From any thread."""
+        self._seen[key] = time.monotonic()
+
+    def lost(self, packs: Iterable[Pack]) -> list[Pack]:
+        """Those of these that cannot be read any more. Raises StoreError where the store cannot tell."""
+        now = time.monotonic()
+        self._seen = {key: when for key, when in self._seen.items() if when > now - self._look_again_s}
+        unsure = [pack for pack in packs if pack.key not in self._seen]
+        lost = []
+        for pack, is_there in zip(unsure, each(self._is_there, unsure), strict=True):
+            if is_there:
+                self._seen[pack.key] = now
+            else:
+                lost.append(pack)
+        return lost
+
+    def _is_there(self, pack: Pack) -> bool:
+        try:
+            self._store.get(pack.key, max(pack.nbytes - 1, 0), 1)
+        except (FormatError, ObjectNotFound, ObjectUnreadable):
+            return False
+        return True

@@ -1,0 +1,50 @@
+"""Packs that somebody deletes below a live job: what it saves afterwards loads, whatever it would have referred to."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptlib
+from ckptlib.errors import ObjectNotFound
+
+PATIENCE_S = 60.0
+
+
+@pytest.mark.parametrize("tier", [False, True], ids=["straight", "by a local disk"])
+def test_what_is_saved_after_packs_were_deleted_loads(tmp_path: Path, tier: bool) -> None:
+    root = tmp_path / "root"
+    state = {"base": torch.arange(100_000.0), "lora": torch.zeros(1000)}
+    local = tmp_path / "disk" if tier else None
+    with ckptlib.Checkpointer(root, state, every=10**9, local=local) as ckpt:
+
+        def save(step: int) -> None:
+            state["lora"].fill_(step)
+            ckpt.save(step).wait_committed(PATIENCE_S)
+
+        save(1)
+        save(2)
+        [first] = root.glob("packs/000000000001-*")
+        [second] = root.glob("packs/000000000002-*")
+        assert size(second) < size(first) / 10, "it refers to the first"
+        shutil.rmtree(first)
+        save(3)
+        save(4)
+        [fourth] = root.glob("packs/000000000004-*")
+        assert size(fourth) < 40_000, "it takes over what step 3 has"
+    for step in (3, 4):
+        found = ckptlib.read(root, step=step)
+        assert found["base"].equal(torch.arange(100_000.0))
+        assert found["lora"].eq(step).all()
+    if tier:  # the disk had them
+        assert ckptlib.read(root, step=1)["base"].equal(torch.arange(100_000.0))
+    else:
+        with pytest.raises(ObjectNotFound, match="packs/000000000001-"):
+            ckptlib.read(root, step=2)["base"]
+
+
+def size(packs: Path) -> int:
+    return sum(path.stat().st_size for path in packs.iterdir())

@@ -1,0 +1,138 @@
+"""Packs that others delete or cut, while later saves refer to them: no step is committed that does not load."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.persists import Arrays, OneRank, codecs_of
+from typing_extensions import override
+
+from ckptlib.errors import FormatError, ObjectNotFound, StoreTimeout
+from ckptlib.format.keys import pack_save
+from ckptlib.format.part import Part
+from ckptlib.policy.codec import Asked
+from ckptlib.stores.local import LocalStore
+from ckptlib.stores.memory import MemoryStore
+from ckptlib.writer import seen_packs as module
+
+ROWS, WIDTH = 4000, 64
+
+
+class Bucket(MemoryStore):
+    """Counts what is asked of packs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+        self.is_away = False
+
+    @override
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        if key.startswith("packs/"):
+            self.asked[key] += 1
+            if self.is_away:
+                raise StoreTimeout(f"{key}: no answer")
+        return super().get(key, offset, nbytes)
+
+
+def state(step: int) -> Arrays:
+    """One tensor that never changes, one that does, a table of which few rows do."""
+    rng = np.random.default_rng(0)
+    frozen, table = (rng.normal(size=(ROWS, WIDTH)).astype(np.float32) for _ in range(2))
+    table[: 8 * step] += 1
+    changing = np.random.default_rng(step).normal(size=1000).astype(np.float32)
+    return {"changing": changing, "frozen": frozen, "table": table}
+
+
+def sources(part: Part) -> set[int]:
+    return {save.step for pack in part.packs if (save := pack_save(pack.key)) is not None}
+
+
+def packs_of(part: Part) -> list[str]:
+    return [pack.key for pack in part.packs if pack_save(pack.key) == part.save]
+
+
+@pytest.mark.parametrize("how", ["gone", "cut", "a directory"])
+@pytest.mark.parametrize("codec", ["raw", "planes"])
+@pytest.mark.parametrize("again", [False, True], ids=["same writer", "new writer"])
+def test_what_was_in_a_lost_pack_is_written_again(
+    tmp_path: Path, how: str, codec: Asked, again: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "root"
+    job = OneRank(tmp_path, LocalStore(str(root)), codec)
+    first, second = job.save(state(1)), job.save(state(2))
+    assert sources(second) == {1, 2}
+    for key in packs_of(first):
+        path, data = root / key, (root / key).read_bytes()
+        path.chmod(0o600)
+        path.unlink()
+        if how == "cut":
+            path.write_bytes(data[:-1])
+        elif how == "a directory":
+            path.mkdir()
+    if again:
+        job.persister = job.persister_of(job.store, codec)
+    with caplog.at_level(logging.WARNING):
+        third = job.save(state(3))
+    assert sources(third) == {3} if again else 1 not in sources(third)
+    job.check(third, state(3))
+    assert packs_of(first)[0] in caplog.text
+    assert "Step 3 writes again what was in them" in caplog.text
+    fourth = job.save(state(4))
+    assert 3 in sources(fourth), "and the next ones take it over as ever"
+    job.check(fourth, state(4))
+    if codec != "raw" and not again:
+        assert "patch" in codecs_of(fourth)
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[OneRank, Bucket, list[float]]:
+    """And its clock."""
+    now, store = [1000.0], Bucket()
+    monkeypatch.setattr(module, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now[0])}))
+    return OneRank(tmp_path, store, "raw"), store, now
+
+
+def test_a_bucket_is_asked_once_in_a_while(bucket: tuple[OneRank, Bucket, list[float]]) -> None:
+    job, store, now = bucket
+    parts = [job.save(state(step)) for step in range(1, 4)]
+    assert not store.asked, "this writer has put them"
+    now[0] += module.LOOK_AGAIN_S
+    parts.append(job.save(state(4)))
+    assert store.asked == Counter(pack.key for pack in parts[2].packs)
+    store.asked.clear()
+    for step in range(5, 8):
+        parts.append(job.save(state(step)))
+    assert not store.asked
+    for key in packs_of(parts[0]):
+        store.delete(key)
+    now[0] += module.LOOK_AGAIN_S
+    last = job.save(state(8))
+    assert 1 not in sources(last)
+    job.check(last, state(8))
+
+
+def test_a_bucket_that_does_not_answer_gets_all_of_it(bucket: tuple[OneRank, Bucket, list[float]]) -> None:
+    job, store, now = bucket
+    job.save(state(1))
+    now[0] += module.LOOK_AGAIN_S
+    store.is_away = True
+    part = job.save(state(2))
+    store.is_away = False
+    assert sources(part) == {2}
+    job.check(part, state(2))
+
+
+def test_an_oracle_for_the_last_byte(tmp_path: Path) -> None:
+    """What the look relies on, of both kinds of store."""
+    for store in (LocalStore(str(tmp_path / "root")), MemoryStore()):
+        store.put("packs/a", b"12345", create=True)
+        assert store.get("packs/a", 4, 1) == b"5"
+        with pytest.raises(FormatError):
+            store.get("packs/a", 5, 1)
+        with pytest.raises(ObjectNotFound):
+            store.get("packs/b", 4, 1)
