@@ -1,7 +1,7 @@
 """Two ranks that keep to an overhead while a hog comes and leaves; forked: hog_job.py <directory> <case>.
 
 What the tuner takes for the time is a count of steps, so that this comes out alike on any machine, however busy. On
-rank 1, a save takes so many steps: its writer is stopped until then, and the step after that waits for it. The hog makes
+rank 1, a save takes so many steps: its writer is stopped until then, and the step after that waits for it. A hog makes
 them more, and each step beside a save so many times as long. Each rank tells, as JSON: the steps whose state was saved,
 the interval in force after each step, and the steps that were made longer.
 """
