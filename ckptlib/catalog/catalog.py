@@ -37,7 +37,6 @@ from ckptlib.errors import (
     NewerFormat,
     ObjectNotFound,
     ObjectUnreadable,
-    Superseded,
 )
 from ckptlib.format import gc_pause, keys
 from ckptlib.format.keys import GenerationId, PackSet, PartName, SaveId
@@ -402,25 +401,3 @@ class Catalog:
     def check_head(self, generation: GenerationId) -> None:
         """Raises Superseded when a newer generation has put its record."""
         check_head(generation, self.generation_ids(), self.store.url)
-
-    def check_may_change(self, generation: GenerationId) -> None:
-        """As `check_head`; and raises Superseded where another root was made in place of the one in which this
-        generation began, StoreError where nobody has begun to save in that place."""
-        ids = self.generation_ids()
-        check_head(generation, ids, self.store.url)
-        if self._is_recorded(generation, ids) or self.shared.is_same_root():  # where the record alone is lost
-            return
-        if ids:
-            raise Superseded(
-                f"{self.store.url}: another root is there now, without a record of generation {generation}: the root "
-                "that this job saved to was moved or removed, and another job has begun there. This one may not save "
-                "there; stop one of the two, or give each a root of its own"
-            )
-        raise self.shared.gone(f"record of generation {generation}")
-
-    def is_recorded(self, generation: GenerationId) -> bool:
-        """Whether it began in this root: else another root was in its place."""
-        return self._is_recorded(generation, self.generation_ids())
-
-    def _is_recorded(self, generation: GenerationId, ids: Collection[GenerationId]) -> bool:
-        return generation in ids or bool(self.store.scan(keys.copy_key(generation.key)))

@@ -18,6 +18,7 @@ from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.late_commit import is_late, stay_or_take_back
 from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.reading import each
+from ckptlib.catalog.rights import check_may_change, is_recorded
 from ckptlib.catalog.shards import PartIndex, ShardComparer
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.uses import times_of
@@ -79,7 +80,7 @@ class Committer:
         manifest = self.manifest_of(save, names)
         catalog = self.catalog
         catalog.shared.check_there()
-        catalog.check_may_change(save.generation)
+        check_may_change(catalog, save.generation)
         catalog.shared.put_copies(manifest.layouts)
         put_new(catalog.store, save.manifest_key, manifest.encode())
         if is_late(catalog, elapsed):
@@ -153,7 +154,7 @@ class Committer:
                 some = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
                 raise SaveFailed(f"step {save.step}: no part came from {len(missing)} of {world_size} ranks: {some}")
             if time.monotonic() >= next_check:
-                self.catalog.check_may_change(save.generation)
+                check_may_change(self.catalog, save.generation)
                 next_check += 0.0 if store.is_local else HEAD_EVERY_S
             time.sleep(min(pauses.next(), max(seconds_left(), 0.0)))
 
@@ -275,7 +276,7 @@ def _finish_one(catalog: Catalog, save: SaveId) -> bool:
     names = catalog.parts(save)
     if 0 not in names or not all(n.ok for found in names.values() for n in found):
         return False  # a rank, or the committer, said that it gave up
-    if not catalog.is_recorded(save.generation):
+    if not is_recorded(catalog, save.generation):
         log.warning("step %d is not committed: its generation %s began in another root", save.step, save.generation)
         return False
     try:

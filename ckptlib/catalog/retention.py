@@ -35,6 +35,7 @@ from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog, Stand
 from ckptlib.catalog.history import history
 from ckptlib.catalog.reading import each
+from ckptlib.catalog.rights import check_may_change
 from ckptlib.catalog.uses import UNREADABLE, Needed, is_needed, needed_by, record_of
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -388,4 +389,4 @@ def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
 
 def _check_may_delete(catalog: Catalog, generation: keys.GenerationId | None) -> None:
     if generation is not None:
-        catalog.check_may_change(generation)
+        check_may_change(catalog, generation)

@@ -1,0 +1,41 @@
+"""Whether a generation may change its root: no newer one has begun, and this one began there. No torch.
+
+A root may be moved away or removed while a job, or the writer that a killed job left behind, still saves to it; and a
+new one may be made in its place. Each job puts the record of its generation before its first step, so a root without
+that record is another one, unless the record was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.history import check_head
+from ckptlib.errors import Superseded
+from ckptlib.format import keys
+from ckptlib.format.keys import GenerationId
+
+
+def check_may_change(catalog: Catalog, generation: GenerationId) -> None:
+    """Raises Superseded for a newer generation, and for another root in the place of this one; StoreError where nobody
+    has begun to save in that place."""
+    url, ids = catalog.store.url, catalog.generation_ids()
+    check_head(generation, ids, url)
+    if _is_recorded(catalog, generation, ids) or catalog.shared.is_same_root():  # where the record alone is lost
+        return
+    if ids:
+        raise Superseded(
+            f"{url}: another root is there now, without a record of generation {generation}: the root that this job "
+            "saved to was moved or removed, and another job has begun there. This one may not save there; stop one of "
+            "the two, or give each a root of its own"
+        )
+    raise catalog.shared.gone(f"record of generation {generation}")
+
+
+def is_recorded(catalog: Catalog, generation: GenerationId) -> bool:
+    """Whether it began in this root: else another root was in its place."""
+    return _is_recorded(catalog, generation, catalog.generation_ids())
+
+
+def _is_recorded(catalog: Catalog, generation: GenerationId, ids: Collection[GenerationId]) -> bool:
+    return generation in ids or bool(catalog.store.scan(keys.copy_key(generation.key)))
