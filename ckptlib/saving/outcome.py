@@ -118,7 +118,7 @@ class Outcomes:
     def note(self, event: Mapping[str, object]) -> None:
         """One event of the writer."""
         kind = event["event"]
-        if kind in ("ready", "waiting", "begun", "not-begun", "swept"):
+        if kind in ("ready", "waiting", "begun", "not-begun", "swept", "warned"):
             self._note_store(event)
             return
         key = str(event["save"])

@@ -11,7 +11,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of the protocol; a trainer and a writer of other versions of ckptlib do not understand each other."""
 
 

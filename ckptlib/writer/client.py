@@ -19,6 +19,7 @@ from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.known_origin import KnownOrigin, Lent
 from ckptlib.writer.launch import launch
 from ckptlib.writer.silence import Silence
+from ckptlib.writer.told_warnings import log_told
 
 log = logging.getLogger(__name__)
 
@@ -240,6 +241,9 @@ class Writer:
 
     def _note(self, event: Message) -> None:
         kind = event["event"]
+        if kind == "warned":
+            log_told(event, self._setup["rank"])
+            return
         if event.get("replace"):
             self._stuck = True
         if kind == "waiting":

@@ -10,6 +10,7 @@ from ckptlib.format.keys import SaveId
 from ckptlib.stores import Store
 from ckptlib.writer.channel import Channel
 from ckptlib.writer.persist import put_failure
+from ckptlib.writer.told_warnings import ALREADY_TOLD
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Failures:
 
     def publish(self, save: SaveId, error: str) -> None:
         """That may hang as well: it goes on in a thread of its own, and what comes next does not wait for it."""
-        log.error("step %d: %s", save.step, error)
+        log.error("step %d: %s", save.step, error, extra=ALREADY_TOLD)
         publishing = threading.Thread(target=self._publish, args=(save, error), daemon=True)
         publishing.start()
         publishing.join(self._slack_s)
@@ -38,7 +39,8 @@ class Failures:
         try:
             put_failure(self._store, save, self._rank, error)
         except (CkptError, OSError) as second:
-            log.error("step %d: the failure could not be published: %s", save.step, describe(second))
+            told = "step %d: the failure could not be published: %s"
+            log.error(told, save.step, describe(second), extra=ALREADY_TOLD)  # the failure, that is
 
     def report(self, save: SaveId, error: BaseException) -> None:
         """Tells the trainer alone."""

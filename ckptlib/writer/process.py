@@ -4,7 +4,8 @@ The main thread listens to the trainer and watches for its death. One thread per
 steps, with a local tier one drains; each takes its jobs in order. No job outlives its deadline: see `watchdog`.
 
     trainer -> writer    setup, begin, slot, forget, held, whole, expect, persist, drain, commit, void, await, close
-    writer -> trainer    ready, begun, not-begun, released, drained, committed, swept, failed, undecided, waiting
+    writer -> trainer    ready, begun, not-begun, released, drained, committed, swept, failed, undecided, waiting,
+                         warned
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from ckptlib.writer.persist import Persister
 from ckptlib.writer.requests import NotedStore, Request, Requests
 from ckptlib.writer.rescue import rescue
 from ckptlib.writer.tier import Tier
+from ckptlib.writer.told_warnings import ALREADY_TOLD, ToldWarnings
 from ckptlib.writer.trainer import Trainer
 from ckptlib.writer.watchdog import Watchdog, Work, stuck
 
@@ -72,6 +74,7 @@ class WriterProcess:
     def run(self) -> None:
         """Returns when the trainer has closed the channel, or is gone, and all jobs are done."""
         threading.excepthook = _die
+        ToldWarnings.begin(self._channel)
         closed = self._listen()
         if self._is_set_up:  # else its trainer died before it could order anything
             self._finish(closed)
@@ -316,7 +319,7 @@ class WriterProcess:
     def _give_up(self, work: Work, request: Request | None) -> None:
         """A call that hangs cannot be cancelled, so the process ends; the trainer starts another for what is left."""
         error = stuck(work, request)
-        log.error("%s", error)
+        log.error("%s", error, extra=ALREADY_TOLD)
         if self._trainer.gone:
             self._slots.await_successor(None)
         elif work.what == "drain":

@@ -15,7 +15,9 @@ PATIENCE_S = 60.0
 
 
 @pytest.mark.parametrize("tier", [False, True], ids=["straight", "by a local disk"])
-def test_what_is_saved_after_packs_were_deleted_loads(tmp_path: Path, tier: bool) -> None:
+def test_what_is_saved_after_packs_were_deleted_loads(
+    tmp_path: Path, tier: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     root = tmp_path / "root"
     state = {"base": torch.arange(100_000.0), "lora": torch.zeros(1000)}
     local = tmp_path / "disk" if tier else None
@@ -35,6 +37,8 @@ def test_what_is_saved_after_packs_were_deleted_loads(tmp_path: Path, tier: bool
         save(4)
         [fourth] = root.glob("packs/000000000004-*")
         assert size(fourth) < 40_000, "it takes over what step 3 has"
+    assert "the writer process of rank 0: " in caplog.text
+    assert "not there any more" in caplog.text
     for step in (3, 4):
         found = ckptlib.read(root, step=step)
         assert found["base"].equal(torch.arange(100_000.0))
