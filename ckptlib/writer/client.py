@@ -16,7 +16,7 @@ from ckptlib.format.keys import SaveId
 from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.writer import logfile
 from ckptlib.writer.channel import Channel, Message
-from ckptlib.writer.known_origin import KnownOrigin, Lent
+from ckptlib.writer.known_origin import KnownOrigin, Lent, lend
 from ckptlib.writer.launch import launch
 from ckptlib.writer.silence import Silence
 
@@ -152,7 +152,7 @@ class Writer:
                 "is_new": is_new,
             }
             self._begun = {**order, "now": False}
-            self._lent = None if known is None else Lent(known)
+            self._lent = None if known is None else lend(known)
             told = None if self._lent is None else self._lent.path
             self._channel.send({**self._begun, "now": now, "known": told})
 
