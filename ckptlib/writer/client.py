@@ -74,23 +74,26 @@ class Writer:
         """Whether the writer hangs, and must be killed."""
         self._unstarted = False
         """Whether no writer could be started; the next order tries again."""
-        self.log_path = logfile.new_path(int(setup["rank"]))
         self._lock, self._waking = threading.Lock(), threading.Lock()
         try:
+            self.log_path = logfile.new_path(int(setup["rank"]))
             self._start(wait_s)
         except OSError as error:
-            self._channel.close()
             raise SaveFailed(_no_start(error)) from error
 
     def _start(self, wait_s: float = 0.0) -> None:
-        """Raises OSError."""
+        """Raises OSError; the channel is closed then."""
         if not self.log_path.parent.is_dir():  # a long job outlives what is cleaned out of a temporary directory
             self.log_path = logfile.new_path(int(self._setup["rank"]))
         ours, theirs = socket.socketpair()
         self._channel, self._silence = Channel(ours, STALL_S), Silence(float(self._setup["deadline_s"]))
-        with theirs:
-            page = self._setup.get("account_fd")
-            self._process = launch(theirs, self.log_path, wait_s, self._unread, None if page is None else int(page))
+        page = self._setup.get("account_fd")
+        try:
+            with theirs:
+                self._process = launch(theirs, self.log_path, wait_s, self._unread, None if page is None else int(page))
+        except OSError:
+            self._channel.close()
+            raise
         self._channel.send(self._setup)
 
     @property

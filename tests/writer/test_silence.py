@@ -136,6 +136,10 @@ def test_saves_fail_while_no_writer_can_be_started(bench: Bench, monkeypatch: py
         assert writer.poll() == [], "it is not tried again before there is a reason to"
         with pytest.raises(SaveFailed, match="no writer process can be started"):
             bench.writer()
+    with monkeypatch.context() as without:  # refused before there is a channel
+        without.setattr(socket, "socketpair", refuse)
+        with pytest.raises(SaveFailed, match="no writer process can be started"):
+            bench.writer()
     save, slot = bench.slot(4)
     writer.add_slot(slot.path)
     writer.persist(save, slot.path)
