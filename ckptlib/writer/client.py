@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptlib.errors import SaveFailed, StoreTimeout, WaitTimeout
-from ckptlib.format.keys import SaveId
+from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.writer import logfile
 from ckptlib.writer.channel import Channel, Message
@@ -354,9 +354,13 @@ class Writer:
     def close(self, timeout_s: float) -> list[Message]:
         """Lets the writer finish its orders; returns its events, as `poll` does.
 
+        A snapshot that was expected and is not there by now never will be: who was to take it was interrupted.
+
         Raises WaitTimeout when it does not end in time; it goes on then.
         """
         self.wake()
+        for order in [order for order in self._open.values() if order["op"] == "expect"]:
+            self.void(parse_save(order["save"]), "its rank was interrupted as its snapshot began", order["drains"])
         deadline = time.monotonic() + timeout_s
         events: list[Message] = []
         # By another one, should it give up one of them.
