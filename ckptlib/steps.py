@@ -71,6 +71,7 @@ class Steps:
 
     def _done(self, step: int, metrics: Mapping[str, object] | None) -> None:
         session = self._session
+        session.stager.fail_left()
         if not self._turns.started:
             self._turns.say(step)
         word = self._turns.agreed(step)
@@ -174,6 +175,7 @@ class Steps:
 
     def save(self, step: int, metrics: Mapping[str, object] | None) -> Pending:
         """Saves now, whatever is due, unless this step is saved already. Collective; blocks until a slot is free."""
+        self._session.stager.fail_left()
         session, known = self._session, self._attempts.has(step)
         # what was given up was published, and would be taken for the outcome of another try
         given_up = session.given_up is not None and session.given_up == step

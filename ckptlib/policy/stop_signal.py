@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from contextlib import suppress
 from types import FrameType
 from typing import cast
 
@@ -147,11 +148,12 @@ class _Watch:
                 os._exit(STATUS)
 
     def end(self) -> None:
-        """The thread ends by itself."""
+        """The thread ends by itself; it may have done so before it is woken, since any signal wakes it."""
+        self._unhook()
         self._ended = True
         self.heeded.set()
-        self._unhook()
-        os.write(self._writes, b"\0")
+        with suppress(BrokenPipeError, BlockingIOError):  # no one is left to be woken, or the pipe has enough for that
+            os.write(self._writes, b"\0")
         os.close(self._writes)
 
     def forget(self) -> None:

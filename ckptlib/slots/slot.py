@@ -65,7 +65,7 @@ class Slot(ReadableSlot):
         self._nbytes_mapped = nbytes
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, access)
-        self._lock(_ALIVE, fcntl.LOCK_SH)
+        fcntl.lockf(fd, fcntl.LOCK_SH, 1, _ALIVE)
 
     @classmethod
     def create(cls, directory: Path, prefix: str, capacity: int) -> Self:
@@ -228,10 +228,12 @@ class Slot(ReadableSlot):
         self._lock(_ALIVE, fcntl.LOCK_UN)
 
     def _lock(self, byte: int, how: int) -> bool:
+        """Whether it is had, or given up. Not where another process holds it, nor where the system has no lock to give:
+        who is refused one does without this slot, and what is not given up goes with the descriptor."""
         try:
             fcntl.lockf(self._fd, how, 1, byte)
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
+            if error.errno in (errno.EACCES, errno.EAGAIN, errno.ENOLCK):
                 return False
             raise
         return True

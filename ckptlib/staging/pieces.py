@@ -122,13 +122,24 @@ class Scratch:
         return memoryview(self._memory)[: pieces.nbytes]
 
     def _grow(self, nbytes: int) -> None:
-        try:
-            fd = os.memfd_create("ckptlib-scratch")
-        except OSError:  # then the memory is nobody's file, and pieces are copied one by one
-            fd = -1
-        else:
-            self._let_go()
-            self._let_go = weakref.finalize(self, os.close, fd)
-            os.truncate(fd, nbytes)
-        self._memory = mmap.mmap(fd, nbytes)
-        self._mapped = Mapped(fd, 0, ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
+        file = _file_of(nbytes)
+        fd, memory = (-1, mmap.mmap(-1, nbytes)) if file is None else file
+        self._let_go()  # of the one before: not sooner, or its number could be another file's when that is written to
+        self._let_go = int if fd < 0 else weakref.finalize(self, os.close, fd)
+        self._memory = memory
+        self._mapped = Mapped(fd, 0, ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+
+
+def _file_of(nbytes: int) -> tuple[int, mmap.mmap] | None:
+    """A file in memory, and where it is mapped; None where the system has none to give: then the memory is nobody's
+    file, and pieces are copied one by one."""
+    try:
+        fd = os.memfd_create("ckptlib-scratch")
+    except OSError:
+        return None
+    try:
+        os.truncate(fd, nbytes)
+        return fd, mmap.mmap(fd, nbytes)
+    except OSError:
+        os.close(fd)
+        return None

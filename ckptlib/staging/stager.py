@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ckptlib.devices import cuda
-from ckptlib.errors import NoRoom, TornSnapshot, WaitTimeout
+from ckptlib.errors import NoRoom, SaveFailed, TornSnapshot, WaitTimeout
 from ckptlib.format.body_layout import body_nbytes
 from ckptlib.format.check import compared
 from ckptlib.format.digests import digester
@@ -99,11 +99,19 @@ class Staging:
         if hand_over is not None:
             hand_over()
 
+    def fail_left(self) -> None:
+        """Fails it unless it was let `go`: who began it was interrupted in between, as by Ctrl-C, and nothing may have
+        kept anybody from writing to its tensors since. Main thread."""
+        if self._hand_over is not None:
+            self.error = SaveFailed(f"step {self.step} was not saved: it was interrupted as its snapshot began")
+            self.go()
+
     def wait_copied(self) -> None:
         """Returns when the sources are no longer read; on devices, the current stream is made to wait instead.
 
         Raises WaitTimeout.
         """
+        self.go()  # who was interrupted before that had closed the fence already, or nobody would wait here
         began = time.perf_counter()
         for copies in self.device_copies:
             copies.hold_compute()
@@ -128,7 +136,8 @@ class Staging:
             raise WaitTimeout(f"the snapshot of step {self.step} was not ready within {timeout_s} s")
 
     def wait_sealed(self, timeout_s: float | None) -> None:
-        """Returns when it is ready. Raises what made it fail, or WaitTimeout."""
+        """Returns when it is ready. Raises what made it fail, or WaitTimeout. Main thread."""
+        self.fail_left()
         self.wait_done(timeout_s)
         if self.error is not None:
             raise self.error
@@ -155,6 +164,8 @@ class Stager:
         self._known = KnownPairs()
         self._own: tuple[str, tuple[int, ...]] = ("", ())
         """Digest of the last table, and its offsets."""
+        self._begun: Staging | None = None
+        """The newest one."""
         self._jobs = JobThread("stage")
 
     @torch.no_grad()
@@ -180,6 +191,7 @@ class Stager:
 
         A slot that cannot be written fails the snapshot, as in the thread: other ranks begin theirs, and learn of it.
         """
+        self.fail_left()
         staging = Staging(slot, content)
         header = replace(content.header, sequence=content.header.sequence - 1)
         jobs = [CopyJob(slot, header, sources, self._offsets(content.table, sources)), *local_replicas]
@@ -203,7 +215,14 @@ class Stager:
         if not (waits or (reading is not None and reading.late)):
             staging._copied.set()
         staging._hand_over = lambda: self._jobs.put(lambda: self._finish(staging, host_copies, reading))
+        self._begun = staging
         return staging
+
+    def fail_left(self) -> None:
+        """See `Staging.fail_left`."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.fail_left()
 
     def _offsets(self, table: Table, sources: Sequence[CopySource]) -> tuple[int, ...]:
         """The very same ones as long as the table is."""
@@ -248,6 +267,7 @@ class Stager:
 
     def close(self) -> None:
         """Waits for what is under way."""
+        self.fail_left()
         self._jobs.finish()
         self._known.clear()
         self._devices.clear()

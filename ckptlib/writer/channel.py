@@ -57,8 +57,10 @@ class Channel:
             return False
         try:
             data = self._socket.recv(1 << 20)
-        except OSError:
+        except OSError:  # whatever it was, nothing more is heard here: an other end that is there yet must know
             data = b""
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
         self.closed = not data
         self._received += data
         return bool(data)

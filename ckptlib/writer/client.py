@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptlib.errors import SaveFailed, StoreTimeout, WaitTimeout
-from ckptlib.format.keys import SaveId
+from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.writer import logfile
 from ckptlib.writer.channel import Channel, Message
-from ckptlib.writer.known_origin import KnownOrigin, Lent
+from ckptlib.writer.known_origin import KnownOrigin, Lent, lend
 from ckptlib.writer.launch import launch
 from ckptlib.writer.silence import Silence
 from ckptlib.writer.told_warnings import log_told
@@ -75,23 +75,26 @@ class Writer:
         """Whether the writer hangs, and must be killed."""
         self._unstarted = False
         """Whether no writer could be started; the next order tries again."""
-        self.log_path = logfile.new_path(int(setup["rank"]))
         self._lock, self._waking = threading.Lock(), threading.Lock()
         try:
+            self.log_path = logfile.new_path(int(setup["rank"]))
             self._start(wait_s)
         except OSError as error:
-            self._channel.close()
             raise SaveFailed(_no_start(error)) from error
 
     def _start(self, wait_s: float = 0.0) -> None:
-        """Raises OSError."""
+        """Raises OSError; the channel is closed then."""
         if not self.log_path.parent.is_dir():  # a long job outlives what is cleaned out of a temporary directory
             self.log_path = logfile.new_path(int(self._setup["rank"]))
         ours, theirs = socket.socketpair()
         self._channel, self._silence = Channel(ours, STALL_S), Silence(float(self._setup["deadline_s"]))
-        with theirs:
-            page = self._setup.get("account_fd")
-            self._process = launch(theirs, self.log_path, wait_s, self._unread, None if page is None else int(page))
+        page = self._setup.get("account_fd")
+        try:
+            with theirs:
+                self._process = launch(theirs, self.log_path, wait_s, self._unread, None if page is None else int(page))
+        except OSError:
+            self._channel.close()
+            raise
         self._channel.send(self._setup)
 
     @property
@@ -153,7 +156,7 @@ class Writer:
                 "is_new": is_new,
             }
             self._begun = {**order, "now": False}
-            self._lent = None if known is None else Lent(known)
+            self._lent = None if known is None else lend(known)
             told = None if self._lent is None else self._lent.path
             self._channel.send({**self._begun, "now": now, "known": told})
 
@@ -355,9 +358,13 @@ class Writer:
     def close(self, timeout_s: float) -> list[Message]:
         """Lets the writer finish its orders; returns its events, as `poll` does.
 
+        A snapshot that was expected and is not there by now never will be: who was to take it was interrupted.
+
         Raises WaitTimeout when it does not end in time; it goes on then.
         """
         self.wake()
+        for order in [order for order in self._open.values() if order["op"] == "expect"]:
+            self.void(parse_save(order["save"]), "its rank was interrupted as its snapshot began", order["drains"])
         deadline = time.monotonic() + timeout_s
         events: list[Message] = []
         # By another one, should it give up one of them.

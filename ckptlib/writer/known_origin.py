@@ -95,6 +95,15 @@ class Lent:
         self.close()
 
 
+def lend(known: KnownOrigin) -> Lent | None:
+    """None where this process may open no more files, or has no memory: then the writer asks the store."""
+    try:
+        return Lent(known)
+    except OSError as error:
+        log.warning("the writer is not told of the step that was restored, and reads it again: %s", error)
+        return None
+
+
 def borrowed(path: str | None) -> KnownOrigin | None:
     """What a trainer has lent; None where it is gone, or cannot be read: then the store is asked."""
     if path is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -320,6 +321,29 @@ def test_a_reader_keeps_the_writer_out_until_it_is_done(slot: Slot) -> None:
         assert holder.tell("read_lock") == "False"
         slot.unlock()
         assert holder.tell("read_lock") == "True"
+
+
+def test_a_system_without_a_lock_to_give_refuses_and_raises_nothing(
+    slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart only looks at the slots of the job before; an error on this rank alone would leave the others."""
+    assert slot.read_lock()
+
+    def refuse(*given: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with monkeypatch.context() as without:
+        without.setattr(fcntl, "lockf", refuse)
+        assert not slot.try_write_lock()
+        assert not slot.abandoned()
+        slot.unlock()
+        slot.abandon()
+        with pytest.raises(NoRoom, match=os.strerror(errno.ENOLCK)):
+            Slot.create(tmp_path, "another", CAPACITY)
+        with pytest.raises(FormatError, match=os.strerror(errno.ENOLCK)):
+            Slot.open(slot.path)
+    assert [path.name for path in tmp_path.iterdir()] == [slot.path.name]
+    assert slot.try_write_lock()
 
 
 def test_locks_vanish_with_their_process(slot: Slot) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import random
+import resource
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptlib.pages import PAGE_BYTES
 from ckptlib.slots.slot import Mapped
 from ckptlib.staging.pieces import GATHER_BELOW_BYTES, MOST_AT_ONCE, Pieces, Scratch
 from ckptlib.staging.windows import SAMPLE_BYTES, Windows
@@ -113,6 +115,22 @@ def test_scratch_grows_and_lets_go(monkeypatch: pytest.MonkeyPatch, has_files: b
     for sizes in ([], [3, 4], [100] * 500, [5]):
         sources = sources_of(sizes)
         assert scratch.gather(Pieces(addresses_of(sources), sizes)) == b"".join(map(bytes, sources))
+    del scratch
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_scratch_does_without_a_file_that_cannot_grow() -> None:
+    """And never writes to the descriptor that it has let go of: that may be another file's by then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, scratch = len(os.listdir("/proc/self/fd")), Scratch()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE_BYTES, hard))
+    try:
+        for sizes in ([3, 4], [100] * 500, [5]):
+            sources = sources_of(sizes)
+            assert scratch.gather(Pieces(addresses_of(sources), sizes)) == b"".join(map(bytes, sources))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) == before
     del scratch
     assert len(os.listdir("/proc/self/fd")) == before
 

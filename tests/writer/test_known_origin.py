@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from helpers.small_job import SmallJob
 from ckptlib.errors import CorruptData, FormatError
 from ckptlib.format.part import Part
 from ckptlib.writer.channel import Channel
-from ckptlib.writer.known_origin import KnownOrigin, Lent, borrowed
+from ckptlib.writer.known_origin import KnownOrigin, Lent, borrowed, lend
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,17 @@ def test_lent_and_taken_back(known: KnownOrigin) -> None:
         assert done.stdout == f"{known.save}\n", "by another process"
     assert borrowed(lent.path) is None
     assert borrowed(None) is None
+
+
+def test_without_a_file_to_lend_it_in(known: KnownOrigin, caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        lent = lend(known)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert lent is None, "the training does not end for it"
+    assert "Too many open files" in caplog.text
 
 
 def test_one_that_is_torn(tmp_path: Path, known: KnownOrigin) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import threading
 
 import pytest
 from helpers.writers import Bench, hear, heard, stop, until
+from typing_extensions import override
 from workers.crash_oracle import failed_parts, read_root
 
 from ckptlib.errors import SaveFailed
@@ -111,6 +113,27 @@ def test_what_arrives_slowly_arrives_whole() -> None:
     theirs.close()
 
 
+class _Deaf(socket.socket):
+    """One that nothing can be received from."""
+
+    @override
+    def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def test_an_end_that_hears_no_more_lets_the_other_know() -> None:
+    """A writer takes it for its trainer's end, and answers no order from then on: the trainer would wait for it."""
+    one, other = socket.socketpair()
+    trainer, writer = Channel(one), Channel(_Deaf(fileno=other.detach()))
+    trainer.send({"op": "persist"})
+    assert writer.receive(5.0) == []
+    assert writer.closed
+    assert trainer.receive(5.0) == []
+    assert trainer.closed
+    trainer.close()
+    writer.close()
+
+
 def test_saves_fail_while_no_writer_can_be_started(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without descriptors, memory or room for its log. Training goes on, and so does saving when there are some."""
     writer = bench.writer()
@@ -134,6 +157,10 @@ def test_saves_fail_while_no_writer_can_be_started(bench: Bench, monkeypatch: py
             assert lost[-1]["save"] == str(save)
             assert "no writer process can be started: [Errno 24] Too many open files" in lost[-1]["error"]
         assert writer.poll() == [], "it is not tried again before there is a reason to"
+        with pytest.raises(SaveFailed, match="no writer process can be started"):
+            bench.writer()
+    with monkeypatch.context() as without:  # refused before there is a channel
+        without.setattr(socket, "socketpair", refuse)
         with pytest.raises(SaveFailed, match="no writer process can be started"):
             bench.writer()
     save, slot = bench.slot(4)
