@@ -109,8 +109,8 @@ class Arena:
         for slot in self._free(held_by_all, in_use):
             if slot.try_write_lock():
                 self.mark_void(slot)
-                self._slots.remove(slot)
-                self._slots.append(slot)
+                # At once: Ctrl-C in between would leave a slot that nobody unlinks.
+                self._slots[:] = [*(other for other in self._slots if other is not slot), slot]
                 if slot.is_lost:
                     log.warning(
                         "%s was removed, or cut short, below the job; another slot is made in its place", slot.path
