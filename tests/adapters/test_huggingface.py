@@ -7,6 +7,7 @@ Five updates of two batches are an epoch, and checkpoints come every third step:
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import time
@@ -238,6 +239,36 @@ def test_a_store_that_fails(tmp_path: Path, whole: dict[str, Any], monkeypatch: 
     (directory / "elsewhere").rename(packs)
     assert checkpoints(directory) == ["checkpoint-3"]
     assert_same_end(here(directory), whole)
+
+
+def test_files_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 alone writes them: it trains on, as the others do, and all say at the end that a checkpoint is missing."""
+    numbers = iter([3, 6])
+
+    def fail(self: Any, folder: str) -> None:
+        (Path(folder) / "config.json").write_text("{")
+        if next(numbers) == 3:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hf_job.Config, "save_pretrained", fail)
+    with pytest.raises(FileNotFoundError, match="checkpoint-3"):
+        here(tmp_path / "run", steps=6)
+    assert "checkpoint-3: its files cannot be written: [Errno 28] No space left on device" in caplog.text
+    assert checkpoints(tmp_path / "run") == ["checkpoint-6"]
+    assert steps_of(tmp_path / "run") == [3, 6]
+
+
+def test_directories_that_were_copied_have_no_ages(tmp_path: Path) -> None:
+    """All of them are as new as the copy, in no order: the ones with the smallest numbers go."""
+    here(tmp_path / "run", at=10, how="stop", save_total_limit=None)
+    assert checkpoints(tmp_path / "run") == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    now = time.time()
+    for place, step in enumerate((9, 6, 3)):
+        os.utime(tmp_path / "run" / f"checkpoint-{step}", (now, now + place / 100))
+    here(tmp_path / "run", steps=11, resume=True, save_total_limit=3)
+    assert checkpoints(tmp_path / "run") == ["checkpoint-11", "checkpoint-6", "checkpoint-9"]
 
 
 @pytest.mark.parametrize("bad", [3, 6])
