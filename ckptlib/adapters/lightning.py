@@ -20,7 +20,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from typing_extensions import override
@@ -204,7 +203,7 @@ class CkptlibCheckpointIO(CheckpointIO):
         partial = f"{where}.{save.step}.part"
         with fs.open(partial, "w") as file:
             file.write(text)
-        is_local = isinstance(fs, LocalFileSystem)
+        is_local = "://" not in where
         if is_local:
             flush(Path(partial))
         fs.mv(partial, where)
