@@ -6,6 +6,8 @@ period and a fresh listing shows no manifest. Many objects go by one request, wh
 work: one request never has objects of two of these stages. So a reader that has just looked a step up has that long to
 read it, and whoever was about to commit the parts of a dead generation is seen to have done so.
 
+A step that lacks objects is no reason to drop another one: of those that are kept, it is none of the number.
+
 Packs that other steps use stay, and so does the record of their step, which says why they are there. While a manifest
 cannot be read, nobody knows what its step uses, and no pack is deleted.
 
@@ -34,6 +36,7 @@ from typing import TypeVar
 from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog, Stand
 from ckptlib.catalog.history import history
+from ckptlib.catalog.lacking import lacking
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.uses import UNREADABLE, Needed, is_needed, needed_by, record_of
 from ckptlib.errors import (
@@ -269,7 +272,12 @@ def _unwanted(
     start again.
     """
     visible = history(stock.committed, generations)
-    unwanted = set() if keep is None else {*keep.choose(visible, known)}
+    unwanted: set[SaveId] = set()
+    if keep is not None:
+        # What was committed meanwhile seems to lack objects, too: then one more stays, until the next sweep.
+        broken = lacking(stock.objects, {entry.key for entry in stock.layouts}, known)
+        unwanted = {*keep.choose([save for save in visible if save not in broken], known)}
+        unwanted |= broken.intersection(keep.choose(visible, known))
     if abandoned:
         unwanted |= stock.committed - {*visible}
     newest = max(generations, default=None)
