@@ -212,7 +212,7 @@ def _take_stock(catalog: Catalog) -> _Stock:
     objects: dict[SaveId, list[Entry]] = {}
     records: dict[SaveId, Entry] = {}
     clocks: list[Entry] = []
-    layouts = catalog.store.scan(keys.LAYOUTS)
+    layouts = [entry for entry in catalog.store.scan(keys.LAYOUTS) if keys.is_layout_key(entry.key)]
     for entry in [*catalog.store.scan(keys.PARTS), *catalog.store.scan(keys.PACKS)]:
         part = keys.parse_part_key(entry.key)
         save = keys.pack_save(entry.key) if part is None else part.save
@@ -318,7 +318,7 @@ def _unnamed_layouts(catalog: Catalog, stock: _Stock, oldest: float) -> list[Ent
     unnamed = [entry for entry in old if entry.key not in named]
     if not unnamed:
         return []
-    copies = catalog.store.scan(keys.copy_key(keys.LAYOUTS))
+    copies = [entry for entry in catalog.store.scan(keys.copy_key(keys.LAYOUTS)) if keys.is_layout_key(entry.key)]
     named = {*map(keys.copy_key, named)}
     return unnamed + [entry for entry in copies if entry.modified < oldest and entry.key not in named]
 

@@ -292,6 +292,8 @@ def test_what_is_not_ours_is_left_alone(store: Store, catalog: Catalog) -> None:
     save = make_save(catalog, generation, 1, state(1))
     make_save(catalog, generation, 2, state(2))
     foreign = {"README.md", f"{save.packs_prefix}notes.txt", "trash/mine.json", "parts/x/y.json", "steps/1.json"}
+    for name in ("desktop.ini", f"{'0' * 32}.json.bak", f"old/{'0' * 32}.json"):
+        foreign |= {keys.LAYOUTS + name, keys.copy_key(keys.LAYOUTS + name)}
     for key in foreign:
         store.put(key, b"mine")
     for _ in range(3):
