@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -247,7 +248,8 @@ class TrainerRun:
 
 
 def checkpoints_in(directory: Path, root: str | None, options: Mapping[str, Any]) -> list[Path]:
-    """Newest first, once those are finished that an earlier process left. One process of a job calls it."""
+    """Newest first, once those are finished that an earlier process left, but for those whose trainer_state.json is
+    damaged. One process of a job calls it."""
     directory = directory.absolute()
     where = root or str(directory / ROOT)
     folders = StepFolders(directory, where, options.get("storage_options"), lambda _: [], options.get("arena"))
@@ -255,7 +257,17 @@ def checkpoints_in(directory: Path, root: str | None, options: Mapping[str, Any]
         folders.settle()
     finally:
         folders.let_go()
-    return sorted(_numbered(directory), key=_number, reverse=True)
+    return sorted(filter(_has_state, _numbered(directory)), key=_number, reverse=True)
+
+
+def _has_state(folder: Path) -> bool:
+    """Whether Trainer can read it: it does so before it asks for anything of ours."""
+    try:
+        _ = json.loads((folder / STATE).read_bytes())["global_step"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        log.error("%s cannot be resumed from and is skipped: %s: %r", folder, STATE, error)
+        return False
+    return True
 
 
 def state_of(trainer: Any) -> dict[str, object]:

@@ -189,6 +189,21 @@ def test_a_damaged_checkpoint_is_skipped(
     assert f"{directory / 'checkpoint-9'} cannot be resumed from and is skipped" in caplog.text
 
 
+@pytest.mark.parametrize("left", [b"", b'{"epoch": 1.8, "glo', None])
+def test_a_damaged_state_of_trainer_is_skipped(
+    tmp_path: Path, whole: dict[str, Any], caplog: pytest.LogCaptureFixture, left: bytes | None
+) -> None:
+    """As a power loss, or a copy that was broken off, leaves it."""
+    directory = tmp_path / "run"
+    here(directory, at=7, how="stop")
+    file = directory / "checkpoint-6" / "trainer_state.json"
+    file.unlink()
+    if left is not None:
+        file.write_bytes(left)
+    assert_same_end(here(directory, resume=True), whole)
+    assert f"{directory / 'checkpoint-6'} cannot be resumed from and is skipped: trainer_state.json" in caplog.text
+
+
 def test_all_are_damaged(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     here(directory, at=7, how="stop")
