@@ -248,8 +248,11 @@ class TrainerRun:
 
 
 def checkpoints_in(directory: Path, root: str | None, options: Mapping[str, Any]) -> list[Path]:
-    """Newest first, once those are finished that an earlier process left, but for those whose trainer_state.json is
-    damaged. One process of a job calls it."""
+    """Newest first, once those are finished that an earlier process left. One process of a job calls it.
+
+    Without those whose trainer_state.json is damaged, unless that is so of all: they are checkpoints all the same, and
+    nobody may begin anew in their place without a word.
+    """
     directory = directory.absolute()
     where = root or str(directory / ROOT)
     folders = StepFolders(directory, where, options.get("storage_options"), lambda _: [], options.get("arena"))
@@ -257,7 +260,8 @@ def checkpoints_in(directory: Path, root: str | None, options: Mapping[str, Any]
         folders.settle()
     finally:
         folders.let_go()
-    return sorted(filter(_has_state, _numbered(directory)), key=_number, reverse=True)
+    found = sorted(_numbered(directory), key=_number, reverse=True)
+    return [*filter(_has_state, found)] or found
 
 
 def _has_state(folder: Path) -> bool:

@@ -29,7 +29,7 @@ from ckptlib.policy.stop_signal import TOLD_BY
 pytest.importorskip("transformers", reason="transformers is not installed: it needs Python 3.11")
 import hf_job
 
-from ckptlib.adapters.trainer_run import TrainerRun
+from ckptlib.adapters.trainer_run import TrainerRun, checkpoints_in
 
 STEPS = 14
 KILLED_AT = 11
@@ -390,6 +390,29 @@ def test_a_callback_skips_what_is_damaged(tmp_path: Path, whole: dict[str, Any])
     for step in steps:
         damage(directory / "ckptlib", step)
     assert_same_end(here(directory, whose="callback"), whole)
+
+
+def test_a_callback_whose_checkpoints_are_all_damaged(tmp_path: Path) -> None:
+    """It says so: a training that began anew would remove them one by one."""
+    directory = tmp_path / "run"
+    here(directory, at=7, how="stop", whose="callback")
+    for step in steps_of(directory):
+        damage(directory / "ckptlib", step)
+    before = checkpoints(directory)
+    with pytest.raises(ckptlib.CorruptData):
+        here(directory, whose="callback")
+    assert checkpoints(directory) == before
+
+
+def test_the_state_of_trainer_is_damaged_in_all(tmp_path: Path) -> None:
+    """They are told of, as ever, so that nobody begins anew."""
+    directory = tmp_path / "run"
+    here(directory, at=7, how="stop")
+    for file in directory.glob("checkpoint-*/trainer_state.json"):
+        file.write_bytes(b"")
+    with pytest.raises(json.JSONDecodeError):
+        here(directory, resume=True)
+    assert checkpoints_in(directory, None, {}) == [directory / "checkpoint-6", directory / "checkpoint-3"]
 
 
 def test_a_callback_says_what_it_does_not_do(tmp_path: Path) -> None:
