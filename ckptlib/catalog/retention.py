@@ -131,7 +131,7 @@ def sweep(
     unwanted = _unwanted(stock, generations, keep, abandoned, known)
     stays = unknown | under_way | {save for save in known if known[save].exempt and not exempt}
     dropped = [save for save in unwanted if save not in stays]
-    condemned = _crashed(stock, oldest)
+    condemned = _crashed(stock, oldest, generation)
     due = [] if needed is None else _due(stock, oldest)
     gone, stages = _deletable(stock, due, needed or {})
     waiting = sorted(({*stock.objects, *stock.records} - stock.committed | {*dropped}) - gone)
@@ -274,7 +274,7 @@ def _unwanted(
     visible = history(stock.committed, generations)
     unwanted: set[SaveId] = set()
     if keep is not None:
-        # What was committed meanwhile seems to lack objects, too: then one more stays, until the next sweep.
+        # What was committed meanwhile seems to lack objects, too: one more stays then.
         broken = lacking(stock.objects, {entry.key for entry in stock.layouts}, known)
         unwanted = {*keep.choose([save for save in visible if save not in broken], known)}
         unwanted |= broken.intersection(keep.choose(visible, known))
@@ -292,13 +292,15 @@ def _due(stock: _Stock, oldest: float) -> list[SaveId]:
     return sorted(save for save, record in records if save not in stock.committed and record.modified < oldest)
 
 
-def _crashed(stock: _Stock, oldest: float) -> list[SaveId]:
-    """The saves that never committed, have no trash record yet, and are too old to go on."""
+def _crashed(stock: _Stock, oldest: float, live: GenerationId | None) -> list[SaveId]:
+    """The saves that never committed, have no trash record yet, and are too old to go on; none that the `live` job may
+    have in flight, however old the clocks of the store make it look."""
+    newest = max((save for save in stock.committed if save.generation == live), default=None)
     return sorted(
         save
         for save, entries in stock.objects.items()
-        if save not in stock.committed
-        and save not in stock.records
+        if not (save in stock.committed or save in stock.records)
+        and (save.generation != live or (newest is not None and save < newest))
         and all(entry.modified < oldest for entry in entries)
     )
 
