@@ -104,10 +104,9 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         known = threading.Event()
         self._under_way.append(_Saving(folder.parent, self._token, pending, known))
         at_exit(_finish)
+        self._on_rank_0(f"making {folder}", lambda: str(self._folders[folder.parent].draft(folder.name, pending.save)))
         if folder.parent in self._folders:
-            folders = self._folders[folder.parent]
-            folders.draft(folder.name, pending.save)
-            folders.publish_when_committed(folder.name, pending.save, known)
+            self._folders[folder.parent].publish_when_committed(folder.name, pending.save, known)
         self.project_configuration.iteration += 1
         return str(folder)
 

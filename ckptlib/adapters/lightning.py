@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from typing_extensions import override
 from ckptlib import api
 from ckptlib.adapters.lightning_callback import CkptlibCallback as CkptlibCallback
 from ckptlib.adapters.plain_tree import PlainTree
+from ckptlib.adapters.step_folders import flush
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import drop, sweep
 from ckptlib.errors import CkptError, FormatError, SaveFailed
@@ -128,7 +130,8 @@ class CkptlibCheckpointIO(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
-        """Waits for a save of it that is under way. The data goes two hours later, but for what other steps use."""
+        """Waits for a save of it that is under way. The data goes two hours later, but for what other steps use; none
+        of it where another file beside names the same step, as a copy does."""
         where = str(path)
         self._finish(where)
         fs = get_filesystem(where)
@@ -136,6 +139,8 @@ class CkptlibCheckpointIO(CheckpointIO):
             return
         save = _save_at(where)
         fs.rm(where)
+        if save in _named_beside(where):
+            return
         with open_store(_root_of(where), self._options) as store:
             catalog = Catalog(store)
             drop(catalog, save)
@@ -198,7 +203,12 @@ class CkptlibCheckpointIO(CheckpointIO):
         partial = f"{where}.{save.step}.part"
         with fs.open(partial, "w") as file:
             file.write(text)
+        is_local = "://" not in where
+        if is_local:
+            flush(Path(partial))
         fs.mv(partial, where)
+        if is_local:
+            flush(Path(where).parent)
 
     def _next_step(self, root: str) -> int:
         if root not in self._steps:
@@ -237,6 +247,16 @@ def _moved(node: Any, location: Any) -> Any:
 def _root_of(where: str) -> str:
     scheme, found, rest = where.rpartition("://")
     return f"{scheme}{found}{PurePosixPath(rest).parent / ROOT}"
+
+
+def _named_beside(where: str) -> set[SaveId]:
+    """The steps that files of the same directory name."""
+    fs, found = get_filesystem(where), set()
+    for entry in fs.ls(where.rpartition("/")[0] or ".", detail=True):
+        if entry["type"] != "directory" and (entry["size"] or 0) <= MOST:
+            with suppress(FormatError, FileNotFoundError):  # another file, or one that has just been removed
+                found.add(_save_at(entry["name"]))
+    return found
 
 
 def _save_at(where: str) -> SaveId:

@@ -4,6 +4,7 @@ A directory gets its name when the step is committed, so one that is there is a 
 draft, whose name begins with a dot:
 
     a kill ...                      leaves                                  then `settle`
+    while its files are written     a draft that names no step              removes the draft
     before the commit               the draft, and no step                  removes the draft
     after the commit                the draft, and the step                 gives the draft its name
     as one is replaced              the draft, and no directory             gives the draft its name
@@ -98,6 +99,8 @@ class StepFolders:
         self._beyond = beyond
         self._arena = None if arena is None else Path(arena).absolute()
         self._named = {folder: save for folder, save in _readable(directory) if not _is_draft(folder, save)}
+        self._identity = _identity(directory)
+        """Of the directory as it was found or made; None: it is not there yet."""
         self._thread = JobFutures("folders")
         self._publishing: list[Future[None]] = []
         self._failed: OSError | None = None
@@ -137,11 +140,22 @@ class StepFolders:
             time.sleep(POLL_S)
         finish_saves(catalog, generation)
 
-    def draft(self, name: str, save: SaveId) -> Path:
-        """A new directory for the files of a checkpoint, which nobody takes for one yet."""
+    def draft(self, name: str, save: SaveId, write: Callable[[Path], object] | None = None) -> Path:
+        """A new directory for the files of a checkpoint, which nobody takes for one yet.
+
+        `write`: puts these files, before the one that names the step, so a draft that names one has all of them. Raises
+        OSError; there is no draft then, and `publish` fails.
+        """
         path = self._draft_of(name, save)
-        path.mkdir(parents=True)
-        (path / POINTER).write_text(json.dumps({"ckptlib": ROOT, "step": str(save)}) + "\n")
+        try:
+            path.mkdir(parents=True)
+            self._identity = self._identity or _identity(self._directory)
+            if write is not None:
+                write(path)
+            (path / POINTER).write_text(json.dumps({"ckptlib": ROOT, "step": str(save)}) + "\n")
+        except OSError:
+            self.discard(name, save)
+            raise
         return path
 
     def discard(self, name: str, save: SaveId) -> None:
@@ -239,23 +253,38 @@ class StepFolders:
         shutil.rmtree(folder, ignore_errors=True)
 
     def _drop_gone(self) -> None:
-        """Drops the steps whose directories are gone."""
-        gone = [folder for folder in self._named if not folder.is_dir()]
+        """Drops the steps whose directories are gone; none where the directory of all of them is gone or another one,
+        as when it was moved, or its file system is not mounted."""
+        try:
+            gone = [folder for folder in self._named if not folder.is_dir()]
+        except OSError as error:
+            log.warning("which directories are gone cannot be told: %s", error)
+            return
+        if gone and _identity(self._directory) != self._identity:
+            log.warning(
+                "%s is not there any more, or another directory is in its place. The steps that directories in it "
+                "named stay in %s: ckptlib gc drops them",
+                self._directory,
+                self._root,
+            )
+            return
         self._drop({self._named.pop(folder) for folder in gone})
 
     def _drop(self, saves: set[SaveId]) -> None:
-        """But for those that another directory names. Their bytes go after the grace period of the root."""
-        saves = saves - {*self._named.values()}
+        """But for those that another directory names, also one that somebody has copied or renamed meanwhile. Their
+        bytes go after the grace period of the root."""
         if not saves:
             return
         try:
+            self._named |= {folder: save for folder, save in _readable(self._directory) if not _is_draft(folder, save)}
+            saves = saves - {*self._named.values()}
             with open_store(self._root, self._options) as store:
                 catalog = Catalog(store)
                 for save in sorted(saves):
                     if catalog.is_committed(save):
                         drop(catalog, save)
                 sweep(catalog, None, None)
-        except CkptError as error:  # they only take room: `ckptlib gc` deletes them
+        except (CkptError, OSError) as error:  # they only take room: `ckptlib gc` deletes them
             log.warning("%s: steps that no directory names are left: %s", self._root, error)
 
 
@@ -280,6 +309,15 @@ def _readable(directory: Path) -> Iterator[tuple[Path, SaveId]]:
         else:
             if save is not None:
                 yield folder, save
+
+
+def _identity(directory: Path) -> tuple[int, int] | None:
+    """By which a directory is told from another one of its name; None where there is none, or nobody can tell."""
+    try:
+        found = directory.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def flush(path: Path) -> None:

@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from ckptlib.adapters.step_folders import ROOT, step_of
 from ckptlib.adapters.trainer_run import PREFIX, UNUSABLE, TrainerRun, checkpoints_in
+from ckptlib.errors import CkptError
 from ckptlib.exporting.export import HF, export
 from ckptlib.policy.when import When
 from ckptlib.ranks.together import together_at_length
@@ -46,7 +47,7 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
         """A directory for `train(resume_from_checkpoint=)`; None: there is none. Collective.
 
         Writes the weights of the newest checkpoint into it, which Trainer asks for. One that is damaged is skipped with
-        an error in the log.
+        an error in the log. Raises CorruptData, CheckpointNotFound and so on where all are.
         """
         assert args.device is not None  # asking for it has Accelerate make the process group
         group = registry.group(None)
@@ -62,7 +63,8 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
         return path or None
 
     def _prepared(self, directory: Path) -> list[Path]:
-        """The newest one that can be resumed from, with its weights; or none."""
+        """The newest one that can be resumed from, with its weights; or none, where there is none."""
+        failed: CkptError | None = None
         for folder in checkpoints_in(directory, self._root, self._options):
             try:
                 save = step_of(folder)
@@ -71,8 +73,11 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
                     export(*(root, folder, str(save)), format=HF, only="model", strip="model/", storage_options=options)
             except UNUSABLE as error:
                 log.error("%s cannot be resumed from and is skipped: %s", folder, error)
+                failed = failed or error
             else:
                 return [folder]
+        if failed is not None:
+            raise failed
         return []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **seen: Any) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,9 @@ NUMBERED = re.compile(rf"{PREFIX}([0-9]+)")
 
 UNUSABLE = (CheckpointNotFound, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
 """The errors of a checkpoint that make it sensible to try the one before."""
+
+SAME_TIME_S = 1.0
+"""Directories whose times differ by less say nothing of their ages."""
 
 OURS = ("keep", "peers", "drain", "process_group")
 """Arguments of Checkpointer that contradict what Trainer says."""
@@ -167,7 +172,10 @@ class TrainerRun:
         name = f"{PREFIX}{pending.step}"
         self._under_way.append((name, pending))
         if self._folders is not None:
-            write_files(self._trainer, self._folders.draft(name, pending.save))
+            try:
+                self._folders.draft(name, pending.save, partial(write_files, self._trainer))
+            except OSError as error:  # the step is saved all the same, and this rank would stop alone
+                log.error("%s: its files cannot be written: %s", self._directory / name, error)
 
     def _publish_done(self) -> None:
         """On rank 0; the others only forget."""
@@ -189,8 +197,7 @@ class TrainerRun:
         if limit is None or limit <= 0:
             return []
         stays = {newest} if best is None else {newest, Path(best).absolute()}
-        others = [path for path in _numbered(self._directory) if path not in stays]
-        others.sort(key=lambda path: path.stat().st_mtime_ns)
+        others = _by_age([path for path in _numbered(self._directory) if path not in stays])
         stays = {path for path in stays if path.is_dir()}
         return others[: max(0, len(others) - max(0, limit - len(stays)))]
 
@@ -241,7 +248,11 @@ class TrainerRun:
 
 
 def checkpoints_in(directory: Path, root: str | None, options: Mapping[str, Any]) -> list[Path]:
-    """Newest first, once those are finished that an earlier process left. One process of a job calls it."""
+    """Newest first, once those are finished that an earlier process left. One process of a job calls it.
+
+    Without those whose trainer_state.json is damaged, unless that is so of all: they are checkpoints all the same, and
+    nobody may begin anew in their place without a word.
+    """
     directory = directory.absolute()
     where = root or str(directory / ROOT)
     folders = StepFolders(directory, where, options.get("storage_options"), lambda _: [], options.get("arena"))
@@ -249,7 +260,18 @@ def checkpoints_in(directory: Path, root: str | None, options: Mapping[str, Any]
         folders.settle()
     finally:
         folders.let_go()
-    return sorted(_numbered(directory), key=_number, reverse=True)
+    found = sorted(_numbered(directory), key=_number, reverse=True)
+    return [*filter(_has_state, found)] or found
+
+
+def _has_state(folder: Path) -> bool:
+    """Whether Trainer can read it: it does so before it asks for anything of ours."""
+    try:
+        _ = json.loads((folder / STATE).read_bytes())["global_step"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        log.error("%s cannot be resumed from and is skipped: %s: %r", folder, STATE, error)
+        return False
+    return True
 
 
 def state_of(trainer: Any) -> dict[str, object]:
@@ -292,6 +314,15 @@ def _numbered(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     return [path for path in directory.iterdir() if NUMBERED.fullmatch(path.name) and path.is_dir()]
+
+
+def _by_age(folders: list[Path]) -> list[Path]:
+    """Oldest first; by their numbers where the file system has no times, or a copy has given all of them the same: as
+    Trainer does."""
+    times = {folder: folder.stat().st_mtime for folder in folders}
+    if times and max(times.values()) - min(times.values()) < SAME_TIME_S:
+        return sorted(folders, key=_number)
+    return sorted(folders, key=lambda folder: (times[folder], _number(folder)))
 
 
 def _number(path: Path) -> int:

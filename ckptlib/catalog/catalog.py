@@ -86,6 +86,7 @@ class Stand(NamedTuple):
     the facts by which retention decides."""
 
     created: float
+    world_size: int
     uses: Mapping[PackSet, float]
     users: Mapping[PackSet, frozenset[int]]
     nbytes: int
@@ -98,6 +99,7 @@ class Stand(NamedTuple):
     def of(cls, manifest: Manifest) -> Stand:
         return cls(
             manifest.created,
+            manifest.world_size,
             manifest.uses,
             manifest.users,
             manifest.nbytes,

@@ -170,7 +170,8 @@ class DiskSweeper:
         are looked at again here behind the removal: whichever comes last puts the layout again.
         """
         store = self._disk.store
-        old = {entry.key: entry for entry in store.scan(keys.LAYOUTS) if entry.modified < oldest}
+        layouts = [entry for entry in store.scan(keys.LAYOUTS) if keys.is_layout_key(entry.key)]
+        old = {entry.key: entry for entry in layouts if entry.modified < oldest}
         named = self._named() if old else None
         if named is None:
             return []

@@ -6,6 +6,8 @@ period and a fresh listing shows no manifest. Many objects go by one request, wh
 work: one request never has objects of two of these stages. So a reader that has just looked a step up has that long to
 read it, and whoever was about to commit the parts of a dead generation is seen to have done so.
 
+A step that lacks objects is no reason to drop another one: of those that are kept, it is none of the number.
+
 Packs that other steps use stay, and so does the record of their step, which says why they are there. While a manifest
 cannot be read, nobody knows what its step uses, and no pack is deleted.
 
@@ -34,6 +36,7 @@ from typing import TypeVar
 from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog, Stand
 from ckptlib.catalog.history import history
+from ckptlib.catalog.lacking import lacking
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.rights import check_may_change
 from ckptlib.catalog.uses import UNREADABLE, Needed, is_needed, needed_by, record_of
@@ -129,7 +132,7 @@ def sweep(
     unwanted = _unwanted(stock, generations, keep, abandoned, known)
     stays = unknown | under_way | {save for save in known if known[save].exempt and not exempt}
     dropped = [save for save in unwanted if save not in stays]
-    condemned = _crashed(stock, oldest)
+    condemned = _crashed(stock, oldest, generation)
     due = [] if needed is None else _due(stock, oldest)
     gone, stages = _deletable(stock, due, needed or {})
     waiting = sorted(({*stock.objects, *stock.records} - stock.committed | {*dropped}) - gone)
@@ -210,7 +213,7 @@ def _take_stock(catalog: Catalog) -> _Stock:
     objects: dict[SaveId, list[Entry]] = {}
     records: dict[SaveId, Entry] = {}
     clocks: list[Entry] = []
-    layouts = catalog.store.scan(keys.LAYOUTS)
+    layouts = [entry for entry in catalog.store.scan(keys.LAYOUTS) if keys.is_layout_key(entry.key)]
     for entry in [*catalog.store.scan(keys.PARTS), *catalog.store.scan(keys.PACKS)]:
         part = keys.parse_part_key(entry.key)
         save = keys.pack_save(entry.key) if part is None else part.save
@@ -270,7 +273,12 @@ def _unwanted(
     start again.
     """
     visible = history(stock.committed, generations)
-    unwanted = set() if keep is None else {*keep.choose(visible, known)}
+    unwanted: set[SaveId] = set()
+    if keep is not None:
+        # What was committed meanwhile seems to lack objects, too: one more stays then.
+        broken = lacking(stock.objects, {entry.key for entry in stock.layouts}, known)
+        unwanted = {*keep.choose([save for save in visible if save not in broken], known)}
+        unwanted |= broken.intersection(keep.choose(visible, known))
     if abandoned:
         unwanted |= stock.committed - {*visible}
     newest = max(generations, default=None)
@@ -285,13 +293,15 @@ def _due(stock: _Stock, oldest: float) -> list[SaveId]:
     return sorted(save for save, record in records if save not in stock.committed and record.modified < oldest)
 
 
-def _crashed(stock: _Stock, oldest: float) -> list[SaveId]:
-    """The saves that never committed, have no trash record yet, and are too old to go on."""
+def _crashed(stock: _Stock, oldest: float, live: GenerationId | None) -> list[SaveId]:
+    """The saves that never committed, have no trash record yet, and are too old to go on; none that the `live` job may
+    have in flight, however old the clocks of the store make it look."""
+    newest = max((save for save in stock.committed if save.generation == live), default=None)
     return sorted(
         save
         for save, entries in stock.objects.items()
-        if save not in stock.committed
-        and save not in stock.records
+        if not (save in stock.committed or save in stock.records)
+        and (save.generation != live or (newest is not None and save < newest))
         and all(entry.modified < oldest for entry in entries)
     )
 
@@ -311,7 +321,7 @@ def _unnamed_layouts(catalog: Catalog, stock: _Stock, oldest: float) -> list[Ent
     unnamed = [entry for entry in old if entry.key not in named]
     if not unnamed:
         return []
-    copies = catalog.store.scan(keys.copy_key(keys.LAYOUTS))
+    copies = [entry for entry in catalog.store.scan(keys.copy_key(keys.LAYOUTS)) if keys.is_layout_key(entry.key)]
     named = {*map(keys.copy_key, named)}
     return unnamed + [entry for entry in copies if entry.modified < oldest and entry.key not in named]
 

@@ -58,6 +58,7 @@ _PART_KEY = re.compile(
 )
 _PACK_KEY = re.compile(rf"packs/{_SAVE}/([0-9]{{6}})-([0-9a-f]{{8}})(-carried)?-([0-9]{{6}})\.safetensors")
 _PACK_SET = re.compile(rf"{_SAVE}(-carried)?")
+_LAYOUT_KEY = re.compile(r"(?:copies/)?layouts/[0-9a-f]{32}\.json")
 _REFRESH_KEY = re.compile(rf"steps/{_SAVE}\.refresh")
 _PIN_KEY = re.compile(rf"steps/{_SAVE}-[0-9a-f]{{8}}\.pin")
 
@@ -280,6 +281,11 @@ def parse_pin_key(key: str) -> SaveId | None:
 
 def layout_key(digest: str) -> str:
     return f"{LAYOUTS}{digest}.json"
+
+
+def is_layout_key(key: str) -> bool:
+    """Whether this is the key of a layout, or of its copy."""
+    return _LAYOUT_KEY.fullmatch(key) is not None
 
 
 def copy_key(key: str) -> str:

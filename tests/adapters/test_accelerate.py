@@ -115,6 +115,34 @@ def test_by_name(tmp_path: Path) -> None:
         one.accelerator.save_state()
 
 
+NAMELESS = """
+import sys
+from pathlib import Path
+import torch
+from ckptlib.adapters.accelerate import CkptlibAccelerator
+directory = Path(sys.argv[1])
+accelerator = CkptlibAccelerator(cpu=True)
+accelerator.prepare(torch.nn.Linear(2, 2))
+try:
+    accelerator.save_state(directory / ("x" * 250))  # longer yet, while it is under way
+except Exception as error:
+    (directory / f"rank-{accelerator.process_index}").write_text(str(error))
+accelerator.save_state(directory / "good")
+accelerator.end_training()
+"""
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    """Rank 0 makes it; both raise, and both go on."""
+    script, directory = tmp_path / "nameless.py", tmp_path / "run"
+    script.write_text(NAMELESS)
+    directory.mkdir()
+    codes, output = forked(script, 2, directory, timeout_s=100)
+    assert codes == [0, 0], output[-20000:]
+    assert all("File name too long" in (directory / f"rank-{rank}").read_text() for rank in (0, 1))
+    assert sorted(path.name for path in directory.iterdir()) == ["ckptlib", "good", "rank-0", "rank-1"]
+
+
 def test_another_process_goes_on(tmp_path: Path) -> None:
     one = Trained()
     one.accelerator.save_state(tmp_path / "a")

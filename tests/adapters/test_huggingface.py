@@ -7,6 +7,7 @@ Five updates of two batches are an epoch, and checkpoints come every third step:
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import time
@@ -28,7 +29,7 @@ from ckptlib.policy.stop_signal import TOLD_BY
 pytest.importorskip("transformers", reason="transformers is not installed: it needs Python 3.11")
 import hf_job
 
-from ckptlib.adapters.trainer_run import TrainerRun
+from ckptlib.adapters.trainer_run import TrainerRun, checkpoints_in
 
 STEPS = 14
 KILLED_AT = 11
@@ -188,6 +189,21 @@ def test_a_damaged_checkpoint_is_skipped(
     assert f"{directory / 'checkpoint-9'} cannot be resumed from and is skipped" in caplog.text
 
 
+@pytest.mark.parametrize("left", [b"", b'{"epoch": 1.8, "glo', None])
+def test_a_damaged_state_of_trainer_is_skipped(
+    tmp_path: Path, whole: dict[str, Any], caplog: pytest.LogCaptureFixture, left: bytes | None
+) -> None:
+    """As a power loss, or a copy that was broken off, leaves it."""
+    directory = tmp_path / "run"
+    here(directory, at=7, how="stop")
+    file = directory / "checkpoint-6" / "trainer_state.json"
+    file.unlink()
+    if left is not None:
+        file.write_bytes(left)
+    assert_same_end(here(directory, resume=True), whole)
+    assert f"{directory / 'checkpoint-6'} cannot be resumed from and is skipped: trainer_state.json" in caplog.text
+
+
 def test_all_are_damaged(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     here(directory, at=7, how="stop")
@@ -238,6 +254,36 @@ def test_a_store_that_fails(tmp_path: Path, whole: dict[str, Any], monkeypatch: 
     (directory / "elsewhere").rename(packs)
     assert checkpoints(directory) == ["checkpoint-3"]
     assert_same_end(here(directory), whole)
+
+
+def test_files_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 alone writes them: it trains on, as the others do, and all say at the end that a checkpoint is missing."""
+    numbers = iter([3, 6])
+
+    def fail(self: Any, folder: str) -> None:
+        (Path(folder) / "config.json").write_text("{")
+        if next(numbers) == 3:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hf_job.Config, "save_pretrained", fail)
+    with pytest.raises(FileNotFoundError, match="checkpoint-3"):
+        here(tmp_path / "run", steps=6)
+    assert "checkpoint-3: its files cannot be written: [Errno 28] No space left on device" in caplog.text
+    assert checkpoints(tmp_path / "run") == ["checkpoint-6"]
+    assert steps_of(tmp_path / "run") == [3, 6]
+
+
+def test_directories_that_were_copied_have_no_ages(tmp_path: Path) -> None:
+    """All of them are as new as the copy, in no order: the ones with the smallest numbers go."""
+    here(tmp_path / "run", at=10, how="stop", save_total_limit=None)
+    assert checkpoints(tmp_path / "run") == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    now = time.time()
+    for place, step in enumerate((9, 6, 3)):
+        os.utime(tmp_path / "run" / f"checkpoint-{step}", (now, now + place / 100))
+    here(tmp_path / "run", steps=11, resume=True, save_total_limit=3)
+    assert checkpoints(tmp_path / "run") == ["checkpoint-11", "checkpoint-6", "checkpoint-9"]
 
 
 @pytest.mark.parametrize("bad", [3, 6])
@@ -344,6 +390,29 @@ def test_a_callback_skips_what_is_damaged(tmp_path: Path, whole: dict[str, Any])
     for step in steps:
         damage(directory / "ckptlib", step)
     assert_same_end(here(directory, whose="callback"), whole)
+
+
+def test_a_callback_whose_checkpoints_are_all_damaged(tmp_path: Path) -> None:
+    """It says so: a training that began anew would remove them one by one."""
+    directory = tmp_path / "run"
+    here(directory, at=7, how="stop", whose="callback")
+    for step in steps_of(directory):
+        damage(directory / "ckptlib", step)
+    before = checkpoints(directory)
+    with pytest.raises(ckptlib.CorruptData):
+        here(directory, whose="callback")
+    assert checkpoints(directory) == before
+
+
+def test_the_state_of_trainer_is_damaged_in_all(tmp_path: Path) -> None:
+    """They are told of, as ever, so that nobody begins anew."""
+    directory = tmp_path / "run"
+    here(directory, at=7, how="stop")
+    for file in directory.glob("checkpoint-*/trainer_state.json"):
+        file.write_bytes(b"")
+    with pytest.raises(json.JSONDecodeError):
+        here(directory, resume=True)
+    assert checkpoints_in(directory, None, {}) == [directory / "checkpoint-6", directory / "checkpoint-3"]
 
 
 def test_a_callback_says_what_it_does_not_do(tmp_path: Path) -> None:

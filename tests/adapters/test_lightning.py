@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import subprocess
 import sys
 from collections import OrderedDict
@@ -106,6 +107,40 @@ def test_removed_while_it_is_saved(io: CkptlibCheckpointIO, tmp_path: Path) -> N
     io.teardown()
     assert [path.name for path in tmp_path.iterdir()] == ["ckptlib"]
     assert [*ckptlib.checkpoints(tmp_path / "ckptlib")] == []
+
+
+def test_a_file_is_flushed_before_it_gets_its_name(
+    io: CkptlibCheckpointIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power loss may leave its name, and none of its bytes, where a whole one was."""
+    fsync, flushed = os.fsync, []
+
+    def noted(fd: int) -> None:
+        flushed.append((Path(os.readlink(f"/proc/self/fd/{fd}")), (tmp_path / "last.ckpt").exists()))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    io.save_checkpoint(checkpoint(0), tmp_path / "last.ckpt")
+    io.teardown()
+    assert (tmp_path / "last.ckpt.0.part", False) in flushed
+    assert flushed[-1] == (tmp_path, True)
+
+
+@pytest.mark.parametrize("how", ["copied", "linked hard", "renamed"])
+def test_a_file_that_somebody_keeps_under_another_name(io: CkptlibCheckpointIO, tmp_path: Path, how: str) -> None:
+    """As people do with the best one, and Lightning itself with `last.ckpt` where it can make no link."""
+    first, best = tmp_path / "0.ckpt", tmp_path / "best.ckpt"
+    io.save_checkpoint(checkpoint(0), first)
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    io.teardown()
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "gone.ckpt").symlink_to(tmp_path / "nothing")
+    {"copied": shutil.copy, "linked hard": os.link, "renamed": os.rename}[how](first, best)
+    io.remove_checkpoint(first)
+    assert not first.exists()
+    assert same(io.load_checkpoint(best), checkpoint(0))
+    io.remove_checkpoint(best)
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "ckptlib")] == [1]
 
 
 def test_another_process_goes_on(tmp_path: Path) -> None:

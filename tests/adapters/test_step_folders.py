@@ -217,3 +217,77 @@ def test_others_are_left_alone(tmp_path: Path) -> None:
     folders.close()
     assert names(run) == [link, "checkpoint-1"]
     assert step_of(draft) == saved
+
+
+@pytest.mark.parametrize("how", ["copied", "renamed"])
+def test_one_that_somebody_keeps_under_another_name(tmp_path: Path, how: str) -> None:
+    """While the process lives that has named it: its step is needed, whatever becomes of the directory it was in."""
+    folders = make(tmp_path, limit=1)
+    for step in (1, 2):
+        saved = save(tmp_path, step)
+        folders.draft(f"checkpoint-{step}", saved)
+        if step == 2 and how == "copied":
+            shutil.copytree(tmp_path / "checkpoint-1", tmp_path / "best")
+        elif step == 2:
+            (tmp_path / "checkpoint-1").rename(tmp_path / "best")
+        folders.publish(f"checkpoint-{step}", saved)
+        folders.wait()
+    folders.close()
+    assert names(tmp_path) == ["best", "checkpoint-2"]
+    assert steps_of(tmp_path) == [1, 2]
+    again = make(tmp_path)
+    shutil.rmtree(tmp_path / "best")
+    again.close()
+    assert steps_of(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("left", ["nothing", "another directory"])
+def test_the_directory_of_all_of_them_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture, left: str) -> None:
+    """Moved, or not mounted any more: that says nothing about the steps, which lie elsewhere."""
+    run, root = tmp_path / "run", tmp_path / ROOT
+    folders = StepFolders(run, str(root), None, lambda _: [])
+    for step in (1, 2, 3):
+        saved = save(tmp_path, step)
+        folders.draft(f"checkpoint-{step}", saved)
+        folders.publish(f"checkpoint-{step}", saved)
+        folders.wait()
+        if step == 2:
+            run.rename(tmp_path / "moved")
+    if left == "nothing":
+        run.rename(tmp_path / "moved, too")
+    folders.close()
+    assert steps_of(tmp_path) == [1, 2, 3]
+    assert f"{run} is not there any more, or another directory is in its place" in caplog.text
+
+
+def test_a_kill_while_the_files_are_written(tmp_path: Path) -> None:
+    """The step may be committed by then: a directory without its files is no checkpoint all the same."""
+
+    def killed(folder: Path) -> None:
+        (folder / "trainer_state.json").write_text('{"global')
+        raise KeyboardInterrupt
+
+    folders, saved = make(tmp_path), save(tmp_path, 1)
+    with pytest.raises(KeyboardInterrupt):
+        folders.draft("checkpoint-1", saved, killed)
+    folders.let_go()
+    assert names(tmp_path) == [f".checkpoint-1.{saved}.part"]
+    again = make(tmp_path)
+    again.settle()
+    again.close()
+    assert names(tmp_path) == []
+
+
+def test_files_that_cannot_be_written(tmp_path: Path) -> None:
+    def full(folder: Path) -> None:
+        (folder / "trainer_state.json").write_text("{}")
+        raise OSError(28, "No space left on device")
+
+    folders, saved = make(tmp_path), save(tmp_path, 1)
+    with pytest.raises(OSError, match="No space left"):
+        folders.draft("checkpoint-1", saved, full)
+    folders.publish("checkpoint-1", saved)
+    with pytest.raises(FileNotFoundError):
+        folders.close()
+    assert names(tmp_path) == []
+    assert steps_of(tmp_path) == [1]

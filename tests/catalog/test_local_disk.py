@@ -136,6 +136,7 @@ def test_a_layout_goes_when_it_is_old_and_no_part_of_any_rank_names_it(tmp_path:
     saves = [put(disk, generation, step, num_ranks) for step, num_ranks in ((1, 2), (2, 3), (3, 4))]
     layouts = [disk.part(part_there(disk, save, 0)).table.layout for save in saves]  # type: ignore[arg-type]
     sweeper, stays = DiskSweeper(disk, 0), Stays(saves[2], -1, frozenset(), 1)
+    (tmp_path / "layouts" / "desktop.ini").write_text("not ours")
 
     def left() -> list[str]:
         return [digest for digest in layouts if (tmp_path / keys.layout_key(digest)).exists()]
@@ -152,6 +153,7 @@ def test_a_layout_goes_when_it_is_old_and_no_part_of_any_rank_names_it(tmp_path:
     fresh = put(disk, generation, 4, 1)
     DiskSweeper(disk, 0).sweep(generation, Stays(fresh, -1, frozenset(), 1))
     assert left() == []
+    assert (tmp_path / "layouts" / "desktop.ini").exists()
     assert disk.part(part_there(disk, fresh, 0)).save == fresh  # type: ignore[arg-type]
 
 

@@ -142,15 +142,15 @@ def test_a_crashed_save_becomes_trash_when_all_of_it_is_old(store: Store, catalo
     make_save(catalog, generation, 1, state(1))
     age(store, LATER_S)
     save, _ = put_parts(catalog, generation, 2, state(2))
-    assert sweep(catalog, None, generation) == Sweep((), (), (), (save,))
+    assert sweep(catalog, None, None) == Sweep((), (), (), (save,))
     age(store, LATER_S)
     store.put(save.pack_key(0, "ffffffff", 0), b"of an attempt that goes on")
-    assert sweep(catalog, None, generation) == Sweep((), (), (), (save,))
+    assert sweep(catalog, None, None) == Sweep((), (), (), (save,))
     age(store, LATER_S)
-    found = sweep(catalog, None, generation)
+    found = sweep(catalog, None, None)
     assert (found.condemned, found.deleted) == ((save,), ())
     age(store, LATER_S)
-    found = sweep(catalog, None, generation)
+    found = sweep(catalog, None, None)
     assert len(found.deleted) == 4
     assert keys_of(store, save) == set()
     assert listed_steps_are_whole(store) == [1]
@@ -287,11 +287,25 @@ def test_a_live_job_goes_on_where_a_manifest_cannot_be_read(
     assert read_save(store, SaveId(3, generation)).keys() == state(0).keys()
 
 
+def test_a_job_condemns_nothing_that_it_may_have_in_flight(store: Store, catalog: Catalog) -> None:
+    """The clock of the store was set forward meanwhile, or its servers' clocks differ."""
+    generation = make_generation(catalog)
+    failed, _ = put_parts(catalog, generation, 1, state(1))
+    make_save(catalog, generation, 2, state(2))
+    saving, names = put_parts(catalog, generation, 3, state(3))
+    age(store, LATER_S)
+    assert sweep(catalog, Keep(last=1), generation).condemned == (failed,)
+    Committer(catalog).commit(saving, names)
+    assert listed_steps_are_whole(store) == [2, 3]
+
+
 def test_what_is_not_ours_is_left_alone(store: Store, catalog: Catalog) -> None:
     generation = make_generation(catalog)
     save = make_save(catalog, generation, 1, state(1))
     make_save(catalog, generation, 2, state(2))
     foreign = {"README.md", f"{save.packs_prefix}notes.txt", "trash/mine.json", "parts/x/y.json", "steps/1.json"}
+    for name in ("desktop.ini", f"{'0' * 32}.json.bak", f"old/{'0' * 32}.json"):
+        foreign |= {keys.LAYOUTS + name, keys.copy_key(keys.LAYOUTS + name)}
     for key in foreign:
         store.put(key, b"mine")
     for _ in range(3):

@@ -57,6 +57,8 @@ def test_names_are_those_of_the_format() -> None:
     carried = SAVE.pack_key(3, "a77e3b70", 12, carried=True)
     assert carried == "packs/000000000500-000007-0123abcd/000003-a77e3b70-carried-000012.safetensors"
     assert keys.layout_key("3" * 32) == f"layouts/{'3' * 32}.json"
+    assert all(keys.is_layout_key(key) for key in (keys.layout_key("3" * 32), keys.copy_key(keys.layout_key("3" * 32))))
+    assert not any(keys.is_layout_key(f"layouts/{name}") for name in ("3.json", f"{'3' * 32}.json.bak", "desktop.ini"))
     assert SAVE.refresh_key == "steps/000000000500-000007-0123abcd.refresh"
     assert SAVE.pin_key("a77e3b70") == "steps/000000000500-000007-0123abcd-a77e3b70.pin"
 

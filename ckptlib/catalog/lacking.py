@@ -1,0 +1,42 @@
+"""Which committed steps lack objects, as far as a listing and their manifests tell.
+
+A root that was copied while a job saved to it, or of which somebody has deleted objects, lists steps that cannot be
+loaded. Names and sizes show most of them, at no request. Pure: no torch, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+
+from ckptlib.catalog.catalog import Stand
+from ckptlib.format import keys
+from ckptlib.format.keys import PackSet, SaveId
+from ckptlib.stores import Entry
+
+
+def lacking(
+    objects: Mapping[SaveId, Sequence[Entry]], layouts: Collection[str], stands: Mapping[SaveId, Stand]
+) -> set[SaveId]:
+    """Those of the saves of `stands` that have too few parts or bytes, or use packs or a layout that is not listed.
+
+    `objects`: parts and packs of every save. `layouts`: keys.
+    """
+
+    @cache
+    def ranks(of: PackSet) -> frozenset[int | None]:
+        found = (entry.key for entry in objects.get(of.save, ()) if keys.pack_set(entry.key) == of)
+        return frozenset(map(keys.pack_rank, found))
+
+    def is_whole(save: SaveId, stand: Stand) -> bool:
+        own = objects.get(save, ())
+        num_parts = sum(entry.key.startswith(keys.PARTS) for entry in own)
+        nbytes = sum(entry.nbytes for entry in own if entry.key.startswith(keys.PACKS))
+        return (
+            num_parts >= stand.world_size
+            and nbytes >= stand.nbytes
+            and all(ranks(of) and ranks(of) >= stand.users.get(of, frozenset()) for of in stand.uses)
+            and all(keys.layout_key(digest) in layouts for digest in stand.layouts)
+        )
+
+    return {save for save, stand in stands.items() if not is_whole(save, stand)}
