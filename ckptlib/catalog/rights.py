@@ -7,6 +7,7 @@ that record is another one, unless the record was lost.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 
 from ckptlib.catalog.catalog import Catalog
@@ -15,13 +16,25 @@ from ckptlib.errors import Superseded
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId
 
+log = logging.getLogger(__name__)
+
 
 def check_may_change(catalog: Catalog, generation: GenerationId) -> None:
     """Raises Superseded for a newer generation, and for another root in the place of this one; StoreError where nobody
-    has begun to save in that place."""
+    has begun to save in that place. Puts the generation's own record again where that alone is lost."""
     url, ids = catalog.store.url, catalog.generation_ids()
     check_head(generation, ids, url)
-    if _is_recorded(catalog, generation, ids) or catalog.shared.is_same_root():  # where the record alone is lost
+    if _is_recorded(catalog, generation, ids):
+        return
+    if catalog.shared.is_same_root():
+        own = catalog.shared.own_record
+        if own is not None and own.id == generation:
+            log.warning(
+                "%s: the record of generation %s, without which nobody knows what came before it, is not there any "
+                "more. Did somebody delete it, or a rule of the bucket that expires objects? It is put again",
+                *(url, generation),
+            )
+            catalog.put_generation(own)
         return
     if ids:
         raise Superseded(

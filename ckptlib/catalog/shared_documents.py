@@ -59,6 +59,8 @@ class SharedDocuments:
         """As it was read last."""
         self.opened_id: str | None = None
         """Of the root that the job has opened, if somebody told; else of the one that was read first."""
+        self.own_record: Generation | None = None
+        """Of the job's generation, as it was put; None where nobody told."""
         self._copied: set[str] = set()
         self._told: set[str] = set()
 

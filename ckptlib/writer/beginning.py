@@ -53,7 +53,8 @@ class Beginning:
             return None
         step, again = int(message["step"]), message.get("again", False)
         self._record = GenerationRecord(record, message["root"], step, message["continues"], again)
-        self._record.is_put = message["is_put"]
+        if message["is_put"]:
+            self._record.note_put(self._catalog)
         return None if self._record.is_put else Begun(record, step, message["continues"])
 
     def put_now(self) -> None:

@@ -43,15 +43,21 @@ class GenerationRecord:
         if self._again and self.record.id in catalog.generation_ids():
             # It stands: what this job itself has saved and removed since is no reason to write another.
             self.record = catalog.generation(self.record.id)
-            self.is_put = True
+            self.note_put(catalog)
             return None
         if self._continues:
             origin, self._warning = _continued(catalog, self._first_step)
             self.record = replace(self.record, resumed_from=origin)
             self._continues = False
         catalog.put_generation(self.record)
-        self.is_put = True
+        self.note_put(catalog)
         return self._warning
+
+    def note_put(self, catalog: Catalog) -> None:
+        """It is there. What a writer that died found out for it is not known."""
+        self.is_put = True
+        if not self._continues:
+            catalog.shared.own_record = self.record
 
 
 def _continued(catalog: Catalog, step: int) -> tuple[SaveId | None, str | None]:

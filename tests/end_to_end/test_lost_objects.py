@@ -1,4 +1,4 @@
-"""Packs that somebody deletes below a live job: what it saves afterwards loads, whatever it would have referred to."""
+"""Objects that somebody deletes below a live job: what it saves afterwards loads, and is on the job's history."""
 
 from __future__ import annotations
 
@@ -48,6 +48,29 @@ def test_what_is_saved_after_packs_were_deleted_loads(
     else:
         with pytest.raises(ObjectNotFound, match="packs/000000000001-"):
             ckptlib.read(root, step=2)["base"]
+
+
+def test_a_lost_record_of_the_job_itself_is_put_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without it history would end there, and the steps of the job before be gone from view."""
+    root, w = tmp_path / "root", torch.zeros(3000)
+
+    def save(ckpt: ckptlib.Checkpointer, step: int) -> None:
+        w.fill_(step)
+        ckpt.save(step).wait_committed(PATIENCE_S)
+
+    with ckptlib.Checkpointer(root, {"w": w}, every=10**9) as ckpt:
+        save(ckpt, 1)
+    with ckptlib.Checkpointer(root, {"w": w}, every=10**9) as ckpt:
+        assert ckpt.restore().step == 1
+        save(ckpt, 2)
+        [record] = root.glob("generations/000002-*.json")
+        was = record.read_bytes()
+        for path in (record, root / "copies" / "generations" / record.name):
+            path.unlink()
+        save(ckpt, 3)
+        assert record.read_bytes() == (root / "copies" / "generations" / record.name).read_bytes() == was
+    assert f"{record.stem}, without which nobody knows what came before it, is not there any more" in caplog.text
+    assert [info.step for info in ckptlib.checkpoints(root) if info.visible] == [1, 2, 3]
 
 
 def size(packs: Path) -> int:
