@@ -6,7 +6,7 @@ loaded. Names and sizes show most of them, at no request. Pure: no torch, no I/O
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 
 from ckptlib.catalog.catalog import Stand
@@ -23,10 +23,16 @@ def lacking(
     `objects`: parts and packs of every save. `layouts`: keys.
     """
 
+    def packs(of: PackSet) -> Iterator[str]:
+        return (entry.key for entry in objects.get(of.save, ()) if keys.pack_set(entry.key) == of)
+
+    @cache
+    def is_there(of: PackSet) -> bool:
+        return next(packs(of), None) is not None
+
     @cache
     def ranks(of: PackSet) -> frozenset[int | None]:
-        found = (entry.key for entry in objects.get(of.save, ()) if keys.pack_set(entry.key) == of)
-        return frozenset(map(keys.pack_rank, found))
+        return frozenset(map(keys.pack_rank, packs(of)))
 
     def is_whole(save: SaveId, stand: Stand) -> bool:
         own = objects.get(save, ())
@@ -35,7 +41,7 @@ def lacking(
         return (
             num_parts >= stand.world_size
             and nbytes >= stand.nbytes
-            and all(ranks(of) and ranks(of) >= stand.users.get(of, frozenset()) for of in stand.uses)
+            and all(ranks(of) >= stand.users[of] if of in stand.users else is_there(of) for of in stand.uses)
             and all(keys.layout_key(digest) in layouts for digest in stand.layouts)
         )
 
