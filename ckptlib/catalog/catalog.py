@@ -25,10 +25,11 @@ from ckptlib.catalog.history import (
     read_records,
     successor,
 )
-from ckptlib.catalog.metrics import best_of, numeric
+from ckptlib.catalog.metrics import best_of
 from ckptlib.catalog.reading import warm
 from ckptlib.catalog.second_read import decoded
 from ckptlib.catalog.shared_documents import SharedDocuments
+from ckptlib.catalog.stand import Stand
 from ckptlib.errors import (
     CheckpointNotFound,
     CkptError,
@@ -39,7 +40,7 @@ from ckptlib.errors import (
     ObjectUnreadable,
 )
 from ckptlib.format import gc_pause, keys
-from ckptlib.format.keys import GenerationId, PackSet, PartName, SaveId
+from ckptlib.format.keys import GenerationId, PartName, SaveId
 from ckptlib.format.layout import Layout
 from ckptlib.format.manifest import Generation, Manifest, Root, TrashRecord
 from ckptlib.format.part import Part
@@ -79,34 +80,6 @@ class Steps(NamedTuple):
     """Those whose packs somebody asked not to be referred to any more, ascending."""
     pins: Mapping[SaveId, Sequence[Entry]] = MappingProxyType({})
     """Those that are pinned, committed or not, and the objects that say so."""
-
-
-class Stand(NamedTuple):
-    """The fields of a manifest that matter to other steps: the packs of others and the layouts that its step uses; and
-    the facts by which retention decides."""
-
-    created: float
-    world_size: int
-    uses: Mapping[PackSet, float]
-    users: Mapping[PackSet, frozenset[int]]
-    nbytes: int
-    layouts: tuple[str, ...]
-    metrics: Mapping[str, float]
-    """Those that are numbers."""
-    exempt: bool
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> Stand:
-        return cls(
-            manifest.created,
-            manifest.world_size,
-            manifest.uses,
-            manifest.users,
-            manifest.nbytes,
-            tuple(manifest.layouts),
-            numeric(manifest.metrics),
-            manifest.exempt,
-        )
 
 
 class Catalog:

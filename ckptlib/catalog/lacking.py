@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 
-from ckptlib.catalog.catalog import Stand
+from ckptlib.catalog.stand import Stand
 from ckptlib.format import keys
 from ckptlib.format.keys import PackSet, SaveId
 from ckptlib.stores import Entry

@@ -34,11 +34,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptlib.catalog import clock
-from ckptlib.catalog.catalog import Catalog, Stand
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.history import history
 from ckptlib.catalog.lacking import lacking
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.rights import check_may_change
+from ckptlib.catalog.stand import Stand
+from ckptlib.catalog.stock import Stock, take_stock
 from ckptlib.catalog.uses import UNREADABLE, Needed, is_needed, needed_by, record_of
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -81,24 +83,6 @@ class Sweep:
         return sum(entry.nbytes for entry in self.deleted)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stock:
-    """The objects of a store that may ever be deleted."""
-
-    objects: dict[SaveId, list[Entry]]
-    """Parts, then packs, of every save."""
-    layouts: list[Entry]
-    records: dict[SaveId, Entry]
-    """Trash records."""
-    clocks: list[Entry]
-    """Trash that earlier sweeps left."""
-    committed: set[SaveId]
-    refreshes: list[SaveId]
-    """Asked for; see `_is_done`."""
-    pins: Mapping[SaveId, Sequence[Entry]]
-    """The pinned saves, and the objects that say so."""
-
-
 def sweep(
     catalog: Catalog,
     keep: Keep | None,
@@ -123,7 +107,7 @@ def sweep(
         _check_may_delete(catalog, generation)
     now = time.time() if dry_run else clock.now(catalog.store)
     oldest = now - grace_s
-    stock = _take_stock(catalog)
+    stock = take_stock(catalog)
     stale = stock.records.keys() & stock.committed
     under_way = {save for save in stale if stock.records[save].modified >= now - deadline_s}
     needed = _needed(catalog, stock, oldest, live=generation is not None)
@@ -153,7 +137,7 @@ def sweep(
     return Sweep(tuple(dropped), tuple(condemned), tuple(itertools.chain(*stages)), tuple(waiting))
 
 
-def _needed(catalog: Catalog, stock: _Stock, oldest: float, live: bool) -> Needed | None:
+def _needed(catalog: Catalog, stock: Stock, oldest: float, live: bool) -> Needed | None:
     """The sets of packs that other steps use, and those dropped so lately that they may still be read; None: unknown.
 
     A `live` job goes on where a manifest cannot be read; nobody else does, who could look after it.
@@ -172,18 +156,18 @@ def _needed(catalog: Catalog, stock: _Stock, oldest: float, live: bool) -> Neede
         return None
 
 
-def _is_done(refresh: SaveId, stock: _Stock, needed: Needed | None) -> bool:
+def _is_done(refresh: SaveId, stock: Stock, needed: Needed | None) -> bool:
     """Whether nobody has to see any more that this was asked for: a save that was planned before may come after it."""
     return needed is not None and refresh not in stock.committed and all(of.save > refresh for of in needed)
 
 
-def _idle_pins(stock: _Stock, oldest: float) -> list[str]:
+def _idle_pins(stock: Stock, oldest: float) -> list[str]:
     """Pins of which nothing is left to keep. Not of a step whose manifest alone is missing: it may be put back."""
     left = stock.committed | stock.objects.keys() | stock.records.keys()
     return [e.key for save, entries in stock.pins.items() if save not in left for e in entries if e.modified < oldest]
 
 
-def _deletable(stock: _Stock, due: Iterable[SaveId], needed: Needed) -> tuple[set[SaveId], list[list[Entry]]]:
+def _deletable(stock: Stock, due: Iterable[SaveId], needed: Needed) -> tuple[set[SaveId], list[list[Entry]]]:
     """The due trash that may be deleted: whole saves; and the objects, stage by stage, in the order of deletion."""
     gone: set[SaveId] = set()
     parts: list[Entry] = []
@@ -207,29 +191,7 @@ def _grace_s(keep: Keep | None, save_deadline_s: float) -> float:
     return keep.grace.total_seconds()
 
 
-def _take_stock(catalog: Catalog) -> _Stock:
-    """Manifests are listed after parts and packs: what is committed meanwhile counts as committed. And before trash
-    records: of a step that another sweep drops meanwhile the one or the other is seen, and what it uses."""
-    objects: dict[SaveId, list[Entry]] = {}
-    records: dict[SaveId, Entry] = {}
-    clocks: list[Entry] = []
-    layouts = [entry for entry in catalog.store.scan(keys.LAYOUTS) if keys.is_layout_key(entry.key)]
-    for entry in [*catalog.store.scan(keys.PARTS), *catalog.store.scan(keys.PACKS)]:
-        part = keys.parse_part_key(entry.key)
-        save = keys.pack_save(entry.key) if part is None else part.save
-        if save is not None:
-            objects.setdefault(save, []).append(entry)
-    steps = catalog.steps()
-    for entry in catalog.store.scan(keys.TRASH):
-        save = keys.parse_trash_key(entry.key)
-        if save is not None:
-            records[save] = entry
-        elif entry.key.startswith(clock.CLOCK):
-            clocks.append(entry)
-    return _Stock(objects, layouts, records, clocks, {*steps.saves}, steps.refreshes, steps.pins)
-
-
-def _generations(catalog: Catalog, stock: _Stock, live: bool) -> Mapping[GenerationId, Generation]:
+def _generations(catalog: Catalog, stock: Stock, live: bool) -> Mapping[GenerationId, Generation]:
     """All records. A `live` job goes on without those that are lost: what it drops is on the history that is left."""
     found, lost = catalog.records(sorted(stock.committed))
     if lost:
@@ -244,7 +206,7 @@ def _generations(catalog: Catalog, stock: _Stock, live: bool) -> Mapping[Generat
     return found
 
 
-def _stands(catalog: Catalog, stock: _Stock) -> tuple[dict[SaveId, Stand], set[SaveId]]:
+def _stands(catalog: Catalog, stock: Stock) -> tuple[dict[SaveId, Stand], set[SaveId]]:
     """The facts of the readable manifests; and the saves whose manifests cannot be read now. These stay; one that is
     damaged for good has no rights."""
     known: dict[SaveId, Stand] = {}
@@ -261,7 +223,7 @@ def _stands(catalog: Catalog, stock: _Stock) -> tuple[dict[SaveId, Stand], set[S
 
 
 def _unwanted(
-    stock: _Stock,
+    stock: Stock,
     generations: Mapping[GenerationId, Generation],
     keep: Keep | None,
     abandoned: bool,
@@ -287,13 +249,13 @@ def _unwanted(
     return sorted(unwanted - stock.pins.keys())
 
 
-def _due(stock: _Stock, oldest: float) -> list[SaveId]:
+def _due(stock: Stock, oldest: float) -> list[SaveId]:
     """The trash whose time has come."""
     records = stock.records.items()
     return sorted(save for save, record in records if save not in stock.committed and record.modified < oldest)
 
 
-def _crashed(stock: _Stock, oldest: float, live: GenerationId | None) -> list[SaveId]:
+def _crashed(stock: Stock, oldest: float, live: GenerationId | None) -> list[SaveId]:
     """The saves that never committed, have no trash record yet, and are too old to go on; none that the `live` job may
     have in flight, however old the clocks of the store make it look."""
     newest = max((save for save in stock.committed if save.generation == live), default=None)
@@ -306,7 +268,7 @@ def _crashed(stock: _Stock, oldest: float, live: GenerationId | None) -> list[Sa
     )
 
 
-def _unnamed_layouts(catalog: Catalog, stock: _Stock, oldest: float) -> list[Entry]:
+def _unnamed_layouts(catalog: Catalog, stock: Stock, oldest: float) -> list[Entry]:
     """The old layouts that no committed step names, and their copies; asked only where no other save is left that may
     name one."""
     old = [entry for entry in stock.layouts if entry.modified < oldest]

@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 
 from ckptlib.catalog import clock
-from ckptlib.catalog.catalog import Catalog, Stand
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.stand import Stand
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,

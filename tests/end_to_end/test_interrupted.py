@@ -39,16 +39,21 @@ PLACES = {
 }
 
 
+def second_step_interrupted(job: Job, ckpt: ckptlib.Checkpointer, place: str) -> None:
+    """Behind a first one that is saved."""
+    job.body()
+    ckpt.after_step(1)
+    assert ckpt.pending is not None
+    ckpt.pending.wait_committed(WAIT_S)
+    job.body()
+    with interrupted_at(place):
+        ckpt.after_step(2)
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_training_goes_on(job: Job, place: str) -> None:
     with job.checkpointer(every=1) as ckpt:
-        job.body()
-        ckpt.after_step(1)
-        assert ckpt.pending is not None
-        ckpt.pending.wait_committed(WAIT_S)
-        job.body()
-        with interrupted_at(place):
-            ckpt.after_step(2)
+        second_step_interrupted(job, ckpt, place)
         for step in (3, 4):
             job.body()
             ckpt.after_step(step)
@@ -66,13 +71,7 @@ def test_training_goes_on(job: Job, place: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_close_does_not_wait_for_what_never_began(job: Job, place: str) -> None:
     ckpt = job.checkpointer(every=1)
-    job.body()
-    ckpt.after_step(1)
-    assert ckpt.pending is not None
-    ckpt.pending.wait_committed(WAIT_S)
-    job.body()
-    with interrupted_at(place):
-        ckpt.after_step(2)
+    second_step_interrupted(job, ckpt, place)
     with nullcontext() if place == "Stager.begin" else pytest.raises(ckptlib.SaveFailed, match="interrupted"):
         ckpt.close(timedelta(seconds=WAIT_S))
     assert steps(job.root) == [1]

@@ -11,7 +11,7 @@ import pytest
 from helpers.persists import Arrays, OneRank, codecs_of
 from typing_extensions import override
 
-from ckptlib.errors import FormatError, ObjectNotFound, StoreTimeout
+from ckptlib.errors import StoreTimeout
 from ckptlib.format.keys import pack_save
 from ckptlib.format.part import Part
 from ckptlib.policy.codec import Asked
@@ -125,14 +125,3 @@ def test_a_bucket_that_does_not_answer_gets_all_of_it(bucket: tuple[OneRank, Buc
     store.is_away = False
     assert sources(part) == {2}
     job.check(part, state(2))
-
-
-def test_an_oracle_for_the_last_byte(tmp_path: Path) -> None:
-    """What the look relies on, of both kinds of store."""
-    for store in (LocalStore(str(tmp_path / "root")), MemoryStore()):
-        store.put("packs/a", b"12345", create=True)
-        assert store.get("packs/a", 4, 1) == b"5"
-        with pytest.raises(FormatError):
-            store.get("packs/a", 5, 1)
-        with pytest.raises(ObjectNotFound):
-            store.get("packs/b", 4, 1)

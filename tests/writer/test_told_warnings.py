@@ -7,12 +7,14 @@ import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ckptlib
 from ckptlib.errors import SaveFailed
+from ckptlib.writer import told_warnings as module
 from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.told_warnings import ALREADY_TOLD, MAX_TEXT, ToldWarnings
 
@@ -49,11 +51,14 @@ def test_a_warning_is_told_with_its_level_and_logger(said: Said) -> None:
     assert (second["level"], second["text"]) == (logging.ERROR, "x" * MAX_TEXT)
 
 
-def test_a_line_of_code_is_told_once_in_a_while(said: Said) -> None:
-    for step in range(3):
+def test_a_line_of_code_is_told_once_in_a_while(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for step in range(6):
         said.log.warning("step %d waits", step)
+        now[0] += module.TELL_AGAIN_S / 4
     said.log.warning("another line")
-    assert [event["text"] for event in said.heard()] == ["step 0 waits", "another line"]
+    assert [event["text"] for event in said.heard()] == ["step 0 waits", "step 4 waits", "another line"]
 
 
 def test_what_the_trainer_hears_in_another_way_is_not_told(said: Said) -> None:

@@ -1,0 +1,52 @@
+"""What a sweep finds in a root, by listings alone. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptlib.catalog import clock
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.format import keys
+from ckptlib.format.keys import SaveId
+from ckptlib.stores import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """The objects of a store that may ever be deleted."""
+
+    objects: dict[SaveId, list[Entry]]
+    """Parts, then packs, of every save."""
+    layouts: list[Entry]
+    records: dict[SaveId, Entry]
+    """Trash records."""
+    clocks: list[Entry]
+    """Trash that earlier sweeps left."""
+    committed: set[SaveId]
+    refreshes: list[SaveId]
+    """Asked for; see `retention`."""
+    pins: Mapping[SaveId, Sequence[Entry]]
+    """The pinned saves, and the objects that say so."""
+
+
+def take_stock(catalog: Catalog) -> Stock:
+    """Manifests are listed after parts and packs: what is committed meanwhile counts as committed. And before trash
+    records: of a step that another sweep drops meanwhile the one or the other is seen, and what it uses."""
+    objects: dict[SaveId, list[Entry]] = {}
+    records: dict[SaveId, Entry] = {}
+    clocks: list[Entry] = []
+    layouts = [entry for entry in catalog.store.scan(keys.LAYOUTS) if keys.is_layout_key(entry.key)]
+    for entry in [*catalog.store.scan(keys.PARTS), *catalog.store.scan(keys.PACKS)]:
+        part = keys.parse_part_key(entry.key)
+        save = keys.pack_save(entry.key) if part is None else part.save
+        if save is not None:
+            objects.setdefault(save, []).append(entry)
+    steps = catalog.steps()
+    for entry in catalog.store.scan(keys.TRASH):
+        save = keys.parse_trash_key(entry.key)
+        if save is not None:
+            records[save] = entry
+        elif entry.key.startswith(clock.CLOCK):
+            clocks.append(entry)
+    return Stock(objects, layouts, records, clocks, {*steps.saves}, steps.refreshes, steps.pins)
