@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 from typing_extensions import override
@@ -19,26 +20,33 @@ PIPE_NBYTES = 1 << 20
 class _Ends(threading.Event):
     """Set by whoever ends the thread: returns when that has ended, so that it is gone before anything else is done."""
 
+    def __init__(self, thread: threading.Thread) -> None:
+        super().__init__()
+        self._thread = thread
+
     @override
     def set(self) -> None:
         super().set()
-        _thread().join(WAIT_S)
-
-
-def _thread() -> threading.Thread:
-    (found,) = (thread for thread in threading.enumerate() if thread.name == "ckptlib-stop")
-    return found
+        self._thread.join(WAIT_S)
 
 
 @pytest.fixture
-def stop() -> StopSignal:
+def watched() -> Iterator[tuple[StopSignal, threading.Thread]]:
+    """With the thread that it began: one of a test before this may not have come to its end."""
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    return StopSignal()
+    before = set(threading.enumerate())
+    stop = StopSignal()
+    (thread,) = (one for one in set(threading.enumerate()) - before if one.name == "ckptlib-stop")
+    yield stop, thread
+    stop.remove()
 
 
-def test_a_thread_that_a_signal_has_ended_is_not_woken_once_more(stop: StopSignal) -> None:
+def test_a_thread_that_a_signal_has_ended_is_not_woken_once_more(
+    watched: tuple[StopSignal, threading.Thread],
+) -> None:
+    stop, thread = watched
     assert stop._watch is not None
-    thread, stop._watch.heeded = _thread(), _Ends()
+    stop._watch.heeded = _Ends(thread)
     os.kill(os.getpid(), signal.SIGTERM)
     stop.remove()
     assert not thread.is_alive()
@@ -46,8 +54,9 @@ def test_a_thread_that_a_signal_has_ended_is_not_woken_once_more(stop: StopSigna
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_pipe_that_is_full_of_signals_wakes_as_well(stop: StopSignal) -> None:
-    watch, thread = stop._watch, _thread()
+def test_a_pipe_that_is_full_of_signals_wakes_as_well(watched: tuple[StopSignal, threading.Thread]) -> None:
+    stop, thread = watched
+    watch = stop._watch
     assert watch is not None
     held, let_go = threading.Event(), threading.Event()
 
