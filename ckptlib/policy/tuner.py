@@ -234,6 +234,9 @@ class Tuner:
             return
         ours_s = sum(step.ours_s - each_step_s for step in beside)
         longer_s = sum(self._longer) / max(len(self._longer), FEW)
+        if self._rest_s is not None and _is_other_pace(rest_s, self._rest_s, deviation_s):
+            self._longer.clear()
+            longer_s = 0.0
         self._rest_s = rest_s
         cost_s = ours_s + sum(_slower(step.rest_s, rest_s) - longer_s for step in beside)
         if self._num_saves > 1 or not self._before:
@@ -255,8 +258,7 @@ class Tuner:
         recent, older = rests[-NEWEST:], rests[:-NEWEST]
         if len(older) >= NEWEST:
             now_s, then_s = statistics.median(recent), statistics.median(older)
-            if abs(now_s - then_s) > 2 * _deviation(older) + 0.02 * then_s:
-                self._longer.clear()
+            if _is_other_pace(now_s, then_s, _deviation(older)):
                 while len(self._clean) > NEWEST:
                     self._clean.popleft()
                     self._clean_at.popleft()
@@ -359,6 +361,10 @@ def _slower(seconds: float, baseline_s: float) -> float:
     """How much longer a step took; nothing where it paused for something else."""
     slower_s = seconds - baseline_s
     return 0.0 if slower_s > max(PAUSE_STEPS * baseline_s, PAUSE_S) else slower_s
+
+
+def _is_other_pace(now_s: float, then_s: float, deviation_s: float) -> bool:
+    return abs(now_s - then_s) > 2 * deviation_s + 0.02 * then_s
 
 
 def _deviation(values: Sequence[float]) -> float:
