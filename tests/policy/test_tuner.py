@@ -162,6 +162,22 @@ def test_a_hog_comes_and_leaves(hog: str, workload: Workload, at_most: float) ->
     assert 0.65 * before <= tuned.interval <= 1.5 * before, "as before it came"
 
 
+@pytest.mark.parametrize("times", [1.8, 1 / 1.8])
+def test_steps_of_another_pace_are_no_cost_of_saves_for_long(times: float) -> None:
+    """Between two saves there are more steps than a baseline has: none of those of before is in the next one."""
+    training, tuned = Training(LIGHT, seed=1), Tuned(0.01)
+    training.run_saves(15, tuned)
+    training.workload = replace(LIGHT, step=times * LIGHT.step)
+    training.run_saves(3, tuned)
+    cost = LIGHT.visible + LIGHT.fence + LIGHT.slower * LIGHT.persist
+    intervals = []
+    for _ in range(15):
+        training.run_saves(1, tuned)
+        intervals.append(tuned.interval)
+    needed = cost / (0.01 * times * LIGHT.step)
+    assert 0.8 * needed <= min(intervals) <= max(intervals) <= 1.2 * needed
+
+
 @pytest.mark.parametrize(("workload", "at_most"), [(LIGHT, 0.01), (LIGHT, 0.035), (LIGHT, 0.05), (HEAVY, 0.05)])
 def test_more_saves_at_the_same_overhead_than_a_rule_that_only_raises_and_than_fixed_intervals(
     workload: Workload, at_most: float
