@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -163,23 +163,24 @@ class Checkpointer:
         overhead_in(policy)  # refuses two budgets before anything is opened
         if preempted is not None:
             check_preempted(preempted)
-        self._session = Session(settings, process_group, lambda: kind_of(flatten(self._state).leaves), on_event)
-        self._group = self._session.group
-        self._beginning = begins_from(init_from, init_only, self._session)
-        self._turns = Turns(self._session, policy, None if peers is None else peers.policy, preempted)
-        self._due = self._turns.due
-        self._fence = Fence()
-        metrics = StepMetrics(None if keep is None else keep.rule, 0 if keep is None else keep.last)
-        self._steps = Steps(self._session, state, self._turns, self._fence, metrics)
-        self._exports = Exports(export, self._session)
-        self._generators: LoadedRng | None = None
-        try:
+        with ExitStack() as opened:  # who catches what is raised here may go on, and create another one
+            self._session = Session(settings, process_group, lambda: kind_of(flatten(self._state).leaves), on_event)
+            opened.callback(self._session.close, timedelta(0), clean=False)
+            self._group = self._session.group
+            self._beginning = begins_from(init_from, init_only, self._session)
+            self._turns = Turns(self._session, policy, None if peers is None else peers.policy, preempted)
+            opened.callback(self._turns.close)
+            self._due = self._turns.due
+            self._fence = Fence()
+            opened.callback(self._fence.remove)
+            metrics = StepMetrics(None if keep is None else keep.rule, 0 if keep is None else keep.last)
+            self._steps = Steps(self._session, state, self._turns, self._fence, metrics)
+            self._exports = Exports(export, self._session)
+            self._generators: LoadedRng | None = None
             self._install()
-        except BaseException:
-            self._turns.close()  # who catches it is to be stopped by SIGTERM as before
-            raise
-        self._keeper = StateKeeper(self._session, state)
-        self._keeper.begin()
+            self._keeper = StateKeeper(self._session, state)
+            self._keeper.begin()
+            opened.pop_all()
 
     def _install(self) -> None:
         """Looks at the state once: refuses an object that cannot be saved before training begins, and makes room for

@@ -19,14 +19,17 @@ Result = TypeVar("Result")
 
 
 class JobThread:
-    """It does its jobs one after the other, in the order in which they were put. An error of a job ends it."""
+    """It does its jobs one after the other, in the order in which they were put. An error of a job ends it.
+
+    It begins with the first one: whoever made it and was interrupted before has nothing to end.
+    """
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._num_open = 0
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name=f"ckptlib-{name}", daemon=True)
-        self._thread.start()
+        self._name = f"ckptlib-{name}"
+        self._thread: threading.Thread | None = None
 
     @property
     def busy(self) -> bool:
@@ -37,12 +40,16 @@ class JobThread:
         """From any thread."""
         with self._lock:
             self._num_open += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
         self._jobs.put(job)
 
     def finish(self) -> None:
         """Waits for all jobs. None may be put after it."""
         self._jobs.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

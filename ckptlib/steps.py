@@ -60,18 +60,22 @@ class Steps:
     def done(self, step: int, metrics: Mapping[str, object] | None) -> None:
         """Saves if all ranks have agreed that a save is due, and says what this rank wants of the next step."""
         waited_s, stopwatch, failed = self._fence.waited_s, self._session.stopwatch, True
-        stopwatch.begin_step(step, waited_s)
-        self._turns.profile.begin()
         try:
+            stopwatch.begin_step(step, waited_s)
+            self._turns.profile.begin()
             self._done(step, metrics)
             self._turns.profile.end(waited_s)
             failed = False
+        except KeyboardInterrupt:
+            self._turns.leave(step)
+            raise
         finally:
             stopwatch.end_step(step, failed)
 
     def _done(self, step: int, metrics: Mapping[str, object] | None) -> None:
         session = self._session
         session.stager.fail_left()
+        self._turns.catch_up(step)
         if not self._turns.started:
             self._turns.say(step)
         word = self._turns.agreed(step)

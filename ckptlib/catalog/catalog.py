@@ -354,8 +354,12 @@ class Catalog:
         return found
 
     def is_committed(self, save: SaveId) -> bool:
-        """Whether its manifest is there. Costs a tenth of a listing, where these are paid for."""
-        key = save.manifest_key
+        """Whether its manifest is there."""
+        return self.is_there(save.manifest_key)
+
+    def is_there(self, key: str) -> bool:
+        """Whether the store has an object that is not empty, readable or not. Costs a tenth of a listing, where these
+        are paid for."""
         try:
             return bool(self.store.get(key, 0, 1))
         except ObjectNotFound:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.completeness import Doubt, Proof
 from ckptlib.catalog.elapsed import Elapsed
-from ckptlib.catalog.late_commit import is_late, stay_or_take_back
+from ckptlib.catalog.late_commit import stay_or_take_back
 from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.rights import check_may_change, is_recorded
@@ -66,16 +66,18 @@ class Committer:
         self._proved: dict[tuple[str | None, ...], _Proved] = {}
 
     def commit(self, save: SaveId, names: Sequence[PartName], elapsed: Elapsed | None = None) -> Manifest:
-        """Makes the step exist. `names`: one part per rank. `elapsed`: since the caller began to look for these.
+        """Makes the step exist. `names`: one part per rank. `elapsed`: since the caller began to look for
+        these; None for a save that a dead generation left.
 
         The first time that ranks lie as they do, all parts are read and it is proved that together they hold every
         element of every tensor, and one value of it; as long as the tables stay the same, and no two of them hold the
         same element, that proof stands. That ranks hold alike what one of them wrote for several is told by the checks
-        in the parts' names, every time; that packs of other saves stay, by `uses`; where the manifest came late, that
-        no sweep was faster, by `late_commit`; that this is the root that the job has opened, by the record of its
+        in the parts' names, every time; that packs of other saves stay, by `uses`; that no sweep was faster than the
+        manifest, by `late_commit`; that this is the root that the job has opened, by the record of its
         generation. Raises SaveFailed, ReplicasDiffer, Superseded, StoreError, or what a damaged part raises; the step
         does not exist then.
         """
+        live = elapsed is not None
         elapsed = Elapsed() if elapsed is None else elapsed
         manifest = self.manifest_of(save, names)
         catalog = self.catalog
@@ -83,8 +85,7 @@ class Committer:
         check_may_change(catalog, save.generation)
         catalog.shared.put_copies(manifest.layouts)
         put_new(catalog.store, save.manifest_key, manifest.encode())
-        if is_late(catalog, elapsed):
-            stay_or_take_back(catalog, manifest)
+        stay_or_take_back(catalog, manifest, elapsed, live)
         catalog.shared.put_again(manifest.layouts)  # retention may have deleted one that no step named until now
         return manifest
 

@@ -1,9 +1,15 @@
-"""A manifest that was put long after its parts were proved: the machine slept, or the store kept the request that long.
+"""A manifest that came too late: a sweep took its save for the remains of a crash, and may have deleted some of it.
 
 A proof is good for as long as a save may take: until then what the save uses, and its own objects, stay, whatever
-sweeps there are. Later, a sweep may have deleted some of them between the proof and the manifest. So whoever comes late
-looks again, now that the manifest is there for every sweep to see, and takes the step back where something is gone. No
-torch.
+sweeps there are. Later, as when the machine slept, or the store kept the request that long, a sweep may have deleted
+some of them between the proof and the manifest. And a sweep goes by the store's clock, which may be several that
+differ: then a save that has just begun looks old. So whoever commits looks again, now that the manifest is there for
+every sweep to see, and takes the step back where something is gone, or may be.
+
+    a sweep sees a trash record, then lists the steps, then deletes: parts, packs, the record last
+    a committer puts the manifest, then looks for a trash record, then for a part
+
+So one of the two sees the other, whatever the clocks say. No torch.
 """
 
 from __future__ import annotations
@@ -19,30 +25,51 @@ LATE_S = 5.0
 """Nobody is late who took less: far below what a save may take."""
 
 
-def is_late(catalog: Catalog, elapsed: Elapsed) -> bool:
+def stay_or_take_back(catalog: Catalog, manifest: Manifest, elapsed: Elapsed, live: bool) -> None:
+    """Of a step whose manifest has just been put. `elapsed`: since the proof began. `live`: it was saved just now, not
+    by a job that is gone, of whose saves a sweep may have put trash records in this moment, a grace period before it
+    deletes any. Raises SaveFailed when the step has lost something, or may: it is taken back then.
+
+    Its trash record says nothing of what it uses: nobody may rely on that.
+    """
+    save, late = manifest.save, _is_late(catalog, elapsed)
+    try:
+        if live or late:
+            _check_not_condemned(catalog, manifest)
+        if late:
+            _check_all(catalog, manifest)
+    except SaveFailed as error:
+        put_new(catalog.store, save.trash_key, TrashRecord(save, "committed too late").encode())
+        catalog.store.delete(save.manifest_key)
+        why = (
+            "Its manifest came so long after its parts were proved: was the machine suspended, or the store out of "
+            "reach?"
+            if late
+            else "A sweep, such as ckptlib gc, took it for a save that crashed long ago: compare the clocks of the "
+            "store, and of the machines that put files there, which differ by more than the grace period."
+        )
+        raise SaveFailed(f"{error}. {why} The step is taken back") from error
+
+
+def _is_late(catalog: Catalog, elapsed: Elapsed) -> bool:
     """Whether a proof that began then may be good no longer. Asks the store only where it may."""
     seconds = elapsed.at_most()
     return seconds > LATE_S and seconds > catalog.root().save_deadline_s
 
 
-def stay_or_take_back(catalog: Catalog, manifest: Manifest) -> None:
-    """Of a step whose manifest came late. Raises SaveFailed when it has lost something, or may: it is taken back then.
+def _check_not_condemned(catalog: Catalog, manifest: Manifest) -> None:
+    """By two reads of a byte. In this order: the record goes last, so without it either all parts are there or none."""
+    save = manifest.save
+    if catalog.is_there(save.trash_key):
+        raise SaveFailed(f"step {save.step}: has a trash record, so a sweep may have deleted some of it")
+    if not catalog.is_there(manifest.parts[0].key):
+        raise SaveFailed(f"step {save.step}: a sweep has deleted its parts")
 
-    Its trash record says nothing of what it uses: nobody may rely on that.
-    """
-    save, store = manifest.save, catalog.store
-    every = frozenset(range(manifest.world_size))
-    try:
-        if any(entry.key == save.trash_key for entry in store.scan(save.trash_key)):
-            raise SaveFailed(f"step {save.step}: has a trash record, so a sweep may have deleted some of it")
-        there = {name for names in catalog.parts(save).values() for name in names}
-        if not there.issuperset(manifest.parts):
-            raise SaveFailed(f"step {save.step}: a sweep has deleted parts of it")
-        times_of(catalog, save, {of: manifest.users.get(of, every) for of in manifest.uses})
-    except SaveFailed as error:
-        put_new(store, save.trash_key, TrashRecord(save, "committed too late").encode())
-        store.delete(save.manifest_key)
-        raise SaveFailed(
-            f"{error}. Its manifest came so long after its parts were proved: was the machine suspended, or the store "
-            "out of reach? The step is taken back"
-        ) from error
+
+def _check_all(catalog: Catalog, manifest: Manifest) -> None:
+    """All of its parts, and what it uses of other saves."""
+    save, every = manifest.save, frozenset(range(manifest.world_size))
+    there = {name for names in catalog.parts(save).values() for name in names}
+    if not there.issuperset(manifest.parts):
+        raise SaveFailed(f"step {save.step}: a sweep has deleted parts of it")
+    times_of(catalog, save, {of: manifest.users.get(of, every) for of in manifest.uses})

@@ -107,7 +107,7 @@ def sweep(
         _check_may_delete(catalog, generation)
     now = time.time() if dry_run else clock.now(catalog.store)
     oldest = now - grace_s
-    stock = take_stock(catalog)
+    stock = take_stock(catalog, oldest)
     stale = stock.records.keys() & stock.committed
     under_way = {save for save in stale if stock.records[save].modified >= now - deadline_s}
     needed = _needed(catalog, stock, oldest, live=generation is not None)

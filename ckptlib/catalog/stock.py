@@ -30,9 +30,10 @@ class Stock:
     """The pinned saves, and the objects that say so."""
 
 
-def take_stock(catalog: Catalog) -> Stock:
+def take_stock(catalog: Catalog, oldest: float) -> Stock:
     """Manifests are listed after parts and packs: what is committed meanwhile counts as committed. And before trash
-    records: of a step that another sweep drops meanwhile the one or the other is seen, and what it uses."""
+    records: of a step that another sweep drops meanwhile the one or the other is seen, and what it uses. And once more
+    after these, where one is older than `oldest`: what it is of may be committed for all that; see `late_commit`."""
     objects: dict[SaveId, list[Entry]] = {}
     records: dict[SaveId, Entry] = {}
     clocks: list[Entry] = []
@@ -49,4 +50,7 @@ def take_stock(catalog: Catalog) -> Stock:
             records[save] = entry
         elif entry.key.startswith(clock.CLOCK):
             clocks.append(entry)
-    return Stock(objects, layouts, records, clocks, {*steps.saves}, steps.refreshes, steps.pins)
+    committed = {*steps.saves}
+    if any(record.modified < oldest for save, record in records.items() if save not in committed):
+        committed |= {*catalog.saves()}
+    return Stock(objects, layouts, records, clocks, committed, steps.refreshes, steps.pins)

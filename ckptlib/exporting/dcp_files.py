@@ -120,7 +120,7 @@ def leaves_of(tree: dict[str, Any], found: StandIns, naming: Naming) -> list[Lea
         renamed = naming.rename(whole)
         kept: Path = given if renamed == whole else (*renamed.split("/"),)
         name = ".".join(map(str, kept))
-        if not name or name in leaves:
+        if name in leaves or (not name and renamed != whole):
             raise UnsupportedState(f"{whole}: would be called {name!r}, as another is, or nothing; choose with only=")
         leaves[name] = Leaf(name, kept, _at(tree, given))
     return [*leaves.values()]

@@ -46,11 +46,18 @@ class StopSignal:
         """When the first SIGTERM came."""
         self._handled: list[int] = []
         self._watch: _Watch | None = None
+        try:
+            self._install()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _install(self) -> None:
         if threading.current_thread() is threading.main_thread():
             for number in TOLD_BY:
                 if signal.getsignal(number) == signal.SIG_DFL:
-                    signal.signal(number, self._note)
                     self._handled.append(number)
+                    signal.signal(number, self._note)
         if signal.SIGTERM in self._handled:
             self._watch = _Watch.begin()
         if self._handled:

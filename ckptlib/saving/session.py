@@ -103,6 +103,17 @@ class Session:
         self.snapshots, self.writer, self.link = open_memory(
             settings, self.group, self.over, self.lineage, self.stopwatch
         )
+        try:
+            self._assemble(on_event)
+        except BaseException:  # the writer has no order yet, so nothing is lost with it
+            self.writer.leave()
+            self.snapshots.close(clean=False)
+            self.store.close()
+            raise
+
+    def _assemble(self, on_event: Callable[[Event], object] | None) -> None:
+        """What needs the slots and the writer. Collective."""
+        settings, peers, local = self.settings, self.settings.peers, self.settings.local
         self.stager = Stager(self._on_sealed, self._on_begun, spare=peers is not None and peers.memory == DEVICE)
         self.snapshots.may_begin = lambda: self.stager.ready
         self.listener = Listener(on_event)
@@ -122,7 +133,7 @@ class Session:
         """That was given to be persisted; -1 before there is one."""
         self.closed = False
         self.owner = Owner(settings.url)
-        notices = notices_over(over, f"{self.root.id}/{self.generation}", settings.timeout)
+        notices = notices_over(self.over, f"{self.root.id}/{self.generation}", settings.timeout)
         self.news = News(notices, self.group.rank, self.group.size, self.store.is_local)
         self.tier = TierState(local, self.generation, self.group.rank, self.writer)
         self.outcomes = Outcomes(
@@ -259,6 +270,7 @@ class Session:
                 self.outcomes.close(timeout)
                 self.snapshots.arena.others.reclaim()  # a job that came to its end needs nothing of the one before
             else:
+                self.snapshots.arena.await_made()  # a slot that the writer is not told of would stay
                 self.writer.leave()
         finally:
             self.snapshots.close(clean)

@@ -35,11 +35,15 @@ class Turns:
         self.due = DueSaves(store, memory)
         self._session = session
         self._beat = Beat(session.group)
-        self._stop = StopSignal()
-        self._preemption = None if preempted is None else Preemption(preempted)
         self._poll = Poll((), [])
         """The votes that went with the last word."""
         self._tuning = Tuning(session, kinds_of(session.snapshots, self.due, store, memory))
+        self._said = -1
+        """The step that the last word is for."""
+        self._left: int | None = None
+        """One that was interrupted before it came to its word."""
+        self._preemption = None if preempted is None else Preemption(preempted)
+        self._stop = StopSignal()  # last: who is interrupted before is stopped by SIGTERM as ever
 
     @property
     def started(self) -> bool:
@@ -53,7 +57,7 @@ class Turns:
 
     def say(self, step: int) -> None:
         """This rank's word for `step`, which comes next."""
-        due = self.due
+        due, self._said = self.due, step
         due.look_ahead(step, time.monotonic())
         word = Word(
             step=step,
@@ -81,6 +85,18 @@ class Turns:
         self._session.verdicts.conclude(self._poll, self._beat.votes)
         self._tuning.agree(word)
         return word
+
+    def leave(self, step: int) -> None:
+        """The `after_step` of this one was interrupted, as by Ctrl-C."""
+        if self.started and self._said == step:
+            self._left = step
+
+    def catch_up(self, step: int) -> None:
+        """Before the word for `step`: the one for a step that was interrupted is not acted upon any more, but the other
+        ranks had it."""
+        left, self._left = self._left, None
+        if left is not None and left != step:
+            self.agreed(left)
 
     def remember(self, save: SaveId) -> None:
         """The state is that of this save: what its start has measured holds until this one knows better. Collective."""

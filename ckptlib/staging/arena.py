@@ -92,6 +92,12 @@ class Arena:
             self._growing = threading.Thread(target=make, name="ckptlib-arena", daemon=True)
             self._growing.start()
 
+    def await_made(self) -> None:
+        """Returns when the slots that are made in the background are there, and told of."""
+        self._join()
+        if self._growing is not None:
+            self._growing.join()
+
     def _join(self) -> None:
         if self._warming is not None:
             self._warming.join()
@@ -189,9 +195,7 @@ class Arena:
 
     def close(self, unlink: bool) -> None:
         """Lets go of the slots; `unlink` them unless a writer is to finish with them."""
-        self._join()
-        if self._growing is not None:
-            self._growing.join()
+        self.await_made()
         for slot in self._slots:
             if unlink:
                 slot.unlink()

@@ -72,4 +72,5 @@ class Beginning:
         warning = self._record.put(self._catalog)
         if self._record.record.resumed_from is not None:
             self._go_on_from(self._record.record.resumed_from, None)
-        self._channel.send({"event": "begun", "warning": warning})
+        record = self._record.record.encode().decode()
+        self._channel.send({"event": "begun", "warning": warning, "record": record})

@@ -251,6 +251,8 @@ class Writer:
             self._stuck = True
         if kind == "waiting":
             self.waiting = None if event["request"] is None else event
+        if kind == "begun" and self._begun is not None:  # another writer need not find out what the job continues
+            self._begun |= {"record": event["record"], "continues": False}
         if kind in ("ready", "begun", "not-begun", "waiting"):
             return
         if kind == "swept":

@@ -42,7 +42,7 @@ class GenerationRecord:
             )
         if self._again and self.record.id in catalog.generation_ids():
             # It stands: what this job itself has saved and removed since is no reason to write another.
-            self.record = catalog.generation(self.record.id)
+            self.record, self._continues = catalog.generation(self.record.id), False
             self.note_put(catalog)
             return None
         if self._continues:
@@ -54,9 +54,9 @@ class GenerationRecord:
         return self._warning
 
     def note_put(self, catalog: Catalog) -> None:
-        """It is there. What a writer that died found out for it is not known."""
+        """It is there, so that it can be put again should somebody delete it."""
         self.is_put = True
-        if not self._continues:
+        if not self._continues:  # else it says less than what is there
             catalog.shared.own_record = self.record
 
 

@@ -143,6 +143,20 @@ def test_states_that_are_empty(tmp_path: Path) -> None:
     assert state == {"empty": {}}
 
 
+@pytest.mark.parametrize("saves", ["DCP", "ckptlib"])
+def test_a_key_without_a_character(tmp_path: Path, saves: str) -> None:
+    def state(of: float) -> State:
+        return {"": torch.full((3,), of), "a": {"": torch.full((2,), of)}, "b": {"": {"": of}}}
+
+    if saves == "DCP":
+        torch_dcp.save(state(1.5), storage_writer=dcp.StorageWriter(tmp_path / "step-1"))
+    else:
+        dcp.save(state(1.5), checkpoint_id=tmp_path / "step-1")
+    found = state(0.0)
+    torch_dcp.load(found, storage_reader=dcp.StorageReader(tmp_path / "step-1"))
+    assert bits(found) == bits(state(1.5))
+
+
 def test_what_does_not_fit(tmp_path: Path) -> None:
     dcp.save({"w": torch.full((2, 3), 1.5), "n": 3}, checkpoint_id=tmp_path / "step-1")
     with pytest.raises(CheckpointException, match="Missing key"):

@@ -1,11 +1,16 @@
-"""Ctrl-C while a save begins: whoever catches it trains on, saves on and closes, and no half of a snapshot is saved."""
+"""Ctrl-C while a Checkpointer opens, or a save begins: whoever catches it trains on, saves on and closes, and no half
+of a snapshot is saved."""
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -76,3 +81,80 @@ def test_close_does_not_wait_for_what_never_began(job: Job, place: str) -> None:
         ckpt.close(timedelta(seconds=WAIT_S))
     assert steps(job.root) == [1]
     assert slots(job.root.parent) == []
+
+
+@pytest.mark.parametrize("place", ["Stopwatch.begin_step", "Profile.begin", "Turns.agreed"])
+def test_a_step_that_was_interrupted_before_its_word_is_left_out(job: Job, place: str) -> None:
+    """The word that this rank gave for it is no reason to refuse the next one."""
+    with job.checkpointer(every=1) as ckpt:
+        second_step_interrupted(job, ckpt, place)
+        for step in (3, 4):
+            job.body()
+            ckpt.after_step(step)
+        with pytest.raises(ckptlib.AgreementFailed, match="leave none out"):
+            ckpt.after_step(6)
+    assert {1, 4} <= {*steps(job.root)} <= {1, 3, 4}
+
+
+@pytest.mark.parametrize("place", ["Stopwatch.begin_step", "Turns.agreed"])
+def test_a_step_that_was_interrupted_may_be_done_again(job: Job, place: str) -> None:
+    with job.checkpointer(every=1) as ckpt:
+        second_step_interrupted(job, ckpt, place)
+        ckpt.after_step(2)
+    assert steps(job.root) == [1, 2]
+
+
+OPENING = [
+    "Stager.__init__",
+    "Verdicts.__init__",
+    "Turns.__init__",
+    "StopSignal._install",
+    "_Watch.__init__",
+    "Steps.__init__",
+    "Checkpointer._warm",
+    "StateKeeper.begin",
+]
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("ckptlib-")}
+
+
+def children() -> set[str]:
+    """Processes that this one has started and that run."""
+    tasks = Path(f"/proc/self/task/{threading.main_thread().native_id}/children").read_text().split()
+    return {pid for pid in tasks if (stat := Path(f"/proc/{pid}/stat")).exists() and ") Z " not in stat.read_text()}
+
+
+def wait_for(nothing: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while nothing():
+        assert time.monotonic() < deadline, nothing()
+        time.sleep(0.01)
+
+
+@contextmanager
+def nothing_left(job: Job) -> Iterator[None]:
+    """No thread, no writer, no slot, no hook of an optimizer, no handler of a signal; and the next one works."""
+    before, others = threads(), children()
+    yield
+    wait_for(lambda: threads() - before)
+    wait_for(lambda: children() - others)
+    assert slots(job.root.parent) == []
+    assert not job.optimizer._optimizer_step_pre_hooks
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == [signal.SIG_DFL] * 2
+    with job.checkpointer(every=1) as ckpt:
+        job.body()
+        ckpt.after_step(1)
+    assert steps(job.root) == [1]
+
+
+@pytest.mark.parametrize("place", OPENING)
+def test_a_constructor_that_is_interrupted_leaves_nothing(job: Job, place: str) -> None:
+    with nothing_left(job), interrupted_at(place):
+        job.checkpointer(every=1)
+
+
+def test_a_state_that_is_refused_leaves_nothing(job: Job) -> None:
+    with nothing_left(job), pytest.raises(ckptlib.UnsupportedState):
+        ckptlib.Checkpointer(job.root, {**job.state, "what": object()}, every=1, arena=job.root.parent)

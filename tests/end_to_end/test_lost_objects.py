@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -50,8 +52,13 @@ def test_what_is_saved_after_packs_were_deleted_loads(
             ckptlib.read(root, step=2)["base"]
 
 
-def test_a_lost_record_of_the_job_itself_is_put_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Without it history would end there, and the steps of the job before be gone from view."""
+@pytest.mark.parametrize("killed", ["", "before", "at once"])
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_lost_record_of_the_job_itself_is_put_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, restores: bool, killed: str
+) -> None:
+    """Without it history would end there, and the steps of the job before be gone from view. `restores`: else the job
+    goes on from what is there, without a word. `killed`: its writer, before a save or as the record is lost."""
     root, w = tmp_path / "root", torch.zeros(3000)
 
     def save(ckpt: ckptlib.Checkpointer, step: int) -> None:
@@ -61,16 +68,23 @@ def test_a_lost_record_of_the_job_itself_is_put_again(tmp_path: Path, caplog: py
     with ckptlib.Checkpointer(root, {"w": w}, every=10**9) as ckpt:
         save(ckpt, 1)
     with ckptlib.Checkpointer(root, {"w": w}, every=10**9) as ckpt:
-        assert ckpt.restore().step == 1
+        if restores:
+            assert ckpt.restore().step == 1
         save(ckpt, 2)
+        if killed:
+            os.kill(ckpt._session.writer.pid, signal.SIGKILL)
+        if killed == "before":
+            save(ckpt, 3)
         [record] = root.glob("generations/000002-*.json")
         was = record.read_bytes()
         for path in (record, root / "copies" / "generations" / record.name):
             path.unlink()
-        save(ckpt, 3)
-        assert record.read_bytes() == (root / "copies" / "generations" / record.name).read_bytes() == was
-    assert f"{record.stem}, without which nobody knows what came before it, is not there any more" in caplog.text
-    assert [info.step for info in ckptlib.checkpoints(root) if info.visible] == [1, 2, 3]
+        save(ckpt, 4)
+        assert record.read_bytes() == (root / "copies" / "generations" / record.name).read_bytes()
+        assert killed == "at once" or record.read_bytes() == was
+    told = f"{record.stem}, without which nobody knows what came before it, is not there any more"
+    assert killed == "at once" or told in caplog.text
+    assert [info.step for info in ckptlib.checkpoints(root) if info.visible] == [1, 2, *[3] * (killed == "before"), 4]
 
 
 def size(packs: Path) -> int:

@@ -1,4 +1,4 @@
-"""The budget of a checkpoint in an object store: ranks x (parts of its upload + 4) + 12 requests, whoever waits."""
+"""The budget of a checkpoint in an object store: ranks x (parts of its upload + 4) + 14 requests, whoever waits."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def test_requests_per_checkpoint(tmp_path: Path, num_ranks: int, waits: str) -> 
     assert found.keys() >= {1, 2, 3, 4, 5}
     for step in (2, 3, 4, 5):
         asked = found[step]
-        assert sum(asked.values()) <= num_ranks * (PARTS + 4) + 12, asked
+        assert sum(asked.values()) <= num_ranks * (PARTS + 4) + 14, asked
         assert asked["commit packs"] == asked["put parts"] == num_ranks, "all of them wrote"
         assert asked["put steps"] == 1
-        assert asked["get parts"] == 1, "of rank 0"
+        assert asked["get parts"] in (1, 2, 3), "of rank 0, and a byte of it once the manifest, and the mark, are there"
     first = found[1]
-    assert without_polls(first) <= num_ranks * (PARTS + 4) + 12 - 1, first
+    assert without_polls(first) <= num_ranks * (PARTS + 4) + 14 - 1, first
     assert (first["get layouts"], first["put layouts"]) == (2, 1), (
         "one rank asks and puts, rank 0's writer reads it back"
     )
-    assert first["get parts"] == num_ranks, "all of them, to prove that nothing is missing"
+    assert first["get parts"] in (num_ranks, num_ranks + 1), "all of them, to prove that nothing is missing"
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_requests_of_the_first_save_behind_a_restore(tmp_path: Path, num_ranks: 
         fork_ranks("counted_saves.py", num_ranks, tmp_path, "all", kind, timeout_s=150)
     found = requests(tmp_path)
     first = found[6]
-    assert without_polls(first) <= num_ranks * (PARTS + 4) + 12 - 2, first
-    assert first["get parts"] == num_ranks, "all of them, to prove that nothing is missing"
+    assert without_polls(first) <= num_ranks * (PARTS + 4) + 14 - 2, first
+    assert first["get parts"] in (num_ranks, num_ranks + 1), "all of them, to prove that nothing is missing"
     assert first["get layouts"] == 1, "by the one who would put it; the committer is in the same process"
     assert first["scan steps"] == num_ranks + 1, "each rank, whether its parent is committed; and the committer"
     assert not first["scan packs"], "they were read, or listed, as the job restored"

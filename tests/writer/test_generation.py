@@ -56,6 +56,7 @@ def test_a_record_that_a_writer_put_before_it_died_stands(found: bool) -> None:
     assert record.put(catalog) is None
     assert record.is_put
     assert record.record.resumed_from == (origin if found else None)
+    assert catalog.shared.own_record == record.record, "it is put again, should it be lost"
     assert {key: store.get(key) for key in keys(store)} == before | (
         {} if found else {key: told.encode() for key in (own.key, copy_key(own.key))}
     )
