@@ -50,7 +50,6 @@ from ckptlib.saving.terminal import show
 from ckptlib.saving.turns import Turns
 from ckptlib.saving.whole_state import first_look
 from ckptlib.staging.fence import Fence
-from ckptlib.state.flatten import flatten
 from ckptlib.state.rng import LoadedRng
 from ckptlib.steps import Steps
 from ckptlib.stores import absolute
@@ -164,7 +163,7 @@ class Checkpointer:
         if preempted is not None:
             check_preempted(preempted)
         with ExitStack() as opened:  # who catches what is raised here may go on, and create another one
-            self._session = Session(settings, process_group, lambda: kind_of(flatten(self._state).leaves), on_event)
+            self._session = Session(settings, process_group, lambda: kind_of(first_look(self._state).leaves), on_event)
             opened.callback(self._session.close, timedelta(0), clean=False)
             self._group = self._session.group
             self._beginning = begins_from(init_from, init_only, self._session)

@@ -37,6 +37,9 @@ from ckptlib.stores import open_store
 log = logging.getLogger(__name__)
 
 NUMBERED = re.compile("checkpoint_([0-9]+)")
+NOWHERE = "no directory"
+"""In place of the name of a step."""
+
 UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
@@ -262,9 +265,9 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         return self._newest[root] + 1
 
     def _named_by(self, folder: Path) -> SaveId | None:
-        if not folder.is_dir():
+        name = self._on_rank_0(f"reading {folder}", lambda: str(step_of(folder) or "") if folder.is_dir() else NOWHERE)
+        if name == NOWHERE:
             raise ValueError(f"{folder} is no directory")
-        name = self._on_rank_0(f"reading {folder}", lambda: str(step_of(folder) or ""))
         return parse_save(name) if name else None
 
     def _on_rank_0(self, what: str, call: Any) -> str:

@@ -35,8 +35,10 @@ from ckptlib.format.keys import SaveId, parse_save
 from ckptlib.jobs import JobFutures, at_exit
 from ckptlib.policy.codec import AUTO, Asked
 from ckptlib.policy.keep import Keep
+from ckptlib.ranks.together import together_at_length
 from ckptlib.reading.nested import read
 from ckptlib.saving.pending import Pending
+from ckptlib.saving.registry import registry
 from ckptlib.saving.settings import SAVE_DEADLINE
 from ckptlib.stores import open_store
 
@@ -119,14 +121,36 @@ class CkptlibCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """`weights_only` makes no difference: nothing is ever unpickled.
 
+        Collective where there are several ranks, as Lightning and Fabric call it: rank 0 alone knows of a save that is
+        under way. All load the step that its file names.
+
         Raises FileNotFoundError, CheckpointNotFound where the step that it names is gone, FormatError for a file of
-        another kind, CorruptData.
+        another kind, CorruptData, SaveFailed; on all ranks.
         """
         where = str(path)
-        self._finish(where)
-        found = read(_root_of(where), step=str(_save_at(where)), storage_options=self._options)
-        checkpoint: dict[str, Any] = found["checkpoint"]
+        group = registry.group(None)
+        what = f"loading {where}"
+        told = group.broadcast(together_at_length(group, what, lambda: b"" if group.rank else self._at(where))).decode()
+        if not told:
+            raise FileNotFoundError(f"Checkpoint file not found: {where}")  # as Lightning's own plugin does
+        step, _, place = told.partition(" ")
+
+        def load() -> dict[str, Any]:
+            if place != where:
+                raise ValueError(f"{where}: rank 0 loads {place}; all ranks have to load the same checkpoint")
+            found: dict[str, Any] = read(_root_of(where), step=step, storage_options=self._options)["checkpoint"]
+            return found
+
+        checkpoint = together_at_length(group, what, load)
         return checkpoint if map_location is None else _moved(checkpoint, map_location)
+
+    def _at(self, where: str) -> bytes:
+        """The step at a path, once it is saved, and the path; empty where there is no file."""
+        self._finish(where)
+        try:
+            return f"{_save_at(where)} {where}".encode()
+        except FileNotFoundError:
+            return b""
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
@@ -263,7 +287,7 @@ def _save_at(where: str) -> SaveId:
     """The step that a file names."""
     fs = get_filesystem(where)
     if not fs.exists(where):
-        raise FileNotFoundError(f"Checkpoint file not found: {where}")  # as Lightning's own plugin does
+        raise FileNotFoundError(where)
     with fs.open(where, "rb") as file:
         data = file.read(MOST)
     try:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
 from torch.distributed.tensor import DTensor
 
 from ckptlib.adapters.plain_tree import plain_of
@@ -47,7 +51,7 @@ class LightningState:
         """
         connector = self._trainer._checkpoint_connector
         checkpoint = copy.deepcopy(self._rest.loaded)  # hooks may have put the live weights into it, too
-        checkpoint[WEIGHTS] = {**self._trainer.strategy.lightning_module_state_dict(), **checkpoint.get(WEIGHTS, {})}
+        checkpoint[WEIGHTS] = {**self._trainer.lightning_module.state_dict(), **checkpoint.get(WEIGHTS, {})}
         loops = checkpoint["loops"]["fit_loop"]
         self._begins_epoch = bool(loops["epoch_loop.batch_progress"]["is_last_batch"])
         if self._begins_epoch:  # steps are told in the next one: Lightning goes on within an epoch, or behind one
@@ -88,7 +92,8 @@ class _Rest:
         self.loaded: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        with _nothing_gathered(self._trainer.strategy):
+            checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         live = self._trainer.lightning_module.state_dict()
         hooked = {k: v for k, v in checkpoint.pop(WEIGHTS).items() if not _is_same(v, live.get(k))}
         for name in IN_OBJECTS:
@@ -116,6 +121,22 @@ class _Loaders:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state["loaders"]
+
+
+@contextmanager
+def _nothing_gathered(strategy: Any) -> Iterator[None]:
+    """Has weights and optimizers, which are saved as they are, told as by any strategy.
+
+    ModelParallelStrategy makes copies of all of them. And where an optimizer has no state yet, torch's
+    get_optimizer_state_dict makes some by a step of it, behind which the training is another one.
+    """
+    names = ("lightning_module_state_dict", "optimizer_state")
+    vars(strategy).update({name: partial(getattr(Strategy, name), strategy) for name in names})
+    try:
+        yield
+    finally:
+        for name in names:
+            del vars(strategy)[name]
 
 
 def _one_or_all(objects: list[Any]) -> object:

@@ -17,6 +17,9 @@ from ckptlib.state.optimizers import group_path, hyper_parameters
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "min_momentum", "swa_lr"}
 """Keys that torch's schedulers put into a group; a load may come before there is a scheduler, or without."""
 
+WHAT_ADAMW_IS = "decoupled_weight_decay"
+"""An option by which AdamW differs from Adam, whose state it takes: torch's own load leaves it on, too."""
+
 
 class GroupTarget(NamedTuple):
     """A group before it is filled."""
@@ -83,6 +86,8 @@ class GroupTargets:
                 self._plan.leave_foreign(prefix + key, f"{prefix}{key}: not in the state")
             options = {key: parts for key, parts in options.items() if key in now}
             saved = {key: value for key, value in saved.items() if key in now and _is_one(value) == _is_one(now[key])}
+        if isinstance(optimizer, torch.optim.AdamW):
+            saved = {key: value for key, value in saved.items() if key != WHAT_ADAMW_IS}
         builds = {
             key: rebuild(self._plan, self._saved.objects.get(prefix + key, "tensor"), prefix + key, now.get(key))
             for key in options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ckptlib.state import first_steps
 from ckptlib.state.collector import Flat
 from ckptlib.state.flatten import flatten
 from ckptlib.state.memo import Memo
@@ -24,9 +25,13 @@ def whole_state(state: object, generators: object) -> dict[object, object]:
     return {**state, RNG: generators}
 
 
-def first_look(state: object, memo: Memo) -> Flat:
-    """The state, flattened, before the first save, which reuses the leaves of modules, optimizers and dicts of tensors
-    that are the same then. Tensors that an object's `state_dict()` made are let go of."""
-    flat = flatten(state, memo)
-    memo.let_go()
+def first_look(state: object, memo: Memo | None = None) -> Flat:
+    """The state, flattened, before the first step, which it leaves as it is.
+
+    The first save reuses the leaves of modules, optimizers and dicts of tensors in `memo` that are the same then.
+    Tensors that an object's `state_dict()` made are let go of."""
+    with first_steps.undone():
+        flat = flatten(state, memo)
+    if memo is not None:
+        memo.let_go()
     return flat

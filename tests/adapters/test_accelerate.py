@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from helpers.registry import close_sessions
 from helpers.same import same
-from launch import forked
+from launch import fork_ranks, forked
 from places import WORKERS
 
 import ckptlib
@@ -263,3 +263,7 @@ def test_damage(tmp_path: Path) -> None:
         one.accelerator.load_state(tmp_path / "b")
     with pytest.raises(ValueError, match="no directory"):
         one.accelerator.load_state(tmp_path / "none")
+
+
+def test_all_ranks_go_by_what_rank_0_sees(tmp_path: Path) -> None:
+    fork_ranks("accelerate_ranks.py", 2, tmp_path, timeout_s=60)

@@ -16,7 +16,7 @@ import lightning_job
 import pytest
 import torch
 from helpers.registry import close_sessions
-from launch import environment, fork_one
+from launch import environment, fork_one, fork_ranks
 from places import ROOT, WORKERS
 
 import ckptlib
@@ -201,6 +201,11 @@ def test_files_of_steps_that_are_not_there(io: CkptlibCheckpointIO, tmp_path: Pa
     (tmp_path / "1.ckpt").write_text(text.replace("000000000000-", "000000000007-"))
     with pytest.raises(ckptlib.CheckpointNotFound):
         io.load_checkpoint(tmp_path / "1.ckpt")
+
+
+def test_all_ranks_load_what_rank_0_has_just_saved(tmp_path: Path) -> None:
+    """Those that know of no save would find no file, or load the checkpoint that is being replaced."""
+    fork_ranks("lightning_ranks.py", 2, tmp_path, timeout_s=60)
 
 
 def train(directory: Path, steps: int, devices: int, whose: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from helpers.registry import close_sessions
 from helpers.same import same
-from launch import forked
+from launch import fork_ranks, forked
 from places import WORKERS
 
 import ckptlib
@@ -162,6 +162,12 @@ def two_ranks(directory: Path, timeout_s: float = 250, **asked: Any) -> tuple[li
     root = "" if asked.pop("whole", False) else directory / "root"
     told = json.dumps({"devices": 2, "validate": 3, "loader": "ours", **asked})
     return forked(JOB, 2, root, STEPS, directory / "end.pt", told, timeout_s=timeout_s)
+
+
+@pytest.mark.timeout(300)
+def test_sharded_weights_are_saved_once_and_the_training_is_the_same(tmp_path: Path) -> None:
+    """With ModelParallelStrategy, Lightning's own checkpoint has copies, and making it steps a new optimizer."""
+    fork_ranks("lightning_sharded.py", 2, tmp_path, timeout_s=250)
 
 
 @pytest.mark.slow

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+from typing_extensions import override
 
 import ckptlib
 
@@ -50,6 +52,21 @@ class Gradients:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self.model.named_parameters():
             parameter.grad = state[name].clone()
+
+
+class App:
+    """As PyTorch's tutorial of DCP wraps both. A look at it steps an optimizer that has no state."""
+
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, object]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        model, optimizer = state["model"], state["optim"]
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)  # type: ignore[arg-type]
 
 
 class Training:
@@ -160,6 +177,13 @@ class Counted(Training):
         plain.update(best=1 / (step + 1), epoch=step // 5)
 
 
+class Wrapped(Training):
+    @property
+    @override
+    def state(self) -> dict[str, object]:
+        return {"app": App(self.model, self.optim)}
+
+
 def values(training: Training) -> object:
     """Everything, as plain as it comes; what `copy.deepcopy` keeps."""
     parts = {n: o.state_dict() if hasattr(o, "state_dict") else o for n, o in training.state.items()}
@@ -189,7 +213,7 @@ def scheduled(n: int) -> type[Scheduled]:
     return type(f"Scheduled{n}", (Scheduled,), {"number": n})
 
 
-KINDS = [Scaled, Averaged, Accumulated, Counted, *map(scheduled, range(len(Scheduled.schedulers)))]
+KINDS = [Scaled, Averaged, Accumulated, Counted, Wrapped, *map(scheduled, range(len(Scheduled.schedulers)))]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -50,6 +50,21 @@ def test_groups_that_differ_cannot_be_joined(root: Root) -> None:
     assert [group["lr"] for group in swapped.param_groups] == [0.2, 0.1, 0.1]
 
 
+def test_adamw_goes_on_from_adam_as_itself(root: Root) -> None:
+    """As by torch's own load: with the state and the options of Adam, but for the one that would make it Adam."""
+    model, other = model_of(), model_of()
+    optimizer = optim.Adam(model.parameters(), lr=0.05, weight_decay=0.1)
+    train(model, optimizer, 0, 3)
+    saved = optimizer.state_dict()
+    resumed = optim.AdamW(other.parameters(), lr=0.7)
+    root.move({"m": model, "o": optimizer}, {"m": other, "o": resumed})
+    oracle = optim.AdamW(model.parameters())
+    oracle.load_state_dict(saved)
+    train(model, oracle, 3, 6)
+    train(other, resumed, 3, 6)
+    assert same(params(other), params(model))
+
+
 def test_tensor_options_of_groups_are_told_apart(root: Root) -> None:
     model = model_of()
     p = list(model.parameters())

@@ -46,7 +46,7 @@ def main(directory: str, steps: int, killed_at: int, out: str, devices: int) -> 
         if state["step"] % 3 == 0:
             fabric.save(path, state)
         if state["step"] == killed_at:
-            plugin.load_checkpoint(path) if fabric.is_global_zero else None  # waits until it is committed
+            plugin.load_checkpoint(path)  # waits until it is committed
             fabric.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
     if fabric.is_global_zero:
