@@ -23,6 +23,9 @@ PROBE = 200
 """Steps to the second save, at most: the first one makes slots and plans, and costs more than any other."""
 CLEAN = 3
 """Steps with nothing at work, after a save, before its cost is summed up."""
+NEAR = 2 * CLEAN
+"""Clean steps, at least, that the steps beside a save are compared with: those around it, since the pace of a training
+wanders by more than a save costs."""
 WIDEN_EVERY = 20
 """Intervals without a clean step, after which one is widened until there are some: no baseline without."""
 WINDOW, NEWEST = 50, 7
@@ -32,8 +35,8 @@ AGE, LEAST = 100, 20
 steps become faster by and by, caches and clocks, and where saves follow closely few of them are clean."""
 STALE = 0.05
 """Steps beside a save that are faster than the baseline by more of it than this belie it."""
-COSTS = 20
-"""Saves whose costs are remembered, while they are alike."""
+COSTS, ENOUGH = 40, 20
+"""Saves whose costs are remembered, while they are alike; and of how many the mean is taken as it is."""
 RECENT = 3
 """Saves that tell of a change, when they agree."""
 PAUSE_STEPS, PAUSE_S = 5.0, 0.25
@@ -224,7 +227,7 @@ class Tuner:
             return
         self._forget_other_pace()
         window = self._window(max(WINDOW, 2 * len(beside)))
-        rest_s = statistics.median(step.rest_s for step in window)
+        rest_s, near_s = _usual(window), _usual(window[-max(NEAR, 2 * len(beside)) :])
         each_step_s = statistics.median(step.ours_s for step in window)
         deviation_s = _deviation([step.rest_s for step in window])
         noise_s = deviation_s * math.sqrt(len(beside))
@@ -233,12 +236,11 @@ class Tuner:
             self._dry = WIDEN_EVERY  # no save makes steps faster: the baseline is of another time
             return
         ours_s = sum(step.ours_s - each_step_s for step in beside)
-        longer_s = sum(self._longer) / max(len(self._longer), FEW)
         if self._rest_s is not None and _is_other_pace(rest_s, self._rest_s, deviation_s):
             self._longer.clear()
-            longer_s = 0.0
         self._rest_s = rest_s
-        cost_s = ours_s + sum(_slower(step.rest_s, rest_s) - longer_s for step in beside)
+        longer_s = sum(self._longer) / max(len(self._longer), FEW)
+        cost_s = ours_s + sum(_slower(step.rest_s, near_s) - longer_s for step in beside)
         if self._num_saves > 1 or not self._before:
             self._remember(cost_s, ours_s, noise_s)
         self._decide(rest_s, each_step_s)
@@ -287,8 +289,8 @@ class Tuner:
         asked = self._asked
         visible_s, save_s = self._cost()
         told = self._before + self._num_saves
-        if told < COSTS:  # few tell of it yet: as much as it may well be
-            save_s += self._noise_s * (max(told - 1, 1) ** -0.5 - COSTS**-0.5)
+        if told < ENOUGH:  # few tell of it yet: as much as it may well be
+            save_s += self._noise_s * (max(told - 1, 1) ** -0.5 - ENOUGH**-0.5)
         if self._snapshots:
             rest_s, each_step_s = rest_s + each_step_s, 0.0
         rest_s = max(rest_s, 1e-9)
@@ -361,6 +363,11 @@ def _slower(seconds: float, baseline_s: float) -> float:
     """How much longer a step took; nothing where it paused for something else."""
     slower_s = seconds - baseline_s
     return 0.0 if slower_s > max(PAUSE_STEPS * baseline_s, PAUSE_S) else slower_s
+
+
+def _usual(steps: Sequence[Iteration]) -> float:
+    """What such a step takes, but for what is ours."""
+    return statistics.median(step.rest_s for step in steps)
 
 
 def _is_other_pace(now_s: float, then_s: float, deviation_s: float) -> bool:

@@ -5,6 +5,7 @@ Knows nothing of how an interval is found: it asks for one, and adds up what eac
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ class Workload:
     """Of every call of `after_step`."""
     noise: float = 0.03
     """Standard deviation of a step, as a share of it."""
+    wander: float = 0.0
+    """Standard deviation of the pace, which a step shares with those around it, as a share of it."""
+    wander_steps: float = 30.0
+    """After so many steps, the pace has little to do with what it was."""
     pause_every: int = 97
     """Steps from one evaluation to the next."""
     pause: float = 12.0
@@ -68,6 +73,7 @@ class Training:
         self.workload = workload
         self._random, self._warm_up = random.Random(seed), warm_up
         self._saves_random = random.Random(seed + 1000)
+        self._pace_random, self._pace = random.Random(seed + 2000), 0.0
         self._now = 0.0
         self._writes: deque[tuple[float, float]] = deque()
         """Of each save under way: when its writing began, and when it ends."""
@@ -88,7 +94,9 @@ class Training:
     def _step(self, interval: Interval) -> None:
         of = self.workload
         self._number += 1
-        without = of.step * self._random.lognormvariate(0.0, of.noise)
+        kept = math.exp(-1.0 / of.wander_steps)
+        self._pace = kept * self._pace + math.sqrt(1 - kept**2) * self._pace_random.gauss(0.0, of.wander)
+        without = of.step * self._random.lognormvariate(self._pace, of.noise)
         if self._number <= self._warm_up:
             without *= 10.0 / self._number
         at_work = bool(self._writes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from dataclasses import replace
 from datetime import timedelta
 
@@ -80,7 +81,8 @@ def test_the_budget_is_kept_and_used(workload: Workload, at_most: float, seed: i
     cost = measured * interval * workload.step
     by_persist = (workload.persist - cost) / workload.step
     if interval > 1.05 * by_persist + 1 and interval > 2 + workload.noise / at_most:  # noise costs a few steps
-        assert measured >= at_most - 0.5 * POINT, f"every {interval:.0f} steps, and {by_persist:.0f} would do"
+        used = min(at_most - 0.5 * POINT, 0.85 * at_most)  # beside evaluations one save in four is cheaper than usual
+        assert measured >= used, f"every {interval:.0f} steps, and {by_persist:.0f} would do"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -265,6 +267,22 @@ def test_a_steady_training_has_a_steady_interval() -> None:
     told = len(tuned.told)
     training.run_saves(100, tuned)
     assert len(tuned.told) - told <= 8
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_pace_that_wanders_leaves_the_interval_where_it_is(seed: int) -> None:
+    """By 8 % within 30 steps, as on a machine that others use: 7 ms, where a save costs 15."""
+    workload = Workload(0.09, visible=0.0015, fence=0.0, slower=0.075, persist=0.15, wander=0.08, pause=0.0)
+    training, tuned = Training(workload, seed), Tuned(0.035)
+    training.run_saves(15, tuned)
+    intervals = []
+    for _ in range(300):
+        training.run_saves(1, tuned)
+        intervals.append(tuned.interval)
+    fewest, *_, most = statistics.quantiles(intervals, n=20)
+    usual = statistics.median(intervals)
+    assert 4 <= usual <= 6
+    assert 0.5 * usual <= fewest <= most <= 1.5 * usual
 
 
 @pytest.mark.parametrize("pause", [3.0, 100.0])
