@@ -136,10 +136,8 @@ class TrainerRun:
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
         best = trainer.state.best_global_step
-        if best:
-            folder = self._directory / f"{PREFIX}{best}"
-            if best == trainer.state.global_step or self._has(best) or folder.is_dir():
-                trainer.state.best_model_checkpoint = str(Path(trainer._get_output_dir(trial)) / folder.name)
+        if self._is_there(best):
+            trainer.state.best_model_checkpoint = str(Path(trainer._get_output_dir(trial)) / f"{PREFIX}{best}")
         self.step_done()
         step = int(trainer.state.global_step)
         self._failed = None
@@ -153,9 +151,17 @@ class TrainerRun:
             log.error("%s: %s", self._directory / f"{PREFIX}{step}", error)
             self._failed = error
 
-    def _has(self, step: int) -> bool:
-        """Whether its directory is on its way."""
-        return any(name == f"{PREFIX}{step}" for name, _ in self._under_way)
+    def _is_there(self, step: int | None) -> bool:
+        """Whether a step has its directory, or will have one, as rank 0 sees it. Collective."""
+        folder = self._directory / f"{PREFIX}{step}"
+
+        def look() -> bytes:
+            if self._group.rank or not step:
+                return b""
+            begun = step == self._trainer.state.global_step or any(name == folder.name for name, _ in self._under_way)
+            return b"there" if begun or folder.is_dir() else b""
+
+        return bool(self._group.broadcast(together(self._group, f"looking for {folder}", look)))
 
     def _is_due(self, step: int) -> bool:
         """What Trainer will ask for, as far as can be told beforehand: such a save is copied beside the training."""

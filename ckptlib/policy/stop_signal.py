@@ -59,7 +59,9 @@ class StopSignal:
                     self._handled.append(number)
                     signal.signal(number, self._note)
         if signal.SIGTERM in self._handled:
-            self._watch = _Watch.begin()
+            self._watch = _Watch()
+            if not self._watch.begin():
+                self._watch = None
         if self._handled:
             _installed.add(self)
 
@@ -111,27 +113,29 @@ class StopSignal:
 class _Watch:
     """The thread that is woken by SIGTERM, and leaves where the main thread stands still before it stops."""
 
-    def __init__(self, reads: int, writes: int) -> None:
-        """`reads`, `writes`: ends of a pipe, to which the interpreter writes the number of each signal as it comes."""
-        self._reads, self._writes = reads, writes
+    def __init__(self) -> None:
+        self._reads, self._writes = -1, -1
+        """Ends of a pipe, to which the interpreter writes the number of each signal as it comes."""
+        self._thread: threading.Thread | None = None
         self.heeded = threading.Event()
         self._ended = False
         self._since = time.monotonic()
         self._recent: deque[float] = deque(maxlen=RECENT)
-        threading.Thread(target=self._run, name="ckptlib-stop", daemon=True).start()
 
-    @classmethod
-    def begin(cls) -> _Watch | None:
-        """None where somebody else is told of signals in this way, as asyncio is."""
-        reads, writes = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(writes, False)
-        before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    def begin(self) -> bool:
+        """False, and nothing is begun, where somebody else is told of signals in this way, as asyncio is. Whoever is
+        interrupted here calls `end` all the same."""
+        self._reads, self._writes = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._writes, False)
+        before = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
         if before == -1:
-            return cls(reads, writes)
+            self._thread = threading.Thread(target=self._run, name="ckptlib-stop", daemon=True)
+            self._thread.start()
+            return True
         signal.set_wakeup_fd(before)
-        os.close(reads)
-        os.close(writes)
-        return None
+        os.close(self._reads)
+        os.close(self._writes)
+        return False
 
     def note_step(self) -> None:
         now = time.monotonic()
@@ -156,12 +160,16 @@ class _Watch:
 
     def end(self) -> None:
         """The thread ends by itself; it may have done so before it is woken, since any signal wakes it."""
+        if self._writes < 0:
+            return
         self._unhook()
         self._ended = True
         self.heeded.set()
         with suppress(BrokenPipeError, BlockingIOError):  # no one is left to be woken, or the pipe has enough for that
             os.write(self._writes, b"\0")
         os.close(self._writes)
+        if self._thread is None:  # else it closes what it reads
+            os.close(self._reads)
 
     def forget(self) -> None:
         """In a forked child, which has no such thread, and whose signals are not its parent's."""

@@ -83,9 +83,9 @@ class Stopwatch:
         self._stalls += 1
 
     def _go_on(self) -> None:
-        self._stalls -= 1
-        if not self._stalls:
+        if self._stalls == 1:
             self._stalled_s += self._now - self._stall_began
+        self._stalls = max(self._stalls - 1, 0)  # whoever was interrupted may not have come to count it
 
     def begin_step(self, step: int, fence_s: float) -> None:
         """`after_step` tells that `step` steps are done. `fence_s`: waited at the fence so far.

@@ -331,6 +331,18 @@ def test_the_best_model_is_not_loaded(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "ours") == [3]
 
 
+@pytest.mark.timeout(400)
+def test_the_best_model_of_ranks_that_do_not_see_its_checkpoint(tmp_path: Path) -> None:
+    """It is an earlier step, saved between Trainer's own; whether it is there is what the first rank sees."""
+    asked = {**EVALUATED, "greater_is_better": True, "eval_steps": 1, "save_steps": 7, "save_total_limit": None}
+    ended = two_ranks(tmp_path / "run", -1, "ours", own_disks=True, options={"every": 1}, **asked)
+    state = json.loads((tmp_path / "run" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    best = state["best_global_step"]
+    assert best % 7
+    assert Path(state["best_model_checkpoint"]) == tmp_path / "run" / f"checkpoint-{best}"
+    assert same(ckptlib.read(tmp_path / "run" / "ckptlib", best, only="model")["model"], dict(ended["model"]))
+
+
 def test_the_last_step_has_the_last_weights(tmp_path: Path) -> None:
     """Though those of the best one are loaded behind it; Trainer itself saves only where it is better."""
     asked = {**EVALUATED, "greater_is_better": True, "save_strategy": "best", "save_total_limit": None}

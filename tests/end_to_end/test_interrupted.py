@@ -109,7 +109,7 @@ OPENING = [
     "Verdicts.__init__",
     "Turns.__init__",
     "StopSignal._install",
-    "_Watch.__init__",
+    "_Watch.begin",
     "Steps.__init__",
     "Checkpointer._warm",
     "StateKeeper.begin",
@@ -143,6 +143,7 @@ def nothing_left(job: Job) -> Iterator[None]:
     assert slots(job.root.parent) == []
     assert not job.optimizer._optimizer_step_pre_hooks
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == [signal.SIG_DFL] * 2
+    assert signal.set_wakeup_fd(-1) == -1
     with job.checkpointer(every=1) as ckpt:
         job.body()
         ckpt.after_step(1)

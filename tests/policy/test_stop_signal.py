@@ -74,3 +74,16 @@ def test_a_pipe_that_is_full_of_signals_wakes_as_well(watched: tuple[StopSignal,
     let_go.set()
     thread.join(WAIT_S)
     assert not thread.is_alive()
+
+
+def test_interrupted_as_the_thread_is_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(KeyboardInterrupt):
+        StopSignal()
+    assert signal.set_wakeup_fd(-1) == -1
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert len(os.listdir("/proc/self/fd")) <= len(before) + 1, "the thread's end may be open: it might have begun"

@@ -5,7 +5,8 @@
 `whose`: "ours" for the mixin, "callback" for the callback, or "theirs" for Trainer's own files.
 
 JSON: arguments of TrainingArguments; "resume" for `train`, "options" for `ckptlib_options`, "every" for the callback,
-"how" for what happens at the step: "kill", "term", "stop", "break" or "raise"; "fsdp2": true.
+"how" for what happens at the step: "kill", "term", "stop", "break" or "raise"; "fsdp2": true; "own_disks": true for an
+output directory of each rank, and the steps in that of the first one.
 
 Five updates are an epoch; checkpoints come every third step. Resumes from the newest of ours, unless told otherwise.
 """
@@ -126,6 +127,9 @@ def main(directory: Path, steps: int, at: int, out: Path, whose: str, asked: dic
     resume, how = asked.pop("resume", None), asked.pop("how", "kill")
     Sharded.fsdp2 = asked.pop("fsdp2", False)
     Ours.ckptlib_options = asked.pop("options", {})
+    Ours.ckptlib_root = str(directory / "ckptlib") if asked.pop("own_disks", False) else None
+    if Ours.ckptlib_root and os.environ.get("RANK", "0") != "0":
+        directory = directory.with_suffix(".other")
     saves = CkptlibCallback(every=asked.pop("every", 3))
     world = int(os.environ.get("WORLD_SIZE", 1))
     data = [{"x": torch.randn(4), "labels": torch.randn(())} for _ in range(4 * 2 * 5 * world)]
