@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpuchecks
+from benchmarks.gpuchecks import memory, snapshots, training
 
 TIMEOUT_S = 590.0
 
@@ -47,7 +47,7 @@ def check(arguments: list[str]) -> int:
 
 def _run(chosen: list[int], out: Path, again: bool) -> int:
     answers: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    answers["machine"] = gpuchecks.machine()
+    answers["machine"] = training.machine()
     failed = 0
     for number in chosen:
         name = CHECKS[number - 1].__name__
@@ -85,17 +85,23 @@ def _says(check: Callable[[], object]) -> str:
     return " ".join((check.__doc__ or "").split())
 
 
+def benchmark() -> dict[str, Any]:
+    """Runs `scripts/bench gpu`: stalls, turns with and without, and the copy's share of the link."""
+    done = subprocess.run([sys.executable, "-m", "benchmarks", "gpu"], capture_output=True, text=True, timeout=580)
+    return {"output": done.stdout[-8000:], "wrong": [] if done.returncode == 0 else [done.stderr[-1500:]]}
+
+
 CHECKS: list[Callable[[], dict[str, Any]]] = [
-    gpuchecks.registration,
-    gpuchecks.snapshots,
-    gpuchecks.host_cost,
-    gpuchecks.device_memory,
-    gpuchecks.restore,
-    gpuchecks.two_processes,
-    gpuchecks.capture,
-    gpuchecks.killed,
-    gpuchecks.descriptors,
-    gpuchecks.benchmark,
+    memory.registration,
+    snapshots.snapshots,
+    snapshots.host_cost,
+    memory.device_memory,
+    snapshots.restore,
+    snapshots.two_processes,
+    snapshots.capture,
+    snapshots.killed,
+    memory.descriptors,
+    benchmark,
 ]
 
 

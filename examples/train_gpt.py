@@ -202,10 +202,12 @@ def set_up(args: argparse.Namespace) -> tuple[int, int, torch.device]:
     """This rank, the number of ranks, and the device to train on."""
     torch.use_deterministic_algorithms(True)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # NCCL takes no two ranks on one GPU: with fewer GPUs than ranks, all train on the host.
+    device = torch.device("cuda", local_rank) if torch.cuda.device_count() >= local_world_size else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > (os.cpu_count() or 1) / 2:
+    elif local_world_size > (os.cpu_count() or 1) / 2:
         torch.set_num_threads(1)
     if args.parallel == "none":
         return 0, 1, device

@@ -49,7 +49,8 @@ _registered: dict[int, int] = {}
 def pin(address: int, nbytes: int, device: int) -> None:
     """Makes host memory known to the device, so that copies run at the link's speed and beside the host.
 
-    Raises RuntimeError where the driver refuses, for instance beyond the locked-memory limit; nothing is pinned then.
+    Raises RuntimeError where the driver refuses: beyond the locked-memory limit, and a mapped file on a disk (seen with
+    driver 580: code 1). Nothing is pinned then.
     """
     pieces = list(stretches(address, nbytes, PIN_BYTES))
 
@@ -65,7 +66,10 @@ def pin(address: int, nbytes: int, device: int) -> None:
 
     code = _aside(device, register)
     if code:
-        raise RuntimeError(f"cudaHostRegister of {nbytes:,} bytes failed with code {code}; see ulimit -l")
+        raise RuntimeError(
+            f"cudaHostRegister of {nbytes:,} bytes failed with code {code}: the driver takes no file on a disk, so "
+            "keep slots in /dev/shm, and no more than ulimit -l allows"
+        )
     _registered[address] = nbytes
 
 

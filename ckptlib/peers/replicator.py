@@ -38,7 +38,7 @@ from ckptlib.slots.placement import ReplicaMap
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader
 from ckptlib.staging.arena import Arena
-from ckptlib.staging.copies import CopySource
+from ckptlib.staging.pair import CopySource
 from ckptlib.staging.stager import CopyJob, Staging
 
 log = logging.getLogger(__name__)

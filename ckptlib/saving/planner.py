@@ -21,7 +21,7 @@ from ckptlib.ranks.group import Group
 from ckptlib.saving.agreement import Agreement, Row, agree, entries_of, rows_of, within
 from ckptlib.saving.assign import assign, writes
 from ckptlib.saving.shared import Shared, prove, shared_of
-from ckptlib.staging.copies import CopySource
+from ckptlib.staging.pair import CopySource
 from ckptlib.staging.replica_digests import Replica, ReplicaDigests, Way
 from ckptlib.state.collector import Flat
 from ckptlib.state.leaf import Leaf, Plain

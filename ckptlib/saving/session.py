@@ -39,7 +39,7 @@ from ckptlib.saving.whole_state import whole_state
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.host import check_platform
 from ckptlib.staging.arena import directories
-from ckptlib.staging.copies import CopySource
+from ckptlib.staging.pair import CopySource
 from ckptlib.staging.replica_digests import Reading
 from ckptlib.staging.stager import CopyJob, Stager, Staging
 from ckptlib.state.collector import Flat

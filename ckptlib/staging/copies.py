@@ -7,96 +7,26 @@ tensors always go that way.
 
 from __future__ import annotations
 
-import ctypes
-from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from ckptlib.devices import accelerator
 from ckptlib.slots.slot import Mapped
+from ckptlib.staging.gathered import Gathered, nbytes_of, stretches_of
+from ckptlib.staging.pair import Pair
 from ckptlib.staging.pieces import Pieces
-from ckptlib.staging.pinned_ring import Move
-from ckptlib.staging.prepared_copies import Across, DeviceWork, Inside, Places, Samples
+from ckptlib.staging.prepared_copies import Across, DeviceWork, Inside, Places, Round, Samples
 from ckptlib.staging.windows import Windows
-from ckptlib.state.raw_bytes import copyable, is_bytes
-
-OVERLAP_FROM_BYTES = 64 * 1024
-"""Below this, handing a tensor over costs as much as copying it at once."""
+from ckptlib.state.raw_bytes import copyable
 
 PACK_BELOW_BYTES = 1 << 20
 """Below this, a copy over the link takes less than the call for it: such tensors are gathered on the device first."""
 
 PACKED_BYTES = 16 << 20
-"""The most that is gathered so, for each slot: memory that the training does not get."""
+"""The most that is gathered at once, for each slot: memory that the training does not get."""
 
-
-@dataclass(frozen=True, slots=True)
-class CopySource:
-    """One shard to be copied."""
-
-    name: str
-    tensor: torch.Tensor
-    """This rank's box of it, of the box's shape; any strides."""
-    overlap: bool
-    """Whether its only writer waits at the fence."""
-    lent: bool = False
-    """See `Leaf.lent`."""
-
-
-class Pair:
-    """A shard and its place in a slot, with all that a copy needs to know looked up once."""
-
-    __slots__ = (
-        "_target",
-        "body",
-        "copied",
-        "device",
-        "late",
-        "movable",
-        "nbytes",
-        "now",
-        "offset",
-        "source",
-        "source_address",
-        "target_address",
-    )
-
-    def __init__(self, source: CopySource, body: torch.Tensor, offset: int) -> None:
-        tensor = source.tensor
-        self.source, self.body, self.offset, self.nbytes = source, body, offset, tensor.nbytes
-        self._target: torch.Tensor | None = None
-        self.device = accelerator.device_of(tensor)
-        self.movable = self.device is None and is_bytes(tensor)
-        self.source_address, self.target_address = tensor.data_ptr(), body.data_ptr() + offset
-        self.late = source.overlap and self.nbytes >= OVERLAP_FROM_BYTES and is_bytes(tensor)
-        """Whether it is copied behind the fence."""
-        if self.movable and self.late:
-            self.now, self.copied = (bytes_at(a, self.nbytes) for a in (self.source_address, self.target_address))
-
-    @property
-    def target(self) -> torch.Tensor:
-        """The place, as torch needs it. Made when asked for: most shards are copied by address."""
-        if self._target is None:
-            self._target = self.place_in(self.body)
-        return self._target
-
-    def place_in(self, body: torch.Tensor, shift: int = 0) -> torch.Tensor:
-        """Where the shard lies in a body: of this slot, laid out as it is, or with so many bytes less before it."""
-        tensor, at = self.source.tensor, self.offset - shift
-        return body[at : at + self.nbytes].view(tensor.dtype).view(tensor.shape)
-
-    def move(self) -> None:
-        """No dispatch, no autograd, no thread pool that would compete with the trainer's; the GIL is released."""
-        ctypes.memmove(self.target_address, self.source_address, self.nbytes)
-
-
-def bytes_at(address: int, nbytes: int) -> memoryview:
-    """Memory that lives as long as its tensor, which the caller keeps; not by way of numpy, after which a tensor cannot
-    be resized."""
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+ROUND_BYTES = 4 << 20
+"""What is beyond that is gathered in rounds of so much, each of which waits for the one before to be on the host."""
 
 
 class Pairs:
@@ -107,8 +37,8 @@ class Pairs:
         self.late = [pair for pair in pairs if pair.movable and pair.late]
         self.windows = Windows([pair.source_address for pair in self.late], [pair.nbytes for pair in self.late])
         now = [pair for pair in pairs if pair.movable and not pair.late]
-        self.large = [pair for pair in now if pair.nbytes >= OVERLAP_FROM_BYTES]
-        small = [pair for pair in now if pair.nbytes < OVERLAP_FROM_BYTES]
+        self.large = [pair for pair in now if pair.large]
+        small = [pair for pair in now if not pair.large]
         self.small = Pieces(*([getattr(pair, of) for pair in small] for of in ("source_address", "nbytes", "offset")))
         self.strided = [pair for pair in pairs if pair.device is None and not pair.movable]
         self.devices = list(dict.fromkeys(pair.device for pair in pairs if pair.device is not None))
@@ -135,82 +65,88 @@ def work_of(pairs: Iterable[Pair], device: torch.device | None, spare: torch.Ten
     """See `Pairs.work`."""
     pairs = [pair for pair in pairs if pair.nbytes]
     mine = [pair for pair in pairs if pair.device == device]
-    inside, across, runs = mine, list[Pair](), list[Move]()
+    body = mine[0].body if mine else torch.empty(0, dtype=torch.uint8, device="cpu")
     if spare is None:
-        inside, across = _parted(mine)
-    stretches = _runs_of(inside, pairs)
-    memory = spare
-    if memory is None:
-        try:
-            memory = torch.zeros(sum(stop - start for start, stop in stretches), dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError:  # what the training has left for a few MiB is its own
-            memory = torch.empty(0, dtype=torch.uint8, device=device)
-            inside, across, stretches = [], mine, []
-    # the body of a slot has one place for every byte; what is gathered lies run by run
-    begins, end = {}, 0
-    for start, stop in stretches:
-        begins[start] = start if spare is not None else end
-        runs.append(Move(mine[0].body[start:stop], memory[begins[start] : begins[start] + stop - start]))
-        end += stop - start
-    shifts = {id(pair): _shift(pair, stretches, begins) for pair in inside}
-
-    def within(some: list[Pair]) -> Places:
-        return Places([pair.source.tensor for pair in some], [pair.place_in(memory, shifts[id(pair)]) for pair in some])
-
-    def to_host(some: list[Pair]) -> Places:
-        return Places([pair.source.tensor for pair in some], [pair.target for pair in some])
-
-    late = [pair for pair in mine if pair.late] if spare is not None else [pair for pair in across if pair.late]
-    late_places = within(late) if spare is not None else to_host(late)
+        return _straight(mine, pairs, body, device)
+    gathered = Gathered(stretches_of([mine], pairs)[0], spare, like_body=True)
+    late = [pair for pair in mine if pair.late]
+    places = gathered.places(late)
     return DeviceWork(
-        inside_now=Inside(within([pair for pair in inside if spare is None or not pair.late])),
-        across_now=Across(to_host([pair for pair in across if not pair.late])),
-        inside_later=Inside(late_places if spare is not None else Places([], [])),
-        across_later=Across(late_places if spare is None else Places([], [])),
-        then=Across(Places([run.source for run in runs], [run.target for run in runs])),
-        samples=Samples([pair.source.name for pair in late], late_places, device, on_device=spare is not None),
-        home=mine[0].body if mine else torch.empty(0, dtype=torch.uint8, device="cpu"),
+        inside_now=Inside(gathered.places([pair for pair in mine if not pair.late])),
+        across_now=Across(_NOWHERE),
+        inside_later=Inside(places),
+        across_later=Across(_NOWHERE),
+        then=Across(gathered.runs(body)),
+        samples=Samples([pair.source.name for pair in late], places, device, on_device=True),
+        home=body,
     )
 
 
+def _straight(mine: list[Pair], pairs: list[Pair], body: torch.Tensor, device: torch.device | None) -> DeviceWork:
+    """The copies of a device that has no memory to spare for all of them."""
+    packed, others = _parted(mine)
+    turns = _turns(others)
+    stretches, *by_turn = stretches_of([packed, *turns], pairs)
+    try:
+        memory = torch.zeros(nbytes_of(stretches), dtype=torch.uint8, device=device)
+        shared = torch.zeros(max(map(nbytes_of, by_turn), default=0), dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:  # what the training has left for a few MiB is its own
+        memory = shared = torch.empty(0, dtype=torch.uint8, device=device)
+        packed, others, stretches, turns, by_turn = [], mine, [], [], []
+    gathered, rounds = Gathered(stretches, memory), dict[bool, list[Round]]()
+    for some, where in zip(turns, by_turn, strict=True):
+        one = Gathered(where, shared[: nbytes_of(where)])
+        made = Round(one.memory, Inside(one.places(some)), Across(one.runs(body)))
+        rounds.setdefault(some[0].late, []).append(made)
+    by_turns = {id(pair) for some in turns for pair in some}
+
+    def across(late: bool) -> Across:
+        alone = [pair for pair in others if pair.late == late and id(pair) not in by_turns]
+        return Across(_to_host(alone), rounds.get(late, ()))
+
+    late = [pair for pair in others if pair.late]
+    return DeviceWork(
+        inside_now=Inside(gathered.places(packed)),
+        across_now=across(late=False),
+        inside_later=Inside(_NOWHERE),
+        across_later=across(late=True),
+        then=Across(gathered.runs(body)),
+        samples=Samples([pair.source.name for pair in late], _to_host(late), device, on_device=False),
+        home=body,
+    )
+
+
+_NOWHERE = Places([], [])
+
+
+def _to_host(some: list[Pair]) -> Places:
+    return Places([pair.source.tensor for pair in some], [pair.target for pair in some])
+
+
 def _parted(pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
-    """Those that are gathered on the device, and those that go to the host as they are."""
-    small, large, room = list[Pair](), list[Pair](), PACKED_BYTES
-    for pair in pairs:
+    """Those that are gathered at once, and the others.
+
+    The first ones of the body, as far as there is room: scalars from farther back, between others, would each take a
+    copy over the link.
+    """
+    packed, others, room = list[Pair](), list[Pair](), PACKED_BYTES
+    for pair in sorted(pairs, key=lambda pair: pair.offset):
         if pair.nbytes < PACK_BELOW_BYTES and pair.nbytes <= room:
-            small.append(pair)
+            packed.append(pair)
             room -= pair.nbytes
         else:
-            large.append(pair)
-    return small, large
+            others.append(pair)
+            room = room if pair.nbytes >= PACK_BELOW_BYTES else 0
+    return packed, others
 
 
-def _runs_of(some: list[Pair], pairs: list[Pair]) -> list[Stretch]:
-    ours = set(map(id, some))
-    return _runs((pair.offset, pair.offset + pair.nbytes, id(pair) in ours) for pair in pairs)
-
-
-def _shift(pair: Pair, stretches: list[Stretch], begins: dict[int, int]) -> int:
-    """How much farther back a shard lies in gathered memory than in the body."""
-    start = stretches[bisect_right(stretches, (pair.offset, 1 << 62)) - 1].start
-    return start - begins[start]
-
-
-class Stretch(NamedTuple):
-    """[start, stop) of a body."""
-
-    start: int
-    stop: int
-
-
-def _runs(places: Iterable[tuple[int, int, bool]]) -> list[Stretch]:
-    """The fewest stretches with all places that are ours, and none of another's; (start, stop, whether it is ours)."""
-    runs: list[Stretch] = []
-    before = False
-    for start, stop, ours in sorted(places):
-        if ours and before:
-            runs[-1] = Stretch(runs[-1].start, stop)
-        elif ours:
-            runs.append(Stretch(start, stop))
-        before = ours
-    return runs
+def _turns(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """Small ones that share a round: those of a part of the body, all of them behind the fence or none."""
+    turns = [list[Pair]()]
+    small = (pair for pair in pairs if pair.nbytes < PACK_BELOW_BYTES)
+    for pair in sorted(small, key=lambda pair: (pair.late, pair.offset)):
+        first = turns[-1][0] if turns[-1] else pair
+        if pair.late != first.late or pair.offset + pair.nbytes - first.offset > ROUND_BYTES:
+            turns.append([])
+        turns[-1].append(pair)
+    return [some for some in turns if len(some) > 1]

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from ckptlib.slots.slot import Slot
-from ckptlib.staging.copies import CopySource, Pair, Pairs
+from ckptlib.staging.copies import Pairs
+from ckptlib.staging.pair import CopySource, Pair
 
 
 @dataclass(slots=True)

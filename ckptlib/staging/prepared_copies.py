@@ -7,7 +7,7 @@ when they are first needed and kept. Small tensors go to one buffer on the devic
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,10 +78,19 @@ def dense(source: torch.Tensor) -> torch.Tensor:
     return source if is_bytes(source) else copyable(source.resolve_conj().resolve_neg()).contiguous()
 
 
+class Round(NamedTuple):
+    """Tensors that are gathered in memory of the device which other rounds use, too, and brought to the host."""
+
+    memory: torch.Tensor
+    inside: Inside
+    runs: Across
+
+
 class Across:
     """Copies from a device to the host."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, rounds: Sequence[Round] = ()) -> None:
+        self._rounds = rounds
         self._moves: list[Move] = []
         self._odd: list[tuple[torch.Tensor, torch.Tensor]] = []
         for source, target in zip(places.sources, places.targets, strict=True):
@@ -91,10 +100,15 @@ class Across:
                 self._odd.append((bytes_of(target), source))
 
     def __bool__(self) -> bool:
-        return bool(self._moves or self._odd)
+        return bool(self._rounds or self._moves or self._odd)
 
     def moves(self) -> Iterable[Move]:
-        """None of them longer than `MOVE_BYTES`, nor to two registrations."""
+        """None of them longer than `MOVE_BYTES`, nor to two registrations; each to be begun before the next is asked
+        for, on the current stream: what follows may overwrite its source."""
+        for memory, inside, runs in self._rounds:
+            memory.zero_()  # also what lies between its tensors
+            inside.enqueue()
+            yield from runs.moves()
         yield from self._moves
         for target, source in self._odd:
             yield from _cut(target, bytes_of(dense(source)))

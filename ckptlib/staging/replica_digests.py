@@ -22,7 +22,7 @@ import xxhash
 
 from ckptlib.devices import accelerator
 from ckptlib.format.check import Check, check_of
-from ckptlib.staging.copies import OVERLAP_FROM_BYTES, bytes_at
+from ckptlib.staging.pair import OVERLAP_FROM_BYTES, bytes_at
 from ckptlib.staging.pieces import Addresses, Pieces, Scratch
 from ckptlib.staging.tensor_digests import as_bytes, digest_there
 from ckptlib.state.raw_bytes import bytes_of, is_bytes

@@ -26,10 +26,11 @@ from ckptlib.format.values import Json
 from ckptlib.jobs import JobThread
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
-from ckptlib.staging.copies import CopySource, Pairs
+from ckptlib.staging.copies import Pairs
 from ckptlib.staging.device_copies import Copied, DeviceCopies, Devices
 from ckptlib.staging.host_copies import HostCopies
 from ckptlib.staging.known_copies import KnownPairs
+from ckptlib.staging.pair import CopySource
 from ckptlib.staging.pieces import Scratch
 from ckptlib.staging.replica_digests import Reading
 from ckptlib.staging.spare_memory import Body

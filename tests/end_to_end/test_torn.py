@@ -33,7 +33,7 @@ from workers.torn import (
 
 import ckptlib
 from ckptlib.errors import SaveFailed, TornSnapshot
-from ckptlib.staging.copies import OVERLAP_FROM_BYTES
+from ckptlib.staging.pair import OVERLAP_FROM_BYTES
 
 CASES = 12
 """Per optimizer and mutation, of each kind: more than a thousand in all."""

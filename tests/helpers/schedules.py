@@ -28,9 +28,9 @@ from ckptlib.format.sharding import Replicate
 from ckptlib.saving.assign import assign
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
-from ckptlib.staging import copies, pinned_ring, prepared_copies, spare_memory, windows
-from ckptlib.staging.copies import CopySource
+from ckptlib.staging import copies, pair, pinned_ring, prepared_copies, spare_memory, windows
 from ckptlib.staging.fence import Fence
+from ckptlib.staging.pair import CopySource
 from ckptlib.staging.spare_memory import Figures
 from ckptlib.staging.stager import Content, Stager, Staging
 
@@ -44,8 +44,10 @@ def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared_copies, "MOVE_BYTES", 2048)
     monkeypatch.setattr(prepared_copies, "NUM_WINDOWS", 2)
     monkeypatch.setattr(pinned_ring, "RING_BYTES", 1024)
-    monkeypatch.setattr(copies, "OVERLAP_FROM_BYTES", 256)
+    monkeypatch.setattr(pair, "OVERLAP_FROM_BYTES", 256)
     monkeypatch.setattr(copies, "PACK_BELOW_BYTES", 1024)
+    monkeypatch.setattr(copies, "PACKED_BYTES", 300)
+    monkeypatch.setattr(copies, "ROUND_BYTES", 2048)
     monkeypatch.setattr(windows, "SAMPLE_BYTES", 64)
 
 

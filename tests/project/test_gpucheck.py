@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpucheck, gpuchecks
+from benchmarks import gpucheck
+from benchmarks.gpuchecks import training
 
 
 def test_a_dry_run_says_what_would_be_done(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +37,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(gpucheck, "_ask", ask)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpuchecks, "machine", dict)
+    monkeypatch.setattr(training, "machine", dict)
     with pytest.raises(KeyboardInterrupt):
         gpucheck.check(["--out", str(out)])
     assert asked == [1, 2, 3, 4]

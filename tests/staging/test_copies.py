@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ckptlib.staging import copies as module
 from ckptlib.staging import prepared_copies
-from ckptlib.staging.copies import OVERLAP_FROM_BYTES, CopySource, Pair, work_of
+from ckptlib.staging.copies import work_of
+from ckptlib.staging.pair import OVERLAP_FROM_BYTES, CopySource, Pair
 from ckptlib.staging.prepared_copies import Across
 from ckptlib.state.raw_bytes import bytes_of
 
@@ -146,7 +147,42 @@ def test_no_more_is_gathered_than_there_is_room_for(monkeypatch: pytest.MonkeyPa
     work = work_of(pairs, DEVICE, None)
     gathered = num_gathered(work.inside_now)
     assert gathered <= 1000
-    assert sum(target.numel() for target, _ in work.across_now.moves()) == 4 * (100 + 200)
+    copy(work.across_now)
+    assert [torch.equal(pair.target, pair.source.tensor) for pair in pairs] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_small_and_beyond_that_takes_turns(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """A few copies over the link for hundreds of tensors, by way of memory that is no more than a round's."""
+    monkeypatch.setattr(module, "PACKED_BYTES", 200_000)
+    monkeypatch.setattr(module, "ROUND_BYTES", 500_000)
+    scalars = [] if late else [1]  # which no optimizer is waited for
+    sizes = [40_000, *scalars, 20_000, *scalars, 17_000, 30_001, *scalars] * 25 + [5, 3] * 20
+    body, pairs, end = torch.full((12 << 20,), 7, dtype=torch.uint8), list[Pair](), 4096
+    for n, size in enumerate(sizes):
+        pairs.append(Pair(CopySource(f"t{n}", torch.randn(size), late), body, end))
+        pairs[-1].device = DEVICE
+        end += 4 * size + (4 if n % 9 == 0 else 0)
+    theirs = Pair(CopySource("host", torch.randn(9), False), body, end)
+    made = list[int]()
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, **options: made.append(size[0]) or zeros(*size, **options))
+    work = work_of([*pairs, theirs], DEVICE, None)
+    assert sum(size for size in made if isinstance(size, int)) <= 700_000 + 500
+    assert bool(work.names) == late
+    work.inside_now.enqueue()
+    moves = 0
+    for across in (work.across_now, work.across_later, work.then):
+        for target, source in across.moves():
+            target.copy_(source)
+            moves += 1
+    assert moves <= 2 * (end // 500_000 + 2)
+    assert all(torch.equal(pair.target, pair.source.tensor) for pair in pairs)
+    covered = torch.zeros_like(body, dtype=torch.bool)
+    for pair in pairs:
+        covered[pair.offset : pair.offset + pair.nbytes] = True
+    assert set(body[~covered].tolist()) <= {0, 7}, "no bytes of another round between them"
+    assert set(body[end:].tolist()) == {7}
 
 
 def test_a_device_that_is_full_gathers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ from ckptlib.devices import accelerator
 from ckptlib.errors import WaitTimeout
 from ckptlib.slots.slot import Slot
 from ckptlib.staging import stager
-from ckptlib.staging.copies import CopySource
 from ckptlib.staging.fence import Fence
+from ckptlib.staging.pair import CopySource
 
 
 class Copy:

@@ -18,7 +18,7 @@ from workers.torn import SLOT_BYTES, Rig, params_of, prepared, raw, state_of, st
 from ckptlib.errors import NoRoom, WaitTimeout
 from ckptlib.format.documents import decode
 from ckptlib.slots.slot import Slot
-from ckptlib.staging.copies import OVERLAP_FROM_BYTES
+from ckptlib.staging.pair import OVERLAP_FROM_BYTES
 from ckptlib.staging.stager import Staging
 
 DTYPES = [

@@ -99,10 +99,11 @@ def main(directory: Path, memory: str, what: str) -> None:
             tell(rank, report.step, same(training, device, rank, size, report.step), "memory")
         for step in ckpt.loop(report.step, 10):
             training.body()
-            if what == "die" and step == 7:  # the snapshot of step 7 is held by all when that of step 8 is begun
-                ckpt.drain()
+            if what == "die":
+                ckpt.drain()  # a step whose slot is still being filled would have no snapshot
                 dist.barrier()
-                os.kill(os.getpid(), signal.SIGKILL)
+                if step == 7:  # the snapshot of step 7 is held by all when that of step 8 is begun
+                    os.kill(os.getpid(), signal.SIGKILL)
     dist.destroy_process_group()
 
 

@@ -17,7 +17,7 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader, check_body
-from ckptlib.staging.copies import CopySource
+from ckptlib.staging.pair import CopySource
 from ckptlib.staging.stager import Content, Stager
 
 STATE = {

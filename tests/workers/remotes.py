@@ -48,7 +48,7 @@ from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.host import boot_id, memory_of
 from ckptlib.slots.slot import Slot
 from ckptlib.slots.snapshot import SnapshotReader, check_body
-from ckptlib.staging.copies import CopySource
+from ckptlib.staging.pair import CopySource
 from ckptlib.staging.stager import Content, Stager
 
 PIECE_BYTES = 1 << 20

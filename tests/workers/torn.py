@@ -26,8 +26,8 @@ from ckptlib.format.sharding import Replicate
 from ckptlib.saving.assign import assign
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
-from ckptlib.staging.copies import OVERLAP_FROM_BYTES, CopySource
 from ckptlib.staging.fence import Fence, Fenced
+from ckptlib.staging.pair import OVERLAP_FROM_BYTES, CopySource
 from ckptlib.staging.stager import Content, Stager, Staging
 from ckptlib.state.flatten import flatten
 from ckptlib.state.leaf import Leaf

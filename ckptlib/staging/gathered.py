@@ -1,0 +1,70 @@
+"""Shards gathered in memory of their device, run by run as they lie in the body: one copy over the link per run."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ckptlib.staging.pair import Pair
+from ckptlib.staging.prepared_copies import Places
+
+
+class Stretch(NamedTuple):
+    """[start, stop) of a body."""
+
+    start: int
+    stop: int
+
+
+def stretches_of(groups: Sequence[Iterable[Pair]], pairs: Iterable[Pair]) -> list[list[Stretch]]:
+    """Of each group: the fewest stretches with all of its shards, and none of another's of `pairs`, in order."""
+    group_of = {id(pair): n for n, group in enumerate(groups) for pair in group}
+    found = [list[Stretch]() for _ in groups]
+    before = -1
+    for start, stop, n in sorted((p.offset, p.offset + p.nbytes, group_of.get(id(p), -1)) for p in pairs):
+        if n >= 0 and n == before:
+            found[n][-1] = Stretch(found[n][-1].start, stop)
+        elif n >= 0:
+            found[n].append(Stretch(start, stop))
+        before = n
+    return found
+
+
+def nbytes_of(stretches: Iterable[Stretch]) -> int:
+    return sum(stop - start for start, stop in stretches)
+
+
+class Gathered:
+    """Where the shards of one group lie in memory of their device, and where that goes."""
+
+    def __init__(self, stretches: Sequence[Stretch], memory: torch.Tensor, like_body: bool = False) -> None:
+        """`like_body`: whether the memory has a place for every byte of the body; else stretches lie side by side."""
+        self._stretches, self.memory = stretches, memory
+        self._begins: list[int] = []
+        """Of each stretch, in the memory."""
+        end = 0
+        for start, stop in stretches:
+            self._begins.append(start if like_body else end)
+            end += stop - start
+
+    def places(self, some: Sequence[Pair]) -> Places:
+        """Shards of the group, and their places in the memory."""
+        return Places(
+            [pair.source.tensor for pair in some], [pair.place_in(self.memory, self._shift(pair)) for pair in some]
+        )
+
+    def _shift(self, pair: Pair) -> int:
+        """How much farther back a shard lies in the memory than in the body."""
+        n = bisect_right(self._stretches, (pair.offset, 1 << 62)) - 1
+        return self._stretches[n].start - self._begins[n]
+
+    def runs(self, body: torch.Tensor) -> Places:
+        """The stretches, from the memory to the body."""
+        some = list(zip(self._begins, self._stretches, strict=True))
+        return Places(
+            [self.memory[at : at + stop - start] for at, (start, stop) in some],
+            [body[start:stop] for _, (start, stop) in some],
+        )

@@ -1,0 +1,82 @@
+"""A shard of the state and its place in a slot."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from ckptlib.devices import accelerator
+from ckptlib.state.raw_bytes import is_bytes
+
+OVERLAP_FROM_BYTES = 64 * 1024
+"""Below this, handing a tensor over costs as much as copying it at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopySource:
+    """One shard to be copied."""
+
+    name: str
+    tensor: torch.Tensor
+    """This rank's box of it, of the box's shape; any strides."""
+    overlap: bool
+    """Whether its only writer waits at the fence."""
+    lent: bool = False
+    """See `Leaf.lent`."""
+
+
+class Pair:
+    """A shard and its place in a slot, with all that a copy needs to know looked up once."""
+
+    __slots__ = (
+        "_target",
+        "body",
+        "copied",
+        "device",
+        "large",
+        "late",
+        "movable",
+        "nbytes",
+        "now",
+        "offset",
+        "source",
+        "source_address",
+        "target_address",
+    )
+
+    def __init__(self, source: CopySource, body: torch.Tensor, offset: int) -> None:
+        tensor = source.tensor
+        self.source, self.body, self.offset, self.nbytes = source, body, offset, tensor.nbytes
+        self._target: torch.Tensor | None = None
+        self.device = accelerator.device_of(tensor)
+        self.movable = self.device is None and is_bytes(tensor)
+        self.source_address, self.target_address = tensor.data_ptr(), body.data_ptr() + offset
+        self.large = self.nbytes >= OVERLAP_FROM_BYTES
+        self.late = source.overlap and self.large and is_bytes(tensor)
+        """Whether it is copied behind the fence."""
+        if self.movable and self.late:
+            self.now, self.copied = (bytes_at(a, self.nbytes) for a in (self.source_address, self.target_address))
+
+    @property
+    def target(self) -> torch.Tensor:
+        """The place, as torch needs it. Made when asked for: most shards are copied by address."""
+        if self._target is None:
+            self._target = self.place_in(self.body)
+        return self._target
+
+    def place_in(self, body: torch.Tensor, shift: int = 0) -> torch.Tensor:
+        """Where the shard lies in a body: of this slot, laid out as it is, or with so many bytes less before it."""
+        tensor, at = self.source.tensor, self.offset - shift
+        return body[at : at + self.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def move(self) -> None:
+        """No dispatch, no autograd, no thread pool that would compete with the trainer's; the GIL is released."""
+        ctypes.memmove(self.target_address, self.source_address, self.nbytes)
+
+
+def bytes_at(address: int, nbytes: int) -> memoryview:
+    """Memory that lives as long as its tensor, which the caller keeps; not by way of numpy, after which a tensor cannot
+    be resized."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
