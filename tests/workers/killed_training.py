@@ -144,7 +144,7 @@ def main(way: str, device: torch.device, directory: Path, memory: str, what: str
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     if way in SHARDED or way == "ddp":
-        dist.init_process_group(init_method=f"file://{directory}/{what}", rank=0, world_size=1)
+        dist.init_process_group(init_method=f"file://{directory}/meeting-{what}", rank=0, world_size=1)
     training, root = Training(way, device), directory / ("whole" if what == "whole" else "root")
     peers = None if what == "whole" else ckptlib.Peers(copies=0, every=1, memory=memory)
     with ckptlib.Checkpointer(root, training.state, every=EVERY, peers=peers) as ckpt:
