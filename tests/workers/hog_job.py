@@ -1,27 +1,26 @@
 """Two ranks that keep to an overhead while a hog comes and leaves; forked: hog_job.py <directory> <case>.
 
-What the tuner takes for the time is a count of steps, so that this comes out alike on any machine, however busy. On
-rank 1, a save takes so many steps: its writer is stopped until then, and the step after that waits for it. A hog makes
-them more, and each step beside a save so many times as long. Each rank tells, as JSON: the steps whose state was saved,
+What the tuner takes for the time is a count of steps, so that this comes out alike on any machine, however busy. A save
+takes so many steps: both writers are told of it only then, and the step after that waits for it. A hog makes them more,
+and on rank 1 each step beside a save so many times as long. Each rank tells, as JSON: the steps whose state was saved,
 the interval in force after each step, and the steps that were made longer.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from helpers.writers import stop
 
 import ckptlib
 from ckptlib.saving import profile, turns
+from ckptlib.staging import fence
 
 
 class Case(NamedTuple):
@@ -53,10 +52,15 @@ class StepClock:
 
 
 class Disk:
-    """Of rank 1."""
+    """Of both ranks: their writers are told of a snapshot only when the save is to come to its end."""
 
-    def __init__(self, ckpt: ckptlib.Checkpointer) -> None:
-        self._session = ckpt._session
+    def __init__(self, ckpt: ckptlib.Checkpointer, rank: int) -> None:
+        self._rank = rank
+        writer = ckpt._session.writer
+        self._tell = writer.persist
+        self._told = SimpleQueue[tuple[Any, ...]]()
+        """What the writer is yet to be told, by the staging thread."""
+        writer.persist = lambda *order: self._told.put(order)  # type: ignore[method-assign]
         self._saves: list[ckptlib.Pending] = []
         """Those that are not written, oldest first."""
         self._since = 0
@@ -67,24 +71,26 @@ class Disk:
         if begun is not None:
             self._since = self._since if self._saves else step
             self._saves.append(begun)
-            stop(self._session.writer.pid)
         if self._saves and step - self._since >= case.held:
-            self.let_go()
-            self._saves.pop(0).wait_committed(PATIENCE_S)
+            self._write()
             self._since = step
-            if self._saves:
-                stop(self._session.writer.pid)
-        return case.times if self._saves else 1
+        return case.times if self._saves and self._rank == 1 else 1
 
-    def let_go(self) -> None:
-        os.kill(self._session.writer.pid, signal.SIGCONT)
+    def finish(self) -> None:
+        while self._saves:
+            self._write()
+
+    def _write(self) -> None:
+        """The oldest."""
+        self._tell(*self._told.get(timeout=PATIENCE_S))
+        self._saves.pop(0).wait_committed(PATIENCE_S)
 
 
 def train(
-    ckpt: ckptlib.Checkpointer, model: torch.nn.Module, optimizer: torch.optim.Optimizer, disk: Disk | None, hog: Case
+    ckpt: ckptlib.Checkpointer, model: torch.nn.Module, optimizer: torch.optim.Optimizer, disk: Disk, hog: Case
 ) -> dict[str, list[int]]:
     clock = StepClock()
-    profile.time = turns.time = clock  # type: ignore[assignment]
+    profile.time = turns.time = fence.time = clock  # type: ignore[assignment]
     saved, intervals, longer = list[int](), list[int](), list[int]()
     step, times = 0, 1
     while len(saved) < ENDS:
@@ -101,8 +107,8 @@ def train(
         begun = None if ckpt.pending is before else ckpt.pending
         if begun is not None:
             saved.append(step)
-        if disk is not None:
-            times = disk.look(step, begun, hog if COMES <= len(saved) < LEAVES else ALONE)
+        times = disk.look(step, begun, hog if COMES <= len(saved) < LEAVES else ALONE)
+    disk.finish()
     return {"saved": saved, "intervals": intervals, "longer": longer}
 
 
@@ -114,12 +120,7 @@ def main(directory: Path, case: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     state, every = {"model": model, "optim": optimizer}, ckptlib.Overhead(BUDGET)
     with ckptlib.Checkpointer(str(directory / "root"), state, every=every) as ckpt:
-        disk = Disk(ckpt) if rank == 1 else None
-        try:
-            told = train(ckpt, model, optimizer, disk, CASES[case])
-        finally:
-            if disk is not None:
-                disk.let_go()
+        told = train(ckpt, model, optimizer, Disk(ckpt, rank), CASES[case])
     (directory / f"{case}.rank{rank}").write_text(json.dumps(told))
     dist.destroy_process_group()
 
