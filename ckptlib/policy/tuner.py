@@ -113,7 +113,7 @@ class Tuner:
         self._clean_at: deque[int] = deque(maxlen=1000)
         """Which step each of them was."""
         self._rest_s: float | None = None
-        """The baseline of the last save."""
+        """The baseline of the last save, but for the first one."""
         self._longer: deque[float] = deque(maxlen=PAUSES)
         """By how much clean steps were longer: short pauses and noise, which fall beside saves as well."""
         self._number = 0
@@ -238,7 +238,8 @@ class Tuner:
         ours_s = sum(step.ours_s - each_step_s for step in beside)
         if self._rest_s is not None and _is_other_pace(rest_s, self._rest_s, deviation_s):
             self._longer.clear()
-        self._rest_s = rest_s
+        if self._num_saves > 1:  # of the steps before the first one, half may be warm-up
+            self._rest_s = rest_s
         longer_s = sum(self._longer) / max(len(self._longer), FEW)
         cost_s = ours_s + sum(_slower(step.rest_s, near_s) - longer_s for step in beside)
         if self._num_saves > 1 or not self._before:
@@ -381,11 +382,11 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def typical(values: Collection[float]) -> float:
-    """The mean, since a budget is for all saves together, the dear ones included; of three, the median.
+    """The mean, since a budget is for all saves together, the dear and the cheap ones included; of three, the median.
 
-    A tenth at either end, and one at least, count as much as the next: neither a pause nor a lucky save moves it.
+    One at either end counts as much as the next: neither a pause nor a lucky save moves it. Not more than one, since
+    one save in ten may well be cheaper each time, as those beside evaluations.
     """
     ordered = sorted(values)
-    cut = max(len(ordered) // 10, 1)
-    inner = ordered[cut : len(ordered) - cut] or ordered
+    inner = ordered[1:-1] or ordered
     return statistics.fmean(min(max(value, inner[0]), inner[-1]) for value in ordered)
