@@ -58,7 +58,7 @@ def registration() -> dict[str, Any]:
             began = time.perf_counter()
             x.add_(1)
             latencies.append(time.perf_counter() - began)
-            time.sleep(0.0005)
+            time.sleep(0.0005)  # as a training launches: not one behind the other
 
     thread = threading.Thread(target=launch)
     thread.start()
@@ -272,7 +272,7 @@ def _descriptor(fd: str, nbytes: str) -> None:
     driver.fill(driver.map(handle, int(nbytes)), int(nbytes))
     with socket.socket(fileno=int(fd)) as to:
         socket.send_fds(to, [b"x"], [driver.give_out(handle)])
-        time.sleep(300)
+        time.sleep(300)  # with the memory in hand, until it is killed
 
 
 if __name__ == "__main__":

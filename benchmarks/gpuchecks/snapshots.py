@@ -103,7 +103,7 @@ def restore() -> dict[str, Any]:
             for _ in range(2):  # the second time, buffers and pages are there
                 for p in training.params:
                     p.data.zero_()
-                if not pinned:
+                if not pinned:  # as from a device without streams: by blocking copies
                     ckptlib.loading.landing.accelerator.has_streams = lambda device: False  # type: ignore[assignment]
                 began = time.perf_counter()
                 ckptlib.load(directory, training.state)
@@ -116,7 +116,8 @@ def restore() -> dict[str, Any]:
 
 
 def two_processes() -> dict[str, Any]:
-    """Two ranks of a DDP job on one GPU, with a snapshot at every step and replicas on each other."""
+    """Two ranks on one GPU that train the same, with a snapshot at every step and replicas on each other; what the
+    store has then is compared."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         done = subprocess.run(
@@ -217,7 +218,7 @@ def killed() -> dict[str, Any]:
                 line = child.stdout.readline()
                 if not line:
                     return {"wrong": [f"the training ended in round {round_}"]}
-            time.sleep(0.01 * round_)
+            time.sleep(0.01 * round_)  # so that each round is killed at another place of a step
             child.send_signal(signal.SIGKILL)
             child.wait()
         step, exact = in_child(__name__, "_restored", directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import train_gpt
 from helpers.same import same
 from launch import forked
 from places import ROOT
@@ -117,6 +119,23 @@ def test_demo() -> None:
     command = [sys.executable, EXAMPLES / "demo.py", "--quick"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "device"), [(0, 1, "cpu"), (1, 1, "cuda"), (1, 2, "cpu"), (2, 2, "cuda")])
+def test_ranks_train_on_gpus_where_each_has_one(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int, device: str
+) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("LOCAL_RANK", str(ranks - 1))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for changed in (torch.use_deterministic_algorithms, torch.set_num_threads):
+        monkeypatch.setattr(torch, changed.__name__, lambda value: None)
+    *_, found = train_gpt.set_up(argparse.Namespace(parallel="none"))
+    assert found.type == device
+    assert chosen == ([torch.device("cuda", ranks - 1)] if device == "cuda" else [])
 
 
 def run_whole_and_parted(tmp_path: Path, example: Path, killing: str) -> None:

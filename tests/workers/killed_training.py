@@ -15,8 +15,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -140,6 +138,7 @@ def _digest(found: hashlib._Hash, tensors: Iterable[torch.Tensor]) -> str:
 
 
 def main(way: str, device: torch.device, directory: Path, memory: str, what: str) -> None:
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with this, set before it is used
     torch.use_deterministic_algorithms(True)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
