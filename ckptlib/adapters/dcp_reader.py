@@ -65,6 +65,7 @@ class StorageReader(TorchStorageReader):
         """By DCP's name of a tensor: its name in the step."""
         self._values: dict[str, object] = {}
         """By DCP's name."""
+        self._stand_ins: StandIns | None = None
 
     @override
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -84,7 +85,7 @@ class StorageReader(TorchStorageReader):
         self.close()
         url, step = place_of(self.checkpoint_id)
         opened = self._opened = _open(url, "latest" if step is None else step, self._storage_options)
-        stand_ins = StandIns(opened)
+        stand_ins = self._stand_ins = StandIns(opened)
         described: dict[str, Any] = {}
         paths = {}
         self._saved, self._values = {}, {}
@@ -152,8 +153,9 @@ class StorageReader(TorchStorageReader):
 
     def _value(self, name: str) -> io.BytesIO:
         """As planners expect it: a pickle, which is made here, of a value that was read as data."""
+        assert self._stand_ins is not None
         buffer = io.BytesIO()
-        torch.save(self._values[name], buffer)
+        torch.save(self._stand_ins.filled(self._values[name]), buffer)
         buffer.seek(0)
         return buffer
 

@@ -14,6 +14,7 @@ from ckptlib.exporting.export import FORMATS, SAFETENSORS, ExportOrder, export_o
 from ckptlib.exporting.files import parse_size
 from ckptlib.exporting.names import Naming
 from ckptlib.reading.opened import open
+from ckptlib.stores.secrets import without_userinfo
 
 
 @click.command("export", short_help="Write a step's tensors for other libraries.")
@@ -64,7 +65,7 @@ def command(
     seconds = time.monotonic() - began
     output.document(
         {
-            "url": url,
+            "url": without_userinfo(url),
             "step": report.step,
             "format": report.format,
             "files": [*map(str, report.files)],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,12 +14,15 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import Sweep, sweep
 from ckptlib.catalog.uses import UNREADABLE
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, count, duration, size
+from ckptlib.cli.output import Output, count, duration, size, somebody_answers
 from ckptlib.format import keys
 from ckptlib.format.keys import PackSet, SaveId
 from ckptlib.policy.best import MODES
 from ckptlib.policy.keep import GRACE, Keep
 from ckptlib.stores import Store
+
+MOST_HOURS = 24 * 366 * 1000
+"""As much as a time may be, roughly."""
 
 MAX_USERS = 5
 """Steps that use a dropped one and that people see; JSON has all."""
@@ -31,7 +33,7 @@ MAX_USERS = 5
 @click.option("--keep-every", type=click.IntRange(min=1), metavar="M", help="Also keep steps that are multiples of M.")
 @click.option(
     "--keep-within",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.FloatRange(min=0, min_open=True, max=MOST_HOURS),
     metavar="HOURS",
     help="Also keep steps taken no longer than this before the newest.",
 )
@@ -41,7 +43,7 @@ MAX_USERS = 5
 @click.option("--exempt", is_flag=True, help="Also drop steps that were saved as exempt.")
 @click.option(
     "--grace",
-    type=click.FloatRange(min=0),
+    type=click.FloatRange(min=0, max=MOST_HOURS),
     default=GRACE.total_seconds() / 3600,
     show_default=True,
     metavar="HOURS",
@@ -91,7 +93,7 @@ def command(
     except ValueError as error:  # such as a grace period that is too short for this root
         raise click.UsageError(str(error)) from None
     sizes = _sizes(store)
-    asked = not dry_run and not yes and sys.stdin.isatty() and not _is_idle(plan)
+    asked = not dry_run and not yes and somebody_answers() and not _is_idle(plan)
     if dry_run or asked:
         _print(output, plan, sizes, _used(catalog, plan), grace, done=False)
     if asked:

@@ -13,6 +13,7 @@ import click
 from ckptlib.cli.options import open_url, storage_options, with_output, with_storage_options
 from ckptlib.cli.output import Output, count, duration, plain, size
 from ckptlib.format.keys import MAX_STEP
+from ckptlib.stores.secrets import without_userinfo
 
 CONVERT = "ckptlib.imports.convert"
 
@@ -71,7 +72,7 @@ def command(
     output.document(
         {
             "source": source,
-            "url": url,
+            "url": without_userinfo(url),
             "kind": report.kind,
             "step": report.step,
             "tensors": report.tensors,
@@ -85,7 +86,7 @@ def command(
         }
     )
     output.line(
-        f"step {report.step} is in {plain(url)}: {report.kind}, {count(report.tensors, 'tensor')}, "
+        f"step {report.step} is in {plain(without_userinfo(url))}: {report.kind}, {count(report.tensors, 'tensor')}, "
         f"{count(report.values, 'value')}, {size(report.nbytes)}, compared with the source, in {duration(seconds)}"
     )
     for note in report.notes:

@@ -77,7 +77,8 @@ def command(store: Store, output: Output, everything: bool, tree: bool, local: s
     """
     catalog = Catalog(store)
     disk = None if local is None else on_disk(local, catalog)
-    problem = _refusal(catalog)
+    generations = branches(catalog)
+    problem = _refusal(catalog) or _incomplete(generations)
     rows = committed(catalog, everything)
     if not (rows or problem):
         catalog.root()  # raises where there is none
@@ -85,7 +86,6 @@ def command(store: Store, output: Output, everything: bool, tree: bool, local: s
         rows = sorted([*rows, *others(catalog, {row.save for row in rows})], key=lambda row: row.save)
     if disk is not None:
         rows = with_disk(catalog, rows, disk, everything)
-    generations = branches(catalog)
     about = {"url": store.url, **({"problem": problem} if problem else {})}
     output.document(
         {
@@ -98,7 +98,8 @@ def command(store: Store, output: Output, everything: bool, tree: bool, local: s
         print_tree(output, generations)
     elif rows:
         _table(output, rows, everything, disk is not None)
-        _tell_abandoned(output, generations)
+        if not _incomplete(generations):
+            _tell_abandoned(output, generations)
     else:
         output.line(f"{store.url} holds no committed step")
     problems = [text for text in (problem, *(row.problem for row in rows)) if text]
@@ -114,6 +115,19 @@ def _refusal(catalog: Catalog) -> str | None:
     except NewerFormat as error:
         return f"{error} to restore, load, save or gc"
     return None
+
+
+def _incomplete(generations: Iterable[Branch]) -> str | None:
+    """Why steps may seem to be abandoned that are not."""
+    lost = ", ".join(str(branch.id.number) for branch in generations if branch.record is None)
+    return (
+        None
+        if not lost
+        else (
+            f"history is incomplete: the record of generation {lost} is missing or cannot be read, so steps before it are "
+            "not listed, and restore does not find them. Put it back from a copy of the root; ls --all lists all steps"
+        )
+    )
 
 
 def committed(catalog: Catalog, everything: bool) -> list[Row]:

@@ -14,6 +14,7 @@ import click
 from ckptlib.cli.output import Output
 from ckptlib.errors import CkptError
 from ckptlib.stores import Store, open_store
+from ckptlib.stores.secrets import Secrets, without_userinfo
 
 OPTIONS_VARIABLE = "CKPTLIB_STORAGE_OPTIONS"
 
@@ -52,7 +53,7 @@ def open_url(url: str, options: Mapping[str, object]) -> Store:
     try:
         return open_store(url, options)
     except (ValueError, TypeError, ImportError) as error:
-        raise click.UsageError(f"{url}: {error}") from None
+        raise click.UsageError(Secrets(url, {}).hide(f"{without_userinfo(url)}: {error}")) from None
 
 
 def with_store(command: Command) -> Command:

@@ -16,7 +16,20 @@ from rich.theme import Theme
 
 from ckptlib.words import age, count, duration, metrics, moment, plain, ranks, seconds, size
 
-__all__ = ["Cell", "Output", "age", "count", "duration", "metrics", "moment", "plain", "ranks", "seconds", "size"]
+__all__ = [
+    "Cell",
+    "Output",
+    "age",
+    "count",
+    "duration",
+    "metrics",
+    "moment",
+    "plain",
+    "ranks",
+    "seconds",
+    "size",
+    "somebody_answers",
+]
 
 Cell = str | Text
 
@@ -25,6 +38,11 @@ MAX_COMMON_WIDTH = 120
 
 _CALM = Theme(dict.fromkeys(("progress.download", "progress.data.speed", "progress.remaining"), "default"))
 """rich would give each number of a progress bar a colour of its own."""
+
+
+def somebody_answers() -> bool:
+    """Whether a person can be asked; where the standard input was closed, Python has none."""
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 class Output:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import socket
-import sys
 import time
 
 import click
@@ -18,7 +17,7 @@ from ckptlib.catalog.spared import enter_to_go_back
 from ckptlib.catalog.step_objects import step_objects
 from ckptlib.catalog.uses import UNREADABLE
 from ckptlib.cli.options import with_output, with_store
-from ckptlib.cli.output import Output, count, duration, plain
+from ckptlib.cli.output import Output, count, duration, plain, somebody_answers
 from ckptlib.errors import CkptError
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
@@ -89,13 +88,13 @@ def _check_whole(catalog: Catalog, save: SaveId, visible: list[SaveId]) -> None:
 
 def _ask(output: Output, catalog: Catalog, save: SaveId, visible: list[SaveId], yes: bool) -> None:
     """Raises CkptError where somebody ought to be asked and nobody can be, Abort where the answer is no."""
+    if yes:
+        return
     later = [other for other in visible if other.step > save.step]
     what = f"Go back to step {save.step}" + (f" and abandon {count(len(later), 'step')}" if later else "")
     idle_s = _idle_s(catalog)
     since = f"a job put a step or its record {duration(idle_s)} ago"
-    if yes:
-        return
-    if sys.stdin.isatty():
+    if somebody_answers():
         warning = f"{since}: if it still runs, it stops at its next save. " if idle_s < RECENT_S else ""
         click.confirm(f"{warning}{what}?", abort=True, err=True)
     elif idle_s < RECENT_S:

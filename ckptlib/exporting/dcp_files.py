@@ -73,7 +73,7 @@ def write_dcp(
     files.make_room(total, name)
     for item in items:
         opened.check_there(item.chosen.saved)
-    _write(opened, files.beside(name), items, leaves, progress)
+    _write(opened, files.beside(name), items, leaves, found, progress)
     return items
 
 
@@ -102,6 +102,16 @@ class StandIns:
         """The name of the tensor that this stands for; None for a value."""
         return self._names.get(id(value))
 
+    def filled(self, value: Any) -> Any:
+        """A leaf with its tensors in the places of their stand-ins: torch takes a tuple for one leaf, whatever is in
+        it."""
+        if (saved := self.saved_as(value)) is not None:
+            whole = Box.whole(self._opened.spec(saved).shape)
+            return present(TORCH, saved, self._opened.get_raw({saved: whole})[saved])
+        if isinstance(value, dict):
+            return {key: self.filled(entry) for key, entry in value.items()}
+        return type(value)(map(self.filled, value)) if isinstance(value, (list, tuple)) else value
+
 
 def leaves_of(tree: dict[str, Any], found: StandIns, naming: Naming) -> list[Leaf]:
     """As torch flattens the tree. Raises StateMismatch where an option meets nothing, UnsupportedState for names."""
@@ -127,7 +137,10 @@ def leaves_of(tree: dict[str, Any], found: StandIns, naming: Naming) -> list[Lea
 
 
 def _at(tree: Any, path: Sequence[Any]) -> Any:
+    """`path`: as torch has it, with keys of dicts as text."""
     for key in path:
+        if isinstance(tree, dict) and key not in tree:
+            key = next((other for other in tree if str(other) == key), key)
         tree = tree[key]
     return tree
 
@@ -178,6 +191,7 @@ def _write(
     directory: Any,
     items: Sequence[Item],
     leaves: Sequence[Leaf],
+    found: StandIns,
     progress: Callable[[int], None],
 ) -> None:
     import torch
@@ -207,7 +221,7 @@ def _write(
         for leaf in leaves:
             if leaf.name not in tensors:
                 known[leaf.name] = BytesStorageMetadata()
-                put(leaf.value, MetadataIndex(leaf.name))
+                put(found.filled(leaf.value), MetadataIndex(leaf.name))
         for item in items:
             properties = TensorProperties(dtype=getattr(torch, item.dtype))
             for name in (item.chosen.name, *item.chosen.ties):

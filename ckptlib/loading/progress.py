@@ -35,7 +35,7 @@ class Laps:
 @contextmanager
 def progress(what: str, total_bytes: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
     """Yields a function that is told of bytes done, by any thread. Shown on stderr when it is a terminal."""
-    visible = shown and sys.stderr.isatty()
+    visible = shown and sys.stderr is not None and sys.stderr.isatty()
     lock = threading.Lock()
     began = last = time.monotonic()
     done, drawn = 0, False

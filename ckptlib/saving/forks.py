@@ -10,6 +10,7 @@ import os
 from collections import Counter
 
 from ckptlib.errors import SaveFailed
+from ckptlib.stores.secrets import without_userinfo
 
 _open: Counter[str] = Counter()
 """Roots that this process saves to."""
@@ -48,8 +49,8 @@ def check_root(url: str) -> None:
 
 def _forked(url: str, parent: int) -> SaveFailed:
     return SaveFailed(
-        f"{url}: process {os.getpid()} was forked from process {parent}, which saves to this root, and is not a rank "
-        "of the job; save in that process, or to another root"
+        f"{without_userinfo(url)}: process {os.getpid()} was forked from process {parent}, which saves to this root, "
+        "and is not a rank of the job; save in that process, or to another root"
     )
 
 

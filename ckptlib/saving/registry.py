@@ -21,6 +21,7 @@ from ckptlib.ranks.meeting import group_of, group_or_world
 from ckptlib.ranks.together import together
 from ckptlib.saving.session import Session
 from ckptlib.saving.settings import SAVE_DEADLINE, TIMEOUT, Settings
+from ckptlib.stores.secrets import without_userinfo
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +84,13 @@ class Registry:
             session = None
         if session is not None and session.settings.codec != codec:
             raise ValueError(
-                f"step {step}: codec={codec.asked!r}, but this process saves to {url} with "
+                f"step {step}: codec={codec.asked!r}, but this process saves to {without_userinfo(url)} with "
                 f"codec={session.settings.codec.asked!r}; give the same codec to every save of a run"
             )
         if session is not None and session.settings.keep != keep:
             raise ValueError(
-                f"step {step}: keep={keep!r}, but this process saves to {url} with keep={session.settings.keep!r}; "
-                "give the same keep to every save of a run"
+                f"step {step}: keep={keep!r}, but this process saves to {without_userinfo(url)} with "
+                f"keep={session.settings.keep!r}; give the same keep to every save of a run"
             )
         if loads is not None:
             origin = gone_back_to(self.group(over), loads, session, state, step)

@@ -234,6 +234,14 @@ def test_where_the_output_cannot_be_written(made: LocalStore, arguments: list[st
     assert run(None, ">&-") == (0, "")
 
 
+def test_a_password_in_a_url_is_not_shown(ckptlib: Ckptlib) -> None:
+    for url in ("sftp://me:hunter2@127.0.0.1/run", "nothing://me:hunter2@127.0.0.1/run"):
+        said = ckptlib("ls", url)
+        assert said.code == 2
+        assert "://127.0.0.1/run" in said.err
+        assert "hunter2" not in said.err
+
+
 def test_a_long_table_takes_no_longer_than_to_make_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
     began = time.process_time()
     Output(as_json=False).columns(("A", "B"), [(f"row {i}", f"{i:,}") for i in range(100_000)], right=("B",))

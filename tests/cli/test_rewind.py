@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from support import age, make_generation, make_root, make_save, put_parts, state
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import finish_saves
 from ckptlib.cli.tree import Branch, branches_of, drawn
-from ckptlib.errors import Superseded
+from ckptlib.errors import StoreDenied, Superseded
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 from ckptlib.stores.local import LocalStore
@@ -98,6 +99,27 @@ def test_a_job_that_may_be_running_is_not_superseded_unasked(ckptlib: Ckptlib, m
     assert ckptlib("rewind", made.url, 3, "--yes").code == 0
     with pytest.raises(Superseded):
         Catalog(made).check_head(GenerationId(1, f"{1:08x}"))
+
+
+def test_where_the_standard_input_is_closed_nobody_is_asked(
+    ckptlib: Ckptlib, made: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it then
+    assert "it may still run" in ckptlib("rewind", made.url, 3).err
+    assert ckptlib("gc", made.url, "--keep-last", 2).code == 0
+
+
+def test_who_says_yes_needs_no_clock_of_the_store(
+    ckptlib: Ckptlib, made: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor the right to delete, which reading it takes."""
+
+    def refuse(self: LocalStore, *keys: str) -> None:
+        raise StoreDenied(f"{keys[0]}: AccessDenied")
+
+    monkeypatch.setattr(LocalStore, "delete", refuse)
+    assert ckptlib("rewind", made.url, 3, "--yes").code == 0
+    assert not [*made.scan("trash/")]
 
 
 def test_on_a_terminal_it_asks(made: LocalStore) -> None:

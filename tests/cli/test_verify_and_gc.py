@@ -169,7 +169,15 @@ def test_gc_drops_what_a_rewind_left_behind(ckptlib: Ckptlib, root: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--keep-last", 0], [], ["--keep-last", 1, "--keep-every", 0], ["--keep-last", 1, "--grace", 0.01]]
+    "arguments",
+    [
+        ["--keep-last", 0],
+        [],
+        ["--keep-last", 1, "--keep-every", 0],
+        ["--keep-last", 1, "--grace", 0.01],
+        ["--keep-last", 1, "--grace", 1e300],
+        ["--keep-last", 1, "--keep-within", 1e300],
+    ],
 )
 def test_gc_usage(ckptlib: Ckptlib, made: LocalStore, arguments: list[object]) -> None:
     before = files(made.url)

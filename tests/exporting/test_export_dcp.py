@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_state_dict
 
 import ckptlib
+import ckptlib.dcp
 from ckptlib.errors import CorruptData, ObjectExists, StateMismatch, UnsupportedState
 from ckptlib.exporting import dcp_files
 from ckptlib.exporting.dcp_files import boxes
@@ -170,3 +171,35 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT, check=True)
     print(done.stdout)
     assert int(done.stdout) < 300_000, done.stdout
+
+
+class Held:
+    """An object of the job's own."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def held(fill: float) -> dict[str, Any]:
+    pair = (torch.full((3,), fill), [torch.full((2,), 2 * fill, dtype=torch.bfloat16)])
+    return {"pair": pair, "n": fill, "steps": {7: torch.full((2,), 3 * fill)}}
+
+
+@pytest.mark.parametrize("by", ["export", "StorageReader"])
+def test_tuples_of_tensors_and_keys_that_are_no_text(tmp_path: Path, by: str) -> None:
+    """Torch takes a tuple for one leaf, with all that is in it, and tells keys as text."""
+    ckptlib.save(tmp_path / "root", {"h": Held(held(1.0)), "x": torch.ones(1)}, 1)
+    state = {"h": held(0.0), "x": torch.zeros(1)}
+    if by == "export":
+        ckptlib.export(tmp_path / "root", tmp_path / "out", format="dcp")
+        load(tmp_path / "out", state)
+    else:
+        dcp.load(state, storage_reader=ckptlib.dcp.StorageReader(tmp_path / "root"), no_dist=True)
+    want = {"h": held(1.0), "x": torch.ones(1)}
+    assert repr(state) == repr(want)
