@@ -56,6 +56,7 @@ class JobThread:
             try:
                 job()
             finally:
+                del job  # with all that it refers to, until the next one
                 with self._lock:
                     self._num_open -= 1
 

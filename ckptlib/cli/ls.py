@@ -120,13 +120,11 @@ def _refusal(catalog: Catalog) -> str | None:
 def _incomplete(generations: Iterable[Branch]) -> str | None:
     """Why steps may seem to be abandoned that are not."""
     lost = ", ".join(str(branch.id.number) for branch in generations if branch.record is None)
+    if not lost:
+        return None
     return (
-        None
-        if not lost
-        else (
-            f"history is incomplete: the record of generation {lost} is missing or cannot be read, so steps before it are "
-            "not listed, and restore does not find them. Put it back from a copy of the root; ls --all lists all steps"
-        )
+        f"history is incomplete: the record of generation {lost} is missing or cannot be read, so steps before it are "
+        "not listed, and restore does not find them. Put it back from a copy of the root; ls --all lists all steps"
     )
 
 

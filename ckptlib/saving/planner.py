@@ -175,6 +175,9 @@ class Planner:
         if not flat.lends:
             return
         self._one_of_each = [], {}
+        if self._digests is not None:
+            self._digests[-1].let_go()
+            self._digests = (self._digests[0], [], *self._digests[2:])
         self._leaves = _kept(self._leaves)
         self._sources = {
             rank: replace(

@@ -15,6 +15,7 @@ import enum
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -68,10 +69,23 @@ class Replica:
         return self.tensor.nbytes < OVERLAP_FROM_BYTES and accelerator.device_of(self.tensor) is None
 
 
+Kind = tuple[str, Way, int | None]
+"""Of a large tensor: its name, and how it is digested."""
+
+
+class Seen(NamedTuple):
+    """What one save read, to which the next compares what it finds. It keeps no tensor."""
+
+    kinds: list[Kind]
+    places: list[int]
+    values: list[bytes]
+    """Filled by the time that the next save begins."""
+
+
 class Reading:
     """What is read for one save."""
 
-    def __init__(self, number: int, readers: _Readers, small: dict[Ranks, bytes], before: Reading | None) -> None:
+    def __init__(self, number: int, readers: _Readers, small: dict[Ranks, bytes], before: Seen | None) -> None:
         self.number = number
         self.places = readers.places(number)
         """Of the windows of large tensors."""
@@ -86,9 +100,9 @@ class Reading:
         for i in readers.now:
             self._read(i)
 
-    def compares_to(self, readers: _Readers) -> bool:
-        """Whether it has windows of the same tensors."""
-        return bool(readers.frozen) and self._readers.kinds == readers.kinds
+    @property
+    def seen(self) -> Seen:
+        return Seen(self._readers.kinds, self.places, self.values)
 
     @property
     def late(self) -> bool:
@@ -169,7 +183,7 @@ class ReplicaDigests:
         """
         self._replicas = replicas
         self._readers: dict[bool, _Readers] = {}
-        self._last: Reading | None = None if before is None else before._last
+        self._last: Seen | None = None if before is None else before._last
 
     @torch.no_grad()
     def begin(self, number: int, whole: bool) -> Reading:
@@ -177,9 +191,15 @@ class ReplicaDigests:
         if whole not in self._readers:
             self._readers[whole] = _Readers(self._replicas, whole)
         readers = self._readers[whole]
-        before = self._last if self._last is not None and self._last.compares_to(readers) else None
-        self._last = Reading(number, readers, readers.read_small(number), before)
-        return self._last
+        last = self._last
+        before = last if last is not None and readers.frozen and last.kinds == readers.kinds else None
+        reading = Reading(number, readers, readers.read_small(number), before)
+        self._last = reading.seen
+        return reading
+
+    def let_go(self) -> None:
+        """Of all tensors. Good for nothing from then on but as `before` of others."""
+        self._replicas, self._readers = (), {}
 
     def nbytes_inline(self, whole: bool) -> int:
         """Bytes that `begin` reads in host memory."""
@@ -223,7 +243,7 @@ class _Readers:
         self.late = [i for i in on_host if self.large[i].late and i in self._views]
         self.now = [i for i in on_host if i not in {*self.late}]
         self.frozen = {i for i, replica in enumerate(self.large) if replica.way is Way.FROZEN and not whole}
-        self.kinds = [
+        self.kinds: list[Kind] = [
             (replica.name, replica.way, nbytes) for replica, nbytes in zip(self.large, self.widths, strict=True)
         ]
 

@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from ckptlib.devices import accelerator
+from ckptlib.staging.pair import bytes_at
 from ckptlib.state.raw_bytes import bytes_of, copyable, is_bytes
 
 WORD_BYTES = 8
@@ -30,7 +31,8 @@ def digests_of(tensors: Sequence[torch.Tensor]) -> list[str]:
     for i, tensor in enumerate(tensors):
         device = accelerator.device_of(tensor)
         if device is None:
-            found[i] = str(xxhash.xxh3_128_hexdigest(bytes_of(as_bytes(tensor)).numpy().data))
+            data = as_bytes(tensor)
+            found[i] = xxhash.xxh3_128_hexdigest(bytes_at(data.data_ptr(), data.nbytes) if data.nbytes else b"")
         else:
             on_devices.setdefault(device, []).append(i)
     for indices in on_devices.values():

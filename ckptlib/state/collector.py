@@ -77,7 +77,8 @@ class Collector:
         self.by_hand: dict[int, Sharded] = {}
         """By id of the tensor that each of them holds."""
         self._inner: list[torch.Tensor] = []
-        """Of subclasses: kept, so that no other tensor of this pass can have the id of one."""
+        """What no leaf keeps: those that subclasses are made of, and DTensors that were made for us. No other tensor of
+        this pass can have the id of one, and be taken for it."""
         self._lent = False
         """Whether what comes next was given by a `state_dict()`, which may have made it for us."""
         self._made = False
@@ -169,6 +170,7 @@ class Collector:
             return None
         made = made if tied is None else replace(made, tied=tied)
         if self._is_lent(local_of(tensor), owner):
+            self._inner.append(local_of(tensor))
             return replace(made, lent=True)
         self._memo.leaves[name] = KnownLeaf(tensor, at, made)
         return made

@@ -15,7 +15,7 @@ from ckptlib.staging.device_copies import DeviceCopies
 from ckptlib.staging.fence import Fence, Fenced
 from ckptlib.staging.pinned_ring import Move
 from ckptlib.staging.prepared_copies import Across, Inside, Samples
-from ckptlib.staging.replica_digests import Reading, ReplicaDigests
+from ckptlib.staging.replica_digests import ReplicaDigests, Seen
 from ckptlib.staging.spare_memory import Spares
 from ckptlib.staging.stager import Stager, Staging
 
@@ -133,7 +133,7 @@ def window_of(samples: Samples) -> torch.Tensor:
     return samples._windows[samples._at][0][0]
 
 
-def last_reading(digests: ReplicaDigests) -> Reading | None:
+def last_reading(digests: ReplicaDigests) -> Seen | None:
     return digests._last
 
 

@@ -5,6 +5,8 @@ Ranks are pairs of lists of tensors here: what is claimed is about what is read,
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -274,3 +276,29 @@ def test_digests_of_what_torch_does_not_transpose() -> None:
     """It has no kernel for float4 matrices of 60 x 60 and more."""
     raw = torch.randint(0, 256, (90, 80), dtype=torch.uint8)
     assert digests_of([raw.view(torch.float4_e2m1fn_x2).t()]) == digests_of([raw.t().contiguous()])
+
+
+def test_a_tensor_can_be_resized_after_its_digest() -> None:
+    """numpy's view of it would forbid that for good."""
+    tensors = [torch.ones(4), torch.empty(0)]
+    assert len({*digests_of(tensors)}) == 2
+    for tensor in tensors:
+        tensor.resize_(64)
+        tensor.untyped_storage().resize_(1024)
+
+
+def test_what_was_let_go_is_compared_to_all_the_same() -> None:
+    """Tensors that were made for one save die with it; frozen ones beside them are watched."""
+    frozen = torch.ones(LARGE)
+    first = ReplicaDigests([Replica(BOTH, "frozen", frozen.clone(), False, Way.FROZEN)])
+    reading = first.begin(1, whole=False)
+    reading.finish(0)
+    kept = weakref.ref(first._replicas[0].tensor)
+    del reading
+    first.let_go()
+    gc.collect()
+    assert kept() is None
+    frozen += 1
+    again = ReplicaDigests([Replica(BOTH, "frozen", frozen, False, Way.FROZEN)], first).begin(2, whole=False)
+    again.finish(0)
+    assert again.moved == {"frozen"}

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptlib
 from ckptlib import StateMismatch, UnsupportedState
+from ckptlib.state import collector
 
 PARTS = ("q", "k", "v")
 
@@ -216,3 +218,35 @@ def test_a_module_without_memory(tmp_path: Path) -> None:
         target.to_empty(device="cpu")
         root.load({"m": target})
     assert whole(target) == whole(Fused(2.0))
+
+
+class Holder:
+    """An object of the job's own, which asks its module at each save."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._module.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._module.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", ["hooks", "objects on a device"])
+def test_dtensors_that_nobody_keeps_are_not_taken_for_one_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Each dies when its shard is noted, and the next may lie where it lay: once that was a tie, and was not saved."""
+
+    def stack(value: float) -> nn.Module:
+        return fully_shard(nn.Sequential(*(Fused(value + 100 * i) for i in range(8))))
+
+    wrap: Callable[[nn.Module], object] = (lambda m: m) if kind == "hooks" else Holder
+    if kind != "hooks":  # what comes from an object is kept by nobody where it lies on a device
+        monkeypatch.setattr(collector, "accelerator", SimpleNamespace(device_of=lambda tensor: torch.device("cuda", 0)))
+    source, target = ({"model": stack(v), "ema": stack(v + 5000)} for v in (0.0, 70.0))
+    with opened(tmp_path) as root:
+        root.move({name: wrap(m) for name, m in source.items()}, {name: wrap(m) for name, m in target.items()})
+        assert root.saved()[1].aliases == {}
+    assert {name: whole(m) for name, m in target.items()} == {name: whole(m) for name, m in source.items()}
