@@ -83,6 +83,11 @@ class CkptlibTrainerMixin(_Trainer):  # type: ignore[misc]
         finally:
             self._let_go()
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Once more where memory ran out, with `auto_find_batch_size`: another scheduler, from the first step on."""
+        self._let_go()
+        return super()._inner_training_loop(*args, **kwargs)
+
     def _let_go(self) -> None:
         """Of a run that has not come to its end: nothing is waited for."""
         if self._run is not None:

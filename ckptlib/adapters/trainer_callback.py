@@ -81,6 +81,9 @@ class CkptlibCallback(TrainerCallback):  # type: ignore[misc]
         return []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **seen: Any) -> None:
+        before, self._run = self._run, None
+        if before is not None:  # of a training that raised, which nobody tells a callback
+            before.let_go()
         if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
             raise ValueError("CkptlibCallback saves by itself; use TrainingArguments(save_strategy='no')")
         if args.fp16 or args.deepspeed or args.fsdp:
