@@ -45,7 +45,7 @@ UNUSABLE = (CheckpointNotFound, CorruptData, FormatError, ObjectNotFound, Object
 SAME_TIME_S = 1.0
 """Directories whose times differ by less say nothing of their ages."""
 
-OURS = ("keep", "peers", "drain", "process_group")
+OURS = ("keep", "peers", "local", "drain", "process_group")
 """Arguments of Checkpointer that contradict what Trainer says."""
 
 
@@ -81,6 +81,9 @@ class TrainerRun:
         """Drafts, and the saves that they wait for."""
         self._failed: SaveFailed | None = None
         """Why the last save that Trainer asked for was not even begun."""
+        best = trainer.state.best_model_checkpoint
+        self._bests: list[str] = [] if best is None else [best]
+        """Directories of the best steps, the newest last; those before it until that one is there."""
 
     def _folders_of_rank_0(self) -> StepFolders | None:
         def settled() -> StepFolders | None:
@@ -135,9 +138,10 @@ class TrainerRun:
         trainer = self._trainer
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
+        self._drop_failed_bests()
         best = trainer.state.best_global_step
         if self._is_there(best):
-            trainer.state.best_model_checkpoint = str(Path(trainer._get_output_dir(trial)) / f"{PREFIX}{best}")
+            self._name_best(str(Path(trainer._get_output_dir(trial)) / f"{PREFIX}{best}"))
         self.step_done()
         step = int(trainer.state.global_step)
         self._failed = None
@@ -150,6 +154,18 @@ class TrainerRun:
         except SaveFailed as error:  # on all ranks; `after_step` ends a training whose saves fail for too long
             log.error("%s: %s", self._directory / f"{PREFIX}{step}", error)
             self._failed = error
+
+    def _name_best(self, folder: str) -> None:
+        """Trainer keeps that one, and loads it at the end; it may not be there yet."""
+        if folder not in self._bests[-1:]:
+            self._bests.append(folder)
+        self._trainer.state.best_model_checkpoint = folder
+
+    def _drop_failed_bests(self) -> None:
+        """Those that could not be saved: the one before them is the best that there is. Collective."""
+        while len(self._bests) > 1 and not self._is_there(_number(Path(self._bests[-1]))):
+            self._bests.pop()
+            self._trainer.state.best_model_checkpoint = self._bests[-1]
 
     def _is_there(self, step: int | None) -> bool:
         """Whether a step has its directory, or will have one, as rank 0 sees it. Collective."""
@@ -199,10 +215,11 @@ class TrainerRun:
 
     def _beyond(self, newest: Path) -> list[Path]:
         """The directories that `save_total_limit` leaves no room for, oldest first."""
-        limit, best = self._trainer.args.save_total_limit, self._trainer.state.best_model_checkpoint
+        limit = self._trainer.args.save_total_limit
         if limit is None or limit <= 0:
             return []
-        stays = {newest} if best is None else {newest, Path(best).absolute()}
+        bests = [path for path in map(Path, self._bests) if path.is_dir()]
+        stays = {newest, *(path.absolute() for path in bests[-1:])}
         others = _by_age([path for path in _numbered(self._directory) if path not in stays])
         stays = {path for path in stays if path.is_dir()}
         return others[: max(0, len(others) - max(0, limit - len(stays)))]
@@ -223,6 +240,7 @@ class TrainerRun:
                 self._folders.wait()
 
         together_at_length(self._group, f"waiting for the checkpoints of {self._directory}", finish)
+        self._drop_failed_bests()
 
     def finish(self) -> None:
         """Saves the last step, unless it is saved, and closes. Collective."""

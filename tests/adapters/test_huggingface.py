@@ -331,6 +331,24 @@ def test_the_best_model_is_not_loaded(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "ours") == [3]
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_best_model_could_not_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """The one before it stays, and is loaded."""
+    save, losses = ckptlib.Checkpointer.save, iter([0.5, 0.2, *[0.9] * 9])
+
+    def fail(self: ckptlib.Checkpointer, step: int, metrics: Any = None) -> ckptlib.Pending:
+        if step == 6:
+            raise ckptlib.SaveFailed("not at 6")
+        return save(self, step, metrics)
+
+    monkeypatch.setattr(ckptlib.Checkpointer, "save", fail)
+    monkeypatch.setattr(TrainerRun, "_is_due", lambda *_: False)  # so that `save` is asked for each
+    monkeypatch.setattr(hf_job.Ours, "evaluate", lambda *_, **__: {"eval_loss": next(losses)})
+    ended = here(tmp_path / "run", save_total_limit=limit, **EVALUATED, greater_is_better=False)
+    assert checkpoints(tmp_path / "run") == ["checkpoint-14", "checkpoint-3"][2 - limit :]
+    assert same(ckptlib.read(tmp_path / "run" / "ckptlib", 3, only="model")["model"], dict(ended["model"]))
+
+
 @pytest.mark.timeout(400)
 def test_the_best_model_of_ranks_that_do_not_see_its_checkpoint(tmp_path: Path) -> None:
     """It is an earlier step, saved between Trainer's own; whether it is there is what the first rank sees."""
