@@ -187,6 +187,12 @@ class Steps:
         if failed or (some and not_all):  # a rank without it would go into another save alone
             raise SaveFailed(f"some rank could not save step {step}, which will never be committed; save a later one")
         if self.last is not None and known:
+            if metrics and session.group.rank == 0:
+                log.warning(
+                    "step %d is saved already, and the metrics that save() was given now are not with it: they do not "
+                    "count for Keep(best=). Give them to after_step(metrics=) or log()",
+                    step,
+                )
             return self.last
         began = time.perf_counter()
         await_room(session)

@@ -198,6 +198,17 @@ def test_a_save_that_is_asked_for(job: Job) -> None:
     assert other.bits() == before
 
 
+def test_metrics_for_a_step_that_is_saved_already_are_told_to_be_lost(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    with job.checkpointer(every=1) as ckpt:
+        ckpt.after_step(1)
+        assert ckpt.save(1) is ckpt.pending
+        assert "is saved already" not in caplog.text
+        assert ckpt.save(1, metrics={"loss": 0.5}) is ckpt.pending
+    assert "step 1 is saved already, and the metrics that save() was given now are not with it" in caplog.text
+
+
 def test_metrics_and_tags_are_kept(job: Job) -> None:
     metrics = {"loss": 0.1, "nan": math.nan, "tokens": 10**15, "note": "warm-up", "by head": [1.0, 2.5]}
     with job.checkpointer(tags={"git": "abc123", "name": "run seven"}) as ckpt:
