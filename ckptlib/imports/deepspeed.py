@@ -181,6 +181,11 @@ class _Checkpoint:
             trained.add_directories(self._where / UNIVERSAL, _CLASSES)
             return trained
         if not self._optims:
+            if any(self._groups):
+                raise FormatError(
+                    f"{self._where}: has no file *_optim_states.pt, in which ZeRO keeps the weights that are trained; "
+                    "was each rank's file copied?"
+                )
             return None
         key = "optimizer_state_dict"
         states = [dict_of(_read(path).get(key), f"{path}: {key}") for _, path in self._optims]

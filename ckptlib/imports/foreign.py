@@ -5,6 +5,7 @@ The readers of formats add to it; `Foreign.flat` is what the ordinary save takes
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,7 @@ from ckptlib.format import values
 from ckptlib.format.box import Box
 from ckptlib.format.layout import ByHand
 from ckptlib.format.paths import join
+from ckptlib.format.tagged_values import MAX_DEPTH
 from ckptlib.format.values import Json
 from ckptlib.imports.mapped import numel_of
 from ckptlib.imports.torch_file import Strange
@@ -154,7 +156,10 @@ class Foreign:
         elif isinstance(node, (Mapping, list, tuple)) and has_tensor(node):
             items = node.items() if isinstance(node, Mapping) else enumerate(node)
             for key, inner in items:
-                self.add_tree(inner, _below(path, key))
+                if isinstance(key, Strange):
+                    self._strange[join(path, "a key")] = key.by
+                else:
+                    self.add_tree(inner, _below(path, key))
         else:
             self.add_value(path, node)
 
@@ -182,13 +187,39 @@ class Foreign:
             if not isinstance(entry, Mapping) or number not in names:
                 raise FormatError(f"{path}: state of the parameter {str(number)[:80]!r}, which is in no group")
             for key, value in entry.items():
-                self.add_tree(value, state_path(path, names[number], str(key)))
+                self._add_entry(value, state_path(path, names[number], str(key)))
         for i, group in enumerate(groups):
             plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             for key in [key for key, value in plain.items() if has_tensor(value)]:
                 self.add_tree(plain.pop(key), join(group_path(path, i), key))
             self.add_value(group_path(path, i), plain)
         self.objects[path] = {"optimizer": {"groups": described}}
+
+    def _add_entry(self, value: object, name: str) -> None:
+        """Of an optimizer's state: a tensor, a plain value, or a container of tensors, which comes back as it was."""
+        if isinstance(value, (dict, list, tuple)) and has_tensor(value):
+            self.objects[name] = self._tree(value, name, 0)
+        else:
+            self.add_tree(value, name)
+
+    def _tree(self, node: object, name: str, depth: int) -> Json:
+        self._count(1)
+        if depth > MAX_DEPTH:
+            raise FormatError(f"{name[:200]}: nested deeper than {MAX_DEPTH} levels")
+        if isinstance(node, torch.Tensor):
+            self.add_tensor(name, node)
+            return "tensor"
+        if not isinstance(node, (dict, list, tuple)) or not has_tensor(node):
+            self.add_value(name, node)
+            return "value"
+        if isinstance(node, dict):
+            kind = "odict" if isinstance(node, OrderedDict) else "dict"
+            pairs = [
+                (values.encode(key, name), self._tree(inner, join(name, key), depth + 1)) for key, inner in node.items()
+            ]
+            return {kind: [[key, tree] for key, tree in pairs]}
+        items: list[Json] = [self._tree(inner, join(name, i), depth + 1) for i, inner in enumerate(node)]
+        return {"tuple" if isinstance(node, tuple) else "list": items}
 
     def _names(self, path: str, ids: list[list[object]]) -> dict[object, str]:
         """Of an optimizer's parameters: those given, those it has itself, or positions."""

@@ -71,11 +71,22 @@ def _read_torch(source: Path, foreign: Foreign) -> None:
 def _add_lightning(tree: Mapping[Any, Any], foreign: Foreign) -> None:
     """Its module as `model`, its optimizers and schedulers one by one."""
     names = {"state_dict": "model", "optimizer_states": "optimizers", "lr_schedulers": "schedulers"}
-    rest = {names.get(str(key), key): value for key, value in tree.items()}
-    for plural, single in (("optimizers", "optimizer"), ("schedulers", "scheduler")):
-        several = rest.pop(plural, [])
+    rest: dict[Any, Any] = {key: value for key, value in tree.items() if key not in names}
+
+    def add(name: str, value: object) -> None:
+        if name in rest:
+            raise FormatError(
+                f"Lightning: the checkpoint has an entry {name!r} of its own, as of on_save_checkpoint, where what "
+                "Lightning saved would be; give it another name in a copy of the file"
+            )
+        rest[name] = value
+
+    if "state_dict" in tree:
+        add("model", tree["state_dict"])
+    for plural, single in (("optimizer_states", "optimizer"), ("lr_schedulers", "scheduler")):
+        several = tree.get(plural, [])
         for i, state in enumerate(several if isinstance(several, list) else []):
-            rest[single if len(several) == 1 else f"{single}.{i}"] = state
+            add(single if len(several) == 1 else f"{single}.{i}", state)
     step = rest.get("global_step")
     foreign.step = step if type(step) is int and step >= 0 else None
     add_entries(rest, foreign)

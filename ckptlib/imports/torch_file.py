@@ -10,7 +10,7 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -240,7 +240,8 @@ class _TorchFile:
 def _key(key: Any) -> Any:
     if isinstance(key, tuple):
         return tuple(map(_key, key))
-    return key if isinstance(key, (str, int, float, bool, bytes, type(None))) else Strange(str(key)[:80])
+    known = isinstance(key, (str, int, float, bool, bytes, type(None), torch.dtype, Strange))
+    return key if known else Strange(str(key)[:80])
 
 
 Real = Callable[[Any], Any]
@@ -248,7 +249,7 @@ Real = Callable[[Any], Any]
 
 def _tensor(file: _TorchFile, node: Made, real: Real) -> Any:
     storage, offset, shape, stride = node.arguments[:4]
-    return file.tensor(storage, offset, real(shape), real(stride))
+    return _with_bits(file.tensor(storage, offset, real(shape), real(stride)), node.arguments[6:], real)
 
 
 def _tensor_v3(file: _TorchFile, node: Made, real: Real) -> Any:
@@ -256,7 +257,20 @@ def _tensor_v3(file: _TorchFile, node: Made, real: Real) -> Any:
     dtype = real(node.arguments[6])
     if not isinstance(dtype, torch.dtype):
         raise TypeError("no dtype")
-    return file.tensor(storage, offset, real(shape), real(stride), dtype)
+    return _with_bits(file.tensor(storage, offset, real(shape), real(stride), dtype), node.arguments[7:], real)
+
+
+def _with_bits(tensor: torch.Tensor, last: Sequence[Any], real: Real) -> torch.Tensor:
+    """A conjugate, or the negative that its imaginary part is, shares the memory of what it was made of: torch notes a
+    bit for it, as the last argument."""
+    bits = real(last[0]) if last else None
+    if not bits:
+        return tensor
+    if not isinstance(bits, Mapping) or {*bits} - {"conj", "neg"}:
+        raise TypeError(f"unknown properties: {bits!r}")
+    tensor = tensor.conj() if bits.get("conj") else tensor
+    tensor = torch._neg_view(tensor) if bits.get("neg") else tensor
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _parameter(file: _TorchFile, node: Made, real: Real) -> Any:

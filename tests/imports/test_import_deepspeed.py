@@ -318,3 +318,11 @@ def test_any_byte_of_the_pickles(tmp_path: Path, name: str) -> None:
             refused += 1
         shutil.rmtree(source)
     assert refused > 30
+
+
+def test_no_file_of_an_optimizer_was_copied(tmp_path: Path) -> None:
+    """The weights that are trained are in them alone."""
+    shutil.copytree(HOME / "zero1", tmp_path / "zero1")
+    for path in (tmp_path / "zero1").rglob("*_optim_states.pt"):
+        path.unlink()
+    refuses(tmp_path / "zero1", tmp_path / "root", "has no file .*_optim_states.pt")

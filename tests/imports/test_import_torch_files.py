@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections import OrderedDict, defaultdict
 from pathlib import Path
@@ -134,6 +135,65 @@ DTYPES = [
 ]
 
 
+def test_conjugates_and_negatives_that_share_memory(tmp_path: Path) -> None:
+    """torch notes a bit for each, beside the memory of what it was made of."""
+    base, other = torch.randn(2, 3, 4, dtype=torch.complex64)
+    base, other = base.clone(), other.clone()  # torch saves no memory as elements of two types
+    values = {"x": base, "conj": base.conj(), "imag": other.conj().imag, "strided": other.conj().imag[1:].t()}
+    torch.save(values, tmp_path / "bits.pt")
+    found = whole(read(tmp_path / "bits.pt"))
+    for name, tensor in values.items():
+        assert same(found[f"model/{name}"], tensor.resolve_conj().resolve_neg()), name
+
+
+class Colour(enum.Enum):
+    RED, BLUE = 1, 2
+
+
+def test_keys_that_are_objects_stop_an_import(tmp_path: Path) -> None:
+    """All seemed to be the same key, so that one of their tensors came and the others did not."""
+    torch.save({"ema": {Colour.RED: torch.ones(2), Colour.BLUE: torch.zeros(2)}, "n": 1}, tmp_path / "keys.pt")
+    refuses(tmp_path / "keys.pt", tmp_path / "root", "ema/a key")
+    torch.save({"ema": {torch.float32: torch.ones(2), 3: torch.zeros(2)}, "n": 1}, tmp_path / "dtypes.pt")
+    assert whole(read(tmp_path / "dtypes.pt")).keys() == {"ema/torch.float32", "ema/3"}
+
+
+def test_an_optimizer_whose_state_has_lists_of_tensors(tmp_path: Path) -> None:
+    def made(seed: int, num_steps: int) -> tuple[nn.Module, torch.optim.LBFGS]:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+        step(model, optimizer, num_steps)
+        return model, optimizer
+
+    def step(model: nn.Module, optimizer: torch.optim.LBFGS, num_steps: int) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.ones(2, 4)).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(num_steps):
+            optimizer.step(closure)
+
+    model, optimizer = made(0, 2)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "n": 1}, tmp_path / "lbfgs.pt")
+    names = [f"model/{name}" for name, _ in model.named_parameters()]
+    ckptlib.convert(tmp_path / "lbfgs.pt", tmp_path / "root", params={"optimizer": names})
+    other, fresh = made(1, 0)
+    ckptlib.load(tmp_path / "root", {"model": other, "optimizer": fresh, "n": 0})
+    (theirs,), (mine,) = optimizer.state.values(), fresh.state.values()
+    assert len(theirs["old_dirs"]) > 1
+    for key, value in theirs.items():
+        several = value if isinstance(value, list) else [value]
+        found = mine[key] if isinstance(value, list) else [mine[key]]
+        for a, b in zip(several, found, strict=True):
+            assert same(a, b) if isinstance(a, torch.Tensor) else a == b, key
+    for pair in ((model, optimizer), (other, fresh)):
+        step(*pair, 2)
+    assert_same_state(model.state_dict(), other.state_dict())
+
+
 def test_plain_values_keep_their_types(tmp_path: Path) -> None:
     plain = {
         "none": None,
@@ -232,6 +292,14 @@ def test_lightning(tmp_path: Path) -> None:
     assert_same_state(truth["optimizer_states"][0]["state"], optimizer.state_dict()["state"])
     assert truth["lr_schedulers"][0] == schedule.state_dict()
     assert state["epoch"] == truth["epoch"]
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer", "scheduler"])
+def test_an_entry_of_the_users_own_in_a_checkpoint_of_lightning(tmp_path: Path, name: str) -> None:
+    """It took the place of what Lightning saved, or lost its own."""
+    state = torch.load(WRITTEN / "lightning-2.6.6.ckpt", weights_only=False)
+    torch.save({**state, name: {"mine": torch.ones(1)}}, tmp_path / "user.ckpt")
+    refuses(tmp_path / "user.ckpt", tmp_path / "root", f"an entry '{name}' of its own")
 
 
 def test_files_before_torch_1_6_are_refused_with_the_way_round(tmp_path: Path) -> None:
