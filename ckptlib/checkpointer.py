@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
-from ckptlib.errors import Preempted, WaitTimeout
+from ckptlib.errors import Preempted, SaveFailed, WaitTimeout
 from ckptlib.events import Event
 from ckptlib.exporting.asked import Export
 from ckptlib.format import gc_pause
@@ -386,7 +386,8 @@ class Checkpointer:
     def close(self, timeout: timedelta = CLOSE_TIMEOUT) -> None:
         """Waits until the last save is committed; after SIGTERM not longer than ranks wait for one another.
 
-        Raises SaveFailed if it never will be, and WaitTimeout: the writer goes on alone then.
+        Raises SaveFailed if it never will be, or could not even be taken; and WaitTimeout: the writer goes on alone
+        then, as after Ctrl-C.
         """
         deadline = time.monotonic() + min(timeout.total_seconds(), self._steps.stop_timeout_s or math.inf)
         clean = True
@@ -396,11 +397,15 @@ class Checkpointer:
             if last is not None and self._session.owner.here:
                 wait = last.wait_committed if last.drains else last.wait_local
                 wait(deadline - time.monotonic())
-        except WaitTimeout:
+        except (WaitTimeout, KeyboardInterrupt):
             clean = False
             raise
         finally:
             self._let_go(clean, timedelta(seconds=max(deadline - time.monotonic(), 0.0)))
+        if (missed := self._steps.missed) is not None:
+            self._exports.let_go()
+            step, why = missed
+            raise SaveFailed(f"step {step} was to be saved and is not, nor is a later one: {why}") from why
         if self._steps.stopping:
             self._exports.let_go()
         else:

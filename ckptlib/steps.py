@@ -57,6 +57,11 @@ class Steps:
     def last(self, pending: Pending | None) -> None:
         self._attempts.last = pending
 
+    @property
+    def missed(self) -> tuple[int, Exception] | None:
+        """The newest step that was to be saved and is not, and why; None where that or a later one was taken."""
+        return self._attempts.missed
+
     def done(self, step: int, metrics: Mapping[str, object] | None) -> None:
         """Saves if all ranks have agreed that a save is due, and says what this rank wants of the next step."""
         waited_s, stopwatch, failed = self._fence.waited_s, self._session.stopwatch, True

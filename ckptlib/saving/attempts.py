@@ -26,6 +26,13 @@ class Attempts:
         self._due = due
         self.last: Pending | None = None
         """The newest save that goes to the store or to local disks, as far as this rank could take it."""
+        self._missed: tuple[int, Exception] | None = None
+
+    @property
+    def missed(self) -> tuple[int, Exception] | None:
+        """The newest step that was to be saved and is not, and why; None where that or a later one was taken."""
+        taken = self.last is not None and self._missed is not None and self.last.step >= self._missed[0]
+        return None if taken else self._missed
 
     def has(self, step: int) -> bool:
         """Whether this step is saved already."""
@@ -40,12 +47,14 @@ class Attempts:
         try:
             taken = take()
         except ReplicasDiffer as error:  # on all ranks alike: the next save compares, too
+            self._miss(step, to_store, error)
             self._due.owe(to_store)
             self._due.fail(error)
             log.error("step %d is not saved: %s", step, error)
             self._session.listener.tell(Voided(step, error))
             return None
         except StateChanged as error:
+            self._miss(step, to_store, error)
             self._due.owe(to_store)
             log.warning("step %d is not saved, the next one is: %s", step, error)
             self._session.listener.tell(Voided(step, error))
@@ -60,7 +69,12 @@ class Attempts:
             self.last = taken
         return taken
 
+    def _miss(self, step: int, to_store: bool, error: Exception) -> None:
+        if to_store:
+            self._missed = step, error
+
     def _fail(self, step: int, to_store: bool, error: CkptError) -> None:
+        self._miss(step, to_store, error)
         if not to_store:
             self._session.snapshots.tell_unkept(step, error)
             return
@@ -83,7 +97,7 @@ class Attempts:
         self._session.listener.tell(Torn(torn.step, torn.staging.error))
         self._due.owe(torn.persists, inline=True)
         if self.last is not None and self.last.staging is torn.staging:
-            self.last = None
+            self._missed, self.last = (torn.step, torn.staging.error), None
 
     def _owe_differing(self) -> bool:
         """Whether a snapshot was found to differ between ranks; it is owed once more, and compared before."""
@@ -91,7 +105,7 @@ class Attempts:
         for ballot in differing:
             self._due.owe(ballot.persists)
             if self.has(ballot.step):
-                self.last = None
+                self._missed, self.last = (ballot.step, ReplicasDiffer("replicas differ between ranks")), None
         return bool(differing)
 
 

@@ -150,8 +150,10 @@ class Outcomes:
             outcome.watches -= 1
             if not outcome.watches and not self._snapshots.is_persisting(key):
                 del self._open[key]
-        elif kind == "failed" and outcome is not None:  # else it is known already
+        elif kind == "failed":
             self._snapshots.released(key, durable=False)
+            if outcome is None:  # it is known already
+                return
             self.tier.note(outcome.save.step, False)
             self._open.pop(key, None)
             self._failed(outcome, str(event["kind"]), str(event["error"]), key)

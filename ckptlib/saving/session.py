@@ -272,6 +272,10 @@ class Session:
             else:
                 self.snapshots.arena.await_made()  # a slot that the writer is not told of would stay
                 self.writer.leave()
+        except BaseException:  # it reads the slots still, and finishes alone
+            clean = False
+            self.writer.leave()
+            raise
         finally:
             self.snapshots.close(clean)
             self.news.close()

@@ -60,7 +60,75 @@ def test_what_failed_here_is_told_with_its_reason(job: Job, caplog: pytest.LogCa
         train()
     said = [record.getMessage() for record in caplog.records]
     assert all(line.count("could not be saved") == 1 for line in said if "no room" in line)
-    ckpt.close()
+    with pytest.raises(SaveFailed, match="step 3 was to be saved and is not"):
+        ckpt.close()
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_last_save_that_cannot_be_taken_is_no_success(job: Job, told: bool) -> None:
+    """It was logged, and the run ended as if the save before were the last one; so it did after SIGTERM."""
+
+    def no_room(nbytes: int) -> None:
+        raise NoRoom("no room, as planned")
+
+    def train() -> None:
+        with job.checkpointer(every=2) as ckpt:
+            for step in ckpt.loop(0, 9 if told else 5):
+                job.body()
+                wait_settled(ckpt)
+                if step == 4:
+                    refuse_slots(ckpt, no_room)
+                    if told:
+                        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(
+        SaveFailed, match=r"step [56] was to be saved and is not, nor is a later one: no room, as planned"
+    ):
+        train()
+    assert steps(job.root) == [2, 4]
+
+
+def test_a_save_that_was_taken_later_makes_up_for_one_that_was_not(job: Job) -> None:
+    with job.checkpointer(every=2) as ckpt:
+        take = ckpt._session.snapshots.take_slot
+        for step in ckpt.loop(0, 5):
+            job.body()
+            wait_settled(ckpt)
+            if step == 3:
+                refuse_slots(ckpt, lambda nbytes: (_ for _ in ()).throw(NoRoom("for a while")))
+            elif step == 4:
+                ckpt._session.snapshots.take_slot = take  # type: ignore[method-assign]
+    assert steps(job.root) == [2, 5]
+
+
+_CTRL_C = """
+import sys, torch, ckptlib
+model = torch.nn.Linear(600, 600)
+with ckptlib.Checkpointer(sys.argv[1], {"m": model}, every=100, arena=sys.argv[2]) as ckpt:
+    for step in ckpt.loop(0, 3):
+        model.weight.data.add_(1)
+    ckpt.pending.wait_staged(60)
+    print("closing", flush=True)
+"""
+
+
+def test_ctrl_c_as_it_waits_for_the_last_save_leaves_it_to_the_writer(job: Job) -> None:
+    """It took a second one then, and that took the slot from the writer, which had to give the step up."""
+    url = faulty(job, [{"op": "commit", "key": "^packs/", "action": "hold"}])
+    process = subprocess.Popen(
+        [sys.executable, "-c", _CTRL_C, url, str(job.root.parent)], stdout=subprocess.PIPE, env=environment()
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"closing\n"
+    time.sleep(1)  # so that it waits, as a rule; it holds wherever the signal comes
+    process.send_signal(signal.SIGINT)
+    assert process.wait(WAIT_S) == -signal.SIGINT
+    assert steps(job.root) == []
+    faulty(job, [])
+    deadline = time.monotonic() + WAIT_S
+    while steps(job.root) != [3] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert steps(job.root) == [3]
 
 
 def test_one_failure_is_a_warning(job: Job) -> None:
