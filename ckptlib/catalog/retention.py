@@ -35,8 +35,10 @@ from typing import TypeVar
 
 from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.history import history
 from ckptlib.catalog.lacking import lacking
+from ckptlib.catalog.late_commit import LATE_S
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.rights import check_may_change
 from ckptlib.catalog.stand import Stand
@@ -304,6 +306,9 @@ def _drop(
     So does whoever goes back to a step, with the record of a generation for a pin: see `spared`. A live job finds
     itself superseded then; `head`: the newest generation by whose history anybody else has chosen these.
 
+    Whoever pins takes a record that is older than a save may take for one of a sweep that crashed, so a sweep that took
+    half as long drops nothing.
+
     Returns those that are spared. Their records stay until they are stale: another sweep that did not see the pin may
     be about to delete the manifest, and the record is what tells whoever pinned the step.
     """
@@ -311,10 +316,14 @@ def _drop(
     catalog.warm_stands(saves)
     for some in _batches(saves):
         _check_may_delete(catalog, generation)
+        elapsed = Elapsed()
         _put_records(catalog.store, [record_of(catalog, save, "dropped by retention") for save in some])
         pinned = {*some} & catalog.steps(since=some[0]).pins.keys()
         if generation is None and head is not None and max(catalog.generation_ids(), default=head) > head:
             log.warning("a job or a rewind began meanwhile: what history keeps is chosen anew by the next sweep")
+            pinned = {*some}
+        if elapsed.at_most() > max(LATE_S, catalog.root().save_deadline_s / 2):  # as on a machine that was suspended
+            log.warning("it took so long to drop steps that they may have been pinned meanwhile: the next sweep does")
             pinned = {*some}
         _delete(catalog, generation, [save.manifest_key for save in some if save not in pinned])
         for save in some:

@@ -95,8 +95,10 @@ def command(
         layouts = dict(zip(manifest.layouts, executor.map(catalog.layout, manifest.layouts), strict=True))
         codings, problems = Codings(), []
         for part in in_order(executor, lambda name: attempt(partial(catalog.part, name)), manifest.parts):
-            if isinstance(part, Part):
+            if isinstance(part, Part) and part.table.layout in layouts:
                 codings.add(part, layouts[part.table.layout])
+            elif isinstance(part, Part):
+                problems.append(f"{part.rank}: its part is of a layout that the manifest does not name")
             else:
                 problems.append(str(part))
     chain = generation_chain(catalog, save)

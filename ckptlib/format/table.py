@@ -283,7 +283,7 @@ class Table:
         if layout.digest != self.layout:
             raise FormatError(f"{where}: table is for layout {self.layout}, not {layout.digest}")
         fitting = layout.digest in self._fitting
-        if not fitting and max(self.tensors, default=0) >= max(len(layout.tensors), 1):
+        if not fitting and max(self.tensors, default=-1) >= len(layout.tensors):
             raise FormatError(f"{where}: a shard names tensor {max(self.tensors)} of {len(layout.tensors)}")
         for shard in sorted(self._kinds(layout)[0]):
             _check_box(self.boxes[shard], layout.tensors[self.tensors[shard]], where)

@@ -127,6 +127,11 @@ class StepReader(ABC, Generic[T]):
         found = self._shares.get(rank)
         if found is None:
             part = self._source.part(rank)
+            if part.table.layout not in self.layouts:
+                raise FormatError(
+                    f"{self._source.save}: the part of rank {rank} is of the layout {part.table.layout}, expected one "
+                    f"that its manifest names: {', '.join(self.layouts)}"
+                )
             found = self._shares[rank] = PartIndex(part, self.layouts[part.table.layout])
         return found
 

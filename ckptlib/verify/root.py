@@ -228,7 +228,10 @@ def _check_cover(
     if clash is not None:
         yield Finding("incomplete", key, f"{clash}: it is not the same tensor for all ranks", save)
         return
-    missing = attempt(proof.missing)
+    try:
+        missing = attempt(proof.missing)
+    except UnsupportedState as error:
+        missing = FormatError(str(error))
     if isinstance(missing, CkptError):
         yield finding_of(missing, key, save)
     elif missing is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from helpers.actors import ActorStore, Crash, no_chance
@@ -234,3 +236,29 @@ def test_pins_and_promises_in_a_bucket(s3: ObjectStorage) -> None:
         assert listed_steps_are_whole(store) == [1, 2, 5]
         with pytest.raises(CheckpointNotFound):
             pin(catalog, saves[3])
+
+
+@pytest.mark.parametrize("how_long", [0.4, 0.6])
+def test_a_sweep_that_was_suspended_drops_nothing(
+    store: Store, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, how_long: float
+) -> None:
+    """Whoever pinned a step meanwhile found its trash record too old to be a living sweep's."""
+    saves = make_steps(catalog)
+    wall, put, slept = time.time, type(store).put, 0.0
+    monkeypatch.setattr(time, "time", lambda: wall() + slept)
+
+    def put_and_sleep(self: Store, key: str, *data: Any, **more: Any) -> None:
+        nonlocal slept
+        put(self, key, *data, **more)
+        if key == saves[0].trash_key:
+            slept = how_long * catalog.root().save_deadline_s
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(store), "put", put_and_sleep)
+        dropped = sweep(catalog, KEEP, None).dropped
+    assert len(dropped) == (3 if how_long < 0.5 else 0)
+    assert len(catalog.saves()) == (1 if how_long < 0.5 else 4)
+    age(store, STALE_S)
+    for _ in range(2):  # it drops the records, which are stale, and then the steps
+        sweep(catalog, KEEP, None)
+    assert listed_steps_are_whole(store) == [3]

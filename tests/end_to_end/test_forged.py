@@ -14,6 +14,8 @@ from support import of_version, resealed
 from workers.crash_oracle import read_document
 
 from ckptlib.format.documents import VERSION
+from ckptlib.format.keys import layout_key
+from ckptlib.format.layout import Layout
 
 
 def put_part(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -66,6 +68,12 @@ def huge_box(body: dict[str, Any]) -> None:
     huge_nbytes(body)
 
 
+def other_layout(root: Path) -> None:
+    other = Layout(2, ())
+    (root / layout_key(other.digest)).write_bytes(other.encoded)
+    rewrite_manifest(root, layouts={other.digest: [[0, 1]]})
+
+
 HOSTILE: dict[str, Callable[[Path], None]] = {
     "climbing-part": lambda root: rewrite_manifest(root, parts=["parts/../../../../etc/passwd"] * 2),
     "absolute-part": lambda root: rewrite_manifest(root, parts=["/etc/passwd"] * 2),
@@ -74,6 +82,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     ),
     "world-of-millions": lambda root: rewrite_manifest(root, world_size=10**6),
     "climbing-layout": lambda root: rewrite_manifest(root, layouts={"../../../../etc/passwd": [[0, 1]]}),
+    "layout-of-no-part": other_layout,
     "absurd-ranks": lambda root: rewrite_manifest(root, layouts={"0" * 32: [[0, 10**6 - 1]]}),
     "climbing-pack": lambda root: put_part(root, climb),
     "absurd-nbytes": lambda root: put_part(root, huge_nbytes),

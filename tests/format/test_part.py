@@ -43,6 +43,13 @@ def test_a_table_fits_its_layout() -> None:
     assert [shard_nbytes(e, b) for e, b in zip(LAYOUT.tensors, TABLE.boxes, strict=True)] == [64, 10, 8]
 
 
+def test_a_table_of_a_layout_without_tensors() -> None:
+    empty = Layout(1, ())
+    Table(empty.digest, (), (), (), (), (), ()).check(empty, "here")
+    with pytest.raises(FormatError, match="here: a shard names tensor 0 of 0"):
+        Table(empty.digest, (0,), (Box((), ()),), (1,), (0,), (0,), (4,)).check(empty, "here")
+
+
 def test_equal_boxes_of_several_dtypes_and_shapes_are_told_apart() -> None:
     kinds = [("float32", (4, 4)), ("float64", (4, 4)), ("float32", (2, 4)), ("float32", (4, 4))]
     layout = Layout(1, tuple(TensorEntry(f"t{i}", dtype, shape, ByHand()) for i, (dtype, shape) in enumerate(kinds)))
