@@ -16,6 +16,12 @@ def any_below(names: Sequence[str], name: str) -> bool:
     return at < len(names) and names[at].startswith(f"{name}/")
 
 
+def at_or_below(names: Sequence[str], name: str) -> bool:
+    """Whether any of the sorted names is one, or below it."""
+    at = bisect_left(names, name)
+    return names[at : at + 1] == [name] or any_below(names, name)
+
+
 class RankValues:
     """Of one rank."""
 

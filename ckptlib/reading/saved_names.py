@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from ckptlib.errors import StateMismatch
@@ -12,7 +11,7 @@ from ckptlib.format import values
 from ckptlib.format.box import Box
 from ckptlib.format.layout import OwnPerRank, TensorEntry
 from ckptlib.format.values import Json
-from ckptlib.reading.rank_values import RankValues, any_below
+from ckptlib.reading.rank_values import RankValues, any_below, at_or_below
 from ckptlib.reading.reader import StepReader
 
 LAYOUTS_ASKED = 16
@@ -42,6 +41,7 @@ class SavedNames:
         self.values: Mapping[str, Json] = own.values
         """This rank's own."""
         self._rank_values_by_layout: dict[int, RankValues] = {}
+        self._names_by_layout: dict[int, list[str]] = {}
         self._elsewhere: dict[str, RankValues] = {}
         """By name that this rank did not save: where it was found; what is below it is taken from there, too."""
         self.tensors: dict[str, TensorEntry] = {}
@@ -115,8 +115,8 @@ class SavedNames:
         return self._reader.part(self._reader.first_rank(self._digests[layout])).values if layout else self.values
 
     def values_at(self, name: str) -> Mapping[str, Json]:
-        """The values of the one rank from which to take those at and below a name: this one, if it has saved any there;
-        else the first of another layout that has.
+        """The values of the one rank from which to take those at and below a name: this one, if it has saved anything
+        there, be it tensors alone; else the first of another layout that has values there.
 
         Of the other layouts, those with names nearest to this one are looked at, such as that of another stage of a
         pipeline; so many that a name which nobody has saved costs few reads.
@@ -129,7 +129,7 @@ class SavedNames:
 
     def _nearest(self, name: str) -> RankValues:
         own = self._rank_values(0)
-        if len(self._digests) == 1 or own.reach(name):
+        if len(self._digests) == 1 or own.reach(name) or at_or_below(self._names(0), name):
             return own
         for above in (name, *reversed(_above(name))):
             found = self._elsewhere.get(above)
@@ -149,14 +149,15 @@ class SavedNames:
 
     def _depth(self, layout: int, name: str) -> int:
         """In how many levels, from the top, a name goes the same way as one of the layout."""
-        names = self._names_of[layout]
+        names = self._names(layout)
         return max((above.count("/") + 1 for above in _above(name) if any_below(names, above)), default=0)
 
-    @cached_property
-    def _names_of(self) -> list[list[str]]:
-        """By layout: its names of tensors and objects, sorted."""
-        layouts = (self._reader.layouts[digest] for digest in self._digests)
-        return [sorted([*layout.index, *layout.aliases, *layout.objects]) for layout in layouts]
+    def _names(self, layout: int) -> list[str]:
+        """Of a layout: its names of tensors and objects, sorted."""
+        if layout not in self._names_by_layout:
+            found = self._reader.layouts[self._digests[layout]]
+            self._names_by_layout[layout] = sorted([*found.index, *found.aliases, *found.objects])
+        return self._names_by_layout[layout]
 
     def all_values(self) -> dict[str, Json]:
         """Every plain value as it is saved, this rank's own first.

@@ -1,0 +1,58 @@
+"""Two ranks that have a tensor and a plain value under one name: each gets what it saved itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import pytest
+import torch
+from onerank import Holder, same
+from workers.rank_cases import rank, run_cases
+
+import ckptlib
+
+ONES = torch.tensor([0.1, -0.0, float("nan"), 3.0])
+
+
+def saved() -> dict[str, Any]:
+    """On rank 0: tensors, as where one rank gathers what a metric has counted. On rank 1: nothing but plain values."""
+    first = rank() == 0
+    return {
+        "w": torch.ones(2),
+        "metric": Holder({"confusion": ONES.clone()} if first else {}),
+        "best": ONES * 10 if first else None,
+        "more": {"tensor": ONES * 2} if first else {},
+    }
+
+
+def test_a_load_gives_each_rank_its_own(directory: Path) -> None:
+    ckptlib.save(directory, saved(), 1)
+    fresh = torch.zeros(4)
+    state: dict[str, Any] = {
+        "w": torch.zeros(2),
+        "metric": Holder({}),
+        "best": fresh if rank() == 0 else 5,
+        "more": {"tensor": torch.zeros(4)} if rank() == 0 else {"n": 1},
+    }
+    report = ckptlib.load(directory, state)
+    expected = saved()
+    assert same(state["metric"].content, expected["metric"].content)
+    assert same(state["best"], expected["best"])
+    assert same(state["more"], expected["more"])
+    assert (report.missing, report.unexpected) == ((), ())
+
+
+def test_a_load_refuses_a_value_for_a_tensor(directory: Path) -> None:
+    ckptlib.save(directory, saved(), 1)
+    state: dict[str, Any] = {"w": torch.zeros(2), "metric": Holder({}), "best": None, "more": saved()["more"]}
+    with pytest.raises(ckptlib.StateMismatch, match=r"best: is a plain value in the state; .* a tensor, float32\[4\]"):
+        ckptlib.load(directory, state)
+    assert not state["w"].any()
+
+
+if __name__ == "__main__":
+    run_cases([test_a_load_gives_each_rank_its_own, test_a_load_refuses_a_value_for_a_tensor])
