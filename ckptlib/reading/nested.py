@@ -72,12 +72,18 @@ def nested(opened: Step, only: str | Sequence[str] | None = None) -> dict[str, A
     patterns = None if only is None else [only] if isinstance(only, str) else list(only)
     names, values = opened.keys(), opened.values
     _check_patterns(patterns, [*names, *values, *opened.trees], opened)
-    wanted = [name for name in names if _wanted(patterns, name)]
+    children = _children([*names, *values, *opened.trees])
+    given = {name for name in values if _wanted(patterns, name)}
+    over = tuple(f"{name}/" for name in given if children(name) and not _is_within(opened.trees, name))
+    under = _children([*given])
+    hidden = {name for name in names if name in given or under(name) or name.startswith(over)}  # others' tensors
+    wanted = [name for name in names if _wanted(patterns, name) and name not in hidden]
     leaves: Leaves = opened.get_tensors(wanted)
-    leaves.update((name, values[name]) for name in values if _wanted(patterns, name))
+    leaves.update((name, values[name]) for name in values if name in given)
     root: dict[str, Any] = {}
     inside: list[str] = []
-    for path, tree in sorted(opened.trees.items()):
+    trees = {path: tree for path, tree in opened.trees.items() if path not in given and not path.startswith(over)}
+    for path, tree in sorted(trees.items()):
         whole = patterns is None or any(covers(p, path) or covers(p, f"{path}/") for p in patterns)
         if whole and not path.startswith(tuple(inside)) and not _is_subclass(tree):
             _put(root, path, _assembled(tree, path, leaves, opened.groups(path)))
@@ -87,12 +93,23 @@ def nested(opened: Step, only: str | Sequence[str] | None = None) -> dict[str, A
         if not name.startswith(taken) and f"{name}/" not in done:
             _put(root, name, leaf)
     done.update(f"{name}/" for name, leaf in leaves.items() if isinstance(leaf, dict))  # values are as they were
-    indexed = [*names, *values, *opened.trees]
-    return cast("dict[str, Any]", _with_lists(root, _children(indexed), done, ""))
+    return cast("dict[str, Any]", _with_lists(root, children, done, ""))
 
 
 def _wanted(patterns: Sequence[str] | None, name: str) -> bool:
     return patterns is None or any(covers(pattern, name) for pattern in patterns)
+
+
+def _is_within(trees: Mapping[str, Json], name: str) -> bool:
+    """Whether a name is below that of an object: the hyper-parameters of a group may have tensors beside them.
+
+    Any other value with names below it is of a rank that had no more there: these names are of others.
+    """
+    while name:
+        name = name.rpartition("/")[0]
+        if name in trees:
+            return True
+    return False
 
 
 def _check_patterns(patterns: Sequence[str] | None, names: Sequence[str], opened: Step) -> None:

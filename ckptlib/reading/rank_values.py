@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice, takewhile
 
@@ -22,6 +22,12 @@ def at_or_below(names: Sequence[str], name: str) -> bool:
     return names[at : at + 1] == [name] or any_below(names, name)
 
 
+def names_below(names: Sequence[str], name: str) -> Iterator[str]:
+    """Those of the sorted names that are below one."""
+    head = f"{name}/"
+    return takewhile(lambda found: found.startswith(head), islice(names, bisect_left(names, head), None))
+
+
 class RankValues:
     """Of one rank."""
 
@@ -34,9 +40,8 @@ class RankValues:
 
     def below(self, name: str) -> list[str]:
         """The names below a name, without it, in the order that they were saved in."""
-        head, names = f"{name}/", self._names
-        found = takewhile(lambda saved: saved.startswith(head), islice(names, bisect_left(names, head), None))
-        return [saved[len(head) :] for saved in sorted(found, key=self._positions.__getitem__)]
+        found = sorted(names_below(self._names, name), key=self._positions.__getitem__)
+        return [saved[len(name) + 1 :] for saved in found]
 
     @cached_property
     def _names(self) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from ckptlib.errors import StateMismatch
@@ -11,7 +13,7 @@ from ckptlib.format import values
 from ckptlib.format.box import Box
 from ckptlib.format.layout import OwnPerRank, TensorEntry
 from ckptlib.format.values import Json
-from ckptlib.reading.rank_values import RankValues, any_below, at_or_below
+from ckptlib.reading.rank_values import RankValues, any_below, at_or_below, names_below
 from ckptlib.reading.reader import StepReader
 
 LAYOUTS_ASKED = 16
@@ -162,21 +164,46 @@ class SavedNames:
     def all_values(self) -> dict[str, Json]:
         """Every plain value as it is saved, this rank's own first.
 
-        A container that one rank saved whole, and another by entries, is the first one's.
+        Where one rank saved a value, and another saved tensors or entries under the same name, it is the first one's.
         """
         found: dict[str, Json] = {}
         above: set[str] = set()
         for layout in range(len(self._digests)):
-            whole = {name for name, value in found.items() if values.is_nest(value)}
-            others = self.values_with(layout)
             fit = {
                 name: value
-                for name, value in others.items()
-                if not (values.is_nest(value) and name in above) and whole.isdisjoint(_above(name) if whole else ())
+                for name, value in self.values_with(layout).items()
+                if not layout
+                or not (
+                    name in above or self._is_held_before(name, layout) or not found.keys().isdisjoint(_above(name))
+                )
             }
             found = {**fit, **found}
             above.update(*map(_above, fit))
         return found
+
+    def _is_held_before(self, name: str, layout: int) -> bool:
+        """Whether a layout before this one has a tensor or an object at a name or below it, or a tensor above it."""
+        first = self._first_layouts
+        if first.get(name, layout) < layout or any(first[n] < layout for n in names_below(self._sorted, name)):
+            return True
+        return any(first.get(above, layout) < layout and above in self.tensors for above in _above(name))
+
+    @cached_property
+    def _first_layouts(self) -> dict[str, int]:
+        """By name of a tensor or an object: the first layout that has it. Without tensors that other ranks have as
+        their own."""
+        found: dict[str, int] = {}
+        for position, digest in enumerate(self._digests):
+            layout = self._reader.layouts[digest]
+            for name in chain(layout.index, layout.aliases, layout.objects):
+                if name in self.tensors or name in self.objects:
+                    found.setdefault(name, position)
+        return found
+
+    @cached_property
+    def _sorted(self) -> list[str]:
+        """The names of all tensors and objects."""
+        return sorted(self._first_layouts)
 
     def value(self, path: str, depth: int = 0) -> object:
         """This rank's own, else that of another. Raises StateMismatch where none has any."""

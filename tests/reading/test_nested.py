@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launch import fork_ranks
 from onerank import Holder, Root, opened, same, same_modules
 from places import DATA
 from torch import nn
@@ -114,3 +115,11 @@ def test_of_two_ranks(name: str) -> None:
     assert same(found["tied"], [torch.ones(3), torch.ones(3), [1, "two", 3.5]])
     assert found["optim"]["param_groups"][0]["lr"] == 0.01
     assert found["optim"]["state"].keys() == {*found["optim"]["param_groups"][0]["params"]}
+
+
+def test_a_tensor_of_one_rank_where_another_has_a_value(tmp_path: Path) -> None:
+    cases = "test_read_gives_what_the_rank_had", "test_an_export_for_dcp_has_the_tensors_of_rank_0"
+    fork_ranks("own_kinds.py", 2, tmp_path, 120, *cases, timeout_s=120)
+    verdicts = {path.name: path.read_text() for path in tmp_path.glob("*.rank?")}
+    assert len(verdicts) == 2 * len(cases)
+    assert {*verdicts.values()} == {"ok"}, verdicts

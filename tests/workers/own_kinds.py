@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from onerank import Holder, same
 from workers.rank_cases import rank, run_cases
 
@@ -26,6 +27,24 @@ def saved() -> dict[str, Any]:
         "metric": Holder({"confusion": ONES.clone()} if first else {}),
         "best": ONES * 10 if first else None,
         "more": {"tensor": ONES * 2} if first else {},
+    }
+
+
+def of_all_kinds(of: int) -> dict[str, Any]:
+    """What a rank has, without wrappers. Everything that rank 0 has as tensors or entries is a value on rank 1."""
+    held, none = {"t": ONES * 3, "n": 3}, None
+    return {
+        "w": torch.ones(2),
+        "holder": [held, {}][of],
+        "best": [ONES * 10, none][of],
+        "dict": [{"t": ONES * 2}, {}][of],
+        "entries": [{"n": 3}, none][of],
+        "values": [{}, {"n": {"m": 3}}][of],
+        "tensor": [ONES * 4, {"n": {"m": 3}}][of],
+        "list": [[ONES, ONES * 2], none][of],
+        "object within": [{"o": held}, none][of],
+        "value": [none, {"t": ONES}][of],
+        "step": torch.ones(1),
     }
 
 
@@ -54,5 +73,34 @@ def test_a_load_refuses_a_value_for_a_tensor(directory: Path) -> None:
     assert not state["w"].any()
 
 
+def test_read_gives_what_the_rank_had(directory: Path) -> None:
+    state = of_all_kinds(rank())
+    state["holder"] = Holder(state["holder"])
+    if rank() == 0:
+        state["object within"] = {"o": Holder(state["object within"]["o"])}
+    ckptlib.save(directory, state, 1)
+    for of in (0, 1):
+        found = ckptlib.read(directory, rank=of)
+        del found["@rng"]
+        assert same(found, of_all_kinds(of)), found
+
+
+def test_an_export_for_dcp_has_the_tensors_of_rank_0(directory: Path) -> None:
+    ckptlib.save(directory, saved(), 1)
+    if rank() == 0:
+        ckptlib.export(directory, directory / "out", format="dcp")
+        state: dict[str, Any] = {"best": torch.zeros(4), "metric": {"confusion": torch.zeros(4)}}
+        state["more"] = {"tensor": torch.zeros(4)}
+        dcp.load(state, checkpoint_id=directory / "out", no_dist=True)
+        assert same(state, {"best": ONES * 10, "metric": {"confusion": ONES}, "more": {"tensor": ONES * 2}})
+
+
 if __name__ == "__main__":
-    run_cases([test_a_load_gives_each_rank_its_own, test_a_load_refuses_a_value_for_a_tensor])
+    run_cases(
+        [
+            test_a_load_gives_each_rank_its_own,
+            test_a_load_refuses_a_value_for_a_tensor,
+            test_read_gives_what_the_rank_had,
+            test_an_export_for_dcp_has_the_tensors_of_rank_0,
+        ]
+    )
