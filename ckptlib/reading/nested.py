@@ -86,7 +86,7 @@ def nested(opened: Step, only: str | Sequence[str] | None = None) -> dict[str, A
     for path, tree in sorted(trees.items()):
         whole = patterns is None or any(covers(p, path) or covers(p, f"{path}/") for p in patterns)
         if whole and not path.startswith(tuple(inside)) and not _is_subclass(tree):
-            _put(root, path, _assembled(tree, path, leaves, opened.groups(path)))
+            _put(root, path, _assembled(trees, path, leaves, opened.groups(path)))
             inside.append(f"{path}/")
     done, taken = {*inside}, tuple(inside)
     for name, leaf in leaves.items():
@@ -138,7 +138,7 @@ def _put(root: dict[str, Any], name: str, leaf: object) -> None:
         raise FormatError(f"{name[:80]}: the checkpoint has two things of this name")
 
 
-def _below(leaves: Leaves, path: str) -> Leaves:
+def _below(leaves: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {name[len(path) + 1 :]: leaf for name, leaf in leaves.items() if name.startswith(f"{path}/")}
 
 
@@ -149,11 +149,30 @@ def _nest(leaves: Leaves) -> dict[str, Any]:
     return found
 
 
-def _assembled(tree: Json, path: str, leaves: Leaves, groups: Mapping[str, int]) -> object:
+def _assembled(trees: Mapping[str, Json], path: str, leaves: Leaves, groups: Mapping[str, int]) -> object:
     """The state of an object, as the layout's tree says. `groups`: if it is an optimizer, by name of parameter."""
+    tree = trees[path]
     if isinstance(tree, dict) and "optimizer" in tree:
-        return _optimizer(groups, _below(leaves, path))
+        return _optimizer(groups, _with_objects(_below(trees, path), _below(leaves, path)))
     return _rebuilt(tree, path, leaves, 0)
+
+
+def _with_objects(trees: Mapping[str, Json], leaves: Leaves) -> Leaves:
+    """Leaves of an optimizer, with lists and tuples, such as betas of tensors, in the place of what is in them."""
+    found: Leaves = {}
+    inside: dict[str, Leaves] = {}
+    for name, leaf in leaves.items():
+        path = next((name[:at] for at, sign in enumerate(name) if sign == "/" and name[:at] in trees), None)
+        if path is None:
+            found[name] = leaf
+        else:
+            inside.setdefault(path, {})[name] = leaf
+    for path, held in inside.items():
+        try:
+            found[path] = _rebuilt(trees[path], path, held, 0)
+        except StateMismatch:  # it is another rank's, which has the tensors in it as its own
+            found.update(held)
+    return found
 
 
 def _rebuilt(tree: Json, path: str, leaves: Leaves, depth: int) -> object:

@@ -85,6 +85,15 @@ def test_read_gives_what_the_rank_had(directory: Path) -> None:
         assert same(found, of_all_kinds(of)), found
 
 
+def test_an_optimizer_of_each_rank_with_a_list_of_tensors(directory: Path) -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optim = torch.optim.SGD([(f"p{rank()}", param)])
+    optim.state[param] = {"seen": [ONES * rank(), 5]}
+    ckptlib.save(directory, {"o": ckptlib.PerRank(optim), "w": torch.ones(1)}, 1)
+    for of in (0, 1):
+        assert same(ckptlib.read(directory, rank=of)["o"]["state"][f"p{of}"], {"seen": [ONES * of, 5]})
+
+
 def test_an_export_for_dcp_has_the_tensors_of_rank_0(directory: Path) -> None:
     ckptlib.save(directory, saved(), 1)
     if rank() == 0:
@@ -101,6 +110,7 @@ if __name__ == "__main__":
             test_a_load_gives_each_rank_its_own,
             test_a_load_refuses_a_value_for_a_tensor,
             test_read_gives_what_the_rank_had,
+            test_an_optimizer_of_each_rank_with_a_list_of_tensors,
             test_an_export_for_dcp_has_the_tensors_of_rank_0,
         ]
     )
