@@ -109,8 +109,12 @@ class SavedNames:
         return found
 
     def same(self, first: str, second: str, boxes: Sequence[Box] | None = None) -> bool:
-        """Whether two saved tensors are one, or are equal; at least in these boxes, if any are given."""
-        return first == second or (first in self.tensors and self._reader.same_bytes(first, second, boxes))
+        """Whether two saved tensors, by any of their names, are one, or are equal; at least in these boxes, if any are
+        given."""
+        if first == second or first not in self.tensors:
+            return first == second
+        one, other = self.tensors[first].name, self.tensors[second].name
+        return one == other or self._reader.same_bytes(one, other, boxes)
 
     def values_with(self, layout: int) -> Mapping[str, Json]:
         """Those of this rank, where the layout is its own; else of the first rank that has it."""
