@@ -72,27 +72,44 @@ def nested(opened: Step, only: str | Sequence[str] | None = None) -> dict[str, A
     patterns = None if only is None else [only] if isinstance(only, str) else list(only)
     names, values = opened.keys(), opened.values
     _check_patterns(patterns, [*names, *values, *opened.trees], opened)
-    wanted = [name for name in names if _wanted(patterns, name)]
+    children = _children([*names, *values, *opened.trees])
+    given = {name for name in values if _wanted(patterns, name)}
+    over = tuple(f"{name}/" for name in given if children(name) and not _is_within(opened.trees, name))
+    under = _children([*given])
+    hidden = {name for name in names if name in given or under(name) or name.startswith(over)}  # others' tensors
+    wanted = [name for name in names if _wanted(patterns, name) and name not in hidden]
     leaves: Leaves = opened.get_tensors(wanted)
-    leaves.update((name, values[name]) for name in values if _wanted(patterns, name))
+    leaves.update((name, values[name]) for name in values if name in given)
     root: dict[str, Any] = {}
     inside: list[str] = []
-    for path, tree in sorted(opened.trees.items()):
+    trees = {path: tree for path, tree in opened.trees.items() if path not in given and not path.startswith(over)}
+    for path, tree in sorted(trees.items()):
         whole = patterns is None or any(covers(p, path) or covers(p, f"{path}/") for p in patterns)
         if whole and not path.startswith(tuple(inside)) and not _is_subclass(tree):
-            _put(root, path, _assembled(tree, path, leaves, opened.groups(path)))
+            _put(root, path, _assembled(trees, path, leaves, opened.groups(path)))
             inside.append(f"{path}/")
     done, taken = {*inside}, tuple(inside)
     for name, leaf in leaves.items():
         if not name.startswith(taken) and f"{name}/" not in done:
             _put(root, name, leaf)
     done.update(f"{name}/" for name, leaf in leaves.items() if isinstance(leaf, dict))  # values are as they were
-    indexed = [*names, *values, *opened.trees]
-    return cast("dict[str, Any]", _with_lists(root, _children(indexed), done, ""))
+    return cast("dict[str, Any]", _with_lists(root, children, done, ""))
 
 
 def _wanted(patterns: Sequence[str] | None, name: str) -> bool:
     return patterns is None or any(covers(pattern, name) for pattern in patterns)
+
+
+def _is_within(trees: Mapping[str, Json], name: str) -> bool:
+    """Whether a name is below that of an object: the hyper-parameters of a group may have tensors beside them.
+
+    Any other value with names below it is of a rank that had no more there: these names are of others.
+    """
+    while name:
+        name = name.rpartition("/")[0]
+        if name in trees:
+            return True
+    return False
 
 
 def _check_patterns(patterns: Sequence[str] | None, names: Sequence[str], opened: Step) -> None:
@@ -121,7 +138,7 @@ def _put(root: dict[str, Any], name: str, leaf: object) -> None:
         raise FormatError(f"{name[:80]}: the checkpoint has two things of this name")
 
 
-def _below(leaves: Leaves, path: str) -> Leaves:
+def _below(leaves: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {name[len(path) + 1 :]: leaf for name, leaf in leaves.items() if name.startswith(f"{path}/")}
 
 
@@ -132,11 +149,30 @@ def _nest(leaves: Leaves) -> dict[str, Any]:
     return found
 
 
-def _assembled(tree: Json, path: str, leaves: Leaves, groups: Mapping[str, int]) -> object:
+def _assembled(trees: Mapping[str, Json], path: str, leaves: Leaves, groups: Mapping[str, int]) -> object:
     """The state of an object, as the layout's tree says. `groups`: if it is an optimizer, by name of parameter."""
+    tree = trees[path]
     if isinstance(tree, dict) and "optimizer" in tree:
-        return _optimizer(groups, _below(leaves, path))
+        return _optimizer(groups, _with_objects(_below(trees, path), _below(leaves, path)))
     return _rebuilt(tree, path, leaves, 0)
+
+
+def _with_objects(trees: Mapping[str, Json], leaves: Leaves) -> Leaves:
+    """Leaves of an optimizer, with lists and tuples, such as betas of tensors, in the place of what is in them."""
+    found: Leaves = {}
+    inside: dict[str, Leaves] = {}
+    for name, leaf in leaves.items():
+        path = next((name[:at] for at, sign in enumerate(name) if sign == "/" and name[:at] in trees), None)
+        if path is None:
+            found[name] = leaf
+        else:
+            inside.setdefault(path, {})[name] = leaf
+    for path, held in inside.items():
+        try:
+            found[path] = _rebuilt(trees[path], path, held, 0)
+        except StateMismatch:  # it is another rank's, which has the tensors in it as its own
+            found.update(held)
+    return found
 
 
 def _rebuilt(tree: Json, path: str, leaves: Leaves, depth: int) -> object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice, takewhile
 
@@ -14,6 +14,18 @@ def any_below(names: Sequence[str], name: str) -> bool:
     """Whether any of the sorted names is below one."""
     at = bisect_left(names, f"{name}/")
     return at < len(names) and names[at].startswith(f"{name}/")
+
+
+def at_or_below(names: Sequence[str], name: str) -> bool:
+    """Whether any of the sorted names is one, or below it."""
+    at = bisect_left(names, name)
+    return names[at : at + 1] == [name] or any_below(names, name)
+
+
+def names_below(names: Sequence[str], name: str) -> Iterator[str]:
+    """Those of the sorted names that are below one."""
+    head = f"{name}/"
+    return takewhile(lambda found: found.startswith(head), islice(names, bisect_left(names, head), None))
 
 
 class RankValues:
@@ -28,9 +40,8 @@ class RankValues:
 
     def below(self, name: str) -> list[str]:
         """The names below a name, without it, in the order that they were saved in."""
-        head, names = f"{name}/", self._names
-        found = takewhile(lambda saved: saved.startswith(head), islice(names, bisect_left(names, head), None))
-        return [saved[len(head) :] for saved in sorted(found, key=self._positions.__getitem__)]
+        found = sorted(names_below(self._names, name), key=self._positions.__getitem__)
+        return [saved[len(name) + 1 :] for saved in found]
 
     @cached_property
     def _names(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from ckptlib.errors import StateMismatch
@@ -12,7 +13,7 @@ from ckptlib.format import values
 from ckptlib.format.box import Box
 from ckptlib.format.layout import OwnPerRank, TensorEntry
 from ckptlib.format.values import Json
-from ckptlib.reading.rank_values import RankValues, any_below
+from ckptlib.reading.rank_values import RankValues, any_below, at_or_below, names_below
 from ckptlib.reading.reader import StepReader
 
 LAYOUTS_ASKED = 16
@@ -42,6 +43,7 @@ class SavedNames:
         self.values: Mapping[str, Json] = own.values
         """This rank's own."""
         self._rank_values_by_layout: dict[int, RankValues] = {}
+        self._names_by_layout: dict[int, list[str]] = {}
         self._elsewhere: dict[str, RankValues] = {}
         """By name that this rank did not save: where it was found; what is below it is taken from there, too."""
         self.tensors: dict[str, TensorEntry] = {}
@@ -107,16 +109,20 @@ class SavedNames:
         return found
 
     def same(self, first: str, second: str, boxes: Sequence[Box] | None = None) -> bool:
-        """Whether two saved tensors are one, or are equal; at least in these boxes, if any are given."""
-        return first == second or (first in self.tensors and self._reader.same_bytes(first, second, boxes))
+        """Whether two saved tensors, by any of their names, are one, or are equal; at least in these boxes, if any are
+        given."""
+        if first == second or first not in self.tensors:
+            return first == second
+        one, other = self.tensors[first].name, self.tensors[second].name
+        return one == other or self._reader.same_bytes(one, other, boxes)
 
     def values_with(self, layout: int) -> Mapping[str, Json]:
         """Those of this rank, where the layout is its own; else of the first rank that has it."""
         return self._reader.part(self._reader.first_rank(self._digests[layout])).values if layout else self.values
 
     def values_at(self, name: str) -> Mapping[str, Json]:
-        """The values of the one rank from which to take those at and below a name: this one, if it has saved any there;
-        else the first of another layout that has.
+        """The values of the one rank from which to take those at and below a name: this one, if it has saved anything
+        there, be it tensors alone; else the first of another layout that has values there.
 
         Of the other layouts, those with names nearest to this one are looked at, such as that of another stage of a
         pipeline; so many that a name which nobody has saved costs few reads.
@@ -129,7 +135,7 @@ class SavedNames:
 
     def _nearest(self, name: str) -> RankValues:
         own = self._rank_values(0)
-        if len(self._digests) == 1 or own.reach(name):
+        if len(self._digests) == 1 or own.reach(name) or at_or_below(self._names(0), name):
             return own
         for above in (name, *reversed(_above(name))):
             found = self._elsewhere.get(above)
@@ -149,33 +155,59 @@ class SavedNames:
 
     def _depth(self, layout: int, name: str) -> int:
         """In how many levels, from the top, a name goes the same way as one of the layout."""
-        names = self._names_of[layout]
+        names = self._names(layout)
         return max((above.count("/") + 1 for above in _above(name) if any_below(names, above)), default=0)
 
-    @cached_property
-    def _names_of(self) -> list[list[str]]:
-        """By layout: its names of tensors and objects, sorted."""
-        layouts = (self._reader.layouts[digest] for digest in self._digests)
-        return [sorted([*layout.index, *layout.aliases, *layout.objects]) for layout in layouts]
+    def _names(self, layout: int) -> list[str]:
+        """Of a layout: its names of tensors and objects, sorted."""
+        if layout not in self._names_by_layout:
+            found = self._reader.layouts[self._digests[layout]]
+            self._names_by_layout[layout] = sorted([*found.index, *found.aliases, *found.objects])
+        return self._names_by_layout[layout]
 
     def all_values(self) -> dict[str, Json]:
         """Every plain value as it is saved, this rank's own first.
 
-        A container that one rank saved whole, and another by entries, is the first one's.
+        Where one rank saved a value, and another saved tensors or entries under the same name, it is the first one's.
         """
         found: dict[str, Json] = {}
         above: set[str] = set()
         for layout in range(len(self._digests)):
-            whole = {name for name, value in found.items() if values.is_nest(value)}
-            others = self.values_with(layout)
             fit = {
                 name: value
-                for name, value in others.items()
-                if not (values.is_nest(value) and name in above) and whole.isdisjoint(_above(name) if whole else ())
+                for name, value in self.values_with(layout).items()
+                if not layout
+                or not (
+                    name in above or self._is_held_before(name, layout) or not found.keys().isdisjoint(_above(name))
+                )
             }
             found = {**fit, **found}
             above.update(*map(_above, fit))
         return found
+
+    def _is_held_before(self, name: str, layout: int) -> bool:
+        """Whether a layout before this one has a tensor or an object at a name or below it, or a tensor above it."""
+        first = self._first_layouts
+        if first.get(name, layout) < layout or any(first[n] < layout for n in names_below(self._sorted, name)):
+            return True
+        return any(first.get(above, layout) < layout and above in self.tensors for above in _above(name))
+
+    @cached_property
+    def _first_layouts(self) -> dict[str, int]:
+        """By name of a tensor or an object: the first layout that has it. Without tensors that other ranks have as
+        their own."""
+        found: dict[str, int] = {}
+        for position, digest in enumerate(self._digests):
+            layout = self._reader.layouts[digest]
+            for name in chain(layout.index, layout.aliases, layout.objects):
+                if name in self.tensors or name in self.objects:
+                    found.setdefault(name, position)
+        return found
+
+    @cached_property
+    def _sorted(self) -> list[str]:
+        """The names of all tensors and objects."""
+        return sorted(self._first_layouts)
 
     def value(self, path: str, depth: int = 0) -> object:
         """This rank's own, else that of another. Raises StateMismatch where none has any."""

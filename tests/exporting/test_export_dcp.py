@@ -71,6 +71,22 @@ def test_a_job_of_torchs_own_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert same(its.state_dict(), optimizer.state_dict())
 
 
+def test_betas_that_are_tensors(tmp_path: Path) -> None:
+    def made(first: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        betas = torch.tensor(first), torch.tensor(0.99)
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(first), betas=betas, foreach=False)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = made(0.9)
+    ckptlib.save(tmp_path / "root", {"model": model, "optim": optimizer}, 3)
+    ckptlib.export(tmp_path / "root", tmp_path / "out", format="dcp")
+    state = load(tmp_path / "out", {"optim": get_optimizer_state_dict(*made(0.5))})
+    assert same(state["optim"], get_optimizer_state_dict(model, optimizer))
+
+
 def test_tensors_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dcp_files, "BATCH_BYTES", 700)
     shared = torch.randn(40, 3)

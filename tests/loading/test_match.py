@@ -71,6 +71,23 @@ def test_a_tie_may_be_across_modules_and_optimizers_know_it(root: Root) -> None:
     assert same(list(target["o"].state.values()), list(source["o"].state.values()))
 
 
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_parameters_that_shared_a_tensor_of_state_are_tied_now(root: Root, names: str) -> None:
+    def saved(moment: float) -> dict[str, Any]:
+        params = {name: nn.Parameter(torch.ones(2)) for name in "ab"}
+        optimizer, step = torch.optim.SGD(params.items()), torch.tensor(3.0)
+        for param, value in zip(params.values(), (0.5, moment), strict=True):
+            optimizer.state[param] = {"step": step, "m": torch.full((2,), value)}
+        return {**params, "o": optimizer}
+
+    param = nn.Parameter(torch.zeros(2))
+    target = {**dict.fromkeys(names, param), "o": torch.optim.SGD([param])}
+    root.move(saved(0.5), target)
+    assert same(target["o"].state[param], {"step": torch.tensor(3.0), "m": torch.full((2,), 0.5)})
+    with pytest.raises(StateMismatch, match=rf"o/{names[1]}: is tied to {names[0]}, but their optimizer state differs"):
+        root.move(saved(0.25), target)
+
+
 # -- modules without memory
 
 

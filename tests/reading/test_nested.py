@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launch import fork_ranks
 from onerank import Holder, Root, opened, same, same_modules
 from places import DATA
 from torch import nn
@@ -76,6 +77,32 @@ def test_an_optimizer_comes_back_by_names(root: Root) -> None:
     assert same(found["optim"]["param_groups"], expected)
 
 
+def test_lists_and_tuples_of_tensors_in_an_optimizer(root: Root) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    betas = torch.tensor(0.9), torch.tensor(0.99)
+    adam = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), betas=betas, foreach=False)
+    lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+    def loss() -> torch.Tensor:
+        lbfgs.zero_grad()
+        found = model(torch.ones(1, 3)).pow(2).sum()
+        found.backward()
+        return found
+
+    lbfgs.step(loss)  # type: ignore[no-untyped-call]
+    loss()
+    adam.step()
+    root.save({"model": model, "adam": adam, "lbfgs": lbfgs})
+    found = ckptlib.read(root.url)
+    assert same(found["adam"]["param_groups"][0]["betas"], betas)
+    assert same(found["adam"]["param_groups"][0]["lr"], torch.tensor(0.1))
+    (expected,) = lbfgs.state.values()
+    assert isinstance(expected["old_dirs"], list)
+    assert len(expected["old_dirs"]) > 1
+    assert same(found["lbfgs"]["state"]["model/weight"], dict(expected))
+
+
 def test_a_part(root: Root) -> None:
     model, optim = trained()
     root.save(
@@ -114,3 +141,15 @@ def test_of_two_ranks(name: str) -> None:
     assert same(found["tied"], [torch.ones(3), torch.ones(3), [1, "two", 3.5]])
     assert found["optim"]["param_groups"][0]["lr"] == 0.01
     assert found["optim"]["state"].keys() == {*found["optim"]["param_groups"][0]["params"]}
+
+
+def test_a_tensor_of_one_rank_where_another_has_a_value(tmp_path: Path) -> None:
+    cases = (
+        "test_read_gives_what_the_rank_had",
+        "test_an_optimizer_of_each_rank_with_a_list_of_tensors",
+        "test_an_export_for_dcp_has_the_tensors_of_rank_0",
+    )
+    fork_ranks("own_kinds.py", 2, tmp_path, 120, *cases, timeout_s=120)
+    verdicts = {path.name: path.read_text() for path in tmp_path.glob("*.rank?")}
+    assert len(verdicts) == 2 * len(cases)
+    assert {*verdicts.values()} == {"ok"}, verdicts

@@ -59,3 +59,17 @@ def test_what_is_below_a_container_comes_from_where_the_container_does() -> None
     assert saved.below("h") == ["a/x", "y"]
     assert [saved.value(f"h/{rest}") for rest in saved.below("h")] == [1, 2]
     assert saved.value("h/z") == 4, "the first one lacks it"
+
+
+def test_a_rank_with_tensors_alone_has_saved_something_there() -> None:
+    """Another's values there would stand for its own tensors."""
+    saved, stages = names(r1={"h": {}, "t": None, "a": 1, "h/n": 2, "k": 3})
+    own = stages.layouts[f"{0:032x}"]
+    own.index.update({"h/x": 0, "t": 1})
+    own.aliases["a"] = "t"
+    own.objects["k"] = {"dict": []}
+    for name in ("h", "t", "a", "k"):
+        assert name not in saved.values_at(name)
+        assert saved.below(name) == []
+    assert saved.value("h/n") == 2, "nothing of its own is there"
+    assert saved.below("h/x") == []
