@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
@@ -63,6 +63,12 @@ class _Saving(NamedTuple):
     """Set once somebody has heard what became of the save."""
 
 
+class _Removal(NamedTuple):
+    behind: list[str]
+    """The paths that were being saved to as it was asked for."""
+    done: Future[None]
+
+
 class CkptlibCheckpointIO(CheckpointIO):
     """Saves each checkpoint of Lightning as a step of a root, and writes a file that names it once it is committed.
 
@@ -79,6 +85,8 @@ class CkptlibCheckpointIO(CheckpointIO):
     """By root: the last step that this process saved, whichever Trainer asked for it."""
     _saving: ClassVar[dict[str, _Saving]] = {}
     """By path. Another Trainer may load what the last one has just saved."""
+    _removing: ClassVar[dict[str, _Removal]] = {}
+    """By path."""
 
     def __init__(
         self,
@@ -106,12 +114,9 @@ class CkptlibCheckpointIO(CheckpointIO):
             *(root, state, step), storage_options=self._options, process_group=self._alone(), codec=self._codec
         )
         self._steps[root] = step
-        if self._publisher is None:
-            self._publisher = JobFutures("lightning")
-            at_exit(_finish_all)
-        known = threading.Event()
-        published = self._publisher.submit(self._publish, where, root, pending.save, known)
-        self._saving[where] = _Saving(self._publisher, pending, published, known)
+        publisher, known = self._thread(), threading.Event()
+        published = publisher.submit(self._publish, where, root, pending.save, known)
+        self._saving[where] = _Saving(publisher, pending, published, known)
         if not self._asynchronous:
             self._finish(where)
 
@@ -154,10 +159,28 @@ class CkptlibCheckpointIO(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
-        """Waits for a save of it that is under way. The data goes two hours later, but for what other steps use; none
-        of it where another file beside names the same step, as a copy does."""
+        """Later, where saves to other paths are under way: one of them may be what takes its place. It stays, with a
+        warning, where one of them fails. The data goes two hours after it, but for what other steps use; none of it
+        where another file beside names the same step, as a copy does."""
         where = str(path)
-        self._finish(where)
+        behind = [*self._saving]
+        if behind in ([], [where]):
+            self._finish(where)
+            self._remove(where)
+        else:
+            published = [saving.published for saving in self._saving.values()]
+            done = self._thread().submit(self._remove_behind, where, published)
+            self._removing[where] = _Removal(behind, done)
+
+    def _remove_behind(self, where: str, published: list[Future[None]]) -> None:
+        """On the thread that has published them; those of other Trainers end at their own deadlines."""
+        wait(published)
+        if any(saved.cancelled() or saved.exception() is not None for saved in published):
+            log.warning("%s stays: a save failed that may have been to take its place", where)
+        else:
+            self._remove(where)
+
+    def _remove(self, where: str) -> None:
         fs = get_filesystem(where)
         if not fs.exists(where):
             return
@@ -172,13 +195,13 @@ class CkptlibCheckpointIO(CheckpointIO):
 
     @override
     def teardown(self) -> None:
-        """Waits for all saves. Raises SaveFailed.
+        """Waits for all saves and removals. Raises SaveFailed.
 
         Lightning calls it as each `fit` ends, and may save again later: `trainer.save_checkpoint`, another `fit`.
         """
         publisher, self._publisher = self._publisher, None
         try:
-            for where in [*self._saving]:
+            for where in [*self._saving, *self._removing]:
                 self._finish(where)
         finally:
             for saving in self._saving.values():
@@ -192,26 +215,39 @@ class CkptlibCheckpointIO(CheckpointIO):
         """For users who copy a module with its Trainer, or pickle it: what is under way stays here."""
         return {**self.__dict__, "_publisher": None, "_group": None}
 
+    def _thread(self) -> JobFutures:
+        if self._publisher is None:
+            self._publisher = JobFutures("lightning")
+            at_exit(_finish_all)
+        return self._publisher
+
     def _settle(self) -> None:
-        """Raises the error of a save that failed; forgets those that are done."""
+        """Raises the error of a save or removal that failed; forgets those that are done."""
         for where, saving in [*self._saving.items()]:
             if saving.published.done():
+                self._finish(where)
+        for where, removal in [*self._removing.items()]:
+            if removal.done.done():
                 self._finish(where)
 
     @classmethod
     def _finish(cls, where: str) -> None:
-        """Waits for a save to this path, if there is one."""
-        if where not in cls._saving:
-            return
-        saving = cls._saving.pop(where)
-        try:
-            saving.pending.wait_committed()
-        except CkptError:
-            saving.published.cancel()
-            raise
-        finally:
-            saving.known.set()
-        saving.published.result()
+        """Waits for a save to this path, if there is one, and for its removal."""
+        if where in cls._saving:
+            saving = cls._saving.pop(where)
+            try:
+                saving.pending.wait_committed()
+            except CkptError:
+                saving.published.cancel()
+                raise
+            finally:
+                saving.known.set()
+            saving.published.result()
+        if where in cls._removing:
+            removal = cls._removing.pop(where)
+            for other in removal.behind:  # else it would wait long for one that failed
+                cls._finish(other)
+            removal.done.result()
 
     def _publish(self, where: str, root: str, save: SaveId, known: threading.Event) -> None:
         """Writes the file as soon as the step is in the store. On a thread: training goes on, and asks nobody."""
@@ -248,7 +284,13 @@ class CkptlibCheckpointIO(CheckpointIO):
 
 
 def _finish_all() -> None:
-    """As programs end that save behind `fit`, which ends with `teardown`; sessions close after it."""
+    """As programs end that save behind `fit`, which ends with `teardown`; sessions close after it.
+
+    Python begins no thread by now, and a removal needs some.
+    """
+    for where, removal in CkptlibCheckpointIO._removing.items():
+        if removal.done.cancel():
+            log.warning("%s stays: the program ended before it was removed; call teardown", where)
     for where in [*CkptlibCheckpointIO._saving]:
         try:
             CkptlibCheckpointIO._finish(where)

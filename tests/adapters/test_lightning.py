@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning_job
 import pytest
 import torch
-from helpers.registry import close_sessions
+from helpers.registry import close_sessions, session_at
+from helpers.writers import stop
 from launch import environment, fork_one, fork_ranks
 from places import ROOT, WORKERS
 
@@ -55,6 +58,20 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     return bool(a == b)
+
+
+@contextmanager
+def slow_second_save(io: CkptlibCheckpointIO, directory: Path) -> Iterator[None]:
+    """1.ckpt is there, and 2.ckpt is not until the body is done: the writer stands still."""
+    io.save_checkpoint(checkpoint(1), directory / "1.ckpt")
+    io.teardown()
+    writer = session_at(directory / "ckptlib").writer.pid
+    stop(writer)
+    try:
+        io.save_checkpoint(checkpoint(2), directory / "2.ckpt")
+        yield
+    finally:
+        os.kill(writer, signal.SIGCONT)
 
 
 def test_what_goes_in_comes_out(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
@@ -107,6 +124,55 @@ def test_removed_while_it_is_saved(io: CkptlibCheckpointIO, tmp_path: Path) -> N
     io.teardown()
     assert [path.name for path in tmp_path.iterdir()] == ["ckptlib"]
     assert [*ckptlib.checkpoints(tmp_path / "ckptlib")] == []
+
+
+def test_the_old_one_is_there_until_the_new_one_is(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
+    """ModelCheckpoint saves, and at once removes what the new one replaces."""
+    with slow_second_save(io, tmp_path):
+        io.remove_checkpoint(tmp_path / "1.ckpt")
+        assert not (tmp_path / "2.ckpt").exists()
+        assert (tmp_path / "1.ckpt").exists()
+        assert [info.step for info in ckptlib.checkpoints(tmp_path / "ckptlib")] == [0]
+    io.teardown()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2.ckpt", "ckptlib"]
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "ckptlib")] == [1]
+
+
+def test_the_old_one_stays_where_the_new_one_fails(
+    io: CkptlibCheckpointIO, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with slow_second_save(io, tmp_path):
+        io.remove_checkpoint(tmp_path / "1.ckpt")
+        (tmp_path / "ckptlib").rename(tmp_path / "away")
+    with pytest.raises(ckptlib.SaveFailed):
+        io.teardown()
+    shutil.rmtree(tmp_path / "ckptlib", ignore_errors=True)
+    (tmp_path / "away").rename(tmp_path / "ckptlib")
+    assert "1.ckpt stays: a save failed" in caplog.text
+    assert not (tmp_path / "2.ckpt").exists()
+    assert same(io.load_checkpoint(tmp_path / "1.ckpt"), checkpoint(1))
+
+
+def test_removed_and_saved_to_again_behind_a_save(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
+    with slow_second_save(io, tmp_path):
+        io.remove_checkpoint(tmp_path / "1.ckpt")
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
+        io.load_checkpoint(tmp_path / "1.ckpt")
+    io.save_checkpoint(checkpoint(3), tmp_path / "1.ckpt")
+    io.teardown()
+    assert same(io.load_checkpoint(tmp_path / "1.ckpt"), checkpoint(3))
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "there"), [("dies", -9, ["1.ckpt", "ckptlib"]), ("ends", 0, ["1.ckpt", "2.ckpt", "ckptlib"])]
+)
+def test_a_job_that_ends_as_a_checkpoint_is_replaced(tmp_path: Path, how: str, code: int, there: list[str]) -> None:
+    log, run = tmp_path / "log", tmp_path / "run"
+    assert fork_one(WORKERS / "lightning_gap.py", run, how, log=log, timeout_s=120) == code, log.read_text()
+    assert sorted(path.name for path in run.iterdir()) == there
+    assert ("1.ckpt stays" in log.read_text()) == (how == "ends")
+    for name in there[:-1]:
+        assert CkptlibCheckpointIO().load_checkpoint(run / name)["n"] == int(name[0])
 
 
 def test_a_file_is_flushed_before_it_gets_its_name(
