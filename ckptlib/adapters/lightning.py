@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -195,20 +195,20 @@ class CkptlibCheckpointIO(CheckpointIO):
 
     @override
     def teardown(self) -> None:
-        """Waits for all saves and removals. Raises SaveFailed.
+        """Waits for all saves and removals. Raises SaveFailed, the first one, when all have come to their ends.
 
         Lightning calls it as each `fit` ends, and may save again later: `trainer.save_checkpoint`, another `fit`.
         """
         publisher, self._publisher = self._publisher, None
         try:
-            for where in [*self._saving, *self._removing]:
-                self._finish(where)
+            errors = [self._outcome(where) for where in [*self._saving, *self._removing]]
         finally:
             for saving in self._saving.values():
                 if saving.publisher is publisher:
                     saving.known.set()
             if publisher is not None:
                 publisher.finish()
+        _raise_first(errors)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -233,21 +233,27 @@ class CkptlibCheckpointIO(CheckpointIO):
     @classmethod
     def _finish(cls, where: str) -> None:
         """Waits for a save to this path, if there is one, and for its removal."""
+        _raise_first([cls._outcome(where)])
+
+    @classmethod
+    def _outcome(cls, where: str) -> BaseException | None:
+        """As `_finish`; returns why it failed."""
+        errors: list[BaseException | None] = []
         if where in cls._saving:
             saving = cls._saving.pop(where)
             try:
                 saving.pending.wait_committed()
-            except CkptError:
+            except CkptError as error:
                 saving.published.cancel()
-                raise
+                return error
             finally:
                 saving.known.set()
-            saving.published.result()
+            errors.append(saving.published.exception())
         if where in cls._removing:
             removal = cls._removing.pop(where)
-            for other in removal.behind:  # else it would wait long for one that failed
-                cls._finish(other)
-            removal.done.result()
+            errors += [cls._outcome(other) for other in removal.behind]  # else it would wait long for one that failed
+            errors.append(removal.done.exception())
+        return next(filter(None, errors), None)
 
     def _publish(self, where: str, root: str, save: SaveId, known: threading.Event) -> None:
         """Writes the file as soon as the step is in the store. On a thread: training goes on, and asks nobody."""
@@ -292,10 +298,15 @@ def _finish_all() -> None:
         if removal.done.cancel():
             log.warning("%s stays: the program ended before it was removed; call teardown", where)
     for where in [*CkptlibCheckpointIO._saving]:
-        try:
-            CkptlibCheckpointIO._finish(where)
-        except (CkptError, OSError) as error:
+        error = CkptlibCheckpointIO._outcome(where)
+        if error is not None:
             log.error("%s", error)
+
+
+def _raise_first(errors: Iterable[BaseException | None]) -> None:
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def _moved(node: Any, location: Any) -> Any:

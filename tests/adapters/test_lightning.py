@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import lightning_job
 import pytest
 import torch
 from helpers.registry import close_sessions, session_at
-from helpers.writers import stop
+from helpers.writers import stop, until
 from launch import environment, fork_one, fork_ranks
 from places import ROOT, WORKERS
 
@@ -61,17 +62,21 @@ def same(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def slow_second_save(io: CkptlibCheckpointIO, directory: Path) -> Iterator[None]:
-    """1.ckpt is there, and 2.ckpt is not until the body is done: the writer stands still."""
-    io.save_checkpoint(checkpoint(1), directory / "1.ckpt")
+def slow_second_save(io: CkptlibCheckpointIO, *directories: Path) -> Iterator[list[int]]:
+    """1.ckpt is there, and 2.ckpt is not until the body is done: the writers stand still."""
+    for directory in directories:
+        io.save_checkpoint(checkpoint(1), directory / "1.ckpt")
     io.teardown()
-    writer = session_at(directory / "ckptlib").writer.pid
-    stop(writer)
+    writers = [session_at(directory / "ckptlib").writer.pid for directory in directories]
+    for writer in writers:
+        stop(writer)
     try:
-        io.save_checkpoint(checkpoint(2), directory / "2.ckpt")
-        yield
+        for directory in directories:
+            io.save_checkpoint(checkpoint(2), directory / "2.ckpt")
+        yield writers
     finally:
-        os.kill(writer, signal.SIGCONT)
+        for writer in writers:
+            os.kill(writer, signal.SIGCONT)
 
 
 def test_what_goes_in_comes_out(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
@@ -151,6 +156,19 @@ def test_the_old_one_stays_where_the_new_one_fails(
     assert "1.ckpt stays: a save failed" in caplog.text
     assert not (tmp_path / "2.ckpt").exists()
     assert same(io.load_checkpoint(tmp_path / "1.ckpt"), checkpoint(1))
+
+
+def test_a_save_that_fails_leaves_the_later_ones_alone(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    with ThreadPoolExecutor(1) as pool, slow_second_save(io, bad, good) as going:
+        (bad / "ckptlib").rename(bad / "away")
+        os.kill(going[0], signal.SIGCONT)
+        ending = pool.submit(io.teardown)
+        until(lambda: ending.done() or str(good / "2.ckpt") not in io._saving)  # it waits for the good one
+    with pytest.raises(ckptlib.SaveFailed, match="bad/ckptlib is not there"):
+        ending.result(0)
+    assert same(io.load_checkpoint(good / "2.ckpt"), checkpoint(2))
+    assert not (bad / "2.ckpt").exists()
 
 
 def test_removed_and_saved_to_again_behind_a_save(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
