@@ -200,7 +200,9 @@ class CkptlibCallback(Checkpoint):
 
 def _ends(trainer: Trainer) -> bool:
     """Whether the training ends with this step, as far as can be told before the end of its epoch."""
-    if trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step:
+    loop = trainer.fit_loop
+    stops = trainer.should_stop and getattr(loop, "_can_stop_early", True)  # not before min_epochs and min_steps
+    if stops or 0 <= trainer.max_steps <= trainer.global_step:
         return True
     epochs = trainer.max_epochs
     return bool(trainer.is_last_batch and epochs is not None and 0 <= epochs <= trainer.current_epoch + 1)

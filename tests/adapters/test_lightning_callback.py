@@ -128,6 +128,19 @@ def test_the_best_steps_stay(tmp_path: Path) -> None:
     assert {*told} == {*best, STEPS}
 
 
+def test_told_to_stop_before_it_may(tmp_path: Path) -> None:
+    """By early stopping, say: Lightning goes on until `min_epochs`, and each of these steps seemed to be the last."""
+    from lightning.pytorch.callbacks import Callback
+
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = trainer.global_step >= 2
+
+    end = here(tmp_path, epochs=4, min_epochs=2, every=100, also=[Stop()])
+    assert end["step"] == 10
+    assert steps_of(tmp_path) == [10]
+
+
 def test_goes_on_from_a_file_of_lightning(tmp_path: Path) -> None:
     """Where the root has no step; later the root's own steps come first."""
     from lightning.pytorch.callbacks import ModelCheckpoint

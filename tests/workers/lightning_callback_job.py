@@ -4,8 +4,8 @@
 
 Without a root nothing is saved. JSON: "at" and "how" for what happens at a step ("kill", "term", "raise"), "devices",
 "validate" (batches between validations), "epochs" in place of steps, "loader" ("stateful", "ours", "stream"),
-"workers", "average", "accumulate", "manual" for two optimizers, "every", "keep", "monitor" for early stopping, "from"
-for ckpt_path. Callers in the same process may give further callbacks as "also".
+"workers", "average", "accumulate", "manual" for two optimizers, "every", "keep", "monitor" for early stopping,
+"min_epochs", "from" for ckpt_path. Callers in the same process may give further callbacks as "also".
 
 Five batches are an epoch.
 """
@@ -183,6 +183,7 @@ def main(root: str, steps: int, out: Path, asked: dict[str, Any]) -> None:
         strategy="ddp" if devices > 1 else "auto",
         max_steps=-1 if "epochs" in asked else steps,
         max_epochs=asked.get("epochs", -1),
+        min_epochs=asked.get("min_epochs"),
         limit_val_batches=2 if validate else 0,
         val_check_interval=validate,
         check_val_every_n_epoch=None if validate else 1,
