@@ -103,7 +103,13 @@ class CkptlibCheckpointIO(CheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Raises UnsupportedState for objects that are no plain values; SaveFailed, maybe of an earlier save."""
+        """Raises UnsupportedState for objects that are no plain values; SaveFailed, maybe of an earlier save; TypeError
+        for `storage_options`, which are the plugin's, as Lightning's own does."""
+        if storage_options is not None:
+            raise TypeError(
+                "CkptlibCheckpointIO takes no storage_options for one checkpoint: all of a directory are in one root; "
+                "pass them as CkptlibCheckpointIO(storage_options=...)"
+            )
         self._settle()
         where = str(path)
         self._finish(where)

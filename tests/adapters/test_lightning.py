@@ -256,6 +256,12 @@ def test_objects_are_refused_by_name(io: CkptlibCheckpointIO, tmp_path: Path) ->
     assert same(io.load_checkpoint(tmp_path / "1.ckpt"), checkpoint(1))
 
 
+def test_options_of_one_checkpoint_are_refused(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"CkptlibCheckpointIO\(storage_options="):
+        io.save_checkpoint(checkpoint(0), tmp_path / "0.ckpt", storage_options={"key": "k"})
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.parametrize(
     "data",
     [
