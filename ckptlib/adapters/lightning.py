@@ -11,8 +11,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
@@ -63,6 +63,12 @@ class _Saving(NamedTuple):
     """Set once somebody has heard what became of the save."""
 
 
+class _Removal(NamedTuple):
+    behind: list[str]
+    """The paths that were being saved to as it was asked for."""
+    done: Future[None]
+
+
 class CkptlibCheckpointIO(CheckpointIO):
     """Saves each checkpoint of Lightning as a step of a root, and writes a file that names it once it is committed.
 
@@ -79,6 +85,8 @@ class CkptlibCheckpointIO(CheckpointIO):
     """By root: the last step that this process saved, whichever Trainer asked for it."""
     _saving: ClassVar[dict[str, _Saving]] = {}
     """By path. Another Trainer may load what the last one has just saved."""
+    _removing: ClassVar[dict[str, _Removal]] = {}
+    """By path."""
 
     def __init__(
         self,
@@ -95,7 +103,13 @@ class CkptlibCheckpointIO(CheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Raises UnsupportedState for objects that are no plain values; SaveFailed, maybe of an earlier save."""
+        """Raises UnsupportedState for objects that are no plain values; SaveFailed, maybe of an earlier save; TypeError
+        for `storage_options`, which are the plugin's, as Lightning's own does."""
+        if storage_options is not None:
+            raise TypeError(
+                "CkptlibCheckpointIO takes no storage_options for one checkpoint: all of a directory are in one root; "
+                "pass them as CkptlibCheckpointIO(storage_options=...)"
+            )
         self._settle()
         where = str(path)
         self._finish(where)
@@ -106,12 +120,9 @@ class CkptlibCheckpointIO(CheckpointIO):
             *(root, state, step), storage_options=self._options, process_group=self._alone(), codec=self._codec
         )
         self._steps[root] = step
-        if self._publisher is None:
-            self._publisher = JobFutures("lightning")
-            at_exit(_finish_all)
-        known = threading.Event()
-        published = self._publisher.submit(self._publish, where, root, pending.save, known)
-        self._saving[where] = _Saving(self._publisher, pending, published, known)
+        publisher, known = self._thread(), threading.Event()
+        published = publisher.submit(self._publish, where, root, pending.save, known)
+        self._saving[where] = _Saving(publisher, pending, published, known)
         if not self._asynchronous:
             self._finish(where)
 
@@ -154,10 +165,28 @@ class CkptlibCheckpointIO(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
-        """Waits for a save of it that is under way. The data goes two hours later, but for what other steps use; none
-        of it where another file beside names the same step, as a copy does."""
+        """Later, where saves to other paths are under way: one of them may be what takes its place. It stays, with a
+        warning, where one of them fails. The data goes two hours after it, but for what other steps use; none of it
+        where another file beside names the same step, as a copy does."""
         where = str(path)
-        self._finish(where)
+        behind = [*self._saving]
+        if behind in ([], [where]):
+            self._finish(where)
+            self._remove(where)
+        else:
+            published = [saving.published for saving in self._saving.values()]
+            done = self._thread().submit(self._remove_behind, where, published)
+            self._removing[where] = _Removal(behind, done)
+
+    def _remove_behind(self, where: str, published: list[Future[None]]) -> None:
+        """On the thread that has published them; those of other Trainers end at their own deadlines."""
+        wait(published)
+        if any(saved.cancelled() or saved.exception() is not None for saved in published):
+            log.warning("%s stays: a save failed that may have been to take its place", where)
+        else:
+            self._remove(where)
+
+    def _remove(self, where: str) -> None:
         fs = get_filesystem(where)
         if not fs.exists(where):
             return
@@ -172,46 +201,65 @@ class CkptlibCheckpointIO(CheckpointIO):
 
     @override
     def teardown(self) -> None:
-        """Waits for all saves. Raises SaveFailed.
+        """Waits for all saves and removals. Raises SaveFailed, the first one, when all have come to their ends.
 
         Lightning calls it as each `fit` ends, and may save again later: `trainer.save_checkpoint`, another `fit`.
         """
         publisher, self._publisher = self._publisher, None
         try:
-            for where in [*self._saving]:
-                self._finish(where)
+            errors = [self._outcome(where) for where in [*self._saving, *self._removing]]
         finally:
             for saving in self._saving.values():
                 if saving.publisher is publisher:
                     saving.known.set()
             if publisher is not None:
                 publisher.finish()
+        _raise_first(errors)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """For users who copy a module with its Trainer, or pickle it: what is under way stays here."""
         return {**self.__dict__, "_publisher": None, "_group": None}
 
+    def _thread(self) -> JobFutures:
+        if self._publisher is None:
+            self._publisher = JobFutures("lightning")
+            at_exit(_finish_all)
+        return self._publisher
+
     def _settle(self) -> None:
-        """Raises the error of a save that failed; forgets those that are done."""
+        """Raises the error of a save or removal that failed; forgets those that are done."""
         for where, saving in [*self._saving.items()]:
             if saving.published.done():
+                self._finish(where)
+        for where, removal in [*self._removing.items()]:
+            if removal.done.done():
                 self._finish(where)
 
     @classmethod
     def _finish(cls, where: str) -> None:
-        """Waits for a save to this path, if there is one."""
-        if where not in cls._saving:
-            return
-        saving = cls._saving.pop(where)
-        try:
-            saving.pending.wait_committed()
-        except CkptError:
-            saving.published.cancel()
-            raise
-        finally:
-            saving.known.set()
-        saving.published.result()
+        """Waits for a save to this path, if there is one, and for its removal."""
+        _raise_first([cls._outcome(where)])
+
+    @classmethod
+    def _outcome(cls, where: str) -> BaseException | None:
+        """As `_finish`; returns why it failed."""
+        errors: list[BaseException | None] = []
+        if where in cls._saving:
+            saving = cls._saving.pop(where)
+            try:
+                saving.pending.wait_committed()
+            except CkptError as error:
+                saving.published.cancel()
+                return error
+            finally:
+                saving.known.set()
+            errors.append(saving.published.exception())
+        if where in cls._removing:
+            removal = cls._removing.pop(where)
+            errors += [cls._outcome(other) for other in removal.behind]  # else it would wait long for one that failed
+            errors.append(removal.done.exception())
+        return next(filter(None, errors), None)
 
     def _publish(self, where: str, root: str, save: SaveId, known: threading.Event) -> None:
         """Writes the file as soon as the step is in the store. On a thread: training goes on, and asks nobody."""
@@ -248,12 +296,23 @@ class CkptlibCheckpointIO(CheckpointIO):
 
 
 def _finish_all() -> None:
-    """As programs end that save behind `fit`, which ends with `teardown`; sessions close after it."""
+    """As programs end that save behind `fit`, which ends with `teardown`; sessions close after it.
+
+    Python begins no thread by now, and a removal needs some.
+    """
+    for where, removal in CkptlibCheckpointIO._removing.items():
+        if removal.done.cancel():
+            log.warning("%s stays: the program ended before it was removed; call teardown", where)
     for where in [*CkptlibCheckpointIO._saving]:
-        try:
-            CkptlibCheckpointIO._finish(where)
-        except (CkptError, OSError) as error:
+        error = CkptlibCheckpointIO._outcome(where)
+        if error is not None:
             log.error("%s", error)
+
+
+def _raise_first(errors: Iterable[BaseException | None]) -> None:
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def _moved(node: Any, location: Any) -> Any:

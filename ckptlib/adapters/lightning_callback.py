@@ -17,6 +17,8 @@ from typing_extensions import override
 
 from ckptlib.adapters.lightning_state import LightningState
 from ckptlib.checkpointer import Checkpointer
+from ckptlib.data.loader import ResumableLoader
+from ckptlib.data.sampler import ResumableSampler
 from ckptlib.errors import Preempted
 from ckptlib.policy.keep import Keep
 from ckptlib.policy.stop_signal import TOLD_BY
@@ -100,6 +102,13 @@ class CkptlibCallback(Checkpoint):
             log.warning(
                 "Lightning reads a data loader of no known length one batch ahead, so a run that goes on within an "
                 "epoch leaves one batch out; give it a __len__, or save as epochs end"
+            )
+        for sampler in _uneven(trainer) if trainer.is_global_zero else ():
+            log.warning(
+                "%d items in batches of %d: some epochs have %d batches and some %d, and Lightning counts on %d; the "
+                "end of a shorter one passes without its validation and its scheduler's step, and a run that goes on "
+                "from there takes a batch more; make the ResumableSampler with drop_last=True",
+                *(sampler.length, sampler.global_batch, len(sampler), len(sampler) - 1, len(sampler)),
             )
 
     # Training
@@ -198,9 +207,22 @@ class CkptlibCallback(Checkpoint):
             checkpointer.__exit__(type(error), error, error.__traceback__)
 
 
+def _uneven(trainer: Trainer) -> list[ResumableSampler]:
+    """Those of the training whose epochs differ in their number of batches: the last one is filled up from the next."""
+    combined = trainer.fit_loop._combined_loader
+    loaders = [] if combined is None else combined.flattened
+    within = [each.loader if isinstance(each, ResumableLoader) else each for each in loaders]
+    samplers = [getattr(loader, "batch_sampler", None) for loader in within]
+    own = [sampler for sampler in samplers if isinstance(sampler, ResumableSampler)]
+    several = [sampler for sampler in own if sampler.global_batch < sampler.length]  # else each epoch has one
+    return [sampler for sampler in several if not sampler.drop_last and sampler.length % sampler.global_batch]
+
+
 def _ends(trainer: Trainer) -> bool:
     """Whether the training ends with this step, as far as can be told before the end of its epoch."""
-    if trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step:
+    loop = trainer.fit_loop
+    stops = trainer.should_stop and getattr(loop, "_can_stop_early", True)  # not before min_epochs and min_steps
+    if stops or 0 <= trainer.max_steps <= trainer.global_step:
         return True
     epochs = trainer.max_epochs
     return bool(trainer.is_last_batch and epochs is not None and 0 <= epochs <= trainer.current_epoch + 1)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning_job
 import pytest
 import torch
-from helpers.registry import close_sessions
+from helpers.registry import close_sessions, session_at
+from helpers.writers import stop, until
 from launch import environment, fork_one, fork_ranks
 from places import ROOT, WORKERS
 
@@ -55,6 +59,24 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     return bool(a == b)
+
+
+@contextmanager
+def slow_second_save(io: CkptlibCheckpointIO, *directories: Path) -> Iterator[list[int]]:
+    """1.ckpt is there, and 2.ckpt is not until the body is done: the writers stand still."""
+    for directory in directories:
+        io.save_checkpoint(checkpoint(1), directory / "1.ckpt")
+    io.teardown()
+    writers = [session_at(directory / "ckptlib").writer.pid for directory in directories]
+    for writer in writers:
+        stop(writer)
+    try:
+        for directory in directories:
+            io.save_checkpoint(checkpoint(2), directory / "2.ckpt")
+        yield writers
+    finally:
+        for writer in writers:
+            os.kill(writer, signal.SIGCONT)
 
 
 def test_what_goes_in_comes_out(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
@@ -107,6 +129,68 @@ def test_removed_while_it_is_saved(io: CkptlibCheckpointIO, tmp_path: Path) -> N
     io.teardown()
     assert [path.name for path in tmp_path.iterdir()] == ["ckptlib"]
     assert [*ckptlib.checkpoints(tmp_path / "ckptlib")] == []
+
+
+def test_the_old_one_is_there_until_the_new_one_is(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
+    """ModelCheckpoint saves, and at once removes what the new one replaces."""
+    with slow_second_save(io, tmp_path):
+        io.remove_checkpoint(tmp_path / "1.ckpt")
+        assert not (tmp_path / "2.ckpt").exists()
+        assert (tmp_path / "1.ckpt").exists()
+        assert [info.step for info in ckptlib.checkpoints(tmp_path / "ckptlib")] == [0]
+    io.teardown()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2.ckpt", "ckptlib"]
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "ckptlib")] == [1]
+
+
+def test_the_old_one_stays_where_the_new_one_fails(
+    io: CkptlibCheckpointIO, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with slow_second_save(io, tmp_path):
+        io.remove_checkpoint(tmp_path / "1.ckpt")
+        (tmp_path / "ckptlib").rename(tmp_path / "away")
+    with pytest.raises(ckptlib.SaveFailed):
+        io.teardown()
+    shutil.rmtree(tmp_path / "ckptlib", ignore_errors=True)
+    (tmp_path / "away").rename(tmp_path / "ckptlib")
+    assert "1.ckpt stays: a save failed" in caplog.text
+    assert not (tmp_path / "2.ckpt").exists()
+    assert same(io.load_checkpoint(tmp_path / "1.ckpt"), checkpoint(1))
+
+
+def test_a_save_that_fails_leaves_the_later_ones_alone(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    with ThreadPoolExecutor(1) as pool, slow_second_save(io, bad, good) as going:
+        (bad / "ckptlib").rename(bad / "away")
+        os.kill(going[0], signal.SIGCONT)
+        ending = pool.submit(io.teardown)
+        until(lambda: ending.done() or str(good / "2.ckpt") not in io._saving)  # it waits for the good one
+    with pytest.raises(ckptlib.SaveFailed, match="bad/ckptlib is not there"):
+        ending.result(0)
+    assert same(io.load_checkpoint(good / "2.ckpt"), checkpoint(2))
+    assert not (bad / "2.ckpt").exists()
+
+
+def test_removed_and_saved_to_again_behind_a_save(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
+    with slow_second_save(io, tmp_path):
+        io.remove_checkpoint(tmp_path / "1.ckpt")
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
+        io.load_checkpoint(tmp_path / "1.ckpt")
+    io.save_checkpoint(checkpoint(3), tmp_path / "1.ckpt")
+    io.teardown()
+    assert same(io.load_checkpoint(tmp_path / "1.ckpt"), checkpoint(3))
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "there"), [("dies", -9, ["1.ckpt", "ckptlib"]), ("ends", 0, ["1.ckpt", "2.ckpt", "ckptlib"])]
+)
+def test_a_job_that_ends_as_a_checkpoint_is_replaced(tmp_path: Path, how: str, code: int, there: list[str]) -> None:
+    log, run = tmp_path / "log", tmp_path / "run"
+    assert fork_one(WORKERS / "lightning_gap.py", run, how, log=log, timeout_s=120) == code, log.read_text()
+    assert sorted(path.name for path in run.iterdir()) == there
+    assert ("1.ckpt stays" in log.read_text()) == (how == "ends")
+    for name in there[:-1]:
+        assert CkptlibCheckpointIO().load_checkpoint(run / name)["n"] == int(name[0])
 
 
 def test_a_file_is_flushed_before_it_gets_its_name(
@@ -170,6 +254,12 @@ def test_objects_are_refused_by_name(io: CkptlibCheckpointIO, tmp_path: Path) ->
     assert not (tmp_path / "0.ckpt").exists()
     io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
     assert same(io.load_checkpoint(tmp_path / "1.ckpt"), checkpoint(1))
+
+
+def test_options_of_one_checkpoint_are_refused(io: CkptlibCheckpointIO, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"CkptlibCheckpointIO\(storage_options="):
+        io.save_checkpoint(checkpoint(0), tmp_path / "0.ckpt", storage_options={"key": "k"})
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,31 @@ def test_the_best_steps_stay(tmp_path: Path) -> None:
     assert {*told} == {*best, STEPS}
 
 
+def test_told_to_stop_before_it_may(tmp_path: Path) -> None:
+    """By early stopping, say: Lightning goes on until `min_epochs`, and each of these steps seemed to be the last."""
+    from lightning.pytorch.callbacks import Callback
+
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.should_stop = trainer.global_step >= 2
+
+    end = here(tmp_path, epochs=4, min_epochs=2, every=100, also=[Stop()])
+    assert end["step"] == 10
+    assert steps_of(tmp_path) == [10]
+
+
+@pytest.mark.parametrize(
+    ("size", "drop_last", "warns"), [(18, False, True), (18, True, False), (20, False, False), (3, False, False)]
+)
+def test_epochs_of_different_lengths(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int, drop_last: bool, warns: bool
+) -> None:
+    """Lightning asks a loader for its length once, and ends no epoch that is a batch shorter as it should."""
+    here(tmp_path, 1, loader="ours", size=size, drop_last=drop_last)
+    told = "18 items in batches of 4: some epochs have 5 batches and some 4"
+    assert (told in caplog.text) == ("drop_last=True" in caplog.text) == warns
+
+
 def test_goes_on_from_a_file_of_lightning(tmp_path: Path) -> None:
     """Where the root has no step; later the root's own steps come first."""
     from lightning.pytorch.callbacks import ModelCheckpoint

@@ -4,8 +4,9 @@
 
 Without a root nothing is saved. JSON: "at" and "how" for what happens at a step ("kill", "term", "raise"), "devices",
 "validate" (batches between validations), "epochs" in place of steps, "loader" ("stateful", "ours", "stream"),
-"workers", "average", "accumulate", "manual" for two optimizers, "every", "keep", "monitor" for early stopping, "from"
-for ckpt_path. Callers in the same process may give further callbacks as "also".
+"workers", "average", "accumulate", "manual" for two optimizers, "every", "keep", "monitor" for early stopping,
+"min_epochs", "from" for ckpt_path, "size" for the number of items, "drop_last" for the loader "ours".
+Callers in the same process may give further callbacks as "also".
 
 Five batches are an epoch.
 """
@@ -103,14 +104,15 @@ class Model(LightningModule):
 class Data(LightningDataModule):
     """Has a state of its own."""
 
-    def __init__(self, size: int, loader: str, workers: int) -> None:
+    def __init__(self, size: int, loader: str, workers: int, drop_last: bool) -> None:
         super().__init__()
+        self.drop_last = drop_last
         self.data, self.loader, self.workers, self.epochs = Noisy(torch.randn(size, 4)), loader, workers, 0
 
     def train_dataloader(self) -> Any:
         self.epochs += 1
         if self.loader == "ours":
-            sampler = ResumableSampler(self.data, 4 * self.trainer.world_size, seed=1)
+            sampler = ResumableSampler(self.data, 4 * self.trainer.world_size, seed=1, drop_last=self.drop_last)
             return resumable(DataLoader(self.data, batch_sampler=sampler, num_workers=self.workers))
         if self.loader == "stream":
             return StatefulDataLoader(Stream(self.data.tensors[0]), batch_size=4)
@@ -183,6 +185,7 @@ def main(root: str, steps: int, out: Path, asked: dict[str, Any]) -> None:
         strategy="ddp" if devices > 1 else "auto",
         max_steps=-1 if "epochs" in asked else steps,
         max_epochs=asked.get("epochs", -1),
+        min_epochs=asked.get("min_epochs"),
         limit_val_batches=2 if validate else 0,
         val_check_interval=validate,
         check_val_every_n_epoch=None if validate else 1,
@@ -195,7 +198,8 @@ def main(root: str, steps: int, out: Path, asked: dict[str, Any]) -> None:
         default_root_dir=out.parent,
     )
     model = Model(asked.get("manual", False))
-    data = Data(4 * 5 * devices, asked.get("loader", "stateful"), asked.get("workers", 0))
+    size, drop_last = asked.get("size", 4 * 5 * devices), asked.get("drop_last", False)
+    data = Data(size, asked.get("loader", "stateful"), asked.get("workers", 0), drop_last)
     trainer.fit(model, data, ckpt_path=asked.get("from"))
     if trainer.is_global_zero:
         optims = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
