@@ -36,7 +36,9 @@ class Sums:
 
     def checked(self, sent: dict[str, str], answer: dict[str, Any]) -> bool:
         """Whether the server has compared what it got; if not, it must be sent again, with another sum."""
-        if _CRC32 in sent and not self._sure:
+        if self._sure and _CRC32 in sent and _CRC32 not in answer:  # another server, or a proxy that tells less
+            self._sure, self._kinds = False, {_CRC32, _MD5}
+        elif _CRC32 in sent and not self._sure:
             self._sure = _CRC32 in answer
             self._kinds = {_CRC32} if self._sure else {_MD5}
         return _MD5 in sent or _CRC32 in answer
