@@ -41,6 +41,7 @@ from ckptlib.catalog.lacking import lacking
 from ckptlib.catalog.late_commit import LATE_S
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.rights import check_may_change
+from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.stand import Stand
 from ckptlib.catalog.stock import Stock, take_stock
 from ckptlib.catalog.uses import UNREADABLE, Needed, is_needed, needed_by, record_of
@@ -50,6 +51,7 @@ from ckptlib.errors import (
     FormatError,
     NewerFormat,
     ObjectExists,
+    ObjectNotFound,
     ObjectUnreadable,
 )
 from ckptlib.format import keys
@@ -122,21 +124,23 @@ def sweep(
     due = [] if needed is None else _due(stock, oldest)
     gone, stages = _deletable(stock, due, needed or {})
     waiting = sorted(({*stock.objects, *stock.records} - stock.committed | {*dropped}) - gone)
+    layouts = []
     if not {*waiting} - {*due}:  # of what is due no part is left, whatever its packs are needed for
-        stages.append(_unnamed_layouts(catalog, stock, oldest))
+        layouts = _unnamed_layouts(catalog, stock, oldest)
     if not dry_run:
         old_clocks = [entry.key for entry in stock.clocks if entry.modified < oldest]
         refreshes = [save.refresh_key for save in stock.refreshes if _is_done(save, stock, needed)]
         _delete(catalog, generation, [*old_clocks, *refreshes, *_idle_pins(stock, oldest)])
         for stage in stages:  # before anything is put: the store may be full
             _delete(catalog, generation, [entry.key for entry in stage])
+        layouts = _delete_layouts(catalog, generation, stock, layouts)
         _drop_stale(catalog, generation, [stock.records[save] for save in sorted(stale - under_way)])
         spared = _drop(catalog, generation, dropped, head=max(generations, default=None))
         dropped = [save for save in dropped if save not in spared]
         waiting = [save for save in waiting if save not in spared]
         _put_records(catalog.store, [TrashRecord(save, "never committed") for save in condemned])
         catalog.store.clean(oldest)
-    return Sweep(tuple(dropped), tuple(condemned), tuple(itertools.chain(*stages)), tuple(waiting))
+    return Sweep(tuple(dropped), tuple(condemned), tuple(itertools.chain(*stages, layouts)), tuple(waiting))
 
 
 def _needed(catalog: Catalog, stock: Stock, oldest: float, live: bool) -> Needed | None:
@@ -288,6 +292,32 @@ def _unnamed_layouts(catalog: Catalog, stock: Stock, oldest: float) -> list[Entr
     copies = [entry for entry in catalog.store.scan(keys.copy_key(keys.LAYOUTS)) if keys.is_layout_key(entry.key)]
     named = {*map(keys.copy_key, named)}
     return unnamed + [entry for entry in copies if entry.modified < oldest and entry.key not in named]
+
+
+def _delete_layouts(
+    catalog: Catalog, generation: GenerationId | None, stock: Stock, layouts: Sequence[Entry]
+) -> list[Entry]:
+    """Returns those that are gone.
+
+    A job may come to use one meanwhile. Whoever commits looks for its layouts behind the manifest, and steps are listed
+    again here behind the deletion: whichever comes last puts the layout again.
+    """
+    documents: dict[str, bytes] = {}
+    for entry in layouts:
+        with contextlib.suppress(ObjectNotFound):  # another sweep was faster
+            documents[entry.key] = catalog.store.get(entry.key)
+    _delete(catalog, generation, [*documents])
+    fresh = {*catalog.saves()} - stock.committed if documents else set()
+    named: set[str] = set()
+    for save in fresh:
+        try:
+            named |= {keys.layout_key(digest) for digest in catalog.stand(save).layouts}
+        except UNREADABLE:  # nobody knows
+            named |= documents.keys()
+    again = documents.keys() & (named | {*map(keys.copy_key, named)})
+    for key in again:
+        put_new(catalog.store, key, documents[key])
+    return [entry for entry in layouts if entry.key in documents and entry.key not in again]
 
 
 def drop(catalog: Catalog, save: SaveId) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -142,3 +142,43 @@ def test_a_crash_anywhere_hurts_no_listed_step_and_is_made_good(store: Store, tm
             break
         nth += 1
     assert nth > 20
+
+
+# -- a job that comes to use what nothing named
+
+
+class Overtaken(LocalStore):
+    """Another process saves right before a layout is deleted."""
+
+    def __init__(self, path: str, happens: Callable[[], object]) -> None:
+        super().__init__(path)
+        self._happens: Callable[[], object] | None = happens
+
+    @override
+    def delete(self, *names: str) -> None:
+        if self._happens is not None and any(name.startswith(keys.LAYOUTS) for name in names):
+            happens, self._happens = self._happens, None
+            happens()
+        super().delete(*names)
+
+
+def test_a_layout_that_a_step_comes_to_name_before_it_is_deleted(tmp_path: Path) -> None:
+    """As of a job that goes back to an earlier number of ranks: its step had lost the layout and did not load."""
+    store = LocalStore(str(tmp_path))
+    catalog = make_root(store)
+    generation = make_generation(catalog)
+    make_save(catalog, generation, 1, state(1), world_size=2)
+    last = make_save(catalog, generation, 2, state(2))
+    age(store, LATER_S)
+    sweep(catalog, Keep(last=1), None)
+    age(store, LATER_S)
+
+    def start_again() -> None:
+        other = Catalog(LocalStore(str(tmp_path)))
+        other.root()
+        make_save(other, make_generation(other, 2, resumed_from=last), 3, state(3), world_size=2)
+
+    swept = sweep(Catalog(Overtaken(str(tmp_path), start_again)), Keep(last=3), None)
+    assert not [entry for entry in swept.deleted if "layouts/" in entry.key]
+    assert listed_steps_are_whole(store) == [2, 3]
+    assert len([*store.scan(keys.LAYOUTS)]) == len([*store.scan(keys.copy_key(keys.LAYOUTS))]) == 2
