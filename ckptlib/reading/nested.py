@@ -76,7 +76,9 @@ def nested(opened: Step, only: str | Sequence[str] | None = None) -> dict[str, A
     given = {name for name in values if _wanted(patterns, name)}
     over = tuple(f"{name}/" for name in given if children(name) and not _is_within(opened.trees, name))
     under = _children([*given])
-    hidden = {name for name in names if name in given or under(name) or name.startswith(over)}  # others' tensors
+    hidden = {
+        name for name in names if name in given or (name and under(name)) or name.startswith(over)
+    }  # others' tensors
     wanted = [name for name in names if _wanted(patterns, name) and name not in hidden]
     leaves: Leaves = opened.get_tensors(wanted)
     leaves.update((name, values[name]) for name in values if name in given)
