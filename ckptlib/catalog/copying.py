@@ -21,7 +21,6 @@ from contextlib import suppress
 from typing_extensions import Buffer, override
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.reading import in_order
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.step_objects import StepObjects
 from ckptlib.catalog.uses import UNREADABLE
@@ -36,6 +35,11 @@ from ckptlib.stores.base import LateHead
 
 AT_ONCE = 4
 """Packs that are copied at the same time."""
+
+NBYTES_IN_PACKS = 16
+"""The most bytes that are copied at the same time, as a number of packs of the target's `pack_nbytes`; a pack that has
+more goes alone. What fsspec reaches holds each in memory: there it is 1 GiB, which four packs of an import have. Stores
+that take pieces come to AT_ONCE first."""
 
 PIECE_BYTES = 4 * 1024 * 1024
 
@@ -94,13 +98,19 @@ def copy_packs(source: Store, target: Store, step: StepObjects, advance: Callabl
     missing = [(key, nbytes) for key, nbytes in wanted if key not in there]
     advance(step.nbytes - sum(nbytes for _, nbytes in missing))
     with ThreadPoolExecutor(AT_ONCE, "ckptlib-copy") as executor, ThreadPoolExecutor(AT_ONCE, "ckptlib-read") as reads:
-
-        def put(pack: tuple[str, int]) -> None:
-            _put_pack(source, target, *pack, reads, advance)
-
-        for _ in in_order(executor, put, missing, AT_ONCE):
-            pass
+        waiting: deque[tuple[int, Future[None]]] = deque()
+        for key, nbytes in missing:
+            while waiting and not _has_room(target, [*(size for size, _ in waiting), nbytes]):
+                waiting.popleft()[1].result()
+            waiting.append((nbytes, executor.submit(_put_pack, source, target, key, nbytes, reads, advance)))
+        for _, copied in waiting:
+            copied.result()
     return sum(nbytes for _, nbytes in missing)
+
+
+def _has_room(target: Store, sizes: list[int]) -> bool:
+    """Whether packs of these sizes may be put at the same time."""
+    return len(sizes) <= AT_ONCE and sum(sizes) <= NBYTES_IN_PACKS * target.pack_nbytes
 
 
 def _put_pack(

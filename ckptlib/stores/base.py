@@ -6,6 +6,7 @@ A store knows keys and bytes; it does not know what they mean. Every implementat
 
 from __future__ import annotations
 
+import io
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -126,15 +127,15 @@ class InPlace:
         return iter(self.pieces)
 
 
-def joined(key: str, head: Buffer | LateHead, pieces: Iterable[Buffer]) -> bytearray:
-    """A whole object in memory: for stores that put nothing else."""
-    if not isinstance(head, LateHead):
-        return bytearray().join([as_bytes(head), *map(as_bytes, pieces)])
-    data = bytearray(head.nbytes)
+def joined(key: str, head: Buffer | LateHead, pieces: Iterable[Buffer]) -> bytes:
+    """A whole object in memory, once: for stores that put nothing else."""
+    late, data = LateHead.of(head), io.BytesIO()
+    data.seek(late.nbytes)
     for piece in pieces:
-        data += as_bytes(piece)
-    data[: head.nbytes] = head.made(key)
-    return data
+        data.write(as_bytes(piece))
+    data.seek(0)
+    data.write(late.made(key))
+    return data.getvalue()  # its own bytes: BytesIO copies them only where it is written to again
 
 
 class Store(ABC):

@@ -114,7 +114,7 @@ class FsspecStore(Store):
         create: bool = False,
         deadline: float | None = None,
     ) -> None:
-        path, body = self._path(key), bytes(joined(key, head, pieces))  # some backends take nothing but bytes
+        path, body = self._path(key), joined(key, head, pieces)  # some backends take nothing but bytes
         pipe = partial(self._call, "pipe_file", path, body, nbytes=len(body), deadline=deadline)
         with self._failures("put", key, len(body)):
             try:

@@ -52,7 +52,7 @@ class MemoryStore(Store):
         deadline: float | None = None,
     ) -> None:
         check_key(key)
-        stored = bytes(joined(key, head, pieces))
+        stored = joined(key, head, pieces)
         with self._lock:
             if key in self._objects:
                 raise ObjectExists(f"{self.url}/{key}: exists already, and objects are never overwritten")

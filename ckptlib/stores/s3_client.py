@@ -147,7 +147,8 @@ class S3Client:
             self._s3 = client
         method = getattr(client, operation)
         answer: dict[str, Any] = await method(
-            **self._fs._get_s3_method_kwargs(method, Bucket=self.bucket, **parameters)
+            # those of every request, such as who pays for it, are added by newer versions of s3fs alone
+            **self._fs._get_s3_method_kwargs(method, self._fs.req_kw, Bucket=self.bucket, **parameters)
         )
         return answer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import tracemalloc
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from helpers.servers import ObjectStorage
 from store_conformance import StoreConformance, keys
 
 from ckptlib.errors import ObjectNotFound, ObjectUnreadable, StoreDenied, StoreError, StoreFull, StoreTimeout
-from ckptlib.stores import Store
+from ckptlib.stores import LateHead, Store
 from ckptlib.stores import fsspec as fsspec_store
 from ckptlib.stores.fsspec import FsspecStore
 
@@ -50,6 +51,28 @@ def test_s3_multipart(s3: ObjectStorage) -> None:
     store.put("large", body)
     assert store.scan("")[0].nbytes == len(body)
     assert store.get("large") == body
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_put_is_held_once(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """As in a copy of a pack of a local root, which is not cut."""
+    head, num_pieces, piece_nbytes = b"head", 64, 1 << 20
+    peaks: list[int] = []
+
+    def pipe_file(path: str, body: object) -> None:
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        assert type(body) is bytes
+        assert body == head + b"".join(bytes([n]) * piece_nbytes for n in range(num_pieces))
+
+    with FsspecStore(f"memory://{uuid.uuid4().hex}", {}) as store:
+        monkeypatch.setattr(client_of(store), "pipe_file", pipe_file)
+        pieces = (bytes([n]) * piece_nbytes for n in range(num_pieces))
+        tracemalloc.start()
+        try:
+            store.put("a", LateHead(len(head), lambda: head) if late else head, pieces)
+        finally:
+            tracemalloc.stop()
+    assert peaks[0] < 1.25 * num_pieces * piece_nbytes
 
 
 def test_s3_listing_of_many_pages(s3: ObjectStorage) -> None:

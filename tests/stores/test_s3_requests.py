@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+import s3fs
 from helpers.certificates import self_signed
 from helpers.servers import ObjectStorage
 
@@ -172,6 +174,25 @@ def test_a_server_that_knows_no_conditions(recorder: Recorder, store: Store) -> 
     assert "If-None-Match" in recorder.heads[0]
     assert "If-None-Match" not in recorder.heads[-1]
     assert recorder.bodies[-1] == b"1"
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_who_pays_is_told_whatever_the_version_of_s3fs(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, older: bool
+) -> None:
+    def merged(fs: Any, method: Any, *given: dict[str, object], **parameters: object) -> dict[str, object]:
+        """As s3fs 2024.2 does it, which is allowed."""
+        for some in reversed(given):
+            parameters = {**some, **parameters}
+        found: dict[str, object] = fs._filter_kwargs(method, {**fs.s3_additional_kwargs, **parameters})
+        return found
+
+    if older:
+        monkeypatch.setattr(s3fs.S3FileSystem, "_get_s3_method_kwargs", merged)
+    options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": recorder.url, "requester_pays": True}
+    with open_store("s3://bucket/run", options) as store:
+        store.put("a", b"1")
+    assert [head["x-amz-request-payer"] for head in recorder.heads] == ["requester"]
 
 
 @pytest.mark.parametrize("nbytes", [1 << 20, 40 << 20])
