@@ -7,6 +7,10 @@ then for the caller to check, by a catalog of `CopiedPacks`; documents follow, a
     a crash ...                 leaves                      then a copy that is begun again
     between packs               packs that no part names    puts those that are missing
     between documents           no step, or the whole one   puts what is missing
+
+A sweep of the new root takes what a crash has left for what it is, and deletes it a grace period later. A copy that
+finds a trash record of it does not begin; and since a sweep may begin later, it looks again behind its manifest, as
+`late_commit` has it: for records, then for parts and packs.
 """
 
 from __future__ import annotations
@@ -21,10 +25,11 @@ from contextlib import suppress
 from typing_extensions import Buffer, override
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.late_commit import take_back
 from ckptlib.catalog.shared_documents import put_new
-from ckptlib.catalog.step_objects import StepObjects
+from ckptlib.catalog.step_objects import StepObjects, check_there
 from ckptlib.catalog.uses import UNREADABLE
-from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, ObjectExists
+from ckptlib.errors import CheckpointNotFound, CkptError, CorruptData, ObjectExists, ObjectNotFound, SaveFailed
 from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Generation, Root
@@ -62,10 +67,10 @@ def lineage_of(catalog: Catalog, save: SaveId) -> tuple[list[Generation], CkptEr
     return found, None
 
 
-def open_copy(source: Catalog, target: Catalog, lineage: list[Generation]) -> None:
+def open_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: list[Generation]) -> None:
     """Makes the new root, or finds that of a copy of the same step that did not come to its end.
 
-    Raises CkptError for a root that is in use.
+    Raises CkptError for a root that is in use, or whose sweeps are deleting what that copy left.
     """
     where, origin = target.store.url, source.root()
     with suppress(CheckpointNotFound):
@@ -75,6 +80,12 @@ def open_copy(source: Catalog, target: Catalog, lineage: list[Generation]) -> No
             raise CkptError(
                 f"{where} is a root that is in use: it has {'steps' if target.saves() else 'generations of its own'}. "
                 "Name a new one; nothing was changed"
+            )
+        if (condemned := _condemned(target, step)) is not None:
+            raise CkptError(
+                f"{where} has a trash record, {condemned.trash_key}: a sweep, such as ckptlib gc, has found what is "
+                "left of an earlier copy, and deletes it after the grace period. Name a new root, or delete this one; "
+                "nothing was changed"
             )
         return
     if target.store.scan(""):
@@ -144,16 +155,53 @@ def _piece(source: Store, key: str, offset: int, nbytes: int) -> memoryview:
 
 
 def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: list[Generation]) -> None:
-    """Puts the documents of a step whose packs are there and are good; the step exists then."""
+    """Puts the documents of a step whose packs are there and are good; the step exists then.
+
+    Raises SaveFailed where a sweep has deleted some of it meanwhile, or may: the step is taken back.
+    """
     manifest = step.manifest
     for digest in manifest.layouts:
-        target.shared.put_layout(digest, source.layout(digest).encoded)
+        layout = source.layout(digest)
+        target.shared.put_layout(digest, layout.encoded)
+        target.shared.keep_layout(digest, layout)
     target.shared.put_copies(manifest.layouts)
     for record in reversed(lineage):
         target.shared.put_generation(record.id, source.shared.document(record.id.key))
     for name in manifest.parts:
         put_new(target.store, name.key, checked(name, source.store.get(name.key)))
-    put_new(target.store, manifest.save.manifest_key, step.document)
+    is_own = True
+    try:
+        target.store.put(manifest.save.manifest_key, step.document)
+    except ObjectExists:  # of another copy of the same step, which may have said that it is there to stay
+        is_own = False
+    try:
+        _check_stays(target, step)
+    except (CorruptData, ObjectNotFound, SaveFailed) as error:
+        if is_own:
+            take_back(target, manifest.save)
+        raise SaveFailed(
+            f"{error}. A sweep of the new root, such as ckptlib gc, took what an earlier copy had left for the remains "
+            f"of a crash. The step is {'taken back' if is_own else 'what another copy put'}: delete "
+            f"{target.store.url}, or name a new root, and copy again"
+        ) from error
+    target.shared.put_again(manifest.layouts)
+
+
+def _check_stays(target: Catalog, step: StepObjects) -> None:
+    """In this order, since a record goes last: without it, what a sweep deletes is gone."""
+    save = step.manifest.save
+    if (condemned := _condemned(target, step)) is not None:
+        raise SaveFailed(f"step {save.step}: there is a trash record, {condemned.trash_key}")
+    there = {name for names in target.parts(save).values() for name in names}
+    if not there.issuperset(step.manifest.parts):
+        raise SaveFailed(f"step {save.step}: parts of it are gone")
+    check_there(target, step.packs)
+
+
+def _condemned(target: Catalog, step: StepObjects) -> SaveId | None:
+    """A save that has a trash record, and whose objects the step needs."""
+    saves = {keys.parse_trash_key(entry.key) for entry in target.store.scan(keys.TRASH)}
+    return next((save for save in (step.manifest.save, *step.owners) if save in saves), None)
 
 
 class CopiedPacks(Store):

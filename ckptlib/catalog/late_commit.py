@@ -19,6 +19,7 @@ from ckptlib.catalog.elapsed import Elapsed
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.uses import times_of
 from ckptlib.errors import SaveFailed
+from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Manifest, TrashRecord
 
 LATE_S = 5.0
@@ -29,8 +30,6 @@ def stay_or_take_back(catalog: Catalog, manifest: Manifest, elapsed: Elapsed, li
     """Of a step whose manifest has just been put. `elapsed`: since the proof began. `live`: it was saved just now, not
     by a job that is gone, of whose saves a sweep may have put trash records in this moment, a grace period before it
     deletes any. Raises SaveFailed when the step has lost something, or may: it is taken back then.
-
-    Its trash record says nothing of what it uses: nobody may rely on that.
     """
     save, late = manifest.save, _is_late(catalog, elapsed)
     try:
@@ -39,8 +38,7 @@ def stay_or_take_back(catalog: Catalog, manifest: Manifest, elapsed: Elapsed, li
         if late:
             _check_all(catalog, manifest)
     except SaveFailed as error:
-        put_new(catalog.store, save.trash_key, TrashRecord(save, "committed too late").encode())
-        catalog.store.delete(save.manifest_key)
+        take_back(catalog, save)
         why = (
             "Its manifest came so long after its parts were proved: was the machine suspended, or the store out of "
             "reach?"
@@ -49,6 +47,12 @@ def stay_or_take_back(catalog: Catalog, manifest: Manifest, elapsed: Elapsed, li
             "store, and of the machines that put files there, which differ by more than the grace period."
         )
         raise SaveFailed(f"{error}. {why} The step is taken back") from error
+
+
+def take_back(catalog: Catalog, save: SaveId) -> None:
+    """Its trash record says nothing of what it uses: nobody may rely on that."""
+    put_new(catalog.store, save.trash_key, TrashRecord(save, "committed too late").encode())
+    catalog.store.delete(save.manifest_key)
 
 
 def _is_late(catalog: Catalog, elapsed: Elapsed) -> bool:

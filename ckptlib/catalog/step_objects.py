@@ -5,7 +5,7 @@ No pack is read; it is there, and of the size that the parts tell. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ckptlib.catalog.catalog import Catalog
@@ -32,6 +32,11 @@ class StepObjects:
         """Of all packs."""
         return sum(self.packs.values())
 
+    @property
+    def owners(self) -> list[SaveId]:
+        """The saves that put these packs."""
+        return _owners(self.packs)
+
 
 def step_objects(catalog: Catalog, save: SaveId) -> StepObjects:
     """Raises CheckpointNotFound, ObjectNotFound, CorruptData, FormatError, or what the store raises."""
@@ -40,7 +45,7 @@ def step_objects(catalog: Catalog, save: SaveId) -> StepObjects:
     packs: dict[str, int] = {}
     for part in each(catalog.part, manifest.parts):
         _add_packs(packs, part)
-    _check_there(catalog, packs)
+    check_there(catalog, packs)
     return StepObjects(manifest, document, packs)
 
 
@@ -52,9 +57,14 @@ def _add_packs(packs: dict[str, int], part: Part) -> None:
             )
 
 
-def _check_there(catalog: Catalog, packs: Mapping[str, int]) -> None:
-    owners = sorted({owner.packs_prefix for key in packs if (owner := keys.pack_save(key)) is not None})
-    sizes = {entry.key: entry.nbytes for listed in each(catalog.store.scan, owners) for entry in listed}
+def _owners(packs: Iterable[str]) -> list[SaveId]:
+    return sorted({owner for key in packs if (owner := keys.pack_save(key)) is not None})
+
+
+def check_there(catalog: Catalog, packs: Mapping[str, int]) -> None:
+    """By listings. Raises ObjectNotFound for a pack that is gone, and CorruptData for one of another size."""
+    prefixes = [owner.packs_prefix for owner in _owners(packs)]
+    sizes = {entry.key: entry.nbytes for listed in each(catalog.store.scan, prefixes) for entry in listed}
     for key, nbytes in packs.items():
         if key not in sizes:
             raise ObjectNotFound(f"{catalog.store.url}/{key}: no such object; the step needs it")

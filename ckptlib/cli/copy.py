@@ -56,7 +56,7 @@ def _copy(store: Store, new_store: Store, output: Output, step: str) -> bool:
     save = source.resolve(step)
     objects = step_objects(source, save)
     lineage, broken = lineage_of(source, save)
-    open_copy(source, target, lineage)
+    open_copy(source, target, objects, lineage)
     with progress(output, f"copying step {save.step}") as advance:
         advance.expect(objects.nbytes)
         nbytes = copy_packs(store, new_store, objects, advance)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -26,6 +27,8 @@ import ckptlib
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.cli import app as cli
 from ckptlib.errors import CheckpointNotFound
+from ckptlib.format import keys
+from ckptlib.format.manifest import TrashRecord
 from ckptlib.stores import open_store
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import flip_bit, truncate
@@ -303,3 +306,103 @@ def test_a_person_sees_a_bar_and_a_program_one_document(source: Path, tmp_path: 
     code, text = run("copy", source, 4, tmp_path / "other", "--json")
     told = json.loads(text)
     assert (code, told["step"], told["packs"], told["nbytes"]) == (0, 4, 2, told["nbytes_copied"])
+
+
+# -- sweeps of the new root
+
+
+def interrupted(source: Path, tmp_path: Path) -> Path:
+    """A copy of step 4 that was killed before its part, days ago."""
+    new = tmp_path / "new"
+    copy(source, 4, new)
+    shutil.rmtree(new / "steps")
+    shutil.rmtree(new / "parts")
+    age(LocalStore(str(new)), 2 * DAY_S)
+    return new
+
+
+def run_overtaken(
+    monkeypatch: pytest.MonkeyPatch, source: Path, new: Path, happens: Callable[[], object]
+) -> tuple[int, str]:
+    """Copies step 4; something happens right before its manifest is put."""
+    put = LocalStore.put
+
+    def overtaken(self: LocalStore, key: str, *data: Any, **more: Any) -> None:
+        if key.startswith(keys.STEPS):
+            happens()
+        put(self, key, *data, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStore, "put", overtaken)
+        return run("copy", source, 4, new)
+
+
+def sweep_and_age(new: Path, times: int) -> None:
+    for _ in range(times):
+        assert run("gc", new, "--keep-last", 1)[0] == 0
+        age(LocalStore(str(new)), 2 * DAY_S)
+
+
+@pytest.mark.parametrize("sweeps", [1, 2, 3])
+def test_a_sweep_that_overtakes_a_copy_leaves_no_step(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweeps: int
+) -> None:
+    """One has found the packs of step 1, two have deleted these and found those of step 4, three have deleted all and
+    their records."""
+    new = interrupted(source, tmp_path)
+    code, said = run_overtaken(monkeypatch, source, new, lambda: sweep_and_age(new, sweeps))
+    assert (code, listed(new)) == (1, []), said
+    assert "took what an earlier copy had left for the remains of a crash. The step is taken back: delete" in said
+
+    before = sorted(new.rglob("*"))
+    code, said = run("copy", source, 4, new)
+    assert (code, sorted(new.rglob("*"))) == (1, before), said
+    assert "has a trash record, trash/000000000004-" in said
+    age(LocalStore(str(new)), 2 * DAY_S)
+    sweep_and_age(new, 3)
+    copy(source, 4, new)
+    assert listed(new) == [4]
+    assert is_good(new)
+
+
+@pytest.mark.parametrize("lost", ["packs", "parts"])
+def test_what_has_lost_something_without_a_trace_is_no_step(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """As on a machine that was suspended for days, of which sweeps have spared the one and not the other."""
+    new = tmp_path / "new"
+    code, said = run_overtaken(monkeypatch, source, new, lambda: shutil.rmtree(next((new / lost).iterdir())))
+    assert (code, listed(new)) == (1, []), said
+    assert "The step is taken back" in said
+
+
+def test_a_layout_that_a_sweep_deletes_meanwhile_is_put_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = tmp_path / "new"
+
+    def happens() -> None:
+        shutil.rmtree(new / "layouts")
+        shutil.rmtree(new / "copies" / "layouts")
+
+    code, said = run_overtaken(monkeypatch, source, new, happens)
+    assert (code, listed(new)) == (0, [4]), said
+    assert is_good(new)
+    assert [path.name for path in new.glob("layouts/*")] == [path.name for path in new.glob("copies/layouts/*")] != []
+
+
+def test_what_another_copy_has_put_is_not_taken_back(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one has looked before there was a trash record, and has said that the step is there."""
+    new = tmp_path / "new"
+
+    def happens() -> None:
+        (new / "steps").mkdir()
+        shutil.copy(next((source / "steps").glob("000000000004-*.json")), new / "steps")
+        (save,) = Catalog(LocalStore(str(new))).saves()
+        LocalStore(str(new)).put(save.trash_key, TrashRecord(save, "never committed").encode())
+
+    code, said = run_overtaken(monkeypatch, source, new, happens)
+    assert (code, listed(new)) == (1, [4]), said
+    assert "The step is what another copy put" in said
