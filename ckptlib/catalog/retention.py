@@ -297,14 +297,14 @@ def _unnamed_layouts(catalog: Catalog, stock: Stock, oldest: float) -> list[Entr
 def _delete_layouts(
     catalog: Catalog, generation: GenerationId | None, stock: Stock, layouts: Sequence[Entry]
 ) -> list[Entry]:
-    """Returns those that are gone.
+    """Returns those that are gone. One that cannot be read stays.
 
     A job may come to use one meanwhile. Whoever commits looks for its layouts behind the manifest, and steps are listed
     again here behind the deletion: whichever comes last puts the layout again.
     """
     documents: dict[str, bytes] = {}
     for entry in layouts:
-        with contextlib.suppress(ObjectNotFound):  # another sweep was faster
+        with contextlib.suppress(ObjectNotFound, ObjectUnreadable):  # gone already; or nobody could put it back
             documents[entry.key] = catalog.store.get(entry.key)
     _delete(catalog, generation, [*documents])
     fresh = {*catalog.saves()} - stock.committed if documents else set()

@@ -25,7 +25,7 @@ from typing_extensions import Buffer, override
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import finish_saves
 from ckptlib.catalog.retention import sweep
-from ckptlib.errors import StoreFull
+from ckptlib.errors import ObjectUnreadable, StoreFull
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import TrashRecord
@@ -162,9 +162,22 @@ class Overtaken(LocalStore):
         super().delete(*names)
 
 
-def test_a_layout_that_a_step_comes_to_name_before_it_is_deleted(tmp_path: Path) -> None:
-    """As of a job that goes back to an earlier number of ranks: its step had lost the layout and did not load."""
-    store = LocalStore(str(tmp_path))
+class Unreadable(LocalStore):
+    """A sector of a layout is bad."""
+
+    def __init__(self, path: str, key: str) -> None:
+        super().__init__(path)
+        self._key = key
+
+    @override
+    def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        if key == self._key:
+            raise ObjectUnreadable(f"{key}: Input/output error")
+        return super().get(key, offset, nbytes)
+
+
+def make_unnamed_layout(store: Store) -> SaveId:
+    """Of step 1, which is gone; returns step 2."""
     catalog = make_root(store)
     generation = make_generation(catalog)
     make_save(catalog, generation, 1, state(1), world_size=2)
@@ -172,6 +185,24 @@ def test_a_layout_that_a_step_comes_to_name_before_it_is_deleted(tmp_path: Path)
     age(store, LATER_S)
     sweep(catalog, Keep(last=1), None)
     age(store, LATER_S)
+    return last
+
+
+def test_a_layout_that_cannot_be_read_stays_and_hinders_no_sweep(tmp_path: Path) -> None:
+    store = LocalStore(str(tmp_path))
+    last = make_unnamed_layout(store)
+    named = {keys.layout_key(digest) for digest in Catalog(store).manifest(last).layouts}
+    (bad,) = {entry.key for entry in store.scan(keys.LAYOUTS)} - named
+    swept = sweep(Catalog(Unreadable(str(tmp_path), bad)), Keep(last=1), None)
+    assert keys.copy_key(bad) in {entry.key for entry in swept.deleted}
+    assert {entry.key for entry in store.scan(keys.LAYOUTS)} == {bad, *named}
+    assert listed_steps_are_whole(store) == [2]
+
+
+def test_a_layout_that_a_step_comes_to_name_before_it_is_deleted(tmp_path: Path) -> None:
+    """As of a job that goes back to an earlier number of ranks: its step had lost the layout and did not load."""
+    store = LocalStore(str(tmp_path))
+    last = make_unnamed_layout(store)
 
     def start_again() -> None:
         other = Catalog(LocalStore(str(tmp_path)))
