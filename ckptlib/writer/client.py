@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import subprocess
 import threading
@@ -17,7 +18,7 @@ from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.writer import logfile
 from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.known_origin import KnownOrigin, Lent, lend
-from ckptlib.writer.launch import launch
+from ckptlib.writer.launch import launch, no_start
 from ckptlib.writer.silence import Silence
 from ckptlib.writer.told_warnings import log_told
 
@@ -32,6 +33,12 @@ MAX_DEATHS = 3
 STALL_S = 10.0
 """A writer that takes no order for so long is not running: its main thread does nothing else, and some 300 are on the
 way by then. The training stands still meanwhile."""
+
+RESTART_S = 3.0
+"""How long after no writer could be started another try is made, where nobody orders anything."""
+
+UNTOLD_S = 4 * RESTART_S
+"""How long `close` tries to start a writer that has nothing to do but tell other ranks of failures."""
 
 SAVES = ("persist", "commit", "void")
 """Orders that a writer answers within the deadline of a save."""
@@ -74,13 +81,15 @@ class Writer:
         self._stuck = False
         """Whether the writer hangs, and must be killed."""
         self._unstarted = False
-        """Whether no writer could be started; the next order tries again."""
+        """Whether no writer could be started."""
+        self._start_at = 0.0
+        """When that is tried again, by `time.monotonic`; the next order does it at once."""
         self._lock, self._waking = threading.Lock(), threading.Lock()
         try:
             self.log_path = logfile.new_path(int(setup["rank"]))
             self._start(wait_s)
         except OSError as error:
-            raise SaveFailed(_no_start(error)) from error
+            raise SaveFailed(no_start(error)) from error
 
     def _start(self, wait_s: float = 0.0) -> None:
         """Raises OSError; the channel is closed then."""
@@ -205,7 +214,7 @@ class Writer:
 
     def _order(self, message: Message) -> None:
         with self._lock:
-            self._unstarted = False
+            self._start_at = 0.0
             self._open[_OrderKey(message["save"], message["op"] == "await")] = message
             self._channel.send(message)
 
@@ -213,9 +222,9 @@ class Writer:
         """The writer's events since the last call; waits up to `timeout_s` for the first.
 
         A writer that died is started again as soon as there is something to do, with all orders that it did not carry
-        out, or snapshots to be kept for a successor. When it keeps dying, each of the orders is answered by a failure
-        instead. One that gave up a save, since the store did not answer, is replaced: the next one publishes that. So
-        is one that does not run.
+        out, or snapshots to be kept for a successor; where that fails, it is tried again. When it keeps dying, each of
+        the orders is answered by a failure instead. One that gave up a save, since the store did not answer, is
+        replaced: the next one publishes that. So is one that does not run.
         """
         told, events = self._channel.receive(timeout_s), list[Message]()
         with self._lock:
@@ -226,8 +235,10 @@ class Writer:
                     events.append(event)
             keeps = self._held is not None and self._deaths + 1 < MAX_DEATHS
             stuck = self._stuck or self._channel.stalled
-            if stuck or (self._channel.closed and (self._open or keeps) and not self._unstarted):
+            if (stuck or (self._channel.closed and (self._open or keeps))) and time.monotonic() >= self._start_at:
                 events += self._revive()
+        if self._channel.closed and not events:  # it would have waited for whoever is not there
+            time.sleep(timeout_s)
         return events
 
     def _give_up(self, heard: bool) -> list[Message]:
@@ -282,7 +293,9 @@ class Writer:
 
     def _revive(self) -> list[Message]:
         self.wake()
-        if self._stuck or self._channel.stalled:
+        if self._unstarted:
+            pass  # there is none that could have died
+        elif self._stuck or self._channel.stalled:
             log.warning("the writer process (pid %d) hangs, or was stopped; starting another one", self.pid)
             self._reap(kill=True)
         else:
@@ -294,7 +307,8 @@ class Writer:
         try:
             self._start()
         except OSError as refusal:
-            return self._wait_for_another(_no_start(refusal))
+            return self._wait_for_another(no_start(refusal))
+        self._unstarted, self._start_at = False, 0.0
         given_up: list[Message] = []
         error = f"the writer process died {self._deaths} times in a row; see {self.log_path}"
         if self._deaths >= MAX_DEATHS:
@@ -320,7 +334,9 @@ class Writer:
         """No writer could be started. What is persisted already waits for the next one, which tells the other ranks of
         what is not."""
         self._channel.close()
-        self._unstarted, self._deaths = True, 0
+        if not self._unstarted:
+            log.warning("%s; tried again every %.0f s", error, RESTART_S)
+        self._unstarted, self._start_at, self._deaths = True, time.monotonic() + RESTART_S, 0
         failed = {key: order for key, order in self._open.items() if order["op"] == "persist"}
         self._open |= {key: {**order, "op": "void", "error": error} for key, order in failed.items()}
         return [_failure(order["save"], error) for order in failed.values()]
@@ -346,6 +362,12 @@ class Writer:
         self._channel.close()
         self._let_go()
 
+    @property
+    def _patience_s(self) -> float:
+        """How long `close` waits: for a writer that cannot be started only where somebody has yet to commit a save."""
+        owed = any(order["op"] in ("commit", "drain") for order in self._open.values())
+        return math.inf if owed or not self._unstarted else UNTOLD_S
+
     def _take_back(self) -> None:
         if self._lent is not None:
             self._lent.close()
@@ -367,10 +389,10 @@ class Writer:
         self.wake()
         for order in [order for order in self._open.values() if order["op"] == "expect"]:
             self.void(parse_save(order["save"]), "its rank was interrupted as its snapshot began", order["drains"])
-        deadline = time.monotonic() + timeout_s
-        events: list[Message] = []
+        began = time.monotonic()
+        deadline, events = began + timeout_s, list[Message]()
         # By another one, should it give up one of them.
-        while self._open and not self._unstarted and time.monotonic() < deadline:
+        while self._open and time.monotonic() < min(deadline, began + self._patience_s):
             events += self.poll(0.05)
         self._channel.send({"op": "close"})
         while not self._channel.closed:
@@ -389,13 +411,6 @@ class Writer:
             self._unread.unlink()  # where the writer could not
         error = f"the writer process died (exit {code}) while it was waited for; see {self.log_path}"
         return events + [_failure(order["save"], error) for order in self._open.values()]
-
-
-def _no_start(error: OSError) -> str:
-    return (
-        f"no writer process can be started: {error}; expected room for one process, a few open files, and a file in "
-        "the temporary directory"
-    )
 
 
 def _failure(save: str, error: str) -> Message:

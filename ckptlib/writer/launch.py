@@ -44,3 +44,11 @@ def launch(
                 "OPENBLAS_NUM_THREADS": "1",  # numpy would start threads, 0.1 s of CPU, that nothing here uses
             },
         )
+
+
+def no_start(error: OSError) -> str:
+    """What to say where it raised that."""
+    return (
+        f"no writer process can be started: {error}; expected room for one process, a few open files, and a file in "
+        "the temporary directory"
+    )

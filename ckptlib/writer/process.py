@@ -100,8 +100,16 @@ class WriterProcess:
         self._commits.finish()
         if self._account is not None:
             self._account.finish()
-        if not closed:
+        if self._is_left:
+            self._slots.abandon()
             self._slots.await_successor(None if self._held is None else self._rescue)
+
+    @property
+    def _is_left(self) -> bool:
+        """Whether the trainer, which unlinks the slots when it has closed, went before that."""
+        if self._trainer.closed:  # so nobody else receives
+            self._channel.receive(timeout_s=0)
+        return self._trainer.gone or (self._trainer.closed and (self._channel.closed or self._trainer.dead))
 
     def _listen(self) -> bool:
         """Takes orders until there will be no more; returns whether the trainer said so itself."""
@@ -320,7 +328,7 @@ class WriterProcess:
         """A call that hangs cannot be cancelled, so the process ends; the trainer starts another for what is left."""
         error = stuck(work, request)
         log.error("%s", error, extra=ALREADY_TOLD)
-        if self._trainer.gone:
+        if self._is_left:
             self._slots.await_successor(None)
         elif work.what == "drain":
             pass  # it is on the local disk, and the next writer tries again

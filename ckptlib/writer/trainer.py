@@ -44,6 +44,11 @@ class Trainer:
         """It said that there will be no more orders."""
         self._closed_at = time.monotonic()
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed_at is not None
+
     def stops_draining(self) -> float:
         """By the monotonic clock. While the trainer lives, never."""
         if self._gone_since is not None:

@@ -14,13 +14,13 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from helpers.inside import num_failures, refuse_slots
+from helpers.inside import forget_last_save, num_failures, refuse_slots
 from helpers.one_job import WAIT_S, Job, catalog, faulty, slots, step_once, steps, wait_settled
 from launch import environment
 from places import TESTS
 
 import ckptlib
-from ckptlib.errors import NoRoom, SaveFailed, Superseded
+from ckptlib.errors import NoRoom, SaveFailed, Superseded, WaitTimeout
 
 
 def test_failures_in_a_row_are_raised_and_earlier_steps_stay(job: Job) -> None:
@@ -129,6 +129,44 @@ def test_ctrl_c_as_it_waits_for_the_last_save_leaves_it_to_the_writer(job: Job) 
     while steps(job.root) != [3] and time.monotonic() < deadline:
         time.sleep(0.05)
     assert steps(job.root) == [3]
+
+
+_AT_EXIT = """
+import sys, torch, ckptlib
+from ckptlib.writer.client import Writer
+close = Writer.close
+def closing(*given):
+    print("closing", flush=True)
+    return close(*given)
+Writer.close = closing
+ckptlib.save_async(sys.argv[1], {"w": torch.zeros(300_000)}, 3).wait_staged(60)
+"""
+
+
+def test_ctrl_c_at_the_exit_of_a_program_leaves_its_save_to_the_writer(job: Job) -> None:
+    """No Checkpointer waits there, only the session. It took the slot from the writer."""
+    url = faulty(job, [{"op": "commit", "key": "^packs/", "action": "hold"}])
+    process = subprocess.Popen([sys.executable, "-c", _AT_EXIT, url], stdout=subprocess.PIPE, env=environment())
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"closing\n"
+    process.send_signal(signal.SIGINT)
+    process.wait(WAIT_S)
+    assert steps(job.root) == []
+    faulty(job, [])
+    wait_until(lambda: steps(job.root) == [3])
+
+
+def test_slots_are_left_to_a_writer_that_does_not_finish_in_time(job: Job) -> None:
+    url = faulty(job, [{"op": "commit", "key": "^packs/", "action": "hold"}])
+    ckpt = ckptlib.Checkpointer(url, job.state, every=1000, arena=job.root.parent)
+    ckpt.save(3).wait_staged(WAIT_S)
+    forget_last_save(ckpt)  # as where a later one is committed already
+    with pytest.raises(WaitTimeout, match="goes on alone"):
+        ckpt.close(timedelta(seconds=0.5))
+    assert slots(job.root.parent) != []
+    faulty(job, [])
+    wait_until(lambda: steps(job.root) == [3])
+    wait_until(lambda: slots(job.root.parent) == [])
 
 
 def test_one_failure_is_a_warning(job: Job) -> None:

@@ -15,6 +15,7 @@ from agreement_replicas import (
     weights_by_rank,
 )
 from agreement_saves import (
+    a_last_save_that_one_rank_cannot_take,
     a_part_of_the_world,
     a_slot_that_one_rank_cannot_write,
     a_state_that_one_rank_cannot_save,
@@ -49,6 +50,7 @@ CASES = [
     steps_that_differ,
     a_store_that_fails_one_rank,
     no_room_on_one_rank,
+    a_last_save_that_one_rank_cannot_take,
     a_slot_that_one_rank_cannot_write,
     a_state_that_one_rank_cannot_save,
     alone,

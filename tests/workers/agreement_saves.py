@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.inside import num_failures, writer_of
+from helpers.inside import num_failures, refuse_slots, writer_of
 from helpers.refused import refused_pwrite
 from rank_cases import EVERY, PATIENCE_S, checkpointer, committed, everywhere, rank, save_after, warnings_of_ckptlib
 
 import ckptlib
-from ckptlib.errors import AgreementFailed, SaveFailed, UnsupportedState
+from ckptlib.errors import AgreementFailed, NoRoom, SaveFailed, UnsupportedState
 from ckptlib.saving.failures import MAX_FAILURES
 from ckptlib.saving.session import WHOLE_EVERY
 
@@ -211,6 +211,32 @@ def a_state_that_one_rank_cannot_save(url: Path) -> None:
     numbers = everywhere(raised_at)
     assert numbers == [4, 4, 4], numbers
     assert committed(url) == [EVERY, 2 * EVERY]
+
+
+def a_last_save_that_one_rank_cannot_take(url: Path) -> None:
+    """No rank ends as if the save before were the last one: where all compare, as at the end of `loop`, and where the
+    rank finds out alone."""
+
+    def no_room(nbytes: int) -> None:
+        raise NoRoom("no room, as planned")
+
+    def train(root: Path, loops: bool) -> None:
+        with checkpointer(root, {"w": torch.zeros(3)}) as ckpt:
+            for step in ckpt.loop(0, 2 * EVERY) if loops else range(2 * EVERY):
+                if step == EVERY + 1:
+                    ckpt.pending.wait_committed(PATIENCE_S)
+                    if rank() == 1:
+                        refuse_slots(ckpt, no_room)
+                if not loops:
+                    ckpt.after_step(step + 1)
+
+    for loops in (True, False):
+        root = url / str(loops)
+        with pytest.raises(SaveFailed, match="no room, as planned") as caught:
+            train(root, loops)
+        told = "step 6 was to be saved and is not, nor is a later one"
+        assert (told in str(caught.value)) == (loops or rank() == 1), caught.value
+        assert committed(root) == [EVERY]
 
 
 # Calls that one rank makes alone

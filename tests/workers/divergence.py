@@ -192,6 +192,25 @@ def parameters(url: Path) -> None:
     assert check_all(url, {"model": model}, seen) == [1, 2, 3]
 
 
+def parameters_at_the_end(url: Path) -> None:
+    """Too late for three failures in a row: the last save is the only one that finds out, and is no success."""
+    model = nn.Linear(300, 300)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        with checkpointer(url, {"model": model, "optim": optim}, 4) as ckpt:
+            for step in ckpt.loop(0, 6):
+                model.weight.grad = torch.full_like(model.weight, 1.0 + (rank() if step == 5 else 0))
+                optim.step()
+                rest(ckpt)
+
+    with pytest.raises(SaveFailed, match="step 6 was to be saved and is not, nor is a later one: model/weight"):
+        train()
+    assert committed(url) == [4]
+
+
 def hybrid_shards(url: Path) -> None:
     """A DTensor on a mesh of replicas: each rank's copy changed alone."""
     mesh = DeviceMesh("cpu", [0, 1])
@@ -264,6 +283,7 @@ CASES = [
     moving_average,
     functions,
     parameters,
+    parameters_at_the_end,
     hybrid_shards,
     killed_before_the_verdict,
     never_held,

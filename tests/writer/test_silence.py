@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import signal
 import socket
+import subprocess
 import threading
+import time
+from typing import Any
+from urllib.parse import quote
 
 import pytest
-from helpers.writers import Bench, hear, heard, stop, until
+from helpers.writers import WAIT_S, Bench, alive, hear, heard, stop, until
 from typing_extensions import override
 from workers.crash_oracle import failed_parts, read_root
 
 from ckptlib.errors import SaveFailed
 from ckptlib.writer import client
 from ckptlib.writer.channel import Channel, Message
+from ckptlib.writer.client import Writer
+from ckptlib.writer.launch import launch
 from ckptlib.writer.silence import Silence
 from ckptlib.writer.watchdog import slack_of
 
@@ -156,7 +164,7 @@ def test_saves_fail_while_no_writer_can_be_started(bench: Bench, monkeypatch: py
             lost.append(hear(writer, "failed"))
             assert lost[-1]["save"] == str(save)
             assert "no writer process can be started: [Errno 24] Too many open files" in lost[-1]["error"]
-        assert writer.poll() == [], "it is not tried again before there is a reason to"
+        assert writer.poll() == [], "it is not tried again at once, without a reason to"
         with pytest.raises(SaveFailed, match="no writer process can be started"):
             bench.writer()
     with monkeypatch.context() as without:  # refused before there is a channel
@@ -170,3 +178,110 @@ def test_saves_fail_while_no_writer_can_be_started(bench: Bench, monkeypatch: py
     assert events[-1]["save"] == str(save)
     assert [step.number for step in read_root(bench.root)] == [1, 4]
     assert len(failed_parts(bench.root)) == 2
+
+
+class Refusals:
+    """Of the kernel, to start a writer: so many from now on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(client, "RESTART_S", 0.2)
+        monkeypatch.setattr(client, "launch", self._launch)
+        self.left = 0.0
+        self._start = launch
+
+    def _launch(self, *given: Any) -> subprocess.Popen[bytes]:
+        if self.left > 0:
+            self.left -= 1
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return self._start(*given)
+
+
+@pytest.fixture
+def refusals(monkeypatch: pytest.MonkeyPatch) -> Refusals:
+    return Refusals(monkeypatch)
+
+
+def killed(writer: Writer) -> None:
+    os.kill(writer.pid, signal.SIGKILL)
+    until(lambda: not alive(writer.pid))
+
+
+def uncommitted(bench: Bench) -> Writer:
+    """One that died as it was to commit a step that is persisted; nothing is in the way of the next one."""
+    plan = bench.directory / "plan.json"
+    plan.write_text(json.dumps([{"op": "put", "key": "^steps/", "action": "hold"}]))
+    writer = bench.writer(url=f"fault+file://{bench.root}?plan={quote(str(plan))}")
+    save, slot = bench.slot(1)
+    writer.add_slot(slot.path)
+    writer.persist(save, slot.path)
+    hear(writer, "released")
+    killed(writer)
+    plan.write_text("[]")
+    return writer
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_step_is_committed_though_a_writer_could_not_be_started(
+    bench: Bench, refusals: Refusals, closes: bool
+) -> None:
+    """As for want of memory, for a while. Nobody orders anything any more: it is the last step, which is waited for."""
+    writer = uncommitted(bench)
+    refusals.left = 2
+    events = writer.close(WAIT_S) if closes else heard(writer, "committed")
+    assert "committed" in [event["event"] for event in events]
+    assert "failed" not in [event["event"] for event in events]
+    assert [step.number for step in read_root(bench.root)] == [1]
+
+
+def test_it_is_told_once_that_none_can_be_started(
+    bench: Bench, refusals: Refusals, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = uncommitted(bench)
+    refusals.left = 4
+    hear(writer, "committed")
+    assert refusals.left == 0
+    assert caplog.text.count("no writer process can be started") == 1
+    assert caplog.text.count("the writer process died") == 1
+
+
+def test_who_waits_for_a_writer_that_is_not_there_sleeps(bench: Bench, refusals: Refusals) -> None:
+    """It took a core, which the training of other ranks may have had."""
+    writer = uncommitted(bench)
+    refusals.left = math.inf
+    assert writer.poll() == []
+    began = time.monotonic()
+    assert writer.poll(0.3) == []
+    assert time.monotonic() - began >= 0.3
+
+
+def test_other_ranks_are_told_of_a_failure_as_it_closes(bench: Bench, refusals: Refusals) -> None:
+    """They would wait for this rank's part until the deadline of the save."""
+    writer = bench.writer()
+    hear(writer, "ready")
+    killed(writer)
+    refusals.left = 1
+    save, slot = bench.slot(1)
+    writer.add_slot(slot.path)
+    writer.persist(save, slot.path)
+    assert "no writer process can be started" in hear(writer, "failed")["error"]
+    writer.close(WAIT_S)
+    (told,) = failed_parts(bench.root)
+    assert "no writer process can be started" in told
+
+
+def test_closing_ends_where_none_can_be_started(
+    bench: Bench, refusals: Refusals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though there is a failure to tell: a job may close for half an hour."""
+    monkeypatch.setattr(client, "UNTOLD_S", 0.5)
+    writer = bench.writer()
+    hear(writer, "ready")
+    killed(writer)
+    refusals.left = math.inf
+    save, slot = bench.slot(1)
+    writer.add_slot(slot.path)
+    writer.persist(save, slot.path)
+    hear(writer, "failed")
+    began = time.monotonic()
+    assert [event["event"] for event in writer.close(10 * WAIT_S)] == ["failed"]
+    assert time.monotonic() - began < WAIT_S

@@ -326,6 +326,23 @@ def test_left_alone_it_finishes_and_unlinks_the_slots(bench: Bench) -> None:
     assert "the trainer died before its snapshot was whole" in error
 
 
+def test_left_as_it_closes_it_unlinks_the_slots(bench: Bench) -> None:
+    """Who was told that it goes on alone does not unlink them, and nobody else would."""
+    writer = bench.writer()
+    hear(writer, "ready")
+    stop(writer.pid)
+    save, slot = bench.slot(1)
+    writer.add_slot(slot.path)
+    writer.persist(save, slot.path)
+    with pytest.raises(WaitTimeout, match="it goes on alone"):
+        writer.close(0.1)
+    writer.leave()
+    os.kill(writer.pid, signal.SIGCONT)
+    until(lambda: not alive(writer.pid))
+    assert [step.number for step in read_root(bench.root)] == [1]
+    assert not slot.path.exists()
+
+
 def test_signals_of_a_launcher_are_for_the_trainer(bench: Bench) -> None:
     """Slurm sends them to all processes of a job. A trainer that leaves at once has nobody else to finish the step."""
     writer = bench.writer()
