@@ -156,9 +156,7 @@ class Foreign:
         elif isinstance(node, (Mapping, list, tuple)) and has_tensor(node):
             items = node.items() if isinstance(node, Mapping) else enumerate(node)
             for key, inner in items:
-                if isinstance(key, Strange):
-                    self._strange[join(path, "a key")] = key.by
-                else:
+                if not self.is_object(key, path):
                     self.add_tree(inner, _below(path, key))
         else:
             self.add_value(path, node)
@@ -187,11 +185,14 @@ class Foreign:
             if not isinstance(entry, Mapping) or number not in names:
                 raise FormatError(f"{path}: state of the parameter {str(number)[:80]!r}, which is in no group")
             for key, value in entry.items():
-                self._add_entry(value, state_path(path, names[number], str(key)))
+                if not self.is_object(key, f"{path}/{names[number]}"):
+                    self._add_entry(value, state_path(path, names[number], str(key)))
         for i, group in enumerate(groups):
             plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             for key in [key for key, value in plain.items() if has_tensor(value)]:
-                self.add_tree(plain.pop(key), join(group_path(path, i), key))
+                value = plain.pop(key)
+                if not self.is_object(key, group_path(path, i)):
+                    self.add_tree(value, join(group_path(path, i), key))
             self.add_value(group_path(path, i), plain)
         self.objects[path] = {"optimizer": {"groups": described}}
 
@@ -215,7 +216,9 @@ class Foreign:
         if isinstance(node, dict):
             kind = "odict" if isinstance(node, OrderedDict) else "dict"
             pairs = [
-                (values.encode(key, name), self._tree(inner, join(name, key), depth + 1)) for key, inner in node.items()
+                (values.encode(key, name), self._tree(inner, join(name, key), depth + 1))
+                for key, inner in node.items()
+                if not self.is_object(key, name)
             ]
             return {kind: [[key, tree] for key, tree in pairs]}
         items: list[Json] = [self._tree(inner, join(name, i), depth + 1) for i, inner in enumerate(node)]
@@ -270,6 +273,15 @@ class Foreign:
     def _claim(self, name: str) -> None:
         if name in self.leaves or name in self.plain or name in self._strange:
             raise FormatError(f"{self.kind}: has two entries that would both be called {name[:200]!r}")
+
+    def is_object(self, key: object, path: str) -> bool:
+        """Whether a key is one that only unpickling could make, or a tuple with such a one. It is noted, and names
+        nothing: the keys of several entries may look alike."""
+        below = join(path, "a key")
+        found = {} if isinstance(key, (str, int)) else dict(self._strange_in(key, below, 0))
+        if found and self.wanted(below):
+            self._strange.update(found)
+        return bool(found)
 
     def _count(self, number: int) -> None:
         self._nodes += number
