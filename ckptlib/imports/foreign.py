@@ -192,14 +192,16 @@ class Foreign:
             for key in [key for key, value in plain.items() if has_tensor(value)]:
                 value = plain.pop(key)
                 if not self.is_object(key, group_path(path, i)):
-                    self.add_tree(value, join(group_path(path, i), key))
+                    self._add_entry(value, join(group_path(path, i), key))
             self.add_value(group_path(path, i), plain)
         self.objects[path] = {"optimizer": {"groups": described}}
 
     def _add_entry(self, value: object, name: str) -> None:
-        """Of an optimizer's state: a tensor, a plain value, or a container of tensors, which comes back as it was."""
+        """Of an optimizer's state, or an option of a group: a tensor, a plain value, or a container of tensors, which
+        comes back as it was."""
         if isinstance(value, (dict, list, tuple)) and has_tensor(value):
-            self.objects[name] = self._tree(value, name, 0)
+            if self.wanted(name):
+                self.objects[name] = self._tree(value, name, 0)
         else:
             self.add_tree(value, name)
 

@@ -146,6 +146,14 @@ def test_conjugates_and_negatives_that_share_memory(tmp_path: Path) -> None:
         assert same(found[f"model/{name}"], tensor.resolve_conj().resolve_neg()), name
 
 
+def test_properties_of_a_tensor_that_are_unknown(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(2, dtype=torch.complex64).conj(), "n": 1}, tmp_path / "bits.pt")
+    data = (tmp_path / "bits.pt").read_bytes()
+    assert data.count(b"conj") == 1
+    (tmp_path / "bits.pt").write_bytes(data.replace(b"conj", b"bits"))
+    refuses(tmp_path / "bits.pt", tmp_path / "root", "unknown properties: .*bits")
+
+
 class Colour(enum.Enum):
     RED, BLUE = 1, 2
 
