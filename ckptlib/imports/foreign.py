@@ -14,7 +14,7 @@ import torch
 
 from ckptlib.errors import FormatError, UnsupportedState
 from ckptlib.format import values
-from ckptlib.format.box import Box
+from ckptlib.format.box import Box, Effort, find_hole
 from ckptlib.format.layout import ByHand
 from ckptlib.format.paths import join
 from ckptlib.format.tagged_values import MAX_DEPTH
@@ -58,6 +58,7 @@ class Foreign:
     _seen: dict[object, str] = field(default_factory=dict)
     _strange: dict[str, str] = field(default_factory=dict)
     _nodes: int = 0
+    _effort: Effort = field(default_factory=Effort)
 
     @property
     def flat(self) -> Flat:
@@ -126,6 +127,9 @@ class Foreign:
             )
         if any(tensor.dtype != like.dtype or tuple(tensor.shape) != box.shape for box, tensor in kept):
             raise FormatError(f"{name}: a shard of another shape or dtype than the source's metadata says")
+        hole = find_hole(Box.whole(shape), [box for box, _ in kept], self._effort)
+        if hole is not None:
+            raise FormatError(f"{name}: the source has nothing for {hole}, and elsewhere two shards of one place")
         held = Plain() if len(kept) <= 1 else ByHand()
         self.leaves[name] = Leaf(name, dtype, shape, held, tuple(kept), None)
 
