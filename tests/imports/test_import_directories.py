@@ -10,12 +10,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from sources import WRITTEN, assert_same_state, read, refuses, same, whole
 from torch import nn
 
 import ckptlib
+from ckptlib.errors import FormatError
 
 
 def test_transformers(tmp_path: Path) -> None:
@@ -30,6 +32,16 @@ def test_transformers(tmp_path: Path) -> None:
     targets["lm_head.weight"] = targets["transformer.wte.weight"]  # tied here, too
     ckptlib.load(tmp_path / "root", {"model": targets})
     assert_same_state(truth, targets)
+
+
+def test_tied_to_what_is_not_there(tmp_path: Path) -> None:
+    save_file({"wte": torch.ones(2), "b": torch.zeros(1)}, tmp_path / "one.safetensors")
+    source, tie = tmp_path / "one.safetensors", {"model/head": "model/wteX"}
+    with pytest.raises(FormatError, match=r"tie= names 'model/wteX', to which 'model/head' is to be tied"):
+        ckptlib.convert(source, tmp_path / "root", tie=tie)
+    assert not (tmp_path / "root").exists()
+    report = ckptlib.convert(source, tmp_path / "root", tie={"model/head": "model/wte"}, skip="model/wte")
+    assert (report.tensors, report.aliases) == (1, {})
 
 
 def test_one_file_and_a_directory_without_index(tmp_path: Path) -> None:
