@@ -103,6 +103,24 @@ def test_torchsnapshot_in_shards_of_two_ranks(tmp_path: Path) -> None:
     refuses(tmp_path, tmp_path / "root", "not inside of it")
 
 
+def test_torchsnapshot_in_chunks_of_each_ranks_own(tmp_path: Path) -> None:
+    """By the layout that it documents: what is not replicated is rank 0's, as a tensor without chunks is."""
+    base = [torch.arange(4.0), torch.arange(4.0) + 100]
+    manifest: dict[str, object] = {}
+    for rank, values in enumerate(base):
+        manifest[f"{rank}/model"] = {"type": "dict", "keys": ["w"]}
+        told = {"dtype": "torch.float32", "replicated": False}
+        chunks = []
+        for at in (0, 2):
+            (tmp_path / f"{rank}.{at}").write_bytes(values[at : at + 2].numpy().tobytes())
+            tensor = {"type": "Tensor", "location": f"{rank}.{at}", "serializer": "buffer_protocol", "shape": [2]}
+            chunks.append({"offsets": [at], "sizes": [2], "tensor": tensor | told})
+        manifest[f"{rank}/model/w"] = {"type": "ChunkedTensor", "shape": [4], "chunks": chunks, **told}
+    document = {"version": "0.1.0", "world_size": 2, "manifest": manifest}
+    (tmp_path / ".snapshot_metadata").write_text(json.dumps(document))
+    assert same(whole(read(tmp_path))["model/w"], base[0])
+
+
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """No step, or the whole one; and the same command again gives it. It is killed when its copy has begun."""
     save_file({f"w{i}": torch.randn(1024, 1024) for i in range(16)}, tmp_path / "big.safetensors")
