@@ -104,8 +104,7 @@ def convert(
     known = format_of(path)
     foreign = Foreign(known.name, _several(only), _several(skip), params or {})
     known.read(path, foreign)
-    for name, first in (tie or {}).items():
-        foreign.add_alias(name, first)
+    _tie(foreign, tie or {})
     foreign.check_params()
     flat = foreign.flat
     number = checked_step(step if step is not None else foreign.step or 0)
@@ -145,6 +144,16 @@ def convert(
         tuple(sorted(foreign.left_out)),
         tuple(foreign.notes),
     )
+
+
+def _tie(foreign: Foreign, tie: Mapping[str, str]) -> None:
+    """Raises FormatError where it names a tensor that is not there. Other names of one that is left out are, too."""
+    for name, first in tie.items():
+        if first not in foreign.leaves and first not in foreign.left_out:
+            raise FormatError(
+                f"tie= names {first!r}, to which {name!r} is to be tied; the source does not have a tensor of that name"
+            )
+        foreign.add_alias(name, first)
 
 
 def _several(given: str | Sequence[str]) -> Sequence[str]:

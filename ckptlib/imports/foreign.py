@@ -14,7 +14,7 @@ import torch
 
 from ckptlib.errors import FormatError, UnsupportedState
 from ckptlib.format import values
-from ckptlib.format.box import Box
+from ckptlib.format.box import Box, Effort, find_hole
 from ckptlib.format.layout import ByHand
 from ckptlib.format.paths import join
 from ckptlib.format.tagged_values import MAX_DEPTH
@@ -58,6 +58,7 @@ class Foreign:
     _seen: dict[object, str] = field(default_factory=dict)
     _strange: dict[str, str] = field(default_factory=dict)
     _nodes: int = 0
+    _effort: Effort = field(default_factory=Effort)
 
     @property
     def flat(self) -> Flat:
@@ -126,6 +127,9 @@ class Foreign:
             )
         if any(tensor.dtype != like.dtype or tuple(tensor.shape) != box.shape for box, tensor in kept):
             raise FormatError(f"{name}: a shard of another shape or dtype than the source's metadata says")
+        hole = find_hole(Box.whole(shape), [box for box, _ in kept], self._effort)
+        if hole is not None:
+            raise FormatError(f"{name}: the source has nothing for {hole}, and elsewhere two shards of one place")
         held = Plain() if len(kept) <= 1 else ByHand()
         self.leaves[name] = Leaf(name, dtype, shape, held, tuple(kept), None)
 
@@ -156,9 +160,7 @@ class Foreign:
         elif isinstance(node, (Mapping, list, tuple)) and has_tensor(node):
             items = node.items() if isinstance(node, Mapping) else enumerate(node)
             for key, inner in items:
-                if isinstance(key, Strange):
-                    self._strange[join(path, "a key")] = key.by
-                else:
+                if not self.is_object(key, path):
                     self.add_tree(inner, _below(path, key))
         else:
             self.add_value(path, node)
@@ -187,18 +189,23 @@ class Foreign:
             if not isinstance(entry, Mapping) or number not in names:
                 raise FormatError(f"{path}: state of the parameter {str(number)[:80]!r}, which is in no group")
             for key, value in entry.items():
-                self._add_entry(value, state_path(path, names[number], str(key)))
+                if not self.is_object(key, f"{path}/{names[number]}"):
+                    self._add_entry(value, state_path(path, names[number], str(key)))
         for i, group in enumerate(groups):
             plain = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             for key in [key for key, value in plain.items() if has_tensor(value)]:
-                self.add_tree(plain.pop(key), join(group_path(path, i), key))
+                value = plain.pop(key)
+                if not self.is_object(key, group_path(path, i)):
+                    self._add_entry(value, join(group_path(path, i), key))
             self.add_value(group_path(path, i), plain)
         self.objects[path] = {"optimizer": {"groups": described}}
 
     def _add_entry(self, value: object, name: str) -> None:
-        """Of an optimizer's state: a tensor, a plain value, or a container of tensors, which comes back as it was."""
+        """Of an optimizer's state, or an option of a group: a tensor, a plain value, or a container of tensors, which
+        comes back as it was."""
         if isinstance(value, (dict, list, tuple)) and has_tensor(value):
-            self.objects[name] = self._tree(value, name, 0)
+            if self.wanted(name):
+                self.objects[name] = self._tree(value, name, 0)
         else:
             self.add_tree(value, name)
 
@@ -215,7 +222,9 @@ class Foreign:
         if isinstance(node, dict):
             kind = "odict" if isinstance(node, OrderedDict) else "dict"
             pairs = [
-                (values.encode(key, name), self._tree(inner, join(name, key), depth + 1)) for key, inner in node.items()
+                (values.encode(key, name), self._tree(inner, join(name, key), depth + 1))
+                for key, inner in node.items()
+                if not self.is_object(key, name)
             ]
             return {kind: [[key, tree] for key, tree in pairs]}
         items: list[Json] = [self._tree(inner, join(name, i), depth + 1) for i, inner in enumerate(node)]
@@ -270,6 +279,15 @@ class Foreign:
     def _claim(self, name: str) -> None:
         if name in self.leaves or name in self.plain or name in self._strange:
             raise FormatError(f"{self.kind}: has two entries that would both be called {name[:200]!r}")
+
+    def is_object(self, key: object, path: str) -> bool:
+        """Whether a key is one that only unpickling could make, or a tuple with such a one. It is noted, and names
+        nothing: the keys of several entries may look alike."""
+        below = join(path, "a key")
+        found = {} if isinstance(key, (str, int)) else dict(self._strange_in(key, below, 0))
+        if found and self.wanted(below):
+            self._strange.update(found)
+        return bool(found)
 
     def _count(self, number: int) -> None:
         self._nodes += number

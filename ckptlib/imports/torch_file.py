@@ -240,7 +240,7 @@ class _TorchFile:
 def _key(key: Any) -> Any:
     if isinstance(key, tuple):
         return tuple(map(_key, key))
-    known = isinstance(key, (str, int, float, bool, bytes, type(None), torch.dtype, Strange))
+    known = isinstance(key, (str, int, float, bool, bytes, type(None), torch.dtype, np.generic, Strange))
     return key if known else Strange(str(key)[:80])
 
 

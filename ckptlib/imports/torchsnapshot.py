@@ -124,11 +124,12 @@ class _Snapshot:
         return mapped.tensor(begin, numel_of(shape), dtype, path).view(shape)
 
     def _in_boxes(self, path: str, kind: str) -> torch.Tensor:
-        """Of all ranks: each tells of the shards that it wrote."""
+        """Of all ranks: each tells of the shards that it wrote. But one in chunks may be each rank's own, and whole."""
         name = _apart(path)
+        own = kind == "ChunkedTensor" and self._manifest[path].get("replicated") is False
         pieces: dict[Box, torch.Tensor] = {}
         ends: list[tuple[int, ...]] = []
-        for rank in sorted({path.partition("/")[0] for path in self._manifest}):
+        for rank in ["0"] if own else sorted({path.partition("/")[0] for path in self._manifest}):
             entry = self._manifest.get(f"{rank}/{name}", {})
             for shard in entry.get("chunks" if kind == "ChunkedTensor" else "shards", ()):
                 offset, sizes = sized(shard.get("offsets"), path), sized(shard.get("sizes"), path)

@@ -10,12 +10,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from sources import WRITTEN, assert_same_state, read, refuses, same, whole
 from torch import nn
 
 import ckptlib
+from ckptlib.errors import FormatError
 
 
 def test_transformers(tmp_path: Path) -> None:
@@ -30,6 +32,16 @@ def test_transformers(tmp_path: Path) -> None:
     targets["lm_head.weight"] = targets["transformer.wte.weight"]  # tied here, too
     ckptlib.load(tmp_path / "root", {"model": targets})
     assert_same_state(truth, targets)
+
+
+def test_tied_to_what_is_not_there(tmp_path: Path) -> None:
+    save_file({"wte": torch.ones(2), "b": torch.zeros(1)}, tmp_path / "one.safetensors")
+    source, tie = tmp_path / "one.safetensors", {"model/head": "model/wteX"}
+    with pytest.raises(FormatError, match=r"tie= names 'model/wteX', to which 'model/head' is to be tied"):
+        ckptlib.convert(source, tmp_path / "root", tie=tie)
+    assert not (tmp_path / "root").exists()
+    report = ckptlib.convert(source, tmp_path / "root", tie={"model/head": "model/wte"}, skip="model/wte")
+    assert (report.tensors, report.aliases) == (1, {})
 
 
 def test_one_file_and_a_directory_without_index(tmp_path: Path) -> None:
@@ -89,6 +101,24 @@ def test_torchsnapshot_in_shards_of_two_ranks(tmp_path: Path) -> None:
     manifest["0/model/w"]["shards"][0]["tensor"]["location"] = "../secret"
     (tmp_path / ".snapshot_metadata").write_text(json.dumps(document))
     refuses(tmp_path, tmp_path / "root", "not inside of it")
+
+
+def test_torchsnapshot_in_chunks_of_each_ranks_own(tmp_path: Path) -> None:
+    """By the layout that it documents: what is not replicated is rank 0's, as a tensor without chunks is."""
+    base = [torch.arange(4.0), torch.arange(4.0) + 100]
+    manifest: dict[str, object] = {}
+    for rank, values in enumerate(base):
+        manifest[f"{rank}/model"] = {"type": "dict", "keys": ["w"]}
+        told = {"dtype": "torch.float32", "replicated": False}
+        chunks = []
+        for at in (0, 2):
+            (tmp_path / f"{rank}.{at}").write_bytes(values[at : at + 2].numpy().tobytes())
+            tensor = {"type": "Tensor", "location": f"{rank}.{at}", "serializer": "buffer_protocol", "shape": [2]}
+            chunks.append({"offsets": [at], "sizes": [2], "tensor": tensor | told})
+        manifest[f"{rank}/model/w"] = {"type": "ChunkedTensor", "shape": [4], "chunks": chunks, **told}
+    document = {"version": "0.1.0", "world_size": 2, "manifest": manifest}
+    (tmp_path / ".snapshot_metadata").write_text(json.dumps(document))
+    assert same(whole(read(tmp_path))["model/w"], base[0])
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,33 @@ def test_dcp_that_tells_of_less_than_a_whole_tensor(tmp_path: Path) -> None:
     metadata.state_dict_metadata["w"].size = torch.Size([9])
     path.write_bytes(pickle.dumps(metadata))
     refuses(tmp_path / "dcp", tmp_path / "root", "has 4 of its 9 elements")
+
+
+def test_dcp_whose_shards_overlap_and_leave_a_hole(tmp_path: Path) -> None:
+    """As many elements as the tensor has, but not each of them: a run that began from it kept what was there."""
+    dcp_save({"model": {"w": torch.arange(4.0)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    path = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    ((index, info),) = metadata.storage_data.items()
+    (chunk,) = metadata.state_dict_metadata["model.w"].chunks
+    parts, chunks, data = {}, [], b""
+    for at in (0, 1):
+        torch.save(torch.arange(4.0)[at : at + 2].clone(), tmp_path / "part.pt")
+        part = (tmp_path / "part.pt").read_bytes()
+        parts[replace(index, offset=torch.Size([at]))] = replace(info, offset=len(data), length=len(part))
+        chunks.append(replace(chunk, offsets=torch.Size([at]), sizes=torch.Size([2])))
+        data += part
+    metadata.storage_data, metadata.state_dict_metadata["model.w"].chunks = parts, chunks
+    (tmp_path / "dcp" / info.relative_path).write_bytes(data)
+    path.write_bytes(pickle.dumps(metadata))
+    refuses(tmp_path / "dcp", tmp_path / "root", r"model/w: the source has nothing for \[3:4\]")
+    state = {"model": {"w": torch.full((4,), -1.0)}}
+    with (
+        ckptlib.Checkpointer(tmp_path / "run", state, every=ckptlib.Steps(10), init_from=tmp_path / "dcp") as ckpt,
+        pytest.raises(FormatError, match="has nothing for"),
+    ):
+        ckpt.restore()
+    assert torch.equal(state["model"]["w"], torch.full((4,), -1.0))
 
 
 def test_dcp_with_a_path_without_end(tmp_path: Path) -> None:

@@ -146,6 +146,14 @@ def test_conjugates_and_negatives_that_share_memory(tmp_path: Path) -> None:
         assert same(found[f"model/{name}"], tensor.resolve_conj().resolve_neg()), name
 
 
+def test_properties_of_a_tensor_that_are_unknown(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(2, dtype=torch.complex64).conj(), "n": 1}, tmp_path / "bits.pt")
+    data = (tmp_path / "bits.pt").read_bytes()
+    assert data.count(b"conj") == 1
+    (tmp_path / "bits.pt").write_bytes(data.replace(b"conj", b"bits"))
+    refuses(tmp_path / "bits.pt", tmp_path / "root", "unknown properties: .*bits")
+
+
 class Colour(enum.Enum):
     RED, BLUE = 1, 2
 
@@ -154,8 +162,47 @@ def test_keys_that_are_objects_stop_an_import(tmp_path: Path) -> None:
     """All seemed to be the same key, so that one of their tensors came and the others did not."""
     torch.save({"ema": {Colour.RED: torch.ones(2), Colour.BLUE: torch.zeros(2)}, "n": 1}, tmp_path / "keys.pt")
     refuses(tmp_path / "keys.pt", tmp_path / "root", "ema/a key")
-    torch.save({"ema": {torch.float32: torch.ones(2), 3: torch.zeros(2)}, "n": 1}, tmp_path / "dtypes.pt")
-    assert whole(read(tmp_path / "dtypes.pt")).keys() == {"ema/torch.float32", "ema/3"}
+    report = ckptlib.convert(tmp_path / "keys.pt", tmp_path / "skipped", skip="ema")
+    assert (report.tensors, report.values) == (0, 1)
+
+
+ONE_AND_TWO = {Colour.RED: torch.ones(2), Colour.BLUE: torch.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({(key, 1): tensor for key, tensor in ONE_AND_TWO.items()}, "ema/a key/0"),
+        ({"state": {0: ONE_AND_TWO}, "param_groups": [{"params": [0]}]}, "ema/@0.0/a key"),
+        ({"state": {0: {"GG": ONE_AND_TWO}}, "param_groups": [{"params": [0]}]}, "ema/@0.0/GG/a key"),
+        ({"state": {}, "param_groups": [{"params": [0], **ONE_AND_TWO}]}, "ema/@group.0/a key"),
+    ],
+    ids=["in a tuple", "optimizer", "dict in an optimizer", "group"],
+)
+def test_keys_that_are_objects_wherever_they_are(tmp_path: Path, values: dict[object, object], named: str) -> None:
+    torch.save({"ema": values, "n": 1}, tmp_path / "keys.pt")
+    refuses(tmp_path / "keys.pt", tmp_path / "root", f"^{named} ")
+    report = ckptlib.convert(tmp_path / "keys.pt", tmp_path / "skipped", skip="ema")
+    assert (report.tensors, report.values) == (0, 1)
+
+
+@pytest.mark.parametrize("values", [ONE_AND_TWO, dict.fromkeys(ONE_AND_TWO, 1), {Colour.RED: {"w": torch.ones(2)}}])
+def test_keys_that_are_objects_at_the_top(tmp_path: Path, values: dict[object, object]) -> None:
+    torch.save({**values, "m": {"w": torch.ones(1)}}, tmp_path / "keys.pt")
+    refuses(tmp_path / "keys.pt", tmp_path / "root", "^a key ")
+    assert ckptlib.convert(tmp_path / "keys.pt", tmp_path / "skipped", skip="a key").tensors == 1
+
+
+def test_keys_that_are_numbers_of_numpy_or_dtypes(tmp_path: Path) -> None:
+    """They are named as in a save of ckptlib's own."""
+    state = {"ema": {torch.float32: torch.ones(2), np.int64(3): torch.zeros(2)}, "plain": {np.int64(4): 1}}
+    torch.save(state, tmp_path / "keys.pt")
+    ckptlib.convert(tmp_path / "keys.pt", tmp_path / "root")
+    ckptlib.save(tmp_path / "own", state, 1)
+    for root in (tmp_path / "root", tmp_path / "own"):
+        found = ckptlib.read(root, only=["ema", "plain"])
+        assert_same_state({"torch.float32": torch.ones(2), "3": torch.zeros(2)}, found["ema"])
+        assert found["plain"] == {4: 1}
 
 
 def test_an_optimizer_whose_state_has_lists_of_tensors(tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""Optimizers of which torch.save's files have more than a tensor for each parameter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from sources import assert_same_state, same
+from torch import nn
+
+import ckptlib
+
+
+class OfTheUsers(torch.optim.Optimizer):
+    """Takes whatever state it is given."""
+
+
+def test_an_optimizer_whose_group_has_a_tuple_of_tensors(tmp_path: Path) -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([param], betas=(torch.tensor(0.8), torch.tensor(0.97)))
+    param.grad = torch.ones(3)
+    optimizer.step()
+    torch.save({"w": param.detach(), "optimizer": optimizer.state_dict()}, tmp_path / "betas.pt")
+    ckptlib.convert(tmp_path / "betas.pt", tmp_path / "root", params={"optimizer": ["w"]})
+    other = nn.Parameter(torch.zeros(3))
+    fresh = torch.optim.Adam([other], betas=(torch.tensor(0.5), torch.tensor(0.5)))
+    ckptlib.load(tmp_path / "root", {"w": other, "optimizer": fresh})
+    assert_same_state(optimizer.state[param], fresh.state[other])
+    found = fresh.param_groups[0]["betas"]
+    assert type(found) is tuple
+    for a, b in zip(optimizer.param_groups[0]["betas"], found, strict=True):
+        assert same(a, b)
+
+
+def test_a_list_in_an_optimizers_state_that_is_left_out(tmp_path: Path) -> None:
+    """Nothing of it comes, so that a load does not look for its tensors."""
+    state = {0: {"factors": [torch.ones(2), torch.zeros(2)], "m": torch.ones(3)}}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    torch.save({"w": torch.zeros(3), "optimizer": optimizer}, tmp_path / "list.pt")
+    name = "optimizer/w/factors"
+    report = ckptlib.convert(tmp_path / "list.pt", tmp_path / "root", skip=name, params={"optimizer": ["w"]})
+    assert (report.left_out, report.tensors) == ((name,), 2)
+    param = nn.Parameter(torch.ones(3))
+    fresh = OfTheUsers([param], {"lr": 0.5})
+    ckptlib.load(tmp_path / "root", {"w": param, "optimizer": fresh})
+    assert_same_state({"m": torch.ones(3)}, fresh.state[param])
