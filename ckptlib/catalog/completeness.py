@@ -122,6 +122,8 @@ class Proof:
                     hole = _hole(held.entry, held.boxes, effort)
                 except FormatError as error:
                     raise FormatError(f"{name}: {error}") from None
+                except UnsupportedState as error:
+                    raise UnsupportedState(f"{name}: {error}") from None
                 if hole is not None:
                     return f"{held.entry.name}{hole}"
                 whole.add(kind)

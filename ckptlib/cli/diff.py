@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import click
 from rich.text import Text
@@ -17,7 +18,7 @@ from ckptlib.catalog.shards import PartIndex
 from ckptlib.cli.changes import Changed, ShardDiffer, ValueChange, ValueChanges, count_rank, count_tensor
 from ckptlib.cli.options import with_output, with_store
 from ckptlib.cli.output import Cell, Output, count, size
-from ckptlib.cli.show import Tensor, cut, merged
+from ckptlib.cli.show import Tensor, cut, merged, part_of
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
 from ckptlib.stores import Store
@@ -106,7 +107,7 @@ def compare(catalog: Catalog, first: Manifest, second: Manifest, names: list[str
         return PartIndex(part, catalog.layout(part.table.layout))
 
     def of_rank(rank: int) -> tuple[Part, Part, dict[str, Changed]]:
-        one, other = catalog.part(first.parts[rank]), catalog.part(second.parts[rank])
+        one, other = (part_of(catalog, manifest, manifest.parts[rank]) for manifest in (first, second))
         return one, other, count_rank(differ(), index(one), index(other), deep)
 
     with ThreadPoolExecutor(THREADS, "ckptlib-diff") as executor:
@@ -116,7 +117,9 @@ def compare(catalog: Catalog, first: Manifest, second: Manifest, names: list[str
                 for name, more in changed.items():
                     found.changed.setdefault(name, Changed()).add(more.nbytes, more.elements)
             return found
-        ones, others = ([*in_order(executor, catalog.part, manifest.parts)] for manifest in (first, second))
+        ones, others = (
+            [*in_order(executor, partial(part_of, catalog, manifest), manifest.parts)] for manifest in (first, second)
+        )
         for one, other in zip(ones, others, strict=False):  # ranks that only one of them has: nothing to compare with
             found.values.add(one, other)
         before, after = ({part.rank: index(part) for part in parts} for parts in (ones, others))

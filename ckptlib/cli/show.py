@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,7 +23,7 @@ from ckptlib.cli.output import Output, age, count, metrics, moment, plain, ranks
 from ckptlib.cli.stands import stands_of
 from ckptlib.codecs.registry import RAW
 from ckptlib.format import keys, sharding
-from ckptlib.format.keys import SaveId
+from ckptlib.format.keys import PartName, SaveId
 from ckptlib.format.layout import ByHand, Layout, OwnPerRank, TensorEntry
 from ckptlib.format.manifest import Generation, Manifest
 from ckptlib.format.part import Part
@@ -94,18 +94,18 @@ def command(
     with ThreadPoolExecutor(DOCUMENT_THREADS) as executor:
         layouts = dict(zip(manifest.layouts, executor.map(catalog.layout, manifest.layouts), strict=True))
         codings, problems = Codings(), []
-        for part in in_order(executor, lambda name: attempt(partial(catalog.part, name)), manifest.parts):
-            if isinstance(part, Part) and part.table.layout in layouts:
+        packs: set[str] = set()
+        for part in in_order(executor, lambda name: attempt(partial(part_of, catalog, manifest, name)), manifest.parts):
+            if isinstance(part, Part):
                 codings.add(part, layouts[part.table.layout])
-            elif isinstance(part, Part):
-                problems.append(f"{part.rank}: its part is of a layout that the manifest does not name")
+                packs.update(pack.key for pack in part.packs)
             else:
                 problems.append(str(part))
     chain = generation_chain(catalog, save)
     visible = catalog.visible()
     kept = Marks.of(catalog, visible).on(save, manifest)
     tensors = merged(manifest, layouts)
-    objects = stored(store, manifest)
+    objects = stored(store, manifest, packs)
     chosen = [t for t in tensors if pattern is not None and fnmatchcase(t.entry.name, pattern)]
     values = dict(catalog.part(manifest.parts[0]).values) if with_values else None
     document: dict[str, object] = {
@@ -218,11 +218,23 @@ def totals(tensors: list[Tensor]) -> dict[str, dict[str, int]]:
     return found
 
 
-def stored(store: Store, manifest: Manifest) -> dict[str, Objects]:
-    """The objects that a step needs, by kind; from listings. What failed attempts left behind is not counted."""
+def part_of(catalog: Catalog, manifest: Manifest, name: PartName) -> Part:
+    """Raises as `Catalog.part` does, and FormatError for one of a layout that the manifest does not name."""
+    part = catalog.part(name)
+    manifest.check_layout(name, part.table.layout)
+    return part
+
+
+def stored(store: Store, manifest: Manifest, named: Collection[str]) -> dict[str, Objects]:
+    """The objects that were put for a step and that it needs, by kind; from listings.
+
+    `named`: the packs that its parts name. They may be of an earlier attempt than the part; of a part that cannot be
+    read, those of its own attempt are counted. What else failed attempts left behind is not.
+    """
     save = manifest.save
     attempts = {f"{name.rank:06d}-{name.attempt}" for name in manifest.parts}
-    packs = [e for e in store.scan(save.packs_prefix) if e.key.rpartition("/")[2][:ATTEMPT_WIDTH] in attempts]
+    listed = store.scan(save.packs_prefix)
+    packs = [e for e in listed if e.key in named or e.key.rpartition("/")[2][:ATTEMPT_WIDTH] in attempts]
     names = {name.key for name in manifest.parts}
     parts = [e for e in store.scan(save.parts_prefix) if e.key in names]
     wanted = {keys.layout_key(digest) for digest in manifest.layouts}

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ckptlib.errors import FormatError
 from ckptlib.format.digests import ALGORITHMS
 from ckptlib.format.documents import Fields, decode, encode
 from ckptlib.format.keys import (
@@ -181,6 +182,13 @@ class Manifest:
     def nbytes_loaded(self) -> int:
         """That a load gives back; where version 1 did not tell, the packs, which then had all of it."""
         return self.nbytes if self.nbytes_state is None else self.nbytes_state
+
+    def check_layout(self, name: PartName, layout: str) -> None:
+        """Raises FormatError unless the layout of a part is one of those told here."""
+        if layout not in self.layouts:
+            raise FormatError(
+                f"{name.key}: its layout is {layout}, expected one that its manifest names: {', '.join(self.layouts)}"
+            )
 
     def encode(self) -> bytes:
         body: dict[str, Json] = {

@@ -338,6 +338,8 @@ def _check_box(box: Box, entry: TensorEntry, where: str) -> None:
         )
     if not box.within(Box.whole(entry.shape)):
         raise FormatError(f"{where}: {entry.name}{box} lies outside of its tensor of shape {entry.shape}")
+    if not box.numel:
+        raise FormatError(f"{where}: {entry.name}{box} is a shard of no elements, expected one at least")
 
 
 def shard_nbytes(entry: TensorEntry, box: Box) -> int:

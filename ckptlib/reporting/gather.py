@@ -187,12 +187,12 @@ def _contents(
     for manifest in chosen:
         contents, whole = Contents(), True
         kinds = Codings() if manifest.save == newest else None
-        for _ in manifest.parts:
+        for name in manifest.parts:
             part = next(reads)
             if isinstance(part, Part):
                 contents.add(part)
                 if kinds is not None:
-                    layout = attempt(partial(catalog.layout, part.table.layout))
+                    layout = attempt(partial(_layout_of, catalog, name, part))
                     if isinstance(layout, Layout):
                         kinds.add(part, layout)
                     else:
@@ -205,6 +205,13 @@ def _contents(
             found[manifest.save] = contents.found
             codings = kinds or codings
     return found, codings
+
+
+def _layout_of(catalog: Catalog, name: PartName, part: Part) -> Layout:
+    """Which the part fits. Raises FormatError, or what `Catalog.layout` raises."""
+    layout = catalog.layout(part.table.layout)
+    part.table.check(layout, name.key)
+    return layout
 
 
 def _dropped(catalog: Catalog, executor: Executor, problems: Problems) -> list[Dropped]:

@@ -88,7 +88,7 @@ def expected_head(part: Part, layout: Layout, number: int) -> tuple[dict[str, st
 
 def _name(entry: TensorEntry, box: Box, element: int) -> str:
     """<tensor>@<flat index in the whole tensor of the box's element>."""
-    if not box.shape or not box.numel:
+    if not box.shape:
         return f"{entry.name}@0"
     index = np.unravel_index(element, box.shape)
     at = tuple(int(i) + o for i, o in zip(index, box.offset, strict=True))

@@ -172,11 +172,12 @@ def _read_part(
     if not isinstance(data, bytes) or not isinstance(part, Part):
         return name, part, []
     digest = part.table.layout
-    if digest not in manifest.layouts:
-        return name, FormatError(f"{name.key}: its layout {digest} is none of the manifest's"), []
-    if digest not in layouts:
-        return name, None, []
-    problem = attempt(lambda: part.table.check(layouts[digest], name.key)) or attempt(lambda: _check_values(part, name))
+    problem = attempt(lambda: manifest.check_layout(name, digest))
+    if problem is None:
+        if digest not in layouts:
+            return name, None, []
+        problem = attempt(lambda: part.table.check(layouts[digest], name.key))
+        problem = problem or attempt(lambda: _check_values(part, name))
     return name, part if problem is None else problem, _altered_version(data, name.key, manifest.save, name.rank)
 
 
@@ -230,8 +231,9 @@ def _check_cover(
         return
     try:
         missing = attempt(proof.missing)
-    except UnsupportedState as error:
-        missing = FormatError(str(error))
+    except UnsupportedState as error:  # no save has it, and its shards cannot be compared either
+        yield Finding("malformed", key, f"{key}: {error}", save)
+        return
     if isinstance(missing, CkptError):
         yield finding_of(missing, key, save)
     elif missing is not None:

@@ -68,6 +68,18 @@ def huge_box(body: dict[str, Any]) -> None:
     huge_nbytes(body)
 
 
+def unknown_digests(body: dict[str, Any]) -> None:
+    body["algorithm"] = "sha256"
+
+
+def empty_shard(body: dict[str, Any]) -> None:
+    shards = body["table"]["shards"]
+    assert shards["chunks"][-1] <= 1
+    last = {name: column[-1] for name, column in shards.items()}
+    for name, value in {**last, "shape": [0] * len(last["shape"]), "chunks": 0}.items():
+        shards[name].append(value)
+
+
 def other_layout(root: Path) -> None:
     other = Layout(2, ())
     (root / layout_key(other.digest)).write_bytes(other.encoded)
@@ -89,6 +101,8 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "absurd-offset": lambda root: put_part(root, huge_offset),
     "absurd-run": lambda root: put_part(root, countless),
     "absurd-box": lambda root: put_part(root, huge_box),
+    "unknown-digests": lambda root: put_part(root, unknown_digests),
+    "empty-shard": lambda root: put_part(root, empty_shard),
 }
 
 

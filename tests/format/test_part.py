@@ -50,6 +50,26 @@ def test_a_table_of_a_layout_without_tensors() -> None:
         Table(empty.digest, (0,), (Box((), ()),), (1,), (0,), (0,), (4,)).check(empty, "here")
 
 
+@pytest.mark.parametrize("num_chunks", [(1, 0), (0, 1)])
+def test_a_shard_without_elements_is_in_no_table(num_chunks: tuple[int, int]) -> None:
+    """Nor may it share the chunk of others."""
+    layout = Layout(1, (TensorEntry("w", "float32", (4, 4), ByHand()), TensorEntry("z", "float32", (0, 4), ByHand())))
+    shards = (1, 0) if num_chunks[0] == 0 else (0, 1)
+    boxes = tuple(Box.whole(layout.tensors[tensor].shape) for tensor in shards)
+    table = Table(layout.digest, shards, boxes, (1, 0), (0,), (4096,), (64,))
+    with pytest.raises(FormatError, match=r"here: z\[0:0, 0:4\] is a shard of no elements, expected one at least"):
+        table.check(layout, "here")
+    Table(layout.digest, (0,), (Box.whole((4, 4)),), (1,), (0,), (4096,), (64,)).check(layout, "here")
+
+
+def test_a_part_with_digests_that_nobody_knows() -> None:
+    name, document = replace(PART, algorithm="sha256").encode()
+    with pytest.raises(FormatError, match=f"{name.key}.*digest algorithm 'sha256' is not one of xxh3, blake3"):
+        Part.decode(name, document)
+    name, document = replace(PART, algorithm="blake3").encode()
+    assert Part.decode(name, document).algorithm == "blake3"
+
+
 def test_equal_boxes_of_several_dtypes_and_shapes_are_told_apart() -> None:
     kinds = [("float32", (4, 4)), ("float64", (4, 4)), ("float32", (2, 4)), ("float32", (4, 4))]
     layout = Layout(1, tuple(TensorEntry(f"t{i}", dtype, shape, ByHand()) for i, (dtype, shape) in enumerate(kinds)))

@@ -110,6 +110,17 @@ def state_of_one() -> dict[str, object]:
     }
 
 
+def test_what_is_empty_has_no_shard() -> None:
+    """FORMAT.md says so, and readers refuse one."""
+    none = torch.ones(0, 4)
+    state = {"none": none, "own": PerRank({"none": none}), "cut": Sharded(none, (2, 0), (4, 4)), "b": torch.ones(3)}
+    flat, planner = flatten({**state, "within": torch.ones(2, 0, 2)}), Planner(SoloGroup())
+    plan = planner.agree(flat, planner.rows(flat))
+    assert [plan.layout.tensors[tensor].name for tensor in plan.table.tensors] == ["b"]
+    assert [entry.name for entry in plan.layout.tensors] == ["b", "cut", "none", "own/none", "within"]
+    plan.table.check(plan.layout, "here")
+
+
 def test_one_rank_plans_what_it_planned_before() -> None:
     flat, planner = flatten(state_of_one()), Planner(SoloGroup())
     plan = planner.agree(flat, planner.rows(flat))

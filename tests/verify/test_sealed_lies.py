@@ -16,6 +16,7 @@ from support import (
 )
 
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import Committer
 from ckptlib.errors import FormatError
 from ckptlib.format import keys
 from ckptlib.format.box import Box
@@ -147,6 +148,28 @@ def test_boxes_by_hand_that_overlap(store: MemoryStore) -> None:
     assert [(one.damage, one.rank) for one in found] == [("incomplete", 1)] * 2
     assert {one.shards for one in found} == {(("x", Box((0, at), (4, 1))),) for at in (1, 2)}
     assert all("ranks 0 and 1 saved different bytes" in one.message for one in found)
+
+
+def test_a_shard_of_no_elements(store: MemoryStore) -> None:
+    """It lies in the chunk of the shard before it, if anywhere. No such step is committed."""
+    catalog = make_root(store)
+    save = SaveId(1, make_generation(catalog))
+    layout = Layout(1, (TensorEntry("w", "float32", (4, 4), ByHand()), TensorEntry("z", "float32", (0, 4), ByHand())))
+    good = put_part(catalog, save, 0, layout, {"w": np.ones((4, 4), np.float32)}, shards=[("w", Box((0, 0), (4, 4)))])
+    part = catalog.part(good)
+    whole = part.table
+    table = replace(whole, tensors=(0, 1), boxes=(*whole.boxes, Box((0, 0), (0, 4))), num_chunks=(1, 0))
+    name, document = replace(part, table=table, attempt="b77e3b70").encode()
+    store.put(name.key, document)
+    with pytest.raises(FormatError, match=r"z\[0:0, 0:4\] is a shard of no elements"):
+        Committer(Catalog(store)).commit(save, [name])
+    assert Catalog(store).saves() == []
+    commit_unproved(store, save, [name])
+    found = only(findings(store, save))
+    assert (found.damage, found.key, found.rank) == ("malformed", name.key, 0)
+    store.delete(save.manifest_key)
+    Committer(Catalog(store)).commit(save, [good])
+    assert findings(store, save) == []
 
 
 def test_names_are_digests_of_content(store: MemoryStore, save: SaveId) -> None:
