@@ -29,7 +29,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -80,6 +80,8 @@ class Sweep:
     """Objects of trash whose time had come, and layouts, in the order of their deletion."""
     waiting: tuple[SaveId, ...]
     """Saves without a manifest that are still there, if only as a trash record."""
+    broken: frozenset[SaveId] = frozenset()
+    """Committed steps that lack objects."""
 
     @property
     def nbytes_deleted(self) -> int:
@@ -115,10 +117,12 @@ def sweep(
     stale = stock.records.keys() & stock.committed
     under_way = {save for save in stale if stock.records[save].modified >= now - deadline_s}
     needed = _needed(catalog, stock, oldest, live=generation is not None)
-    generations = _generations(catalog, stock, live=generation is not None and not abandoned)
-    known, unknown = _stands(catalog, stock)
-    unwanted = _unwanted(stock, generations, keep, abandoned, known)
-    stays = unknown | under_way | {save for save in known if known[save].exempt and not exempt}
+    generations = _generations(catalog, stock.committed, live=generation is not None and not abandoned)
+    known, unknown = _stands(catalog, stock.committed)
+    # What was committed meanwhile seems to lack objects, too: one more stays then.
+    broken = lacking(stock.objects, {entry.key for entry in stock.layouts}, known)
+    unwanted = _unwanted(stock.committed, generations, keep, abandoned, known, broken)
+    stays = unknown | under_way | stock.pins.keys() | {save for save in known if known[save].exempt and not exempt}
     dropped = [save for save in unwanted if save not in stays]
     condemned = _crashed(stock, oldest, generation)
     due = [] if needed is None else _due(stock, oldest)
@@ -140,7 +144,24 @@ def sweep(
         waiting = [save for save in waiting if save not in spared]
         _put_records(catalog.store, [TrashRecord(save, "never committed") for save in condemned])
         catalog.store.clean(oldest)
-    return Sweep(tuple(dropped), tuple(condemned), tuple(itertools.chain(*stages, layouts)), tuple(waiting))
+    deleted = tuple(itertools.chain(*stages, layouts))
+    return Sweep(tuple(dropped), tuple(condemned), deleted, tuple(waiting), frozenset(broken))
+
+
+def drop_unkept(catalog: Catalog, keep: Keep, generation: GenerationId, broken: Collection[SaveId]) -> None:
+    """The steps that a live job's `sweep` drops. The rest of a sweep is left out: nothing but steps is listed, so this
+    costs the same however many ranks there are, and however much trash.
+
+    `broken`: the steps that lacked objects when somebody looked. Raises as `sweep` does.
+    """
+    _check_may_delete(catalog, generation)
+    steps = catalog.steps()
+    committed = {*steps.saves}
+    generations = _generations(catalog, committed, live=True)
+    known, unknown = _stands(catalog, committed)
+    unwanted = _unwanted(committed, generations, keep, False, known, committed.intersection(broken))
+    stays = unknown | steps.pins.keys() | {save for save in known if known[save].exempt}
+    _drop(catalog, generation, [save for save in unwanted if save not in stays])
 
 
 def _needed(catalog: Catalog, stock: Stock, oldest: float, live: bool) -> Needed | None:
@@ -197,9 +218,9 @@ def _grace_s(keep: Keep | None, save_deadline_s: float) -> float:
     return keep.grace.total_seconds()
 
 
-def _generations(catalog: Catalog, stock: Stock, live: bool) -> Mapping[GenerationId, Generation]:
+def _generations(catalog: Catalog, committed: Collection[SaveId], live: bool) -> Mapping[GenerationId, Generation]:
     """All records. A `live` job goes on without those that are lost: what it drops is on the history that is left."""
-    found, lost = catalog.records(sorted(stock.committed))
+    found, lost = catalog.records(sorted(committed))
     if lost:
         what = "; ".join(str(error) for _, error in sorted(lost.items()))
         if not live:
@@ -212,13 +233,13 @@ def _generations(catalog: Catalog, stock: Stock, live: bool) -> Mapping[Generati
     return found
 
 
-def _stands(catalog: Catalog, stock: Stock) -> tuple[dict[SaveId, Stand], set[SaveId]]:
+def _stands(catalog: Catalog, committed: Collection[SaveId]) -> tuple[dict[SaveId, Stand], set[SaveId]]:
     """The facts of the readable manifests; and the saves whose manifests cannot be read now. These stay; one that is
     damaged for good has no rights."""
     known: dict[SaveId, Stand] = {}
     unknown: set[SaveId] = set()
-    catalog.warm_stands(sorted(stock.committed))
-    for save in stock.committed:
+    catalog.warm_stands(sorted(committed))
+    for save in committed:
         try:
             known[save] = catalog.stand(save)
         except (NewerFormat, ObjectUnreadable):
@@ -229,30 +250,29 @@ def _stands(catalog: Catalog, stock: Stock) -> tuple[dict[SaveId, Stand], set[Sa
 
 
 def _unwanted(
-    stock: Stock,
+    committed: Collection[SaveId],
     generations: Mapping[GenerationId, Generation],
     keep: Keep | None,
     abandoned: bool,
     known: Mapping[SaveId, Stand],
+    broken: Collection[SaveId],
 ) -> list[SaveId]:
-    """The committed saves that no rule keeps, and that are not pinned.
+    """The committed saves that no rule keeps. `broken`: they lack objects, and are none of the number that is kept.
 
     Never the one that the newest generation resumed from while it has none of its own: it would have nowhere to
     start again.
     """
-    visible = history(stock.committed, generations)
+    visible = history(committed, generations)
     unwanted: set[SaveId] = set()
     if keep is not None:
-        # What was committed meanwhile seems to lack objects, too: one more stays then.
-        broken = lacking(stock.objects, {entry.key for entry in stock.layouts}, known)
         unwanted = {*keep.choose([save for save in visible if save not in broken], known)}
-        unwanted |= broken.intersection(keep.choose(visible, known))
+        unwanted |= {save for save in keep.choose(visible, known) if save in broken}
     if abandoned:
-        unwanted |= stock.committed - {*visible}
+        unwanted |= {*committed} - {*visible}
     newest = max(generations, default=None)
-    if newest is not None and all(save.generation != newest for save in stock.committed):
+    if newest is not None and all(save.generation != newest for save in committed):
         unwanted -= {generations[newest].resumed_from}
-    return sorted(unwanted - stock.pins.keys())
+    return sorted(unwanted)
 
 
 def _due(stock: Stock, oldest: float) -> list[SaveId]:
