@@ -29,7 +29,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -337,7 +337,8 @@ def _drop(
     itself superseded then; `head`: the newest generation by whose history anybody else has chosen these.
 
     Whoever pins takes a record that is older than a save may take for one of a sweep that crashed, so a sweep that took
-    half as long drops nothing.
+    half as long drops nothing. And such a record is put anew: by its age the bytes would go at once, though readers
+    could look the step up until now.
 
     Returns those that are spared. Their records stay until they are stale: another sweep that did not see the pin may
     be about to delete the manifest, and the record is what tells whoever pinned the step.
@@ -347,7 +348,11 @@ def _drop(
     for some in _batches(saves):
         _check_may_delete(catalog, generation)
         elapsed = Elapsed()
-        _put_records(catalog.store, [record_of(catalog, save, "dropped by retention") for save in some])
+        records = [record_of(catalog, save, "dropped by retention") for save in some]
+        there = _put_records(catalog.store, records)
+        if there:
+            _drop_stale(catalog, generation, _stale_records(catalog, there))
+            _put_records(catalog.store, [record for record in records if record.save in there])
         pinned = {*some} & catalog.steps(since=some[0]).pins.keys()
         if generation is None and head is not None and max(catalog.generation_ids(), default=head) > head:
             log.warning("a job or a rewind began meanwhile: what history keeps is chosen anew by the next sweep")
@@ -364,6 +369,13 @@ def _drop(
     return spared
 
 
+def _stale_records(catalog: Catalog, of: Collection[SaveId]) -> list[Entry]:
+    """The trash records of these that are older than a save may take."""
+    oldest = clock.now(catalog.store) - catalog.root().save_deadline_s
+    listed = catalog.store.scan(keys.TRASH)
+    return [entry for entry in listed if keys.parse_trash_key(entry.key) in of and entry.modified < oldest]
+
+
 def _drop_stale(catalog: Catalog, generation: keys.GenerationId | None, listed: Sequence[Entry]) -> None:
     """Deletes the records of steps that are there. Where another sweep was faster and has dropped the step, its record
     stays, or is put back."""
@@ -378,13 +390,17 @@ def _drop_stale(catalog: Catalog, generation: keys.GenerationId | None, listed: 
             _put_records(catalog.store, [record for record in records if record.save not in committed])
 
 
-def _put_records(store: Store, records: Iterable[TrashRecord]) -> None:
-    def put(record: TrashRecord) -> None:
-        with contextlib.suppress(ObjectExists):  # another sweep was first
-            store.put(record.save.trash_key, record.encode())
+def _put_records(store: Store, records: Sequence[TrashRecord]) -> set[SaveId]:
+    """Returns the saves that have one already: another sweep was first, now or long ago."""
 
-    for _ in each(put, records):
-        pass
+    def is_there(record: TrashRecord) -> bool:
+        try:
+            store.put(record.save.trash_key, record.encode())
+        except ObjectExists:
+            return True
+        return False
+
+    return {record.save for record, there in zip(records, each(is_there, records), strict=True) if there}
 
 
 def _delete(catalog: Catalog, generation: keys.GenerationId | None, objects: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from support import age, all_keys, listed_steps_are_whole, make_generation, make
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.pins import pin, unpin
-from ckptlib.catalog.retention import sweep
+from ckptlib.catalog.retention import drop, sweep
 from ckptlib.errors import CheckpointNotFound, FormatError, StoreError
 from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import TrashRecord
@@ -181,6 +181,27 @@ def test_a_pin_beside_a_sweep_that_dies(made: MemoryStore) -> None:
                 inner = ActorStore(store, num_done)
                 with suppress(Crash):
                     swept(inner)
+                pinner.go()
+            outcomes.add(check(store, pinner))
+    assert outcomes == {True, False}
+
+
+def test_a_pin_beside_a_drop_that_finds_an_old_record(made: MemoryStore) -> None:
+    """The record is put anew, since the bytes would go at once; whoever pins sees one of the two, or is seen."""
+    target = target_of(made)
+    made.put(target.trash_key, TrashRecord(target, "interrupted").encode())
+    age(made, LATER_S)
+    outcomes = set()
+    for num_first in range(20):
+        for num_second in range(20):
+            store = copy_of(made)
+            with (
+                Actor(store, lambda store: drop(Catalog(store), target)) as dropper,
+                Actor(store, pinning(target)) as pinner,
+            ):
+                dropper.go_on(num_first)
+                pinner.go_on(num_second)
+                dropper.go()
                 pinner.go()
             outcomes.add(check(store, pinner))
     assert outcomes == {True, False}
