@@ -93,6 +93,27 @@ def test_packs_that_nothing_keeps_any_more_make_no_step(job: SmallJob, monkeypat
     assert save.id not in job.listed
 
 
+def test_a_step_that_another_one_has_committed_is_not_taken_back(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In time, and has told so. Its manifest alone keeps what it uses."""
+    save, keep = job.save(), Keep(last=2, grace=GRACE)
+
+    def happens() -> None:
+        Committer(job.catalog()).commit_when_whole(save.id, save.world_size, lambda: 0.0)
+        job._committed(save.id)
+        another_commits(job)
+        job.sweep(keep)
+        job.advance(2 * DEADLINE_S)
+
+    with pytest.raises(SaveFailed, match=r"needs packs of .* Another process has put its manifest, which stays"):
+        commit_asleep(job, save, monkeypatch, happens)
+    assert save.id in job.found_listed()
+    job.check()
+    job.settle(keep)
+    assert {other.step for other in job.listed} == {2, 3}
+
+
 def test_a_step_that_lost_nothing_stays(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
     save = job.save()
     commit_asleep(job, save, monkeypatch, lambda: job.advance(10 * GRACE_S))
