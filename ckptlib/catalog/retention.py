@@ -357,11 +357,12 @@ def _drop(
         if generation is None and head is not None and max(catalog.generation_ids(), default=head) > head:
             log.warning("a job or a rewind began meanwhile: what history keeps is chosen anew by the next sweep")
             pinned = {*some}
-        seconds = elapsed.at_most()
+        _check_may_delete(catalog, generation)
+        seconds = elapsed.at_most()  # looked at last: whoever is stopped behind this may drop a step that is needed
         if seconds > LATE_S and seconds > catalog.root().save_deadline_s / 2:  # as on a machine that was suspended
             log.warning("it took so long to drop steps that they may have been pinned meanwhile: the next sweep does")
             pinned = {*some}
-        _delete(catalog, generation, [save.manifest_key for save in some if save not in pinned])
+        catalog.store.delete(*(save.manifest_key for save in some if save not in pinned))
         for save in some:
             if save not in pinned:
                 log.info("step %d is dropped; its bytes go after the grace period", save.step)
