@@ -1,4 +1,4 @@
-"""Retention: which steps leave a store, and when. The only place that deletes from one.
+"""Retention: how steps leave a store, and when. The only place that deletes from one; `unwanted` says what may go.
 
 Two passes, a grace period apart. The first turns unwanted steps into trash: a record is put, then the manifest goes,
 and the step with it. The second deletes parts, then packs, then the record, once the record is older than the grace
@@ -29,22 +29,21 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.elapsed import Elapsed
-from ckptlib.catalog.history import history
-from ckptlib.catalog.lacking import lacking
 from ckptlib.catalog.late_commit import LATE_S
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.rights import check_may_change
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.stand import Stand
 from ckptlib.catalog.stock import Stock, take_stock
-from ckptlib.catalog.uses import UNREADABLE, Needed, is_needed, needed_by, record_of
+from ckptlib.catalog.unwanted import crashed, deletable, due_trash, idle_pins, is_refresh_done, unwanted_steps
+from ckptlib.catalog.uses import UNREADABLE, Needed, needed_by, record_of
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,
@@ -117,20 +116,20 @@ def sweep(
     needed = _needed(catalog, stock, oldest, live=generation is not None)
     generations = _generations(catalog, stock, live=generation is not None and not abandoned)
     known, unknown = _stands(catalog, stock)
-    unwanted = _unwanted(stock, generations, keep, abandoned, known)
+    unwanted = unwanted_steps(stock, generations, keep, abandoned, known)
     stays = unknown | under_way | {save for save in known if known[save].exempt and not exempt}
     dropped = [save for save in unwanted if save not in stays]
-    condemned = _crashed(stock, oldest, generation)
-    due = [] if needed is None else _due(stock, oldest)
-    gone, stages = _deletable(stock, due, needed or {})
+    condemned = crashed(stock, oldest, generation)
+    due = [] if needed is None else due_trash(stock, oldest)
+    gone, stages = deletable(stock, due, needed or {})
     waiting = sorted(({*stock.objects, *stock.records} - stock.committed | {*dropped}) - gone)
     layouts = []
     if not {*waiting} - {*due}:  # of what is due no part is left, whatever its packs are needed for
         layouts = _unnamed_layouts(catalog, stock, oldest)
     if not dry_run:
         old_clocks = [entry.key for entry in stock.clocks if entry.modified < oldest]
-        refreshes = [save.refresh_key for save in stock.refreshes if _is_done(save, stock, needed)]
-        _delete(catalog, generation, [*old_clocks, *refreshes, *_idle_pins(stock, oldest)])
+        refreshes = [save.refresh_key for save in stock.refreshes if is_refresh_done(save, stock, needed)]
+        _delete(catalog, generation, [*old_clocks, *refreshes, *idle_pins(stock, oldest)])
         for stage in stages:  # before anything is put: the store may be full
             _delete(catalog, generation, [entry.key for entry in stage])
         layouts = _delete_layouts(catalog, generation, stock, layouts)
@@ -160,34 +159,6 @@ def _needed(catalog: Catalog, stock: Stock, oldest: float, live: bool) -> Needed
             ) from error
         log.warning("%s", what)
         return None
-
-
-def _is_done(refresh: SaveId, stock: Stock, needed: Needed | None) -> bool:
-    """Whether nobody has to see any more that this was asked for: a save that was planned before may come after it."""
-    return needed is not None and refresh not in stock.committed and all(of.save > refresh for of in needed)
-
-
-def _idle_pins(stock: Stock, oldest: float) -> list[str]:
-    """Pins of which nothing is left to keep. Not of a step whose manifest alone is missing: it may be put back."""
-    left = stock.committed | stock.objects.keys() | stock.records.keys()
-    return [e.key for save, entries in stock.pins.items() if save not in left for e in entries if e.modified < oldest]
-
-
-def _deletable(stock: Stock, due: Iterable[SaveId], needed: Needed) -> tuple[set[SaveId], list[list[Entry]]]:
-    """The due trash that may be deleted: whole saves; and the objects, stage by stage, in the order of deletion."""
-    gone: set[SaveId] = set()
-    parts: list[Entry] = []
-    packs: list[Entry] = []
-    records: list[Entry] = []
-    for save in due:
-        objects = stock.objects.get(save, ())
-        free = [entry for entry in objects if not is_needed(needed, entry.key)]
-        for entry in free:
-            (packs if entry.key.startswith(keys.PACKS) else parts).append(entry)
-        if len(free) == len(objects):
-            gone.add(save)
-            records.append(stock.records[save])
-    return gone, [parts, packs, records]
 
 
 def _grace_s(keep: Keep | None, save_deadline_s: float) -> float:
@@ -226,52 +197,6 @@ def _stands(catalog: Catalog, stock: Stock) -> tuple[dict[SaveId, Stand], set[Sa
         except UNREADABLE:
             continue
     return known, unknown
-
-
-def _unwanted(
-    stock: Stock,
-    generations: Mapping[GenerationId, Generation],
-    keep: Keep | None,
-    abandoned: bool,
-    known: Mapping[SaveId, Stand],
-) -> list[SaveId]:
-    """The committed saves that no rule keeps, and that are not pinned.
-
-    Never the one that the newest generation resumed from while it has none of its own: it would have nowhere to
-    start again.
-    """
-    visible = history(stock.committed, generations)
-    unwanted: set[SaveId] = set()
-    if keep is not None:
-        # What was committed meanwhile seems to lack objects, too: one more stays then.
-        broken = lacking(stock.objects, {entry.key for entry in stock.layouts}, known)
-        unwanted = {*keep.choose([save for save in visible if save not in broken], known)}
-        unwanted |= broken.intersection(keep.choose(visible, known))
-    if abandoned:
-        unwanted |= stock.committed - {*visible}
-    newest = max(generations, default=None)
-    if newest is not None and all(save.generation != newest for save in stock.committed):
-        unwanted -= {generations[newest].resumed_from}
-    return sorted(unwanted - stock.pins.keys())
-
-
-def _due(stock: Stock, oldest: float) -> list[SaveId]:
-    """The trash whose time has come."""
-    records = stock.records.items()
-    return sorted(save for save, record in records if save not in stock.committed and record.modified < oldest)
-
-
-def _crashed(stock: Stock, oldest: float, live: GenerationId | None) -> list[SaveId]:
-    """The saves that never committed, have no trash record yet, and are too old to go on; none that the `live` job may
-    have in flight, however old the clocks of the store make it look."""
-    newest = max((save for save in stock.committed if save.generation == live), default=None)
-    return sorted(
-        save
-        for save, entries in stock.objects.items()
-        if not (save in stock.committed or save in stock.records)
-        and (save.generation != live or (newest is not None and save < newest))
-        and all(entry.modified < oldest for entry in entries)
-    )
 
 
 def _unnamed_layouts(catalog: Catalog, stock: Stock, oldest: float) -> list[Entry]:
