@@ -247,6 +247,17 @@ def test_a_disk_of_another_root_is_refused(tiered: Tiered, tmp_path: Path) -> No
         ckptlib.Checkpointer(tmp_path / "other", tiered.job.state, every=1, local=tiered.disk)
 
 
+def test_a_disk_that_cannot_be_looked_at_is_not_taken_for_an_empty_one(tiered: Tiered) -> None:
+    """A step there may be newer than all that the store has, and its job's number taken."""
+    crashed(tiered, ckptlib.Steps(1), 1)
+    (tiered.disk / "begun").rename(tiered.disk / "elsewhere")
+    (tiered.disk / "begun").symlink_to("elsewhere")
+    with pytest.raises(StoreError, match=r"local=.* on .*: cannot be looked at, .*/begun is a sym.* local= another"):
+        tiered.open(Job(tiered.bucket))
+    with tiered.open(Job(tiered.bucket), local=tiered.disk.with_name("another")) as ckpt:
+        assert ckpt.restore().step == 1
+
+
 def test_the_root_itself_is_refused_as_its_disk(tiered: Tiered, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a root of its own, or the job's"):
         ckptlib.Checkpointer(tiered.url, tiered.job.state, every=1, local=tiered.bucket)
