@@ -5,6 +5,8 @@ Knows how connections are made and closed; `group` and `link` use them.
 
 from __future__ import annotations
 
+import functools
+import secrets
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -80,9 +82,16 @@ def shared_by(over: dist.ProcessGroup, timeout: timedelta) -> Shared:
     known = _shared.get(over.group_name)
     if known is None or known.whole is not whole:
         place = PrefixStore(f"ckptlib/{over.group_name}", whole)
-        name = incarnation.agree(place, dist.get_process_group_ranks(over), over.rank(), timeout)
+        name = incarnation.agree(place, dist.get_process_group_ranks(over), over.rank(), _nonce(whole), timeout)
         known = _shared[over.group_name] = Shared(whole, PrefixStore(name, place))
     return known
+
+
+@functools.lru_cache(maxsize=1)
+def _nonce(whole: Store) -> str:
+    """Of this process in this incarnation: when it has given up waiting, and comes again, it is still the one that was
+    counted. The next incarnation may find this one's keys in the same store."""
+    return secrets.token_hex(8)
 
 
 def links_of(group: dist.ProcessGroup) -> frozenset[str]:
