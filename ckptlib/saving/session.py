@@ -124,6 +124,7 @@ class Session:
         self.planner = Planner(self.group)
         self._num_saves = 0
         self._sequence = 0
+        """Of the last slot that was filled; 0: none was."""
         self._to_persist: dict[SaveId, tuple[bool, bool]] = {}
         """Snapshots that the writer is told of as soon as they are ready, whether they are drained then, and whether it
         puts their layout."""
@@ -268,7 +269,8 @@ class Session:
         try:
             if clean:
                 self.outcomes.close(timeout)
-                self.snapshots.arena.others.reclaim()  # a job that came to its end needs nothing of the one before
+                if self._sequence:  # else what the job before left in memory may be all that there is of its last step
+                    self.snapshots.arena.others.reclaim()
             else:
                 self.snapshots.arena.await_made()  # a slot that the writer is not told of would stay
                 self.writer.leave()
