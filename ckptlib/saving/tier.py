@@ -6,6 +6,7 @@ All of it is said and agreed upon in the beat, so all ranks drain the same steps
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.policy.tier import MAX_UNDRAINED, DueDrains, LocalTier
@@ -34,6 +35,14 @@ class TierState:
         """The share of a save came to be on the disk, or never will. In the order of the saves; told twice of some."""
         if step > self.own.settled:
             self.own.note(step, held)
+
+    def note_restored(self, step: int, on_disks: Collection[SaveId]) -> None:
+        """The job goes on from `step`. `on_disks`: the earlier jobs' steps that the disks of all hosts hold.
+
+        Of these, a restart needs the newest that is no later: the job's own may have come from memory, or the store.
+        """
+        if self._settings is not None:
+            self._writer.earlier(max((save for save in on_disks if save.step <= step), default=None))
 
     def say(self, word: Word, failed: bool) -> Word:
         """This rank's word for the next step. `failed`: the last save did."""

@@ -69,6 +69,7 @@ class Writer:
         self._open: dict[_OrderKey, Message] = {}
         """The orders that another writer must carry out, should this one die."""
         self._held: SaveId | None = None
+        self._earlier: Message | None = None
         self._whole: tuple[SaveId, int] | None = None
         self._begun: Message | None = None
         self._lent: Lent | None = None
@@ -128,6 +129,12 @@ class Writer:
         """All ranks hold this snapshot in memory: should no job go on from it, it must not be lost."""
         self._held = save
         self._channel.send({"op": "held", "save": str(save)})
+
+    def earlier(self, save: SaveId | None) -> None:
+        """Of the earlier jobs' steps on the local disks a restart needs this one, or none: others may be removed where
+        there is no room."""
+        self._earlier = {"op": "earlier", "save": None if save is None else str(save)}
+        self._channel.send(self._earlier)
 
     def whole(self, save: SaveId, settled: int) -> None:
         """All ranks have it on their local disks: older steps may be removed there, and later ones up to `settled`."""
@@ -321,6 +328,8 @@ class Writer:
             self._channel.send({"op": "slot", "path": path})
         if self._held is not None:
             self.held(self._held)
+        if self._earlier is not None:
+            self._channel.send(self._earlier)
         if self._whole is not None:
             self.whole(*self._whole)
         for order in self._open.values():

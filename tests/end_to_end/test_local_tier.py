@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -330,6 +331,45 @@ def test_a_disk_with_room_for_four_shares_is_enough(tiered: Tiered, small_disk: 
     job = Job(tiered.bucket, seed=1)
     assert ckptlib.load(tiered.bucket, job.state).step == step
     assert job.bits() == tiered.job.bits()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a small tmpfs")
+@pytest.mark.parametrize("usable", [True, False])
+def test_a_disk_that_the_job_before_left_full_takes_the_saves_of_the_next_one(
+    tiered: Tiered, small_disk: Path, usable: bool
+) -> None:
+    """A restart needs no more than one step of what is there, and nothing of that where none is whole."""
+    tiered.disk = small_disk / "disk"
+    ckpt = tiered.open(drain=ckptlib.Steps(1))
+    tiered.saved(ckpt, 1).wait_committed(WAIT_S)
+    tiered.away(True)
+    for step in range(2, 8):
+        tiered.saved(ckpt, step)
+    bits = tiered.job.bits()
+    os.kill(ckpt._session.writer.pid, signal.SIGKILL)
+    ckpt.__exit__(InterruptedError, InterruptedError(), None)
+    left = {path.name for path in tiered.disk.glob("parts/*")}
+    assert len(left) > 3
+    if not usable:
+        for path in tiered.disk.glob("parts/*/*"):
+            path.unlink()
+    tiered.job = Job(tiered.bucket, seed=1)
+    ckpt = tiered.open(drain=ckptlib.Steps(1))
+    report = ckpt.restore()
+    assert (report.step, report.tier) == ((7, "local") if usable else (1, "store"))
+    if usable:
+        assert ckpt.pending is not None
+        ckpt.pending.wait_local(WAIT_S)
+        assert tiered.job.bits() == bits
+        there = {path.name for path in tiered.disk.glob("parts/*")}
+        assert max(left) in there, "it has not been told yet that its own is on all disks"
+    for step in range(report.step + 1, report.step + 4):
+        tiered.saved(ckpt, step)
+    os.kill(ckpt._session.writer.pid, signal.SIGKILL)
+    ckpt.__exit__(InterruptedError, InterruptedError(), None)
+    tiered.away(False)
+    with tiered.open(Job(tiered.bucket, seed=2)) as ckpt:
+        assert ckpt.restore().step == report.step + 3
 
 
 def test_the_disk_of_the_job_before_is_freed_when_the_next_one_has_a_step_of_its_own(tiered: Tiered) -> None:

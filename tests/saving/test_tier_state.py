@@ -23,9 +23,13 @@ class FakeWriter:
     def __init__(self) -> None:
         self.num_undrained = 0
         self.told: list[tuple[SaveId, int]] = []
+        self.needed: list[SaveId | None] = []
 
     def whole(self, save: SaveId, settled: int) -> None:
         self.told.append((save, settled))
+
+    def earlier(self, save: SaveId | None) -> None:
+        self.needed.append(save)
 
 
 @pytest.fixture
@@ -80,6 +84,15 @@ def test_the_writer_is_told_what_all_ranks_have(writer: FakeWriter) -> None:
     assert writer.told[2:] == [(SaveId(3, GENERATION), 4)], "what only some ranks have of step 4 may go"
 
 
+def test_of_earlier_jobs_the_newest_step_on_the_disks_is_needed_that_is_not_later_than_the_restored_one(
+    writer: FakeWriter,
+) -> None:
+    state, saves = state_of(writer), [SaveId(step, GENERATION) for step in (3, 5, 8)]
+    for step in (2, 5, 6, 9):
+        state.note_restored(step, saves)
+    assert writer.needed == [None, saves[1], saves[1], saves[2]]
+
+
 def test_without_a_tier_all_goes_to_the_store(writer: FakeWriter) -> None:
     state = TierState(None, GENERATION, 0, cast("Writer", writer))
     word = Word(1)
@@ -87,4 +100,5 @@ def test_without_a_tier_all_goes_to_the_store(writer: FakeWriter) -> None:
     assert state.decide(1, word, must=False)
     state.note(1, True)
     state.note_all(1, 0, 1)
-    assert writer.told == []
+    state.note_restored(1, [])
+    assert writer.told == writer.needed == []
