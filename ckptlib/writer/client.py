@@ -199,6 +199,10 @@ class Writer:
         order = {"op": "persist", "save": str(save), "slot": str(slot), "drains": drains, "layout": puts_layout}
         self._order(order)
 
+    def drain(self, save: SaveId) -> None:
+        """Orders that a save which was to stay on the local disk, and is there, be copied to the store after all."""
+        self._order({"op": "drain", "save": str(save), "drains": True})
+
     def void(self, save: SaveId, error: str, drains: bool = True) -> None:
         """The snapshot failed; tells the other ranks' committer."""
         self._order({"op": "void", "save": str(save), "error": error, "drains": drains})

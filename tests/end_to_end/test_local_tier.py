@@ -101,6 +101,45 @@ def test_the_last_step_of_a_loop_and_what_save_takes_are_drained_whatever_the_po
     assert steps(tiered.bucket) == [3, 4]
 
 
+def test_a_step_that_is_on_local_disks_alone_is_drained_when_save_is_asked_for_it(tiered: Tiered) -> None:
+    with tiered.open(drain=ckptlib.Steps(1000), local_keep=1) as ckpt:
+        tiered.job.body()
+        ckpt.after_step(1)
+        assert ckpt.pending is not None
+        assert not ckpt.pending.drains
+        told = []
+        ckpt.pending.add_done_callback(lambda pending: told.append(pending.step))
+        asked = ckpt.save(1)
+        assert asked is ckpt.pending
+        assert asked.drains
+        asked.wait_committed(WAIT_S)
+        assert told == [1]
+        assert ckpt.save(1) is asked, "and it is drained once"
+        assert steps(tiered.bucket) == [1]
+        tiered.same_bytes(1)
+        assert not tiered.saved(ckpt, 2).drains
+        tiered.away(True, "packs")
+        waits = ckpt.save(2)
+        assert not waits.committed
+        tiered.saved(ckpt, 3)
+        tiered.away(False)
+        waits.wait_committed(WAIT_S)
+    assert [found.number for found in read_root(tiered.bucket)] == [1, 2]
+
+
+def test_a_step_that_failed_on_the_local_disk_is_no_success_of_save(tiered: Tiered) -> None:
+    tiered.disk.mkdir()
+    (tiered.disk / "packs").write_text("in the way")
+    with tiered.open(drain=ckptlib.Steps(1000)) as ckpt:
+        tiered.job.body()
+        ckpt.after_step(1)
+        with pytest.raises(SaveFailed, match=r"save 0*1-.* failed and will never be committed"):
+            ckpt.save(1)
+        (tiered.disk / "packs").unlink()
+        ckpt.save(2).wait_committed(WAIT_S)
+    assert steps(tiered.bucket) == [2]
+
+
 def test_a_drain_that_falls_due_between_saves_is_made_by_the_next_one(tiered: Tiered) -> None:
     with tiered.open(every=ckptlib.Steps(2), drain=ckptlib.Steps(3)) as ckpt:
         drained = {}
