@@ -159,7 +159,7 @@ class Outcomes:
             self._snapshots.released(key, durable=False)
             if outcome is None:  # it is known already
                 return
-            self.tier.note(outcome.save.step, False)
+            self.tier.note_failed(outcome.save.step)
             self._open.pop(key, None)
             self._failed(outcome, str(event["kind"]), str(event["error"]), key)
 

@@ -26,15 +26,41 @@ class TierState:
         self._due = DueDrains(None if settings is None else settings.drain)
         self.own = HeldSteps()
         """This rank's steps on its host's disk."""
+        self._begun: dict[int, bool | None] = {}
+        """Saves whose end is not in `own` yet, in their order: whether the share is on the disk; None: not known."""
         self._whole_by_all = NONE
         self._settled_by_all = NONE
         self._skipped = 0
         """Saves in a row that stay local since there is too much to drain."""
 
+    def expect(self, step: int) -> None:
+        """A save of it was begun; in ascending order."""
+        self._begun[step] = None
+
     def note(self, step: int, held: bool) -> None:
-        """The share of a save came to be on the disk, or never will. In the order of the saves; told twice of some."""
-        if step > self.own.settled:
+        """The writer is done with the share of a save: it is on the disk, or never will be. The writer takes one after
+        the other, so an earlier one of which it has said nothing never comes: whoever was to take it was interrupted.
+        """
+        if step not in self._begun:
+            return
+        for one, end in self._begun.items():
+            if end is None and one <= step:
+                self._begun[one] = held and one == step
+        self._settle()
+
+    def note_failed(self, step: int) -> None:
+        """The share of a save will never be on the disk, while the writer may be busy with earlier ones."""
+        if step in self._begun and self._begun[step] is None:
+            self._begun[step] = False
+            self._settle()
+
+    def _settle(self) -> None:
+        """`own` learns of the ends in the order of the saves: else one that comes late would not count."""
+        for step, held in [*self._begun.items()]:
+            if held is None:
+                break
             self.own.note(step, held)
+            del self._begun[step]
 
     def note_restored(self, step: int, on_disks: Collection[SaveId]) -> None:
         """The job goes on from `step`. `on_disks`: the earlier jobs' steps that the disks of all hosts hold.
