@@ -89,8 +89,13 @@ class Writer:
         try:
             self.log_path = logfile.new_path(int(setup["rank"]))
             self._start(wait_s)
-        except OSError as error:
-            raise SaveFailed(no_start(error)) from error
+        except BaseException as error:
+            if unread is not None:
+                unread.unlink()
+                unread.close()
+            if isinstance(error, OSError):
+                raise SaveFailed(no_start(error)) from error
+            raise
 
     def _start(self, wait_s: float = 0.0) -> None:
         """Raises OSError; the channel is closed then."""
