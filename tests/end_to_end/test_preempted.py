@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from places import TESTS
 import ckptlib
 from ckptlib.policy import preemption
 from ckptlib.policy.stop_signal import STATUS
+from ckptlib.stores.testing import write_plan
 
 
 def steps(url: Path) -> list[int]:
@@ -62,7 +62,7 @@ def test_a_job_of_one_process_is_not_left(tmp_path: Path) -> None:
 def test_a_job_at_its_end_is_not_left_while_it_waits_for_the_last_commit(tmp_path: Path) -> None:
     """In a container its writer would end with it, long before the launcher kills."""
     root, plan = tmp_path / "root", tmp_path / "plan.json"
-    plan.write_text(json.dumps([{"op": "commit", "key": "^packs/", "action": "hold"}]))
+    write_plan(plan, [{"op": "commit", "key": "^packs/", "action": "hold"}])
     url = f"fault+file://{root}?plan={quote(str(plan))}"
     command = [sys.executable, "workers/jobs.py", "ends", url, str(tmp_path)]
     with subprocess.Popen(command, cwd=TESTS, env=environment(), stdout=subprocess.PIPE, text=True) as job:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +11,7 @@ from workers.crash_jobs import State, Teller
 
 import ckptlib
 from ckptlib.errors import SaveFailed
+from ckptlib.stores.testing import write_plan
 
 WAIT_S = 150.0
 
@@ -36,7 +36,7 @@ def train_with_a_slow_rank(tell: Teller, rank: int, *, url: str, disk: str, plan
                     drained.append(step)
 
         if rank == 0:
-            Path(plan).write_text(json.dumps([{"op": "put", "key": "^parts/.*/000001-", "action": "error"}]))
+            write_plan(plan, [{"op": "put", "key": "^parts/.*/000001-", "action": "error"}])
         for _ in range(20):
             one_step()
         tell("away", drained=list(drained), committed=ckpt.pending is not None and ckpt.pending.committed)
