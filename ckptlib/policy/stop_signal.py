@@ -40,8 +40,10 @@ class StopSignal:
     main thread stands still. That loses nothing but what SIGKILL would lose.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool = False) -> None:
+        """`alone`: there are no other ranks, so what keeps the main thread has an end, and there is no such thread."""
         self.wanted = False
+        self._alone = alone
         self._terminated_at: float | None = None
         """When the first SIGTERM came."""
         self._handled: list[int] = []
@@ -58,7 +60,7 @@ class StopSignal:
                 if signal.getsignal(number) == signal.SIG_DFL:
                     self._handled.append(number)
                     signal.signal(number, self._note)
-        if signal.SIGTERM in self._handled:
+        if signal.SIGTERM in self._handled and not self._alone:
             self._watch = _Watch()
             if not self._watch.begin():
                 self._watch = None

@@ -21,6 +21,9 @@ from ckptlib.ranks.notices import Notices
 
 log = logging.getLogger(__name__)
 
+ALONE = ("", "1")
+"""What WORLD_SIZE is where no launcher has started other ranks."""
+
 
 def group_or_world(over: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The one given, else the world; None where torch.distributed is not initialised.
@@ -60,10 +63,17 @@ def group_of(over: dist.ProcessGroup | None, timeout: timedelta) -> Group:
     return TorchGroup(found, timeout)
 
 
+def is_alone() -> bool:
+    """Whether this process is a job of its own, as far as torch and its launcher know: it waits for no other rank."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return False
+    return os.environ.get("WORLD_SIZE", "") in ALONE
+
+
 @functools.cache
 def _warn_of_others(world_size: str) -> None:
     """Said once, where a launcher has started several ranks that do not know of one another."""
-    if world_size not in ("", "1"):
+    if world_size not in ALONE:
         log.warning(
             "WORLD_SIZE is %s, but there is no process group: this process is a job of its own, and so are the others; "
             "two such jobs cannot save to one root. Call torch.distributed.init_process_group before",

@@ -50,10 +50,10 @@ def open_memory(
     def make_room() -> tuple[Arena, Writer]:
         if settings.keep is not None:
             settings.keep.check(root.save_deadline_s)
-        unread = WriterLock.take(directories(settings.arena), prefix_of(root.id, lineage.host_id))
         setup = settings.for_writer(group.rank, group.size, root.save_deadline_s)
         if group.rank == 0 and (fd := stopwatch.share()) is not None:
             setup |= {"account_fd": fd, "generation": str(lineage.generation)}
+        unread = WriterLock.take(directories(settings.arena), prefix_of(root.id, lineage.host_id))
         writer = Writer(setup, unread, 0.0 if peers is None else WRITER_WAITS_S)
         arena = make_arena(writer)
         if peers is None:

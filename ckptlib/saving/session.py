@@ -197,7 +197,8 @@ class Session:
         """This rank alone has no snapshot: the others are told, and all compare before the next one."""
         if to_store:
             self.given_up = save.step
-            self.tier.note(save.step, False)
+            self.tier.expect(save.step)
+            self.tier.note_failed(save.step)
             self.writer.void(save, reason, drains)
         self.snapshots.begin(save, number, None, to_store)
         self.verdicts.vote(save, number, to_store, None, None)
@@ -213,6 +214,7 @@ class Session:
         """The writer is to persist this one as soon as it is sealed. `drains`: and to drain it, with a local tier.
         `puts_layout`: and to put its layout; else another rank does."""
         self.writer.expect(save, drains)
+        self.tier.expect(save.step)
         self._to_persist[save] = drains, puts_layout
         self.newest_step = save.step
 

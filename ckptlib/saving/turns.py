@@ -12,6 +12,7 @@ from ckptlib.policy.preemption import Preemption
 from ckptlib.policy.stop_signal import StopSignal
 from ckptlib.policy.when import Policy
 from ckptlib.ranks.beat import Beat, Word
+from ckptlib.ranks.meeting import is_alone
 from ckptlib.saving.ballots import Poll
 from ckptlib.saving.due import DueSaves
 from ckptlib.saving.failures import MAX_FAILURES
@@ -43,7 +44,7 @@ class Turns:
         self._left: int | None = None
         """One that was interrupted before it came to its word."""
         self._preemption = None if preempted is None else Preemption(preempted)
-        self._stop = StopSignal()  # last: who is interrupted before is stopped by SIGTERM as ever
+        self._stop = StopSignal(is_alone())  # last: who is interrupted before is stopped by SIGTERM as ever
 
     @property
     def started(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from places import TESTS
 
 import ckptlib
 from ckptlib.errors import NoRoom, SaveFailed, Superseded, WaitTimeout
+from ckptlib.stores.testing import write_plan
 
 
 def test_failures_in_a_row_are_raised_and_earlier_steps_stay(job: Job) -> None:
@@ -285,7 +285,7 @@ def test_a_terminated_job_says_by_its_status_that_it_is_not_done_and_is_continue
 
 def test_a_job_that_raises_does_not_wait_and_its_writer_finishes(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps([{"op": "commit", "key": "^packs/", "action": "hold"}]))
+    write_plan(plan, [{"op": "commit", "key": "^packs/", "action": "hold"}])
     root = tmp_path / "root"
     done = run("raises", f"fault+file://{root}?plan={quote(str(plan))}", tmp_path)
     assert done.returncode == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -22,6 +21,7 @@ import ckptlib
 from ckptlib.errors import AgreementFailed, NoRoom, SaveFailed, UnsupportedState
 from ckptlib.saving.failures import MAX_FAILURES
 from ckptlib.saving.session import WHOLE_EVERY
+from ckptlib.stores.testing import write_plan
 
 # Policies, signals, steps
 
@@ -95,7 +95,7 @@ def fail_on_rank_1(plan: Path, active: bool) -> None:
     dist.barrier()
     if rank() == 0:
         rule = {"op": "put", "key": r"parts/.*/000001-.*-ok-", "action": "error"}
-        plan.write_text(json.dumps([rule] if active else []))
+        write_plan(plan, [rule] if active else [])
     dist.barrier()
 
 

@@ -25,7 +25,7 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 from ckptlib.format.part import Pack, Part
 from ckptlib.stores.local import LocalStore
-from ckptlib.stores.testing import FaultStore, flip_bit
+from ckptlib.stores.testing import FaultStore, flip_bit, write_plan
 from ckptlib.writer.client import Writer
 from ckptlib.writer.drain import Drain, Pace, missing
 from ckptlib.writer.persist import Persister
@@ -227,7 +227,7 @@ class Direct:
         return part
 
     def fault(self, *rules: Mapping[str, object]) -> None:
-        (self.directory / "plan.json").write_text(json.dumps(rules))
+        write_plan(self.directory / "plan.json", rules)
 
 
 @pytest.fixture
