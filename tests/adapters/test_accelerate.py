@@ -222,10 +222,11 @@ def stateful(directory: Path, stops_at: int = -1) -> list[Any]:
     return seen
 
 
-def test_a_stateful_loader_goes_on_at_its_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stops_at", [10, 13])
+def test_a_stateful_loader_goes_on_at_its_batch(tmp_path: Path, stops_at: int) -> None:
     whole = stateful(tmp_path)
     assert len(whole) == 20
-    assert stateful(tmp_path, stops_at=13) + stateful(tmp_path) == whole
+    assert stateful(tmp_path, stops_at=stops_at) + stateful(tmp_path) == whole
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
