@@ -6,6 +6,7 @@ tensors of all of them.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -291,20 +292,26 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         return group.broadcast(told).decode()
 
     def _settle_done(self) -> None:
-        """Forgets saves that are done. Raises SaveFailed, on all ranks, where one failed."""
+        """Forgets saves that are done, as rank 0 sees it: else ranks that hear of a failure at different times would
+        raise it twice. Raises SaveFailed, on all ranks, where one failed."""
+        mine = [each for each in self._under_way if each.token is self._token]
+
+        def errors() -> str:
+            done = [each.pending for each in mine if each.pending.done()]
+            return json.dumps({str(x.save): None if x.error is None else str(x.error) for x in done})
+
+        told = json.loads(self._on_rank_0("saving", errors))
         failed: list[str] = []
-        for each in [each for each in self._under_way if each.token is self._token]:
-            if each.pending.done():
-                self._under_way.remove(each)
-                each.known.set()
-                if each.pending.error is not None:
-                    failed.append(f"step {each.pending.step} is not saved: {each.pending.error}")
-
-        def tell() -> None:
-            if failed:
-                raise SaveFailed("; ".join(failed))
-
-        together(registry.group(None), "saving", tell)
+        for each in mine:
+            if str(each.pending.save) not in told:
+                continue
+            self._under_way.remove(each)
+            each.known.set()
+            error = told[str(each.pending.save)]
+            if error is not None:
+                failed.append(f"step {each.pending.step} is not saved: {error}")
+        if failed:
+            raise SaveFailed("; ".join(failed))
 
 
 def _finish() -> None:

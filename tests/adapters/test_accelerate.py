@@ -268,3 +268,9 @@ def test_damage(tmp_path: Path) -> None:
 
 def test_all_ranks_go_by_what_rank_0_sees(tmp_path: Path) -> None:
     fork_ranks("accelerate_ranks.py", 2, tmp_path, timeout_s=60)
+
+
+def test_ranks_that_hear_of_a_failure_at_different_times(tmp_path: Path) -> None:
+    """It is raised once, on both; the next save is begun."""
+    fork_ranks("accelerate_failed.py", 2, tmp_path, timeout_s=200)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["ckptlib", "one", "three"]
