@@ -20,6 +20,7 @@ from ckptlib.format import gc_pause, values
 from ckptlib.format.keys import SaveId
 from ckptlib.format.paths import join
 from ckptlib.loading.match import targets
+from ckptlib.loading.overlaps import bring_together, set_apart
 from ckptlib.loading.progress import Laps, progress
 from ckptlib.loading.read_once import share_out, spread
 from ckptlib.loading.reader import Reader
@@ -217,7 +218,8 @@ def _load_step(
     if order.strict and group.rank == 0:
         _tell_excused(source.save.step, untouched, [*wanted.excused([*unexpected, *wanted.foreign]), *lost])
 
-    reads, buckets = share_out(wanted.wants, group, lambda want: source.near(reader.ranks_for(want)))
+    wants, overlapping = set_apart(wanted.wants)
+    reads, buckets = share_out(wants, group, lambda want: source.near(reader.ranks_for(want)))
     total = sum(tensor.nbytes for want in reads for _, tensor in want.pieces)
     if total > QUICK_BYTES:
         collect_again()
@@ -235,7 +237,12 @@ def _load_step(
     laps.end("read")
     spread(buckets, group)
     laps.end("spread")
-    together(group, what, wanted.complete)
+
+    def complete() -> None:
+        bring_together(overlapping, source.save.step)
+        wanted.complete()
+
+    together(group, what, complete)
     if whole is not order.state and isinstance(order.state, MutableMapping):  # plain values were put into the copy
         order.state.update({key: value for key, value in whole.items() if key != RNG})
     report = LoadReport(
