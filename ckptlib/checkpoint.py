@@ -87,7 +87,7 @@ def save_step(session: Session, order: SaveOrder) -> Pending:
     there is a slot: from what they say in the beat, or from `await_room`.
 
     Where ranks do not compare before, what this rank alone finds wrong is published as its failure, and raised as
-    SaveFailed; the next save compares.
+    SaveFailed, but for what a `state_dict()` raises; the next save compares.
     """
     with session.stopwatch.stalled(), gc_pause.kept():
         return _save_step(session, order)
@@ -106,11 +106,12 @@ def _save_step(session: Session, order: SaveOrder) -> Pending:
                 raise
             compare = True  # one rank has nobody to wait for
             flat, metrics, plan, slot = _agree(session, order, compare)
-    except CkptError as error:
-        if compare:
+    except BaseException as error:  # a state_dict() may raise anything, and whoever catches that trains on
+        alone = session.group.size == 1 and not isinstance(error, CkptError)
+        if compare or alone:
             raise
         session.give_up(save, number, order.to_store, order.drains, describe(error))
-        if isinstance(error, StateChanged):
+        if not isinstance(error, CkptError) or isinstance(error, StateChanged):
             raise
         text = f"step {save.step} could not be saved on rank {session.group.rank}: {error}"
         raise SaveFailed(text) from error

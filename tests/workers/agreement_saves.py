@@ -213,6 +213,43 @@ def a_state_that_one_rank_cannot_save(url: Path) -> None:
     assert committed(url) == [EVERY, 2 * EVERY]
 
 
+class Moody:
+    """Its state cannot be had at times, as where a thread of its own changes it meanwhile."""
+
+    def __init__(self) -> None:
+        self.raises: BaseException | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        if self.raises is not None:
+            raise self.raises
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def a_state_dict_that_raises_on_one_rank(url: Path) -> None:
+    """Whoever catches that trains on; the other ranks are told that this step will not come, and all save on."""
+    moody = Moody()
+    state, raised = {"w": torch.zeros(3), "moody": moody}, {3: RuntimeError("changed size"), 5: KeyboardInterrupt()}
+    numbers = range(1, 8)
+    with checkpointer(url, state) as ckpt:
+        for number in numbers:
+            state["w"].fill_(number)
+            moody.raises = raised.get(number) if rank() == 1 else None
+            with nullcontext() if moody.raises is None else pytest.raises(type(moody.raises)):
+                save_after(ckpt, number)
+            moody.raises = None
+            if number not in raised:
+                ckpt.pending.wait_committed(PATIENCE_S)
+            elif rank() != 1:
+                with pytest.raises(SaveFailed, match=f"rank 1 failed.*{type(raised[number]).__name__}"):
+                    ckpt.pending.wait_committed(PATIENCE_S)
+    assert committed(url) == [number * EVERY for number in numbers if number not in raised]
+    found = torch.zeros(3)
+    ckptlib.load(url, {"w": found}, strict=False)
+    assert torch.equal(found, state["w"])
+
+
 def a_last_save_that_one_rank_cannot_take(url: Path) -> None:
     """No rank ends as if the save before were the last one: where all compare, as at the end of `loop`, and where the
     rank finds out alone."""
