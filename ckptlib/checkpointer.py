@@ -327,7 +327,8 @@ class Checkpointer:
         self._check_open()
         if metrics is not None:
             check_metrics(metrics)
-        pending = self._steps.save(step, metrics)
+        with self._turns.busy():
+            pending = self._steps.save(step, metrics)
         self._exports.poll(pending, step)
         self._session.listener.deliver()
         return pending

@@ -9,7 +9,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import cast
 
@@ -83,6 +84,18 @@ class StopSignal:
         if self._watch is not None:
             self._watch.note_step()
 
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Within, a main thread that stands still is not left: it waits for the state at hand to be saved, and that
+        ends."""
+        if self._watch is not None:
+            self._watch.busy = True
+        try:
+            yield
+        finally:
+            if self._watch is not None:
+                self._watch.busy = False
+
     def heed(self) -> None:
         """The job stops now, or has come to its end: whatever it waits for is its own affair."""
         if self._watch is not None:
@@ -120,6 +133,8 @@ class _Watch:
         """Ends of a pipe, to which the interpreter writes the number of each signal as it comes."""
         self._thread: threading.Thread | None = None
         self.heeded = threading.Event()
+        self.busy = False
+        """Whether the main thread may stand still."""
         self._ended = False
         self._since = time.monotonic()
         self._recent: deque[float] = deque(maxlen=RECENT)
@@ -155,7 +170,7 @@ class _Watch:
         place, since = _main_place(), time.monotonic()
         while not self.heeded.wait(LOOK_EVERY_S):
             before, place = place, _main_place()
-            if place != before:
+            if place != before or self.busy:
                 since = time.monotonic()
             elif time.monotonic() - since > patience_s:
                 os._exit(STATUS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 from ckptlib.errors import SaveFailed, Superseded
 from ckptlib.format.keys import SaveId
@@ -132,6 +133,10 @@ class Turns:
         session = self._session
         if self.due.must_tell() and (session.group.rank == 0 or session.snapshots.persisting):
             log.warning("no save for two intervals, and one is due: %s; training goes on", session.outcomes.waits_for())
+
+    def busy(self) -> AbstractContextManager[None]:
+        """Within, nobody leaves on SIGTERM because he stands still, as whoever waits for a slot does."""
+        return self._stop.busy()
 
     def heed(self) -> None:
         """No step follows: nobody leaves on SIGTERM from here on because he stands still, as whoever waits for a commit

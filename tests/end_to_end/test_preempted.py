@@ -15,6 +15,7 @@ from launch import environment
 from places import TESTS
 
 import ckptlib
+from ckptlib.errors import EXIT_PREEMPTED
 from ckptlib.policy import preemption
 from ckptlib.policy.stop_signal import STATUS
 from ckptlib.stores.testing import write_plan
@@ -55,8 +56,26 @@ def test_a_job_of_one_process_is_not_left(tmp_path: Path) -> None:
             job.wait(2)
         job.stdin.write("\n")
         job.stdin.flush()
-        assert job.wait(150) == 75
+        assert job.wait(150) == EXIT_PREEMPTED
     assert steps(root) == [9]
+
+
+def test_a_job_is_not_left_while_it_waits_for_a_slot(tmp_path: Path) -> None:
+    """What `save` was called for is not in memory yet, and all else is in good order; one rank of two, as it knows."""
+    root, plan = tmp_path / "root", tmp_path / "plan.json"
+    write_plan(plan, [{"op": "commit", "key": "^packs/", "action": "hold"}])
+    url = f"fault+file://{root}?plan={quote(str(plan))}"
+    command = [sys.executable, "workers/jobs.py", "saves", url, str(tmp_path)]
+    env = {**environment(), "WORLD_SIZE": "2"}
+    with subprocess.Popen(command, cwd=TESTS, env=env, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert [job.stdout.readline() for _ in range(2)] == ["start 0\n", "saves\n"]
+        job.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.wait(5)
+        plan.unlink()
+        assert job.wait(150) == EXIT_PREEMPTED
+    assert steps(root) == [6, 7, 8, 9]
 
 
 def test_a_job_at_its_end_is_not_left_while_it_waits_for_the_last_commit(tmp_path: Path) -> None:

@@ -63,6 +63,11 @@ def main() -> None:
                 hang(ckpt, told=kind != "hangs")
             if kind == "computes" and step == start + 7:
                 compute()
+            if kind == "saves" and step == start + 7:  # as many as there are slots, and one more
+                ckpt.save(6)
+                ckpt.save(7)
+                print("saves", flush=True)
+                ckpt.save(8)
             if kind == "raises" and step == start + 7:
                 owe_a_save(ckpt)  # due at the step after next
             if kind == "raises" and step == start + 9:
