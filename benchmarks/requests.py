@@ -21,6 +21,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
 from ckptlib.catalog.reading import each
 from ckptlib.catalog.retention import sweep
+from ckptlib.catalog.sweeper import Sweeper
 from ckptlib.cli.ls import committed
 from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import PartName, SaveId
@@ -35,6 +36,7 @@ KEPT = 10
 """Steps that stay; one that was dropped waits, and another goes."""
 
 GRACE = timedelta(hours=24)
+KEEP = Keep(KEPT, grace=GRACE)
 DEADLINE_S = 3600.0
 
 PACK_BYTES = {"64 MB": 64 * 10**6, "1 GB": 10**9, "12 GB": 12 * 10**9}
@@ -62,6 +64,7 @@ class _Job:
         self.store.is_local = True  # nobody is waited for; all else is the same
         self.catalog = Catalog(self.store)
         self.committer = Committer(self.catalog)
+        self.sweeper = Sweeper(self.catalog, KEEP)
         self.catalog.open_root(Root("0" * 32, XXH3, DEADLINE_S))
         self.catalog.put_generation(Generation(GENERATION, num_ranks, None, 0.0, {}, "here"))
         layout = layout_of(num_ranks, num_tensors)
@@ -97,11 +100,13 @@ class _Job:
         key = save.pack_key(self.first.rank, self.first.attempt, 0)
         return replace(self.first, save=save, packs=(replace(pack, key=key),))
 
-    def commit(self, step: int) -> None:
-        self.committer.commit_when_whole(self.persist(step), self.num_ranks, lambda: 60.0)
+    def commit(self, step: int) -> SaveId:
+        save = self.persist(step)
+        self.committer.commit_when_whole(save, self.num_ranks, lambda: 60.0)
+        return save
 
     def sweep(self) -> None:
-        sweep(self.catalog, Keep(KEPT, grace=GRACE), GENERATION)
+        sweep(self.catalog, KEEP, GENERATION)
 
     def age(self, save: SaveId) -> None:
         """All that is left of a save: beyond the grace period."""
@@ -128,13 +133,14 @@ def _measure_root(num_ranks: int, num_tensors: int, directory: Path, figures: Fi
 
     first = job.persist(1)
     note("first commit, rank 0", lambda: job.committer.commit_when_whole(first, num_ranks, lambda: 60.0))
-    for step in range(2, KEPT + 2):
+    for step in range(2, KEPT + 1):
         job.commit(step)
-    job.sweep()
+    job.sweeper.sweep(job.commit(KEPT + 1))
     job.age(first)
     last = job.persist(KEPT + 2)
     commit = note("steady commit, rank 0", lambda: job.committer.commit_when_whole(last, num_ranks, lambda: 60.0))
-    swept = note("sweep that drops one step and deletes another", job.sweep)
+    swept = note("sweep behind a commit, which drops a step", lambda: job.sweeper.sweep(last))
+    note("sweep of all that is there, which deletes a step", job.sweep)
     for what, nbytes in PACK_BYTES.items():
         each_rank = Requests(put=1 + num_puts(nbytes), list=1)
         total = each_rank.times(num_ranks) + commit

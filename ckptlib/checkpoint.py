@@ -20,6 +20,7 @@ from ckptlib.format import gc_pause, values
 from ckptlib.format.keys import SaveId
 from ckptlib.format.paths import join
 from ckptlib.loading.match import targets
+from ckptlib.loading.overlaps import bring_together, set_apart
 from ckptlib.loading.progress import Laps, progress
 from ckptlib.loading.read_once import share_out, spread
 from ckptlib.loading.reader import Reader
@@ -86,7 +87,7 @@ def save_step(session: Session, order: SaveOrder) -> Pending:
     there is a slot: from what they say in the beat, or from `await_room`.
 
     Where ranks do not compare before, what this rank alone finds wrong is published as its failure, and raised as
-    SaveFailed; the next save compares.
+    SaveFailed, but for what a `state_dict()` raises; the next save compares.
     """
     with session.stopwatch.stalled(), gc_pause.kept():
         return _save_step(session, order)
@@ -105,11 +106,12 @@ def _save_step(session: Session, order: SaveOrder) -> Pending:
                 raise
             compare = True  # one rank has nobody to wait for
             flat, metrics, plan, slot = _agree(session, order, compare)
-    except CkptError as error:
-        if compare:
+    except BaseException as error:  # a state_dict() may raise anything, and whoever catches that trains on
+        alone = session.group.size == 1 and not isinstance(error, CkptError)
+        if compare or alone:
             raise
         session.give_up(save, number, order.to_store, order.drains, describe(error))
-        if isinstance(error, StateChanged):
+        if not isinstance(error, CkptError) or isinstance(error, StateChanged):
             raise
         text = f"step {save.step} could not be saved on rank {session.group.rank}: {error}"
         raise SaveFailed(text) from error
@@ -217,7 +219,8 @@ def _load_step(
     if order.strict and group.rank == 0:
         _tell_excused(source.save.step, untouched, [*wanted.excused([*unexpected, *wanted.foreign]), *lost])
 
-    reads, buckets = share_out(wanted.wants, group, lambda want: source.near(reader.ranks_for(want)))
+    wants, overlapping = set_apart(wanted.wants)
+    reads, buckets = share_out(wants, group, lambda want: source.near(reader.ranks_for(want)))
     total = sum(tensor.nbytes for want in reads for _, tensor in want.pieces)
     if total > QUICK_BYTES:
         collect_again()
@@ -235,7 +238,12 @@ def _load_step(
     laps.end("read")
     spread(buckets, group)
     laps.end("spread")
-    together(group, what, wanted.complete)
+
+    def complete() -> None:
+        bring_together(overlapping, source.save.step)
+        wanted.complete()
+
+    together(group, what, complete)
     if whole is not order.state and isinstance(order.state, MutableMapping):  # plain values were put into the copy
         order.state.update({key: value for key, value in whole.items() if key != RNG})
     report = LoadReport(

@@ -327,7 +327,8 @@ class Checkpointer:
         self._check_open()
         if metrics is not None:
             check_metrics(metrics)
-        pending = self._steps.save(step, metrics)
+        with self._turns.busy():
+            pending = self._steps.save(step, metrics)
         self._exports.poll(pending, step)
         self._session.listener.deliver()
         return pending
@@ -387,17 +388,17 @@ class Checkpointer:
         """Waits until the last save is committed; after SIGTERM not longer than ranks wait for one another.
 
         Raises SaveFailed if it never will be, or could not even be taken; and WaitTimeout: the writer goes on alone
-        then, as after Ctrl-C.
+        then, as after Ctrl-C, and what is in memory stays for the next start of the job.
         """
         deadline = time.monotonic() + min(timeout.total_seconds(), self._steps.stop_timeout_s or math.inf)
-        clean = True
+        clean = self._steps.missed is None  # else memory may hold a later step than the store
         self._turns.heed()
         try:
             last = self._steps.last
             if last is not None and self._session.owner.here:
                 wait = last.wait_committed if last.drains else last.wait_local
                 wait(deadline - time.monotonic())
-        except (WaitTimeout, KeyboardInterrupt):
+        except (SaveFailed, WaitTimeout, KeyboardInterrupt):
             clean = False
             raise
         finally:

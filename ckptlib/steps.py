@@ -16,7 +16,7 @@ from ckptlib.ranks.beat import Word
 from ckptlib.saving.attempts import Attempts, begun
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.session import Session
-from ckptlib.saving.standing import await_room, follow
+from ckptlib.saving.standing import await_local, await_room, follow
 from ckptlib.saving.step_metrics import StepMetrics
 from ckptlib.saving.turns import Turns
 from ckptlib.staging.fence import Fence
@@ -198,6 +198,10 @@ class Steps:
                     "count for Keep(best=). Give them to after_step(metrics=) or log()",
                     step,
                 )
+            if not self.last.drains:
+                await_local(session, self.last)
+                session.tier.begin_drained()
+                self.last.drain()
             return self.last
         began = time.perf_counter()
         await_room(session)

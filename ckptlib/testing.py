@@ -4,6 +4,6 @@ They live in `ckptlib.stores.testing` and `ckptlib.stores.fault_proxy`; see ther
 """
 
 from ckptlib.stores.fault_proxy import FaultProxy
-from ckptlib.stores.testing import FaultStore, LatencyStore, flip_bit, open_testing_store, truncate
+from ckptlib.stores.testing import FaultStore, LatencyStore, flip_bit, open_testing_store, truncate, write_plan
 
-__all__ = ["FaultProxy", "FaultStore", "LatencyStore", "flip_bit", "open_testing_store", "truncate"]
+__all__ = ["FaultProxy", "FaultStore", "LatencyStore", "flip_bit", "open_testing_store", "truncate", "write_plan"]

@@ -6,11 +6,12 @@ tensors of all of them.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from accelerate.utils import DistributedType, ProjectConfiguration
 from typing_extensions import override
 
 from ckptlib import api
+from ckptlib.adapters.accelerate_epochs import Resumed, gave_last
 from ckptlib.adapters.step_folders import ROOT, StepFolders, step_of
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.errors import CkptError, SaveFailed
@@ -31,7 +33,7 @@ from ckptlib.ranks.together import together, together_at_length
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.registry import registry
 from ckptlib.state.leaf import PerRank
-from ckptlib.state.rng import capture, restore
+from ckptlib.state.rng import capture
 from ckptlib.stores import open_store
 
 log = logging.getLogger(__name__)
@@ -61,7 +63,8 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
     and `end_training` wait for that. All ranks must see the directory.
 
     Where a state was loaded, the first `skip_first_batches` puts the random state back once its batches are skipped:
-    a data loader draws from it as it begins.
+    a data loader draws from it as it begins. A state that was saved at the last batch of an epoch goes on with the next
+    epoch, unless that call skips the batches of the one before.
     """
 
     # Of the process: another Accelerator may load what the last one has just saved
@@ -88,6 +91,9 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         self._token = object()
         self._random: Mapping[str, Any] | None = None
         """What was loaded, until batches are skipped."""
+        self._ended: list[tuple[Any, int]] = []
+        """Data loaders whose loaded state is at an epoch's last batch, and which one's; until batches are skipped."""
+        self._resumed: Resumed | None = None
 
     @override
     def save_state(
@@ -127,20 +133,27 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         if save is None:
             super().load_state(str(folder), load_kwargs, **kwargs)
             return
-        root, state = str(folder.parent / ROOT), self._state()
+        root, state = str(folder.parent / ROOT), {**self._state(), "ended": [False] * len(self._dataloaders)}
         api.load(root, state, str(save), random=True, storage_options=self._storage_options)
         self.step = state["step"]
-        for loader, iteration in zip(self._dataloaders, state["iterations"], strict=True):
-            loader.iteration = iteration
+        self._ended = []
+        for loader, iteration, ended in zip(self._dataloaders, state["iterations"], state["ended"], strict=True):
+            loader.iteration = iteration + ended
+            if ended:
+                self._ended.append((loader, iteration))
         self._random = capture()
 
     @override
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        for loader, epoch in self._ended:
+            if num_batches and loader is dataloader and loader.iteration == epoch + 1:  # else it was told of an epoch
+                loader.iteration = epoch
         skipped, random = super().skip_first_batches(dataloader, num_batches), self._random
         if random is None:
             return skipped
-        self._random = None
-        return _Resumed(skipped, dataloader, random)
+        self._random, self._ended = None, []
+        self._resumed = Resumed(skipped, dataloader, num_batches, random)
+        return self._resumed
 
     def wait_for_saves(self) -> None:
         """Returns when each directory of an earlier `save_state` is there. Collective. Raises SaveFailed."""
@@ -200,7 +213,9 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
             name if i == 0 else f"{name}_{i}": each for name, group in groups.items() for i, each in enumerate(group)
         }
         iterations = [getattr(loader, "iteration", 0) for loader in self._dataloaders]
-        return {**state, "step": self.step, "iterations": iterations}
+        resumed = self._resumed
+        ended = [gave_last(x) or (resumed is not None and resumed.gave_last_of(x)) for x in self._dataloaders]
+        return {**state, "step": self.step, "iterations": iterations, "ended": ended}
 
     # Where it goes
 
@@ -277,20 +292,26 @@ class CkptlibAccelerator(Accelerator):  # type: ignore[misc]
         return group.broadcast(told).decode()
 
     def _settle_done(self) -> None:
-        """Forgets saves that are done. Raises SaveFailed, on all ranks, where one failed."""
+        """Forgets saves that are done, as rank 0 sees it: else ranks that hear of a failure at different times would
+        raise it twice. Raises SaveFailed, on all ranks, where one failed."""
+        mine = [each for each in self._under_way if each.token is self._token]
+
+        def errors() -> str:
+            done = [each.pending for each in mine if each.pending.done()]
+            return json.dumps({str(x.save): None if x.error is None else str(x.error) for x in done})
+
+        told = json.loads(self._on_rank_0("saving", errors))
         failed: list[str] = []
-        for each in [each for each in self._under_way if each.token is self._token]:
-            if each.pending.done():
-                self._under_way.remove(each)
-                each.known.set()
-                if each.pending.error is not None:
-                    failed.append(f"step {each.pending.step} is not saved: {each.pending.error}")
-
-        def tell() -> None:
-            if failed:
-                raise SaveFailed("; ".join(failed))
-
-        together(registry.group(None), "saving", tell)
+        for each in mine:
+            if str(each.pending.save) not in told:
+                continue
+            self._under_way.remove(each)
+            each.known.set()
+            error = told[str(each.pending.save)]
+            if error is not None:
+                failed.append(f"step {each.pending.step} is not saved: {error}")
+        if failed:
+            raise SaveFailed("; ".join(failed))
 
 
 def _finish() -> None:
@@ -322,36 +343,3 @@ def _beyond(project: ProjectConfiguration, newest: Path) -> list[Path]:
         return []
     numbers = sorted(n for n in _numbered(directory) if directory / f"checkpoint_{n}" != newest)
     return [directory / f"checkpoint_{n}" for n in numbers[: max(0, len(numbers) + 1 - max(1, limit))]]
-
-
-class _Resumed:
-    """The rest of an epoch: puts the random state back behind the batches that are skipped, once.
-
-    At its end the loader that has them all is told that this epoch is over: it would shuffle the next one alike.
-    """
-
-    def __init__(self, loader: Any, whole: Any, random: Mapping[str, Any]) -> None:
-        self._loader = loader
-        self._whole = whole
-        self._random: Mapping[str, Any] | None = random
-
-    def __iter__(self) -> Iterator[Any]:
-        began = getattr(self._loader, "iteration", None)
-        for batch in self._loader:
-            self._put_back()
-            yield batch
-        self._put_back()  # all were skipped
-        if began is not None:
-            # Accelerate does not count an epoch of which nothing is left
-            self._whole.iteration = max(self._loader.iteration, began + 1)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def _put_back(self) -> None:
-        random, self._random = self._random, None
-        if random is not None:
-            restore(random)

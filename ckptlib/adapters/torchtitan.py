@@ -7,6 +7,7 @@ parts, torch's own optimizers, the schedulers, the data loader and the train sta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -21,14 +22,17 @@ from typing_extensions import override
 
 from ckptlib import api
 from ckptlib.adapters.torchtitan_hf import read_hf, state_of, write_hf
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.checkpointer import Checkpointer
 from ckptlib.errors import CheckpointNotFound, Preempted, UnsupportedState
 from ckptlib.exporting.asked import Export
 from ckptlib.imports.beginning import Init
 from ckptlib.policy.keep import Keep
 from ckptlib.policy.when import First, Policy, Steps
+from ckptlib.ranks.together import together
 from ckptlib.saving.registry import registry
 from ckptlib.state.made_tensors import made_in
+from ckptlib.stores import open_store
 
 FINAL = "final-step-{step}"
 """Beside the root: the model of the last step, for torch.distributed.checkpoint or transformers."""
@@ -102,26 +106,48 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
             **{key: value for key, value in config.checkpointer.items() if key != "every"},
         }
         self._checkpointer = Checkpointer(self.folder, self._state, every=every, **options)
-        report = self._checkpointer.restore(
-            step=None if step == -1 else step, only=kept if config.exclude_from_loading else None
-        )
+        asked, only = None if step == -1 else step, kept if config.exclude_from_loading else None
+        from_seed = self._is_seed(step)
+        report = self._checkpointer.restore(step=asked, only=MODEL if from_seed else only)
+        if from_seed and report.step:  # a newer one was in memory, or not committed yet
+            report = self._checkpointer.restore(step=asked, only=only)
         self._checkpointer.restore_random()
         if report.save is not None or report.initialized_from is not None:
             return True
         return self._read_hf()
 
+    def _is_seed(self, step: int) -> bool:
+        """Whether what is loaded is step 0, which has the model alone. Collective."""
+        if step != -1:
+            return step == 0
+        group = registry.group(None)
+
+        def newest() -> bytes:
+            if group.rank:
+                return b""
+            with open_store(self.folder, self._storage_options) as store, suppress(CheckpointNotFound):
+                return str(Catalog(store).resolve("latest").step).encode()
+            return b""
+
+        return group.broadcast(together(group, f"looking for the newest step of {self.folder}", newest)) == b"0"
+
+    @property
+    def _storage_options(self) -> Mapping[str, object] | None:
+        return self._config.checkpointer.get("storage_options")
+
     def _load_alone(self, step: int, kept: Sequence[str]) -> bool:
         """Without a job in the root: nothing there changes."""
         begin = self._beginning().get("init_from")
+        only = MODEL if self._is_seed(step) else kept
+        options = self._storage_options
         try:
-            api.load(self.folder, self._state, step="latest" if step == -1 else step, only=kept)
+            api.load(self.folder, self._state, "latest" if step == -1 else step, only=only, storage_options=options)
         except CheckpointNotFound:
             if step != -1:
                 raise
             if begin is None:
                 return self._read_hf()
-            only = self._beginning().get("init_only")
-            api.load(begin.source, self._state, only=only if only is not None else kept)
+            api.load(begin.source, self._state, only=self._beginning().get("init_only") or kept)
         return True
 
     def _read_hf(self) -> bool:
@@ -143,7 +169,7 @@ class CkptlibCheckpointManager(BaseCheckpointManager):
         if self._config.load_only:
             return False
         if self._checkpointer is None:  # torchtitan loads first, but for a seed checkpoint
-            api.save(self.folder, {MODEL: self._state[MODEL]}, curr_step)
+            api.save(self.folder, {MODEL: self._state[MODEL]}, curr_step, storage_options=self._storage_options)
             return True
         before = self._checkpointer.pending
         if last_step:

@@ -7,12 +7,14 @@ import logging
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckptlib import api
-from ckptlib.adapters.step_folders import ROOT, StepFolders
+from ckptlib.adapters.step_folders import ROOT, StepFolders, step_of
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.checkpointer import Checkpointer
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -31,7 +33,7 @@ from ckptlib.policy.when import policy_of
 from ckptlib.ranks.together import together, together_at_length
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.registry import registry
-from ckptlib.stores import absolute
+from ckptlib.stores import absolute, open_store
 
 log = logging.getLogger(__name__)
 
@@ -274,8 +276,9 @@ class TrainerRun:
 def checkpoints_in(directory: Path, root: str | None, options: Mapping[str, Any]) -> list[Path]:
     """Newest first, once those are finished that an earlier process left. One process of a job calls it.
 
-    Without those whose trainer_state.json is damaged, unless that is so of all: they are checkpoints all the same, and
-    nobody may begin anew in their place without a word.
+    Without those whose step was abandoned; raises CheckpointNotFound where that is so of all. Without those whose
+    trainer_state.json is damaged, unless that is so of all: they are checkpoints all the same, and nobody may begin
+    anew in their place without a word.
     """
     directory = directory.absolute()
     where = root or str(directory / ROOT)
@@ -285,7 +288,34 @@ def checkpoints_in(directory: Path, root: str | None, options: Mapping[str, Any]
     finally:
         folders.let_go()
     found = sorted(_numbered(directory), key=_number, reverse=True)
+    left = _abandoned(found, where, options.get("storage_options"))
+    if left and len(left) == len(found):
+        raise CheckpointNotFound(
+            f"{directory}: its checkpoints, the newest of which is {found[0].name}, were all abandoned as the run went "
+            f"back to an earlier step, and the steps of {where} that were not have no directory; pass the path of one "
+            "to go on from it all the same"
+        )
+    found = [folder for folder in found if folder not in left]
     return [*filter(_has_state, found)] or found
+
+
+def _abandoned(folders: list[Path], root: str, options: Mapping[str, object] | None) -> set[Path]:
+    """Those whose step is there, but was left behind as the run went back to an earlier one."""
+    named: dict[Path, SaveId] = {}
+    for folder in folders:
+        with suppress(FormatError, OSError):  # told where it is read to be loaded
+            save = step_of(folder)
+            if save is not None:
+                named[folder] = save
+    if not named:
+        return set()
+    with open_store(root, options) as store:
+        catalog = Catalog(store)
+        behind = {*catalog.saves()} - {*catalog.visible()}
+    left = {folder for folder, save in named.items() if save in behind}
+    for folder in sorted(left, key=_number):
+        log.warning("%s is left out: the run went back to an earlier step, and that abandoned this one", folder)
+    return left
 
 
 def _has_state(folder: Path) -> bool:

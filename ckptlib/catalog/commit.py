@@ -84,8 +84,8 @@ class Committer:
         catalog.shared.check_there()
         check_may_change(catalog, save.generation)
         catalog.shared.put_copies(manifest.layouts)
-        put_new(catalog.store, save.manifest_key, manifest.encode())
-        stay_or_take_back(catalog, manifest, elapsed, live)
+        is_own = put_new(catalog.store, save.manifest_key, manifest.encode(), create=True)
+        stay_or_take_back(catalog, manifest, elapsed, live, is_own)
         catalog.shared.put_again(manifest.layouts)  # retention may have deleted one that no step named until now
         return manifest
 

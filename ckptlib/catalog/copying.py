@@ -169,11 +169,8 @@ def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: li
         target.shared.put_generation(record.id, source.shared.document(record.id.key))
     for name in manifest.parts:
         put_new(target.store, name.key, checked(name, source.store.get(name.key)))
-    is_own = True
-    try:
-        target.store.put(manifest.save.manifest_key, step.document)
-    except ObjectExists:  # of another copy of the same step, which may have said that it is there to stay
-        is_own = False
+    # Another copy of the same step may have put it, and have said that it is there to stay.
+    is_own = put_new(target.store, manifest.save.manifest_key, step.document, create=True)
     try:
         _check_stays(target, step)
     except (CorruptData, ObjectNotFound, SaveFailed) as error:

@@ -26,10 +26,11 @@ LATE_S = 5.0
 """Nobody is late who took less: far below what a save may take."""
 
 
-def stay_or_take_back(catalog: Catalog, manifest: Manifest, elapsed: Elapsed, live: bool) -> None:
+def stay_or_take_back(catalog: Catalog, manifest: Manifest, elapsed: Elapsed, live: bool, is_own: bool) -> None:
     """Of a step whose manifest has just been put. `elapsed`: since the proof began. `live`: it was saved just now, not
     by a job that is gone, of whose saves a sweep may have put trash records in this moment, a grace period before it
-    deletes any. Raises SaveFailed when the step has lost something, or may: it is taken back then.
+    deletes any. `is_own`: no other committer had put it. Raises SaveFailed when the step has lost something, or may: it
+    is taken back then, unless it is another one's, who may have said that it is there to stay.
     """
     save, late = manifest.save, _is_late(catalog, elapsed)
     try:
@@ -38,6 +39,8 @@ def stay_or_take_back(catalog: Catalog, manifest: Manifest, elapsed: Elapsed, li
         if late:
             _check_all(catalog, manifest)
     except SaveFailed as error:
+        if not is_own:
+            raise SaveFailed(f"{error}. Another process has put its manifest, which stays") from error
         take_back(catalog, save)
         why = (
             "Its manifest came so long after its parts were proved: was the machine suspended, or the store out of "

@@ -86,6 +86,8 @@ class Stays:
     """Those that are drained, or wait for it, and the one that later saves refer to."""
     last: int
     """The newest so many."""
+    earlier: Set[SaveId] | None = None
+    """Of earlier generations, until all ranks hold one of the own; None: all of them."""
 
 
 def kept(saves: Iterable[SaveId], stays: Stays) -> set[SaveId]:
@@ -103,8 +105,8 @@ def unwanted(
 ) -> list[Entry]:
     """What goes: parts, then packs. Pure.
 
-    `saves`: of this generation, that stay. `packs`: that their parts name. Objects of a newer generation stay, and so
-    do those of other ranks of this one.
+    `saves`: that stay, of this generation and of earlier ones. `packs`: that their parts name. Objects of a newer
+    generation stay, and so do those of other ranks of this one.
     """
     found: list[tuple[bool, Entry]] = []
     for entry in objects:
@@ -130,7 +132,7 @@ class DiskSweeper:
         """By the key of a part of any rank: the key of its layout."""
 
     def sweep(self, generation: GenerationId, stays: Stays) -> list[Entry]:
-        """Returns which objects were removed. None, as long as it is not known which step all ranks hold.
+        """Returns which objects were removed. None, as long as it is not known which steps a restart needs.
 
         Raises StoreError, and what a damaged part raises: which packs it names is not known then.
         """
@@ -138,17 +140,20 @@ class DiskSweeper:
         parts = store.scan(keys.PARTS)
         oldest = self._now(parts) - UNFINISHED_S
         store.clean(oldest)
-        if stays.whole is None or stays.whole.generation != generation:
+        earlier = stays.earlier if stays.whole is None else frozenset[SaveId]()
+        if earlier is None or (stays.whole is not None and stays.whole.generation != generation):
             return []
         objects = [*parts, *store.scan(keys.PACKS)]
         names = [name for entry in objects if (name := keys.parse_part_key(entry.key)) is not None and name.ok]
         mine = [name for name in names if name.rank == self._rank and name.save.generation == generation]
         saves = kept({name.save for name in mine}, stays)
-        left = [name for name in mine if name.save in saves]
+        left = [name for name in mine if name.save in saves] + [name for name in names if name.save in earlier]
         self._packs = {name.key: self._packs.get(name.key) or self._packs_of(name) for name in left}
-        gone = unwanted(objects, self._rank, generation, saves, frozenset().union(*self._packs.values()))
-        begun = ((keys.parse_begun_key(entry.key), entry) for entry in store.scan(keys.BEGUN))
-        gone += [entry for of, entry in begun if of is not None and of < generation]
+        packs = frozenset[str]().union(*self._packs.values())
+        gone = unwanted(objects, self._rank, generation, saves | earlier, packs)
+        if stays.whole is not None:
+            begun = ((keys.parse_begun_key(entry.key), entry) for entry in store.scan(keys.BEGUN))
+            gone += [entry for of, entry in begun if of is not None and of < generation]
         for entry in gone:
             store.delete(entry.key)
         return gone + self._sweep_layouts(oldest)

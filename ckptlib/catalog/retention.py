@@ -1,4 +1,4 @@
-"""Retention: which steps leave a store, and when. The only place that deletes from one.
+"""Retention: how steps leave a store, and when. The only place that deletes from one; `unwanted` says what may go.
 
 Two passes, a grace period apart. The first turns unwanted steps into trash: a record is put, then the manifest goes,
 and the step with it. The second deletes parts, then packs, then the record, once the record is older than the grace
@@ -29,14 +29,13 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.elapsed import Elapsed
-from ckptlib.catalog.history import history
 from ckptlib.catalog.lacking import lacking
 from ckptlib.catalog.late_commit import LATE_S
 from ckptlib.catalog.reading import each
@@ -44,7 +43,8 @@ from ckptlib.catalog.rights import check_may_change
 from ckptlib.catalog.shared_documents import put_new
 from ckptlib.catalog.stand import Stand
 from ckptlib.catalog.stock import Stock, take_stock
-from ckptlib.catalog.uses import UNREADABLE, Needed, is_needed, needed_by, record_of
+from ckptlib.catalog.unwanted import crashed, deletable, due_trash, idle_pins, is_refresh_done, unwanted_steps
+from ckptlib.catalog.uses import UNREADABLE, Needed, needed_by, record_of
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,
@@ -80,6 +80,8 @@ class Sweep:
     """Objects of trash whose time had come, and layouts, in the order of their deletion."""
     waiting: tuple[SaveId, ...]
     """Saves without a manifest that are still there, if only as a trash record."""
+    broken: frozenset[SaveId] = frozenset()
+    """Committed steps that lack objects."""
 
     @property
     def nbytes_deleted(self) -> int:
@@ -115,22 +117,24 @@ def sweep(
     stale = stock.records.keys() & stock.committed
     under_way = {save for save in stale if stock.records[save].modified >= now - deadline_s}
     needed = _needed(catalog, stock, oldest, live=generation is not None)
-    generations = _generations(catalog, stock, live=generation is not None and not abandoned)
-    known, unknown = _stands(catalog, stock)
-    unwanted = _unwanted(stock, generations, keep, abandoned, known)
-    stays = unknown | under_way | {save for save in known if known[save].exempt and not exempt}
+    generations = _generations(catalog, stock.committed, live=generation is not None and not abandoned)
+    known, unknown = _stands(catalog, stock.committed)
+    # What was committed meanwhile seems to lack objects, too: one more stays then.
+    broken = lacking(stock.objects, {entry.key for entry in stock.layouts}, known)
+    unwanted = unwanted_steps(stock.committed, generations, keep, abandoned, known, broken)
+    stays = unknown | under_way | stock.pins.keys() | {save for save in known if known[save].exempt and not exempt}
     dropped = [save for save in unwanted if save not in stays]
-    condemned = _crashed(stock, oldest, generation)
-    due = [] if needed is None else _due(stock, oldest)
-    gone, stages = _deletable(stock, due, needed or {})
+    condemned = crashed(stock, oldest, generation)
+    due = [] if needed is None else due_trash(stock, oldest)
+    gone, stages = deletable(stock, due, needed or {})
     waiting = sorted(({*stock.objects, *stock.records} - stock.committed | {*dropped}) - gone)
     layouts = []
     if not {*waiting} - {*due}:  # of what is due no part is left, whatever its packs are needed for
         layouts = _unnamed_layouts(catalog, stock, oldest)
     if not dry_run:
         old_clocks = [entry.key for entry in stock.clocks if entry.modified < oldest]
-        refreshes = [save.refresh_key for save in stock.refreshes if _is_done(save, stock, needed)]
-        _delete(catalog, generation, [*old_clocks, *refreshes, *_idle_pins(stock, oldest)])
+        refreshes = [save.refresh_key for save in stock.refreshes if is_refresh_done(save, stock, needed)]
+        _delete(catalog, generation, [*old_clocks, *refreshes, *idle_pins(stock, oldest)])
         for stage in stages:  # before anything is put: the store may be full
             _delete(catalog, generation, [entry.key for entry in stage])
         layouts = _delete_layouts(catalog, generation, stock, layouts)
@@ -140,7 +144,24 @@ def sweep(
         waiting = [save for save in waiting if save not in spared]
         _put_records(catalog.store, [TrashRecord(save, "never committed") for save in condemned])
         catalog.store.clean(oldest)
-    return Sweep(tuple(dropped), tuple(condemned), tuple(itertools.chain(*stages, layouts)), tuple(waiting))
+    deleted = tuple(itertools.chain(*stages, layouts))
+    return Sweep(tuple(dropped), tuple(condemned), deleted, tuple(waiting), frozenset(broken))
+
+
+def drop_unkept(catalog: Catalog, keep: Keep, generation: GenerationId, broken: Collection[SaveId]) -> None:
+    """The steps that a live job's `sweep` drops. The rest of a sweep is left out: nothing but steps is listed, so this
+    costs the same however many ranks there are, and however much trash.
+
+    `broken`: the steps that lacked objects when somebody looked. Raises as `sweep` does.
+    """
+    _check_may_delete(catalog, generation)
+    steps = catalog.steps()
+    committed = {*steps.saves}
+    generations = _generations(catalog, committed, live=True)
+    known, unknown = _stands(catalog, committed)
+    unwanted = unwanted_steps(committed, generations, keep, False, known, committed.intersection(broken))
+    stays = unknown | steps.pins.keys() | {save for save in known if known[save].exempt}
+    _drop(catalog, generation, [save for save in unwanted if save not in stays])
 
 
 def _needed(catalog: Catalog, stock: Stock, oldest: float, live: bool) -> Needed | None:
@@ -162,34 +183,6 @@ def _needed(catalog: Catalog, stock: Stock, oldest: float, live: bool) -> Needed
         return None
 
 
-def _is_done(refresh: SaveId, stock: Stock, needed: Needed | None) -> bool:
-    """Whether nobody has to see any more that this was asked for: a save that was planned before may come after it."""
-    return needed is not None and refresh not in stock.committed and all(of.save > refresh for of in needed)
-
-
-def _idle_pins(stock: Stock, oldest: float) -> list[str]:
-    """Pins of which nothing is left to keep. Not of a step whose manifest alone is missing: it may be put back."""
-    left = stock.committed | stock.objects.keys() | stock.records.keys()
-    return [e.key for save, entries in stock.pins.items() if save not in left for e in entries if e.modified < oldest]
-
-
-def _deletable(stock: Stock, due: Iterable[SaveId], needed: Needed) -> tuple[set[SaveId], list[list[Entry]]]:
-    """The due trash that may be deleted: whole saves; and the objects, stage by stage, in the order of deletion."""
-    gone: set[SaveId] = set()
-    parts: list[Entry] = []
-    packs: list[Entry] = []
-    records: list[Entry] = []
-    for save in due:
-        objects = stock.objects.get(save, ())
-        free = [entry for entry in objects if not is_needed(needed, entry.key)]
-        for entry in free:
-            (packs if entry.key.startswith(keys.PACKS) else parts).append(entry)
-        if len(free) == len(objects):
-            gone.add(save)
-            records.append(stock.records[save])
-    return gone, [parts, packs, records]
-
-
 def _grace_s(keep: Keep | None, save_deadline_s: float) -> float:
     if keep is None:
         return max(GRACE.total_seconds(), 2 * save_deadline_s)
@@ -197,9 +190,9 @@ def _grace_s(keep: Keep | None, save_deadline_s: float) -> float:
     return keep.grace.total_seconds()
 
 
-def _generations(catalog: Catalog, stock: Stock, live: bool) -> Mapping[GenerationId, Generation]:
+def _generations(catalog: Catalog, committed: Collection[SaveId], live: bool) -> Mapping[GenerationId, Generation]:
     """All records. A `live` job goes on without those that are lost: what it drops is on the history that is left."""
-    found, lost = catalog.records(sorted(stock.committed))
+    found, lost = catalog.records(sorted(committed))
     if lost:
         what = "; ".join(str(error) for _, error in sorted(lost.items()))
         if not live:
@@ -212,13 +205,13 @@ def _generations(catalog: Catalog, stock: Stock, live: bool) -> Mapping[Generati
     return found
 
 
-def _stands(catalog: Catalog, stock: Stock) -> tuple[dict[SaveId, Stand], set[SaveId]]:
+def _stands(catalog: Catalog, committed: Collection[SaveId]) -> tuple[dict[SaveId, Stand], set[SaveId]]:
     """The facts of the readable manifests; and the saves whose manifests cannot be read now. These stay; one that is
     damaged for good has no rights."""
     known: dict[SaveId, Stand] = {}
     unknown: set[SaveId] = set()
-    catalog.warm_stands(sorted(stock.committed))
-    for save in stock.committed:
+    catalog.warm_stands(sorted(committed))
+    for save in committed:
         try:
             known[save] = catalog.stand(save)
         except (NewerFormat, ObjectUnreadable):
@@ -226,52 +219,6 @@ def _stands(catalog: Catalog, stock: Stock) -> tuple[dict[SaveId, Stand], set[Sa
         except UNREADABLE:
             continue
     return known, unknown
-
-
-def _unwanted(
-    stock: Stock,
-    generations: Mapping[GenerationId, Generation],
-    keep: Keep | None,
-    abandoned: bool,
-    known: Mapping[SaveId, Stand],
-) -> list[SaveId]:
-    """The committed saves that no rule keeps, and that are not pinned.
-
-    Never the one that the newest generation resumed from while it has none of its own: it would have nowhere to
-    start again.
-    """
-    visible = history(stock.committed, generations)
-    unwanted: set[SaveId] = set()
-    if keep is not None:
-        # What was committed meanwhile seems to lack objects, too: one more stays then.
-        broken = lacking(stock.objects, {entry.key for entry in stock.layouts}, known)
-        unwanted = {*keep.choose([save for save in visible if save not in broken], known)}
-        unwanted |= broken.intersection(keep.choose(visible, known))
-    if abandoned:
-        unwanted |= stock.committed - {*visible}
-    newest = max(generations, default=None)
-    if newest is not None and all(save.generation != newest for save in stock.committed):
-        unwanted -= {generations[newest].resumed_from}
-    return sorted(unwanted - stock.pins.keys())
-
-
-def _due(stock: Stock, oldest: float) -> list[SaveId]:
-    """The trash whose time has come."""
-    records = stock.records.items()
-    return sorted(save for save, record in records if save not in stock.committed and record.modified < oldest)
-
-
-def _crashed(stock: Stock, oldest: float, live: GenerationId | None) -> list[SaveId]:
-    """The saves that never committed, have no trash record yet, and are too old to go on; none that the `live` job may
-    have in flight, however old the clocks of the store make it look."""
-    newest = max((save for save in stock.committed if save.generation == live), default=None)
-    return sorted(
-        save
-        for save, entries in stock.objects.items()
-        if not (save in stock.committed or save in stock.records)
-        and (save.generation != live or (newest is not None and save < newest))
-        and all(entry.modified < oldest for entry in entries)
-    )
 
 
 def _unnamed_layouts(catalog: Catalog, stock: Stock, oldest: float) -> list[Entry]:
@@ -337,7 +284,8 @@ def _drop(
     itself superseded then; `head`: the newest generation by whose history anybody else has chosen these.
 
     Whoever pins takes a record that is older than a save may take for one of a sweep that crashed, so a sweep that took
-    half as long drops nothing.
+    half as long drops nothing. And such a record is put anew: by its age the bytes would go at once, though readers
+    could look the step up until now.
 
     Returns those that are spared. Their records stay until they are stale: another sweep that did not see the pin may
     be about to delete the manifest, and the record is what tells whoever pinned the step.
@@ -347,21 +295,33 @@ def _drop(
     for some in _batches(saves):
         _check_may_delete(catalog, generation)
         elapsed = Elapsed()
-        _put_records(catalog.store, [record_of(catalog, save, "dropped by retention") for save in some])
+        records = [record_of(catalog, save, "dropped by retention") for save in some]
+        there = _put_records(catalog.store, records)
+        if there:
+            _drop_stale(catalog, generation, _stale_records(catalog, there))
+            _put_records(catalog.store, [record for record in records if record.save in there])
         pinned = {*some} & catalog.steps(since=some[0]).pins.keys()
         if generation is None and head is not None and max(catalog.generation_ids(), default=head) > head:
             log.warning("a job or a rewind began meanwhile: what history keeps is chosen anew by the next sweep")
             pinned = {*some}
-        seconds = elapsed.at_most()
+        _check_may_delete(catalog, generation)
+        seconds = elapsed.at_most()  # looked at last: whoever is stopped behind this may drop a step that is needed
         if seconds > LATE_S and seconds > catalog.root().save_deadline_s / 2:  # as on a machine that was suspended
             log.warning("it took so long to drop steps that they may have been pinned meanwhile: the next sweep does")
             pinned = {*some}
-        _delete(catalog, generation, [save.manifest_key for save in some if save not in pinned])
+        catalog.store.delete(*(save.manifest_key for save in some if save not in pinned))
         for save in some:
             if save not in pinned:
                 log.info("step %d is dropped; its bytes go after the grace period", save.step)
         spared |= pinned
     return spared
+
+
+def _stale_records(catalog: Catalog, of: Collection[SaveId]) -> list[Entry]:
+    """The trash records of these that are older than a save may take."""
+    oldest = clock.now(catalog.store) - catalog.root().save_deadline_s
+    listed = catalog.store.scan(keys.TRASH)
+    return [entry for entry in listed if keys.parse_trash_key(entry.key) in of and entry.modified < oldest]
 
 
 def _drop_stale(catalog: Catalog, generation: keys.GenerationId | None, listed: Sequence[Entry]) -> None:
@@ -378,13 +338,17 @@ def _drop_stale(catalog: Catalog, generation: keys.GenerationId | None, listed: 
             _put_records(catalog.store, [record for record in records if record.save not in committed])
 
 
-def _put_records(store: Store, records: Iterable[TrashRecord]) -> None:
-    def put(record: TrashRecord) -> None:
-        with contextlib.suppress(ObjectExists):  # another sweep was first
-            store.put(record.save.trash_key, record.encode())
+def _put_records(store: Store, records: Sequence[TrashRecord]) -> set[SaveId]:
+    """Returns the saves that have one already: another sweep was first, now or long ago."""
 
-    for _ in each(put, records):
-        pass
+    def is_there(record: TrashRecord) -> bool:
+        try:
+            store.put(record.save.trash_key, record.encode())
+        except ObjectExists:
+            return True
+        return False
+
+    return {record.save for record, there in zip(records, each(is_there, records), strict=True) if there}
 
 
 def _delete(catalog: Catalog, generation: keys.GenerationId | None, objects: Sequence[str]) -> None:

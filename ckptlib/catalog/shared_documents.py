@@ -307,12 +307,16 @@ class SharedDocuments:
             self.put_copies(gone)
 
 
-def put_new(store: Store, key: str, data: bytes, create: bool = False) -> None:
-    """Puts an object, unless somebody else was first: theirs stands, where the store can tell; see `Store.put`."""
+def put_new(store: Store, key: str, data: bytes, create: bool = False) -> bool:
+    """Puts an object, unless somebody else was first: theirs stands, where the store can tell; see `Store.put`.
+
+    Returns whether it is ours.
+    """
     try:
         store.put(key, data, create=create)
     except ObjectExists:
-        return
+        return False
+    return True
 
 
 def _nbytes(layout: Layout) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ def seed_of(*parts: object) -> int:
 
 
 class Batch(list[int]):
-    """Seeds the generators of a worker process when the worker begins to read these items.
+    """Seeds the generators of a worker process as it gets there, which is right before the worker reads its items.
 
     Else a worker's draws would depend on the batches that it happened to read before, and a restarted one has read
     none. In the trainer's own process nothing is seeded: ckptlib saves and restores its generators.
@@ -30,9 +30,15 @@ class Batch(list[int]):
         self.seed = seed
 
     @override
-    def __iter__(self) -> Iterator[int]:
-        if get_worker_info() is not None:
-            random.seed(self.seed)
-            np.random.seed(self.seed % 2**32)
-            torch.default_generator.manual_seed(self.seed)
-        return super().__iter__()
+    def __reduce__(self) -> tuple[Callable[[list[int], int], list[int]], tuple[list[int], int]]:
+        return _arrived, ([*self], self.seed)
+
+
+def _arrived(items: list[int], seed: int) -> list[int]:
+    """What was sent; mere numbers in a worker, where a copy of them seeds nothing."""
+    if get_worker_info() is None:
+        return Batch(items, seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    return items

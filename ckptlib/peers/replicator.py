@@ -200,19 +200,23 @@ class Replicator:
 
     def _receive(self, link: Link, origin: int, now: Round, twin: _Filled | None) -> None:
         arena, taken, steps = self._arenas[origin], list[Slot](), self._held.get(origin)
+        filled: _Filled | None = None
+        """The twin, where its slot is the one that was taken, and its copies are of this snapshot."""
 
         def take(offered: SlotHeader) -> Slot:
+            nonlocal filled
             if (offered.root_id, offered.save, offered.number) != (now.root_id, now.save, now.number):
                 raise FormatError(
                     f"rank {origin} offers snapshot {offered.number} ({offered.save}) of {offered.root_id}, expected "
                     f"{now.number} ({now.save}) of {now.root_id}"
                 )
-            fits = twin is not None and twin.wait(self._peers.timeout) and twin.is_of(offered)
-            taken.append(twin.slot if twin is not None and fits else self._take(origin, now, offered.body_nbytes))
+            if twin is not None and twin.wait(self._peers.timeout) and twin.is_of(offered):
+                filled = twin
+            taken.append(self._take(origin, now, offered.body_nbytes) if filled is None else filled.slot)
             return taken[0]
 
         def lacks(offered: SlotHeader) -> Ranges:
-            return twin.lacks(offered) if twin is not None and taken[0] is twin.slot else everything(offered)
+            return everything(offered) if filled is None else filled.lacks(offered)
 
         try:
             if steps is not None:
@@ -221,7 +225,7 @@ class Replicator:
             arena.mark_ready(taken[0], now.save.step)
             self._told(f"replicas of rank {origin}", now.save.step, None)
         except CkptError as error:
-            if isinstance(error, CorruptData) and twin is not None and twin.slot in taken:
+            if isinstance(error, CorruptData) and filled is not None:
                 self._unlike.add(origin)
                 log.error("replicas of rank %d are sent whole from here on; what this rank has differs", origin)
             if isinstance(error, (CorruptData, FormatError)) and steps is not None and steps.used:

@@ -53,7 +53,8 @@ class Keep:
     every: int | None = None
     """Those whose step is a multiple of this."""
     grace: timedelta = GRACE
-    """How long the bytes of a dropped step stay; at least twice the save deadline of the root."""
+    """How long the bytes of a dropped step stay; at least twice the save deadline of the root. A job looks 24 times in
+    it for bytes whose time has come."""
     within: timedelta | None = None
     """Those taken no longer than this before the newest one. A job that pauses for a week loses nothing by it."""
     best: str | None = None

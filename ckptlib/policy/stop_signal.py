@@ -9,7 +9,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import cast
 
@@ -40,8 +41,10 @@ class StopSignal:
     main thread stands still. That loses nothing but what SIGKILL would lose.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool = False) -> None:
+        """`alone`: there are no other ranks, so what keeps the main thread has an end, and there is no such thread."""
         self.wanted = False
+        self._alone = alone
         self._terminated_at: float | None = None
         """When the first SIGTERM came."""
         self._handled: list[int] = []
@@ -58,7 +61,7 @@ class StopSignal:
                 if signal.getsignal(number) == signal.SIG_DFL:
                     self._handled.append(number)
                     signal.signal(number, self._note)
-        if signal.SIGTERM in self._handled:
+        if signal.SIGTERM in self._handled and not self._alone:
             self._watch = _Watch()
             if not self._watch.begin():
                 self._watch = None
@@ -80,6 +83,18 @@ class StopSignal:
         """A step of the training is done."""
         if self._watch is not None:
             self._watch.note_step()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Within, a main thread that stands still is not left: it waits for the state at hand to be saved, and that
+        ends."""
+        if self._watch is not None:
+            self._watch.busy = True
+        try:
+            yield
+        finally:
+            if self._watch is not None:
+                self._watch.busy = False
 
     def heed(self) -> None:
         """The job stops now, or has come to its end: whatever it waits for is its own affair."""
@@ -118,6 +133,8 @@ class _Watch:
         """Ends of a pipe, to which the interpreter writes the number of each signal as it comes."""
         self._thread: threading.Thread | None = None
         self.heeded = threading.Event()
+        self.busy = False
+        """Whether the main thread may stand still."""
         self._ended = False
         self._since = time.monotonic()
         self._recent: deque[float] = deque(maxlen=RECENT)
@@ -153,7 +170,7 @@ class _Watch:
         place, since = _main_place(), time.monotonic()
         while not self.heeded.wait(LOOK_EVERY_S):
             before, place = place, _main_place()
-            if place != before:
+            if place != before or self.busy:
                 since = time.monotonic()
             elif time.monotonic() - since > patience_s:
                 os._exit(STATUS)

@@ -5,7 +5,10 @@ Knows how connections are made and closed; `group` and `link` use them.
 
 from __future__ import annotations
 
+import functools
+import secrets
 from collections import Counter
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import cast
 
@@ -18,8 +21,22 @@ from ckptlib.ranks import incarnation
 BY_THE_HOST = ("gloo", "mpi", "fake", "undefined")
 """Backends of torch.distributed that have no links between devices."""
 
-_num_groups: Counter[str] = Counter()
-"""By name of a process group: the groups made over it. All its ranks make them in the same order."""
+
+@dataclass(slots=True)
+class Shared:
+    """What the ranks of a process group share in this incarnation, and how far this rank has come in it.
+
+    A process may outlive an incarnation, and meet new ones in the next: all count from the start there.
+    """
+
+    whole: Store
+    """That of torch.distributed. Another one is another incarnation's."""
+    store: Store
+    """Keys and values that no rank has written before this incarnation."""
+    num_groups: int = 0
+    """Made over the process group. All its ranks make them in the same order."""
+    meetings: Counter[str] = field(default_factory=Counter)
+    """By place: those that this rank has seen the end of."""
 
 
 def connect(over: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
@@ -28,11 +45,12 @@ def connect(over: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     Not `new_group`: that is collective over the world, and with local synchronisation it hangs when its members are in
     different numbers of groups, since the name it makes of that number differs then.
     """
-    _num_groups[over.group_name] += 1
     try:
-        store = PrefixStore(f"groups/{_num_groups[over.group_name]}", store_of(over, timeout))
+        shared = shared_by(over, timeout)
     except AgreementFailed as error:
         raise AgreementFailed(f"rank {dist.get_rank()} could not connect to the other ranks: {error}") from error
+    shared.num_groups += 1
+    store = PrefixStore(f"groups/{shared.num_groups}", shared.store)
     try:
         gloo = dist.ProcessGroupGloo(store, over.rank(), over.size(), timeout)
     except RuntimeError as error:
@@ -54,22 +72,26 @@ def failure(what: str, size: int, timeout: timedelta, error: RuntimeError) -> Ag
     )
 
 
-_stores: dict[str, tuple[Store, Store]] = {}
-"""By name of a process group: the store of torch.distributed, and the part of it that is the group's."""
+_shared: dict[str, Shared] = {}
+"""By name of a process group."""
 
 
-def store_of(over: dist.ProcessGroup, timeout: timedelta) -> Store:
-    """Keys and values that the ranks of a process group share, and that no rank has written before this incarnation.
-
-    Raises AgreementFailed.
-    """
+def shared_by(over: dist.ProcessGroup, timeout: timedelta) -> Shared:
+    """By the ranks of a process group. Collective where it is new. Raises AgreementFailed."""
     whole = dist.distributed_c10d._get_default_store()
-    known = _stores.get(over.group_name)
-    if known is None or known[0] is not whole:
+    known = _shared.get(over.group_name)
+    if known is None or known.whole is not whole:
         place = PrefixStore(f"ckptlib/{over.group_name}", whole)
-        name = incarnation.agree(place, dist.get_process_group_ranks(over), over.rank(), timeout)
-        known = _stores[over.group_name] = (whole, PrefixStore(name, place))
-    return known[1]
+        name = incarnation.agree(place, dist.get_process_group_ranks(over), over.rank(), _nonce(whole), timeout)
+        known = _shared[over.group_name] = Shared(whole, PrefixStore(name, place))
+    return known
+
+
+@functools.lru_cache(maxsize=1)
+def _nonce(whole: Store) -> str:
+    """Of this process in this incarnation: when it has given up waiting, and comes again, it is still the one that was
+    counted. The next incarnation may find this one's keys in the same store."""
+    return secrets.token_hex(8)
 
 
 def links_of(group: dist.ProcessGroup) -> frozenset[str]:

@@ -1,17 +1,17 @@
 """Which incarnation of a job this is: a name that all of its ranks have, and that none before had.
 
-Agreed in the store by which the ranks found each other. torchrun's may outlive them, with all that dead ones wrote; and
-its agents count restarts each for itself, so that one in a lost node's place begins at 0 again (torch 2.13).
+Agreed in the store by which the ranks found each other. torchrun's may outlive them, with all that dead ones wrote; its
+agents count restarts each for itself, so that one in a lost node's place begins at 0 again (torch 2.13); and processes
+may make their process group again.
 
     rank 0: offer    = a name, new
     rank r: came/r   = the name that it sees, and a nonce of its own; again when another is offered
     rank 0: go/name  = all nonces, when all have come for this very name
-    rank r: the name is agreed when go/name has its nonce; that of the dead has another
+    rank r: the name is agreed when go/name has its nonce; that of an earlier incarnation has another
 """
 
 from __future__ import annotations
 
-import functools
 import secrets
 import time
 from collections.abc import Sequence
@@ -25,14 +25,15 @@ POLL_FIRST_S = 0.001
 POLL_LAST_S = 0.1
 
 
-def agree(store: Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> str:
-    """The name; collective. `ranks`: of the world, for messages; `rank`: this one's place among them.
+def agree(store: Store, ranks: Sequence[int], rank: int, nonce: str, timeout: timedelta) -> str:
+    """The name; collective. `ranks`: of the world, for messages; `rank`: this one's place among them. `nonce`: of no
+    other process, and of no earlier incarnation; the same when it has failed and comes again.
 
     Raises AgreementFailed when the others do not come in time.
     """
     if rank == 0:
         return _lead(store, ranks, timeout)
-    return _follow(store, ranks, rank, timeout)
+    return _follow(store, ranks, rank, nonce, timeout)
 
 
 def _lead(store: Store, ranks: Sequence[int], timeout: timedelta) -> str:
@@ -56,14 +57,8 @@ def _lead(store: Store, ranks: Sequence[int], timeout: timedelta) -> str:
         pause = min(2 * pause, POLL_LAST_S)
 
 
-@functools.cache
-def _nonce() -> str:
-    """Of this process: when it has given up waiting, and comes again, it is still the one that was counted."""
-    return secrets.token_hex(8)
-
-
-def _follow(store: Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> str:
-    nonce, name = _nonce(), ""
+def _follow(store: Store, ranks: Sequence[int], rank: int, nonce: str, timeout: timedelta) -> str:
+    name = ""
     deadline, pause = time.monotonic() + timeout.total_seconds(), POLL_FIRST_S
     while True:
         offered = store.get("offer").decode() if store.check(["offer"]) else ""

@@ -27,6 +27,10 @@ at 0.74, 0.90 and 0.97 of the speed of a single one for all (median of 8)."""
 IN_FLIGHT = 2
 """Messages under way in each stream: one is on its way while the one before is being waited for."""
 
+REQUEST_WITHIN = timedelta(days=1)
+"""How long the next request may take to come: longer than any restore, in which a rank that has all that it needs waits
+for others, and a stream that nobody uses for those that are. A peer that ends, or gives up, closes its connection."""
+
 _DATA, _END, _ANSWER = range(3)
 """What goes with a message: a byte behind it, and one back when it is there.
 
@@ -42,8 +46,8 @@ class Link:
     different tags or in different directions do not wait for one another. Sender and receiver give buffers of the same
     size. Buffers are used where they are, and are the caller's again on return.
 
-    Every wait for a message of at most CHUNK_BYTES has the link's time-out. After a failure gloo has closed the
-    connection to that peer for good, after a time-out those to all peers.
+    Every wait for a message of at most CHUNK_BYTES has the link's time-out, but for that for a request. After a failure
+    gloo has closed the connection to that peer for good, after a time-out those to all peers.
     """
 
     def __init__(self, over: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -109,9 +113,9 @@ class Link:
             self._wait(self._gloo.send([_tensor(request)], peer, 3 * tag + _ANSWER), *reversed(coming))
 
     def recv_request(self, frm: int, request: memoryview, tag: int) -> None:
-        """The next one. Raises AgreementFailed."""
+        """The next one, however long the peer has nothing to ask for. Raises AgreementFailed when it is gone."""
         with self._reaching(frm, "waiting for a request of"):
-            self._wait(self._gloo.recv([_tensor(request)], frm, 3 * tag + _ANSWER))
+            self._gloo.recv([_tensor(request)], frm, 3 * tag + _ANSWER).wait(REQUEST_WITHIN)
 
     def answer(self, to: int, answer: Sequence[memoryview], tag: int) -> None:
         """Sends the answer to a request. Raises AgreementFailed."""

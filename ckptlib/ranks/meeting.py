@@ -9,18 +9,20 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections import Counter
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ckptlib.errors import AgreementFailed
-from ckptlib.ranks.connections import store_of
+from ckptlib.ranks.connections import shared_by
 from ckptlib.ranks.group import Group, SoloGroup, TorchGroup
 from ckptlib.ranks.notices import Notices
 
 log = logging.getLogger(__name__)
+
+ALONE = ("", "1")
+"""What WORLD_SIZE is where no launcher has started other ranks."""
 
 
 def group_or_world(over: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -61,10 +63,17 @@ def group_of(over: dist.ProcessGroup | None, timeout: timedelta) -> Group:
     return TorchGroup(found, timeout)
 
 
+def is_alone() -> bool:
+    """Whether this process is a job of its own, as far as torch and its launcher know: it waits for no other rank."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return False
+    return os.environ.get("WORLD_SIZE", "") in ALONE
+
+
 @functools.cache
 def _warn_of_others(world_size: str) -> None:
     """Said once, where a launcher has started several ranks that do not know of one another."""
-    if world_size not in ("", "1"):
+    if world_size not in ALONE:
         log.warning(
             "WORLD_SIZE is %s, but there is no process group: this process is a job of its own, and so are the others; "
             "two such jobs cannot save to one root. Call torch.distributed.init_process_group before",
@@ -77,11 +86,7 @@ def notices_over(over: dist.ProcessGroup | None, name: str, timeout: timedelta) 
     found = group_or_world(over)
     if found is None or found.size() == 1:
         return Notices(None, name, 1)
-    return Notices(store_of(found, timeout), name, found.size())
-
-
-_meetings: Counter[str] = Counter()
-"""By process group and place: the meetings that this process has seen the end of."""
+    return Notices(shared_by(found, timeout).store, name, found.size())
 
 
 def meet(over: dist.ProcessGroup | None, place: str, what: str, timeout: timedelta) -> None:
@@ -94,14 +99,15 @@ def meet(over: dist.ProcessGroup | None, place: str, what: str, timeout: timedel
     group = group_or_world(over)
     if group is None or group.size() == 1:
         return
-    name, attended = f"{group.group_name}/{place}", False
+    attended = False
     try:
-        store = PrefixStore(f"meetings/{place}", store_of(group, timeout))
+        shared = shared_by(group, timeout)
     except AgreementFailed as error:
         raise _nobody_came(what, str(error)) from error
+    store = PrefixStore(f"meetings/{place}", shared.store)
     while not attended:
-        number = _meetings[name]
-        _meetings[name] += 1
+        number = shared.meetings[place]
+        shared.meetings[place] += 1
         attended = _attend(store, number, group, what, timeout)
 
 

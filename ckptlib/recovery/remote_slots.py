@@ -8,7 +8,7 @@ place.
 
 Both know the offers, from the plan on which all ranks agreed; they are numbered in its order. A few streams for each
 pair of ranks, so that a transfer goes on while a reader checks what came; one request under way in each. A server
-thread waits for its asker, with the link's time-out, until that says that it is done.
+thread waits for its asker until that says that it is done, or is gone: a time-out would close the links to all others.
 
 What a peer asks or sends is hostile until checked: a server reads nothing but what was offered to that asker, and
 whoever reads compares digests.

@@ -102,6 +102,7 @@ def restore(
     _finish(session)
     on_disks = _look_at_disks(session, step)
     skipped: list[str] = []
+    useless = set[SaveId]()  # of what the disks hold
     lost: type[CkptError] = CorruptData
     newer, absent = False, True
     untried = Untried(session, inventory, on_disks, step)
@@ -116,6 +117,8 @@ def restore(
             absent = absent and _why(error) == LACKS
             skipped.append(f"step {candidate.save} in {candidate.where}: {error}")
             newer = newer or isinstance(error, NewerFormat)
+            if candidate.local is not None:
+                useless.add(candidate.save)
             untried.look_again()
             if session.group.rank == 0:
                 log.error(
@@ -140,6 +143,7 @@ def restore(
             phases=phases,
             seconds=sum(phases.values()),
         )
+        session.tier.note_restored(candidate.save.step, on_disks.keys() - useless)
         told = Restored(candidate.save.step, report.nbytes, report.seconds, report.tier, len(skipped))
         session.stopwatch.restored(report.tier)
         session.listener.tell(told)
@@ -165,6 +169,7 @@ def restore(
     _check_there(session)
     if session.group.rank == 0:
         warn_of_foreign(session.store)
+    session.tier.note_restored(0, on_disks)
     session.stopwatch.restored()
     return LoadReport(0, session.store.url, None, 0, 0.0), None
 

@@ -108,8 +108,7 @@ class Lineage:
         """
         left = newest_generation(root.id, self._slots_in)
         if self._local is not None:
-            with LocalStore(str(self._local)) as disk:
-                left = max(left, newest_number(disk))
+            left = max(left, _newest_on(self._local))
         if self._group.rank == 0:
             return left
         where = f"{self._catalog.store.url} on {socket.gethostname()}"
@@ -197,3 +196,15 @@ class Lineage:
             kinds=() if placement is None else placement.kinds,
             best=self.best,
         )
+
+
+def _newest_on(local: Path) -> int:
+    """The highest number of a generation that began on this host's disk."""
+    try:
+        with LocalStore(str(local)) as disk:
+            return newest_number(disk)
+    except StoreError as error:
+        raise StoreError(
+            f"local={local} on {socket.gethostname()}: cannot be looked at, and may have newer steps than the store: "
+            f"{error}. Mend that; or, to do without what is there, give local= another directory"
+        ) from error

@@ -13,7 +13,7 @@ from ckptlib.ranks.together import together
 from ckptlib.saving.lineage import Lineage
 from ckptlib.saving.peer_link import PeerLink
 from ckptlib.saving.settings import Settings
-from ckptlib.saving.snapshots import Snapshots
+from ckptlib.saving.snapshots import NUM_SLOTS_WITH_PEERS, Snapshots
 from ckptlib.saving.stopwatch import Stopwatch
 from ckptlib.slots.writer_lock import WriterLock
 from ckptlib.staging.arena import Arena, directories
@@ -22,10 +22,6 @@ from ckptlib.writer.client import Writer
 
 NUM_SLOTS = 2
 """One to be written to the store while the next snapshot is taken."""
-
-NUM_SLOTS_WITH_PEERS = 3
-"""At every step: one that all ranks hold, one on its way to them, one that is begun. See `Snapshots.make_room`."""
-
 
 WRITER_WAITS_S = 2.0
 """With peers, the most that a writer waits for the end of the restore before it begins: two ranks on two cores restored
@@ -54,10 +50,10 @@ def open_memory(
     def make_room() -> tuple[Arena, Writer]:
         if settings.keep is not None:
             settings.keep.check(root.save_deadline_s)
-        unread = WriterLock.take(directories(settings.arena), prefix_of(root.id, lineage.host_id))
         setup = settings.for_writer(group.rank, group.size, root.save_deadline_s)
         if group.rank == 0 and (fd := stopwatch.share()) is not None:
             setup |= {"account_fd": fd, "generation": str(lineage.generation)}
+        unread = WriterLock.take(directories(settings.arena), prefix_of(root.id, lineage.host_id))
         writer = Writer(setup, unread, 0.0 if peers is None else WRITER_WAITS_S)
         arena = make_arena(writer)
         if peers is None:

@@ -97,6 +97,11 @@ class Outcomes:
         """From now on the writer may tell of it."""
         self._open[str(outcome.save)] = outcome
 
+    def drain(self, outcome: Outcome) -> None:
+        """Of a save that is on the disks of all ranks, and goes to the store after all."""
+        self.expect(outcome)
+        self._writer.drain(outcome.save)
+
     def forget(self, save: SaveId, error: Exception) -> bool:
         """A save that this rank found out about by itself. Returns whether it was still open."""
         outcome = self._open.pop(str(save), None)
@@ -154,7 +159,7 @@ class Outcomes:
             self._snapshots.released(key, durable=False)
             if outcome is None:  # it is known already
                 return
-            self.tier.note(outcome.save.step, False)
+            self.tier.note_failed(outcome.save.step)
             self._open.pop(key, None)
             self._failed(outcome, str(event["kind"]), str(event["error"]), key)
 

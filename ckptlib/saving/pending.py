@@ -38,6 +38,11 @@ class Pending:
         if persists:
             outcomes.expect(self._outcome)
 
+    def drain(self) -> None:
+        """Has it go to the store after all. On all ranks, once it is on the disks of all."""
+        self.drains = True
+        self._outcomes.drain(self._outcome)
+
     @property
     def step(self) -> int:
         return self.save.step

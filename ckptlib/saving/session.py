@@ -124,6 +124,7 @@ class Session:
         self.planner = Planner(self.group)
         self._num_saves = 0
         self._sequence = 0
+        """Of the last slot that was filled; 0: none was."""
         self._to_persist: dict[SaveId, tuple[bool, bool]] = {}
         """Snapshots that the writer is told of as soon as they are ready, whether they are drained then, and whether it
         puts their layout."""
@@ -196,7 +197,8 @@ class Session:
         """This rank alone has no snapshot: the others are told, and all compare before the next one."""
         if to_store:
             self.given_up = save.step
-            self.tier.note(save.step, False)
+            self.tier.expect(save.step)
+            self.tier.note_failed(save.step)
             self.writer.void(save, reason, drains)
         self.snapshots.begin(save, number, None, to_store)
         self.verdicts.vote(save, number, to_store, None, None)
@@ -212,6 +214,7 @@ class Session:
         """The writer is to persist this one as soon as it is sealed. `drains`: and to drain it, with a local tier.
         `puts_layout`: and to put its layout; else another rank does."""
         self.writer.expect(save, drains)
+        self.tier.expect(save.step)
         self._to_persist[save] = drains, puts_layout
         self.newest_step = save.step
 
@@ -268,7 +271,8 @@ class Session:
         try:
             if clean:
                 self.outcomes.close(timeout)
-                self.snapshots.arena.others.reclaim()  # a job that came to its end needs nothing of the one before
+                if self._sequence:  # else what the job before left in memory may be all that there is of its last step
+                    self.snapshots.arena.others.reclaim()
             else:
                 self.snapshots.arena.await_made()  # a slot that the writer is not told of would stay
                 self.writer.leave()

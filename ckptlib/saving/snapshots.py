@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 RECLAIM_EVERY_S = 1.0
 """How often a job looks whether the writers of the one before have let go of its slots."""
 
+NUM_SLOTS_WITH_PEERS = 3
+"""At every step: one that all ranks hold, one on its way to them, one that is begun. A holder has as many for a rank's
+replicas, also where the rank itself has one more: see `make_room`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Begun:
@@ -72,6 +76,8 @@ class Snapshots:
         self.replicator = replicator
         self._on_held = on_held
         self._unsettled: deque[Begun] = deque()
+        self._on_the_way: deque[int] = deque()
+        """Steps whose snapshots have not come to their end on all ranks, as far as this one knows."""
         self._persisting: dict[str, Slot] = {}
         """By save: slots that the writer reads."""
         self.own = HeldSteps()
@@ -117,6 +123,7 @@ class Snapshots:
             replicas = self.replicator.begin(self._round(save, number), staging, local_replicas)
         if persists and staging is not None:
             self._persisting[str(save)] = staging.slot
+        self._on_the_way.append(save.step)
         self._unsettled.append(Begun(save.step, staging, persists, replicas))
 
     def _round(self, save: SaveId, number: int) -> Round:
@@ -209,8 +216,14 @@ class Snapshots:
         self.arena.forget(step - 1, step)
 
     def needs_held(self) -> int:
-        """The step that all ranks must hold before a slot is free; see `Arena.needs_held`."""
-        return self.arena.needs_held(self._in_use()) if self.may_begin() else NEVER
+        """The step that all ranks must hold before a slot is free, and one for replicas; see `Arena.needs_held`."""
+        if not self.may_begin():
+            return NEVER
+        needs = self.arena.needs_held(self._in_use())
+        most = NUM_SLOTS_WITH_PEERS - 1 - (self.held_by_all != NONE)
+        if self.replicator is not None and self._unsettled and len(self._on_the_way) > most:
+            return max(needs, self._on_the_way[-1 - most])
+        return needs
 
     def note_all(self, oldest_newest: int, latest_since: int, settled: int) -> None:
         """Takes note of all ranks' words on their own snapshots: minimum, maximum and minimum over them.
@@ -229,6 +242,8 @@ class Snapshots:
                 self._reclaim_at = time.monotonic()
         self._reclaim()
         self._settled_by_all = settled
+        while self._on_the_way and self._on_the_way[0] <= settled:
+            self._on_the_way.popleft()
         if settled > self.held_by_all:
             self.arena.forget(self.held_by_all, settled)
 

@@ -9,6 +9,7 @@ from ckptlib.ranks.beat import Word
 from ckptlib.ranks.held import NONE
 from ckptlib.ranks.together import together
 from ckptlib.saving.ballots import Poll
+from ckptlib.saving.pending import Pending
 from ckptlib.saving.session import Session
 
 
@@ -74,6 +75,25 @@ def _await_room(session: Session, timeout_s: float) -> None:
             session.verdicts.conclude(poll, group.start_sum(poll.votes)())
         session.snapshots.note_all(newest, since, settled)
         session.tier.note_all(newest_local, local_since, local_settled)
+
+
+def await_local(session: Session, pending: Pending) -> None:
+    """Returns when a save is on the disks of all ranks. Collective. Raises SaveFailed where it never will be, and
+    WaitTimeout."""
+    group, deadline = session.group, time.monotonic() + 1.5 * session.root.save_deadline_s
+
+    def is_there() -> bool:
+        try:
+            pending.wait_local(group.patience_s)
+        except WaitTimeout:
+            if time.monotonic() > deadline:
+                raise
+            return False
+        return True
+
+    with session.stopwatch.stalled():
+        while group.any(not together(group, f"waiting for step {pending.step} on local disks", is_there)):
+            pass
 
 
 def _lacks_room(session: Session, deadline: float, timeout_s: float) -> bool:

@@ -6,6 +6,7 @@ All of it is said and agreed upon in the beat, so all ranks drain the same steps
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.policy.tier import MAX_UNDRAINED, DueDrains, LocalTier
@@ -25,15 +26,49 @@ class TierState:
         self._due = DueDrains(None if settings is None else settings.drain)
         self.own = HeldSteps()
         """This rank's steps on its host's disk."""
+        self._begun: dict[int, bool | None] = {}
+        """Saves whose end is not in `own` yet, in their order: whether the share is on the disk; None: not known."""
         self._whole_by_all = NONE
         self._settled_by_all = NONE
         self._skipped = 0
         """Saves in a row that stay local since there is too much to drain."""
 
+    def expect(self, step: int) -> None:
+        """A save of it was begun; in ascending order."""
+        self._begun[step] = None
+
     def note(self, step: int, held: bool) -> None:
-        """The share of a save came to be on the disk, or never will. In the order of the saves; told twice of some."""
-        if step > self.own.settled:
+        """The writer is done with the share of a save: it is on the disk, or never will be. The writer takes one after
+        the other, so an earlier one of which it has said nothing never comes: whoever was to take it was interrupted.
+        """
+        if step not in self._begun:
+            return
+        for one, end in self._begun.items():
+            if end is None and one <= step:
+                self._begun[one] = held and one == step
+        self._settle()
+
+    def note_failed(self, step: int) -> None:
+        """The share of a save will never be on the disk, while the writer may be busy with earlier ones."""
+        if step in self._begun and self._begun[step] is None:
+            self._begun[step] = False
+            self._settle()
+
+    def _settle(self) -> None:
+        """`own` learns of the ends in the order of the saves: else one that comes late would not count."""
+        for step, held in [*self._begun.items()]:
+            if held is None:
+                break
             self.own.note(step, held)
+            del self._begun[step]
+
+    def note_restored(self, step: int, on_disks: Collection[SaveId]) -> None:
+        """The job goes on from `step`. `on_disks`: the earlier jobs' steps that the disks of all hosts hold.
+
+        Of these, a restart needs the newest that is no later: the job's own may have come from memory, or the store.
+        """
+        if self._settings is not None:
+            self._writer.earlier(max((save for save in on_disks if save.step <= step), default=None))
 
     def say(self, word: Word, failed: bool) -> Word:
         """This rank's word for the next step. `failed`: the last save did."""

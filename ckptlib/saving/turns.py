@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 from ckptlib.errors import SaveFailed, Superseded
 from ckptlib.format.keys import SaveId
@@ -12,6 +13,7 @@ from ckptlib.policy.preemption import Preemption
 from ckptlib.policy.stop_signal import StopSignal
 from ckptlib.policy.when import Policy
 from ckptlib.ranks.beat import Beat, Word
+from ckptlib.ranks.meeting import is_alone
 from ckptlib.saving.ballots import Poll
 from ckptlib.saving.due import DueSaves
 from ckptlib.saving.failures import MAX_FAILURES
@@ -43,7 +45,7 @@ class Turns:
         self._left: int | None = None
         """One that was interrupted before it came to its word."""
         self._preemption = None if preempted is None else Preemption(preempted)
-        self._stop = StopSignal()  # last: who is interrupted before is stopped by SIGTERM as ever
+        self._stop = StopSignal(is_alone())  # last: who is interrupted before is stopped by SIGTERM as ever
 
     @property
     def started(self) -> bool:
@@ -131,6 +133,10 @@ class Turns:
         session = self._session
         if self.due.must_tell() and (session.group.rank == 0 or session.snapshots.persisting):
             log.warning("no save for two intervals, and one is due: %s; training goes on", session.outcomes.waits_for())
+
+    def busy(self) -> AbstractContextManager[None]:
+        """Within, nobody leaves on SIGTERM because he stands still, as whoever waits for a slot does."""
+        return self._stop.busy()
 
     def heed(self) -> None:
         """No step follows: nobody leaves on SIGTERM from here on because he stands still, as whoever waits for a commit

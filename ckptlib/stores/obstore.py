@@ -16,7 +16,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from typing_extensions import Buffer, override
 
-from ckptlib.errors import ObjectExists, ObjectNotFound, StoreError, StoreTimeout
+from ckptlib.errors import ObjectExists, ObjectNotFound, StoreError
 from ckptlib.stores import io_limits
 from ckptlib.stores.base import (
     Entry,
@@ -30,12 +30,11 @@ from ckptlib.stores.base import (
     joined,
     range_nbytes,
 )
-from ckptlib.stores.obstore_config import client_of
 from ckptlib.stores.obstore_errors import Failure
-from ckptlib.stores.obstore_loop import ClientLoop, Feed, GivenUp, Lent
+from ckptlib.stores.obstore_loop import Feed, GivenUp, Lent
 from ckptlib.stores.obstore_pieces import Pieces
+from ckptlib.stores.obstore_requests import Beyond, NoSuchRequest, Requests
 from ckptlib.stores.retries import Retries
-from ckptlib.stores.secrets import Secrets, without_userinfo
 
 T = TypeVar("T")
 
@@ -66,24 +65,16 @@ class ObstoreStore(Store):
     """
 
     def __init__(self, url: str, options: Mapping[str, object]) -> None:
-        self.url = without_userinfo(url).rstrip("/")
+        self._requests = Requests(url, options)
+        self.url = self._requests.url
         self.pack_nbytes, self.late_nbytes = PACK_NBYTES, LATE_NBYTES
-        self._secrets = Secrets(url, options)
-        client = client_of(url, options)
-        self._root = client.root
-        self._lists_in_order = client.lists_in_order
-        one_by_one = {"disable_bulk_delete": True} if client.is_s3 else {}
-        retry_s = io_limits.RETRY_S
-        self._quick = client.open(io_limits.RUN_BYTES, True, min(io_limits.NOWHERE_S, retry_s), **one_by_one)
-        """A hasty one, until the server has answered."""
-        self._patient = client.open(io_limits.RUN_BYTES, True, retry_s, **one_by_one)
-        self._uploads = client.open(io_limits.PART_NBYTES, False, retry_s)
-        self._deletes_many = client.is_s3
-        self._loop = ClientLoop("ckptlib-obstore")
+        self._root = self._requests.root
+        self._lists_in_order = self._requests.lists_in_order
+        self._deletes_many = self._requests.is_s3
 
     @override
     def trust_address(self) -> None:
-        self._quick = self._patient
+        self._requests.trust_address()
 
     # -- put
 
@@ -107,10 +98,10 @@ class ObstoreStore(Store):
         elif create:
             self._create(key, path, body, deadline)
         else:
-            self._request("put", key, lambda: self._put_whole(path, body), deadline, body.nbytes)
+            self._requests.run("put", key, lambda: self._put_whole(path, body), deadline, body.nbytes)
 
     async def _put_whole(self, path: str, body: Pieces, **mode: Any) -> None:
-        client = self._quick if body.nbytes <= _SMALL_NBYTES else self._uploads
+        client = self._requests.quick if body.nbytes <= _SMALL_NBYTES else self._requests.uploads
         await obstore.put_async(client, path, iter(body.views), use_multipart=False, **mode)
 
     def _create(self, key: str, path: str, body: Pieces, deadline: float | None) -> None:
@@ -123,7 +114,7 @@ class ObstoreStore(Store):
             await self._put_whole(path, body, mode="create")
 
         try:
-            self._request("put", key, create, deadline, body.nbytes)
+            self._requests.run("put", key, create, deadline, body.nbytes)
         except AlreadyExistsError as error:
             if tries == 1 and not Failure.of(error).was_sent_again:
                 raise self._exists(key) from None
@@ -142,14 +133,14 @@ class ObstoreStore(Store):
             try:
                 return self._put_parts_once(path, body, deadline)
             except GivenUp:
-                raise self._too_late("put", key) from None
+                raise self._requests.too_late("put", key) from None
             except _Failed as failed:
                 error, failure = failed.error, Failure.of(failed.error)
                 if failure.has_no_upload and self._size(key, path, deadline) == body.nbytes:
                     return None  # it is complete: the answer to that was lost
                 wait_s = retries.wait_s() if failure.was_damaged and body.can_repeat else None
                 if wait_s is None:
-                    raise self._error(error, "put", key, body.nbytes) from None
+                    raise self._requests.error(error, "put", key, body.nbytes) from None
                 time.sleep(wait_s)
 
     def _put_parts_once(self, path: str, body: Pieces, deadline: float | None) -> None:
@@ -161,7 +152,7 @@ class ObstoreStore(Store):
         async def put() -> None:
             try:
                 await obstore.put_async(
-                    self._uploads,
+                    self._requests.uploads,
                     path,
                     source,
                     use_multipart=True,
@@ -171,7 +162,7 @@ class ObstoreStore(Store):
             except (BaseError, OSError) as error:
                 raise _Failed(error) from None
 
-        running = self._loop.start(put(), deadline)
+        running = self._requests.loop.start(put(), deadline)
         feed.watch(running)
         try:
             if not body.is_whole:
@@ -195,7 +186,7 @@ class ObstoreStore(Store):
 
         async def get() -> bytes | int:
             """The bytes; how many they are where that is too many for one request."""
-            result = await obstore.get_async(self._quick, path, **_range(offset, nbytes))
+            result = await obstore.get_async(self._requests.quick, path, **_range(offset, nbytes))
             count = range_nbytes(f"{self.url}/{key}", offset, nbytes, result.meta["size"])
             return count if count > most else bytes(await result.bytes_async())
 
@@ -222,7 +213,7 @@ class ObstoreStore(Store):
         """The client itself goes on at the byte where an answer breaks off."""
 
         async def get() -> int:
-            result = await obstore.get_async(self._quick, path, **_range(offset, view.nbytes))
+            result = await obstore.get_async(self._requests.quick, path, **_range(offset, view.nbytes))
             range_nbytes(f"{self.url}/{key}", offset, view.nbytes, result.meta["size"])
             done = 0
             async for chunk in result.stream(min_chunk_size=_READ_NBYTES):
@@ -246,8 +237,8 @@ class ObstoreStore(Store):
     ) -> T | None:
         """The result of `get`; None where the object ends at `offset`, and no bytes were asked for."""
         try:
-            return self._request("get", key, get, deadline)
-        except _Beyond:
+            return self._requests.run("get", key, get, deadline)
+        except Beyond:
             size = self._known_size(key, path, deadline)
             range_nbytes(f"{self.url}/{key}", offset, nbytes, size)
             if nbytes is None and offset == size:
@@ -264,10 +255,10 @@ class ObstoreStore(Store):
         """None where there is no such object."""
 
         async def head() -> int:
-            return int((await obstore.head_async(self._quick, path))["size"])
+            return int((await obstore.head_async(self._requests.quick, path))["size"])
 
         with suppress(ObjectNotFound):
-            return self._request("get", key, head, deadline)
+            return self._requests.run("get", key, head, deadline)
         return None
 
     # -- scan and delete
@@ -287,7 +278,7 @@ class ObstoreStore(Store):
                         found[key] = Entry(key, meta["size"], meta["last_modified"].timestamp())
             return found
 
-        found = self._request("list", prefix, scan, None)
+        found = self._requests.run("list", prefix, scan, None)
         return [found[key] for key in sorted(found)]
 
     @override
@@ -297,36 +288,34 @@ class ObstoreStore(Store):
                 return [meta["path"][len(self._root) + 1 if self._root else 0 :] for meta in metas]
             return []
 
-        return sorted(self._request("list", "", first, None))[:most]
+        return sorted(self._requests.run("list", "", first, None))[:most]
 
     def _list(self, directory: str, start: str) -> Any:
         """A stream of pages. What the client takes for a prefix ends with a segment."""
         inside = not directory or start.startswith(directory + "/")  # JuiceFS refuses what does not begin as the prefix
         offset = {"offset": self._below(start)} if inside and is_key(start) else {}
-        return obstore.list(self._quick, self._below(directory) or None, chunk_size=_LISTED, **offset)
+        return obstore.list(self._requests.quick, self._below(directory) or None, chunk_size=_LISTED, **offset)
 
     @override
     def delete(self, *keys: str) -> None:
         paths = {self._path(key): key for key in keys}
         if len(paths) > 1 and self._deletes_many:
             try:
-                return self._request("delete", min(keys), lambda: _delete(self._uploads, [*paths]), None)
-            except _NoSuchRequest:
+                return self._requests.run("delete", min(keys), lambda: _delete(self._requests.uploads, [*paths]), None)
+            except NoSuchRequest:
                 self._deletes_many = False
 
         async def delete() -> None:
             for some in _batches([*paths], DELETES):
-                await asyncio.gather(*(_delete(self._quick, path) for path in some))
+                await asyncio.gather(*(_delete(self._requests.quick, path) for path in some))
 
         if paths:
-            self._request("delete", min(keys), delete, None)
+            self._requests.run("delete", min(keys), delete, None)
         return None
 
     @override
     def close(self) -> None:
-        self._loop.close()
-
-    # -- requests
+        self._requests.close()
 
     def _path(self, key: str) -> str:
         return self._below(check_key(key))
@@ -334,61 +323,12 @@ class ObstoreStore(Store):
     def _below(self, key: str) -> str:
         return "/".join(filter(None, [self._root, key]))
 
-    def _request(
-        self,
-        doing: str,
-        key: str,
-        work: Callable[[], Coroutine[Any, Any, T]],
-        deadline: float | None,
-        nbytes: int = 0,
-    ) -> T:
-        """The result of `work`. The client repeats requests that it takes for harmless; all of ours are."""
-        retries = Retries(deadline)
-        while True:
-            try:
-                result = self._loop.run(work(), deadline)
-                self.trust_address()
-                return result
-            except GivenUp:
-                raise self._too_late(doing, key) from None
-            except (BaseError, OSError) as error:
-                failure = Failure.of(error)
-                if self._quick is not self._patient and failure.kind != "Connect":
-                    self.trust_address()
-                    if failure.is_busy:  # for as long as a hasty one asks
-                        continue
-                if failure.is_beyond:
-                    raise _Beyond from None
-                if doing == "delete" and failure.cannot_delete_many:
-                    raise _NoSuchRequest from None
-                if isinstance(error, AlreadyExistsError) and not failure.may_pass:
-                    raise
-                may_pass = failure.may_pass or (doing == "put" and failure.lost_directory)
-                wait_s = retries.wait_s() if may_pass and retries.elapsed_s < io_limits.RETRY_S else None
-                if wait_s is None:
-                    raise self._error(error, doing, key, nbytes) from None
-                time.sleep(wait_s)
-
-    def _error(self, error: BaseException, doing: str, key: str, nbytes: int) -> StoreError:
-        return Failure.of(error).as_error(error, doing, f"{self.url}/{key}", nbytes, self._secrets)
-
-    def _too_late(self, doing: str, key: str) -> StoreTimeout:
-        return StoreTimeout(f"{self.url}/{key}: cannot {doing}: not done by its deadline; it was given up")
-
 
 class _Failed(Exception):
     """The client did, and not the pieces that it was given."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
-
-
-class _Beyond(Exception):
-    """The range asked for does not lie in the object."""
-
-
-class _NoSuchRequest(Exception):
-    """The server does not know how to delete many objects by one request."""
 
 
 def _range(offset: int, nbytes: int | None) -> dict[str, Any]:

@@ -17,6 +17,8 @@ A plan is a JSON list of rules, each an object with
               kill-after (SIGKILL of this process before or after the operation)
     seconds   how long a stall lasts
     once      true: at most one of all the processes that share the plan meets the fault, and only one time
+
+`write_plan` replaces it at once for all who read it. Whoever writes it in place has them meet half of it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import signal
 import threading
 import time
@@ -41,7 +44,7 @@ from typing_extensions import Buffer, NotRequired, override
 from ckptlib.errors import ObjectUnreadable, StoreDenied, StoreError, StoreFull
 from ckptlib.stores.base import Entry, LateHead, Store, as_bytes
 
-__all__ = ["FaultStore", "LatencyStore", "flip_bit", "open_testing_store", "truncate"]
+__all__ = ["FaultStore", "LatencyStore", "flip_bit", "open_testing_store", "truncate", "write_plan"]
 
 OpenStore: TypeAlias = Callable[[str, "Mapping[str, object] | None"], Store]
 
@@ -219,9 +222,6 @@ def _sleep_until(when: float) -> None:
         time.sleep(left)
 
 
-PLAN_S = 2.0
-"""How long an empty plan may stay empty."""
-
 _HOLD_POLL_S = 0.01
 """Between two looks at the plan of an operation that is held."""
 
@@ -311,20 +311,25 @@ class FaultStore(_HookedStore):
         return True
 
     def _read_plan(self) -> list[Rule]:
-        """A file that is empty is just being written."""
-        until = time.monotonic() + PLAN_S
-        text = ""
-        while not text and time.monotonic() < until:
-            try:
-                text = Path(self._plan_path).read_text()
-            except FileNotFoundError:
-                return []
-            if not text:
-                time.sleep(0.001)
-        rules: list[Rule] = json.loads(text)
+        try:
+            rules: list[Rule] = json.loads(Path(self._plan_path).read_text())
+        except FileNotFoundError:
+            return []
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{self._plan_path}: expected a JSON list of rules: {error}. If it was just being written: write_plan "
+                "replaces it at once"
+            ) from None
         for rule in rules:
             _check_rule(rule)
         return rules
+
+
+def write_plan(path: str | os.PathLike[str], rules: Iterable[Mapping[str, object]]) -> None:
+    """Makes a plan, or replaces it; processes may be reading it meanwhile."""
+    temporary = Path(f"{os.fspath(path)}.{secrets.token_hex(8)}")
+    temporary.write_text(json.dumps([*rules]))
+    temporary.replace(path)
 
 
 def _check_rule(rule: Rule) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of the protocol; a trainer and a writer of other versions of ckptlib do not understand each other."""
 
 

@@ -69,6 +69,7 @@ class Writer:
         self._open: dict[_OrderKey, Message] = {}
         """The orders that another writer must carry out, should this one die."""
         self._held: SaveId | None = None
+        self._earlier: Message | None = None
         self._whole: tuple[SaveId, int] | None = None
         self._begun: Message | None = None
         self._lent: Lent | None = None
@@ -88,8 +89,13 @@ class Writer:
         try:
             self.log_path = logfile.new_path(int(setup["rank"]))
             self._start(wait_s)
-        except OSError as error:
-            raise SaveFailed(no_start(error)) from error
+        except BaseException as error:
+            if unread is not None:
+                unread.unlink()
+                unread.close()
+            if isinstance(error, OSError):
+                raise SaveFailed(no_start(error)) from error
+            raise
 
     def _start(self, wait_s: float = 0.0) -> None:
         """Raises OSError; the channel is closed then."""
@@ -128,6 +134,12 @@ class Writer:
         """All ranks hold this snapshot in memory: should no job go on from it, it must not be lost."""
         self._held = save
         self._channel.send({"op": "held", "save": str(save)})
+
+    def earlier(self, save: SaveId | None) -> None:
+        """Of the earlier jobs' steps on the local disks a restart needs this one, or none: others may be removed where
+        there is no room."""
+        self._earlier = {"op": "earlier", "save": None if save is None else str(save)}
+        self._channel.send(self._earlier)
 
     def whole(self, save: SaveId, settled: int) -> None:
         """All ranks have it on their local disks: older steps may be removed there, and later ones up to `settled`."""
@@ -191,6 +203,10 @@ class Writer:
         """Orders that the ready snapshot in `slot` be put; answered by `released`. `puts_layout`: see `Persister`."""
         order = {"op": "persist", "save": str(save), "slot": str(slot), "drains": drains, "layout": puts_layout}
         self._order(order)
+
+    def drain(self, save: SaveId) -> None:
+        """Orders that a save which was to stay on the local disk, and is there, be copied to the store after all."""
+        self._order({"op": "drain", "save": str(save), "drains": True})
 
     def void(self, save: SaveId, error: str, drains: bool = True) -> None:
         """The snapshot failed; tells the other ranks' committer."""
@@ -321,6 +337,8 @@ class Writer:
             self._channel.send({"op": "slot", "path": path})
         if self._held is not None:
             self.held(self._held)
+        if self._earlier is not None:
+            self._channel.send(self._earlier)
         if self._whole is not None:
             self.whole(*self._whole)
         for order in self._open.values():

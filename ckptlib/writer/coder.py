@@ -163,6 +163,26 @@ class Coder:
         """The save failed, or its slot was damaged: nothing is patched before the next whole copy."""
         self._patches = None
 
+    def comparable(self, snapshot: Snapshot, parent: Part) -> Sequence[str]:
+        """The snapshot's digests, but "" for chunks that the parent has rounded in a way that nobody asks for now: the
+        job before, from whose memory this one goes on, may have asked for another codec."""
+        others = [
+            chunk
+            for chunk, coding in parent.codings.items()
+            if coding.loss is not None and self._asked(snapshot, chunk) != coding.codec
+        ]
+        if not others:
+            return snapshot.digests
+        digests = [*snapshot.digests]
+        for chunk in others:
+            digests[chunk] = ""
+        return digests
+
+    def _asked(self, snapshot: Snapshot, chunk: int) -> str | None:
+        """The codec that the rules name for a chunk."""
+        of = tensor_chunk(snapshot.table, snapshot.layout, chunk)
+        return None if of is None else candidate(self._rules, of.tensor, of.content.dtype).codec
+
     def candidates(self, snapshot: Snapshot, chunks: Sequence[int]) -> tuple[list[int], list[int]]:
         """The chunks that a codec is to be tried on, and those that are stored as they are; both ascending."""
         self._sampled.clear()

@@ -8,7 +8,7 @@ from functools import partial
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, raise_if_failed
-from ckptlib.catalog.retention import sweep
+from ckptlib.catalog.sweeper import Sweeper
 from ckptlib.errors import CkptError, StoreError, describe
 from ckptlib.format.keys import SaveId
 from ckptlib.jobs import JobThread
@@ -37,8 +37,9 @@ class Commits:
         tier: Tier | None,
     ) -> None:
         self._channel, self._trainer, self._watchdog, self._failures = channel, trainer, watchdog, failures
-        self._world_size, self._keep, self._tier = world_size, keep, tier
-        self._catalog, self._swept = catalog, Catalog(catalog.store)
+        self._world_size, self._tier = world_size, tier
+        self._catalog, self._swept = catalog, Catalog(catalog.store)  # of its own: no commit waits for a sweep
+        self._sweeper = None if keep is None else Sweeper(self._swept, keep)
         self.committer = Committer(catalog)
         self._jobs, self._sweeps = JobThread("commit"), JobThread("sweep")
 
@@ -68,20 +69,20 @@ class Commits:
                 self._tier.settle(save)
         seconds = time.monotonic() - began
         log.info("step %d is committed: %d bytes in %.3f s", save.step, manifest.nbytes, seconds)
-        sweeps = self._keep is not None and not self._trainer.gone
+        sweeps = self._sweeper is not None and not self._trainer.gone
         told = {"seconds": seconds, "nbytes": manifest.nbytes, "sweeps": int(sweeps)}
         self._channel.send({"event": "committed", "save": str(save), **told})
         if self._tier is not None:
             self._tier.look_again()
-        if self._keep is not None and sweeps:
-            self._sweeps.put(partial(self._sweep, self._keep, save))
+        if self._sweeper is not None and sweeps:
+            self._sweeps.put(partial(self._sweep, self._sweeper, save))
 
-    def _sweep(self, keep: Keep, save: SaveId) -> None:
-        """Removes old steps, by a catalog of its own: no commit waits for it."""
+    def _sweep(self, sweeper: Sweeper, save: SaveId) -> None:
+        """Removes old steps."""
         self._swept.shared.opened_id = self._catalog.shared.opened_id
         try:
             with self._watchdog.work("sweep", None, time.monotonic() + self._trainer.deadline_s, minor=True):
-                sweep(self._swept, keep, save.generation)
+                sweeper.sweep(save)
         except (CkptError, OSError) as error:
             log.warning("old steps could not be removed: %s", describe(error))
         self._channel.send({"event": "swept"})

@@ -173,7 +173,8 @@ class Drain:
             raise SaveFailed(
                 f"step {save.step}: a part of it has been in the store for {age:.0f} s, longer than a save may take "
                 f"(save_deadline, {self._deadline_s:.0f} s); it is given up, and stays on the local disk. If the store "
-                "was there all the time, drain seldom, raise drain_bandwidth, or create roots with a longer deadline"
+                "was there all the time, and its clock was not set forward, drain seldom, raise drain_bandwidth, or "
+                "create roots with a longer deadline"
             )
         return time.monotonic() + self._deadline_s - age
 

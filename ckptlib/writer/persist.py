@@ -200,10 +200,11 @@ class Persister:
             log.warning(_LOST, self._store.url, len(lost), parent.save.step, lost[0].key, step)
         distrusted = max(steps.refreshes, default=None)
         rules = Rules(snapshot.created, self._refresh_s, {*steps.saves}, distrusted, lost)
-        increment = plan(snapshot.digests, parent, rules)
+        digests = self._coder.comparable(snapshot, parent)
+        increment = plan(digests, parent, rules)
         if not self._coder.encodes:
             return parent, increment, frozenset()
-        return parent, increment, without_base(snapshot.digests, parent, rules)
+        return parent, increment, without_base(digests, parent, rules)
 
     def _put(
         self,

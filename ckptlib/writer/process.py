@@ -3,7 +3,8 @@
 The main thread listens to the trainer and watches for its death. One thread persists, one commits, one removes old
 steps, with a local tier one drains; each takes its jobs in order. No job outlives its deadline: see `watchdog`.
 
-    trainer -> writer    setup, begin, slot, forget, held, whole, expect, persist, drain, commit, void, await, close
+    trainer -> writer    setup, begin, slot, forget, held, earlier, whole, expect, persist, drain, commit, void, await,
+                         close
     writer -> trainer    ready, begun, not-begun, released, drained, committed, swept, failed, undecided, waiting,
                          warned
 """
@@ -169,6 +170,10 @@ class WriterProcess:
         if op == "forget":
             self._persists.put(partial(self._slots.forget, message["path"]))
             return
+        if op == "earlier":
+            if self._tier is not None:
+                self._tier.note_earlier(None if message["save"] is None else parse_save(message["save"]))
+            return
         save, drains = parse_save(message["save"]), message.get("drains", True)
         if drains and self._tier is not None and op in ("expect", "persist", "drain"):
             self._tier.expect(save)
@@ -277,19 +282,22 @@ class WriterProcess:
                 self._beginning.put()
                 return self._persister.persist(slot, save, deadline, puts_layout=puts_layout)
             self._tier.make_room(save)
-            self._tier.note_begun()
-            there = self._tier.persisted(slot, save)
-            if there is not None:
-                return there
-            self._tier.note_new(save)
             try:
-                return self._persister.persist(slot, save, deadline, may_be_parent=drains)
+                return self._persist_on_disk(self._tier, slot, save, drains, deadline)
             except StoreFull as error:
                 log.warning("step %d is written once more, with less beside it on the disk: %s", save.step, error)
                 self._tier.make_room(save, least=True)
-                return self._persister.persist(slot, save, deadline, may_be_parent=drains)
+                return self._persist_on_disk(self._tier, slot, save, drains, deadline)
         finally:
             slot.unlock()
+
+    def _persist_on_disk(self, tier: Tier, slot: Slot, save: SaveId, drains: bool, deadline: float) -> Part:
+        tier.note_begun()
+        there = tier.persisted(slot, save)
+        if there is not None:
+            return there
+        tier.note_new(save)
+        return self._persister.persist(slot, save, deadline, may_be_parent=drains)
 
     def _drain(self, tier: Tier, save: SaveId, puts_layout: bool = True) -> None:
         try:

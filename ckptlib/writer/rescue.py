@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer
-from ckptlib.errors import CkptError, SaveFailed
+from ckptlib.catalog.commit import Committer, raise_if_failed
+from ckptlib.errors import CkptError, CorruptData, SaveFailed, Superseded
 from ckptlib.format.keys import SaveId
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
-from ckptlib.writer.persist import Persister
+from ckptlib.writer.persist import Persister, put_failure
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +31,54 @@ POLL_S = 0.5
 def rescue(slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persister, committer: Committer) -> None:
     """Persists these slots of a snapshot that all ranks held, and commits it if that falls to this writer.
 
-    `save`: the newest that this rank's trainer knew to be held by all; others may have known of a newer one, and what
-    they put then is gone along with. Raises Superseded when a newer generation has begun, SaveFailed when shares are
-    missing, and what the store and damaged slots raise.
+    `save`: the newest that this rank's trainer knew to be held by all. Others may have known of a newer one, and what
+    they put then is gone along with; where that turns out to be no more than a save that was under way, it is given up
+    for all. Raises Superseded when a newer generation has begun, SaveFailed when shares are missing, and what the store
+    and damaged slots raise.
     """
-    catalog = committer.catalog
-    catalog.check_head(save.generation)
-    save = _settle(slots, save, own_rank, persister, catalog)
-    shares = _shares(slots, save)
+    while True:
+        committer.catalog.check_head(save.generation)
+        chosen = _settle(slots, save, own_rank, persister, committer.catalog)
+        try:
+            _complete(slots, chosen, own_rank, persister, committer, in_doubt=chosen != save)
+        except Superseded:
+            raise
+        except (SaveFailed, CorruptData) as error:
+            if chosen == save:
+                raise
+            log.warning("step %d is not whole in memory, so step %d is persisted: %s", chosen.step, save.step, error)
+            put_failure(committer.catalog.store, chosen, 0, str(error))
+        else:
+            return
+
+
+def _settle(slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persister, catalog: Catalog) -> SaveId:
+    """The newest snapshot that any rank has put a share of by now, and none has given up; or `save`. This rank's own is
+    put, too."""
+    newer = sorted({header.save for header, _ in _ready(slots) if header.save > save})
+    deadline, chosen = time.monotonic() + SHARES_TIMEOUT_S, save
+    while True:
+        own = _shares(slots, chosen).get(own_rank)
+        if own is not None and _is_missing(catalog, chosen, own_rank, own):
+            _persist(own, chosen, persister)
+        if time.monotonic() > deadline:
+            return chosen
+        time.sleep(POLL_S)
+        chosen = max((other for other in newer if _is_begun(catalog, other)), default=save)
+
+
+def _is_begun(catalog: Catalog, save: SaveId) -> bool:
+    """Whether shares of it are there, and more may come: no rank has none but a failure, and rank 0 did not give up."""
+    parts = catalog.parts(save)
+    said = [all(n.ok for n in names) if rank == 0 else any(n.ok for n in names) for rank, names in parts.items()]
+    return bool(said) and all(said)
+
+
+def _complete(
+    slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persister, committer: Committer, in_doubt: bool
+) -> None:
+    """Persists what other ranks have not, and commits. `in_doubt`: returns when it is committed, whoever does it."""
+    catalog, shares = committer.catalog, _shares(slots, save)
     if not shares or catalog.is_committed(save):
         return
     stand_ins = {rank for rank in shares.keys() - {own_rank} if _is_missing(catalog, save, rank, shares[rank])}
@@ -49,20 +89,18 @@ def rescue(slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persis
         deadline = time.monotonic() + COMMIT_TIMEOUT_S
         manifest = committer.commit_when_whole(save, world_size, lambda: deadline - time.monotonic())
         log.warning("step %d was in memory only, and is committed now: %d bytes", save.step, manifest.nbytes)
+    elif in_doubt:
+        _await_commit(catalog, save)
 
 
-def _settle(slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persister, catalog: Catalog) -> SaveId:
-    """The newest snapshot that any rank has put a share of by now; this rank's own is put, too."""
-    newer = sorted({header.save for header, _ in _ready(slots) if header.save > save})
-    deadline = time.monotonic() + SHARES_TIMEOUT_S
-    while True:
-        own = _shares(slots, save).get(own_rank)
-        if own is not None and _is_missing(catalog, save, own_rank, own):
-            _persist(own, save, persister)
+def _await_commit(catalog: Catalog, save: SaveId) -> None:
+    """Raises SaveFailed where the writer that commits gives up, or is gone."""
+    deadline = time.monotonic() + COMMIT_TIMEOUT_S + SHARES_TIMEOUT_S
+    while not catalog.is_committed(save):
+        raise_if_failed(catalog, save)
         if time.monotonic() > deadline:
-            return save
+            raise SaveFailed(f"step {save.step} was not committed within {COMMIT_TIMEOUT_S + SHARES_TIMEOUT_S:.0f} s")
         time.sleep(POLL_S)
-        save = max((other for other in newer if other > save and catalog.parts(other)), default=save)
 
 
 def _ready(slots: Iterable[Slot]) -> Iterator[tuple[SlotHeader, Slot]]:

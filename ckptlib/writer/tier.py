@@ -53,6 +53,8 @@ class Tier:
         """The last one."""
         self._whole: SaveId | None = None
         """The newest one that all ranks have on their disks, as the trainer told."""
+        self._earlier: frozenset[SaveId] | None = None
+        """What a restart needs of the steps of earlier jobs, before there is a whole one; None: that is not known."""
         self._settled = -1
         """The newest step whose saves have come to their end on all ranks."""
         self._lock = threading.Lock()
@@ -91,13 +93,18 @@ class Tier:
         """All ranks have it on their disks, and nothing that follows up to the step `settled`. From any thread."""
         self._whole, self._settled = save, settled
 
+    def note_earlier(self, save: SaveId | None) -> None:
+        """The newest step of earlier jobs that a restart would find on the local disks; None: there is none. From any
+        thread."""
+        self._earlier = frozenset() if save is None else frozenset({save})
+
     def make_room(self, save: SaveId, least: bool = False) -> None:
         """Before a save is persisted here: removes objects that the disk need not hold any longer. From the thread that
         persists. `least`: it is full, so no more stays than what a restart needs, or is to be drained."""
         with self._lock:
             pinned = {*self._undrained}
         if least:
-            sweep_quietly(self._sweeper, save.generation, Stays(self._whole, self._settled, pinned, 1))
+            sweep_quietly(self._sweeper, save.generation, Stays(self._whole, self._settled, pinned, 1, self._earlier))
             return
         if self._drained is not None and not self._failed(self._drained):
             pinned.add(self._drained)

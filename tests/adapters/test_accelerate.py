@@ -222,10 +222,11 @@ def stateful(directory: Path, stops_at: int = -1) -> list[Any]:
     return seen
 
 
-def test_a_stateful_loader_goes_on_at_its_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stops_at", [10, 13])
+def test_a_stateful_loader_goes_on_at_its_batch(tmp_path: Path, stops_at: int) -> None:
     whole = stateful(tmp_path)
     assert len(whole) == 20
-    assert stateful(tmp_path, stops_at=13) + stateful(tmp_path) == whole
+    assert stateful(tmp_path, stops_at=stops_at) + stateful(tmp_path) == whole
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
@@ -267,3 +268,9 @@ def test_damage(tmp_path: Path) -> None:
 
 def test_all_ranks_go_by_what_rank_0_sees(tmp_path: Path) -> None:
     fork_ranks("accelerate_ranks.py", 2, tmp_path, timeout_s=60)
+
+
+def test_ranks_that_hear_of_a_failure_at_different_times(tmp_path: Path) -> None:
+    """It is raised once, on both; the next save is begun."""
+    fork_ranks("accelerate_failed.py", 2, tmp_path, timeout_s=200)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["ckptlib", "one", "three"]

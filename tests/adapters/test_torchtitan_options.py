@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from launch import fork_one
 from torch import nn
 
 import ckptlib
@@ -66,13 +67,16 @@ class Run:
         )
         self.loaded = self.manager.load(step=config.load_step)
 
+    def step(self) -> None:
+        self.counter.step += 1
+        self.model.weight.grad = torch.ones_like(self.model.weight)
+        self.optimizers.step()
+
     def train(self, last: int) -> list[int]:
         """Up to that step, which is the last one. The steps at which it saved."""
         saved = []
         while self.counter.step < last:
-            self.counter.step += 1
-            self.model.weight.grad = torch.ones_like(self.model.weight)
-            self.optimizers.step()
+            self.step()
             if self.manager.save(self.counter.step, last_step=self.counter.step == last):
                 saved.append(self.counter.step)
                 if self.manager.enable:
@@ -179,7 +183,7 @@ def test_last_save_model_only(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoint-export").iterdir()] == ["final-step-3"]
 
 
-def test_create_seed_checkpoint(tmp_path: Path) -> None:
+def make_seed(folder: Path) -> None:
     """As Trainer makes one: step 0, before it loads anything."""
     seed = Run.__new__(Run)
     seed.model = Model(3.0)
@@ -195,13 +199,69 @@ def test_create_seed_checkpoint(tmp_path: Path) -> None:
         lr_schedulers=LRSchedulersContainer.Config(warmup_steps=3).build(optimizers=optimizers, training_steps=20),
         states={},
         sd_adapter=None,
-        base_folder=str(tmp_path),
+        base_folder=str(folder),
     )
     manager.save(0, last_step=True)
     manager.close()
-    assert steps(tmp_path) == [0]
-    run = Run(tmp_path, 7.0, exclude_from_loading=["optimizer", "lr_scheduler", "train_state"])
+    assert steps(folder) == [0]
+
+
+def test_create_seed_checkpoint(tmp_path: Path) -> None:
+    """The run that begins with it loads the model, and all that it saves itself afterwards."""
+    make_seed(tmp_path)
+    run = Run(tmp_path, 7.0)
+    assert run.loaded
     assert run.model.weight.eq(3).all()
+    assert run.train(3) == [2, 3]
+    again = Run(tmp_path, 8.0)
+    assert again.counter.step == 3
+    assert torch.equal(again.model.weight, run.model.weight)
+    (ours,), (theirs,) = again.optimizers.optimizers, run.optimizers.optimizers
+    assert torch.equal(ours.state[again.model.weight]["exp_avg"], theirs.state[run.model.weight]["exp_avg"])
+    again.manager.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"load_only": True}, {"load_step": 0}, {"exclude_from_loading": ["optimizer", "lr_scheduler", "train_state"]}],
+)
+def test_a_seed_with_other_options(tmp_path: Path, options: dict[str, Any]) -> None:
+    make_seed(tmp_path)
+    run = Run(tmp_path, 7.0, **options)
+    assert run.loaded
+    assert run.model.weight.eq(3).all()
+    run.manager.close()
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from test_torchtitan_options import Run, in_memory
+run = Run(Path(sys.argv[1]), 7.0, **in_memory(sys.argv[1]))
+for _ in range(3):
+    run.step()
+    run.manager.save(run.counter.step)
+run.manager._checkpointer.drain()
+os._exit(9)
+"""
+
+
+def in_memory(folder: object) -> dict[str, Any]:
+    """Options by which every step has a snapshot and the store gets none."""
+    return {"interval": 100, "checkpointer": {"peers": ckptlib.Peers(copies=0, every=1), "arena": str(folder)}}
+
+
+def test_a_step_in_memory_comes_before_the_seed(tmp_path: Path) -> None:
+    """And all of it is loaded."""
+    make_seed(tmp_path)
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    log = tmp_path / "log"
+    assert fork_one(script, tmp_path, log=log, timeout_s=100) == 9, log.read_text()
+    assert steps(tmp_path) == [0]
+    run = Run(tmp_path, 8.0, **in_memory(tmp_path))
+    assert run.counter.step == 3
+    assert run.optimizers.optimizers[0].state[run.model.weight]["step"] == 3
     run.manager.close()
 
 

@@ -33,7 +33,7 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Root
 from ckptlib.stores import Store
 from ckptlib.stores.memory import MemoryStore
-from ckptlib.stores.testing import FaultStore
+from ckptlib.stores.testing import FaultStore, write_plan
 
 
 def test_an_empty_store_is_no_root(store: Store) -> None:
@@ -53,7 +53,7 @@ def test_the_first_root_stands(store: Store) -> None:
 
 def test_an_outage_is_not_an_empty_root(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    plan.write_text('[{"op": "scan", "action": "error"}, {"op": "get", "action": "error"}]')
+    write_plan(plan, [{"op": "scan", "action": "error"}, {"op": "get", "action": "error"}])
     catalog = Catalog(FaultStore(MemoryStore(), str(plan)))
     for ask in (
         catalog.root,
@@ -147,13 +147,13 @@ def test_a_layout_that_cannot_be_read_is_put_again(store: Store, catalog: Catalo
     save = make_save(catalog, make_generation(catalog), 10, state(10))
     digest, layout = next((d, catalog.layout(d)) for d in catalog.manifest(save).layouts)
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps([{"op": "get", "key": "^layouts/", "action": "unreadable"}]))
+    write_plan(plan, [{"op": "get", "key": "^layouts/", "action": "unreadable"}])
     faulty = FaultStore(store, str(plan))
     Catalog(faulty).shared.put_layout(digest, layout.encoded)
     log = [json.loads(line) for line in (tmp_path / "plan.json.log").read_text().splitlines()]
     assert [line["op"] for line in log] == ["get", "delete", "put"]
     assert Catalog(store).layout(digest) == layout
-    plan.write_text(json.dumps([{"op": "get", "key": "^layouts/", "action": "error"}]))
+    write_plan(plan, [{"op": "get", "key": "^layouts/", "action": "error"}])
     with pytest.raises(StoreError, match="as planned"):  # that is the store's own trouble
         Catalog(faulty).shared.put_layout(digest, layout.encoded)
     assert Catalog(store).layout(digest) == layout
@@ -167,7 +167,7 @@ def test_a_record_that_is_lost_or_cannot_be_read_ends_history_and_says_so(
     second = make_generation(catalog, 2, resumed_from=old)
     new = make_save(catalog, second, 20, state(20))
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps([{"op": "get", "key": str(second), "action": "unreadable"}]))
+    write_plan(plan, [{"op": "get", "key": str(second), "action": "unreadable"}])
     assert Catalog(FaultStore(store, str(plan))).visible() == [new]
     assert f"what generation {second} resumed from is not known" in caplog.text
     caplog.clear()

@@ -1,4 +1,4 @@
-"""How much of a step is copied at the same time."""
+"""How much of a step is copied at the same time, and whose manifest it is."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from concurrent.futures import Executor, Future
 from typing import Any
 
 import pytest
+from helpers.overwriting import OverwritingStore
+from support import listed_steps_are_whole, make_generation, make_root, make_save, state
 from typing_extensions import Self, override
 
 from ckptlib.catalog import copying
-from ckptlib.catalog.step_objects import StepObjects
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.step_objects import StepObjects, step_objects
+from ckptlib.errors import SaveFailed
+from ckptlib.format.manifest import TrashRecord
 from ckptlib.stores.memory import MemoryStore
 
 KEYS = [f"packs/000000000001-000001-00000001/00000{n}-a77e3b70-000000.safetensors" for n in range(6)]
@@ -72,3 +77,18 @@ def test_packs_of_more_than_a_store_may_hold_take_turns(
     assert copying.copy_packs(source, target, step, lambda nbytes: None) == sum(packs.values())
     assert [(entry.key, entry.nbytes) for entry in target.scan("")] == [*packs.items()]
     assert together == expected
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, OverwritingStore])
+def test_what_another_copy_has_put_stays_also_where_a_store_tells_only_when_asked(kind: type[MemoryStore]) -> None:
+    """That one has said that the step is there; this one finds a trash record, which was put since."""
+    source, target = make_root(MemoryStore()), Catalog(kind())
+    save = make_save(source, make_generation(source), 1, state(1))
+    step, (lineage, _) = step_objects(source, save), copying.lineage_of(source, save)
+    copying.open_copy(source, target, step, lineage)
+    copying.copy_packs(source.store, target.store, step, lambda nbytes: None)
+    copying.commit_copy(source, target, step, lineage)
+    target.store.put(save.trash_key, TrashRecord(save, "never committed").encode())
+    with pytest.raises(SaveFailed, match="The step is what another copy put"):
+        copying.commit_copy(source, target, step, lineage)
+    assert listed_steps_are_whole(target.store) == [1]

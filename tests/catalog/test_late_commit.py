@@ -7,21 +7,23 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from helpers.actors import no_chance
+from helpers.overwriting import OverwritingStore
 from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, Save, SmallJob
 
 from ckptlib.catalog.commit import Committer
 from ckptlib.errors import SaveFailed
 from ckptlib.policy.keep import Keep
+from ckptlib.stores.memory import MemoryStore
 from ckptlib.writer import persist
 
 KEEP = Keep(last=1, grace=GRACE)
 
 
 @pytest.fixture
-def job() -> Iterator[SmallJob]:
-    """Step 1, and the parts of step 2, which uses packs of it."""
+def job(request: pytest.FixtureRequest) -> Iterator[SmallJob]:
+    """Step 1, and the parts of step 2, which uses packs of it. The parameter: the kind of store, if not the usual."""
     with no_chance():
-        job = SmallJob()
+        job = SmallJob(getattr(request, "param", MemoryStore)())
         job.change(range(16))
         job.save_and_commit()
         job.change([0])
@@ -91,6 +93,28 @@ def test_packs_that_nothing_keeps_any_more_make_no_step(job: SmallJob, monkeypat
     job.check()
     job.settle(KEEP)
     assert save.id not in job.listed
+
+
+@pytest.mark.parametrize("job", [MemoryStore, OverwritingStore], indirect=True)
+def test_a_step_that_another_one_has_committed_is_not_taken_back(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In time, and has told so. Its manifest alone keeps what it uses."""
+    save, keep = job.save(), Keep(last=2, grace=GRACE)
+
+    def happens() -> None:
+        Committer(job.catalog()).commit_when_whole(save.id, save.world_size, lambda: 0.0)
+        job._committed(save.id)
+        another_commits(job)
+        job.sweep(keep)
+        job.advance(2 * DEADLINE_S)
+
+    with pytest.raises(SaveFailed, match=r"needs packs of .* Another process has put its manifest, which stays"):
+        commit_asleep(job, save, monkeypatch, happens)
+    assert save.id in job.found_listed()
+    job.check()
+    job.settle(keep)
+    assert {other.step for other in job.listed} == {2, 3}
 
 
 def test_a_step_that_lost_nothing_stays(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:

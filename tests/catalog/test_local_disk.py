@@ -122,6 +122,29 @@ def test_an_older_generation_goes_when_there_is_a_whole_step_of_the_own_one(tmp_
     assert {*disk.parts(new)} == {0, 1}
 
 
+def test_on_a_full_disk_only_what_a_restart_needs_stays_of_older_generations(tmp_path: Path) -> None:
+    """Before there is a whole step of the own one: of that all stays, and of the others the packs that are named."""
+    disk, generation = make_disk(tmp_path)
+    olds = [put(disk, generation, step) for step in range(1, 4)]
+    own = GenerationId(generation.number + 1, "0" * 8)
+    new = put(disk, own, 3)
+    unnamed = SaveId(4, own).pack_key(0, "a" * 8, 0)
+    disk.store.put(unnamed, b"of a save that found no room")
+    note(disk.store, Begun(Generation(generation, 2, None, 0.0, {}, "here"), 1, True))
+    sweeper = DiskSweeper(disk, 0)
+    gone = sweeper.sweep(own, Stays(None, -1, frozenset(), 1, frozenset({olds[1]})))
+    assert {keys.pack_save(e.key) for e in gone} == {None, olds[0], olds[2], SaveId(4, own)}
+    for save in (olds[1], new):
+        assert {*disk.parts(save)} == {0, 1}
+        for rank in (0, 1):
+            part = disk.part(part_there(disk, save, rank))  # type: ignore[arg-type]
+            assert all((tmp_path / pack.key).exists() for pack in part.packs)
+    assert noted(disk.store), "its record may not be in the store yet"
+    assert sweeper.sweep(own, Stays(None, -1, frozenset(), 1, frozenset())), "and nothing where no step is whole"
+    assert disk.parts(olds[1]) == {}
+    assert {*disk.parts(new)} == {0, 1}
+
+
 def test_what_is_noted_of_a_generation_goes_with_it(tmp_path: Path) -> None:
     disk, generation = make_disk(tmp_path)
     own = GenerationId(generation.number + 1, "0" * 8)

@@ -17,12 +17,13 @@ from support import age, all_keys, listed_steps_are_whole, make_generation, make
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.pins import pin, unpin
-from ckptlib.catalog.retention import sweep
+from ckptlib.catalog.retention import drop, sweep
 from ckptlib.errors import CheckpointNotFound, FormatError, StoreError
+from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import TrashRecord
 from ckptlib.policy.keep import GRACE, Keep
-from ckptlib.stores import Store, open_store
+from ckptlib.stores import Entry, Store, open_store
 from ckptlib.stores.memory import MemoryStore
 
 LATER_S = GRACE.total_seconds() + 3600
@@ -186,6 +187,27 @@ def test_a_pin_beside_a_sweep_that_dies(made: MemoryStore) -> None:
     assert outcomes == {True, False}
 
 
+def test_a_pin_beside_a_drop_that_finds_an_old_record(made: MemoryStore) -> None:
+    """The record is put anew, since the bytes would go at once; whoever pins sees one of the two, or is seen."""
+    target = target_of(made)
+    made.put(target.trash_key, TrashRecord(target, "interrupted").encode())
+    age(made, LATER_S)
+    outcomes = set()
+    for num_first in range(20):
+        for num_second in range(20):
+            store = copy_of(made)
+            with (
+                Actor(store, lambda store: drop(Catalog(store), target)) as dropper,
+                Actor(store, pinning(target)) as pinner,
+            ):
+                dropper.go_on(num_first)
+                pinner.go_on(num_second)
+                dropper.go()
+                pinner.go()
+            outcomes.add(check(store, pinner))
+    assert outcomes == {True, False}
+
+
 def test_a_pin_while_everybody_sweeps_for_days(made: MemoryStore) -> None:
     """Whoever pins was stopped meanwhile, so no trash record tells of the step any more."""
     for num_pinned in range(12):
@@ -262,3 +284,25 @@ def test_a_sweep_that_was_suspended_drops_nothing(
     for _ in range(2):  # it drops the records, which are stale, and then the steps
         sweep(catalog, KEEP, None)
     assert listed_steps_are_whole(store) == [3]
+
+
+def test_a_live_job_that_was_suspended_as_it_looked_for_a_newer_one_drops_nothing(
+    store: Store, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last thing that it asks the store."""
+    saves = make_steps(catalog)
+    wall, scan, slept = time.time, type(store).scan, 0.0
+    monkeypatch.setattr(time, "time", lambda: wall() + slept)
+
+    def scan_and_sleep(self: Store, prefix: str, after: str = "") -> list[Entry]:
+        nonlocal slept
+        found = scan(self, prefix, after)
+        if prefix == keys.GENERATIONS and scan(self, saves[0].trash_key):
+            slept = 0.6 * catalog.root().save_deadline_s
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(store), "scan", scan_and_sleep)
+        assert sweep(catalog, KEEP, saves[0].generation).dropped == ()
+    assert slept
+    assert catalog.saves() == saves

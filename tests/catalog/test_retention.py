@@ -22,7 +22,7 @@ from support import (
 from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
-from ckptlib.catalog.retention import Sweep, sweep
+from ckptlib.catalog.retention import Sweep, drop, sweep
 from ckptlib.errors import CorruptData, Superseded
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
@@ -132,6 +132,24 @@ def test_an_interrupted_drop_starts_its_grace_period_anew(store: Store, catalog:
     assert saves[0].trash_key in all_keys(store)
     assert saves[1].trash_key not in all_keys(store)
     assert listed_steps_are_whole(store) == [1, 2]
+
+
+@pytest.mark.parametrize("seconds", [HOUR_S, LATER_S])
+def test_a_step_that_is_dropped_by_name_has_its_grace_period_whatever_record_is_there(
+    store: Store, catalog: Catalog, seconds: float
+) -> None:
+    """A process died between the record and the manifest; the step was listed, and read, ever since."""
+    generation = make_generation(catalog)
+    saves = [make_save(catalog, generation, step, state(step)) for step in range(2)]
+    store.put(saves[0].trash_key, TrashRecord(saves[0], "interrupted").encode())
+    age(store, seconds)
+    drop(catalog, saves[0])
+    age(store, DAY_S - HOUR_S)
+    assert sweep(catalog, None, None).deleted == ()
+    age(store, 2 * HOUR_S)
+    sweep(catalog, None, None)
+    assert not keys_of(store, saves[0])
+    assert listed_steps_are_whole(store) == [1]
 
 
 # -- crashed saves

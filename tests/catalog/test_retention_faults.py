@@ -8,8 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from helpers.actors import ActorStore, no_chance
+from helpers.actors import Crash as Died
 from helpers.crashing_store import Crash, CrashingStore
 from helpers.inside import objects_of
+from helpers.interleaved import Actor
 from support import (
     age,
     all_keys,
@@ -213,3 +216,34 @@ def test_a_layout_that_a_step_comes_to_name_before_it_is_deleted(tmp_path: Path)
     assert not [entry for entry in swept.deleted if "layouts/" in entry.key]
     assert listed_steps_are_whole(store) == [2, 3]
     assert len([*store.scan(keys.LAYOUTS)]) == len([*store.scan(keys.copy_key(keys.LAYOUTS))]) == 2
+
+
+# -- a sweep that stands still between its listings and its drops
+
+
+def test_a_record_that_another_sweep_left_meanwhile_is_no_reason_to_delete_at_once() -> None:
+    """The steps were listed until their manifests went: their bytes wait from then on."""
+    store = MemoryStore()
+    catalog = make_root(store)
+    generation = make_generation(catalog)
+    saves = [make_save(catalog, generation, step, state(step)) for step in range(3)]
+
+    def dies_before_its_drops(op: str, key: str) -> None:
+        if op == "delete" and key.startswith(keys.STEPS):
+            raise Died
+
+    dies = ActorStore(store)
+    dies.before = dies_before_its_drops
+    with no_chance(), Actor(store, lambda store: sweep(Catalog(store), Keep(last=1), None)) as suspended:
+        suspended.go(lambda operation: operation == ("get", saves[2].manifest_key))
+        with pytest.raises(Died):
+            sweep(Catalog(dies), Keep(last=1), None)
+        age(store, 7 * LATER_S)
+        suspended.go()
+    assert suspended.error is None
+    assert catalog.saves() == saves[2:]
+    assert sweep(Catalog(store), Keep(last=1), None).deleted == ()
+    age(store, LATER_S)
+    sweep(Catalog(store), Keep(last=1), None)
+    assert not store.scan(saves[0].packs_prefix)
+    assert listed_steps_are_whole(store) == [2]

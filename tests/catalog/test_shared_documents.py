@@ -31,7 +31,7 @@ from ckptlib.format import keys
 from ckptlib.format.manifest import Root
 from ckptlib.stores import Store, open_store
 from ckptlib.stores.local import LocalStore
-from ckptlib.stores.testing import FaultStore
+from ckptlib.stores.testing import FaultStore, write_plan
 from ckptlib.verify.findings import Finding
 from ckptlib.verify.root import verify_root, verify_save
 
@@ -41,7 +41,7 @@ def test_copies_are_there_before_the_step(store: Store, catalog: Catalog, tmp_pa
     root = store.get(keys.ROOT)
     generation = make_generation(catalog)
     plan = tmp_path / "plan.json"
-    plan.write_text("[]")
+    write_plan(plan, [])
     save, names = put_parts(catalog, generation, 10, state(10))
     Committer(Catalog(FaultStore(store, str(plan)))).commit(save, names)
     log = [json.loads(line) for line in (tmp_path / "plan.json.log").read_text().splitlines()]
@@ -78,7 +78,7 @@ def test_a_newer_document_of_the_root_is_not_passed_over(store: Store, catalog: 
 
 def test_a_copy_that_cannot_be_put_leaves_no_step(store: Store, catalog: Catalog, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps([{"op": "put", "key": "^copies/", "action": "error"}]))
+    write_plan(plan, [{"op": "put", "key": "^copies/", "action": "error"}])
     save, names = put_parts(catalog, make_generation(catalog), 10, state(10))
     with pytest.raises(StoreError, match="as planned"):
         Committer(Catalog(FaultStore(store, str(plan)))).commit(save, names)
@@ -182,7 +182,7 @@ def test_where_both_are_damaged_nothing_is_mended(filled: Store) -> None:
 def test_an_outage_of_the_copy_is_no_damage(filled: Store, tmp_path: Path, action: str) -> None:
     """Else a restore would go on from an older step, or a job would begin the root anew."""
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps([{"op": "get", "key": "^copies/", "action": action}]))
+    write_plan(plan, [{"op": "get", "key": "^copies/", "action": action}])
     for key in shared_keys(filled):
         whole = filled.get(key)
         filled.delete(key)
@@ -292,7 +292,7 @@ def test_layouts_that_change_at_every_save_do_not_pile_up(
     one = len(store.get(keys.layout_key(digests[0])))
     monkeypatch.setattr(shared_documents, "LAYOUTS_KEPT_NBYTES", 2 * one + one // 2)
     plan = tmp_path / "plan.json"
-    plan.write_text("[]")
+    write_plan(plan, [])
     shared = SharedDocuments(FaultStore(store, str(plan)))
     found = [shared.layout(digests[n]).digest for n in (0, 1, 0, 2, 0, 1)]
     assert found == [digests[n] for n in (0, 1, 0, 2, 0, 1)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import re
@@ -26,6 +25,7 @@ from ckptlib import events
 from ckptlib.format.keys import SaveId
 from ckptlib.format.part import FailedPart
 from ckptlib.stores.local import LocalStore
+from ckptlib.stores.testing import write_plan
 
 WAIT_S = 120.0
 
@@ -141,7 +141,7 @@ def test_wrong_usage(ckptlib: Ckptlib, saved: Path, tmp_path: Path) -> None:
 def test_beside_a_run(tmp_path: Path, terminals: list[Terminal]) -> None:
     """Begun before there is a root; it goes on through an outage of the store, and ends by Ctrl-C."""
     plan = tmp_path / "plan.json"
-    plan.write_text("[]")
+    write_plan(plan, [])
     watched = Terminal(f"fault+file://{tmp_path / 'root'}?plan={plan}", "--every", "100ms")
     terminals.append(watched)
     watched.wait_for("holds no checkpoints")
@@ -154,9 +154,9 @@ def test_beside_a_run(tmp_path: Path, terminals: list[Terminal]) -> None:
     assert job.exitcode == -signal.SIGKILL
     watched.wait_for(r"interval +5 steps")
     watched.wait_for(r"1 of 1 start")  # its writer has told of its death
-    plan.write_text(json.dumps([{"op": "scan", "action": "error"}]))
+    write_plan(plan, [{"op": "scan", "action": "error"}])
     watched.wait_for("as planned")
-    plan.write_text("[]")
+    write_plan(plan, [])
     watched.wait_for(r"newest step +15, ")
     assert watched.interrupt() == 0
 

@@ -23,7 +23,7 @@ from ckptlib import (
 )
 from ckptlib.format import documents
 from ckptlib.reading.committed import Committed
-from ckptlib.stores.testing import flip_bit
+from ckptlib.stores.testing import flip_bit, write_plan
 
 # -- what is too large
 
@@ -152,7 +152,7 @@ def test_a_step_is_an_int(tmp_path: Path, step: Any) -> None:
 
 def test_a_failed_save_says_so_and_is_not_listed(tmp_path: Path) -> None:
     plan = tmp_path / "plan"
-    plan.write_text('[{"op": "commit", "key": "packs/0{11}2-", "action": "full"}]')
+    write_plan(plan, [{"op": "commit", "key": "packs/0{11}2-", "action": "full"}])
     url = f"fault+file://{tmp_path}/root?plan={plan}"
     root = Root(tmp_path / "root")
     root.url = url

@@ -31,7 +31,7 @@ from ckptlib.format import keys
 from ckptlib.format.manifest import TrashRecord
 from ckptlib.stores import open_store
 from ckptlib.stores.local import LocalStore
-from ckptlib.stores.testing import flip_bit, truncate
+from ckptlib.stores.testing import flip_bit, truncate, write_plan
 from ckptlib.verify.root import verify_root, verify_save
 
 
@@ -175,7 +175,7 @@ def test_killed_at_each_put_it_lists_nothing_and_goes_on(source: Path, tmp_path:
     killed = 0
     for op, nth in OPERATIONS:
         new, plan = tmp_path / f"{op}{nth}", tmp_path / f"{op}{nth}.json"
-        plan.write_text(json.dumps([{"op": op, "nth": nth, "action": action}]))
+        write_plan(plan, [{"op": op, "nth": nth, "action": action}])
         code, said = run_apart("copy", source, 4, f"fault+file://{new}?plan={quote(str(plan))}")
         assert code == -signal.SIGKILL, said
         last = (op, nth, action) == ("put", 7, "kill-after")
@@ -272,7 +272,7 @@ def test_what_is_not_whole_is_not_copied(
 
 def test_what_the_way_alters_is_found(source: Path, tmp_path: Path) -> None:
     new, plan = tmp_path / "new", tmp_path / "plan.json"
-    plan.write_text(json.dumps([{"op": "write", "nth": 0, "action": "flip"}]))
+    write_plan(plan, [{"op": "write", "nth": 0, "action": "flip"}])
     code, said = run("copy", source, 4, f"fault+file://{new}?plan={quote(str(plan))}")
     assert (code, listed(new)) == (1, []), said
     assert "is not whole, so it has no step" in said

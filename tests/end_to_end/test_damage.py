@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ import pytest
 from helpers.damage import BY_BOTH, DAMAGES, NEWEST, Damage, data_of, middle, newest, replace, try_all
 from workers.crash_jobs import run, try_restore, try_roots
 
-from ckptlib.stores.testing import flip_bit, truncate
+from ckptlib.stores.testing import flip_bit, truncate, write_plan
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -146,7 +145,7 @@ def behind(directory: Path, template: Path, name: str, *rules: dict[str, Any], r
     if not root.exists():
         shutil.copytree(template, root)
     plans.mkdir(exist_ok=True)
-    (plans / name).write_text(json.dumps(rules))
+    write_plan(plans / name, rules)
     return f"fault+file://{root}?plan={plans}/{name}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from places import TESTS
 
 import ckptlib
 from ckptlib.errors import NoRoom, SaveFailed, Superseded, WaitTimeout
+from ckptlib.stores.testing import write_plan
 
 
 def test_failures_in_a_row_are_raised_and_earlier_steps_stay(job: Job) -> None:
@@ -86,6 +86,48 @@ def test_a_last_save_that_cannot_be_taken_is_no_success(job: Job, told: bool) ->
     ):
         train()
     assert steps(job.root) == [2, 4]
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_last_save_that_fails_leaves_what_is_in_memory_to_the_next_start(job: Job, taken: bool) -> None:
+    """It is newer than all that is in the store; `close` removed it as if the job had come to its end."""
+    url, due, bits, step = faulty(job, []), set[int](), dict[int, list[bytes]](), 2
+
+    def checkpointer() -> ckptlib.Checkpointer:
+        peers, every = ckptlib.Peers(every=1, copies=0), lambda step: step in due
+        return ckptlib.Checkpointer(url, job.state, every=every, peers=peers, arena=job.root.parent)
+
+    def no_room(nbytes: int) -> None:
+        raise NoRoom("no room, as planned")
+
+    def trained() -> None:
+        nonlocal step
+        job.body()
+        step += 1
+        bits[step] = job.bits()
+        ckpt.after_step(step)
+
+    ckpt = checkpointer()
+    ckpt.save(2).wait_committed(WAIT_S)
+    faulty(job, [{"op": "commit", "key": "^packs/", "action": "full"}])
+    while ckpt.coverage is None or (ckpt.coverage.step or 0) <= 2:
+        trained()
+    if not taken:
+        refuse_slots(ckpt, no_room)
+        due.update(range(step + 1, step + 4))
+        for _ in range(5):
+            trained()
+    else:
+        ckpt.save(step)
+    with pytest.raises(SaveFailed):
+        ckpt.close()
+    assert steps(job.root) == [2]
+    faulty(job, [])
+    with checkpointer() as ckpt:
+        report = ckpt.restore()
+        assert (report.step > 2, report.tier) == (True, "memory")
+        assert job.bits() == bits[report.step]
+    assert slots(job.root.parent) == []
 
 
 def test_a_save_that_was_taken_later_makes_up_for_one_that_was_not(job: Job) -> None:
@@ -285,7 +327,7 @@ def test_a_terminated_job_says_by_its_status_that_it_is_not_done_and_is_continue
 
 def test_a_job_that_raises_does_not_wait_and_its_writer_finishes(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps([{"op": "commit", "key": "^packs/", "action": "hold"}]))
+    write_plan(plan, [{"op": "commit", "key": "^packs/", "action": "hold"}])
     root = tmp_path / "root"
     done = run("raises", f"fault+file://{root}?plan={quote(str(plan))}", tmp_path)
     assert done.returncode == 1

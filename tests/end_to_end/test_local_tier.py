@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,6 +99,45 @@ def test_the_last_step_of_a_loop_and_what_save_takes_are_drained_whatever_the_po
         assert ckpt.restore().step == 3
         ckpt.save(4).wait_committed(WAIT_S)
     assert steps(tiered.bucket) == [3, 4]
+
+
+def test_a_step_that_is_on_local_disks_alone_is_drained_when_save_is_asked_for_it(tiered: Tiered) -> None:
+    with tiered.open(drain=ckptlib.Steps(1000), local_keep=1) as ckpt:
+        tiered.job.body()
+        ckpt.after_step(1)
+        assert ckpt.pending is not None
+        assert not ckpt.pending.drains
+        told = []
+        ckpt.pending.add_done_callback(lambda pending: told.append(pending.step))
+        asked = ckpt.save(1)
+        assert asked is ckpt.pending
+        assert asked.drains
+        asked.wait_committed(WAIT_S)
+        assert told == [1]
+        assert ckpt.save(1) is asked, "and it is drained once"
+        assert steps(tiered.bucket) == [1]
+        tiered.same_bytes(1)
+        assert not tiered.saved(ckpt, 2).drains
+        tiered.away(True, "packs")
+        waits = ckpt.save(2)
+        assert not waits.committed
+        tiered.saved(ckpt, 3)
+        tiered.away(False)
+        waits.wait_committed(WAIT_S)
+    assert [found.number for found in read_root(tiered.bucket)] == [1, 2]
+
+
+def test_a_step_that_failed_on_the_local_disk_is_no_success_of_save(tiered: Tiered) -> None:
+    tiered.disk.mkdir()
+    (tiered.disk / "packs").write_text("in the way")
+    with tiered.open(drain=ckptlib.Steps(1000)) as ckpt:
+        tiered.job.body()
+        ckpt.after_step(1)
+        with pytest.raises(SaveFailed, match=r"save 0*1-.* failed and will never be committed"):
+            ckpt.save(1)
+        (tiered.disk / "packs").unlink()
+        ckpt.save(2).wait_committed(WAIT_S)
+    assert steps(tiered.bucket) == [2]
 
 
 def test_a_drain_that_falls_due_between_saves_is_made_by_the_next_one(tiered: Tiered) -> None:
@@ -247,6 +287,17 @@ def test_a_disk_of_another_root_is_refused(tiered: Tiered, tmp_path: Path) -> No
         ckptlib.Checkpointer(tmp_path / "other", tiered.job.state, every=1, local=tiered.disk)
 
 
+def test_a_disk_that_cannot_be_looked_at_is_not_taken_for_an_empty_one(tiered: Tiered) -> None:
+    """A step there may be newer than all that the store has, and its job's number taken."""
+    crashed(tiered, ckptlib.Steps(1), 1)
+    (tiered.disk / "begun").rename(tiered.disk / "elsewhere")
+    (tiered.disk / "begun").symlink_to("elsewhere")
+    with pytest.raises(StoreError, match=r"local=.* on .*: cannot be looked at, .*/begun is a sym.* local= another"):
+        tiered.open(Job(tiered.bucket))
+    with tiered.open(Job(tiered.bucket), local=tiered.disk.with_name("another")) as ckpt:
+        assert ckpt.restore().step == 1
+
+
 def test_the_root_itself_is_refused_as_its_disk(tiered: Tiered, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a root of its own, or the job's"):
         ckptlib.Checkpointer(tiered.url, tiered.job.state, every=1, local=tiered.bucket)
@@ -330,6 +381,45 @@ def test_a_disk_with_room_for_four_shares_is_enough(tiered: Tiered, small_disk: 
     job = Job(tiered.bucket, seed=1)
     assert ckptlib.load(tiered.bucket, job.state).step == step
     assert job.bits() == tiered.job.bits()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: mounts a small tmpfs")
+@pytest.mark.parametrize("usable", [True, False])
+def test_a_disk_that_the_job_before_left_full_takes_the_saves_of_the_next_one(
+    tiered: Tiered, small_disk: Path, usable: bool
+) -> None:
+    """A restart needs no more than one step of what is there, and nothing of that where none is whole."""
+    tiered.disk = small_disk / "disk"
+    ckpt = tiered.open(drain=ckptlib.Steps(1))
+    tiered.saved(ckpt, 1).wait_committed(WAIT_S)
+    tiered.away(True)
+    for step in range(2, 8):
+        tiered.saved(ckpt, step)
+    bits = tiered.job.bits()
+    os.kill(ckpt._session.writer.pid, signal.SIGKILL)
+    ckpt.__exit__(InterruptedError, InterruptedError(), None)
+    left = {path.name for path in tiered.disk.glob("parts/*")}
+    assert len(left) > 3
+    if not usable:
+        for path in tiered.disk.glob("parts/*/*"):
+            path.unlink()
+    tiered.job = Job(tiered.bucket, seed=1)
+    ckpt = tiered.open(drain=ckptlib.Steps(1))
+    report = ckpt.restore()
+    assert (report.step, report.tier) == ((7, "local") if usable else (1, "store"))
+    if usable:
+        assert ckpt.pending is not None
+        ckpt.pending.wait_local(WAIT_S)
+        assert tiered.job.bits() == bits
+        there = {path.name for path in tiered.disk.glob("parts/*")}
+        assert max(left) in there, "it has not been told yet that its own is on all disks"
+    for step in range(report.step + 1, report.step + 4):
+        tiered.saved(ckpt, step)
+    os.kill(ckpt._session.writer.pid, signal.SIGKILL)
+    ckpt.__exit__(InterruptedError, InterruptedError(), None)
+    tiered.away(False)
+    with tiered.open(Job(tiered.bucket, seed=2)) as ckpt:
+        assert ckpt.restore().step == report.step + 3
 
 
 def test_the_disk_of_the_job_before_is_freed_when_the_next_one_has_a_step_of_its_own(tiered: Tiered) -> None:

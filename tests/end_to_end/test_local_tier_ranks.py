@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from workers.crash_bench import Bench
 from workers.crash_jobs import run
-from workers.tier_jobs import come_without, train_with_a_slow_rank
+from workers.tier_jobs import come_without, save_what_is_local, train_with_a_slow_rank
 
 
 def test_all_ranks_drain_the_same_steps_though_only_one_of_them_cannot(bench: Bench) -> None:
@@ -15,6 +15,15 @@ def test_all_ranks_drain_the_same_steps_though_only_one_of_them_cannot(bench: Be
     assert 1 <= len(first[0]["drained"]) <= 3, "two, and one that was said a step before"
     assert first[-1]["drained"] == second[-1]["drained"]
     assert bench.listed() == [*first[-1]["drained"], first[-1]["step"]], "what was to be drained is in the bucket"
+
+
+def test_a_step_that_is_on_local_disks_is_drained_by_all_ranks_or_none(bench: Bench) -> None:
+    options = {"url": bench.url, "disk": str(bench.directory / "disk"), "arena": "/dev/shm"}
+    for failed, *told in run(save_what_is_local, bench.directory, 2, **options):
+        assert (failed["what"], failed["step"], failed["was_local"]) == ("failed", 1, True)
+        assert "failed and will never be committed" in failed["text"]
+        assert not any(line["what"] == "failed" and line["was_local"] for line in told)
+        assert bench.listed() == [line["step"] for line in told if line["what"] == "committed"]
 
 
 def test_a_tier_on_some_ranks_only_is_refused_on_all(bench: Bench) -> None:

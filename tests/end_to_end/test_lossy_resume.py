@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,35 @@ def test_weights_are_not_rounded_unless_named_in_full(tmp_path: Path) -> None:
         assert same(*weights) != rounded
         if rounded:
             assert same(weights[0], weights[1].bfloat16().float())
+
+
+@pytest.mark.parametrize(("codec", "rounds"), [("raw", False), ({"*": ckptlib.Lossy("bfloat16")}, False), (None, True)])
+def test_what_is_asked_for_now_counts_for_what_was_rounded_before(tmp_path: Path, codec: object, rounds: bool) -> None:
+    """The job goes on from memory, where nothing was rounded, with tensors that have not changed since."""
+    state: State = {"frozen": torch.randn(300, 300), "step": torch.zeros(())}
+    expected = state["frozen"].clone()  # type: ignore[attr-defined]
+    before = {"frozen": ckptlib.Lossy("bfloat16")}
+    options = {"every": 1, "peers": ckptlib.Peers(copies=0), "arena": tmp_path}
+    root = tmp_path / "root"
+    with suppress(KeyError), ckptlib.Checkpointer(root, state, codec=before, **options) as ckpt:  # type: ignore[arg-type]
+        ckpt.after_step(1)
+        ckpt.save(1).wait_committed(150)
+        raise KeyError("the trainer's own trouble")
+    assert not same(read(root, 1), expected)
+    state["frozen"].zero_()  # type: ignore[attr-defined]
+    with ckptlib.Checkpointer(root, state, codec=codec or before, **options) as ckpt:  # type: ignore[arg-type]
+        assert ckpt.restore().in_memory
+        assert same(state["frozen"], expected)  # type: ignore[arg-type]
+        ckpt.after_step(2)
+        ckpt.save(2).wait_committed(150)
+    assert same(read(root, 2), expected) is not rounds
+    with open_store(str(root)) as store:
+        catalog = Catalog(store)
+        part = catalog.part(catalog.manifest(catalog.saves()[-1]).parts[0])
+    assert (part.nbytes_put < expected.nbytes // 2) is rounds, "written again where it must be, and only there"
+
+
+def read(root: Path, step: int) -> torch.Tensor:
+    found = torch.zeros(300, 300)
+    ckptlib.load(root, {"frozen": found}, step, strict=False)
+    return found

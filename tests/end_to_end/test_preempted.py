@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,8 +15,10 @@ from launch import environment
 from places import TESTS
 
 import ckptlib
+from ckptlib.errors import EXIT_PREEMPTED
 from ckptlib.policy import preemption
 from ckptlib.policy.stop_signal import STATUS
+from ckptlib.stores.testing import write_plan
 
 
 def steps(url: Path) -> list[int]:
@@ -26,10 +27,10 @@ def steps(url: Path) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["hangs", "told, hangs"])
 def test_a_training_that_stands_still_is_left(tmp_path: Path, kind: str) -> None:
-    """A launcher that waits for it would kill it after half a minute."""
-    root = tmp_path / "root"
+    """A launcher that waits for it would kill it after half a minute; one rank of two, as far as it knows."""
+    root, env = tmp_path / "root", {**environment(), "WORLD_SIZE": "2"}
     command = [sys.executable, "workers/jobs.py", kind, str(root), str(tmp_path)]
-    with subprocess.Popen(command, cwd=TESTS, env=environment(), stdout=subprocess.PIPE, text=True) as job:
+    with subprocess.Popen(command, cwd=TESTS, env=env, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         assert [job.stdout.readline() for _ in range(2)] == ["start 0\n", "hangs\n"]
         if kind == "hangs":
@@ -41,10 +42,46 @@ def test_a_training_that_stands_still_is_left(tmp_path: Path, kind: str) -> None
     assert steps(root) == [8]
 
 
+def test_a_job_of_one_process_is_not_left(tmp_path: Path) -> None:
+    """There is no other rank that it could wait for in vain: what it computes has an end, and then it saves."""
+    root = tmp_path / "root"
+    command = [sys.executable, "workers/jobs.py", "computes", str(root), str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=TESTS, env=environment(), text=True, **pipes) as job:
+        assert job.stdin is not None
+        assert job.stdout is not None
+        assert [job.stdout.readline() for _ in range(2)] == ["start 0\n", "computes\n"]
+        job.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.wait(2)
+        job.stdin.write("\n")
+        job.stdin.flush()
+        assert job.wait(150) == EXIT_PREEMPTED
+    assert steps(root) == [9]
+
+
+def test_a_job_is_not_left_while_it_waits_for_a_slot(tmp_path: Path) -> None:
+    """What `save` was called for is not in memory yet, and all else is in good order; one rank of two, as it knows."""
+    root, plan = tmp_path / "root", tmp_path / "plan.json"
+    write_plan(plan, [{"op": "commit", "key": "^packs/", "action": "hold"}])
+    url = f"fault+file://{root}?plan={quote(str(plan))}"
+    command = [sys.executable, "workers/jobs.py", "saves", url, str(tmp_path)]
+    env = {**environment(), "WORLD_SIZE": "2"}
+    with subprocess.Popen(command, cwd=TESTS, env=env, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert [job.stdout.readline() for _ in range(2)] == ["start 0\n", "saves\n"]
+        job.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.wait(5)
+        plan.unlink()
+        assert job.wait(150) == EXIT_PREEMPTED
+    assert steps(root) == [6, 7, 8, 9]
+
+
 def test_a_job_at_its_end_is_not_left_while_it_waits_for_the_last_commit(tmp_path: Path) -> None:
     """In a container its writer would end with it, long before the launcher kills."""
     root, plan = tmp_path / "root", tmp_path / "plan.json"
-    plan.write_text(json.dumps([{"op": "commit", "key": "^packs/", "action": "hold"}]))
+    write_plan(plan, [{"op": "commit", "key": "^packs/", "action": "hold"}])
     url = f"fault+file://{root}?plan={quote(str(plan))}"
     command = [sys.executable, "workers/jobs.py", "ends", url, str(tmp_path)]
     with subprocess.Popen(command, cwd=TESTS, env=environment(), stdout=subprocess.PIPE, text=True) as job:

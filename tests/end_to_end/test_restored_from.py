@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,35 @@ def test_the_tier_is_in_the_account_and_in_manifests(tmp_path: Path, tier: str) 
     assert [accounts[of].restored_from for of in sorted(accounts)] == told
     newest = sorted((tmp_path / "root" / "steps").glob("*.json"))[-1]
     assert body_of(newest)["account"]["restored_from"] == tier
+
+
+@pytest.mark.parametrize("only", [None, "model"], ids=["restores nothing", "restores a part"])
+def test_a_job_that_takes_no_snapshot_leaves_those_of_the_job_before(tmp_path: Path, only: str | None) -> None:
+    """Nothing is in the store: its close, however clean, must not lose the only step that there is."""
+    (tmp_path / "arena").mkdir()
+    state = {"model": torch.zeros(4), "rest": torch.zeros(4)}
+
+    def checkpointer() -> ckptlib.Checkpointer:
+        peers = ckptlib.Peers(every=1, copies=0)
+        return ckptlib.Checkpointer(tmp_path / "root", state, every=10**6, peers=peers, arena=tmp_path / "arena")
+
+    with suppress(KeyboardInterrupt), checkpointer() as ckpt:
+        for _ in ckpt.loop(0, 10**6):
+            for tensor in state.values():
+                tensor += 1
+            time.sleep(0.01)
+            if ckpt.coverage is not None and ckpt.coverage.step is not None:
+                raise KeyboardInterrupt
+    with checkpointer() as ckpt:
+        if only is not None:
+            assert ckpt.restore(only=only).tier == "memory"
+    assert steps(tmp_path / "root") == []
+    with checkpointer() as ckpt:
+        report = ckpt.restore()
+        assert (report.step > 0, report.tier) == (True, "memory")
+        assert [tensor.tolist() for tensor in state.values()] == [[report.step] * 4] * 2
+    assert steps(tmp_path / "root") == [report.step]
+    assert not list((tmp_path / "arena").glob("*.slot")), "now the store has it"
 
 
 @pytest.mark.parametrize("fast", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import subprocess
@@ -11,6 +10,8 @@ from pathlib import Path
 
 from helpers.forkserver import context, start_server
 from workers.reported_run import train
+
+from ckptlib.stores.testing import write_plan
 
 EVERY = 5
 SLOW_S = 0.8
@@ -21,7 +22,7 @@ def make_run(directory: Path) -> Path:
     """The root. Of steps: 1 to 17 (killed), from 15 on to 42 (slow, then one save fails), back to 25 by a rewind, on to
     43 (lost with its host), from 40 on to 70, with Overhead."""
     root, plan = directory / "root", directory / "plan.json"
-    plan.write_text("[]")
+    write_plan(plan, [])
     url = f"fault+file://{root}?plan={plan}"
 
     def start(last: int, every: int | None, end: str, code: int) -> None:
@@ -38,9 +39,9 @@ def make_run(directory: Path) -> Path:
     start(17, EVERY, "killed", -signal.SIGKILL)
     slow = {"op": "commit", "key": "packs/0{9,}(2[05]|30)", "action": "stall", "seconds": SLOW_S}
     fails = {"op": "commit", "key": "packs/0{9,}35", "action": "full"}
-    plan.write_text(json.dumps([slow, fails]))
+    write_plan(plan, [slow, fails])
     start(42, EVERY, "closed", 0)
-    plan.write_text("[]")
+    write_plan(plan, [])
     command = [sys.executable, "-m", "ckptlib.cli", "rewind", str(root), "25", "--yes"]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     start(43, EVERY, "lost", -signal.SIGKILL)

@@ -18,6 +18,7 @@ from torch import nn
 
 import ckptlib
 from ckptlib.errors import FormatError
+from ckptlib.stores.testing import write_plan
 
 
 def test_transformers(tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     plan, source = tmp_path / "plan.json", str(tmp_path / "big.safetensors")
-    plan.write_text(json.dumps([{"op": "put", "key": "^steps/", "action": "hold"}]))  # so that it is never too late
+    write_plan(plan, [{"op": "put", "key": "^steps/", "action": "hold"}])  # so that it is never too late
     root = f"fault+file://{tmp_path}/root?plan={plan}"
     command = [sys.executable, "-m", "ckptlib.cli", "import", source, root]
     process = subprocess.Popen([*command, "--scratch", str(scratch)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

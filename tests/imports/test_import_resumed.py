@@ -6,7 +6,6 @@ What is stored is told by `ls`, or by Amazon's own client, and what a load shoul
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from ckptlib.errors import CheckpointNotFound
 from ckptlib.format.part import Part
 from ckptlib.imports import convert as module
 from ckptlib.stores import open_store
-from ckptlib.stores.testing import flip_bit
+from ckptlib.stores.testing import flip_bit, write_plan
 from ckptlib.verify.root import verify_root, verify_save
 from ckptlib.writer.client import Writer
 
@@ -67,7 +66,7 @@ class Place:
 
     def kill(self, op: str, key: str, action: str) -> None:
         """An import that is killed at the first operation on an object of such a key."""
-        self.plan.write_text(json.dumps([{"op": op, "key": key, "action": action, "once": True}]))
+        write_plan(self.plan, [{"op": op, "key": key, "action": action, "once": True}])
         start_server()
         url = f"fault+{self.url}?plan={quote(str(self.plan))}"
         process = context.Process(target=convert_until_killed, args=(self.source, url, self.options, self.scratch))
@@ -179,7 +178,7 @@ def test_killed_again_and_again(disk: Place) -> None:
 
 @pytest.mark.slow
 def test_an_import_that_fails_goes_on_too(disk: Place) -> None:
-    disk.plan.write_text(json.dumps([{"op": "commit", "key": "^packs/.*-000004", "action": "full", "once": True}]))
+    write_plan(disk.plan, [{"op": "commit", "key": "^packs/.*-000004", "action": "full", "once": True}])
     with pytest.raises(ckptlib.SaveFailed, match="no space, as planned"):
         convert(disk.source, f"fault+{disk.url}?plan={quote(str(disk.plan))}", {}, disk.scratch)
     assert (disk.listed(), len(disk.objects("packs/"))) == ([], 4)

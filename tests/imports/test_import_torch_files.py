@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import json
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 import ckptlib
+from ckptlib.stores.testing import write_plan
 
 
 class Tied(nn.Module):
@@ -300,7 +300,7 @@ def test_what_cannot_be_read_back_is_not_left_as_a_step(tmp_path: Path) -> None:
     """The store gives other bytes than it was given; what it listed by then is taken off the list."""
     source, plan, root = tmp_path / "c.pt", tmp_path / "plan.json", tmp_path / "root"
     torch.save(nn.Linear(200, 200).state_dict(), source)
-    plan.write_text(json.dumps([{"op": "write", "key": "^packs/", "action": "flip"}]))
+    write_plan(plan, [{"op": "write", "key": "^packs/", "action": "flip"}])
     url = f"fault+file://{root}?plan={quote(str(plan))}"
     with pytest.raises(ckptlib.CorruptData):
         ckptlib.convert(source, url, step=5)

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.stage import seal
 from support import ROOT_ID
+from workers.rank_slots import CAPACITY, STATE
+from workers.rank_slots import seal as sealed
 
-from ckptlib.errors import AgreementFailed, ReplicationFailed
+from ckptlib.errors import AgreementFailed, ReplicationFailed, TornSnapshot
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.peers.increment_sender import _Sent
 from ckptlib.peers.replicator import Replicator, Round
-from ckptlib.peers.transfer import _heed
+from ckptlib.peers.transfer import _heed, send_slot
 from ckptlib.policy.peers import Peers
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.placement import place
 from ckptlib.slots.slot import Slot
 from ckptlib.staging.arena import Arena
+from ckptlib.staging.pair import CopySource
 from ckptlib.staging.stager import Content, CopyJob, Staging
 
 GENERATION = GenerationId(1, "0" * 8)
@@ -97,6 +102,61 @@ def test_a_slot_is_nobody_elses_while_this_rank_still_copies_into_it(tmp_path: P
     assert not bench.replicator.calm
     seal(bench.staging)
     until(lambda: bench.replicator.calm)
+
+
+class Pipe:
+    """A link from rank 1 to rank 0 and back, in this process."""
+
+    broken = False
+
+    def __init__(self, rank: int, messages: dict[tuple[int, int], queue.SimpleQueue[bytes]]) -> None:
+        self.rank, self._messages = rank, messages
+
+    def global_rank(self, rank: int) -> int:
+        return rank
+
+    def _to(self, rank: int, tag: int) -> queue.SimpleQueue[bytes]:
+        return self._messages.setdefault((rank, tag), queue.SimpleQueue())
+
+    def send(self, to: int, buffer: memoryview, tag: int) -> None:
+        self._to(to, tag).put(bytes(buffer))
+
+    def recv(self, frm: int, buffer: memoryview, tag: int) -> None:
+        buffer[:] = self._to(self.rank, tag).get(timeout=150)
+
+    def arriving(self, frm: int, buffer: memoryview, tag: int) -> Iterator[int]:
+        self.recv(frm, buffer, tag)
+        yield len(buffer)
+
+
+@pytest.mark.parametrize("held_by_all", [4, 5], ids=["into a new slot", "into an old one"])
+def test_what_a_failed_snapshot_has_copied_is_not_kept(tmp_path: Path, held_by_all: int) -> None:
+    """Rank 0 copies "w" of rank 1's replica itself. Its own snapshot of step 6 is torn, and so is that copy."""
+    bench, messages = Bench(tmp_path), dict[tuple[int, int], queue.SimpleQueue[bytes]]()
+    replicator, own = bench.replicator, Slot.create(tmp_path, "own", CAPACITY)
+    replicator._peers, replicator._link, link = Peers(), Pipe(0, messages), Pipe(1, messages)
+
+    def replicate(step: int, held_by_all: int, copies: bool) -> int:
+        """The bytes of the body that rank 1 sent."""
+        header = sealed(own, step, 1)
+        now = Round(ROOT_ID, header.save, step, held_by_all, held_by_all)
+        source = CopySource("w", torch.zeros(STATE["w"].shape, dtype=torch.int32), False)
+        local = replicator.local_replicas(now, lambda rank, table: ([source], (0,)) if copies else None)
+        assert len(local) == copies
+        staging = Staging(bench.staging.slot, bench.staging.content)
+        staging.error = TornSnapshot(f"step {step}: torn on this rank")
+        replicator.begin(now, staging, local)
+        seal(staging)
+        sent = send_slot(link, 0, own, header)  # type: ignore[arg-type]
+        until(lambda: replicator.calm)
+        return sent
+
+    replicate(4, 3, copies=False)
+    replicate(5, 4, copies=False)
+    assert replicate(6, held_by_all, copies=True) == own.read_header().body_nbytes
+    assert not replicator._unlike, "what this rank has is not known to differ"
+    headers = [slot.read_header() for slot in bench.arena.slots]
+    assert {5, 6} <= {header.save.step for header in headers if header.ready}
 
 
 def held(bench: Bench, step: int) -> Slot:

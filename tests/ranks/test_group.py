@@ -23,6 +23,12 @@ def test_three_real_ranks() -> None:
     ]
 
 
+def test_ranks_that_survive_their_process_group_find_each_other_in_the_next() -> None:
+    """However many groups and meetings each has seen before: one had a failure of its own, or is new."""
+    output = fork_ranks("groups_again.py", 2, timeout_s=120)
+    assert sorted(line for line in output.splitlines() if line.endswith("done")) == ["rank 0 done", "rank 1 done"]
+
+
 def check_alone(group: Group) -> None:
     assert (group.rank, group.size, group.global_rank(0)) == (0, 1, 0)
     assert group.gather(b"x") == [b"x"]

@@ -14,7 +14,7 @@ from ckptlib.format.keys import SaveId
 from ckptlib.ranks.group import SoloGroup
 from ckptlib.recovery.local_step import LOOKED_AT, OnDisks, look, newest, parse_saves, saves_on, whole
 from ckptlib.stores.local import LocalStore
-from ckptlib.stores.testing import FaultStore, flip_bit
+from ckptlib.stores.testing import FaultStore, flip_bit, write_plan
 
 
 class Disks:
@@ -109,7 +109,7 @@ def test_a_disk_that_fails_is_a_copy_that_cannot_be_read(tmp_path: Path) -> None
     plan = tmp_path / "plan.json"
     disk = Catalog(FaultStore(LocalStore(str(alone.paths[0])), str(plan)))
     source = OnDisks(SoloGroup(), disk, whole(alone.told())[save])
-    plan.write_text('[{"op": "get_into", "action": "error"}, {"op": "get", "action": "error"}]')
+    write_plan(plan, [{"op": "get_into", "action": "error"}, {"op": "get", "action": "error"}])
     (pack,) = alone.paths[0].glob("packs/*/*")
     with pytest.raises(ObjectUnreadable):
         source.read_into(str(pack.relative_to(alone.paths[0])), 0, memoryview(bytearray(8)))

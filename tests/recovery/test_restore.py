@@ -5,7 +5,6 @@ Hosts that are lost are in tests/peers.
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import threading
@@ -31,7 +30,7 @@ from ckptlib.slots.slot import Slot
 from ckptlib.state import rng
 from ckptlib.state.leaf import torch_dtype
 from ckptlib.stores.local import LocalStore
-from ckptlib.stores.testing import flip_bit
+from ckptlib.stores.testing import flip_bit, write_plan
 
 
 @pytest.fixture
@@ -112,7 +111,7 @@ def faulty(tmp_path: Path, *rules: dict[str, object]) -> str:
     """The URL of a root with steps 1 and 2, which fails by these rules."""
     for step in (1, 2):
         ckptlib.save(tmp_path / "root", {"w": torch.full((1000,), float(step))}, step)
-    (tmp_path / "plan").write_text(json.dumps(rules))
+    write_plan(tmp_path / "plan", rules)
     return f"fault+file://{tmp_path}/root?plan={tmp_path}/plan"
 
 
@@ -133,7 +132,7 @@ def test_a_document_that_could_not_be_read_for_a_moment_is_read(
     url = faulty(tmp_path)
     found = torch.zeros(1000)
     with ckptlib.Checkpointer(url, {"w": found}, every=1000) as ckpt:
-        (tmp_path / "plan").write_text(json.dumps([{**what, "action": "unreadable", "nth": 0}]))
+        write_plan(tmp_path / "plan", [{**what, "action": "unreadable", "nth": 0}])
         report = ckpt.restore()
     assert (report.step, report.skipped) == (2, ())
     assert torch.equal(found, torch.full((1000,), 2.0))
@@ -172,7 +171,7 @@ def test_a_store_that_goes_away_is_no_reason_for_an_older_step(tmp_path: Path) -
         rules = [
             {"op": op, "key": "^(packs/0+2|(copies/)?ckptlib)", "action": "unreadable"} for op in ("get", "get_into")
         ]
-        (tmp_path / "plan").write_text(json.dumps(rules))
+        write_plan(tmp_path / "plan", rules)
         with pytest.raises(ckptlib.ObjectUnreadable, match=r"ckptlib\.json.*cannot be read, as planned"):
             ckpt.restore()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from itertools import islice
@@ -70,17 +71,35 @@ def test_goes_on_behind_the_last_batch(options: dict[str, Any]) -> None:
             break  # its workers import torch
 
 
-@pytest.mark.parametrize("options", WORKERS[1:3])
-def test_what_workers_draw_is_the_same_after_a_restart(options: dict[str, Any]) -> None:
+class Whole(Numbers):
+    """Reads whole batches, without a loop over their indices, and draws before it looks at them."""
+
+    def __getitems__(self, indices: list[int]) -> list[list[float]]:
+        drawn = [torch.rand(len(indices)), torch.from_numpy(np.random.random(len(indices)))]
+        mine = torch.tensor([random.random() for _ in range(len(indices))])
+        return torch.stack([torch.arange(self.length)[indices], mine, *drawn], 1).tolist()
+
+
+class WholeWithItems(Numbers):
+    """Copies the indices and goes through them twice, and draws both times."""
+
+    def __getitems__(self, indices: list[int]) -> list[list[float]]:
+        noise = [random.random() for _ in copy.copy(indices)]
+        return [[*self[item][:3], draw] for item, draw in zip(indices, noise, strict=True)]
+
+
+@pytest.mark.parametrize("kind", [Numbers, Whole, WholeWithItems])
+@pytest.mark.parametrize("options", WORKERS[1:])
+def test_what_workers_draw_is_the_same_after_a_restart(options: dict[str, Any], kind: type[Numbers]) -> None:
     """And is another thing in each batch, epoch and rank."""
-    whole = list(islice(make(**options).endless(), 9))
-    first, second = make(**options), make(**options)
+    whole = list(islice(make(kind(), **options).endless(), 9))
+    first, second = make(kind(), **options), make(kind(), **options)
     before = list(islice(first.endless(), 3))
     second.load_state_dict(first.state_dict())
     assert before + list(islice(second.endless(), 6)) == whole
     draws = [draw for batch in whole for item in batch for draw in item[1:]]
     assert len({*draws}) == len(draws) == 9 * BATCH * 3
-    other = DataLoader(Numbers(), batch_sampler=ResumableSampler(LENGTH, 8, rank=1, world_size=2), **options)
+    other = DataLoader(kind(), batch_sampler=ResumableSampler(LENGTH, 8, rank=1, world_size=2), **options)
     other_draws = {draw.item() for batch in other for column in batch[1:] for draw in column}
     assert not other_draws & {*draws}
 

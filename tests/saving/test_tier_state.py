@@ -23,9 +23,13 @@ class FakeWriter:
     def __init__(self) -> None:
         self.num_undrained = 0
         self.told: list[tuple[SaveId, int]] = []
+        self.needed: list[SaveId | None] = []
 
     def whole(self, save: SaveId, settled: int) -> None:
         self.told.append((save, settled))
+
+    def earlier(self, save: SaveId | None) -> None:
+        self.needed.append(save)
 
 
 @pytest.fixture
@@ -66,6 +70,7 @@ def test_the_writer_is_told_what_all_ranks_have(writer: FakeWriter) -> None:
     states = [state_of(writer, rank) for rank in (0, 1)]
     for step, held in ((1, (True, True)), (2, (True, False)), (3, (True, True))):
         for state, ok in zip(states, held, strict=True):
+            state.expect(step)
             state.note(step, ok)
             state.note(step, True)  # told twice: the first word counts
     words = [state.say(Word(4), failed=False) for state in states]
@@ -80,11 +85,47 @@ def test_the_writer_is_told_what_all_ranks_have(writer: FakeWriter) -> None:
     assert writer.told[2:] == [(SaveId(3, GENERATION), 4)], "what only some ranks have of step 4 may go"
 
 
+def test_a_save_that_this_rank_gives_up_ends_behind_those_that_the_writer_is_busy_with(writer: FakeWriter) -> None:
+    state = state_of(writer)
+    for step in (1, 2, 3):
+        state.expect(step)
+    state.note(1, True)
+    state.note_failed(3)
+    assert (state.own.newest, state.own.settled) == (1, 1), "of 2 nothing is known"
+    state.note(2, True)
+    assert (state.own.newest, state.own.since, state.own.settled) == (2, 4, 3)
+    state.expect(4)
+    state.note_failed(4)
+    state.note(4, True)  # the first word counts
+    assert (state.own.newest, state.own.since, state.own.settled) == (2, 5, 4)
+
+
+def test_a_save_of_which_the_writer_never_says_anything_holds_up_no_later_one(writer: FakeWriter) -> None:
+    state = state_of(writer)
+    for step in (1, 2, 3):
+        state.expect(step)
+    state.note(2, True)
+    assert (state.own.newest, state.own.since, state.own.settled) == (2, 2, 2)
+    state.note(3, True)
+    assert (state.own.newest, state.own.since, state.own.settled) == (3, 2, 3)
+
+
+def test_of_earlier_jobs_the_newest_step_on_the_disks_is_needed_that_is_not_later_than_the_restored_one(
+    writer: FakeWriter,
+) -> None:
+    state, saves = state_of(writer), [SaveId(step, GENERATION) for step in (3, 5, 8)]
+    for step in (2, 5, 6, 9):
+        state.note_restored(step, saves)
+    assert writer.needed == [None, saves[1], saves[1], saves[2]]
+
+
 def test_without_a_tier_all_goes_to_the_store(writer: FakeWriter) -> None:
     state = TierState(None, GENERATION, 0, cast("Writer", writer))
     word = Word(1)
     assert state.say(word, failed=True) == word
     assert state.decide(1, word, must=False)
+    state.expect(1)
     state.note(1, True)
     state.note_all(1, 0, 1)
-    assert writer.told == []
+    state.note_restored(1, [])
+    assert writer.told == writer.needed == []

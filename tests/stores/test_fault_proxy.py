@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 import psutil
 import pytest
+from helpers.server_process import free_ports
 from helpers.tiny_server import TinyServer, all_until_the_end, ask, body_of, put_head, raw_connection, tiny_server
 
 from ckptlib.testing import FaultProxy
@@ -285,17 +286,19 @@ def test_bandwidth_is_that_of_a_connection(server: TinyServer, proxy: FaultProxy
 # -- servers that are gone
 
 
-def test_down(server: TinyServer, proxy: FaultProxy) -> None:
-    with raw_connection(proxy.url) as idle:
-        idle.sendall(GET)
-        while len(idle.recv(65536)) == 65536:
-            pass
-        proxy.rules([{"fault": "down"}])
-        assert all_until_the_end(idle)[1] == "reset"
-        with pytest.raises(ConnectionRefusedError):
-            ask(proxy.url, "GET", "/b/k")
-    proxy.rules([])
-    assert ask(proxy.url, "GET", "/b/k") == (200, BODY)
+def test_down(server: TinyServer) -> None:
+    (port,) = free_ports(1)  # else another test may be given it while the proxy is down
+    with FaultProxy(server.url, port=port) as proxy:
+        with raw_connection(proxy.url) as idle:
+            idle.sendall(GET)
+            while len(idle.recv(65536)) == 65536:
+                pass
+            proxy.rules([{"fault": "down"}])
+            assert all_until_the_end(idle)[1] == "reset"
+            with pytest.raises(ConnectionRefusedError):
+                ask(proxy.url, "GET", "/b/k")
+        proxy.rules([])
+        assert ask(proxy.url, "GET", "/b/k") == (200, BODY)
 
 
 def test_a_server_that_is_not_there() -> None:
@@ -325,7 +328,8 @@ def test_a_server_that_closes_in_the_middle_of_an_answer() -> None:
 
 
 def test_it_works_only_while_it_is_entered(server: TinyServer) -> None:
-    proxy = FaultProxy(server.url)
+    (port,) = free_ports(1)  # else another test may be given it once the proxy has ended
+    proxy = FaultProxy(server.url, port=port)
     with pytest.raises(ValueError, match="while its context is entered"):
         proxy.rules([])
     for _ in range(2):

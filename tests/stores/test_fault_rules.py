@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.server_process import free_ports
 from helpers.tiny_server import ask, tiny_server
 from places import ROOT
 
@@ -156,8 +157,8 @@ def test_each_store_says_no_in_its_own_words(target: str, fields: dict[bytes, by
 
 
 def test_rules_from_a_file_that_changes(tmp_path: Path) -> None:
-    path = tmp_path / "rules.json"
-    with tiny_server() as server, FaultProxy(server.url, rules_path=path) as proxy:
+    path, (port,) = tmp_path / "rules.json", free_ports(1)  # which no other test is given while the proxy is down
+    with tiny_server() as server, FaultProxy(server.url, port=port, rules_path=path) as proxy:
         server.objects["/b/k"] = b"data"
         assert ask(proxy.url, "GET", "/b/k")[0] == 200  # no file
         path.write_text('[{"fault": "503", "count": 1}]')
@@ -191,15 +192,16 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_as_a_process(tmp_path: Path, how: signal.Signals) -> None:
-    rules, log = tmp_path / "rules.json", tmp_path / "log.jsonl"
+    """On a port that no other test is given meanwhile, so that nobody answers there when it has ended."""
+    rules, log, (port,) = tmp_path / "rules.json", tmp_path / "log.jsonl", free_ports(1)
     with tiny_server() as server:
         server.objects["/b/k"] = b"data"
         command = [sys.executable, "-m", "ckptlib.stores.fault_proxy", "--upstream", server.url]
-        command += ["--rules", str(rules), "--log", str(log)]
+        command += ["--port", str(port), "--rules", str(rules), "--log", str(log)]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout
             url = process.stdout.readline().strip()
-            assert url.startswith("http://127.0.0.1:")
+            assert url == f"http://127.0.0.1:{port}"
             assert ask(url, "GET", "/b/k", Range="bytes=0-3")[0] == 200
             rules.write_text('[{"match": "^GetObject", "fault": "503", "count": 1}]')
             assert [ask(url, "GET", "/b/k")[0] for _ in range(2)] == [503, 200]

@@ -18,7 +18,7 @@ from store_conformance import StoreConformance, keys
 
 from ckptlib.errors import StoreError, StoreFull
 from ckptlib.stores import Store, open_store
-from ckptlib.stores.testing import FaultStore, LatencyStore, flip_bit, truncate
+from ckptlib.stores.testing import FaultStore, LatencyStore, flip_bit, truncate, write_plan
 
 
 class TestLatencyStore(StoreConformance):
@@ -40,7 +40,7 @@ class TestFaultStoreWithoutFaults(StoreConformance):
 
 
 def faulty(tmp_path: Path, *rules: dict[str, object]) -> Store:
-    (tmp_path / "plan.json").write_text(json.dumps(rules))
+    write_plan(tmp_path / "plan.json", rules)
     return open_store(f"fault+file://{tmp_path}/run?plan={tmp_path}/plan.json")
 
 
@@ -112,12 +112,12 @@ def test_the_nth_operation_fails(tmp_path: Path) -> None:
 
 
 def test_a_plan_may_change_during_operations(tmp_path: Path) -> None:
-    """An operation between the file's truncation and its text raised, and ended the writer that it was called by."""
+    """None meets a file that is cut, or half of one: that ended the writer that it was called by."""
     store, plan, done = faulty(tmp_path), tmp_path / "plan.json", threading.Event()
 
     def change() -> None:
         while not done.is_set():
-            plan.write_text("[]")
+            write_plan(plan, [])
 
     writer = threading.Thread(target=change)
     writer.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from ckptlib.errors import StoreError
 from ckptlib.stores import InPlace, open_store
 from ckptlib.stores.measure import MIB, SHAPES, WHOLE_ROUNDS, Line, Transfer, line, measure
 from ckptlib.stores.memory import MemoryStore
+from ckptlib.stores.testing import write_plan
 
 
 @pytest.mark.parametrize(("latency_s", "bandwidth"), [(0.03, 6e6), (0.0, 1e9), (2.0, 1e3)])
@@ -71,7 +71,7 @@ def test_a_latency_and_a_bandwidth_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("op", ["put", "commit", "get", "get_into"])
 def test_what_was_put_goes_where_a_measurement_fails(tmp_path: Path, op: str) -> None:
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps([{"op": op, "nth": 2, "action": "error"}]))
+    write_plan(plan, [{"op": op, "nth": 2, "action": "error"}])
     store = open_store(f"fault+file://{tmp_path}/run?plan={plan}")
     with pytest.raises(StoreError, match="as planned"):
         measure(store, 16 * MIB)

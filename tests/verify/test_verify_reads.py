@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from ckptlib.stores import Store
 from ckptlib.stores.io_limits import THREADS
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
-from ckptlib.stores.testing import FaultStore, _HookedStore
+from ckptlib.stores.testing import FaultStore, _HookedStore, write_plan
 from ckptlib.verify import packs
 from ckptlib.verify.findings import Finding
 from ckptlib.verify.root import verify_save
@@ -37,7 +36,7 @@ def test_what_the_store_does_not_give_is_unreadable(store: MemoryStore, save: Sa
     """A bad sector: the rest of the pack is judged all the same."""
     part = parts_of(store, save)[1]
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps([{"op": "get_into", "key": part.packs[0].key, "action": "error"}]))
+    write_plan(plan, [{"op": "get_into", "key": part.packs[0].key, "action": "error"}])
     found = findings(FaultStore(store, str(plan)), save)
     assert {one.damage for one in found} == {"unreadable"}
     assert {name for one in found for name, _ in one.shards} == {"w", "b", "large"}
@@ -46,7 +45,7 @@ def test_what_the_store_does_not_give_is_unreadable(store: MemoryStore, save: Sa
 
 def test_a_manifest_that_the_store_does_not_give(store: MemoryStore, save: SaveId, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps([{"op": "get", "key": "^steps/", "action": "unreadable"}]))
+    write_plan(plan, [{"op": "get", "key": "^steps/", "action": "unreadable"}])
     found = only(findings(FaultStore(store, str(plan)), save))
     assert (found.damage, found.key) == ("unreadable", save.manifest_key)
 
@@ -82,7 +81,7 @@ def test_bad_sector_hurts_only_its_chunk(store: MemoryStore, save: SaveId) -> No
 
 def test_outage_is_no_damage(store: MemoryStore, save: SaveId, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps([{"op": "scan", "action": "error"}]))
+    write_plan(plan, [{"op": "scan", "action": "error"}])
     with pytest.raises(StoreError):
         findings(FaultStore(store, str(plan)), save)
 

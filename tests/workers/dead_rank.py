@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,13 +12,14 @@ from workers.crash_oracle import writers_of
 
 import ckptlib
 from ckptlib.errors import AgreementFailed
+from ckptlib.stores.testing import write_plan
 
 root, plan = sys.argv[1:]
 dist.init_process_group("gloo")
 url, state = f"fault+file://{root}?plan={plan}", {"w": ckptlib.PerRank(torch.ones(1000))}
 ckptlib.save(url, state, 1)
 if dist.get_rank() == 1:
-    Path(plan).write_text('[{"op": "put", "key": "^parts/.*/000001-", "action": "stall", "seconds": 600}]')
+    write_plan(plan, [{"op": "put", "key": "^parts/.*/000001-", "action": "stall", "seconds": 600}])
     dist.barrier()
     ckptlib.save_async(url, state, 2)
     for pid in writers_of(os.getpid()):

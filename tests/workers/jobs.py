@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 
 import torch
 from helpers.inside import owe_a_save
@@ -22,6 +23,20 @@ def hang(ckpt: ckptlib.Checkpointer, told: bool) -> None:
     mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
     libc.pthread_mutex_lock(mutex)
     print("hangs", flush=True)
+    libc.pthread_mutex_lock(mutex)
+
+
+def compute() -> None:
+    """As in a long call of C, where no signal's handler runs; until somebody writes a line."""
+    mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+
+    def end() -> None:
+        sys.stdin.readline()
+        libc.pthread_mutex_unlock(mutex)
+
+    threading.Thread(target=end).start()
+    print("computes", flush=True)
     libc.pthread_mutex_lock(mutex)
 
 
@@ -46,6 +61,13 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
             if kind in ("hangs", "told, hangs") and step == start + 7:
                 hang(ckpt, told=kind != "hangs")
+            if kind == "computes" and step == start + 7:
+                compute()
+            if kind == "saves" and step == start + 7:  # as many as there are slots, and one more
+                ckpt.save(6)
+                ckpt.save(7)
+                print("saves", flush=True)
+                ckpt.save(8)
             if kind == "raises" and step == start + 7:
                 owe_a_save(ckpt)  # due at the step after next
             if kind == "raises" and step == start + 9:

@@ -10,10 +10,12 @@ import os
 import signal
 import struct
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 
@@ -274,6 +276,24 @@ def only_what_is_needed(directory: Path) -> None:
         source.close()
 
 
+def long_restore(directory: Path) -> None:
+    """It takes longer than the time-out: rank 1 has all that it needs, and rank 2 reads on by one stream."""
+    with slot_of(directory, CAPACITY) as slot:
+        seal(slot, 1, 0)
+        found, timeout = shared(slot), timedelta(seconds=6)
+        exchange = Exchange(world(), timeout if rank() == 0 else PATIENCE, lru_cache(open_here))
+        slots = exchange.add([Transfer(found, 0, 1), Transfer(found, 0, 2)])
+        dist.barrier()
+        end = time.monotonic() + (1.3 * timeout.total_seconds() if rank() == 2 else 0.0)
+        for there in slots.values():
+            check_body(there, SnapshotReader().read(there, there.read_header()))
+            while time.monotonic() < end:
+                time.sleep(0.2)
+                check_body(there, SnapshotReader().read(there, there.read_header()))
+        dist.barrier()
+        exchange.close()
+
+
 class Dies(Link):
     """Killed in the middle of what it reads out."""
 
@@ -312,6 +332,7 @@ CASES = [
     liars_who_ask,
     liars_who_serve,
     only_what_is_needed,
+    long_restore,
     killed,
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 from workers.crash_jobs import State, Teller
 
 import ckptlib
+from ckptlib.errors import SaveFailed
+from ckptlib.stores.testing import write_plan
 
 WAIT_S = 150.0
 
@@ -34,7 +36,7 @@ def train_with_a_slow_rank(tell: Teller, rank: int, *, url: str, disk: str, plan
                     drained.append(step)
 
         if rank == 0:
-            Path(plan).write_text(json.dumps([{"op": "put", "key": "^parts/.*/000001-", "action": "error"}]))
+            write_plan(plan, [{"op": "put", "key": "^parts/.*/000001-", "action": "error"}])
         for _ in range(20):
             one_step()
         tell("away", drained=list(drained), committed=ckpt.pending is not None and ckpt.pending.committed)
@@ -50,3 +52,32 @@ def come_without(tell: Teller, rank: int, *, url: str, disk: str) -> None:
         ckptlib.Checkpointer(url, State(20_000).mapping, every=1, local=disk if rank == 0 else None)
     except ValueError as error:
         tell("refused", text=str(error))
+
+
+def save_what_is_local(tell: Teller, rank: int, *, url: str, disk: str, arena: str) -> None:
+    """Steps that stay on local disks, until `save` is asked for them; the disk of rank 1 takes nothing at first."""
+    state, path = State(20_000), Path(f"{disk}-{rank}")
+    path.mkdir()
+    packs = path / "packs"
+    if rank == 1:
+        packs.write_text("in the way")
+    options: dict[str, Any] = {"local": path, "arena": arena, "timeout": timedelta(seconds=WAIT_S)}
+    with ckptlib.Checkpointer(url, state.mapping, every=1, drain=ckptlib.Steps(1000), **options) as ckpt:
+        step, drained_late = 0, 0
+        while drained_late < 2:  # all ranks count alike
+            step += 1
+            state.advance()
+            ckpt.after_step(step)
+            pending = ckpt.pending
+            assert pending is not None
+            was_local = pending.step == step and not pending.drains
+            try:
+                ckpt.save(step).wait_committed(WAIT_S)
+            except SaveFailed as error:
+                tell("failed", step=step, was_local=was_local, text=str(error))
+            else:
+                drained_late += was_local
+                tell("committed", step=step)
+            if rank == 1:
+                with suppress(OSError):  # its own directory, later
+                    packs.unlink()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from ckptlib.errors import CorruptData, StoreError
 from ckptlib.policy.codec import CodecRules
 from ckptlib.stores import Store, open_store
 from ckptlib.stores.memory import MemoryStore
+from ckptlib.stores.testing import write_plan
 from ckptlib.writer import coder as module
 from ckptlib.writer import frame_packs
 from ckptlib.writer.coder import Coder
@@ -149,11 +149,11 @@ def test_packs_that_are_put_at_once_all_come_and_one_that_fails_surfaces(
     job.check(part, arrays)
     arrays["w"] += 1
     for nth in (0, 1, 3):
-        plan.write_text(json.dumps([{"op": "commit", "key": "packs/", "action": "error", "nth": nth, "once": True}]))
+        write_plan(plan, [{"op": "commit", "key": "packs/", "action": "error", "nth": nth, "once": True}])
         with pytest.raises(StoreError, match="as planned"):
             job.save(arrays)
     assert len(job.parts()) == 1
-    plan.write_text("[]")
+    write_plan(plan, [])
     job.check(job.save(arrays), arrays)
 
 

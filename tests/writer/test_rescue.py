@@ -15,7 +15,7 @@ import pytest
 from support import ROOT_ID, layout_of, make_generation, make_root, read_save, shards_of
 
 from ckptlib.catalog.catalog import Catalog
-from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.commit import Committer, finish_saves
 from ckptlib.errors import ReplicasDiffer, SaveFailed, Superseded
 from ckptlib.format import body_layout
 from ckptlib.format.check import Check, check_of, compared
@@ -26,7 +26,7 @@ from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
 from ckptlib.stores.local import LocalStore
 from ckptlib.writer import rescue as module
-from ckptlib.writer.persist import Persister
+from ckptlib.writer.persist import Persister, put_failure
 from ckptlib.writer.rescue import rescue
 
 RANKS = 2
@@ -46,7 +46,7 @@ class Clock:
         self._meet = threading.Barrier(num_writers, timeout=150)
 
     def end(self) -> None:
-        """Of a writer that raised: the others wait for it no more."""
+        """Of a writer that is done: the others wait for it no more."""
         self._meet.abort()
 
     def monotonic(self) -> float:
@@ -116,6 +116,15 @@ class Job:
             slots += [slot_of(directory, save, rank, step, tensors(step)) for rank in range(RANKS)]
         return save
 
+    def begun(self, step: int, rank: int) -> SaveId:
+        """A save that was under way: the share of this rank alone is on its own host, and in the store."""
+        save = SaveId(step, self.generation)
+        self.hosts[rank].append(slot_of(self.directory / f"host{rank}", save, rank, step, tensors(step)))
+        store = LocalStore(str(self.directory / "root"))
+        with ThreadPoolExecutor(1) as executor:
+            Persister(store, executor, rank, RANKS, 1e9).persist(self.hosts[rank][-1], save)
+        return save
+
     def rescue(self, known: Mapping[int, SaveId]) -> list[Exception | None]:
         """By the writers of these ranks, each with what its trainer knew; what they raised."""
 
@@ -126,8 +135,9 @@ class Job:
                     persister = Persister(store, executor, rank, RANKS, 1e9)
                     rescue(self.hosts[rank], known[rank], rank, persister, Committer(Catalog(store)))
             except Exception as error:
-                self._clock.end()
                 return error
+            finally:
+                self._clock.end()
             return None
 
         self._clock.begin(len(known))
@@ -159,6 +169,23 @@ def test_the_newest_that_any_rank_knew_of_counts(job: Job) -> None:
     assert job.rescue({0: newer, 1: older}) == [None, None]
     assert max(job.catalog.visible()) == newer
     job.check(newer)
+
+
+@pytest.mark.parametrize("writers", [(0, 1), (0,), (1,)], ids=str)
+@pytest.mark.parametrize("by", range(RANKS))
+@pytest.mark.parametrize("told", [False, True], ids=["untold", "told"])
+def test_a_save_that_was_under_way_is_not_taken_for_what_all_held(
+    job: Job, by: int, told: bool, writers: tuple[int, ...]
+) -> None:
+    """One rank's share of it is in the store. The other's host is lost, or its trainer died first."""
+    save = job.snapshot(15)
+    newer = job.begun(16, by)
+    if told:
+        put_failure(job.catalog.store, newer, 1 - by, "the trainer died before its snapshot was whole")
+    assert job.rescue(dict.fromkeys(writers, save)) == [None] * len(writers)
+    assert job.catalog.visible() == [save]
+    job.check(save)
+    assert finish_saves(job.catalog, GenerationId(9, "0" * 8)) == []
 
 
 def test_a_newer_generation_is_left_alone(job: Job) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import signal
@@ -20,6 +19,7 @@ from typing_extensions import override
 from workers.crash_oracle import failed_parts, read_root
 
 from ckptlib.errors import SaveFailed
+from ckptlib.stores.testing import write_plan
 from ckptlib.writer import client
 from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.client import Writer
@@ -209,14 +209,14 @@ def killed(writer: Writer) -> None:
 def uncommitted(bench: Bench) -> Writer:
     """One that died as it was to commit a step that is persisted; nothing is in the way of the next one."""
     plan = bench.directory / "plan.json"
-    plan.write_text(json.dumps([{"op": "put", "key": "^steps/", "action": "hold"}]))
+    write_plan(plan, [{"op": "put", "key": "^steps/", "action": "hold"}])
     writer = bench.writer(url=f"fault+file://{bench.root}?plan={quote(str(plan))}")
     save, slot = bench.slot(1)
     writer.add_slot(slot.path)
     writer.persist(save, slot.path)
     hear(writer, "released")
     killed(writer)
-    plan.write_text("[]")
+    write_plan(plan, [])
     return writer
 
 

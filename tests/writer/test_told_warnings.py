@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import torch
 
 import ckptlib
 from ckptlib.errors import SaveFailed
+from ckptlib.stores.testing import write_plan
 from ckptlib.writer import told_warnings as module
 from ckptlib.writer.channel import Channel, Message
 from ckptlib.writer.told_warnings import ALREADY_TOLD, MAX_TEXT, ToldWarnings
@@ -73,7 +73,7 @@ def test_a_trainer_that_is_gone_is_told_nothing(said: Said) -> None:
 
 def test_a_sweep_that_may_not_delete_is_in_the_log_of_the_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root, plan = tmp_path / "root", tmp_path / "plan.json"
-    plan.write_text(json.dumps([{"op": "put", "key": "^trash", "action": "denied"}]))
+    write_plan(plan, [{"op": "put", "key": "^trash", "action": "denied"}])
     state, keep = {"w": torch.zeros(10)}, ckptlib.Keep(last=1)
     with (
         caplog.at_level(logging.WARNING),
@@ -88,11 +88,11 @@ def test_a_sweep_that_may_not_delete_is_in_the_log_of_the_job(tmp_path: Path, ca
 
 def test_a_failure_that_is_an_event_is_not_told_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root, plan = tmp_path / "root", tmp_path / "plan.json"
-    plan.write_text(json.dumps([{"op": "commit", "key": "^packs", "action": "full"}]))
+    write_plan(plan, [{"op": "commit", "key": "^packs", "action": "full"}])
     url = f"fault+file://{root}?plan={plan}"
     with caplog.at_level(logging.WARNING), ckptlib.Checkpointer(url, {"w": torch.zeros(10)}, every=10**9) as ckpt:
         with pytest.raises(SaveFailed):
             ckpt.save(1).wait_committed(PATIENCE_S)
-        plan.write_text("[]")
+        write_plan(plan, [])
         ckpt.save(2).wait_committed(PATIENCE_S)
     assert "the writer process of rank 0" not in caplog.text

@@ -1,0 +1,66 @@
+"""The epochs of Accelerate's data loaders: which one a saved state is in, and what is left of it.
+
+Accelerate counts an epoch (`iteration`, which orders it) when the loop asks for more than its last batch: while the
+loop has that one, the epoch counts as under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from accelerate.state import GradientState
+
+from ckptlib.state.rng import restore
+
+
+def gave_last(loader: Any) -> bool:
+    """Whether the loop has the last batch of an epoch that is not counted yet."""
+    return _is_under_way(loader) and bool(getattr(loader, "end_of_dataloader", False))
+
+
+def _is_under_way(loader: Any) -> bool:
+    return any(each is loader for each in GradientState().dataloader_references)
+
+
+class Resumed:
+    """The rest of an epoch: puts the random state back behind the batches that are skipped, once; before the epoch
+    where none is.
+
+    At its end the loader that has them all is told that this epoch is over: it would shuffle the next one alike.
+    """
+
+    def __init__(self, loader: Any, whole: Any, num_skipped: int, random: Mapping[str, Any]) -> None:
+        self._loader = loader
+        self.whole = whole
+        self._num_skipped = num_skipped
+        self._random: Mapping[str, Any] | None = random
+
+    def __iter__(self) -> Iterator[Any]:
+        began = getattr(self._loader, "iteration", None)
+        if not self._num_skipped:
+            self._put_back()  # the epoch is not begun in what was saved, and it draws as it begins
+        for batch in self._loader:
+            self._put_back()
+            yield batch
+        self._put_back()  # all were skipped
+        if began is not None:
+            # Accelerate does not count an epoch of which nothing is left
+            self.whole.iteration = max(self._loader.iteration, began + 1)
+
+    def gave_last_of(self, loader: Any) -> bool:
+        """As `gave_last`, of the loader that has them all. A loop that left this epoch by `break` may go on with it."""
+        if loader is not self.whole or _is_under_way(loader) or not gave_last(self._loader):
+            return False
+        return bool(loader.iteration == self._loader.iteration)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def _put_back(self) -> None:
+        random, self._random = self._random, None
+        if random is not None:
+            restore(random)

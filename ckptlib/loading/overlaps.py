@@ -1,0 +1,139 @@
+"""Targets of a load whose memory is in part that of another one, such as slices of a buffer beside all of it.
+
+Each of them would be filled over what was read into the other, and whichever came last would stay. So they are read
+into memory of their own; then all are copied to where they belong, and each must still be what was read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from ckptlib.errors import StateMismatch
+from ckptlib.loading.targets import outside_inference
+from ckptlib.reading.reader import Want
+from ckptlib.state.raw_bytes import bytes_of, copyable
+
+TensorWant = Want[torch.Tensor]
+
+
+class Span(NamedTuple):
+    """The addresses of a piece, from the first to behind the last, whatever lies between its elements."""
+
+    begin: int
+    end: int
+    want: int
+    piece: int
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A target that is read into memory of its own."""
+
+    read: TensorWant
+    into: TensorWant
+    others: tuple[str, ...]
+    """Names of those whose memory it shares."""
+
+
+def set_apart(wants: Sequence[TensorWant]) -> tuple[Sequence[TensorWant], list[Apart]]:
+    """What is to be read, and those that `bring_together` is to be called with behind that."""
+    with_others: dict[int, set[int]] = {}
+    for spans in _meeting(wants):
+        members = {span.want for span in spans}
+        if len(members) > 1 and _share(wants, spans):
+            for n in members:
+                with_others.setdefault(n, set()).update(members - {n})
+    if not with_others:
+        return wants, []
+    read, apart = [*wants], []
+    for n, others in sorted(with_others.items()):
+        read[n] = replace(wants[n], pieces=tuple((box, _empty_for(piece)) for box, piece in wants[n].pieces))
+        apart.append(Apart(read[n], wants[n], tuple(wants[other].name for other in sorted(others))))
+    return read, apart
+
+
+def bring_together(apart: Sequence[Apart], step: int) -> None:
+    """Raises StateMismatch where the step has other values for one target than for another in the same place."""
+    with outside_inference(), torch.no_grad():
+        for each in apart:
+            for piece, found in _pairs(each):
+                piece.copy_(found)
+        for each in apart:
+            if not all(_is_copy(piece, found) for piece, found in _pairs(each)):
+                more = f" and {len(each.others) - 4} more" if len(each.others) > 4 else ""
+                raise StateMismatch(
+                    f"{each.read.name}: its memory is in part that of {', '.join(each.others[:4])}{more}, and step "
+                    f"{step} has other values for them there; load them into tensors of their own"
+                )
+
+
+def _empty_for(piece: torch.Tensor) -> torch.Tensor:
+    with outside_inference():
+        return torch.empty(piece.shape, dtype=piece.dtype, device=piece.device)
+
+
+def _pairs(apart: Apart) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for (_, piece), (_, found) in zip(apart.into.pieces, apart.read.pieces, strict=True):
+        yield copyable(piece), copyable(found)
+
+
+def _is_copy(piece: torch.Tensor, found: torch.Tensor) -> bool:
+    """Bit for bit."""
+    now = torch.empty_like(found)
+    now.copy_(piece)
+    return torch.equal(bytes_of(now), bytes_of(found))
+
+
+def _meeting(wants: Sequence[TensorWant]) -> Iterator[list[Span]]:
+    """Spans of several wants of which each overlaps with another."""
+    by_device: dict[torch.device, list[Span]] = {}
+    for n, want in enumerate(wants):
+        for m, (_, piece) in enumerate(want.pieces):
+            if piece.numel() and not piece.is_meta:
+                begin = piece.data_ptr()
+                by_device.setdefault(piece.device, []).append(Span(begin, begin + _extent(piece), n, m))
+    for spans in by_device.values():
+        spans.sort()
+        group: list[Span] = []
+        end = 0
+        for span in spans:
+            if span.begin >= end:
+                if len(group) > 1:
+                    yield group
+                group = []
+            group.append(span)
+            end = max(end, span.end)
+        if len(group) > 1:
+            yield group
+
+
+def _extent(piece: torch.Tensor) -> int:
+    """In bytes."""
+    if piece.is_contiguous():
+        return piece.nbytes
+    return (sum(step * (size - 1) for step, size in zip(piece.stride(), piece.shape, strict=True)) + 1) * piece.itemsize
+
+
+def _share(wants: Sequence[TensorWant], spans: Sequence[Span]) -> bool:
+    """Whether any two of these have an element in one place; columns of one matrix, for one, have not."""
+    pieces = [wants[span.want].pieces[span.piece][1] for span in spans]
+    dense = [span for span, piece in zip(spans, pieces, strict=True) if span.end - span.begin == piece.nbytes]
+    if any(later.begin < earlier.end for earlier, later in pairwise(dense)):
+        return True
+    first = spans[0].begin
+    unit = math.gcd(*(piece.itemsize for piece in pieces), *(span.begin - first for span in spans))
+    taken = torch.zeros((max(span.end for span in spans) - first) // unit, dtype=torch.bool, device="cpu")
+    for span, piece in zip(spans, pieces, strict=True):
+        each = piece.itemsize // unit
+        steps = (*(step * each for step in piece.stride()), 1)
+        own = taken.as_strided((*piece.shape, each), steps, (span.begin - first) // unit)
+        if own.any():
+            return True
+        own.fill_(True)
+    return False

@@ -1,0 +1,102 @@
+"""Requests by obstore's client: how often one is sent, for how long, and what its failure means.
+
+Which requests there are is for the store to say. It has hasty handles on the client for a server that has not answered
+yet, and patient ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from obstore.exceptions import AlreadyExistsError, BaseError
+
+from ckptlib.errors import StoreError, StoreTimeout
+from ckptlib.stores import io_limits
+from ckptlib.stores.obstore_config import client_of
+from ckptlib.stores.obstore_errors import Failure
+from ckptlib.stores.obstore_loop import ClientLoop, GivenUp
+from ckptlib.stores.retries import Retries
+from ckptlib.stores.secrets import Secrets, without_userinfo
+
+T = TypeVar("T")
+
+
+class Requests:
+    """To one bucket, by one client."""
+
+    def __init__(self, url: str, options: Mapping[str, object]) -> None:
+        self.url = without_userinfo(url).rstrip("/")
+        self._secrets = Secrets(url, options)
+        client = client_of(url, options)
+        self.root, self.is_s3, self.lists_in_order = client.root, client.is_s3, client.lists_in_order
+        one_by_one = {"disable_bulk_delete": True} if client.is_s3 else {}
+        retry_s = io_limits.RETRY_S
+        self.quick = client.open(io_limits.RUN_BYTES, True, min(io_limits.NOWHERE_S, retry_s), **one_by_one)
+        """A hasty one, until the server has answered."""
+        self._patient = client.open(io_limits.RUN_BYTES, True, retry_s, **one_by_one)
+        self.uploads = client.open(io_limits.PART_NBYTES, False, retry_s)
+        self.loop = ClientLoop("ckptlib-obstore")
+
+    def trust_address(self) -> None:
+        """See `Store.trust_address`."""
+        self.quick = self._patient
+
+    def close(self) -> None:
+        """Nothing is asked afterwards."""
+        self.loop.close()
+
+    def run(
+        self,
+        doing: str,
+        key: str,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        deadline: float | None,
+        nbytes: int = 0,
+    ) -> T:
+        """The result of `work`. The client repeats requests that it takes for harmless; all of ours are.
+
+        Raises Beyond, NoSuchRequest, AlreadyExistsError, and StoreErrors for the rest.
+        """
+        retries = Retries(deadline)
+        while True:
+            try:
+                result = self.loop.run(work(), deadline)
+                self.trust_address()
+                return result
+            except GivenUp:
+                raise self.too_late(doing, key) from None
+            except (BaseError, OSError) as error:
+                failure = Failure.of(error)
+                if self.quick is not self._patient and failure.kind != "Connect":
+                    self.trust_address()
+                    if failure.is_busy:  # for as long as a hasty one asks
+                        continue
+                if failure.is_beyond:
+                    raise Beyond from None
+                if doing == "delete" and failure.cannot_delete_many:
+                    raise NoSuchRequest from None
+                if isinstance(error, AlreadyExistsError) and not failure.may_pass:
+                    raise
+                may_pass = failure.may_pass or (doing == "put" and failure.lost_directory)
+                wait_s = retries.wait_s() if may_pass and retries.elapsed_s < io_limits.RETRY_S else None
+                if wait_s is None:
+                    raise self.error(error, doing, key, nbytes) from None
+                time.sleep(wait_s)
+
+    def error(self, error: BaseException, doing: str, key: str, nbytes: int) -> StoreError:
+        """What a failure of the client means to whoever asked."""
+        return Failure.of(error).as_error(error, doing, f"{self.url}/{key}", nbytes, self._secrets)
+
+    def too_late(self, doing: str, key: str) -> StoreTimeout:
+        """Of a request that had a deadline."""
+        return StoreTimeout(f"{self.url}/{key}: cannot {doing}: not done by its deadline; it was given up")
+
+
+class Beyond(Exception):
+    """The range asked for does not lie in the object."""
+
+
+class NoSuchRequest(Exception):
+    """The server does not know how to delete many objects by one request."""

@@ -1,0 +1,152 @@
+"""A live job's sweeps: what they cost, that they drop what a whole sweep drops, and that bytes go in the end."""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+from helpers.inside import objects_of
+from support import age, all_keys, keys_of, listed_steps_are_whole, make_generation, make_root, make_save, state
+
+from benchmarks.counting import CountingStore, Requests
+from ckptlib.catalog import sweeper
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.pins import pin, unpin
+from ckptlib.catalog.retention import sweep
+from ckptlib.catalog.sweeper import LOOKS, Sweeper
+from ckptlib.errors import Superseded
+from ckptlib.format.keys import SaveId
+from ckptlib.policy.keep import Keep
+from ckptlib.stores.memory import MemoryStore
+
+GRACE_S = 3600.0
+GRACE = timedelta(seconds=GRACE_S)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The monotonic clock, which stands until somebody moves it."""
+    found = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(sweeper, "time", SimpleNamespace(monotonic=lambda: found.now))
+    return found
+
+
+def copy_of(store: MemoryStore) -> MemoryStore:
+    found = MemoryStore()
+    objects_of(found).update(objects_of(store))
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "num_dropped"), [(1, 2), (7, 2), (1, 40), (7, 40)])
+def test_it_costs_the_same_whatever_the_number_of_ranks_and_of_dropped_steps(
+    clock: SimpleNamespace, num_ranks: int, num_dropped: int
+) -> None:
+    store = CountingStore(MemoryStore())
+    catalog = make_root(store)
+    generation = make_generation(catalog, world_size=num_ranks)
+    live = Sweeper(Catalog(store), Keep(2, grace=GRACE))
+    for step in range(num_dropped + 2):
+        live.sweep(make_save(catalog, generation, step, state(step), num_ranks))
+    save = make_save(catalog, generation, num_dropped + 2, state(num_dropped + 2), num_ranks)
+    store.log.clear()
+    with store.counted() as found:
+        live.sweep(save)
+    # new step; record; steps, pins once more, generations for four reasons; the manifest
+    assert found == [Requests(put=1, get=1, list=6, delete=1)]
+    assert {key.partition("/")[0] for operation, key in store.log if operation == "list"} == {"steps", "generations"}
+    assert listed_steps_are_whole(store) == [num_dropped + 1, num_dropped + 2]
+
+
+def test_bytes_go_after_the_grace_period_and_a_part_of_it(clock: SimpleNamespace) -> None:
+    store = MemoryStore()
+    catalog = make_root(store)
+    generation = make_generation(catalog)
+    live = Sweeper(Catalog(store), Keep(1, grace=GRACE))
+    for step in (1, 2):
+        save = make_save(catalog, generation, step, state(step))
+        live.sweep(save)
+    dropped = SaveId(1, generation)
+    assert [entry.key for entry in store.scan("trash/")] == [dropped.trash_key]
+    age(store, GRACE_S + 1)
+    clock.now += GRACE_S / LOOKS - 1
+    live.sweep(save)
+    assert keys_of(store, dropped)
+    clock.now += 1
+    live.sweep(save)
+    assert not keys_of(store, dropped)
+    assert listed_steps_are_whole(store) == [2]
+
+
+def test_what_a_crash_left_before_goes_as_well(clock: SimpleNamespace) -> None:
+    store = MemoryStore()
+    catalog = make_root(store)
+    generation = make_generation(catalog)
+    live = Sweeper(Catalog(store), Keep(1, grace=GRACE))
+    first = make_save(catalog, generation, 1, state(1))
+    left = make_save(catalog, make_generation(catalog, 2, first), 2, state(2))
+    store.delete(left.manifest_key)
+    save = make_save(catalog, make_generation(catalog, 3, first), 3, state(3))
+    for _ in range(2):  # it becomes trash, and then goes
+        assert keys_of(store, left)
+        age(store, GRACE_S + 1)
+        live.sweep(save)
+        clock.now += GRACE_S / LOOKS
+    assert not keys_of(store, left)
+
+
+def test_a_job_that_is_superseded_drops_nothing(clock: SimpleNamespace) -> None:
+    store = MemoryStore()
+    catalog = make_root(store)
+    generation = make_generation(catalog)
+    live = Sweeper(Catalog(store), Keep(1, grace=GRACE))
+    live.sweep(make_save(catalog, generation, 1, state(1)))
+    save = make_save(catalog, generation, 2, state(2))
+    make_generation(catalog, 2, save)
+    before = all_keys(store)
+    with pytest.raises(Superseded):
+        live.sweep(save)
+    assert all_keys(store) == before
+
+
+KEEPS = (
+    Keep(1, grace=GRACE),
+    Keep(2, every=3, grace=GRACE),
+    Keep(1, best="loss", mode="min", num_best=2, grace=GRACE),
+    Keep(3, within=timedelta(hours=1), grace=GRACE),
+)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_it_drops_what_a_whole_sweep_drops(clock: SimpleNamespace, seed: int) -> None:
+    """Beside pins, exempt steps, steps that lack objects, restarts and rewinds: each state is given to both."""
+    chance = random.Random(seed)
+    store, keep = MemoryStore(), KEEPS[seed % len(KEEPS)]
+    catalog = make_root(store)
+    generation = make_generation(catalog)
+    live, step, number = Sweeper(Catalog(store), keep), 0, 1
+    dropped = 0
+    for _ in range(30):
+        step += 1
+        told = {"metrics": {"loss": chance.random()}, "exempt": chance.random() < 0.1, "created": 600.0 * step}
+        save = make_save(catalog, generation, step, state(step), **told)
+        whole = copy_of(store)
+        dropped += len(sweep(Catalog(whole), keep, generation).dropped)
+        live.sweep(save)
+        assert Catalog(store).saves() == Catalog(whole).saves()
+        left = Catalog(store).saves()
+        event = chance.random()
+        if event < 0.2:
+            pin(Catalog(store), chance.choice(left))
+        elif event < 0.3:
+            unpin(Catalog(store), chance.choice(left))
+        elif event < 0.4:  # the job starts again, or goes back
+            origin = chance.choice(left)
+            number, step = number + 1, origin.step
+            generation = make_generation(catalog, number, origin)
+            live = Sweeper(Catalog(store), keep)
+        elif event < 0.5:  # somebody deletes a pack; a job that starts again sees it
+            store.delete(*(pack.key for pack in store.scan(chance.choice(left).packs_prefix)))
+            live = Sweeper(Catalog(store), keep)
+    assert dropped > 5

@@ -1,0 +1,117 @@
+"""Targets of a load that share a part of their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from helpers.registry import close_sessions
+from hypothesis import given
+from hypothesis import strategies as st
+from onerank import Root, opened
+
+import ckptlib
+from ckptlib.format.box import Box
+from ckptlib.loading.overlaps import set_apart
+from ckptlib.reading.reader import Want
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
+    with opened(tmp_path_factory.mktemp("root")) as root:
+        yield root
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _close() -> Iterator[None]:
+    yield
+    close_sessions()
+
+
+def laid(flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Two slices of a buffer that have ten elements in common, one that reads it otherwise, and all of it."""
+    return {"low": flat[:20], "high": flat[10:30], "other": flat[4:8].view(torch.int16), "all": flat}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_saved_so_comes_back(root: Root, dtype: torch.dtype) -> None:
+    flat = torch.randn(40).to(dtype)
+    flat[5] = torch.nan
+    found = torch.zeros(40, dtype=dtype)
+    root.move(laid(flat), laid(found))
+    assert torch.equal(found.view(torch.uint8), flat.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["low", "high", "other", "all"])
+def test_other_values_for_one_place(root: Root, name: str) -> None:
+    """Nothing tells which of the two is meant."""
+    saved = {key: value.clone() for key, value in laid(torch.randn(40)).items()}
+    saved[name][{"low": 19, "high": 0, "other": 3, "all": 29}[name]] += 1
+    with pytest.raises(
+        ckptlib.StateMismatch, match=r"its memory is in part that of \w+, \w+, \w+, and step .* other values"
+    ):
+        root.move(saved, laid(torch.zeros(40)))
+
+
+def test_within_a_matrix(root: Root) -> None:
+    """Columns and rows have elements in common; columns and other columns have not."""
+    whole = torch.randn(6, 8)
+
+    def parts(of: torch.Tensor, *names: str) -> dict[str, torch.Tensor]:
+        found = {"left": of[:, :3], "right": of[:, 3:], "top": of[:2], "turned": of[:, 2:4].t()}
+        return {name: found[name] for name in names}
+
+    for names in (("left", "right"), ("left", "turned", "top")):
+        found = torch.zeros(6, 8)
+        root.move(parts(whole, *names), parts(found, *names))
+        for name, value in parts(found, *names).items():
+            assert torch.equal(value, parts(whole, *names)[name])
+    saved = {name: value.clone() for name, value in parts(whole, "top", "left").items()}
+    saved["left"][1, 2] += 1
+    with pytest.raises(ckptlib.StateMismatch, match="its memory is in part that of"):
+        root.move(saved, parts(torch.zeros(6, 8), "top", "left"))
+
+
+def test_equal_names_and_a_parameter(root: Root) -> None:
+    """One tensor under two names, and a view in a module of a buffer beside it."""
+    flat = torch.randn(12)
+
+    def state(flat: torch.Tensor) -> dict[str, Any]:
+        layer = torch.nn.Linear(3, 2)
+        layer.weight = torch.nn.Parameter(flat[:6].view(2, 3))
+        layer.bias = torch.nn.Parameter(flat[6:8])
+        return {"model": layer, "flat": flat, "same": flat}
+
+    found = torch.zeros(12)
+    with torch.inference_mode():
+        root.move(state(flat), state(found))
+    assert torch.equal(found, flat)
+
+
+PIECE = st.tuples(
+    st.integers(0, 30), st.lists(st.tuples(st.integers(1, 3), st.integers(0, 9)), max_size=3), st.booleans()
+)
+"""The begin, each dim's size and step, and whether it is of another dtype."""
+
+
+@given(drawn=st.lists(PIECE, min_size=2, max_size=4))
+def test_those_that_share(drawn: list[Any]) -> None:
+    """All that share an element are set apart; nothing is where no two do."""
+    base, places, wants = torch.zeros(100, dtype=torch.int32), [], []
+    for n, (begin, dims, short) in enumerate(drawn):
+        of = base.view(torch.int16) if short else base
+        piece = of.as_strided([size for size, _ in dims], [step for _, step in dims], begin)
+        wants.append(Want(str(n), ((Box.whole(piece.shape), piece),)))
+        each = 2 if short else 4
+        indices = product(*(range(size) for size, _ in dims))
+        firsts = (begin + sum(i * step for i, (_, step) in zip(at, dims, strict=True)) for at in indices)
+        places.append({first * each + i for first in firsts for i in range(each)})
+    share = {a for a in range(len(drawn)) if any(places[a] & places[b] for b in range(len(drawn)) if b != a)}
+    read, apart = set_apart(wants)
+    assert {each.into.name for each in apart} >= {str(n) for n in share}
+    assert bool(apart) == bool(share)
+    for n, want in enumerate(wants):
+        assert (read[n] is want) == (want.name not in {each.into.name for each in apart})
