@@ -387,18 +387,23 @@ class Checkpointer:
     def close(self, timeout: timedelta = CLOSE_TIMEOUT) -> None:
         """Waits until the last save is committed; after SIGTERM not longer than ranks wait for one another.
 
-        Raises SaveFailed if it never will be, or could not even be taken; and WaitTimeout: the writer goes on alone
-        then, as after Ctrl-C, and what is in memory stays for the next start of the job.
+        Raises SaveFailed if it never will be, or could not even be taken: with `peers`, what is in memory stays for the
+        next start of the job then. And WaitTimeout: the writer goes on alone, as after Ctrl-C.
         """
         deadline = time.monotonic() + min(timeout.total_seconds(), self._steps.stop_timeout_s or math.inf)
-        clean = self._steps.missed is None  # else memory may hold a later step than the store
+        # Snapshots in memory may be newer than all that is in the store, where the last save failed.
+        needed = self._session.settings.peers is not None
+        clean = not needed or self._steps.missed is None
         self._turns.heed()
         try:
             last = self._steps.last
             if last is not None and self._session.owner.here:
                 wait = last.wait_committed if last.drains else last.wait_local
                 wait(deadline - time.monotonic())
-        except (SaveFailed, WaitTimeout, KeyboardInterrupt):
+        except SaveFailed:
+            clean = not needed
+            raise
+        except (WaitTimeout, KeyboardInterrupt):
             clean = False
             raise
         finally:
