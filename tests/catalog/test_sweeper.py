@@ -59,6 +59,18 @@ def test_it_costs_the_same_whatever_the_number_of_ranks_and_of_dropped_steps(
     assert listed_steps_are_whole(store) == [num_dropped + 1, num_dropped + 2]
 
 
+def test_where_no_step_is_dropped_it_costs_four_requests(clock: SimpleNamespace) -> None:
+    store = CountingStore(MemoryStore())
+    catalog = make_root(store)
+    generation = make_generation(catalog)
+    live = Sweeper(Catalog(store), Keep(10, grace=GRACE))
+    live.sweep(make_save(catalog, generation, 1, state(1)))
+    save = make_save(catalog, generation, 2, state(2))
+    with store.counted() as found:
+        live.sweep(save)
+    assert found == [Requests(get=1, list=3)]  # new step; generations twice, steps
+
+
 def test_bytes_go_after_the_grace_period_and_a_part_of_it(clock: SimpleNamespace) -> None:
     store = MemoryStore()
     catalog = make_root(store)
