@@ -10,6 +10,7 @@ import time
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.retention import drop_unkept, sweep
+from ckptlib.errors import StoreFull
 from ckptlib.format.keys import SaveId
 from ckptlib.policy.keep import Keep
 
@@ -31,7 +32,11 @@ class Sweeper:
         """This job has committed this one. Raises what `retention.sweep` raises."""
         now = time.monotonic()
         if now < self._look_at:
-            drop_unkept(self._catalog, self._keep, committed.generation, self._broken)
+            try:
+                drop_unkept(self._catalog, self._keep, committed.generation, self._broken)
+            except StoreFull:  # a whole sweep deletes before it puts anything
+                self._look_at = 0.0
+                raise
             return
         found = sweep(self._catalog, self._keep, committed.generation)
         self._broken = {save for save in found.broken if save <= committed}  # a later one was put meanwhile

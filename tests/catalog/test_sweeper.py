@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers.inside import objects_of
 from support import age, all_keys, keys_of, listed_steps_are_whole, make_generation, make_root, make_save, state
+from typing_extensions import override
 
 from benchmarks.counting import CountingStore, Requests
 from ckptlib.catalog import sweeper
@@ -16,7 +18,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.pins import pin, unpin
 from ckptlib.catalog.retention import sweep
 from ckptlib.catalog.sweeper import LOOKS, Sweeper
-from ckptlib.errors import Superseded
+from ckptlib.errors import StoreFull, Superseded
 from ckptlib.format.keys import SaveId
 from ckptlib.policy.keep import Keep
 from ckptlib.stores.memory import MemoryStore
@@ -89,6 +91,36 @@ def test_bytes_go_after_the_grace_period_and_a_part_of_it(clock: SimpleNamespace
     live.sweep(save)
     assert not keys_of(store, dropped)
     assert listed_steps_are_whole(store) == [2]
+
+
+class Full(MemoryStore):
+    """One that takes nothing any more, when `is_full`."""
+
+    is_full = False
+
+    @override
+    def put(self, key: str, head: Any, pieces: Any = (), **told: Any) -> None:
+        if self.is_full:
+            raise StoreFull("no space left, as planned")
+        super().put(key, head, pieces, **told)
+
+
+def test_a_store_that_is_full_gets_room_at_the_next_commit(clock: SimpleNamespace) -> None:
+    """A record has no place there; a whole sweep deletes what is due before it puts any."""
+    store = Full()
+    catalog = make_root(store)
+    generation = make_generation(catalog)
+    live = Sweeper(Catalog(store), Keep(1, grace=GRACE))
+    for step in (1, 2):
+        live.sweep(make_save(catalog, generation, step, state(step)))
+    age(store, GRACE_S + 1)
+    save = make_save(catalog, generation, 3, state(3))
+    store.is_full = True
+    for left in (True, False):
+        with pytest.raises(StoreFull):
+            live.sweep(save)
+        assert bool([*store.scan(SaveId(1, generation).packs_prefix)]) == left
+    assert listed_steps_are_whole(store) == [2, 3]
 
 
 def test_what_a_crash_left_before_goes_as_well(clock: SimpleNamespace) -> None:
