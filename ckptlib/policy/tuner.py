@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptlib.policy.measured import Measured
 from ckptlib.policy.overhead import Overhead
+from ckptlib.policy.save_costs import KEPT, RECENT, SaveCost, SaveCosts
 
 FIRST = 20
 """Steps before the first save: a baseline, of which half may be warm-up."""
@@ -35,10 +36,8 @@ AGE, LEAST = 100, 20
 steps become faster by and by, caches and clocks, and where saves follow closely few of them are clean."""
 STALE = 0.05
 """Steps beside a save that are faster than the baseline by more of it than this belie it."""
-COSTS, ENOUGH = 40, 20
-"""Saves whose costs are remembered, while they are alike; and of how many the mean is taken as it is."""
-RECENT = 3
-"""Saves that tell of a change, when they agree."""
+ENOUGH = 20
+"""Saves of whose costs the mean is taken as it is."""
 PAUSE_STEPS, PAUSE_S = 5.0, 0.25
 """A step that takes so many steps longer, and so long, evaluated or waited for something: no save does that to it."""
 RAISE, LOWER = 1.05, 1.06
@@ -117,11 +116,7 @@ class Tuner:
         self._longer: deque[float] = deque(maxlen=PAUSES)
         """By how much clean steps were longer: short pauses and noise, which fall beside saves as well."""
         self._number = 0
-        self._ours: deque[float] = deque(maxlen=COSTS)
-        """Visible cost of each save."""
-        self._costs: deque[float] = deque(maxlen=COSTS)
-        self._noise_s = 0.0
-        """How far off one of them may be, for the noise of steps."""
+        self._costs = SaveCosts()
         self._persists: deque[float] = deque(maxlen=RECENT)
         self._num_saves = 0
         self._first = FIRST
@@ -144,8 +139,7 @@ class Tuner:
         Before the first step. The first save of this start is unlike others, and tells of no cost.
         """
         self._before = measured.num_saves
-        self._costs.extend([measured.save_s] * RECENT)
-        self._ours.extend([measured.visible_s] * RECENT)
+        self._costs.begin_with(SaveCost(measured.save_s, measured.visible_s, measured.step_s))
         self._persists.extend([measured.persist_s + measured.step_s / 2] * RECENT)
         self._decide(measured.step_s, measured.each_step_s)
         self._first = self.interval
@@ -156,9 +150,9 @@ class Tuner:
         found = self.estimate
         if found is None or not self._costs:
             return None
-        visible_s, save_s = self._cost()
+        visible_s, save_s = self._costs.mean(found.step_s)
         num_saves = self._before + self._num_saves
-        return Measured(found.step_s, found.each_step_s, save_s, visible_s, found.persist_s, min(num_saves, COSTS))
+        return Measured(found.step_s, found.each_step_s, save_s, visible_s, found.persist_s, min(num_saves, KEPT))
 
     @property
     def widens(self) -> bool:
@@ -243,11 +237,10 @@ class Tuner:
         longer_s = sum(self._longer) / max(len(self._longer), FEW)
         cost_s = ours_s + sum(_slower(step.rest_s, near_s) - longer_s for step in beside)
         if self._num_saves > 1 or not self._before:
-            self._remember(cost_s, ours_s, noise_s)
+            self._costs.add(SaveCost(cost_s, ours_s, rest_s), noise_s)
         self._decide(rest_s, each_step_s)
         if self._num_saves == 1 and not self._before:  # it was not like others
             self._costs.clear()
-            self._ours.clear()
 
     def _window(self, num: int) -> list[Iteration]:
         """The newest clean steps, `num` at most."""
@@ -266,32 +259,12 @@ class Tuner:
                     self._clean.popleft()
                     self._clean_at.popleft()
 
-    def _remember(self, cost_s: float, ours_s: float, noise_s: float) -> None:
-        """A cost; those before are forgotten if the newest agree that they are no more what a save costs."""
-        self._costs.append(cost_s)
-        self._ours.append(ours_s)
-        self._noise_s = noise_s
-        costs = list(self._costs)
-        recent, older = costs[-RECENT:], costs[:-RECENT]
-        if len(older) >= RECENT - 1:
-            now_s, then_s = typical(recent), typical(older)
-            is_usual = min(recent) <= max(older) and max(recent) >= min(older)  # as where one in a few is dearer
-            if not is_usual and abs(now_s - then_s) > 2 * noise_s + 0.15 * then_s:
-                for kept in (self._costs, self._ours):
-                    while len(kept) > RECENT:
-                        kept.popleft()
-
-    def _cost(self) -> tuple[float, float]:
-        """Of a save: the visible part, and all of it. By noise alone, single saves may cost less than nothing."""
-        visible_s = max(typical(self._ours), 0.0)
-        return visible_s, max(typical(self._costs), visible_s)
-
     def _decide(self, rest_s: float, each_step_s: float) -> None:
         asked = self._asked
-        visible_s, save_s = self._cost()
+        visible_s, save_s = self._costs.mean(rest_s)
         told = self._before + self._num_saves
         if told < ENOUGH:  # few tell of it yet: as much as it may well be
-            save_s += self._noise_s * (max(told - 1, 1) ** -0.5 - ENOUGH**-0.5)
+            save_s += self._costs.noise_s * (max(told - 1, 1) ** -0.5 - ENOUGH**-0.5)
         if self._snapshots:
             rest_s, each_step_s = rest_s + each_step_s, 0.0
         rest_s = max(rest_s, 1e-9)
@@ -379,14 +352,3 @@ def _deviation(values: Sequence[float]) -> float:
     """The standard deviation, as the median tells it: outliers do not count."""
     median = statistics.median(values)
     return 1.4826 * statistics.median(abs(value - median) for value in values)
-
-
-def typical(values: Collection[float]) -> float:
-    """The mean, since a budget is for all saves together, the dear and the cheap ones included; of three, the median.
-
-    One at either end counts as much as the next: neither a pause nor a lucky save moves it. Not more than one, since
-    one save in ten may well be cheaper each time, as those beside evaluations.
-    """
-    ordered = sorted(values)
-    inner = ordered[1:-1] or ordered
-    return statistics.fmean(min(max(value, inner[0]), inner[-1]) for value in ordered)

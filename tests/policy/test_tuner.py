@@ -146,6 +146,7 @@ def test_at_each_step_where_that_is_free_and_one_interval_in_twenty_is_wider() -
 HOGS = {
     "disk": {"persist": 8.0, "slower": 3.0},
     "core": {"step": 1.8},
+    "core, and what saves need of it": {"step": 1.8, "visible": 3.0, "fence": 3.0, "slower": 3.0, "noise": 3.0},
 }
 
 
