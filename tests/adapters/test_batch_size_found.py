@@ -72,8 +72,15 @@ def saved_rates(directory: Path) -> dict[int, float]:
     return {step: state["optim"]["param_groups"][0]["lr"] for step, state in found.items()}
 
 
-@pytest.mark.parametrize("fails_at", [None, 4])
-@pytest.mark.parametrize("whose", ["mixin", "callback"])
+@pytest.mark.parametrize(
+    ("whose", "fails_at"),
+    [
+        ("callback", 4),
+        pytest.param("mixin", None, marks=pytest.mark.slow),
+        pytest.param("mixin", 4, marks=pytest.mark.slow),
+        pytest.param("callback", None, marks=pytest.mark.slow),
+    ],
+)
 def test_the_scheduler_of_the_training_that_goes_on_is_saved(tmp_path: Path, whose: str, fails_at: int | None) -> None:
     """Memory runs out in the first step, or when the Checkpointer knows of three."""
     before = signal.getsignal(signal.SIGTERM)

@@ -189,7 +189,7 @@ def test_a_damaged_checkpoint_is_skipped(
     assert f"{directory / 'checkpoint-9'} cannot be resumed from and is skipped" in caplog.text
 
 
-@pytest.mark.parametrize("left", [b"", b'{"epoch": 1.8, "glo', None])
+@pytest.mark.parametrize("left", [b"", pytest.param(b'{"epoch": 1.8, "glo', marks=pytest.mark.slow), None])
 def test_a_damaged_state_of_trainer_is_skipped(
     tmp_path: Path, whole: dict[str, Any], caplog: pytest.LogCaptureFixture, left: bytes | None
 ) -> None:
@@ -204,6 +204,7 @@ def test_a_damaged_state_of_trainer_is_skipped(
     assert f"{directory / 'checkpoint-6'} cannot be resumed from and is skipped: trainer_state.json" in caplog.text
 
 
+@pytest.mark.slow
 def test_all_are_damaged(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     here(directory, at=7, how="stop")
@@ -215,7 +216,7 @@ def test_all_are_damaged(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in before} == before
 
 
-@pytest.mark.parametrize("whose", ["theirs", "ours"])
+@pytest.mark.parametrize("whose", [pytest.param("theirs", marks=pytest.mark.slow), "ours"])
 def test_going_on_from_another_directory(tmp_path: Path, whole: dict[str, Any], whose: str) -> None:
     """From ckptlib's checkpoints, and from Trainer's own."""
     here(tmp_path / "one", at=7, how="stop", whose=whose)
@@ -224,6 +225,7 @@ def test_going_on_from_another_directory(tmp_path: Path, whole: dict[str, Any], 
     assert checkpoints(tmp_path / "one") == ["checkpoint-3", "checkpoint-6"]
 
 
+@pytest.mark.slow
 def test_going_back(tmp_path: Path, whole: dict[str, Any]) -> None:
     """Later checkpoints are written anew; a run without `resume_from_checkpoint` begins at the begin."""
     here(tmp_path / "run", at=10, how="stop", save_total_limit=None)

@@ -88,7 +88,7 @@ def test_behind_a_checkpoint_that_the_run_went_back_to(tmp_path: Path, caplog: p
     assert train(tmp_path, "ours", 14, "checkpoint-12") == 12, "a path is what it says"
 
 
-@pytest.mark.parametrize("whose", ["ours", "callback"])
+@pytest.mark.parametrize("whose", ["ours", pytest.param("callback", marks=pytest.mark.slow)])
 def test_behind_a_rewind(tmp_path: Path, whose: str) -> None:
     train(tmp_path, whose, 8, False)
     rewind(tmp_path, 4)

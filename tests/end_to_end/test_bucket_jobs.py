@@ -118,6 +118,7 @@ def test_faults_that_pass_cost_no_save(storage: ObjectStorage, tmp_path: Path, w
     assert steps_there(storage, url)[-1] == UNTIL
 
 
+@pytest.mark.slow
 def test_faults_while_a_job_resumes_cost_no_step(storage: ObjectStorage, tmp_path: Path, weights: str) -> None:
     """Bits that flip on the way down, too: the newest step is what it goes on from, and not the one before."""
     url = storage.url()

@@ -47,7 +47,6 @@ FAULTS: dict[str, list[Mapping[str, object]]] = {
     "breaks": [*up("reset_up", "flip_up", "lost_reply"), lasting("reset_up", PARTS)],
     "down": [lasting(kind, READS) for kind in ("stall_down", "reset_down", "truncate", "flip_down", "500")],
 }
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FAULTS if name != "some"]
 
 
 @pytest.fixture(params=["s3fs", pytest.param("obstore", marks=pytest.mark.slow)])
@@ -73,7 +72,8 @@ def goes_on(bench: BucketBench, rule: Mapping[str, object]) -> None:
     bench.until(lambda: bench.committed() > newest)
 
 
-@pytest.mark.parametrize("faults", ["some", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", FAULTS)
 def test_training_goes_on_through_faults_that_last(bench: BucketBench, faults: str) -> None:
     bench.start(save_deadline=DEADLINE_S)
     bench.until(lambda: bench.committed() > 0)

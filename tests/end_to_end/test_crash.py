@@ -78,6 +78,7 @@ def test_writer_killed_at_every_operation_is_started_again_and_the_step_commits(
     bench.go_on()
 
 
+@pytest.mark.slow
 def test_writer_that_dies_each_time_fails_the_save_and_training_goes_on(bench: Bench) -> None:
     cases = [rule for rule in points(operations_of_a_save(bench), after=False) if rule["op"] != "get"]
     (job,) = bench.start()

@@ -15,7 +15,7 @@ from workers.crash_jobs import run, try_restore, try_roots
 from ckptlib.stores.testing import flip_bit, truncate, write_plan
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_damaged_step_is_refused_by_name_and_skipped_by_all_ranks(tmp_path: Path, template: Path, size: int) -> None:
     objects = {}
     cases = [case for case in DAMAGES if size == 1 or case in BY_BOTH]

@@ -255,6 +255,7 @@ def test_a_step_that_only_local_disks_have(tmp_path: Path) -> None:
         assert ckpt.restore().step == 6
 
 
+@pytest.mark.slow
 def test_there_and_back_in_a_bucket(tmp_path: Path, s3: ObjectStorage) -> None:
     """By `restore(step=)`, by `ckptlib rewind`, and undone by a rewind to what was abandoned."""
     url, options = s3.url(), s3.options()

@@ -153,6 +153,7 @@ def away(bench: BucketBench, disks: Disks, at_least_s: float, **options: object)
     assert same_bytes(bench, disks) >= 2
 
 
+@pytest.mark.slow
 def test_the_bucket_is_away(bench: BucketBench, disks: Disks) -> None:
     away(bench, disks, 0.0)
     assert len(disks.steps(0)) <= 8

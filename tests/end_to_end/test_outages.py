@@ -166,7 +166,7 @@ def outage(job: Job, caplog: pytest.LogCaptureFixture) -> Iterator[Outage]:
     assert slots(job.root.parent) == []
 
 
-ONE_MORE = ("listing-of-steps", "read-of-part")
+ONE_MORE = ("listing-of-parts", "listing-of-steps", "part", "read-of-part", "record")
 
 
 @pytest.mark.parametrize(
@@ -225,6 +225,7 @@ def test_nothing_is_answered_at_all(outage: Outage) -> None:
         outage.save_last(ckpt)
 
 
+@pytest.mark.slow
 def test_a_save_that_waits_for_two_intervals_is_told_once(outage: Outage) -> None:
     with outage.checkpointer(save_deadline=timedelta(seconds=10)) as ckpt:
         outage.plan(stall("commit", "^packs/"))

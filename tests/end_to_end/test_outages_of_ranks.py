@@ -85,8 +85,8 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 @pytest.mark.parametrize(
     ("rank", "op", "key"),
     [
-        (1, "commit", "^packs/"),
-        (1, "put", "^parts/"),
+        pytest.param(1, "commit", "^packs/", marks=pytest.mark.slow),
+        pytest.param(1, "put", "^parts/", marks=pytest.mark.slow),
         pytest.param(0, "commit", "^packs/", marks=pytest.mark.slow),
         (0, "put", "^steps/"),
     ],

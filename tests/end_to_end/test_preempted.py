@@ -25,7 +25,7 @@ def steps(url: Path) -> list[int]:
     return [info.step for info in ckptlib.checkpoints(url)]
 
 
-@pytest.mark.parametrize("kind", ["hangs", "told, hangs"])
+@pytest.mark.parametrize("kind", [pytest.param("hangs", marks=pytest.mark.slow), "told, hangs"])
 def test_a_training_that_stands_still_is_left(tmp_path: Path, kind: str) -> None:
     """A launcher that waits for it would kill it after half a minute; one rank of two, as far as it knows."""
     root, env = tmp_path / "root", {**environment(), "WORLD_SIZE": "2"}
@@ -78,6 +78,7 @@ def test_a_job_is_not_left_while_it_waits_for_a_slot(tmp_path: Path) -> None:
     assert steps(root) == [6, 7, 8, 9]
 
 
+@pytest.mark.slow
 def test_a_job_at_its_end_is_not_left_while_it_waits_for_the_last_commit(tmp_path: Path) -> None:
     """In a container its writer would end with it, long before the launcher kills."""
     root, plan = tmp_path / "root", tmp_path / "plan.json"

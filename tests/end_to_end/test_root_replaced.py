@@ -62,6 +62,7 @@ def test_a_job_that_goes_on_saves_nothing_into_the_root_of_another(tmp_path: Pat
     go_on_in_the_root_of_another(root, lambda: shutil.rmtree(root))
 
 
+@pytest.mark.slow
 def test_nor_in_a_bucket(s3: ObjectStorage) -> None:
     url, options = s3.url(), s3.options()
     with open_store(url, options) as store:

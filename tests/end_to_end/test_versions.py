@@ -75,7 +75,7 @@ def test_where_every_manifest_is_newer_nothing_is_restored(root: Path) -> None:
         restored(root)
 
 
-@pytest.mark.parametrize("what", ["ckptlib.json", "generations/*"])
+@pytest.mark.parametrize("what", ["ckptlib.json", pytest.param("generations/*", marks=pytest.mark.slow)])
 def test_a_newer_root_or_generation_refuses_the_root(root: Path, what: str) -> None:
     """An older step may be of a past that the newer job has left, and what looks abandoned may be needed."""
     rewrite(root, what, newer)

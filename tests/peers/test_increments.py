@@ -65,6 +65,7 @@ def test_killed_in_the_middle_of_increments(make: Any, stage: str, rank: int) ->
     cluster.finish()
 
 
+@pytest.mark.slow
 def test_link_that_dies(make: Any) -> None:
     """The first snapshot over the new one has nothing to build on; those behind it have."""
     cluster = make(link_codec="optimizer")

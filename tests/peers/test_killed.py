@@ -64,6 +64,7 @@ def test_killed_while_a_snapshot_is_made(make: Any, cases: list[tuple[str, int, 
     cluster.finish()
 
 
+@pytest.mark.slow
 def test_killed_while_it_is_restored(make: Any) -> None:
     """Again and again: nothing is lost by it."""
     cluster = make()

@@ -17,7 +17,7 @@ slow = pytest.mark.slow
     [
         ("AB", "fsdp"),
         pytest.param("AABB", "fsdp", marks=slow),
-        ("ABC", "ddp"),
+        pytest.param("ABC", "ddp", marks=slow),
         pytest.param("AAB", "fsdp", marks=slow),
         pytest.param("AABB", "ddp", marks=slow),
         pytest.param("AAAABBBB", "fsdp", marks=slow),
@@ -55,7 +55,7 @@ def test_lost_one_after_the_other(make: Any, hosts: str, kind: str) -> None:
     ("copies", "lost", "found"),
     [
         (2, "AB", MEMORY),  # C has both
-        (1, "AB", STORE),  # a ring of three: A's replica was on B
+        pytest.param(1, "AB", STORE, marks=slow),  # a ring of three: A's replica was on B
         pytest.param(2, "BC", MEMORY, marks=slow),
         pytest.param(2, "ABC", STORE, marks=slow),
     ],

@@ -13,7 +13,7 @@ def sent(cluster: Cluster) -> list[list[int]]:
     return [[line["sent"] for line in job.told() if line["what"] == "step" and line["sent"]] for job in cluster.jobs]
 
 
-@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_holders_have_is_not_sent(make: Any, everything: bool) -> None:
     cluster = make(kind="ddp", own_data=False, everything=everything)
     cluster.start("AB", pauses=[5])

@@ -85,6 +85,7 @@ def test_ranks_that_name_different_steps_go_nowhere(make: Any) -> None:
     assert listed(cluster) == [4, 8]
 
 
+@pytest.mark.slow
 def test_a_rewind_is_undone_by_the_full_name(make: Any) -> None:
     cluster = make()
     trained_to(cluster, NEWEST)
@@ -97,6 +98,7 @@ def test_a_rewind_is_undone_by_the_full_name(make: Any) -> None:
     cluster.finish()
 
 
+@pytest.mark.slow
 def test_a_job_that_runs_is_superseded(make: Any) -> None:
     cluster = make()
     cluster.start("AB", every=4, pauses=[9])

@@ -89,7 +89,10 @@ BY_COMMAND = {"limits", "beat", "open_one"}
 """Run as a person runs them; of the others, what they measure runs in this process and their ranks are forked."""
 
 
-LONG = {"hog", "recover", "object_store", "bucket_faults", "bucket_job", "replicas"}
+LONG = {
+    *("beat", "hog", "recover", "object_store", "bucket_faults", "bucket_job", "replicas"),
+    *("many_tensors", "overhead", "restore_increments", "smaller", "throttled", "tier"),
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in SUBJECTS])
@@ -166,7 +169,9 @@ def test_report_says_what_was_met_and_what_was_not(tmp_path: Path) -> None:
     assert (tmp_path / "load.png").stat().st_size > 0
 
 
-@pytest.mark.parametrize("module", ["torch_checkpointing", "torchsnapshot", "lightning"])
+@pytest.mark.parametrize(
+    "module", ["torch_checkpointing", "torchsnapshot", pytest.param("lightning", marks=pytest.mark.slow)]
+)
 def test_peer_saves(module: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed; it is in the extra called bench")

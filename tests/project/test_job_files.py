@@ -127,6 +127,7 @@ def test_a_batch_job_saves_before_its_limit_and_goes_on_after(batch: Batch) -> N
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_cancelled_batch_job_saves_and_stays_away(batch: Batch) -> None:
     with batch.start(ENDLESS) as job:
         batch.await_steps(job, 5)

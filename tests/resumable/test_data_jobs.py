@@ -103,7 +103,7 @@ def test_other_numbers_of_ranks_within_epochs(tmp_path: Path, num_workers: int) 
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_same_number_of_ranks_goes_on_bit_for_bit(tmp_path: Path, num_workers: int) -> None:
     """The order, what the items drew at random, and the weights."""
     whole, parted = (Run(tmp_path / name, num_workers=num_workers) for name in ("whole", "parted"))
@@ -126,7 +126,7 @@ def test_a_loop_over_epochs(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_stream_goes_on_at_the_same_world_size_only(tmp_path: Path, num_workers: int) -> None:
     whole, parted = (
         Run(tmp_path / name, stream=True, num_workers=num_workers, length=48, total=12) for name in ("whole", "parted")

@@ -69,6 +69,7 @@ def options(s3: ObjectStorage, front: TlsFront, client: str, authority: Authorit
     return {**s3.options(front.url), "client": client, "client_kwargs": {"verify": str(authority.path)}}
 
 
+@pytest.mark.parametrize("client", ["s3fs", pytest.param("obstore", marks=pytest.mark.slow)], indirect=True)
 def test_each_call_says_what_to_do_and_the_same_store_goes_on(
     s3: ObjectStorage,
     front: TlsFront,

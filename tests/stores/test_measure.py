@@ -32,7 +32,7 @@ def test_a_line_where_larger_requests_were_no_slower() -> None:
     assert line([Transfer(MIB, 1, 1e6)]) == Line(pytest.approx(0.0, abs=1e-9), 1e6)
 
 
-@pytest.mark.parametrize("nbytes", [1, MIB, 20 * MIB, 160 * MIB])
+@pytest.mark.parametrize("nbytes", [1, MIB, 20 * MIB, pytest.param(160 * MIB, marks=pytest.mark.slow)])
 def test_every_size_that_fits_is_tried_and_all_is_deleted(nbytes: int) -> None:
     store = MemoryStore()
     speeds = measure(store, nbytes)

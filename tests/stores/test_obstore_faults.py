@@ -121,8 +121,12 @@ def test_a_small_put_gets_over_what_passes(store: Store, direct: Store, proxy: F
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     ("nbytes", "fault"),
-    [*[(8, fault) for fault in ("503", "blackhole", "403")]]
-    + [(len(DATA), fault) for fault in ("503", "stall_up", "flip_up", "403")],
+    [
+        *[(8, fault) for fault in ("blackhole", "403")],
+        *[(len(DATA), fault) for fault in ("503", "flip_up", "403")],
+        pytest.param(8, "503", marks=pytest.mark.slow),
+        pytest.param(len(DATA), "stall_up", marks=pytest.mark.slow),
+    ],
 )
 def test_a_put_that_fails_leaves_nothing(
     store: Store, direct: Store, s3: ObjectStorage, url: str, proxy: FaultProxy, nbytes: int, fault: str
@@ -139,7 +143,12 @@ def test_a_put_that_fails_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("op", "fault"), [("UploadPart", "stall_up"), ("UploadPart", "blackhole"), ("CreateMultipartUpload", "blackhole")]
+    ("op", "fault"),
+    [
+        pytest.param("UploadPart", "stall_up", marks=pytest.mark.slow),
+        ("UploadPart", "blackhole"),
+        ("CreateMultipartUpload", "blackhole"),
+    ],
 )
 @pytest.mark.parametrize("kind", ["iterator", pytest.param("list", marks=pytest.mark.slow)])
 def test_nothing_of_a_put_goes_on_after_its_deadline(
@@ -220,8 +229,11 @@ def test_a_get_goes_on_where_it_broke_off(store: Store, proxy: FaultProxy, fault
     assert store.get("p") == DATA
 
 
+SLOW = [pytest.param(fault, marks=pytest.mark.slow) for fault in ("503", "blackhole")]
+
+
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("fault", ["stall_down", "503", pytest.param("blackhole", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", ["stall_down", *SLOW])
 def test_a_get_that_fails_ends(store: Store, direct: Store, proxy: FaultProxy, fault: str) -> None:
     direct.put("p", DATA)
     proxy.rules([{"match": "^GetObject", "fault": fault}])  # type: ignore[list-item]
@@ -300,6 +312,7 @@ def test_what_somebody_must_change(s3: ObjectStorage, wrong: dict[str, str]) -> 
             assert "s3cr3t" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_comes_back(tmp_path: Path) -> None:
     with (
         start_seaweedfs(tmp_path) as storage,

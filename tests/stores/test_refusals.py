@@ -116,6 +116,7 @@ def with_tls(server: Refusing, path: Path) -> str:
     return f"https://localhost:{server.server_port}"
 
 
+@pytest.mark.parametrize("client", ["s3fs", pytest.param("obstore", marks=pytest.mark.slow)], indirect=True)
 def test_a_certificate_that_nobody_trusts(server: Refusing, client: str, tmp_path: Path) -> None:
     url = with_tls(server, tmp_path)
     with (
@@ -127,6 +128,7 @@ def test_a_certificate_that_nobody_trusts(server: Refusing, client: str, tmp_pat
     assert server.num_asked == 0
 
 
+@pytest.mark.parametrize("client", ["s3fs", pytest.param("obstore", marks=pytest.mark.slow)], indirect=True)
 def test_tls_where_there_is_none(server: Refusing, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io_limits, "RETRY_S", SHORT_RETRY_S)
     with (

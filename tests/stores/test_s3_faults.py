@@ -28,7 +28,8 @@ ONCE = [
 ]
 ALWAYS = [
     *((64, fault) for fault in ("flip_up", "503", "blackhole", "hang_reply")),
-    *((NBYTES, fault) for fault in ("reset_up", "stall_up", "flip_up", "refuse", "hang_reply")),
+    *((NBYTES, fault) for fault in ("reset_up", "stall_up", "flip_up", "refuse")),
+    pytest.param(NBYTES, "hang_reply", marks=pytest.mark.slow),
 ]
 
 
@@ -54,7 +55,7 @@ def put(bucket: Bucket, data: bytes, late: bool, deadline: float | None = None) 
 
 
 @pytest.mark.parametrize(("fault", "count"), ONCE)
-@pytest.mark.parametrize("nbytes", [64, NBYTES])
+@pytest.mark.parametrize("nbytes", [pytest.param(64, marks=pytest.mark.slow), NBYTES])
 def test_a_put_outlasts_what_passes(bucket: Bucket, fault: str, count: int, nbytes: int) -> None:
     data = os.urandom(nbytes)
     after = {"after": min(HALF, nbytes // 2)} if fault.endswith("_up") else {}
@@ -88,7 +89,10 @@ def test_a_put_gives_up_and_leaves_nothing(bucket: Bucket, fault: str, nbytes: i
 
 
 @pytest.mark.parametrize("op", ["CreateMultipartUpload", "CompleteMultipartUpload"])
-@pytest.mark.parametrize(("fault", "count"), [("503", 3), ("lost_reply", 1), ("hang_reply", 1), ("blackhole", 1)])
+@pytest.mark.parametrize(
+    ("fault", "count"),
+    [("503", 3), ("lost_reply", 1), ("blackhole", 1), pytest.param("hang_reply", 1, marks=pytest.mark.slow)],
+)
 def test_what_begins_and_ends_an_upload_is_sent_again(bucket: Bucket, op: str, fault: str, count: int) -> None:
     data = os.urandom(NBYTES)
     bucket.breaks(f"^{op} ", fault, count)
@@ -118,7 +122,10 @@ def test_nothing_goes_on_after_the_deadline(bucket: Bucket) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "count"),
-    [("reset_down", 1), ("stall_down", 1), ("truncate", 1), ("503", 3), ("refuse", 1), ("hang_reply", 1)],
+    [
+        *[("reset_down", 1), ("stall_down", 1), ("truncate", 1), ("503", 3), ("refuse", 1)],
+        pytest.param("hang_reply", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_get_goes_on_at_its_byte(bucket: Bucket, fault: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault not in ("stall_down", "hang_reply"):  # of the requests that count here, none is sent again for its time
@@ -144,7 +151,7 @@ def test_a_get_goes_on_at_its_byte(bucket: Bucket, fault: str, count: int, monke
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("fault", ["stall_down", "503", "refuse", "blackhole"])
+@pytest.mark.parametrize("fault", ["stall_down", "503", "refuse", pytest.param("blackhole", marks=pytest.mark.slow)])
 def test_a_get_gives_up(bucket: Bucket, fault: str) -> None:
     data = os.urandom(HALF)
     bucket.store.put("p", data)

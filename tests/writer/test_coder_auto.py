@@ -166,6 +166,7 @@ def test_samples_are_not_taken_beside_the_check_of_the_slot(
     assert began_beside == [False, False, True]
 
 
+@pytest.mark.slow
 def test_samples_are_not_summarized_for_patches(tmp_path: Path) -> None:
     """That took a third of their time, and of few chunks of a whole save: a store of 0.3 GB/s got raw chunks for it."""
     store = open_store(f"latency+file://{tmp_path}/root?latency=0.001&bandwidth=4e6")
