@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +16,9 @@ _LOCAL = ("file", "local")
 _S3 = ("s3", "s3a")
 _CLIENTS = ("s3fs", "obstore", "fsspec")
 
+_LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
+"""How a URL begins that went through pathlib; a drive of Windows has one letter."""
+
 
 def absolute(url: str | Path) -> str:
     """The URL that names the same place from any working directory, and in the writer's process."""
@@ -24,6 +28,12 @@ def absolute(url: str | Path) -> str:
 
 def _split(url: str) -> tuple[str, str]:
     """Scheme and the rest; a path is of the scheme "file"."""
+    if lost := _LOST_SLASH.match(url):
+        whole = f"{lost[1]}://{'/' if lost[1] in _LOCAL else ''}{url[lost.end() :]}"
+        raise ValueError(
+            f"{url} would be a directory below {Path.cwd()}: is it {whole}? pathlib makes one slash of two; pass a URL "
+            f"as a str, or ./{url} if the directory is meant"
+        )
     scheme, found, rest = url.partition("://")
     return (scheme, rest) if found else ("file", url)
 
@@ -35,6 +45,8 @@ def open_store(url: str, options: Mapping[str, object] | None = None) -> Store:
     none. One of them is ours: `client` names what reaches buckets, "s3fs" (S3), "fsspec" (the rest), or "obstore", for
     S3, GCS and Azure. The schemes `latency+...` and `fault+...` are those of `ckptlib.testing`. Nothing is read or
     written yet.
+
+    Raises ValueError for a URL that has lost a slash.
     """
     scheme, rest = _split(url)
     if scheme in _LOCAL:

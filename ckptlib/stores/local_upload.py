@@ -95,7 +95,7 @@ class LocalUpload:
             _write_all(self._fd, head, 0)
             os.fsync(self._fd)
             _publish(self._root, self._temp, self._key)
-            _sync_up(self._root, self._key.split("/")[:-1])
+            _sync_up_or_withdraw(self._root, self._key)
         except OSError as error:
             raise failure(error, "publish", self._path, self._end) from error
         finally:
@@ -200,6 +200,18 @@ def _taken(fd: int, name: str, path: str) -> CkptError:
     if kind is not None:
         return FormatError(f"{path}: cannot publish: {kind} is in the place of the object; remove it")
     return ObjectExists(f"{path}: exists already, and objects are never overwritten; put it under another key")
+
+
+def _sync_up_or_withdraw(root: str, key: str) -> None:
+    """Makes the name of a published file durable. A name that is not is taken back: else the next try would find it,
+    or a listing would, and take it for an object that a power loss cannot remove."""
+    *names, name = key.split("/")
+    try:
+        _sync_up(root, names)
+    except (OSError, StoreError):
+        with contextlib.suppress(OSError, StoreError), tree.directory(root, names) as fd:
+            os.unlink(name, dir_fd=fd)
+        raise
 
 
 def _sync_up(root: str, names: list[str]) -> None:

@@ -178,7 +178,7 @@ class Upload:
         request = {"MultipartUpload": {"Parts": parts}, **self._upload, **condition}
         with self._noted():
             try:
-                await self._client.ask(call, "complete_multipart_upload", request, retries=retries)
+                answer = await self._client.ask(call, "complete_multipart_upload", request, retries=retries)
             except ClientError as error:
                 # The answer to an earlier try may have been lost: then the object is there, and the upload is not.
                 exists = condition and _is_there(error)
@@ -190,16 +190,34 @@ class Upload:
                 if not (condition and code_of(error) == "NotImplemented"):
                     raise
                 await self._complete({})
+            else:
+                if "ETag" not in answer:
+                    await self._check_there(call)
+
+    async def _check_there(self, call: Call) -> None:
+        """After 200 and no result, as of a proxy, or cut off: the status comes before the parts are joined."""
+        found = await self._found()
+        if found is None or found["ContentLength"] != self._nbytes:
+            raise StoreError(
+                f"{self._client.url}/{call.key}: cannot {call.doing}: the server ended the upload by 200 without a "
+                f"result, and there is no object of {self._nbytes} bytes; try again; is there a proxy in the way?"
+            )
 
     async def _is_whole(self, parts: list[dict[str, object]]) -> bool:
         """Whether the object is made of these parts."""
+        found = await self._found()
+        if found is None:
+            return False
+        return bool(found["ContentLength"] == self._nbytes and found["ETag"].strip('"') == _etag(parts))
+
+    async def _found(self) -> dict[str, Any] | None:
+        """What the server tells of the object; None where there is none."""
         try:
-            found = await self._client.ask(self._call, "head_object", {"Key": self._key})
+            return await self._client.ask(self._call, "head_object", {"Key": self._key})
         except ClientError as error:
             if status_of(error) == 404:
-                return False
+                return None
             raise
-        return bool(found["ContentLength"] == self._nbytes and found["ETag"].strip('"') == _etag(parts))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -165,6 +166,31 @@ def test_a_file_system_without_links(files: Path, monkeypatch: pytest.MonkeyPatc
         store.put("a/b", b"2")
     assert store.get("a/b") == b"1"
     assert temp_files(files) == []
+
+
+@pytest.mark.parametrize("num_flushed", [0, 1, 2])
+def test_an_object_whose_directories_are_not_flushed_is_none(
+    files: Path, monkeypatch: pytest.MonkeyPatch, num_flushed: int
+) -> None:
+    store, fsync, left = LocalStore(str(files)), os.fsync, [num_flushed]
+    store.put("a/b/c", b"1")
+
+    def refuse(fd: int) -> None:
+        if not stat.S_ISDIR(os.fstat(fd).st_mode):
+            fsync(fd)
+        elif left:
+            left[0] -= 1
+            if left[0] < 0:
+                left.clear()
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(StoreError, match=r"a/b/d: cannot publish: .*errno 5"):
+        store.put("a/b/d", b"2")
+    assert keys(store) == ["a/b/c"]  # else the next try would find it, and say that it is there to stay
+    assert temp_files(files) == []
+    store.put("a/b/d", b"3")
+    assert (store.get("a/b/c"), store.get("a/b/d")) == (b"1", b"3")
 
 
 def test_a_killed_upload_leaves_no_object(files: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import uuid
 from pathlib import Path
 
 import pytest
+import torch
 from store_conformance import StoreConformance
 
+import ckptlib
 from ckptlib.stores import Store, absolute, open_store
 from ckptlib.stores.memory import MemoryStore
 
@@ -46,6 +49,30 @@ def test_a_path_is_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match="needs a path"):
         open_store(absolute(""))
     assert absolute("s3://bucket/run") == "s3://bucket/run"
+
+
+@pytest.mark.parametrize(
+    ("url", "meant"),
+    [
+        (Path("s3://bucket/run"), "s3://bucket/run"),
+        (Path("gs://bucket") / "run", "gs://bucket/run"),
+        (Path("file:///scratch/run"), "file:///scratch/run"),
+        ("s3:/bucket", "s3://bucket"),
+    ],
+)
+def test_a_url_that_went_through_pathlib_is_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str | Path, meant: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = re.escape(f"{url} would be a directory below {tmp_path}: is it {meant}?")
+    with pytest.raises(ValueError, match=told):
+        absolute(url)
+    with pytest.raises(ValueError, match=told):
+        open_store(str(url))
+    with pytest.raises(ValueError, match=told):
+        ckptlib.save(url, {"a": torch.ones(1)}, step=1)
+    assert [*tmp_path.iterdir()] == []
+    assert absolute(f"./{url}") == f"file://{tmp_path}/{url}"
 
 
 def test_stores_do_not_import_torch_or_fsspec(tmp_path: Path) -> None:
