@@ -55,7 +55,7 @@ class SharedDocuments:
         self._lock = threading.Lock()
         """Of the layouts; nothing is read with it."""
         self._found: set[str] = set()
-        """Layouts that were there as they were to be put."""
+        """Layouts that were there as they were to be put; of the last step, once it is committed."""
         self._root: bytes | None = None
         """As it was read last."""
         self.opened_id: str | None = None
@@ -63,6 +63,7 @@ class SharedDocuments:
         self.own_record: Generation | None = None
         """Of the job's generation, as it was put; None where nobody told."""
         self._copied: set[str] = set()
+        """What has a good copy, of the last step: retention may have deleted those of others since."""
         self._told: set[str] = set()
 
     # Reading
@@ -225,10 +226,12 @@ class SharedDocuments:
     def put_copies(self, digests: Iterable[str]) -> None:
         """Of the root's document and of these layouts, where there is none, or one that has not the same bytes.
 
-        Before a step that has these layouts exists. Asks nothing about those that it has looked at before.
+        Before a step that has these layouts exists. Asks nothing about those that the step before had, too.
         """
         digests = {*digests}
-        wanted = {keys.ROOT, *map(keys.layout_key, digests)} - self._copied
+        documents = {keys.ROOT, *map(keys.layout_key, digests)}
+        self._copied &= documents
+        wanted = documents - self._copied
         if not wanted:
             return
         # Layouts that an earlier save has put have their copies, as a rule: these are read without a listing.
@@ -255,6 +258,7 @@ class SharedDocuments:
                 log.error("%s. Until then there is no second copy of %s", error, key)
                 continue
             self._copied.add(key)
+        self._found &= digests
 
     def mend(self, wanted: Iterable[str]) -> list[str]:
         """Of these documents and their copies, puts again what is damaged or gone, where the other is whole.
