@@ -29,7 +29,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -46,9 +46,7 @@ from ckptlib.catalog.stock import Stock, take_stock
 from ckptlib.catalog.unwanted import crashed, deletable, due_trash, idle_pins, is_refresh_done, unwanted_steps
 from ckptlib.catalog.uses import UNREADABLE, Needed, needed_by, record_of
 from ckptlib.errors import (
-    CheckpointNotFound,
     CorruptData,
-    FormatError,
     NewerFormat,
     ObjectExists,
     ObjectNotFound,
@@ -128,9 +126,8 @@ def sweep(
     due = [] if needed is None else due_trash(stock, oldest)
     gone, stages = deletable(stock, due, needed or {})
     waiting = sorted(({*stock.objects, *stock.records} - stock.committed | {*dropped}) - gone)
-    layouts = []
-    if not {*waiting} - {*due}:  # of what is due no part is left, whatever its packs are needed for
-        layouts = _unnamed_layouts(catalog, stock, oldest)
+    # Of what is due no part is left, whatever its packs are needed for.
+    layouts = _unnamed_layouts(catalog, stock, {*waiting} - {*due} - stock.committed, oldest)
     if not dry_run:
         old_clocks = [entry.key for entry in stock.clocks if entry.modified < oldest]
         refreshes = [save.refresh_key for save in stock.refreshes if is_refresh_done(save, stock, needed)]
@@ -221,18 +218,22 @@ def _stands(catalog: Catalog, committed: Collection[SaveId]) -> tuple[dict[SaveI
     return known, unknown
 
 
-def _unnamed_layouts(catalog: Catalog, stock: Stock, oldest: float) -> list[Entry]:
-    """The old layouts that no committed step names, and their copies; asked only where no other save is left that may
-    name one."""
+def _unnamed_layouts(catalog: Catalog, stock: Stock, waiting: Set[SaveId], oldest: float) -> list[Entry]:
+    """The old layouts, and their copies, that neither a committed step names nor one of those `waiting`, which may
+    still be read; none where one of these may name any, as one that is in flight may."""
     old = [entry for entry in stock.layouts if entry.modified < oldest]
-    if not old:
+    if not old or not waiting <= stock.records.keys():
         return []
     try:
         catalog.warm_stands(stock.committed)
-        named = {keys.layout_key(digest) for save in stock.committed for digest in catalog.stand(save).layouts}
-    except (CheckpointNotFound, CorruptData, FormatError, ObjectUnreadable) as error:
-        log.warning("layouts are left alone, since a manifest cannot be read: %s", error)
+        of_steps = [catalog.stand(save).layouts for save in stock.committed]
+        of_trash = [catalog.trash_record(save).layouts for save in waiting]
+    except UNREADABLE as error:
+        log.warning("layouts are left alone, since a document that may name some cannot be read: %s", error)
         return []
+    if None in of_trash:
+        return []
+    named = {keys.layout_key(digest) for some in (*of_steps, *of_trash) for digest in some or ()}
     unnamed = [entry for entry in old if entry.key not in named]
     if not unnamed:
         return []

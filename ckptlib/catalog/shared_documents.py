@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import takewhile
 
 from ckptlib.errors import (
     CheckpointNotFound,
@@ -54,7 +55,7 @@ class SharedDocuments:
         self._lock = threading.Lock()
         """Of the layouts; nothing is read with it."""
         self._found: set[str] = set()
-        """Layouts that were there as they were to be put."""
+        """Layouts that were there as they were to be put; of the last step, once it is committed."""
         self._root: bytes | None = None
         """As it was read last."""
         self.opened_id: str | None = None
@@ -62,6 +63,7 @@ class SharedDocuments:
         self.own_record: Generation | None = None
         """Of the job's generation, as it was put; None where nobody told."""
         self._copied: set[str] = set()
+        """What has a good copy, of the last step: retention may have deleted those of others since."""
         self._told: set[str] = set()
 
     # Reading
@@ -224,14 +226,16 @@ class SharedDocuments:
     def put_copies(self, digests: Iterable[str]) -> None:
         """Of the root's document and of these layouts, where there is none, or one that has not the same bytes.
 
-        Before a step that has these layouts exists. Asks nothing about those that it has looked at before.
+        Before a step that has these layouts exists. Asks nothing about those that the step before had, too.
         """
         digests = {*digests}
-        wanted = {keys.ROOT, *map(keys.layout_key, digests)} - self._copied
+        documents = {keys.ROOT, *map(keys.layout_key, digests)}
+        self._copied &= documents
+        wanted = documents - self._copied
         if not wanted:
             return
         # Layouts that an earlier save has put have their copies, as a rule: these are read without a listing.
-        listed = None if digests <= self._found else {entry.key for entry in self.store.scan(keys.COPIES)}
+        listed = None if digests <= self._found else self._present([*map(keys.copy_key, wanted)])
         with self._lock:
             known = {keys.layout_key(digest): layout.encoded for digest, layout in self._layouts.items()}
         if self._root is not None:
@@ -254,6 +258,7 @@ class SharedDocuments:
                 log.error("%s. Until then there is no second copy of %s", error, key)
                 continue
             self._copied.add(key)
+        self._found &= digests
 
     def mend(self, wanted: Iterable[str]) -> list[str]:
         """Of these documents and their copies, puts again what is damaged or gone, where the other is whole.
@@ -296,15 +301,21 @@ class SharedDocuments:
         self.store.delete(key)
         put_new(self.store, key, document, create=key == keys.ROOT)
 
-    def put_again(self, digests: Iterable[str]) -> None:
+    def put_again(self, digests: Collection[str]) -> None:
         """Those of these layouts that are gone, each with its copy. Costs a listing."""
-        present = {entry.key for entry in self.store.scan(keys.LAYOUTS)}
+        present = self._present([*map(keys.layout_key, digests)])
         gone = [digest for digest in digests if keys.layout_key(digest) not in present]
         for digest in gone:
             self.put_layout(digest, self.layout(digest).encoded)
         self._copied -= {*map(keys.layout_key, gone)}
         if gone:
             self.put_copies(gone)
+
+    def _present(self, wanted: Collection[str]) -> set[str]:
+        """Of these keys those that are there, and maybe others. One listing, of what begins as all of them do: a state
+        that changes at every save has put a layout at each, and most steps have one."""
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(min(wanted), max(wanted), strict=False))
+        return {entry.key for entry in self.store.scan("".join(letter for letter, _ in same))}
 
 
 def put_new(store: Store, key: str, data: bytes, create: bool = False) -> bool:

@@ -165,7 +165,7 @@ def record_of(catalog: Catalog, save: SaveId, reason: str) -> TrashRecord:
         return _record_there(catalog, save) or TrashRecord(save, reason)
     except UNREADABLE:
         return TrashRecord(save, reason)
-    return TrashRecord(save, reason, stand.uses, stand.users, stand.created)
+    return TrashRecord(save, reason, stand.uses, stand.users, stand.created, stand.layouts)
 
 
 def _record_there(catalog: Catalog, save: SaveId) -> TrashRecord | None:

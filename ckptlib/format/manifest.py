@@ -333,6 +333,8 @@ class TrashRecord:
     """Of its manifest."""
     created: float = 0.0
     """Of its manifest; 0 where that is not known."""
+    layouts: tuple[str, ...] | None = None
+    """Of its manifest, by digest; None where that is not known."""
 
     def encode(self) -> bytes:
         body: dict[str, Json] = {
@@ -342,6 +344,8 @@ class TrashRecord:
             "uses": _encode_uses(self.uses, self.users),
             "created": self.created,
         }
+        if self.layouts is not None:
+            body["layouts"] = [*self.layouts]
         return encode("trash", body)
 
     @classmethod
@@ -350,4 +354,5 @@ class TrashRecord:
         if parse_save(fields.text("save")) != save:
             raise fields.fail("content and name tell of different saves")
         created = fields.number("created") if "created" in fields else 0.0
-        return cls(save, fields.text("reason"), *_decode_uses(fields), created)
+        layouts = tuple(fields.texts("layouts", "[0-9a-f]{32}")) if "layouts" in fields else None
+        return cls(save, fields.text("reason"), *_decode_uses(fields), created, layouts)

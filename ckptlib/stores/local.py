@@ -98,7 +98,7 @@ class LocalStore(Store):
 
     @override
     def scan(self, prefix: str, after: str = "") -> list[Entry]:
-        return [entry for entry in self._scan(check_prefix(prefix)) if entry.key > after]
+        return self._scan(check_prefix(prefix), after)
 
     @override
     def peek(self, most: int) -> list[str]:
@@ -110,41 +110,43 @@ class LocalStore(Store):
         except OSError as error:
             raise failure(error, "list", self._root) from error
 
-    def _scan(self, prefix: str) -> list[Entry]:
+    def _scan(self, prefix: str, after: str) -> list[Entry]:
         directory = prefix[: prefix.rfind("/") + 1]
         try:
             if tree.BY_PATH:
-                return sorted(self._walk(None, directory, prefix), key=lambda entry: entry.key)
+                return sorted(self._walk(None, directory, prefix, after), key=lambda entry: entry.key)
             with tree.directory(self._root, directory.split("/")[:-1], to_list=True) as fd:
-                return sorted(self._walk(fd, directory, prefix), key=lambda entry: entry.key)
+                return sorted(self._walk(fd, directory, prefix, after), key=lambda entry: entry.key)
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise failure(error, "list", os.path.join(self._root, directory)) from error
 
-    def _walk(self, fd: int | None, directory: str, prefix: str) -> Iterator[Entry]:
-        """`fd`: of the directory; None where there are only paths."""
+    def _walk(self, fd: int | None, directory: str, prefix: str, after: str) -> Iterator[Entry]:
+        """`fd`: of the directory; None where there are only paths. Files up to `after` cost no more than their names:
+        to ask for the size and time of each is a request of its own on a shared file system."""
         with os.scandir(os.path.join(self._root, directory) if fd is None else fd) as found:
             children = list(found)
         for child in children:
             key = directory + child.name
-            if not key.startswith(prefix) or not is_key(key):
+            is_dir = child.is_dir(follow_symlinks=False)
+            if not (is_dir or key > after) or not key.startswith(prefix) or not is_key(key):
                 continue
-            if child.is_dir(follow_symlinks=False):
-                yield from self._walk_inner(fd, child.name, key + "/")
+            if is_dir:
+                yield from self._walk_inner(fd, child.name, key + "/", after)
             elif child.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):  # deleted since the directory was read
                     status = child.stat(follow_symlinks=False)
                     yield Entry(key, status.st_size, status.st_mtime)
 
-    def _walk_inner(self, fd: int | None, name: str, directory: str) -> Iterator[Entry]:
+    def _walk_inner(self, fd: int | None, name: str, directory: str, after: str) -> Iterator[Entry]:
         try:
             if fd is None:
-                yield from self._walk(None, directory, "")
+                yield from self._walk(None, directory, "", after)
                 return
             inner = tree.inner(fd, name)
             try:
-                yield from self._walk(inner, directory, "")
+                yield from self._walk(inner, directory, "", after)
             finally:
                 os.close(inner)
         except (FileNotFoundError, NotADirectoryError):

@@ -97,7 +97,8 @@ class Drain:
         self._rank, self._deadline_s = rank, deadline_s
         self._pace, self._note_upload = pace, note_upload
         self._seen = SeenPacks(bucket.store)
-        self._layouts_put: set[str] = set()
+        self._layout_put: str | None = None
+        """Of the drain before, by this rank: the only one that retention cannot have deleted since."""
 
     def copy(self, save: SaveId, is_new: bool = False, puts_layout: bool = True) -> int:
         """Returns how many bytes of packs were put; 0 where all was there. `is_new`: nothing can be there.
@@ -123,9 +124,9 @@ class Drain:
             raise
         checked.result()
         layout = part.table.layout
-        if puts_layout and layout not in self._layouts_put:
+        if puts_layout and layout != self._layout_put:
             self._bucket.shared.put_layout(layout, self._disk.layout(layout).encoded)
-            self._layouts_put.add(layout)
+        self._layout_put = layout if puts_layout else None
         self._bucket.store.put(name, document, deadline=deadline)
         return sum(pack.nbytes for pack in packs)
 

@@ -8,16 +8,17 @@ from collections import deque
 from collections.abc import Callable
 
 from ckptlib.catalog.catalog import Steps
+from ckptlib.format.keys import SaveId
 from ckptlib.format.part import Part
 from ckptlib.slots.snapshot import Snapshot
-from ckptlib.writer.parents import KEPT, fits
+from ckptlib.writer.parents import KEPT, fits, oldest_save
 
 
 class DrainedParents:
     """Of one rank. The first save of a writer has none."""
 
     def __init__(self, known: Callable[[], Steps]) -> None:
-        """`known`: the steps of the store, as of when they were last listed."""
+        """`known`: the steps of the store from `oldest` on, as of when they were last listed."""
         self._known = known
         self._parts: deque[Part] = deque(maxlen=KEPT)
         """Newest last."""
@@ -26,6 +27,10 @@ class DrainedParents:
         """A part that is to be drained."""
         if all(other.save != part.save for other in self._parts):
             self._parts.append(part)
+
+    def oldest(self) -> SaveId | None:
+        """The first step that matters to a choice; None: it is not known. From any thread."""
+        return min(map(oldest_save, tuple(self._parts)), default=None)
 
     def choose(self, snapshot: Snapshot, patience_s: float) -> tuple[Part | None, Steps]:
         """The parent of a snapshot, and the steps there are; None: nothing can be taken over. Waits for nothing."""

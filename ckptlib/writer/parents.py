@@ -81,7 +81,7 @@ class Parents:
         candidates = [part for part in reversed(self._parts) if fits(part, snapshot)]
         if not candidates:
             return None, Steps([], [])
-        oldest = min(map(_oldest_save, candidates))
+        oldest = min(map(oldest_save, candidates))
         steps = self._catalog.steps(oldest)
         deadline, pauses = time.monotonic() + patience_s, Pauses(self._catalog.store, patience_s)
         while True:
@@ -160,7 +160,7 @@ def fits(part: Part, snapshot: Snapshot) -> bool:
     return part.algorithm == snapshot.algorithm and part.table.cuts_digest == snapshot.table.cuts_digest
 
 
-def _oldest_save(part: Part) -> SaveId:
+def oldest_save(part: Part) -> SaveId:
     """Of those that a part needs: its own, and those of its packs."""
     return min([part.save, *(of for of in (pack_save(pack.key) for pack in part.packs) if of is not None)])
 

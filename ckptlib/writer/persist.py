@@ -81,7 +81,8 @@ class Persister:
         self._left = None if pack_nbytes is None else LeftPacks(store)
         self._coder = Coder(CodecRules.of(RAW) if rules is None else rules, store.is_local)
         self._shared = SharedDocuments(store) if shared is None else shared
-        self._layouts_put: set[str] = set()
+        self._layout_put: str | None = None
+        """Of the save before, by this rank: the only one that retention cannot have deleted since."""
         self._deadline: float | None = None
         """Of the save that is persisted now."""
         self._patience_s = 0.0
@@ -134,6 +135,8 @@ class Persister:
             raise CorruptData(f"{slot.path}: was overwritten while it was persisted")
         if puts_layout:
             self._put_layout(snapshot)
+        else:
+            self._layout_put = None
         share = assemble(snapshot.digests, parent, increment.taken, put)
         part = Part(
             save=save,
@@ -310,11 +313,11 @@ class Persister:
     def _put_layout(self, snapshot: Snapshot) -> None:
         """On a disk it is looked for each time: sweeps of other ranks remove what no part names."""
         digest = snapshot.layout.digest
-        if digest not in self._layouts_put:
+        if digest != self._layout_put:
             if self._shared.put_layout(digest, snapshot.layout.encoded):
                 self._shared.keep_layout(digest, snapshot.layout)
             if not self._on_disk:
-                self._layouts_put.add(digest)
+                self._layout_put = digest
 
 
 def _read_by_store(body: memoryview, shape: PackShape) -> Iterable[Buffer]:

@@ -45,10 +45,11 @@ class Tier:
         self.disk: Store = disk_for(str(settings.path), store)
         self._local, self._bucket = Catalog(self.disk), Catalog(store)
         self._steps = Steps([], [])
-        """Of the store, as of the last drain."""
+        """Of the store, from the first one on that matters to a save, as of the last drain."""
         self._undrained: set[SaveId] = set()
         self._new: set[SaveId] = set()
-        """Those of which nothing can be in the store, since no other writer can have drained them."""
+        """Those of which nothing can be in the store, since no other writer can have drained them: the newest one, and
+        what is to be drained."""
         self._drained: SaveId | None = None
         """The last one."""
         self._whole: SaveId | None = None
@@ -87,7 +88,7 @@ class Tier:
     def note_new(self, save: SaveId) -> None:
         """It is persisted here for the first time. From any thread."""
         with self._lock:
-            self._new.add(save)
+            self._new = (self._new & self._undrained) | {save}
 
     def note_whole(self, save: SaveId, settled: int) -> None:
         """All ranks have it on their disks, and nothing that follows up to the step `settled`. From any thread."""
@@ -142,7 +143,7 @@ class Tier:
             try:
                 with self.watched(save):
                     before()
-                    self._steps = self._bucket.steps()
+                    self._steps = self._bucket.steps(self.parents.oldest())
                     nbytes = self._drain.copy(save, self._is_new(save), puts_layout)
                 break
             except StoreError as error:
@@ -190,6 +191,6 @@ class Tier:
     def look_again(self) -> None:
         """A step was committed. An outage changes nothing: later saves refer to what was known before."""
         try:
-            self._steps = self._bucket.steps()
+            self._steps = self._bucket.steps(self.parents.oldest())
         except CkptError as error:
             log.info("the steps of %s could not be listed: %s", self._bucket.store.url, describe(error))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from support import age, layout_of, make_generation, make_root, make_save, put_part, put_parts, state
 from typing_extensions import override
@@ -22,6 +23,7 @@ from ckptlib.catalog.pauses import Pauses
 from ckptlib.catalog.reading import each, in_order, warm
 from ckptlib.catalog.retention import sweep
 from ckptlib.errors import CorruptData, SaveFailed, StoreError, Superseded
+from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.policy.keep import Keep
 from ckptlib.stores.io_limits import DOCUMENT_THREADS
@@ -74,6 +76,23 @@ def test_a_commit_costs_eight_requests_whatever_the_number_of_ranks(
         assert Catalog(store).is_committed(save)
         assert not Catalog(store).is_committed(SaveId(9, generation))
     assert known == [Requests(get=2)]
+
+
+def test_a_commit_costs_the_same_whatever_the_number_of_layouts(store: CountingStore, catalog: Catalog) -> None:
+    """A state that changes at every save has another one at each."""
+    generation, committer = make_generation(catalog), Committer(Catalog(store))
+    found: list[Requests] = []
+    for step in range(1, 4):
+        for same in (0, 1):  # as a new layout and as one that is known
+            save, _ = put_parts(catalog, generation, 2 * step + same, {**state(1), f"x{step}": np.zeros(2)}, 2)
+            with store.counted() as commit:
+                committer.commit_when_whole(save, 2, left)
+            found += commit
+        for number in range(1200 * step, 1200 * (step + 1)):
+            for key in (keys.layout_key(f"{number:032x}"), keys.copy_key(keys.layout_key(f"{number:032x}"))):
+                store.put(key, b"")
+    assert found[2:4] == found[4:6]
+    assert found[0].list == found[4].list == found[1].list + 1 == 3 + 1
 
 
 def test_is_committed_tells_of_a_manifest_that_nobody_can_read(store: CountingStore, catalog: Catalog) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
+import numpy as np
 import pytest
 from support import (
     age,
@@ -251,6 +253,42 @@ def test_layouts_go_when_no_step_and_no_trash_may_name_them(store: Store, catalo
     assert layouts(store) == 1
     assert len(store.scan(keys.copy_key(keys.LAYOUTS))) == 1
     assert listed_steps_are_whole(store) == [2]
+
+
+def test_layouts_of_a_live_job_whose_state_changes_go_with_its_steps(store: Store, catalog: Catalog) -> None:
+    """It always has steps that were dropped lately: what these name stays, and no more."""
+    generation, left = make_generation(catalog), []
+    for step in range(1, 8):
+        make_save(catalog, generation, step, {**state(step), f"samples{step}": np.zeros(step)})
+        sweep(Catalog(store), Keep(last=1, grace=timedelta(seconds=LATER_S)), generation)
+        left.append(layouts(store))
+        age(store, 0.6 * LATER_S)
+    assert left[-1] == left[-2] < 6
+    assert len(store.scan(keys.copy_key(keys.LAYOUTS))) == left[-1]
+    readable = {save for entry in store.scan(keys.TRASH) if (save := keys.parse_trash_key(entry.key)) is not None}
+    for save in {*readable, *catalog.saves()}:
+        for names in catalog.parts(save).values():
+            assert Catalog(store).part(names[0])  # by its layout
+    assert steps(catalog.saves()) == [7]
+    assert read_save(store, *catalog.saves())["samples7"].shape == (7,)
+
+
+def test_layouts_stay_where_a_trash_record_does_not_say_which_it_needs(store: Store, catalog: Catalog) -> None:
+    """One of an earlier version, or of a save that never was a step."""
+    generation = make_generation(catalog)
+    saves = [make_save(catalog, generation, step, {**state(1), f"x{step}": np.zeros(1)}) for step in range(3)]
+    sweep(catalog, Keep(last=1), generation)
+    record = Catalog(store).trash_record(saves[1])
+    replace_object(store, saves[1].trash_key, replace(record, layouts=None).encode())
+    catalog.shared.put_layout("0" * 32, b"nobody's")
+    age(store, LATER_S)
+    for save in saves[:2]:  # young again
+        replace_object(store, save.trash_key, store.get(save.trash_key))
+    sweep(Catalog(store), Keep(last=1), generation)
+    assert layouts(store) == 4
+    replace_object(store, saves[1].trash_key, record.encode())
+    sweep(Catalog(store), Keep(last=1), generation)
+    assert layouts(store) == 3
 
 
 def test_a_layout_that_is_deleted_too_early_comes_back_with_the_commit(store: Store, catalog: Catalog) -> None:

@@ -241,8 +241,9 @@ def test_a_save_that_is_committed_and_dropped_after_it_was_condemned(job: SmallJ
 
 def test_the_record_of_a_dropped_step_says_what_it_used(job: SmallJob) -> None:
     first, second = saves(job)
+    layouts = tuple(job.catalog().manifest(second).layouts)
     assert record_of(catalog_of(job), second, "why") == TrashRecord(
-        second, "why", {PackSet(first): 1e9}, {}, 1e9 + HOUR_S
+        second, "why", {PackSet(first): 1e9}, {}, 1e9 + HOUR_S, layouts
     )
     replace_object(job.store, second.manifest_key, b"torn")
     assert record_of(catalog_of(job), second, "why") == TrashRecord(second, "why")

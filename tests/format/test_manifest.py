@@ -57,7 +57,7 @@ def test_every_truncation_is_found(kind: str) -> None:
 
 OPTIONAL = {
     "manifest": {"step", "uses", "nbytes_state"},  # the first for people and jq; version 1 has not the others
-    "trash": {"manifest", "uses", "created"},
+    "trash": {"manifest", "uses", "created", "layouts"},
     "part that reuses": {"bases", "lossy"},  # some chunks have none
 }
 
@@ -124,12 +124,15 @@ def test_a_trash_record_says_what_it_was() -> None:
     assert fields.text("manifest") == SAVE.manifest_key
     assert fields.text("reason") == "dropped by retention"
     assert fields.mapping("uses") == {str(OLD): [0.5, [[0, 0], [2, 2]]], f"{OLD}-carried": 0.25}
+    assert fields.texts("layouts") == ["3" * 32, "4" * 32]
+    with pytest.raises(FormatError, match="layouts"):
+        TrashRecord.decode(SAVE, resealed(TRASH.encode(), layouts=["../x"]), "here")
     with pytest.raises(FormatError, match="different saves"):
         TrashRecord.decode(OLD, TRASH.encode(), "here")
 
 
 def test_a_trash_record_of_version_1_uses_nothing() -> None:
-    first = of_version(resealed(TRASH.encode(), uses=..., created=...), 1)
+    first = of_version(resealed(TRASH.encode(), uses=..., created=..., layouts=...), 1)
     assert TrashRecord.decode(SAVE, first, "here") == TrashRecord(SAVE, "dropped by retention")
 
 

@@ -95,7 +95,7 @@ MANIFEST = Manifest(
     users={PackSet(OLD): frozenset({0, 2})},
     nbytes_state=98765,
 )
-TRASH = TrashRecord(SAVE, "dropped by retention", MANIFEST.uses, MANIFEST.users, 1.5)
+TRASH = TrashRecord(SAVE, "dropped by retention", MANIFEST.uses, MANIFEST.users, 1.5, ("3" * 32, "4" * 32))
 ROOT = Root("5" * 32, "xxh3", 1800.0)
 INCARNATION = Generation(GENERATION, 3, SAVE, 1.5, {"python": "3.11"}, "node-1", {"run": "x"})
 WITH_PEERS = replace(INCARNATION, domains=("a", "b", "c"), copies=1, kinds=(0, 1, 0))

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,38 @@ def test_a_file_of_a_terabyte_in_the_place_of_a_document(files: Path) -> None:
         file.truncate(1 << 40)
     with pytest.raises(FormatError, match=r"a\.json: the object has 1,099,511,627,776 bytes, expected a document"):
         LocalStore(str(files)).get("steps/a.json")
+
+
+class Told:
+    """An entry of a directory; who asks for its size and time is noted."""
+
+    def __init__(self, inner: os.DirEntry[str], asked: list[str]) -> None:
+        self._inner, self._asked = inner, asked
+
+    def __getattr__(self, name: str) -> object:
+        if name == "stat":
+            self._asked.append(self._inner.name)
+        return getattr(self._inner, name)
+
+
+def test_a_listing_of_later_keys_asks_nothing_of_earlier_files(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each save lists the newest steps, of which there may be ten thousand."""
+    asked, scandir = list[str](), os.scandir
+
+    @contextmanager
+    def told(path: str | int) -> Iterator[Iterator[Told]]:
+        with scandir(path) as found:
+            yield (Told(entry, asked) for entry in found)
+
+    with LocalStore(str(files)) as store:
+        for key in ("steps/1", "steps/2", "steps/3", "steps-2/1", "a/steps/1"):
+            store.put(key, b"")
+        monkeypatch.setattr(os, "scandir", told)
+        assert [entry.key for entry in store.scan("steps/", "steps/2")] == ["steps/3"]
+        assert asked == ["3"]
+        asked.clear()
+        assert [entry.key for entry in store.scan("", "steps-2")] == ["steps-2/1", "steps/1", "steps/2", "steps/3"]
+        assert sorted(asked) == ["1", "1", "2", "3"]
 
 
 def test_delete_removes_empty_directories(files: Path) -> None:

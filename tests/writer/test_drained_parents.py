@@ -24,6 +24,7 @@ from ckptlib.format.keys import SaveId, pack_save
 from ckptlib.format.part import Part
 from ckptlib.policy.codec import CodecRules
 from ckptlib.policy.tier import LocalTier
+from ckptlib.stores import Entry
 from ckptlib.stores.local import LocalStore
 from ckptlib.writer.persist import Persister
 from ckptlib.writer.tier import Tier
@@ -186,3 +187,32 @@ def _slowed(note: Callable[[int, float, float], None], told: list[int]) -> Any:
         note(nbytes, ended - nbytes * 1e-6, ended)
 
     return slow
+
+
+def test_a_drain_lists_no_step_before_those_that_matter(saves: Saves, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank lists them with each drain, and a bucket may have ten thousand."""
+    listed: list[str] = []
+    scan = saves.bucket.scan
+
+    def told(prefix: str, after: str = "") -> list[Entry]:
+        if prefix == "steps/":
+            listed.append(after)
+        return scan(prefix, after)
+
+    for step in range(8):
+        saves.drain(saves.save({"w": np.full(CHANGING, step, np.uint8)}))
+    monkeypatch.setattr(saves.bucket, "scan", told)
+    part = saves.save({"w": np.full(CHANGING, 8, np.uint8)})
+    saves.tier.drain(part.save, lambda: None)
+    saves.tier.look_again()
+    assert listed == [f"steps/{SaveId(5, saves.generation)}"] * 2
+
+
+def test_what_stays_on_the_disk_is_not_remembered_for_ever(saves: Saves) -> None:
+    """A job saves every minute, and drains every tenth."""
+    to_drain = saves.save()
+    saves.tier.note_new(to_drain.save)
+    for _ in range(5):
+        saves.tier.note_new(saves.save(drained=False).save)
+    newest = SaveId(saves.step, saves.generation)
+    assert saves.tier._new == {to_drain.save, newest}
