@@ -33,8 +33,8 @@ class Shared:
     """That of torch.distributed. Another one is another incarnation's."""
     store: Store
     """Keys and values that no rank has written before this incarnation."""
-    num_groups: int = 0
-    """Made over the process group. All its ranks make them in the same order."""
+    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Of this rank, for the group that it makes next: the same until the ranks have agreed on that."""
     meetings: Counter[str] = field(default_factory=Counter)
     """By place: those that this rank has seen the end of."""
 
@@ -43,14 +43,17 @@ def connect(over: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     """gloo connections of our own among the ranks of `over`; collective over it. Raises AgreementFailed.
 
     Not `new_group`: that is collective over the world, and with local synchronisation it hangs when its members are in
-    different numbers of groups, since the name it makes of that number differs then.
+    different numbers of groups, since the name it makes of that number differs then. Nor are the calls of this counted:
+    one that fails on some ranks only is made again by these alone. So the ranks agree on a name each time.
     """
     try:
         shared = shared_by(over, timeout)
+        place = PrefixStore("groups", shared.store)
+        name = incarnation.agree(place, dist.get_process_group_ranks(over), over.rank(), shared.nonce, timeout)
     except AgreementFailed as error:
         raise AgreementFailed(f"rank {dist.get_rank()} could not connect to the other ranks: {error}") from error
-    shared.num_groups += 1
-    store = PrefixStore(f"groups/{shared.num_groups}", shared.store)
+    shared.nonce = secrets.token_hex(8)
+    store = PrefixStore(name, place)
     try:
         gloo = dist.ProcessGroupGloo(store, over.rank(), over.size(), timeout)
     except RuntimeError as error:

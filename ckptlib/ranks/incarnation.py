@@ -1,4 +1,5 @@
-"""Which incarnation of a job this is: a name that all of its ranks have, and that none before had.
+"""Which incarnation of a job this is: a name that all of its ranks have, and that none before had. Each group that
+they make in it gets its name in the same way.
 
 Agreed in the store by which the ranks found each other. torchrun's may outlive them, with all that dead ones wrote; its
 agents count restarts each for itself, so that one in a lost node's place begins at 0 again (torch 2.13); and processes
@@ -27,7 +28,7 @@ POLL_LAST_S = 0.1
 
 def agree(store: Store, ranks: Sequence[int], rank: int, nonce: str, timeout: timedelta) -> str:
     """The name; collective. `ranks`: of the world, for messages; `rank`: this one's place among them. `nonce`: of no
-    other process, and of no earlier incarnation; the same when it has failed and comes again.
+    other process, and of no name agreed before; the same when it has failed and comes again.
 
     Raises AgreementFailed when the others do not come in time.
     """

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, raise_if_failed
-from ckptlib.errors import CkptError, CorruptData, SaveFailed, Superseded
+from ckptlib.errors import CkptError, CorruptData, FormatError, SaveFailed, Superseded
 from ckptlib.format.keys import SaveId
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
@@ -33,9 +33,10 @@ def rescue(slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persis
 
     `save`: the newest that this rank's trainer knew to be held by all. Others may have known of a newer one, and what
     they put then is gone along with; where that turns out to be no more than a save that was under way, it is given up
-    for all. Raises Superseded when a newer generation has begun, SaveFailed when shares are missing, and what the store
-    and damaged slots raise.
+    for all. A damaged slot counts for nothing: a share may be whole in another writer's. Raises Superseded when a newer
+    generation has begun, SaveFailed when shares are missing, and what the store raises.
     """
+    slots = list(slots)
     while True:
         committer.catalog.check_head(save.generation)
         chosen = _settle(slots, save, own_rank, persister, committer.catalog)
@@ -52,15 +53,15 @@ def rescue(slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persis
             return
 
 
-def _settle(slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persister, catalog: Catalog) -> SaveId:
+def _settle(slots: list[Slot], save: SaveId, own_rank: int, persister: Persister, catalog: Catalog) -> SaveId:
     """The newest snapshot that any rank has put a share of by now, and none has given up; or `save`. This rank's own is
-    put, too."""
+    put, too; a slot that proves damaged leaves `slots`."""
     newer = sorted({header.save for header, _ in _ready(slots) if header.save > save})
     deadline, chosen = time.monotonic() + SHARES_TIMEOUT_S, save
     while True:
         own = _shares(slots, chosen).get(own_rank)
         if own is not None and _is_missing(catalog, chosen, own_rank, own):
-            _persist(own, chosen, persister)
+            _persist(own, chosen, persister, slots)
         if time.monotonic() > deadline:
             return chosen
         time.sleep(POLL_S)
@@ -75,7 +76,7 @@ def _is_begun(catalog: Catalog, save: SaveId) -> bool:
 
 
 def _complete(
-    slots: Sequence[Slot], save: SaveId, own_rank: int, persister: Persister, committer: Committer, in_doubt: bool
+    slots: list[Slot], save: SaveId, own_rank: int, persister: Persister, committer: Committer, in_doubt: bool
 ) -> None:
     """Persists what other ranks have not, and commits. `in_doubt`: returns when it is committed, whoever does it."""
     catalog, shares = committer.catalog, _shares(slots, save)
@@ -83,7 +84,8 @@ def _complete(
         return
     stand_ins = {rank for rank in shares.keys() - {own_rank} if _is_missing(catalog, save, rank, shares[rank])}
     for rank in sorted(stand_ins):
-        _persist(shares[rank], save, persister)
+        if not _persist(shares[rank], save, persister, slots):
+            stand_ins.remove(rank)
     if 0 in stand_ins or (own_rank == 0 and 0 in shares):
         world_size = shares[0].read_header().world_size
         deadline = time.monotonic() + COMMIT_TIMEOUT_S
@@ -126,10 +128,16 @@ def _is_missing(catalog: Catalog, save: SaveId, rank: int, slot: Slot) -> bool:
     return not any(name.ok and name.check == check for name in catalog.parts(save).get(rank, []))
 
 
-def _persist(slot: Slot, save: SaveId, persister: Persister) -> None:
+def _persist(slot: Slot, save: SaveId, persister: Persister, slots: list[Slot]) -> bool:
+    """False where it proves damaged, and is no longer among `slots`."""
     if not slot.read_lock():
         raise SaveFailed(f"{slot.path}: is being overwritten")
     try:
         persister.persist(slot, save)
+    except (CorruptData, FormatError) as error:
+        log.warning("step %d is persisted without this copy, from another one if there is any: %s", save.step, error)
+        slots.remove(slot)
+        return False
     finally:
         slot.unlock()
+    return True

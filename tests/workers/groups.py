@@ -120,6 +120,20 @@ def absence() -> None:
     dist.barrier()
 
 
+def apart() -> None:
+    """A rank that tried more often than the others, alone, meets them in the next group that all make, and again."""
+    for odd in (0, 1):
+        dist.barrier()
+        if dist.get_rank() == odd:
+            with pytest.raises(AgreementFailed):
+                group_of(None, timedelta(seconds=0.3))
+        dist.barrier()
+        for _ in range(2):
+            group = group_of(None, timedelta(seconds=30))
+            assert group.max([group.rank]) == [2]
+            group.close()
+
+
 def at_length() -> None:
     """A rank that takes much longer than the others wait in a collective; then, one that fails after that."""
     dist.barrier()
@@ -149,6 +163,7 @@ def main() -> None:
     parts()
     meetings()
     group.close()
+    apart()
     at_length()
     absence()
     sys.stdout.write(f"rank {dist.get_rank()} done\n")

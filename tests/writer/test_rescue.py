@@ -22,6 +22,7 @@ from ckptlib.format.check import Check, check_of, compared
 from ckptlib.format.digests import XXH3, digester
 from ckptlib.format.documents import encode
 from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.pages import PAGE_BYTES
 from ckptlib.slots.header import SlotHeader
 from ckptlib.slots.slot import Slot
 from ckptlib.stores.local import LocalStore
@@ -202,6 +203,36 @@ def test_a_share_that_is_nowhere_is_no_step(job: Job) -> None:
     errors = job.rescue({0: save})
     assert isinstance(errors[0], SaveFailed)
     assert "no part came from 1 of 2 ranks: 1" in str(errors[0])
+    assert job.catalog.visible() == []
+
+
+def damage(slot: Slot) -> None:
+    """One byte of its body is another."""
+    with slot.path.open("r+b") as file:
+        file.seek(PAGE_BYTES)
+        byte = file.read(1)[0]
+        file.seek(PAGE_BYTES)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_damaged_slot_leaves_the_other_shares_to_be_put(job: Job, rank: int) -> None:
+    """One writer has both shares, the other one whole share of the rank whose own slot is damaged, and no more."""
+    save = job.snapshot(15)
+    damage(job.hosts[rank][rank])
+    del job.hosts[1 - rank][1 - rank]
+    errors = job.rescue(dict.fromkeys(range(RANKS), save))
+    assert job.catalog.visible() == [save], errors
+    job.check(save)
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_share_that_is_damaged_everywhere_is_no_step(job: Job, rank: int) -> None:
+    save = job.snapshot(15)
+    for slots in job.hosts.values():
+        damage(slots[rank])
+    errors = job.rescue(dict.fromkeys(range(RANKS), save))
+    assert any(isinstance(error, SaveFailed) for error in errors) == (rank == 1), errors  # the writer that commits
     assert job.catalog.visible() == []
 
 
