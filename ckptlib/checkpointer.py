@@ -325,6 +325,7 @@ class Checkpointer:
         Raises UnsupportedState, NoRoom or Superseded on all ranks, and SaveFailed if a rank could not save this step.
         """
         self._check_open()
+        step = checked_step(step)
         if metrics is not None:
             check_metrics(metrics)
         with self._turns.busy():
