@@ -278,6 +278,7 @@ class Checkpointer:
         and the loop ends early; a `with` block raises Preempted then, which ends the process with status 75. If the
         program installed handlers of its own before it created the Checkpointer, those stay.
         """
+        self._check_open()
         self._put_back_random()
         if not self._turns.started:
             self._keeper.warn_of_early_batches()

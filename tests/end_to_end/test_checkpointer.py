@@ -245,6 +245,8 @@ def test_a_closed_one_says_so(job: Job) -> None:
     for use in (lambda: ckpt.after_step(5), lambda: ckpt.save(6), ckpt.restore):
         with pytest.raises(ValueError, match="is closed"):
             use()
+    with pytest.raises(ValueError, match="is closed"):
+        next(ckpt.loop(4, 8))  # before a body
     assert steps(job.root) == [4]
     assert slots(job.root.parent) == []
 
