@@ -213,8 +213,8 @@ class Checkpointer:
 
         Collective. All ranks skip a damaged copy together, log why, and try the next: another copy, the store, the
         previous step. With peers, the restored state is kept in memory at once; with peers or a local tier, it is saved
-        again if the store lacks it. Call it before the first step. To go back later, close the Checkpointer and create
-        another one.
+        again if the store lacks it. Call it before the first step and the first save. To go back later, close the
+        Checkpointer and create another one.
 
         `strict`, `only`, `map`, `optional`, `device`: see `ckptlib.load`. With `only`, the random generators and all
         else of the state are left as they are, by every restart of a program that says so; nothing is saved again.
@@ -228,6 +228,11 @@ class Checkpointer:
         self._check_open()
         if self._turns.started:  # what was agreed for the next step would be met by another one
             raise ValueError("call restore before the first after_step; to go back, create another Checkpointer")
+        if self._steps.has_saved:  # and what is restored would be under numbers that are taken
+            raise ValueError(
+                "call restore before the first save; to go back to what was saved, close this Checkpointer, and create "
+                "another one"
+            )
         part = Part(only, map, optional)
         report, self._generators = restore(self._session, self._state, strict, device, step, part)
         self._session.writer.wake()
