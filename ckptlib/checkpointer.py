@@ -13,10 +13,11 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from ckptlib.errors import Preempted, SaveFailed, WaitTimeout
 from ckptlib.events import Event
@@ -429,6 +430,10 @@ class Checkpointer:
         self._fence.remove()
         self._keeper.end()
         self._session.close(timeout, clean)
+
+    @override
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Checkpointer cannot be copied, pickled or sent to a process; make one in each that saves")
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -68,6 +70,15 @@ def test_steps_that_are_counted_elsewhere(tmp_path: Path, number: Callable[[int]
                 ckpt.save(wrong)
         assert ckpt.save(2) is pending
     assert [info.step for info in ckptlib.checkpoints(tmp_path / "root")] == [2]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy(tmp_path: Path, duplicate: Callable[[object], object]) -> None:
+    """As by a trainer that is copied, or an argument of a process that is spawned."""
+    with ckptlib.Checkpointer(tmp_path / "root", {"w": torch.zeros(3)}, every=1, arena=tmp_path) as ckpt:
+        with pytest.raises(TypeError, match=r"a Checkpointer cannot be copied, pickled .* make one in each"):
+            duplicate({"trainer": [ckpt]} if duplicate is not copy.copy else ckpt)
+        ckpt.after_step(1)
 
 
 def test_a_deadline_that_is_shorter_than_a_save(tmp_path: Path) -> None:
