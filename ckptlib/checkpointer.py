@@ -13,10 +13,11 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from ckptlib.errors import Preempted, SaveFailed, WaitTimeout
 from ckptlib.events import Event
@@ -213,8 +214,8 @@ class Checkpointer:
 
         Collective. All ranks skip a damaged copy together, log why, and try the next: another copy, the store, the
         previous step. With peers, the restored state is kept in memory at once; with peers or a local tier, it is saved
-        again if the store lacks it. Call it before the first step. To go back later, close the Checkpointer and create
-        another one.
+        again if the store lacks it. Call it before the first step and the first save. To go back later, close the
+        Checkpointer and create another one.
 
         `strict`, `only`, `map`, `optional`, `device`: see `ckptlib.load`. With `only`, the random generators and all
         else of the state are left as they are, by every restart of a program that says so; nothing is saved again.
@@ -228,6 +229,11 @@ class Checkpointer:
         self._check_open()
         if self._turns.started:  # what was agreed for the next step would be met by another one
             raise ValueError("call restore before the first after_step; to go back, create another Checkpointer")
+        if self._steps.has_saved:  # and what is restored would be under numbers that are taken
+            raise ValueError(
+                "call restore before the first save; to go back to what was saved, close this Checkpointer, and create "
+                "another one"
+            )
         part = Part(only, map, optional)
         report, self._generators = restore(self._session, self._state, strict, device, step, part)
         self._session.writer.wake()
@@ -278,6 +284,7 @@ class Checkpointer:
         and the loop ends early; a `with` block raises Preempted then, which ends the process with status 75. If the
         program installed handlers of its own before it created the Checkpointer, those stay.
         """
+        self._check_open()
         self._put_back_random()
         if not self._turns.started:
             self._keeper.warn_of_early_batches()
@@ -325,6 +332,7 @@ class Checkpointer:
         Raises UnsupportedState, NoRoom or Superseded on all ranks, and SaveFailed if a rank could not save this step.
         """
         self._check_open()
+        step = checked_step(step)
         if metrics is not None:
             check_metrics(metrics)
         with self._turns.busy():
@@ -422,6 +430,10 @@ class Checkpointer:
         self._fence.remove()
         self._keeper.end()
         self._session.close(timeout, clean)
+
+    @override
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Checkpointer cannot be copied, pickled or sent to a process; make one in each that saves")
 
     def __enter__(self) -> Self:
         return self

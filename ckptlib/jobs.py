@@ -39,20 +39,31 @@ class JobThread:
     def put(self, job: Job) -> None:
         """From any thread."""
         with self._lock:
-            self._num_open += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                self._begin()
+            self._num_open += 1
         self._jobs.put(job)
+
+    def _begin(self) -> None:
+        """Where it is interrupted, as by Ctrl-C, the thread may run or not: the next job begins another, with a queue
+        of its own."""
+        jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._run, args=(jobs,), name=self._name, daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            jobs.put(None)
+            raise
+        self._jobs, self._thread = jobs, thread
 
     def finish(self) -> None:
         """Waits for all jobs. None may be put after it."""
-        self._jobs.put(None)
         if self._thread is not None:
+            self._jobs.put(None)
             self._thread.join()
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+    def _run(self, jobs: queue.SimpleQueue[Job | None]) -> None:
+        while (job := jobs.get()) is not None:
             try:
                 job()
             finally:

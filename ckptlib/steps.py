@@ -62,6 +62,11 @@ class Steps:
         """The newest step that was to be saved and is not, and why; None where that or a later one was taken."""
         return self._attempts.missed
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether `save` has taken a step since the last `done`; the same on all ranks."""
+        return self._took_slot
+
     def done(self, step: int, metrics: Mapping[str, object] | None) -> None:
         """Saves if all ranks have agreed that a save is due, and says what this rank wants of the next step."""
         waited_s, stopwatch, failed = self._fence.waited_s, self._session.stopwatch, True

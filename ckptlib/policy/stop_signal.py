@@ -49,6 +49,8 @@ class StopSignal:
         """When the first SIGTERM came."""
         self._handled: list[int] = []
         self._watch: _Watch | None = None
+        self._removed = False
+        """Whether signals are to do what they do by default, though they may still come here."""
         try:
             self._install()
         except BaseException:
@@ -56,7 +58,10 @@ class StopSignal:
             raise
 
     def _install(self) -> None:
-        if threading.current_thread() is threading.main_thread():
+        if _on_main():
+            for stop in list(_installed):
+                if stop._removed:
+                    stop.remove()
             for number in TOLD_BY:
                 if signal.getsignal(number) == signal.SIG_DFL:
                     self._handled.append(number)
@@ -69,6 +74,10 @@ class StopSignal:
             _installed.add(self)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._removed:
+            self.remove()
+            signal.raise_signal(number)
+            return
         self.wanted = True
         if number != signal.SIGTERM:
             return
@@ -102,7 +111,12 @@ class StopSignal:
             self._watch.heeded.set()
 
     def remove(self) -> None:
-        """Signals do again what they do by default."""
+        """Signals do again what they do by default. Only the main thread may change that; called in another one, it is
+        done as the next signal comes."""
+        self._removed = True
+        if not _on_main():
+            self.heed()
+            return
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.end()
@@ -198,6 +212,10 @@ class _Watch:
         hooked = signal.set_wakeup_fd(-1)
         if hooked != self._writes:
             signal.set_wakeup_fd(hooked)
+
+
+def _on_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _main_place() -> tuple[int, int]:

@@ -32,6 +32,7 @@ from ckptlib.saving.placement import agree_placement
 from ckptlib.saving.planner import Overlap, Plan, Planner
 from ckptlib.saving.run_record import run_record
 from ckptlib.saving.settings import Settings
+from ckptlib.saving.stdio import fill_stdio
 from ckptlib.saving.stopwatch import Stopwatch
 from ckptlib.saving.tier import TierState
 from ckptlib.saving.verdicts import Verdicts
@@ -71,6 +72,7 @@ class Session:
         """
         check_platform()
         check_root(settings.url)
+        fill_stdio()
         self.stopwatch = Stopwatch()
         self.settings = settings
         self.over = group_or_world(over)

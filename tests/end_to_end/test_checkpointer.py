@@ -245,8 +245,26 @@ def test_a_closed_one_says_so(job: Job) -> None:
     for use in (lambda: ckpt.after_step(5), lambda: ckpt.save(6), ckpt.restore):
         with pytest.raises(ValueError, match="is closed"):
             use()
+    with pytest.raises(ValueError, match="is closed"):
+        next(ckpt.loop(4, 8))  # before a body
     assert steps(job.root) == [4]
     assert slots(job.root.parent) == []
+
+
+def test_a_restore_behind_a_save_is_refused(job: Job) -> None:
+    """It would not find the save, which is still being written, and `close` would not wait for that any more."""
+    with job.checkpointer(every=4) as ckpt:
+        ckpt.save(1)
+        before = job.bits()
+        with pytest.raises(ValueError, match=r"call restore before the first save.*create another one"):
+            ckpt.restore()
+        assert job.bits() == before
+        pending = ckpt.pending
+    assert pending is not None
+    assert pending.result() == 1
+    with job.checkpointer() as ckpt:
+        assert ckpt.restore().step == 1
+        assert ckpt.restore().step == 1, "once more is no going back"
 
 
 def test_a_restore_behind_steps_is_refused(job: Job) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +56,29 @@ def test_metrics_that_are_none_and_steps_that_are_none(tmp_path: Path) -> None:
         ckpt.save(1)
     (info,) = ckptlib.checkpoints(tmp_path / "root")
     assert info.metrics == {"val_loss": 0.5}
+
+
+@pytest.mark.parametrize("number", [torch.tensor, np.int64], ids=["tensor", "numpy"])
+def test_steps_that_are_counted_elsewhere(tmp_path: Path, number: Callable[[int], Any]) -> None:
+    """By a scheduler, or in a buffer: `save` takes them as `after_step` does, and refuses the same ones."""
+    with ckptlib.Checkpointer(tmp_path / "root", {"w": torch.zeros(3)}, every=10, arena=tmp_path) as ckpt:
+        ckpt.after_step(number(1))
+        pending = ckpt.save(number(2))
+        pending.wait_committed(60)
+        for wrong in (2.0, np.bool_(True)):
+            with pytest.raises(TypeError, match="expected a whole number"):
+                ckpt.save(wrong)
+        assert ckpt.save(2) is pending
+    assert [info.step for info in ckptlib.checkpoints(tmp_path / "root")] == [2]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy(tmp_path: Path, duplicate: Callable[[object], object]) -> None:
+    """As by a trainer that is copied, or an argument of a process that is spawned."""
+    with ckptlib.Checkpointer(tmp_path / "root", {"w": torch.zeros(3)}, every=1, arena=tmp_path) as ckpt:
+        with pytest.raises(TypeError, match=r"a Checkpointer cannot be copied, pickled .* make one in each"):
+            duplicate({"trainer": [ckpt]} if duplicate is not copy.copy else ckpt)
+        ckpt.after_step(1)
 
 
 def test_a_deadline_that_is_shorter_than_a_save(tmp_path: Path) -> None:

@@ -46,3 +46,30 @@ def test_an_error_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.put(lambda: done.append(1))
     thread.finish()
     assert (seen, done) == ([ZeroDivisionError], [])
+
+
+@pytest.mark.parametrize("runs", [True, False], ids=["it runs", "it does not"])
+def test_a_thread_that_was_interrupted_as_it_began(monkeypatch: pytest.MonkeyPatch, runs: bool) -> None:
+    """By Ctrl-C, which a program may catch and go on."""
+    start, begun = threading.Thread.start, list[threading.Thread]()
+
+    def interrupted(thread: threading.Thread) -> None:
+        if runs:
+            start(thread)
+            begun.append(thread)
+        raise KeyboardInterrupt
+
+    thread, done = JobThread("test"), list[int]()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            thread.put(lambda: done.append(0))
+    thread.finish()  # as by a close
+    assert not thread.busy
+    for n in range(1, 10):
+        thread.put(lambda n=n: done.append(n))  # type: ignore[misc]
+    thread.finish()
+    assert done == list(range(1, 10)), "what was put as it began was not put"
+    for left in begun:
+        left.join(60)
+        assert not left.is_alive()

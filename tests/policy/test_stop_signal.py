@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from typing_extensions import override
@@ -74,6 +77,39 @@ def test_a_pipe_that_is_full_of_signals_wakes_as_well(watched: tuple[StopSignal,
     let_go.set()
     thread.join(WAIT_S)
     assert not thread.is_alive()
+
+
+def elsewhere(call: Callable[[], object]) -> None:
+    """In a thread that may change no handler of signals."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(call).result(WAIT_S)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_removed_by_another_thread_the_next_signal_does_as_by_default(alone: bool) -> None:
+    code = """if True:
+        import os, signal, sys, threading
+        from ckptlib.policy.stop_signal import StopSignal
+        stop = StopSignal(alone=sys.argv[1] == "True")
+        thread = threading.Thread(target=stop.remove)
+        thread.start()
+        thread.join()
+        print("removed", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait()
+    """
+    ended = subprocess.run([sys.executable, "-c", code, str(alone)], capture_output=True, text=True, timeout=2 * WAIT_S)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGTERM, "removed\n", "")
+
+
+def test_removed_by_another_thread_it_does_not_keep_signals_from_the_next_one() -> None:
+    elsewhere(StopSignal().remove)
+    stop = StopSignal()
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.wanted
+    stop.remove()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_interrupted_as_the_thread_is_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
