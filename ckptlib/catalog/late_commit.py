@@ -1,10 +1,10 @@
 """A manifest that came too late: a sweep took its save for the remains of a crash, and may have deleted some of it.
 
-A proof is good for as long as a save may take: until then what the save uses, and its own objects, stay, whatever
-sweeps there are. Later, as when the machine slept, or the store kept the request that long, a sweep may have deleted
-some of them between the proof and the manifest. And a sweep goes by the store's clock, which may be several that
-differ: then a save that has just begun looks old. So whoever commits looks again, now that the manifest is there for
-every sweep to see, and takes the step back where something is gone, or may be.
+A proof is good for EARLY_S, or for as long as a save may take where that is less: until then what the save uses, and
+its own objects, stay, whatever sweeps there are. Later, as when the machine slept, or the store kept the request that
+long, a sweep may have deleted some of them between the proof and the manifest. And a sweep goes by the store's clock,
+which may be several that differ: then a save that has just begun looks old. So whoever commits looks again, now that
+the manifest is there for every sweep to see, and takes the step back where something is gone, or may be.
 
     a sweep sees a trash record, then lists the steps, then deletes: parts, packs, the record last
     a committer puts the manifest, then looks for a trash record, then for a part
@@ -21,6 +21,7 @@ from ckptlib.catalog.uses import times_of
 from ckptlib.errors import SaveFailed
 from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Manifest, TrashRecord
+from ckptlib.policy.keep import EARLY_S
 
 LATE_S = 5.0
 """Nobody is late who took less: far below what a save may take."""
@@ -61,7 +62,7 @@ def take_back(catalog: Catalog, save: SaveId) -> None:
 def _is_late(catalog: Catalog, elapsed: Elapsed) -> bool:
     """Whether a proof that began then may be good no longer. Asks the store only where it may."""
     seconds = elapsed.at_most()
-    return seconds > LATE_S and seconds > catalog.root().save_deadline_s
+    return seconds > LATE_S and seconds > min(catalog.root().save_deadline_s, EARLY_S)
 
 
 def _check_not_condemned(catalog: Catalog, manifest: Manifest) -> None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -94,12 +95,16 @@ def sweep(
     dry_run: bool = False,
     abandoned: bool = False,
     exempt: bool = False,
+    early_s: float = math.inf,
+    decided: SaveId | None = None,
 ) -> Sweep:
     """Drops the steps that `keep` (None: all stay) does not keep, and deletes the trash whose time has come.
 
     `generation`: of the live job that asks; None outside of one. `abandoned`: steps left behind by a rewind are
     dropped as well. `exempt`: so are those that were saved as exempt, where no other rule keeps them. Pinned steps
-    stay whatever is asked for. `dry_run` changes nothing, and measures ages by this machine's clock.
+    stay whatever is asked for. `dry_run` changes nothing, and measures ages by this machine's clock. `early_s`: trash,
+    and what crashed saves left, goes when it is as old as that, where the grace period is longer; see `Sweeper`.
+    `decided`: of the live job, this save and those before it are committed, or never will be.
 
     Raises Superseded, ValueError for too short a grace period, CorruptData where the record of a generation is lost or
     a manifest cannot be read (a live job warns, goes on along the history that is left, and deletes no pack), and what
@@ -111,10 +116,11 @@ def sweep(
         _check_may_delete(catalog, generation)
     now = time.time() if dry_run else clock.now(catalog.store)
     oldest = now - grace_s
-    stock = take_stock(catalog, oldest)
+    trash_oldest = now - min(grace_s, early_s)
+    stock = take_stock(catalog, trash_oldest)
     stale = stock.records.keys() & stock.committed
     under_way = {save for save in stale if stock.records[save].modified >= now - deadline_s}
-    needed = _needed(catalog, stock, oldest, live=generation is not None)
+    needed = _needed(catalog, stock, trash_oldest, live=generation is not None)
     generations = _generations(catalog, stock.committed, live=generation is not None and not abandoned)
     known, unknown = _stands(catalog, stock.committed)
     # What was committed meanwhile seems to lack objects, too: one more stays then.
@@ -122,8 +128,8 @@ def sweep(
     unwanted = unwanted_steps(stock.committed, generations, keep, abandoned, known, broken)
     stays = unknown | under_way | stock.pins.keys() | {save for save in known if known[save].exempt and not exempt}
     dropped = [save for save in unwanted if save not in stays]
-    condemned = crashed(stock, oldest, generation)
-    due = [] if needed is None else due_trash(stock, oldest)
+    condemned = crashed(stock, trash_oldest, generation, decided)
+    due = [] if needed is None else due_trash(stock, trash_oldest)
     gone, stages = deletable(stock, due, needed or {})
     waiting = sorted(({*stock.objects, *stock.records} - stock.committed | {*dropped}) - gone)
     # Of what is due no part is left, whatever its packs are needed for.

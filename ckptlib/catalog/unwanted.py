@@ -44,15 +44,16 @@ def unwanted_steps(
     return sorted(unwanted)
 
 
-def crashed(stock: Stock, oldest: float, live: GenerationId | None) -> list[SaveId]:
+def crashed(stock: Stock, oldest: float, live: GenerationId | None, decided: SaveId | None = None) -> list[SaveId]:
     """The saves that never committed, have no trash record yet, and are too old to go on; none that the `live` job may
-    have in flight, however old the clocks of the store make it look."""
-    newest = max((save for save in stock.committed if save.generation == live), default=None)
+    have in flight, however old the clocks of the store make it look: it has decided on those up to `decided`."""
+    found = [save for save in stock.committed if save.generation == live]
+    newest = max(found if decided is None else [*found, decided], default=None)
     return sorted(
         save
         for save, entries in stock.objects.items()
         if not (save in stock.committed or save in stock.records)
-        and (save.generation != live or (newest is not None and save < newest))
+        and (save.generation != live or (newest is not None and save <= newest))
         and all(entry.modified < oldest for entry in entries)
     )
 

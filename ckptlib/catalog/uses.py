@@ -25,6 +25,7 @@ from ckptlib.errors import (
 from ckptlib.format import keys
 from ckptlib.format.keys import PackSet, SaveId
 from ckptlib.format.manifest import Manifest, TrashRecord
+from ckptlib.policy.keep import EARLY_S
 
 UNREADABLE = (CheckpointNotFound, CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
 """The errors that concern one document."""
@@ -140,12 +141,17 @@ def _is_damaged(catalog: Catalog, save: SaveId) -> bool:
 
 
 def _cover_by_trash(catalog: Catalog, left: dict[PackSet, frozenset[int]], found: dict[PackSet, float]) -> None:
-    """Only records count that stay young for as long as a save may take: the grace period is twice that at least."""
-    deadline_s = catalog.root().save_deadline_s
-    oldest = clock.now(catalog.store) - deadline_s
+    """Only records count that stay young for as long as a save may take: the grace period is twice that at least.
+
+    Where a full store is given room earlier than that, parts go before any pack: none is left where packs may be gone.
+    """
+    now, deadline_s = clock.now(catalog.store), catalog.root().save_deadline_s
+    oldest = now - deadline_s
     for entry in catalog.store.scan(keys.TRASH):
         save = keys.parse_trash_key(entry.key)
         if save is None or entry.modified < oldest:
+            continue
+        if entry.modified < now - EARLY_S and not catalog.parts(save):
             continue
         record = _record_there(catalog, save)
         if record is not None:

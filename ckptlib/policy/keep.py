@@ -16,6 +16,9 @@ log = logging.getLogger(__name__)
 GRACE = timedelta(hours=24)
 """Longer than any load takes, and long enough for somebody to notice in the morning."""
 
+EARLY_S = 300.0
+"""The bytes of a dropped step stay as long as this, even where the store is full and the grace period is longer."""
+
 
 class _Save(Protocol):
     """Saves sort by step."""
@@ -54,7 +57,7 @@ class Keep:
     """Those whose step is a multiple of this."""
     grace: timedelta = GRACE
     """How long the bytes of a dropped step stay; at least twice the save deadline of the root. A job looks 24 times in
-    it for bytes whose time has come."""
+    it for bytes whose time has come. Where the store is full, they go after five minutes."""
     within: timedelta | None = None
     """Those taken no longer than this before the newest one. A job that pauses for a week loses nothing by it."""
     best: str | None = None

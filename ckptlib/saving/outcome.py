@@ -121,7 +121,7 @@ class Outcomes:
         self._ask_for_wanted()
 
     def note(self, event: Mapping[str, object]) -> None:
-        """One event of the writer."""
+        """One event of the writer. What somebody saw of another rank's save says nothing of the slot of this one's."""
         kind = event["event"]
         if kind in ("ready", "waiting", "begun", "not-begun", "swept", "warned"):
             self._note_store(event)
@@ -156,7 +156,8 @@ class Outcomes:
             if not outcome.watches and not self._snapshots.is_persisting(key):
                 del self._open[key]
         elif kind == "failed":
-            self._snapshots.released(key, durable=False)
+            if not event.get("seen"):
+                self._snapshots.released(key, durable=False)
             if outcome is None:  # it is known already
                 return
             self.tier.note_failed(outcome.save.step)
@@ -317,7 +318,7 @@ class Outcomes:
         event = self._news.of(str(outcome.save))
         if event is not None:
             self.expect(outcome)
-            self.note(event)
+            self.note({**event, "seen": True})
         elif self._news.is_due(looks) and not outcome.watches:
             outcome.watches += 1
             self.expect(outcome)

@@ -223,6 +223,10 @@ class Store(ABC):
     def delete(self, *keys: str) -> None:
         """Removes objects, in any order; an absent one is no error. After an error some may be gone, others not."""
 
+    def free_nbytes(self) -> int | None:
+        """How many bytes more it takes, where it can tell: a file system can, but it knows of no quota."""
+        return None
+
     def clean(self, before: float) -> None:  # noqa: B027  (most stores leave nothing behind)
         """Removes what crashed uploads left that were last written to before `before`, by the store's own clock.
 

@@ -155,6 +155,14 @@ class LocalStore(Store):
             raise failure(error, "list", os.path.join(self._root, directory)) from error
 
     @override
+    def free_nbytes(self) -> int | None:
+        try:
+            status = os.statvfs(self._root)
+        except OSError:
+            return None
+        return status.f_bavail * status.f_frsize
+
+    @override
     def clean(self, before: float) -> None:
         """Only regular files with a name of ours are removed: other files belong to somebody else."""
         path = os.path.join(self._root, TEMP_DIRECTORY)

@@ -141,6 +141,10 @@ class _HookedStore(Store):
                 self._inner.delete(key)
 
     @override
+    def free_nbytes(self) -> int | None:
+        return self._inner.free_nbytes()
+
+    @override
     def clean(self, before: float) -> None:
         self._inner.clean(before)
 

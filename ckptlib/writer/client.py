@@ -302,6 +302,8 @@ class Writer:
             self._open[key] = {"op": "commit", "save": save, "began": event["began"]}  # its slot may be overwritten now
         elif kind == "failed" and event.get("replace"):  # nobody has told the other ranks
             self._open[key] = {"op": "void", "save": save, "error": event["error"]}
+        elif kind == "failed" and event.get("seen"):
+            pass  # its own share is still to be told of
         else:
             self._open.pop(key, None)
         if kind not in ("released", "drained"):

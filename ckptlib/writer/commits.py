@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, raise_if_failed
 from ckptlib.catalog.sweeper import Sweeper
-from ckptlib.errors import CkptError, StoreError, describe
+from ckptlib.errors import CkptError, StoreError, StoreFull, describe
 from ckptlib.format.keys import SaveId
 from ckptlib.jobs import JobThread
 from ckptlib.policy.keep import Keep
@@ -42,6 +46,21 @@ class Commits:
         self._sweeper = None if keep is None else Sweeper(self._swept, keep)
         self.committer = Committer(catalog)
         self._jobs, self._sweeps = JobThread("commit"), JobThread("sweep")
+        self._sweeping = threading.Lock()
+        self._nbytes = 0
+        """Of the packs of the last step."""
+        self._undecided: dict[SaveId, float] = {}
+        """When this rank heard of each first; by the monotonic clock."""
+
+    def expect(self, save: SaveId) -> None:
+        """It has been begun."""
+        self._undecided.setdefault(save, time.monotonic())
+
+    def forget(self, save: SaveId, error: BaseException | None = None) -> None:
+        """It will not be committed. `error`: why this rank's part will not come."""
+        self._undecided.pop(save, None)
+        if isinstance(error, StoreFull):
+            self._jobs.put(partial(self._make_room, save, is_full=True))  # behind those that are decided before it
 
     def put(self, save: SaveId, began: float) -> None:
         """It is committed when all its parts are there. `began`: when it was begun, by the monotonic clock."""
@@ -63,11 +82,14 @@ class Commits:
                 manifest = commit() if self._tier is None else self._tier.commit(save, commit, left)
         except (CkptError, OSError) as error:
             self._failures.give_up(save, error)  # its own part is there, but the others wait for the step
+            self._undecided.pop(save, None)
+            self._make_room(save, isinstance(error, StoreFull))
             return
         finally:
             if self._tier is not None:
                 self._tier.settle(save)
-        seconds = time.monotonic() - began
+        self._undecided.pop(save, None)
+        seconds, self._nbytes = time.monotonic() - began, manifest.nbytes
         log.info("step %d is committed: %d bytes in %.3f s", save.step, manifest.nbytes, seconds)
         sweeps = self._sweeper is not None and not self._trainer.gone
         told = {"seconds": seconds, "nbytes": manifest.nbytes, "sweeps": int(sweeps)}
@@ -76,16 +98,37 @@ class Commits:
             self._tier.look_again()
         if self._sweeper is not None and sweeps:
             self._sweeps.put(partial(self._sweep, self._sweeper, save))
+        self._make_room(save)
 
     def _sweep(self, sweeper: Sweeper, save: SaveId) -> None:
         """Removes old steps."""
+        with self._removing(), self._sweeping:
+            sweeper.sweep(save)
+        self._channel.send({"event": "swept"})
+
+    def _make_room(self, save: SaveId, is_full: bool = False) -> None:
+        """Behind this save, in the thread that commits: what is removed now could be what the next one uses."""
+        if self._sweeper is None or self._trainer.gone:
+            return
+        with self._removing():
+            if is_full or self._is_nearly_full():
+                with self._sweeping:
+                    oldest = min([*self._undecided.values()], default=math.inf)
+                    self._sweeper.make_room(save, max(time.monotonic() - oldest, 0.0))
+
+    @contextmanager
+    def _removing(self) -> Iterator[None]:
         self._swept.shared.opened_id = self._catalog.shared.opened_id
         try:
             with self._watchdog.work("sweep", None, time.monotonic() + self._trainer.deadline_s, minor=True):
-                sweeper.sweep(save)
+                yield
         except (CkptError, OSError) as error:
             log.warning("old steps could not be removed: %s", describe(error))
-        self._channel.send({"event": "swept"})
+
+    def _is_nearly_full(self) -> bool:
+        """Whether there is no room for two more steps like the last one."""
+        free = self._catalog.store.free_nbytes()
+        return free is not None and free < 2 * self._nbytes
 
     def _await(self, save: SaveId, timeout_s: float) -> None:
         deadline, pause = time.monotonic() + timeout_s, 0.01
@@ -98,7 +141,7 @@ class Commits:
                     time.sleep(pause)
                     pause = min(pause * 1.5, 0.5)
         except (CkptError, OSError) as error:
-            self._failures.report(save, error)
+            self._failures.report(save, error, seen=True)
             return
         self._channel.send({"event": "committed", "save": str(save), "seconds": 0.0, "nbytes": 0})
 

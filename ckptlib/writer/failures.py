@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
-from ckptlib.errors import CkptError, describe
+from ckptlib.errors import CkptError, StoreFull, describe
 from ckptlib.format.keys import SaveId
 from ckptlib.stores import Store
 from ckptlib.writer.channel import Channel
@@ -13,6 +14,9 @@ from ckptlib.writer.persist import put_failure
 from ckptlib.writer.told_warnings import ALREADY_TOLD
 
 log = logging.getLogger(__name__)
+
+FULL_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0)
+"""Where the store is full, and has no room for a word either. Other ranks' saves fail, too, and give back theirs."""
 
 
 class Failures:
@@ -36,14 +40,18 @@ class Failures:
         publishing.join(self._slack_s)
 
     def _publish(self, save: SaveId, error: str) -> None:
-        try:
-            put_failure(self._store, save, self._rank, error)
-        except (CkptError, OSError) as second:
-            told = "step %d: the failure could not be published: %s"
-            log.error(told, save.step, describe(second), extra=ALREADY_TOLD)  # the failure, that is
+        for pause_s in (*FULL_PAUSES_S, None):
+            try:
+                put_failure(self._store, save, self._rank, error)
+                return
+            except (CkptError, OSError) as second:
+                if pause_s is None or not isinstance(second, StoreFull):
+                    told = "step %d: the failure could not be published: %s"
+                    log.error(told, save.step, describe(second), extra=ALREADY_TOLD)  # the failure, that is
+                    return
+            time.sleep(pause_s)
 
-    def report(self, save: SaveId, error: BaseException) -> None:
-        """Tells the trainer alone."""
-        self._channel.send(
-            {"event": "failed", "save": str(save), "kind": type(error).__name__, "error": describe(error)}
-        )
+    def report(self, save: SaveId, error: BaseException, seen: bool = False) -> None:
+        """Tells the trainer alone. `seen`: it is what another rank has published; this one's slot may still be read."""
+        told = {"kind": type(error).__name__, "error": describe(error)}
+        self._channel.send({"event": "failed", "save": str(save), **told, **({"seen": True} if seen else {})})

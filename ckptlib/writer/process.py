@@ -175,8 +175,11 @@ class WriterProcess:
                 self._tier.note_earlier(None if message["save"] is None else parse_save(message["save"]))
             return
         save, drains = parse_save(message["save"]), message.get("drains", True)
-        if drains and self._tier is not None and op in ("expect", "persist", "drain"):
-            self._tier.expect(save)
+        if drains and op in ("expect", "persist", "drain"):
+            if self._rank == 0:
+                self._commits.expect(save)
+            if self._tier is not None:
+                self._tier.expect(save)
         if op == "expect":
             self._expected[save] = drains
         elif op == "held":
@@ -236,7 +239,7 @@ class WriterProcess:
             tier.gives_up_at = self._trainer.stops_draining
             tier.watched = lambda save: self._watchdog.work("drain", save, time.monotonic() + deadline_s)
         told = self._channel, self._trainer, self._watchdog, self._failures
-        self._commits = Commits(*told, catalog, world_size, keep, self._tier)
+        self._commits = Commits(*told, catalog, world_size, keep if self._rank == 0 else None, self._tier)
         self._beginning = Beginning(*told[:3], catalog, self._go_on_from)
         self._is_set_up = True
         self._channel.send({"event": "ready"})
@@ -305,6 +308,7 @@ class WriterProcess:
         except (CkptError, OSError, ValueError) as error:
             tier.settle(save)
             self._failures.give_up(save, error)
+            self._commits.forget(save, error)
             return
         self._channel.send({"event": "drained", "save": str(save)})
         if self._rank == 0:
@@ -317,6 +321,7 @@ class WriterProcess:
 
         With a local tier that thread does not wait for the store, and nobody waits for what is not drained.
         """
+        self._commits.forget(save, error if self._tier is None else None)
         if self._tier is None:
             self._failures.give_up(save, error)
             return

@@ -118,6 +118,10 @@ class NotedStore(Store):
             self._inner.delete(*keys)
 
     @override
+    def free_nbytes(self) -> int | None:
+        return self._inner.free_nbytes()
+
+    @override
     def clean(self, before: float) -> None:
         with self._requests.note("clean", ""):
             self._inner.clean(before)

@@ -20,7 +20,7 @@ from ckptlib.catalog.retention import sweep
 from ckptlib.catalog.sweeper import LOOKS, Sweeper
 from ckptlib.errors import StoreFull, Superseded
 from ckptlib.format.keys import SaveId
-from ckptlib.policy.keep import Keep
+from ckptlib.policy.keep import EARLY_S, Keep
 from ckptlib.stores.memory import MemoryStore
 
 GRACE_S = 3600.0
@@ -194,3 +194,60 @@ def test_it_drops_what_a_whole_sweep_drops(clock: SimpleNamespace, seed: int) ->
             store.delete(*(pack.key for pack in store.scan(chance.choice(left).packs_prefix)))
             live = Sweeper(Catalog(store), keep)
     assert dropped > 5
+
+
+def dropped_after(clock: SimpleNamespace, seconds: float) -> tuple[MemoryStore, Sweeper, SaveId, SaveId]:
+    """A job that has gone on for EARLY_S, and dropped a step so many seconds ago; the one that it keeps."""
+    store = MemoryStore()
+    catalog = make_root(store)
+    generation = make_generation(catalog)
+    live = Sweeper(Catalog(store), Keep(1, grace=GRACE))
+    dropped = make_save(catalog, generation, 1, state(1))
+    kept = make_save(catalog, generation, 2, state(2))
+    live.sweep(kept)
+    clock.now += EARLY_S
+    age(store, seconds)
+    return store, live, dropped, kept
+
+
+@pytest.mark.parametrize("in_flight_s", [0.0, 500.0])
+def test_a_full_store_gets_room_when_a_step_was_dropped_long_enough_ago(
+    clock: SimpleNamespace, in_flight_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    for seconds, goes in ((EARLY_S + in_flight_s - 2, False), (EARLY_S + in_flight_s + 2, True)):
+        store, live, dropped, kept = dropped_after(clock, seconds)
+        live.make_room(kept, in_flight_s)
+        assert bool(keys_of(store, dropped)) != goes
+        assert listed_steps_are_whole(store) == [2]
+    assert "nearly full: what was dropped goes after 300 s instead of 1:00:00" in caplog.text
+
+
+def test_no_room_is_made_where_a_job_of_before_may_be_about_to_commit(clock: SimpleNamespace) -> None:
+    store, live, dropped, kept = dropped_after(clock, 2 * EARLY_S)
+    clock.now -= 1
+    live.make_room(kept, 0.0)
+    assert keys_of(store, dropped)
+    clock.now += 1
+    live.make_room(kept, 0.0)
+    assert not keys_of(store, dropped)
+
+
+def test_a_store_that_stays_full_is_looked_through_now_and_then(clock: SimpleNamespace) -> None:
+    store = CountingStore(MemoryStore())
+    catalog = make_root(store)
+    kept = make_save(catalog, make_generation(catalog), 1, state(1))
+    live = Sweeper(Catalog(store), Keep(1, grace=GRACE))
+    clock.now += EARLY_S
+    looks = 0
+    for _ in range(100):
+        with store.counted() as found:
+            live.make_room(kept, 0.0)
+        looks += bool(found[0].list)
+        clock.now += EARLY_S / 100
+    assert looks == 10
+
+
+def test_nothing_goes_early_where_the_grace_period_is_shorter(clock: SimpleNamespace) -> None:
+    store, _, dropped, kept = dropped_after(clock, 121.0)
+    sweep(Catalog(store), Keep(1, grace=timedelta(seconds=120)), kept.generation, early_s=EARLY_S)
+    assert not keys_of(store, dropped), "its time has come"

@@ -30,7 +30,7 @@ from ckptlib.format.digests import XXH3
 from ckptlib.format.keys import GenerationId, SaveId, parse_save
 from ckptlib.format.manifest import Generation, Root
 from ckptlib.policy.codec import RAW, Asked, CodecRules
-from ckptlib.policy.keep import Keep
+from ckptlib.policy.keep import EARLY_S, Keep
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.writer.known_origin import KnownOrigin, OwnPart
 from ckptlib.writer.persist import Persister
@@ -148,7 +148,7 @@ class SmallJob:
         record = Generation(self.generation, world_size, resumed_from, self.now, {}, "here")
         Catalog(self.store).put_generation(record)
         self.origins[self.generation] = resumed_from
-        self.world_size, self.step = world_size, 0
+        self.world_size, self.step, self.began = world_size, 0, self.now
         if resumed_from is not None:
             self.state = {name: array.copy() for name, array in self.oracle[resumed_from].items()}
             self.step = resumed_from.step
@@ -299,6 +299,23 @@ class SmallJob:
         if done is not None:
             assert not left & {*done.dropped}
         return done
+
+    def make_room(self, keep: Keep, killed_after: int | None = None) -> None:
+        """The job's own committer does, between two commits: the store is full. Not as soon as it has begun."""
+        if self.now - self.began < EARLY_S:
+            return
+        manifests = {save: self.store.get(save.manifest_key) for save in self.listed}
+        may_go = self.unwanted(keep, False)
+        oldest = min(self.saves, key=lambda save: save.began, default=None)
+        in_flight_s = 0.0 if oldest is None else self.now - oldest.began
+        decided = SaveId(self.step if oldest is None else oldest.id.step - 1, self.generation)
+        early_s = EARLY_S + in_flight_s
+        with self.killed(self.writers[0], killed_after):
+            catalog = self.writers[0].committer.catalog
+            sweep(catalog, keep, self.generation, early_s=early_s, decided=decided)
+        self.note_dropped(manifests)
+        assert manifests.keys() - self.listed <= may_go, "a step that must be kept was dropped"
+        self.dropped = {save: d for save, d in self.dropped.items() if self.now - d.at < early_s - 1}
 
     def note_dropped(self, manifests: dict[SaveId, bytes]) -> None:
         """`manifests`: of what was listed before."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch.distributed as dist
+from launch import fork_ranks
 
 from ckptlib.ranks.notices import Notices
 from ckptlib.saving.news import News
@@ -49,3 +51,10 @@ def test_what_other_ranks_hear_from_their_own_writers_is_not_told() -> None:
     rank0.tell({"event": "committed", "save": "b"})
     assert heard(rank1, "b") == {"event": "committed", "save": "b"}
     assert rank1.of("a") is None
+
+
+def test_a_slot_that_is_still_read_is_not_taken_for_free_when_rank_0_tells_that_its_save_failed(tmp_path: Path) -> None:
+    """The next save waits for it; it did not find one, which ended the training."""
+    (tmp_path / "plan").write_text("[]")
+    output = fork_ranks("failed_elsewhere.py", 2, tmp_path / "root", tmp_path / "plan", timeout_s=100)
+    assert sorted(line for line in output.splitlines() if line.endswith("done")) == ["rank 0 done", "rank 1 done"]

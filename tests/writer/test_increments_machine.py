@@ -34,7 +34,7 @@ keeps = st.one_of(
 )
 crash = st.one_of(st.none(), st.none(), st.integers(0, 40))
 """How many operations of the store a process still does; None: all."""
-hours = st.sampled_from([0.01, 0.4, 0.9, 1.5, 11.0, 25.0, 31.0, REFRESH_S / HOUR_S / 2])
+hours = st.sampled_from([0.01, 0.1, 0.4, 0.9, 1.5, 11.0, 25.0, 31.0, REFRESH_S / HOUR_S / 2])
 which = st.integers(0, 7)
 codecs: st.SearchStrategy[Asked] = st.sampled_from(
     ["raw", "planes", "planes", {"t1": "planes", "t3": "planes", "*": "raw"}]
@@ -112,6 +112,10 @@ class Increments(RuleBasedStateMachine):
     @rule(keep=keeps, live=st.booleans(), after=crash, abandoned=st.booleans())
     def sweep(self, keep: Keep | None, live: bool, after: int | None, abandoned: bool) -> None:
         self.job.sweep(keep, live, after, abandoned)
+
+    @rule(last=st.integers(1, 3), after=crash)
+    def make_room(self, last: int, after: int | None) -> None:
+        self.job.make_room(Keep(last=last, grace=GRACE), after)
 
     @rule(hour=hours)
     def advance(self, hour: float) -> None:

@@ -1,0 +1,99 @@
+"""A full store is given room before the grace period is over: no save that is under way loses what it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from helpers.actors import ActorStore, Crash, no_chance
+from helpers.small_job import GRACE, Save, SmallJob, copied
+
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.commit import Committer
+from ckptlib.catalog.retention import sweep
+from ckptlib.errors import SaveFailed
+from ckptlib.policy.keep import EARLY_S, Keep
+
+KEEP = Keep(last=1, grace=GRACE)
+
+
+@pytest.fixture(autouse=True)
+def by_count() -> Iterator[None]:
+    with no_chance():
+        yield
+
+
+def job_with_a_slow_save() -> tuple[SmallJob, Save]:
+    """It uses packs of step 1, which was dropped when step 2 had been committed beside it."""
+    job = SmallJob()
+    job.save_and_commit()
+    before = {name: array.copy() for name, array in job.state.items()}
+    job.change(range(16))
+    job.change_small()
+    whole = job.save()
+    job.state = before
+    job.change([2])
+    slow = job.save()
+    job.commit(whole)
+    job.advance(EARLY_S)
+    job.sweep(KEEP, live=True)
+    assert {save.step for save in job.listed} == {2}
+    return job, slow
+
+
+def test_what_a_save_uses_that_is_under_way_stays() -> None:
+    job, slow = job_with_a_slow_save()
+    for _ in range(3):
+        job.advance(EARLY_S)
+        job.make_room(KEEP)
+        job.check()
+    job.commit(slow)
+    assert job.listed == {slow.id, *job.listed}
+    job.advance(EARLY_S + 1)
+    job.make_room(KEEP)
+    job.advance(EARLY_S + 1)
+    job.make_room(KEEP)
+    assert job.listed == {slow.id}
+    assert not [key for key in job.keys("packs/") if "000000000002-" in key], "nobody needs these"
+    job.check()
+
+
+def test_where_nobody_knows_that_a_save_is_under_way_it_is_refused() -> None:
+    """As when the writer that commits was started again meanwhile. Killed anywhere, too: it never commits without."""
+    ready, slow = job_with_a_slow_save()
+    ready.advance(EARLY_S + 1)
+    at, killed, outcomes = 0, True, set[bool]()
+    while killed:
+        job = copied(ready)
+        store = ActorStore(job.store, at)
+        with suppress(Crash):
+            sweep(Catalog(store), KEEP, job.generation, early_s=EARLY_S)
+            killed = False
+        is_refused = False
+        try:
+            Committer(Catalog(job.store)).commit_when_whole(slow.id, slow.world_size, lambda: 0.0)
+        except SaveFailed:
+            is_refused = True
+        outcomes.add(is_refused)
+        assert is_refused == (slow.id not in job.found_listed()), at
+        for save in job.found_listed():
+            job.check_loads(save, job.store.get(save.manifest_key))
+        at += 1
+    assert outcomes == {False, True}
+    assert is_refused
+
+
+def test_what_failed_saves_left_goes_too() -> None:
+    """Of ranks that had room, where another one had none."""
+    job = SmallJob()
+    job.save_and_commit()
+    for _ in range(3):
+        job.change(range(16))
+        job.persist(job.begin_save(), 0)
+    job.saves.clear()  # they have failed
+    for _ in range(2):
+        job.advance(EARLY_S + 1)
+        job.make_room(KEEP)
+    assert {key.split("/")[1] for key in job.keys("packs/")} == {str(save) for save in job.listed}
+    job.check()
