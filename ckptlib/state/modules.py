@@ -29,9 +29,8 @@ def named_state(module: nn.Module, path: str) -> Iterator[tuple[str, object]]:
     Parameters come as they are (the objects that an optimizer holds), after any resharding that `state_dict()` does.
     Raises UnsupportedState for wrappers that hide their parameters, and for what a load could not put back.
     """
-    state, known = _asked(module, path), _names.get(module)
-    if known is None or module not in _made or state.keys() - known.keys():
-        _made[module] = frozenset(made_in(module, state, path))
+    state = _asked(module, path)
+    _made[module] = frozenset(made_in(module, state, path))  # each time: a hook may come later, and keep every name
     return _named(module, state)
 
 

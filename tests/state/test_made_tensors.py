@@ -209,6 +209,25 @@ def test_a_hook_that_comes_later(tmp_path: Path) -> None:
             root.load({"m": target})
 
 
+def test_a_hook_that_comes_later_and_keeps_all_names(tmp_path: Path) -> None:
+    """Once its copies were taken for the module's own, and committed in a step that the same program cannot load."""
+
+    def copy(module: nn.Module, state: dict[str, Any], prefix: str, local: object) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].detach().clone()
+
+    module = nn.Linear(3, 3)
+    with opened(tmp_path) as root:
+        for _ in range(2):
+            root.save({"m": module})
+        steps = [*tmp_path.glob("steps/*")]
+        hook = module.register_state_dict_post_hook(copy)
+        with pytest.raises(UnsupportedState, match=r"m: state_dict\(\) returns a copy of 'weight'"):
+            root.save({"m": module})
+        assert [*tmp_path.glob("steps/*")] == steps
+        hook.remove()
+        root.save({"m": module})
+
+
 def test_a_module_without_memory(tmp_path: Path) -> None:
     with torch.device("meta"):
         target = Fused()

@@ -159,8 +159,9 @@ def test_torch_s_own_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(nn.Linear, "get_extra_state", lambda module: 5, raising=False)
         check(state, memo)
+    kept = torch.zeros(9)
     with monkeypatch.context() as patch:
-        patch.setattr(Block, "_buffers", property(lambda module: {"kept": torch.zeros(9)}), raising=False)
+        patch.setattr(Block, "_buffers", property(lambda module: {"kept": kept}), raising=False)
         check(state, memo)
     check(state, memo)
 
