@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -84,6 +85,8 @@ class Outcomes:
         self._max_outage_s = max_outage_s
         self._wanted: list[Outcome] = []
         """Undecided saves with a callback, on a rank that does not commit."""
+        self._events: deque[Mapping[str, object]] = deque()
+        """Of the writer, still to be noted."""
         self._open: dict[str, Outcome] = {}
         """By save: the outcomes that are still to come."""
         self.run = FailureRun(max_outage_s)
@@ -115,9 +118,16 @@ class Outcomes:
         """Takes in the events of the staging thread and the writer."""
         self._owner.check()
         self._snapshots.poll()
-        for event in self._writer.poll(timeout_s):
-            self._news.tell(event)
-            self.note(event)
+        self._events += self._writer.poll(timeout_s)
+        while self._events:
+            event = self._events[0]
+            try:
+                self._news.tell(event)
+                self.note(event)
+            except Exception:
+                self._events.popleft()
+                raise
+            self._events.popleft()  # not before: after Ctrl-C within, a slot would count as read for ever
         self._ask_for_wanted()
 
     def note(self, event: Mapping[str, object]) -> None:

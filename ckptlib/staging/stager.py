@@ -96,9 +96,9 @@ class Staging:
 
     def go(self) -> None:
         """Has the thread begin, unless it has. Main thread."""
-        hand_over, self._hand_over = self._hand_over, None
-        if hand_over is not None:
-            hand_over()
+        if self._hand_over is not None:
+            self._hand_over()
+            self._hand_over = None  # not before: after Ctrl-C in between, nobody would copy
 
     def fail_left(self) -> None:
         """Fails it unless it was let `go`: who began it was interrupted in between, as by Ctrl-C, and nothing may have
@@ -238,6 +238,8 @@ class Stager:
 
     @torch.no_grad()
     def _finish(self, staging: Staging, host_copies: HostCopies, reading: Reading | None) -> None:
+        if staging.done:  # handed over twice, as `go` was interrupted
+            return
         cuda.relax_capture()
         try:
             began = time.perf_counter()

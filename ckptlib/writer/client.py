@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -68,6 +69,9 @@ class Writer:
         self._slots: list[str] = []
         self._open: dict[_OrderKey, Message] = {}
         """The orders that another writer must carry out, should this one die."""
+        self._heard: deque[Message] = deque()
+        self._noted: list[Message] = []
+        """Events that the writer has sent, and those of them that are still to be told."""
         self._held: SaveId | None = None
         self._earlier: Message | None = None
         self._whole: tuple[SaveId, int] | None = None
@@ -242,19 +246,21 @@ class Writer:
         the orders is answered by a failure instead. One that gave up a save, since the store did not answer, is
         replaced: the next one publishes that. So is one that does not run.
         """
-        told, events = self._channel.receive(timeout_s), list[Message]()
+        self._heard += self._channel.receive(timeout_s)
         with self._lock:
-            told += self._give_up(bool(told))
-            for event in told:
+            self._heard += self._give_up(bool(self._heard))
+            while self._heard:  # each stays until it is noted, by whoever comes again after Ctrl-C
                 if not self._stuck:  # what it did after it gave up is done again
-                    self._note(event)
-                    events.append(event)
+                    self._note(self._heard[0])
+                    self._noted.append(self._heard[0])
+                self._heard.popleft()
             keeps = self._held is not None and self._deaths + 1 < MAX_DEATHS
             stuck = self._stuck or self._channel.stalled
             if (stuck or (self._channel.closed and (self._open or keeps))) and time.monotonic() >= self._start_at:
-                events += self._revive()
-        if self._channel.closed and not events:  # it would have waited for whoever is not there
+                self._noted += self._revive()
+        if self._channel.closed and not self._noted:  # it would have waited for whoever is not there
             time.sleep(timeout_s)
+        events, self._noted = self._noted, []
         return events
 
     def _give_up(self, heard: bool) -> list[Message]:
