@@ -91,6 +91,7 @@ def test_the_scheduler_of_the_training_that_goes_on_is_saved(tmp_path: Path, who
     assert all(map(torch.equal, found, train(tmp_path / "theirs", "theirs", fails_at)))
 
 
+@pytest.mark.slow
 def test_it_goes_on_as_it_would_have(tmp_path: Path) -> None:
     whole = train(tmp_path / "run", "mixin")
     again = train(tmp_path / "run", "mixin", resume=str(tmp_path / "run" / "checkpoint-8"))

@@ -160,6 +160,7 @@ def test_one_of_two_ranks_is_told_to_stop(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "run") == [6, 8]
 
 
+@pytest.mark.slow
 def test_an_error_in_the_training(tmp_path: Path, whole: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="as asked"):
         here(tmp_path / "run", at=8, how="raise")
@@ -352,6 +353,7 @@ def test_the_best_model_could_not_be_saved(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_the_best_model_of_ranks_that_do_not_see_its_checkpoint(tmp_path: Path) -> None:
     """It is an earlier step, saved between Trainer's own; whether it is there is what the first rank sees."""
     asked = {**EVALUATED, "greater_is_better": True, "eval_steps": 1, "save_steps": 7, "save_total_limit": None}

@@ -106,6 +106,7 @@ def test_none_is_left(tmp_path: Path, whose: str) -> None:
         train(tmp_path, whose, 10, True)
 
 
+@pytest.mark.slow
 def test_a_training_that_was_begun_anew(tmp_path: Path) -> None:
     train(tmp_path, "ours", 8, False)
     train(tmp_path, "ours", 4, False)

@@ -100,6 +100,7 @@ def test_a_commit_whose_answer_is_held_back_is_a_whole_step_whatever_is_told(ben
     assert bench.listed()[-1] == last
 
 
+@pytest.mark.slow
 def test_a_server_is_killed_in_the_middle_of_an_upload_and_comes_back(tmp_path: Path) -> None:
     """With what it had, on the same port."""
     with start_seaweedfs(tmp_path) as storage, FaultProxy(storage.endpoint) as proxy:

@@ -61,6 +61,7 @@ def test_what_was_dropped_makes_room(disk: Path) -> None:
     assert committed[-1] > SAVES - 5, "it never ends"
 
 
+@pytest.mark.slow
 def test_not_before_it_was_dropped_as_long_ago_as_it_may_be_read(disk: Path) -> None:
     committed = run(disk, early_s=1000.0, pause_s=0.0)
     assert len(committed) < 12

@@ -33,6 +33,7 @@ def check(directory: Path, *arguments: str) -> int:
     return len(found)
 
 
+@pytest.mark.slow
 def test_small_documents_take_little(tmp_path: Path) -> None:
     assert check(tmp_path, "quick") > 50
 

@@ -167,9 +167,11 @@ def test_a_state_that_is_refused_leaves_nothing(job: Job) -> None:
         ckptlib.Checkpointer(job.root, {**job.state, "what": object()}, every=1, arena=job.root.parent)
 
 
-@pytest.mark.parametrize(
-    "place", ["Writer._note", "News.tell", "Outcomes.note", "Snapshots.released", "Outcomes._failed"]
-)
+MET = ("Writer._note", "News.tell", "Outcomes.note", "Outcomes._failed")
+"""Where what is interrupted was met again before, too."""
+
+
+@pytest.mark.parametrize("place", ["Snapshots.released", *(pytest.param(p, marks=pytest.mark.slow) for p in MET)])
 def test_what_the_writer_told_as_it_came_is_not_lost(job: Job, place: str) -> None:
     """Else its slot would never be free again, and a save that needs it wait for longer than a save may take."""
     with job.checkpointer(every=1000, save_deadline=timedelta(seconds=20)) as ckpt:

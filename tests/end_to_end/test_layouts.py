@@ -36,6 +36,7 @@ def run(tmp_path: Path, pairs: list[tuple[str, str]], timeout_s: float) -> list[
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_some_layouts_into_some_others(tmp_path: Path) -> None:
     assert run(tmp_path, some_pairs(), timeout_s=180) == []
 

@@ -42,6 +42,7 @@ def test_a_training_that_stands_still_is_left(tmp_path: Path, kind: str) -> None
     assert steps(root) == [8]
 
 
+@pytest.mark.slow
 def test_a_job_of_one_process_is_not_left(tmp_path: Path) -> None:
     """There is no other rank that it could wait for in vain: what it computes has an end, and then it saves."""
     root = tmp_path / "root"

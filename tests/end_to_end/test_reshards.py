@@ -19,7 +19,6 @@ def run(tmp_path: Path, seconds: float, first: int, most: int) -> int:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.slow
 def test_some_random_layouts(tmp_path: Path) -> None:
     """Ten batches; fewer where a busy machine does not come so far in time."""
     assert run(tmp_path, 150, first=0, most=10) > 0

@@ -116,6 +116,7 @@ def test_a_latest_iteration_that_is_none(tmp_path: Path, latest: str) -> None:
     refuses(tmp_path / "source", tmp_path / "root", "is of no format")
 
 
+@pytest.mark.slow
 def test_any_byte_of_the_metadata(tmp_path: Path) -> None:
     rng = random.Random(7)
     shapes = {name: tensor.shape for name, tensor in whole(read(ITERATION)).items()}

@@ -106,6 +106,7 @@ def test_other_numbers_of_ranks(make: Any, kind: str) -> None:
     cluster.finish()
 
 
+@pytest.mark.slow
 def test_stages_cut_in_another_way(make: Any) -> None:
     """What a rank takes over of another stage, plain values too, lies on a host that it knew nothing of."""
     cluster = make(kind="stages", own_data=False)

@@ -183,6 +183,7 @@ def test_the_manifest_holds_together(manifest: dict[str, dict[str, Any]]) -> Non
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_the_manifests_command_trains(
     tmp_path: Path, environment: dict[str, str], manifest: dict[str, dict[str, Any]]
 ) -> None:

@@ -44,7 +44,7 @@ def train(root: Path, num_workers: int, totals: list[int]) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_goes_on_behind_the_last_batch(tmp_path: Path, num_workers: int) -> None:
     whole = train(tmp_path / "whole", num_workers, [6])
     parted = train(tmp_path / "parted", num_workers, [2, 3, 6])
@@ -68,7 +68,7 @@ def test_not_around_a_resumable_sampler() -> None:
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_order_of_zip(tmp_path: Path, caplog: pytest.LogCaptureFixture, num_workers: int, wrong: bool) -> None:
     for total in (2, 4):
         loader = make(num_workers)

@@ -142,6 +142,7 @@ def test_an_encoder_that_waits_for_a_core_counts_as_slow(tmp_path: Path, planes:
     assert sampled({"w": mib(16)}, tmp_path, 0.3) == []
 
 
+@pytest.mark.slow
 def test_samples_are_not_taken_beside_the_check_of_the_slot(
     tmp_path: Path, planes: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
