@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.damage import NEWEST
 from helpers.one_job import Job
+from helpers.tmpfs import tmpfs
 from onerank import Root, opened
 from workers import crash_jobs
 from workers.crash_bench import Bench
@@ -37,13 +37,8 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1.5 MB; a step takes 340 kB."""
-    path = tmp_path / "small"
-    path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", path], capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"no tmpfs can be mounted here: {done.stderr}")
-    yield path
-    subprocess.run(["umount", "-l", path], check=True)
+    with tmpfs(tmp_path / "small", 1500 * 1024) as path:
+        yield path
 
 
 @pytest.fixture(scope="session")

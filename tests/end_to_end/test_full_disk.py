@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from helpers.limits import short_limits
 from helpers.plain_reader import tensors_of
+from helpers.tmpfs import tmpfs
 from launch import forked
 from places import WORKERS
 
@@ -24,13 +24,8 @@ SAVES = 40
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "none", path], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a disk: {mounted.stderr.decode()}")
-    yield path
-    subprocess.run(["umount", "-l", path], check=True)
+    with tmpfs(tmp_path / "disk", ROOM) as path:
+        yield path
 
 
 def run(disk: Path, early_s: float, pause_s: float) -> list[int]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 from ckptlib.policy.keep import Keep
 from ckptlib.stores import open_store
+from ckptlib.testing import write_plan
 from ckptlib.writer.__main__ import LEFT_TO_THE_TRAINER
 from ckptlib.writer.client import MAX_DEATHS, Writer
 from ckptlib.writer.persist import put_failure
@@ -552,3 +554,13 @@ def test_orders_that_cannot_be_carried_out_end_it_and_are_answered(bench: Bench)
     assert "died 3 times in a row" in failed["error"]
     assert "no-such-scheme" in writer.log_path.read_text()
     until(lambda: not alive(writer.pid))
+
+
+def test_the_word_that_a_save_failed_is_put_again_where_the_store_was_full(bench: Bench) -> None:
+    """Else the rank that commits would wait for this one's part for as long as a save may take."""
+    plan = bench.directory / "plan.json"
+    write_plan(plan, [{"op": "put", "key": "-failed-", "nth": 0, "action": "full"}])
+    writer = bench.writer(url=f"fault+file://{bench.root}?plan={quote(str(plan))}")
+    writer.void(SaveId(1, bench.generation), "no snapshot")
+    hear(writer, "failed")
+    until(lambda: failed_parts(bench.root) == ["no snapshot"])
