@@ -30,6 +30,8 @@ from benchmarks.peers import PEERS
 EVERY = 4
 STEPS_PER_BLOCK = 12
 OTHERS_ROUNDS = 3
+CALIBRATION = 7
+"""Steps, and as many products, whose times tell how many products make a step as long as asked."""
 WITHOUT, WITH = "step without checkpoints", "step with checkpoints"
 IN_MEMORY, BARE = "ckptlib, in memory and a peer's at every step", "bare gloo, the same bytes at every step"
 NVRX = "NVRx, in memory and a peer's at every step"
@@ -81,23 +83,23 @@ class Training:
         self._x = torch.randn(32, width)
         self._factor = torch.randn(product_width, product_width)
         self._products = 0
-        self.step()
-        began = time.perf_counter()
-        self.step()
-        bare = time.perf_counter() - began
-        began, num = time.perf_counter(), max((1024 // product_width) ** 3, 1)
-        for _ in range(num):
-            torch.mm(self._factor, self._factor)
-        product = torch.tensor([(time.perf_counter() - began) / num])
-        dist.all_reduce(product, dist.ReduceOp.MAX)
-        self._products = max(int((step_s - bare) / product.item()), 0)
+        num = max((1024 // product_width) ** 3, 1)
+        for work in (self.step, lambda: self._multiply(num)):
+            _usual_s(work)  # the first ones take longer
+        longest = torch.tensor([_usual_s(self.step), _usual_s(lambda: self._multiply(num)) / num])
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        bare_s, product_s = longest.tolist()
+        self._products = max(int((step_s - bare_s) / product_s), 0)
 
     def step(self) -> None:
         self.model(self._x).pow(2).mean().backward()
-        for _ in range(self._products):
-            torch.mm(self._factor, self._factor)
+        self._multiply(self._products)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def _multiply(self, num: int) -> None:
+        for _ in range(num):
+            torch.mm(self._factor, self._factor)
 
     def flat(self) -> peers.State:
         """Weights and moments by name."""
@@ -105,6 +107,16 @@ class Training:
         for i, held in enumerate(self.optimizer.state.values()):
             found |= {f"optim/{i}/{key}": value for key, value in held.items()}
         return found
+
+
+def _usual_s(work: Callable[[], None]) -> float:
+    """Of CALIBRATION times: the middle one."""
+    times = []
+    for _ in range(CALIBRATION):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
 
 
 def work() -> None:

@@ -284,8 +284,10 @@ class Catalog:
         """Of a manifest that the caller has read: it is not read again for that."""
         self._stands[manifest.save] = Stand.of(manifest)
 
-    def known_stands(self, saves: Iterable[SaveId]) -> dict[SaveId, Stand]:
-        """Those of these that were read before."""
+    def known_stands(self, saves: Iterable[SaveId] | None = None) -> dict[SaveId, Stand]:
+        """Those of these that were read before; without `saves`, all that were, the newest last."""
+        if saves is None:
+            return dict(self._stands)
         return {save: self._stands[save] for save in saves if save in self._stands}
 
     def warm_stands(self, saves: Iterable[SaveId]) -> None:

@@ -81,9 +81,12 @@ def times_of(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[in
     found: dict[PackSet, float] = {}
     if not left:
         return found
-    committed = [other for other in catalog.saves() if other != save]
-    for other, stand in catalog.known_stands(reversed(committed)).items():
-        _cover(left, found, {**stand.uses, **_own(other, stand.created)}, stand.users)
+    for since in dict.fromkeys((_enough(catalog, save, uses), None)):
+        committed = [other for other in catalog.steps(since).saves if other != save]
+        for other, stand in catalog.known_stands(reversed(committed)).items():
+            _cover(left, found, {**stand.uses, **_own(other, stand.created)}, stand.users)
+        if not left:
+            return found
     for other in {needed.save for needed in left} & {*committed}:
         created = _created(catalog, other)
         found |= {needed: created for needed in left if needed.save == other}
@@ -105,6 +108,19 @@ def times_of(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[in
             "deleted at any time; the step is not committed"
         )
     return found
+
+
+def _enough(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[int]]) -> SaveId | None:
+    """The oldest of those few steps that name all of this, as far as is known here: only they need be listed, mostly
+    the parent alone. None: all."""
+    left, some = dict(uses), []
+    for other, stand in reversed(catalog.known_stands().items()):
+        if other != save:
+            some.append(other)
+            _cover(left, {}, {**stand.uses, **_own(other, stand.created)}, stand.users)
+        if not left:
+            return min(some)
+    return None
 
 
 def _cover(

@@ -9,6 +9,7 @@ import pytest
 from helpers.actors import ActorStore, no_chance
 from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, SmallJob
 from support import replace_object
+from typing_extensions import override
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
@@ -18,6 +19,7 @@ from ckptlib.errors import CorruptData, FormatError, SaveFailed
 from ckptlib.format.keys import GenerationId, PackSet, SaveId
 from ckptlib.format.manifest import TrashRecord
 from ckptlib.policy.keep import Keep
+from ckptlib.stores.base import Entry
 
 KEEP = Keep(last=1, grace=GRACE)
 
@@ -87,6 +89,37 @@ def test_a_step_whose_manifest_is_known_answers_for_all_that_it_uses(job: SmallJ
     first, second = saves(job)
     sets = by_all([PackSet(first), PackSet(second)])
     assert times_of(knowing(job, second, 1), NEW, sets) == times_of(catalog_of(job), NEW, sets) != {}
+
+
+class _Listed(ActorStore):
+    """Remembers how many objects were listed."""
+
+    listed = 0
+
+    @override
+    def scan(self, prefix: str, after: str = "") -> list[Entry]:
+        found = super().scan(prefix, after)
+        self.listed += len(found)
+        return found
+
+
+def test_no_steps_are_listed_before_those_that_answer(job: SmallJob) -> None:
+    """Each commit asks: a job that keeps ten thousand steps in a bucket would list ten pages of names each time."""
+    for row in range(6):
+        job.change([row])
+        job.save_and_commit()
+    first, *_, parent = saves(job)
+    store = _Listed(job.store)
+    catalog = Catalog(store)
+    for save in saves(job):
+        catalog.keep_stand(job.catalog().manifest(save))
+    sets = by_all([PackSet(first), PackSet(parent)])
+    assert times_of(catalog, NEW, sets) == times_of(catalog_of(job), NEW, sets)
+    assert store.listed == 1
+    job.store.delete(parent.manifest_key)  # the one that it would have been
+    sets = by_all([PackSet(first)])
+    assert times_of(catalog, NEW, sets) == {PackSet(first): 1e9}
+    assert store.listed == 1 + 0 + 7
 
 
 def test_a_known_manifest_of_a_step_that_is_gone_answers_for_nothing(job: SmallJob) -> None:
