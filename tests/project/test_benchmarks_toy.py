@@ -20,7 +20,7 @@ from places import ROOT
 from benchmarks import codecs, hog, lossy, plan, recover
 
 SUBJECTS = {
-    "object_store": {"ckptlib, s3", "ckptlib, fsspec", "obstore, bare"},
+    "object_store": {"ckptlib, s3", "ckptlib, fsspec", "ckptlib, obstore", "obstore, bare"},
     "bucket_job": {"ckptlib, s3fs"},
     "bucket_faults": {"ckptlib, s3fs"},
     "limits": {"direct write", "direct read", "direct reads, 8 under way", "copy", "digest"},

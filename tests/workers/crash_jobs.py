@@ -306,13 +306,14 @@ def read_gate(tell: Teller, gates: str, step: int, ckpt: ckptlib.Checkpointer) -
 
 
 def train_for_ever(tell: Teller, rank: int, *, url: str, numel: int, **kwargs: Any) -> None:
-    """Steps as fast as it can, and saves whenever there is room, until it is killed."""
+    """Steps in a few milliseconds, and saves whenever there is room, until it is killed."""
     state = State(numel)
     with checkpointer(url, state, **kwargs) as ckpt:
         step = ckpt.restore().step
         state.check(step)
         tell("restored", step=step)
         while True:
+            time.sleep(0.005)  # two hundred starts would take more steps than `pattern` can tell apart
             state.advance()
             step += 1
             ckpt.after_step(step)
