@@ -138,6 +138,7 @@ def test_trainer_and_writer_killed_at_every_operation(bench: Bench) -> None:
 # -- the trainer dies
 
 
+@pytest.mark.slow
 def test_trainer_killed_at_every_operation_of_its_own(bench: Bench) -> None:
     assert bench.go_on() == 0
     (job,) = bench.start()
@@ -218,6 +219,7 @@ def _forget_all_but_the_last(root: Path) -> None:
 # -- several ranks
 
 
+@pytest.mark.slow
 def test_writers_of_two_ranks_killed(bench: Bench) -> None:
     """Each rank's part has its own writer; rank 0's commits."""
     cases = [

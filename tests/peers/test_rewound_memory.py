@@ -39,6 +39,7 @@ def listed(cluster: Cluster) -> list[int]:
     return [info.step for info in ckptlib.checkpoints(cluster.root)]
 
 
+@pytest.mark.slow
 def test_a_restart_after_a_rewind_takes_nothing_newer_from_memory(make: Any) -> None:
     cluster = make()
     trained_to(cluster, NEWEST)

@@ -91,7 +91,7 @@ BY_COMMAND = {"limits", "beat", "open_one"}
 
 LONG = {
     *("beat", "hog", "recover", "object_store", "bucket_faults", "bucket_job", "replicas"),
-    *("many_tensors", "overhead", "restore_increments", "smaller", "throttled", "tier"),
+    *("many_tensors", "overhead", "restore_increments", "save", "smaller", "throttled", "tier"),
 }
 
 
@@ -136,6 +136,7 @@ def test_accelerate(tmp_path: Path) -> None:
     assert found == [("Accelerator", "stall", 4), ("CkptlibAccelerator", "stall", 4)]
 
 
+@pytest.mark.slow
 def test_lightning(tmp_path: Path) -> None:
     _fork("lightning_stall", tmp_path)
     found = {line.get("subject") for line in _lines(tmp_path / "out.jsonl")[1:]}
