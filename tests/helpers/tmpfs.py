@@ -18,5 +18,7 @@ def tmpfs(path: Path, nbytes: int) -> Iterator[Path]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         pytest.skip(f"no tmpfs can be mounted here: {done.stderr}")
-    yield path
-    subprocess.run(["umount", "-l", path], check=True)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
