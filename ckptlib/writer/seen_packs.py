@@ -7,6 +7,7 @@ committed, and never load. So what a load will ask is asked here: the last byte.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 
@@ -27,24 +28,36 @@ class SeenPacks:
         self._store = store
         self._look_again_s = look_again_s if look_again_s is not None else 0.0 if store.is_local else LOOK_AGAIN_S
         self._seen: dict[str, float] = {}
-        """When; by the monotonic clock."""
+        """When, by the monotonic clock, and in this order."""
+        self._lock = threading.Lock()
 
     def note(self, key: str) -> None:
         """This pack is there. From any thread."""
-        self._seen[key] = time.monotonic()
+        self._note(key, time.monotonic())
 
     def lost(self, packs: Iterable[Pack]) -> list[Pack]:
         """Those of these that cannot be read any more. Raises StoreError where the store cannot tell."""
         now = time.monotonic()
-        self._seen = {key: when for key, when in self._seen.items() if when > now - self._look_again_s}
-        unsure = [pack for pack in packs if pack.key not in self._seen]
+        with self._lock:
+            self._forget_old(now)
+            unsure = [pack for pack in packs if pack.key not in self._seen]
         lost = []
         for pack, is_there in zip(unsure, each(self._is_there, unsure), strict=True):
             if is_there:
-                self._seen[pack.key] = now
+                self._note(pack.key, now)
             else:
                 lost.append(pack)
         return lost
+
+    def _note(self, key: str, when: float) -> None:
+        with self._lock:
+            self._forget_old(when)
+            self._seen.pop(key, None)
+            self._seen[key] = when
+
+    def _forget_old(self, now: float) -> None:
+        while self._seen and self._seen[oldest := next(iter(self._seen))] <= now - self._look_again_s:
+            del self._seen[oldest]
 
     def _is_there(self, pack: Pack) -> bool:
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from typing_extensions import override
 
 from ckptlib.errors import StoreTimeout
 from ckptlib.format.keys import pack_save
-from ckptlib.format.part import Part
+from ckptlib.format.part import Pack, Part
 from ckptlib.policy.codec import Asked
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.memory import MemoryStore
@@ -125,3 +127,29 @@ def test_a_bucket_that_does_not_answer_gets_all_of_it(bucket: tuple[OneRank, Buc
     store.is_away = False
     assert sources(part) == {2}
     job.check(part, state(2))
+
+
+def test_packs_may_be_put_while_those_of_before_are_looked_for() -> None:
+    """As where a put that was given up comes through after all."""
+    store = Bucket()
+    seen = module.SeenPacks(store)
+    for number in range(5000):
+        seen.note(f"packs/before/{number}")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            putting = executor.map(seen.note, (f"packs/{number}" for number in range(20_000)))
+            for _ in range(50):
+                assert seen.lost([Pack("packs/before/1", 1, 0.0)]) == []
+            list(putting)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not store.asked
+
+
+def test_packs_that_were_put_long_ago_are_not_remembered() -> None:
+    seen = module.SeenPacks(Bucket(), look_again_s=0.0)
+    for number in range(1000):
+        seen.note(f"packs/{number}")
+    assert len(seen._seen) <= 1
