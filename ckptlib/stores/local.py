@@ -160,7 +160,7 @@ class LocalStore(Store):
             status = os.statvfs(self._root)
         except OSError:
             return None
-        return status.f_bavail * status.f_frsize
+        return status.f_bavail * status.f_frsize if status.f_blocks else None  # some do not count
 
     @override
     def clean(self, before: float) -> None:

@@ -23,22 +23,25 @@ def failure(error: OSError, doing: str, path: str, nbytes: int = 0) -> StoreErro
     cause = f"{os.strerror(error.errno)} (errno {error.errno})" if error.errno else str(error)
     if error.errno == errno.EXDEV:
         cause += "; a root must be on one file system"
-    if error.errno == errno.ENOTDIR:
-        cause += f"; {_in_the_way(path)} is in the place of a directory of the root; move it away"
+    if error.errno == errno.ENOTDIR and (found := _in_the_way(error.filename, path)) is not None:
+        cause += f"; {found} is in the place of a directory of the root; move it away"
     if error.errno in _FULL:
         return StoreFull(f"{path}: cannot {doing} {nbytes} bytes: {cause}; {_free(path)}; make room and try again")
     kind = ObjectUnreadable if doing == "read" and error.errno in _OWN else StoreError
     return kind(f"{path}: cannot {doing}: {cause}")
 
 
-def _in_the_way(path: str) -> str:
-    """The lowest part of a path above its end that is there, and is a file or a link."""
-    above = os.path.dirname(path)
-    while above != os.path.dirname(above) and (os.path.isdir(above) or not os.path.lexists(above)):
-        if os.path.islink(above):
+def _in_the_way(named: object, path: str) -> str | None:
+    """The lowest part of the path that the error has named, or else of `path` above its end, that is there, and is a
+    file or a link; None where it is gone."""
+    at = named if isinstance(named, str) and os.path.isabs(named) else os.path.dirname(path)
+    while os.path.isdir(at) or not os.path.lexists(at):
+        if os.path.islink(at):
             break
-        above = os.path.dirname(above)
-    return above
+        if at == os.path.dirname(at):
+            return None
+        at = os.path.dirname(at)
+    return at
 
 
 def _free(path: str) -> str:
@@ -48,4 +51,6 @@ def _free(path: str) -> str:
         status = os.statvfs(path)
     except OSError:
         return "the free space is unknown"
+    if status.f_files and not status.f_favail:
+        return "its file system has no inode left for another file"
     return f"{status.f_bavail * status.f_frsize} bytes are free on its file system"

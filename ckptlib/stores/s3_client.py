@@ -29,7 +29,7 @@ from ckptlib.errors import CkptError, StoreError, StoreTimeout
 from ckptlib.stores import io_limits
 from ckptlib.stores.retries import Retries
 from ckptlib.stores.s3_body import Body, Progress
-from ckptlib.stores.s3_errors import Stalled, meaning_of
+from ckptlib.stores.s3_errors import Foreign, Stalled, meaning_of
 from ckptlib.stores.s3_sums import Sums
 from ckptlib.stores.secrets import Secrets, without_userinfo
 
@@ -44,6 +44,18 @@ _LOOP_S = 10.0
 
 _CANCEL_S = 2.0
 """How long a request that was given up may take to end."""
+
+_OF_OBJECT = ({"ContentLength"}, {"ETag", "LastModified"})
+_TOLD: dict[str, tuple[set[str], ...]] = {
+    "put_object": ({"ETag"},),
+    "upload_part": ({"ETag"},),
+    "create_multipart_upload": ({"UploadId"},),
+    "list_objects_v2": ({"IsTruncated"},),
+    "get_object": _OF_OBJECT,
+    "head_object": _OF_OBJECT,
+}
+"""What every server of S3 tells, one of each set, when it has done what it was asked. A page that a proxy answers by,
+or sends us to, would else be taken for the proof of a put, or for an empty bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +162,14 @@ class S3Client:
             # those of every request, such as who pays for it, are added by newer versions of s3fs alone
             **self._fs._get_s3_method_kwargs(method, self._fs.req_kw, Bucket=self.bucket, **parameters)
         )
+        for told in _TOLD.get(operation, ()):
+            if told.isdisjoint(answer):
+                if "Body" in answer:
+                    answer["Body"].close()
+                raise Foreign(
+                    f"answered by {answer['ResponseMetadata']['HTTPStatusCode']} without {' or '.join(sorted(told))}, "
+                    "as no S3 server does; is there a proxy in the way?"
+                )
         return answer
 
     # -- on any other thread

@@ -81,6 +81,10 @@ class Torn(Exception):
     """An answer ended before its end."""
 
 
+class Foreign(Exception):
+    """What answered by success is no server of S3: a proxy's own page, or a server that was cut off at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Meaning:
     """Of one error."""
@@ -135,6 +139,7 @@ def meaning_of(error: BaseException) -> Meaning:
 _SILENCE = (
     Stalled,
     Torn,
+    Foreign,
     OSError,
     asyncio.TimeoutError,
     aiohttp.ClientError,

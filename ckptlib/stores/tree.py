@@ -40,10 +40,10 @@ _KINDS = {
 def directory(root: str, names: Sequence[str], to_list: bool = False) -> Iterator[int]:
     """A descriptor of the directory of these names below `root`: to go through, or also to be listed and flushed.
 
-    Raises OSError, also for what is no directory; StoreError for a link in the root.
+    Raises OSError, also for what is no directory; StoreError for a link in the root, or one to it that leads nowhere.
     """
     flags = _LIST if to_list else _PASS
-    fd = os.open(root, flags if not names else _PASS)
+    fd = _open_root(root, flags if not names else _PASS)
     try:
         for depth, name in enumerate(names, 1):
             outer, fd = fd, _enter(root, fd, name, depth, flags if depth == len(names) else _PASS)
@@ -108,12 +108,29 @@ def _kind(mode: int) -> str:
     return _KINDS.get(stat.S_IFMT(mode), "something else")
 
 
+def _open_root(root: str, flags: int) -> int:
+    try:
+        return os.open(root, flags)
+    except FileNotFoundError as error:
+        there = root
+        while not os.path.lexists(there):
+            there = os.path.dirname(there)
+        if os.path.exists(there):
+            raise
+        raise StoreError(  # a root that cannot be reached would look like one without steps
+            f"{root} is not there: {there} is a symbolic link to {os.readlink(there)}, which leads nowhere; is its "
+            "file system mounted? If so, make the directory that it leads to"
+        ) from error
+
+
 def _enter(root: str, fd: int, name: str, depth: int, flags: int) -> int:
     try:
         return _open(fd, name, flags)
     except NotADirectoryError as error:
-        if depth > 1 or kind_of(fd, name) != _KINDS[stat.S_IFLNK]:
+        if depth > 1:
             raise
+        if kind_of(fd, name) != _KINDS[stat.S_IFLNK]:
+            raise NotADirectoryError(error.errno, error.strerror, f"{root}/{name}") from error
         raise StoreError(
             f"{root}/{name} is a symbolic link, and ckptlib does not follow links inside a root: the target may belong "
             "to another root, whose data would be deleted with this one's steps. To keep the root elsewhere, move all "

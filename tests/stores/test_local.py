@@ -168,6 +168,27 @@ def test_the_parent_of_a_key_cannot_be_an_object(files: Path) -> None:
     assert temp_files(files) == []
 
 
+@pytest.mark.parametrize("below", ["", "run7"], ids=["the root", "a parent"])
+def test_a_link_that_leads_nowhere_is_no_empty_root(tmp_path: Path, below: str) -> None:
+    """As where the disk that it leads to is not mounted."""
+    link, target = tmp_path / "link", tmp_path / "disk" / "ckpt"
+    link.symlink_to(target)
+    store = LocalStore(str(link / below))
+    told = f"{link} is a symbolic link to {target}, which leads nowhere; is its file system mounted"
+    for call in (
+        lambda: store.put("a", b"1"),
+        lambda: store.scan(""),
+        lambda: store.get("a"),
+        lambda: store.delete("a"),
+    ):
+        with pytest.raises(StoreError, match=told):
+            call()
+    target.mkdir(parents=True)
+    assert store.scan("") == []
+    store.put("a", b"1")
+    assert store.get("a") == b"1"
+
+
 def test_a_directory_that_cannot_be_listed_is_an_error() -> None:
     script = """
 import os, sys
@@ -257,13 +278,14 @@ def test_only_old_remains_are_cleaned(files: Path) -> None:
     assert store.get("a") == b"kept"
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(params=["size=1m"])
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     if os.geteuid() != 0:
         pytest.skip("mounting a small tmpfs needs root")
     path = tmp_path / "small"
     path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], capture_output=True, check=False)
+    command = ["mount", "-t", "tmpfs", "-o", request.param, "tmpfs", path]
+    mounted = subprocess.run(command, capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip(f"no tmpfs can be mounted: {mounted.stderr.decode().strip()}")
     yield path
@@ -284,3 +306,33 @@ def test_a_full_disk(small_disk: Path, first: int) -> None:
         store.put("b", memory)
     store.put("c", memory[: 256 << 10])
     assert keys(store) == ["a", "c"]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("small_disk", ["size=1m,nr_inodes=6"], indirect=True)
+def test_a_disk_that_is_full_of_files(small_disk: Path) -> None:
+    """Where bytes are free, the error does not ask for more of them."""
+    store = LocalStore(str(small_disk))
+    for key in ("a", "b", "c"):
+        store.put(key, b"1")
+    with pytest.raises(StoreFull, match=r"small/packs/d: cannot publish .* no inode left for another file; make room"):
+        store.put("packs/d", b"1")
+    assert keys(store) == ["a", "b", "c"]
+    store.delete("a", "b")  # a link counts as a file there
+    store.put("packs/d", b"1")
+    assert keys(store) == ["c", "packs/d"]
+
+
+@pytest.mark.root
+def test_a_file_system_that_does_not_count_its_bytes(tmp_path: Path) -> None:
+    """It is not nearly full: then a sweep would not wait for readers."""
+    command = ["mount", "-t", "ramfs", "ramfs", tmp_path]
+    mounted = subprocess.run(command, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no ramfs can be mounted: {mounted.stderr.decode().strip()}")
+    try:
+        store = LocalStore(str(tmp_path))
+        store.put("a", b"1")
+        assert store.free_nbytes() is None
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)

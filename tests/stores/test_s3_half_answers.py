@@ -51,6 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         nbytes = self.server.nbytes
         self.send_response(404 if nbytes is None else 200)
+        self.send_header("ETag", '"opaque"')
         self.send_header("Content-Length", str(nbytes or 0))
         self.end_headers()
 

@@ -274,3 +274,7 @@ def test_a_file_in_the_place_of_a_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="root/copies is in the place of a directory of the root; move it away"):
         store.put("copies/layouts/1.json", b"data")
     assert (tmp_path / "root" / "copies").read_text() == "mine"
+    (tmp_path / "root" / ".tmp").rmdir()
+    (tmp_path / "root" / ".tmp").write_text("mine")
+    with pytest.raises(StoreError, match=r"root/\.tmp is in the place of a directory of the root; move it away"):
+        store.put("a", b"data")

@@ -1,0 +1,68 @@
+"""A page where the bucket should be: what answers by success is not taken for a server of S3."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from helpers.s3_bucket import PART_NBYTES, scale_limits
+
+from ckptlib.errors import StoreTimeout
+from ckptlib.stores import Store, open_store
+
+PAGE = b"<html><head><title>Sign in</title></head><body>Please sign in</body></html>"
+
+
+class _Portal(BaseHTTPRequestHandler):
+    """Sends whoever asks to its page, as a proxy does whose session is over; or answers by that page, or by nothing."""
+
+    protocol_version = "HTTP/1.1"
+    status, page = 200, PAGE
+
+    def _answer(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        body = b"" if self.status == 204 or self.command == "HEAD" else self.page
+        self.send_response(200 if self.path == "/page" else self.status)
+        if self.status == 303 and self.path != "/page":
+            self.send_header("Location", "/page")
+        if self.status != 204:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _answer
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture(params=[(200, PAGE), (200, b""), (204, b""), (303, PAGE)], ids=["page", "empty", "nothing", "redirect"])
+def portal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    scale_limits(monkeypatch, idle_s=60.0, retry_s=0.2)
+    handler = type("Portal", (_Portal,), dict(zip(("status", "page"), request.param, strict=True)))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        options = {"key": "somebody", "secret": "s3cr3t", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
+        with open_store("s3://bucket/run", options) as store:
+            yield store
+        server.shutdown()
+        thread.join()
+
+
+CALLS: dict[str, Callable[[Store], object]] = {
+    "put": lambda store: store.put("p", b"data"),
+    "create": lambda store: store.put("p", b"data", create=True),
+    "put in parts": lambda store: store.put("p", bytes(4096), [bytes(PART_NBYTES + 1)]),
+    "get": lambda store: store.get("p"),
+    "size": lambda store: store.get("p", 0, 0),
+    "list": lambda store: store.scan(""),
+    "peek": lambda store: store.peek(10),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_it_is_an_outage(portal: Store, call: Callable[[Store], object]) -> None:
+    with pytest.raises(StoreTimeout, match=r"s3://bucket/run/p?: cannot .*is there a proxy in the way\?"):
+        call(portal)
