@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -75,6 +76,20 @@ def test_who_fired_is_known_until_forgotten() -> None:
     assert not fence.fired(one)
     step_with_gradients(one)
     assert fence.fired(one), "earned anew"
+
+
+def test_nothing_is_earned_by_another_one_at_the_same_address() -> None:
+    fence = Fence()
+    for _ in range(20):
+        gone = make_optimizer()
+        fence.install([gone])
+        step_with_gradients(gone)
+        del gone
+        gc.collect()
+        new = make_optimizer()
+        assert not fence.fired(new)
+        fence.install([new])
+        assert hooks_of(new) == 1
 
 
 def test_each_thread_waits_for_a_copy_on_its_own_stream() -> None:
