@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -42,9 +43,10 @@ class Fence:
     def __init__(self) -> None:
         self.waited_s = 0.0
         """Seconds that threads have waited here, all in all."""
-        self._handles: dict[int, RemovableHandle] = {}
-        self._fired: set[int] = set()
-        self._captured: set[int] = set()
+        self._handles: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle | None] = WeakKeyDictionary()
+        """None: it takes no hook."""
+        self._fired: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._captured: WeakSet[torch.optim.Optimizer] = WeakSet()
         """Optimizers whose step a graph replays."""
         self._pending: list[Fenced] = []
         self._pid = os.getpid()
@@ -54,10 +56,11 @@ class Fence:
     def install(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Hooks every optimizer that is not hooked yet, where it can be."""
         for optimizer in optimizers:
-            if id(optimizer) not in self._handles:
+            if optimizer not in self._handles:
                 try:
-                    self._handles[id(optimizer)] = optimizer.register_step_pre_hook(self._make_hook())
+                    self._handles[optimizer] = optimizer.register_step_pre_hook(self._make_hook())
                 except AttributeError as error:  # a wrapper that never ran Optimizer.__init__
+                    self._handles[optimizer] = None
                     log.warning(
                         "%s does not accept a step hook (%s): its tensors are copied before after_step returns, "
                         "without overlap. For overlap, pass the optimizer that it wraps",
@@ -68,10 +71,10 @@ class Fence:
     def _make_hook(self) -> Any:
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if _is_captured(optimizer):  # the capture writes nothing, and its replays will not ask
-                self._captured.add(id(optimizer))
+                self._captured.add(optimizer)
                 self.drain()
                 return
-            self._fired.add(id(optimizer))
+            self._fired.add(optimizer)
             self.wait()
 
         # what torch.compiler.disable sets; calling it would import all of dynamo, which takes seconds
@@ -116,7 +119,7 @@ class Fence:
 
     def fired(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer went through its hook since `forget`, and always will."""
-        return id(optimizer) in self._fired and id(optimizer) not in self._captured
+        return optimizer in self._fired and optimizer not in self._captured
 
     def forget(self) -> None:
         """Begins a new interval: hooks that fired in the last one do not count."""
@@ -125,7 +128,8 @@ class Fence:
     def remove(self) -> None:
         """Takes the hooks out."""
         for handle in self._handles.values():
-            handle.remove()
+            if handle is not None:
+                handle.remove()
         self._handles.clear()
 
 

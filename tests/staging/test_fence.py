@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -14,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.inside import fence_of, stager_of
-from helpers.stage import held, pending_of, step_hooks
+from helpers.stage import held, pending_of, replace_pending, step_hooks
 from typing_extensions import override
-from workers.torn import params_of, raw, step_with_gradients
+from workers.torn import OpensGate, params_of, raw, step_with_gradients
 
 import ckptlib
 from ckptlib.devices import accelerator
@@ -75,6 +76,20 @@ def test_who_fired_is_known_until_forgotten() -> None:
     assert not fence.fired(one)
     step_with_gradients(one)
     assert fence.fired(one), "earned anew"
+
+
+def test_nothing_is_earned_by_another_one_at_the_same_address() -> None:
+    fence = Fence()
+    for _ in range(20):
+        gone = make_optimizer()
+        fence.install([gone])
+        step_with_gradients(gone)
+        del gone
+        gc.collect()
+        new = make_optimizer()
+        assert not fence.fired(new)
+        fence.install([new])
+        assert hooks_of(new) == 1
 
 
 def test_each_thread_waits_for_a_copy_on_its_own_stream() -> None:
@@ -229,6 +244,38 @@ def test_every_optimizer_of_the_state_is_hooked_until_the_end(tmp_path: Path) ->
             ckpt.after_step(step)
         ckpt.pending.staging.wait_copied()
     assert [hooks_of(o) for o in (first, second)] == [0, 0]
+
+
+class Rows(torch.optim.Optimizer):
+    """Writes to a few rows, which no sample shows."""
+
+    def __init__(self, table: torch.nn.Parameter) -> None:
+        super().__init__([table], {})
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["params"][0][-3:] += 1
+
+
+def test_an_optimizer_that_came_later_waits_for_the_copy_of_what_it_shares(tmp_path: Path) -> None:
+    table = torch.nn.Embedding(20000, 8)
+    state = {"table": table, "rows": Rows(table.weight), "all": torch.optim.SGD(table.parameters(), momentum=0.9)}
+    with ckptlib.Checkpointer(tmp_path, state, every=1, arena=tmp_path) as ckpt:
+        state["rows"] = Rows(table.weight)  # before the one that the table is taken to be of
+        for step in (1, 2):
+            step_with_gradients(state["all"])
+            ckpt.after_step(step)
+            ckpt.pending.wait_committed(60)
+        step_with_gradients(state["all"])
+        expected = raw(table.weight)
+        with held(stager_of(ckpt)) as gate:
+            ckpt.after_step(3)
+            replace_pending(fence_of(ckpt), [OpensGate(gate, ckpt.pending.staging)])
+            state["rows"].step()
+        ckpt.pending.wait_committed(60)
+    with ckptlib.open(tmp_path, 3) as saved:
+        assert raw(saved.get_tensor("table/weight")) == expected
 
 
 def test_overlap_is_earned_anew_by_each_step(tmp_path: Path) -> None:
