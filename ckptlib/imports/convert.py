@@ -100,6 +100,8 @@ def convert(
     Raises FormatError for what is damaged or of no known format, UnsupportedState for objects that only unpickling
     could make, StateError where the root has the step already.
     """
+    if "://" in str(source):
+        raise FormatError(f"{source}: an import reads files of this machine; copy them here first")
     path = Path(source)
     known = format_of(path)
     foreign = Foreign(known.name, _several(only), _several(skip), params or {})
