@@ -165,7 +165,7 @@ def named(name: str, saves: Callable[[], Sequence[SaveId]], url: str) -> SaveId:
         save = keys.parse_save(name)
     except FormatError as error:
         raise CheckpointNotFound(
-            f"{url}: {name[:80]!r} is neither a step's number, nor its full name, nor 'latest'"
+            f"{url}: {name[:80]!r} is neither a step's number, nor its full name, nor 'latest' or 'best'"
         ) from error
     if save in saves():
         return save

@@ -48,9 +48,10 @@ def command(
     """Saves a checkpoint that another library wrote as a step of URL.
 
     SOURCE: a file of torch.save, a Lightning .ckpt, a safetensors file or a directory of them, or a directory of
-    torch.distributed.checkpoint or torchsnapshot. No code of it runs: pickles are read as data. The step is listed when
-    all of it is stored; it is then read back and compared with the source. An import that was interrupted has no step:
-    give the same command again, and it goes on. Needs torch, and room for a copy in --scratch.
+    torch.distributed.checkpoint, torchsnapshot, DeepSpeed, Megatron-core or ColossalAI. No code of it runs: pickles are
+    read as data. The step is listed when all of it is stored; it is then read back and compared with the source. An
+    import that was interrupted has no step: give the same command again, and it goes on. Needs torch, and room for a
+    copy in --scratch.
     """
     began = time.monotonic()
     options = storage_options(option)

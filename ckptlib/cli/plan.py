@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 
 import click
 import numpy as np
+from click.core import ParameterSource
 
 from ckptlib.catalog.accounts import read_accounts
 from ckptlib.catalog.catalog import Catalog
@@ -29,6 +31,9 @@ MEASURED_LEAST, MEASURED_MOST, MEASURED_MOST_LOCAL = (n * 1024 * 1024 for n in (
 bytes are put, whose memory the system puts together from pages that lie apart."""
 COPY_NBYTES = 64 * 1024 * 1024
 SHAPE = ("layers", "hidden", "heads", "sequence")
+OF_SHAPE = ("batch", "tensor_parallel")
+OF_PARAMS = ("optimizer", "precision", "ranks", "device_memory")
+"""A plan from a root does without these."""
 
 
 @click.command("plan", short_help="Plan checkpoints: bytes, memory, time, cost.")
@@ -82,7 +87,11 @@ def command(
     """
     if params is None and url is None:
         raise click.UsageError("give --params, such as --params 7B, or the URL of a root with steps")
+    if params is None:
+        _refuse_given(OF_PARAMS, "go with --params; a root tells them of itself")
     shape = {name: asked.pop(name) for name in SHAPE}
+    if None in shape.values():
+        _refuse_given(OF_SHAPE, "go with --layers, --hidden, --heads and --sequence")
     model = _transformer(shape, batch, tensor_parallel)
     question = Question(model=model, **asked)  # type: ignore[arg-type]
     measured_s = took_s = None
@@ -105,6 +114,14 @@ def command(
     _tell_time(output, plan, "given" if stall else "measured" if measured_s else "at most: as this host copies memory")
     _tell_storage(output, plan)
     return True
+
+
+def _refuse_given(names: Sequence[str], why: str) -> None:
+    source_of = click.get_current_context().get_parameter_source
+    given = [name for name in names if source_of(name) is not ParameterSource.DEFAULT]
+    if given:
+        options = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise click.UsageError(f"{options}: these {why}")
 
 
 def _transformer(shape: dict[str, float | None], batch: int, tensor_parallel: int) -> Transformer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from ckptlib.errors import CorruptData, FormatError, ObjectNotFound, ObjectUnrea
 from ckptlib.format.box import Box
 from ckptlib.format.keys import SaveId, checked_step
 from ckptlib.format.manifest import Manifest
+from ckptlib.format.values import Json
 from ckptlib.imports import unfinished
 from ckptlib.imports.foreign import Foreign
 from ckptlib.imports.formats import format_of
@@ -100,6 +102,8 @@ def convert(
     Raises FormatError for what is damaged or of no known format, UnsupportedState for objects that only unpickling
     could make, StateError where the root has the step already.
     """
+    if "://" in str(source):
+        raise FormatError(f"{source}: an import reads files of this machine; copy them here first")
     path = Path(source)
     known = format_of(path)
     foreign = Foreign(known.name, _several(only), _several(skip), params or {})
@@ -246,6 +250,11 @@ def _compare(catalog: Catalog, manifest: Manifest, flat: Flat) -> None:
         reader = Reader(Committed(catalog, manifest), 0)
         if any(flat.aliases.items() - layout.aliases.items() for layout in reader.layouts.values()):
             raise CorruptData(_differs("what is tied", step))
+        if any(_described(layout.objects) != _described(flat.objects) for layout in reader.layouts.values()):
+            raise CorruptData(_differs("which parameters an optimizer has, or how a container is made", step))
+        names = {leaf.name for leaf in flat.leaves if leaf.tied is None}
+        if more := {entry.name for layout in reader.layouts.values() for entry in layout.tensors} - names:
+            raise CorruptData(_differs(min(more), step))
         for leaf in (leaf for leaf in flat.leaves if leaf.tied is None):
             kinds = {(entry.dtype, entry.shape) for entry in reader.entries(leaf.name).values()}
             if kinds != {(leaf.dtype, leaf.shape)}:
@@ -261,6 +270,11 @@ def _compare(catalog: Catalog, manifest: Manifest, flat: Flat) -> None:
                     advance(source.nbytes)
         if dict(reader.part(0).values) != flat.values:
             raise CorruptData(_differs("a plain value", step))
+
+
+def _described(objects: Mapping[str, Json]) -> str:
+    """As a layout has them, once it was read."""
+    return json.dumps(dict(objects), sort_keys=True)
 
 
 def _differs(what: str, step: int) -> str:

@@ -31,12 +31,13 @@ GIT_S = 5.0
 
 HIDDEN = "(hidden)"
 
-_NAMES = re.compile(
-    r"(?:secret|token|password|passwd|passphrase|credentials?|api[_-]?key|access[_-]?key|secret[_-]?key|private[_-]?key)$",
-    re.IGNORECASE,
+_SECRETS = re.compile(
+    r"(?:secret|password|passwd|passphrase|credentials?|(?:api|access|secret|private)[_-]?key)$", re.IGNORECASE
 )
-_VALUES = re.compile(r"[A-Za-z0-9_./+=-]{8,}")
-"""Values that are taken for secrets where the name says so; a `pad_token` of <pad> is none."""
+"""Names whose values are secrets, whatever these are."""
+_TOKENS = re.compile(r"token$", re.IGNORECASE)
+_NO_SECRET = re.compile(r"[<\[].*[>\]]|.{0,7}", re.DOTALL)
+"""What a token is that is none: a `pad_token` of <pad>, [PAD] or !."""
 _KNOWN = re.compile(
     r"hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,}|://[^/@\s:]*:[^/@\s]+@"
 )
@@ -75,10 +76,9 @@ def _argv(arguments: Sequence[str]) -> list[str]:
     left, before = MAX_ARGV_BYTES, ""
     for n, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
-        if equals and name.startswith("-"):
+        text = argument if equals and name.startswith("-") else _hide(before, argument, f"argv[{n}]", hidden)
+        if equals and text == argument:
             text = f"{name}={_hide(name, value, f'argv[{n}]', hidden)}"
-        else:
-            text = _hide(before, argument, f"argv[{n}]", hidden)
         before = argument if argument.startswith("-") else ""
         text = text.encode(errors="backslashreplace").decode()
         left -= len(text)
@@ -106,7 +106,8 @@ def _without_secrets(value: object, where: str, hidden: list[str]) -> object:
 
 
 def _hide(name: str, value: str, where: str, hidden: list[str]) -> str:
-    if _KNOWN.search(value) or (_NAMES.search(name) and _VALUES.fullmatch(value)):
+    named = _SECRETS.search(name) or (_TOKENS.search(name) and not _NO_SECRET.fullmatch(value))
+    if value and (named or _KNOWN.search(value)):
         hidden.append(where)
         return HIDDEN
     return value

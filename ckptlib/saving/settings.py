@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from ckptlib.errors import SaveFailed
 from ckptlib.format.digests import ALGORITHMS, XXH3
 from ckptlib.format.keys import GenerationId
 from ckptlib.format.values import Json
@@ -70,6 +71,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Before anything is made: a root keeps its algorithm for ever."""
+        if self.url.startswith("memory://"):
+            raise SaveFailed(
+                f"{self.url} is memory of this process, and another process writes what is saved, so nothing can be "
+                "saved there. Give a path, such as /dev/shm/run7 for memory that all processes of this host see"
+            )
         if self.algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm={self.algorithm!r} is not one of {', '.join(ALGORITHMS)}")
         for name, kind, example in (

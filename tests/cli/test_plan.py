@@ -83,6 +83,8 @@ def test_the_store_is_left_as_it_was(ckptlib: Ckptlib, root: Path, tmp_path: Pat
         (("--params", "7B", "--every", "2 weeks"), "such as 2h"),
         (("--params", "7B", "--layers", "3"), "--hidden"),
         (("--params", "7B", "--at-most", "0"), "0<x<1"),
+        (("--params", "7B", "--batch", "1"), "--batch: these go with --layers"),
+        (("a-root", "--ranks", "8", "--device-memory", "80GB"), "--ranks, --device-memory: these go with --params"),
     ],
 )
 def test_wrong_usage(ckptlib: Ckptlib, arguments: tuple[str, ...], told: str) -> None:

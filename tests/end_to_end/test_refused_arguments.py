@@ -39,6 +39,19 @@ def test_at_construction(tmp_path: Path, wrong: dict[str, Any], kind: type[Excep
     assert not root.exists(), "nothing is opened"
 
 
+def test_memory_of_this_process() -> None:
+    """The writer would see none of it: it would look there for the root, and fail."""
+    state = {"w": torch.zeros(3)}
+    for save in (
+        lambda: ckptlib.Checkpointer("memory://run", state, every=1),
+        lambda: ckptlib.save("memory://run", state, step=1),
+        lambda: ckptlib.save_async("memory://run", state, step=1),
+    ):
+        with pytest.raises(ckptlib.SaveFailed, match=r"memory://run is memory of this process.* such as /dev/shm/run7"):
+            save()
+    assert [*ckptlib.checkpoints("memory://run")] == []
+
+
 def test_metrics_that_are_none_and_steps_that_are_none(tmp_path: Path) -> None:
     state = {"w": torch.zeros(3)}
     with ckptlib.Checkpointer(tmp_path / "root", state, every=1, arena=tmp_path) as ckpt:

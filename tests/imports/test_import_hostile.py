@@ -324,6 +324,11 @@ def test_a_source_of_no_known_format(tmp_path: Path) -> None:
     refuses(tmp_path / "gone.pt", tmp_path / "root", "does not exist")
 
 
+def test_a_source_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"s3://bucket/a\.pt: an import reads files of this machine; copy them here"):
+        ckptlib.convert("s3://bucket/a.pt", tmp_path / "root")
+
+
 def test_a_name_orders_no_terminal_about_and_each_note_is_told_once(tmp_path: Path) -> None:
     """Where nobody has set up logging, warnings go to stderr."""
     model = torch.nn.Linear(2, 2)

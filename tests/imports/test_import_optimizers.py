@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from sources import assert_same_state, same
 from torch import nn
@@ -44,3 +45,21 @@ def test_a_list_in_an_optimizers_state_that_is_left_out(tmp_path: Path) -> None:
     fresh = OfTheUsers([param], {"lr": 0.5})
     ckptlib.load(tmp_path / "root", {"w": param, "optimizer": fresh})
     assert_same_state({"m": torch.ones(3)}, fresh.state[param])
+
+
+def test_the_same_import_with_other_names_of_parameters(tmp_path: Path) -> None:
+    """No moments tell them apart yet: which group each is in is all that differs."""
+    params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))]
+    optimizer = torch.optim.SGD([{"params": params[:1], "lr": 0.5}, {"params": params[1:]}], lr=0.1)
+    torch.save({"a": params[0].data, "b": params[1].data, "optimizer": optimizer.state_dict()}, tmp_path / "sgd.pt")
+    ckptlib.convert(tmp_path / "sgd.pt", tmp_path / "root", params={"optimizer": ["b", "a"]})
+    with pytest.raises(ckptlib.CorruptData, match=r"which parameters an optimizer has.*Import into a new root"):
+        ckptlib.convert(tmp_path / "sgd.pt", tmp_path / "root", params={"optimizer": ["a", "b"]})
+    ckptlib.convert(tmp_path / "sgd.pt", tmp_path / "root", params={"optimizer": ["b", "a"]})
+
+
+def test_the_same_import_of_less(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), "b": torch.zeros(2)}, tmp_path / "two.pt")
+    ckptlib.convert(tmp_path / "two.pt", tmp_path / "root")
+    with pytest.raises(ckptlib.CorruptData, match="b: step 0 is not what the source has now"):
+        ckptlib.convert(tmp_path / "two.pt", tmp_path / "root", skip="model/b")

@@ -119,6 +119,19 @@ def test_secrets_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     assert told == ["train.py", "--lr=0.1", f"--hf-token={HIDDEN}", "--password", HIDDEN, "--name", "run"]
 
 
+def test_passwords_are_left_out_however_they_look_and_wherever_they_stand() -> None:
+    config = {"password": "hunter2", "db": {"password": "correct horse, battery!"}, "hub_token": "a%20token$"}
+    words = {"pad_token": "!", "mask_token": "[MASK-OF-A-LONG-NAME]", "api_key": "", "auth_token": True}
+    assert encode_config({**config, **words}) == {
+        "password": HIDDEN,
+        "db": {"password": HIDDEN},
+        "hub_token": HIDDEN,
+        **words,
+    }
+    told = _argv(["--password", "p@ss=word", "--fp16", "wandb.api_key=0123", "lr=0.1", "s3://me:pw@host/?a=b", "a=b"])
+    assert told == ["--password", HIDDEN, "--fp16", f"wandb.api_key={HIDDEN}", "lr=0.1", HIDDEN, "a=b"]
+
+
 def test_what_is_recorded_is_bounded() -> None:
     encode_config({"x": "y" * (MAX_CONFIG_BYTES - 100)})
     with pytest.raises(ValueError, match=r"config= has .* at most 65,536 are recorded"):
