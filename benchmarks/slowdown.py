@@ -69,8 +69,8 @@ class Training:
     """A model whose AdamW state is of a given size, and steps of a given length.
 
     The rest of a step is products of `product_width` squared matrices; small ones stay in a core's own cache, and vary
-    by half a percent where large ones vary by five. Without `shards`, ranks hold replicas, learn the same by themselves,
-    and only wait for one another at the end of each step: what gloo takes for the parts of a model varies, too.
+    by half a percent where large ones vary by five. Without `shards`, ranks hold replicas, learn the same each by
+    itself, and only wait for one another at the end of each step: what gloo takes for the parts of a model varies, too.
     """
 
     def __init__(self, nbytes: int, step_s: float, product_width: int = 1024, shards: bool = True) -> None:

@@ -13,10 +13,9 @@ import threading
 import time
 from collections.abc import Iterable
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptlib.devices import accelerator
 
@@ -43,10 +42,11 @@ class Fence:
     def __init__(self) -> None:
         self.waited_s = 0.0
         """Seconds that threads have waited here, all in all."""
-        self._handles: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle | None] = WeakKeyDictionary()
-        """None: it takes no hook."""
-        self._fired: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._captured: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._handles = WeakIdKeyDictionary()
+        """By optimizer, since the address of one that is gone may be another's; None: it takes no hook."""
+        self._fired = WeakIdKeyDictionary()
+        """The optimizers that did."""
+        self._captured = WeakIdKeyDictionary()
         """Optimizers whose step a graph replays."""
         self._pending: list[Fenced] = []
         self._pid = os.getpid()
@@ -71,10 +71,10 @@ class Fence:
     def _make_hook(self) -> Any:
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if _is_captured(optimizer):  # the capture writes nothing, and its replays will not ask
-                self._captured.add(optimizer)
+                self._captured[optimizer] = True
                 self.drain()
                 return
-            self._fired.add(optimizer)
+            self._fired[optimizer] = True
             self.wait()
 
         # what torch.compiler.disable sets; calling it would import all of dynamo, which takes seconds
@@ -127,7 +127,7 @@ class Fence:
 
     def remove(self) -> None:
         """Takes the hooks out."""
-        for handle in self._handles.values():
+        for handle in self._handles.values():  # type: ignore[no-untyped-call]
             if handle is not None:
                 handle.remove()
         self._handles.clear()
