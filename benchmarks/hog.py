@@ -188,7 +188,7 @@ def work() -> None:
     given = told()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    training = Training(given["nbytes"], given["step_s"], PRODUCT_WIDTH, shards=False)
+    training = Training(given["nbytes"], given["step_s"], PRODUCT_WIDTH)
     state = {"model": training.model, "optim": training.optimizer}
     only_up = OnlyUp(at_most=given["budget"])
     rules = {OURS: ckptlib.Overhead(at_most=given["budget"]), ONLY_UP: only_up}

@@ -119,7 +119,7 @@ def work() -> None:
     given = told()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    training = Training(given["nbytes"], given["step_s"], PRODUCT_WIDTH, shards=False)
+    training = Training(given["nbytes"], given["step_s"], PRODUCT_WIDTH)
     overheads, bare, intervals = [], [], []
     state = {"model": training.model, "optim": training.optimizer}
     every = ckptlib.Overhead(at_most=given["budget"])

@@ -69,18 +69,15 @@ class Training:
     """A model whose AdamW state is of a given size, and steps of a given length.
 
     The rest of a step is products of `product_width` squared matrices; small ones stay in a core's own cache, and vary
-    by half a percent where large ones vary by five. Without `shards`, ranks hold replicas, learn the same each by
-    itself, and only wait for one another at the end of each step: what gloo takes for the parts of a model varies, too.
+    by half a percent where large ones vary by five.
     """
 
-    def __init__(self, nbytes: int, step_s: float, product_width: int = 1024, shards: bool = True) -> None:
+    def __init__(self, nbytes: int, step_s: float, product_width: int = 1024) -> None:
         width = 1024
         layers = max(nbytes // (12 * width * width), 1)
-        torch.manual_seed(0)
         self.model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(layers)])
-        self._waits = not shards and dist.get_world_size() > 1
         for module in self.model:
-            if shards and dist.get_world_size() > 1:
+            if dist.get_world_size() > 1:
                 fully_shard(module)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self._x = torch.randn(32, width)
@@ -95,13 +92,10 @@ class Training:
         self._products = max(int((step_s - bare_s) / product_s), 0)
 
     def step(self) -> None:
-        loss = self.model(self._x).pow(2).mean()
-        loss.backward()
+        self.model(self._x).pow(2).mean().backward()
         self._multiply(self._products)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self._waits:
-            dist.all_reduce(loss.detach())
 
     def _multiply(self, num: int) -> None:
         for _ in range(num):
