@@ -43,6 +43,8 @@ def command(
     has no step, and goes on where it was when you give the same command again. Nothing in URL is changed. Refuses a
     NEW_URL that is in use. STEP: a number, a name as `ls --json` prints it, latest or best.
     """
+    if _scheme(new_url) == "memory":
+        raise click.UsageError(f"{new_url} is memory of this process, and gone when it ends: give a path or a bucket")
     if not new_option and _scheme(url) == _scheme(new_url):
         new_option = option
     with _opened(url, option) as store, _opened(new_url, new_option) as new_store:

@@ -296,6 +296,9 @@ def test_a_root_in_use_and_other_directories_are_refused(source: Path, tmp_path:
     assert (code, new.exists()) == (1, False)
     assert "holds no step 9; the last ones are: 1, 2, 3, 4, 5" in said
     assert "holds no checkpoints" in run("copy", tmp_path / "nothing", 1, new)[1]
+    code, said = run("copy", source, 4, "memory://new")
+    assert code == 2
+    assert "gone when it ends" in said
 
 
 def test_a_person_sees_a_bar_and_a_program_one_document(source: Path, tmp_path: Path) -> None:
