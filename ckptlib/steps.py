@@ -172,8 +172,6 @@ class Steps:
             drains=to_store and self._session.tier.decide(step, word, must=bool(last)),
         )
         taken = self._attempts.make(step, to_store, lambda: save_step(self._session, order))
-        # one that is new in the state may write to what another one owns, too
-        self._fence.install(self._session.optimizers)
         if taken is not None:
             self._fence.guard(taken.staging)
             if to_store:

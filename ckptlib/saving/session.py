@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
@@ -122,8 +122,6 @@ class Session:
         """To be told of events at any time, and to `deliver` them where the training can wait."""
         self.snapshots.tell = self.listener.tell
         self.memo = Memo()
-        self.optimizers: Collection[torch.optim.Optimizer] = ()
-        """Those that the state had when it was last looked at."""
         self._rng = RngState()
         self.planner = Planner(self.group)
         self._num_saves = 0
@@ -190,9 +188,7 @@ class Session:
         encoded = {name: values.encode(value, f"metrics[{name}]") for name, value in (metrics or {}).items()}
         if isinstance(state, Flat):
             return state, encoded
-        flat = flatten(whole_state(state, PerRank(self._rng)), self.memo, owners)
-        self.optimizers = flat.optimizers.values()
-        return flat, encoded
+        return flatten(whole_state(state, PerRank(self._rng)), self.memo, owners), encoded
 
     def is_exempt(self, step: int) -> bool:
         """Whether `Keep(exempt=)` says that the step stays for good. Rank 0 asks."""

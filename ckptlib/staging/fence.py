@@ -1,6 +1,7 @@
 """The fence: an optimizer that is about to write waits for the copy that still reads.
 
-It is a step pre-hook on every optimizer of the state, so no training script has to remember it. The hook also tells
+It is a step pre-hook on every optimizer of the process, so no training script has to remember it, and one that came
+into the state after its last save, or is in none, waits as well: it may write to what others own. The hook also tells
 which optimizers really run through it: a wrapper with a kernel of its own fires no hook, and its tensors are then
 copied before `after_step` returns. So are tensors that a CUDA graph writes, since a replay calls no Python.
 """
@@ -11,10 +12,13 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ckptlib.devices import accelerator
@@ -37,15 +41,13 @@ class Fenced(Protocol):
 
 
 class Fence:
-    """The hooks of one Checkpointer. They are called in the thread that steps, which may be one of autograd's."""
+    """That of one Checkpointer. Steps come through it in their own thread, which may be one of autograd's."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0
         """Seconds that threads have waited here, all in all."""
-        self._handles = WeakIdKeyDictionary()
-        """By optimizer, since the address of one that is gone may be another's; None: it takes no hook."""
         self._fired = WeakIdKeyDictionary()
-        """The optimizers that did."""
+        """The optimizers that did, by themselves: the address of one that is gone may be another's."""
         self._captured = WeakIdKeyDictionary()
         """Optimizers whose step a graph replays."""
         self._pending: list[Fenced] = []
@@ -54,32 +56,39 @@ class Fence:
         """Of `_pending` and `waited_s`; nobody waits with it."""
 
     def install(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Hooks every optimizer that is not hooked yet, where it can be."""
+        """From now on each step comes through it. `optimizers`: of the state; warns once of what takes no hook."""
+        number = id(self)
+        if number in _installed:
+            return
+
+        def gone(_: object) -> None:
+            _installed.pop(number, None)
+
+        _hook_all()
+        _installed[number] = weakref.ref(self, gone)
         for optimizer in optimizers:
-            if optimizer not in self._handles:
-                try:
-                    self._handles[optimizer] = optimizer.register_step_pre_hook(self._make_hook())
-                except AttributeError as error:  # a wrapper that never ran Optimizer.__init__
-                    self._handles[optimizer] = None
-                    log.warning(
-                        "%s does not accept a step hook (%s): its tensors are copied before after_step returns, "
-                        "without overlap. For overlap, pass the optimizer that it wraps",
-                        type(optimizer).__qualname__,
-                        error,
-                    )
+            try:
+                optimizer._optimizer_step_pre_hooks  # noqa: B018
+            except AttributeError as error:  # a wrapper that never ran Optimizer.__init__
+                log.warning(
+                    "%s does not accept a step hook (%s): its tensors are copied before after_step returns, "
+                    "without overlap. For overlap, pass the optimizer that it wraps",
+                    type(optimizer).__qualname__,
+                    error,
+                )
 
-    def _make_hook(self) -> Any:
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if _is_captured(optimizer):  # the capture writes nothing, and its replays will not ask
-                self._captured[optimizer] = True
-                self.drain()
-                return
-            self._fired[optimizer] = True
-            self.wait()
+    def remove(self) -> None:
+        """No step comes through it any more."""
+        _installed.pop(id(self), None)
 
-        # what torch.compiler.disable sets; calling it would import all of dynamo, which takes seconds
-        before_step._torchdynamo_disable = True  # type: ignore[attr-defined]
-        return before_step
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It is about to write, or its step is recorded."""
+        if _is_captured(optimizer):  # the capture writes nothing, and its replays will not ask
+            self._captured[optimizer] = True
+            self.drain()
+            return
+        self._fired[optimizer] = True
+        self.wait()
 
     def guard(self, pending: Fenced) -> None:
         """Closes the fence until the copy is done; one that it is closed for already counts as well."""
@@ -125,12 +134,26 @@ class Fence:
         """Begins a new interval: hooks that fired in the last one do not count."""
         self._fired.clear()
 
-    def remove(self) -> None:
-        """Takes the hooks out."""
-        for handle in self._handles.values():  # type: ignore[no-untyped-call]
-            if handle is not None:
-                handle.remove()
-        self._handles.clear()
+
+_installed: dict[int, weakref.ref[Fence]] = {}
+"""By address, while they are there. Changed and listed at one go: threads share it, and a fork may come at any time."""
+
+
+@cache
+def _hook_all() -> None:
+    """Once, for good: to take it out again would change torch's own dict of hooks while a thread walks through it."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for found in list(_installed.values()):
+        fence = found()
+        if fence is not None:
+            fence.before_step(optimizer)
+
+
+# what torch.compiler.disable sets; calling it would import all of dynamo, which takes seconds
+_before_step._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 DRAIN_TIMEOUT_S = 600.0

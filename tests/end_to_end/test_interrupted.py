@@ -15,6 +15,7 @@ from types import FrameType
 
 import pytest
 from helpers.one_job import WAIT_S, Job, slots, steps
+from helpers.stage import num_installed
 
 import ckptlib
 
@@ -137,14 +138,14 @@ def wait_for(nothing: Callable[[], object]) -> None:
 
 @contextmanager
 def nothing_left(job: Job) -> Iterator[None]:
-    """No thread, writer or lock of one, no slot, no hook of an optimizer or handler of a signal; the next one works."""
-    before, others = threads(), children()
+    """No thread, writer or lock of one, no slot, no fence or handler of a signal; the next one works."""
+    before, others, fences = threads(), children(), num_installed()
     yield
     wait_for(lambda: threads() - before)
     wait_for(lambda: children() - others)
     assert slots(job.root.parent) == []
     assert [*job.root.parent.glob("*.writer")] == []
-    assert not job.optimizer._optimizer_step_pre_hooks
+    assert num_installed() <= fences
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == [signal.SIG_DFL] * 2
     assert signal.set_wakeup_fd(-1) == -1
     with job.checkpointer(every=1) as ckpt:

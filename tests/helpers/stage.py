@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ckptlib.staging import fence as fences
 from ckptlib.staging.arena import Arena
 from ckptlib.staging.device_copies import DeviceCopies
 from ckptlib.staging.fence import Fence, Fenced
@@ -91,9 +93,15 @@ def replace_pending(fence: Fence, pending: list[Fenced]) -> list[Fenced]:
     return before
 
 
-def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., object]]:
-    """What torch calls before each step of it; the fence is among them."""
-    return [*optimizer._optimizer_step_pre_hooks.values()]
+def is_installed(fence: Fence) -> bool:
+    """Whether steps come through it."""
+    return any(found() is fence for found in fences._installed.values())
+
+
+def num_installed() -> int:
+    """Fences that steps come through."""
+    gc.collect()
+    return len(fences._installed)
 
 
 # Of copies

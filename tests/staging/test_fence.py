@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.inside import fence_of, stager_of
-from helpers.stage import held, pending_of, replace_pending, step_hooks
+from helpers.stage import held, is_installed, num_installed, pending_of, replace_pending
 from typing_extensions import override
 from workers.torn import OpensGate, params_of, raw, step_with_gradients
 
@@ -51,10 +51,6 @@ def make_optimizer() -> torch.optim.Optimizer:
     return torch.optim.AdamW([torch.nn.Parameter(torch.randn(20000))])
 
 
-def hooks_of(optimizer: torch.optim.Optimizer) -> int:
-    return len(step_hooks(optimizer))
-
-
 def test_a_step_waits_once_for_every_copy() -> None:
     fence, copies, optimizer = Fence(), [Copy(), Copy()], make_optimizer()
     fence.install([optimizer])
@@ -88,8 +84,8 @@ def test_nothing_is_earned_by_another_one_at_the_same_address() -> None:
         gc.collect()
         new = make_optimizer()
         assert not fence.fired(new)
-        fence.install([new])
-        assert hooks_of(new) == 1
+        step_with_gradients(new)
+        assert fence.fired(new)
 
 
 def test_each_thread_waits_for_a_copy_on_its_own_stream() -> None:
@@ -116,8 +112,7 @@ def test_many_threads_at_the_fence_lose_no_copy() -> None:
 
     def steps(optimizer: torch.optim.Optimizer) -> None:
         while not all(pending.landed for pending in copies):
-            for hook in step_hooks(optimizer):
-                hook(optimizer, (), {})
+            fence.before_step(optimizer)
 
     for optimizer in optimizers:
         threads.append(threading.Thread(target=steps, args=[optimizer]))
@@ -164,22 +159,57 @@ def test_drained_before_a_capture(tmp_path: Path) -> None:
         assert not pending_of(fence_of(ckpt))
 
 
-def test_an_optimizer_is_hooked_once() -> None:
-    fence, optimizer = Fence(), make_optimizer()
-    fence.install([optimizer])
-    fence.install([optimizer, optimizer])
-    assert hooks_of(optimizer) == 1
-
-
-def test_remove_takes_out_its_own_hooks_only() -> None:
+def test_hooks_of_others_stay_as_they_are() -> None:
     fence, optimizer, seen = Fence(), make_optimizer(), []
     optimizer.register_step_pre_hook(lambda *args: seen.append(args))
+    fence.install([optimizer])
     fence.install([optimizer])
     fence.remove()
     pending = Copy()
     fence.guard(pending)
     step_with_gradients(optimizer)
-    assert (hooks_of(optimizer), len(seen), pending.waited) == (1, 1, 0)
+    assert (len(seen), pending.waited) == (1, 0)
+
+
+def test_a_fence_that_nobody_has_any_more_holds_up_no_step() -> None:
+    before = num_installed()
+    fence = Fence()
+    fence.install([])
+    assert num_installed() == before + 1
+    del fence
+    assert num_installed() == before
+
+
+def test_an_optimizer_of_no_state_waits_too() -> None:
+    """It may write to what another one owns."""
+    fence, pending, stranger = Fence(), Copy(), make_optimizer()
+    fence.install([])
+    fence.guard(pending)
+    step_with_gradients(stranger)
+    assert pending.waited == 1
+
+
+def test_fences_come_and_go_while_other_threads_step() -> None:
+    done, errors = threading.Event(), []
+
+    def steps() -> None:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+        try:
+            while not done.is_set():
+                optimizer.step()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    for number in range(2000):
+        fence = Fence()
+        fence.install([])
+        if number % 2:
+            fence.remove()
+    done.set()
+    thread.join()
+    assert not errors
 
 
 def test_a_step_that_is_skipped_earns_nothing() -> None:
@@ -234,16 +264,16 @@ def test_a_wait_ends_with_an_error_that_says_what_for(tmp_path: Path, monkeypatc
 # In a Checkpointer
 
 
-def test_every_optimizer_of_the_state_is_hooked_until_the_end(tmp_path: Path) -> None:
-    first, second, stranger = make_optimizer(), make_optimizer(), make_optimizer()
+def test_every_step_waits_until_the_end(tmp_path: Path) -> None:
+    first, second = make_optimizer(), make_optimizer()
     state = {"a": first, "deep": {"in": [{"a list": second}]}}
     with ckptlib.Checkpointer(tmp_path, state, every=1, arena=tmp_path) as ckpt:
-        assert [hooks_of(o) for o in (first, second, stranger)] == [1, 1, 0]
+        assert is_installed(fence_of(ckpt))
         for step in (1, 2):
             step_with_gradients(first)
             ckpt.after_step(step)
         ckpt.pending.staging.wait_copied()
-    assert [hooks_of(o) for o in (first, second)] == [0, 0]
+    assert not is_installed(fence_of(ckpt))
 
 
 class Rows(torch.optim.Optimizer):
@@ -258,11 +288,14 @@ class Rows(torch.optim.Optimizer):
         self.param_groups[0]["params"][0][-3:] += 1
 
 
-def test_an_optimizer_that_came_later_waits_for_the_copy_of_what_it_shares(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_new", [True, False], ids=["came later", "in no state"])
+def test_an_optimizer_waits_for_the_copy_of_what_it_shares(tmp_path: Path, is_new: bool) -> None:
     table = torch.nn.Embedding(20000, 8)
-    state = {"table": table, "rows": Rows(table.weight), "all": torch.optim.SGD(table.parameters(), momentum=0.9)}
+    state: dict[str, Any] = {"table": table}
+    if is_new:  # before the one that the table is taken to be of
+        state["rows"] = Rows(table.weight)
+    state["all"] = torch.optim.SGD(table.parameters(), momentum=0.9)
     with ckptlib.Checkpointer(tmp_path, state, every=1, arena=tmp_path) as ckpt:
-        state["rows"] = Rows(table.weight)  # before the one that the table is taken to be of
         for step in (1, 2):
             step_with_gradients(state["all"])
             ckpt.after_step(step)
@@ -272,7 +305,10 @@ def test_an_optimizer_that_came_later_waits_for_the_copy_of_what_it_shares(tmp_p
         with held(stager_of(ckpt)) as gate:
             ckpt.after_step(3)
             replace_pending(fence_of(ckpt), [OpensGate(gate, ckpt.pending.staging)])
-            state["rows"].step()
+            rows = Rows(table.weight)
+            if is_new:
+                state["rows"] = rows
+            rows.step()
         ckpt.pending.wait_committed(60)
     with ckptlib.open(tmp_path, 3) as saved:
         assert raw(saved.get_tensor("table/weight")) == expected

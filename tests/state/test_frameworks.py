@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.inside import fence_of
-from helpers.stage import step_hooks
+from helpers.stage import is_installed
 from onerank import Holder, opened, same
 from torch import nn, optim
 
@@ -83,7 +83,7 @@ def test_the_fence_is_in_the_optimizer_inside(tmp_path: Path) -> None:
         train(model, optimizer, 0)
         assert fence_of(ckpt).fired(optimizer.optimizer)
         ckpt.after_step(1)
-    assert not step_hooks(optimizer.optimizer)
+    assert not is_installed(fence_of(ckpt))
 
 
 def test_a_wrapper_that_nobody_knows_goes_without_overlap(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
