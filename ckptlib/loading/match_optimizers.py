@@ -196,7 +196,8 @@ class OptimizerTargets:
                 builds[key] = _constant(self._saved.value(name))
 
         def finish() -> None:
-            if builds or param in optimizer.state:
+            had = optimizer.state.pop(param, None)  # so that all ranks have one order, whatever each of them had before
+            if builds or had is not None:
                 optimizer.state[param] = {key: build() for key, build in builds.items()}
 
         self._plan.then(finish)

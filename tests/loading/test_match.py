@@ -300,6 +300,24 @@ def test_only_takes_steps_without_the_optimizer(root: Root) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
+def test_state_is_in_one_order_whatever_was_there_before(root: Root) -> None:
+    """Whoever gathers it tensor by tensor needs the same order on all ranks, of which some may have stepped before."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model.bias.sum().backward()  # the last parameter first
+    optimizer.step()
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    assert next(iter(optimizer.state)) is model.bias
+    state = {"m": model, "o": optimizer}
+    root.save(state)
+    root.load(state)
+    assert [param is other for param, other in zip(optimizer.state, model.parameters(), strict=True)] == [True, True]
+    optimizer.state.clear()
+    root.load(state)
+    assert [param is other for param, other in zip(optimizer.state, model.parameters(), strict=True)] == [True, True]
+
+
 def test_map_renames_from_the_state_to_the_checkpoint(root: Root) -> None:
     old, new = nn.Linear(3, 2), nn.Linear(3, 2)
     optimizer, resumed = torch.optim.Adam(old.parameters()), torch.optim.Adam(new.parameters(), lr=9.0)
