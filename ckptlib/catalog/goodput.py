@@ -58,7 +58,8 @@ class Start:
     spent: Spent
     """`down`: before it."""
     skew: float
-    """Seconds by which it began before the start before it had ended, which is counted as no time down."""
+    """Seconds by which it began before the start before it had ended: by another clock, or since that one's writer was
+    late to see it die. Counted as no time down, and not as lost by that one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +122,10 @@ def goodput(accounts: Mapping[GenerationId, Account]) -> Goodput:
     limits = _limits([account for _, account in ordered])
     starts: list[Start] = []
     before: Account | None = None
-    for (generation, account), limit in zip(ordered, limits, strict=True):
+    nexts = [*(account.began for _, account in ordered), math.inf][1:]
+    for (generation, account), limit, until in zip(ordered, limits, nexts, strict=True):
         gap = 0.0 if before is None else account.began - (before.began + before.seconds)
-        starts.append(_start(generation, account, limit, gap))
+        starts.append(_start(generation, account, limit, gap, until))
         before = account
     failed = [start.end != CLOSED for start in starts]
     if starts and starts[-1].end is None:  # it runs, for all that is known
@@ -150,17 +152,19 @@ def _limits(accounts: Sequence[Account]) -> list[float]:
     return limits[::-1]
 
 
-def _start(generation: GenerationId, account: Account, limit: float, gap: float) -> Start:
+def _start(generation: GenerationId, account: Account, limit: float, gap: float, until: float) -> Start:
+    """`until`: when the next one began."""
     marks = account.marks
+    seconds = min(account.seconds, until - account.began)
     down, skew = max(gap, 0.0), max(-gap, 0.0)
     if not marks:
-        rest = max(account.seconds - account.restoring_s, 0.0)
+        rest = max(seconds - account.restoring_s, 0.0)
         over = Spent(restoring=account.restoring_s, down=down, **_ending(account, rest))
         return Start(generation, account.began, None, None, 0, account.end, over, skew)
     first, last = marks[0].step, marks[-1].step
     counts = max(min(limit, last), first)
     trained, stalled = spent_at(marks, counts)
-    rest = max(account.seconds - account.restoring_s - marks[-1].trained_s - marks[-1].stalled_s, 0.0)
+    rest = max(seconds - account.restoring_s - marks[-1].trained_s - marks[-1].stalled_s, 0.0)
     ending = _ending(account, rest)
     spent = Spent(
         trained=trained,

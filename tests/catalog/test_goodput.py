@@ -90,6 +90,15 @@ def test_clocks_that_differ() -> None:
     assert found.starts[1].skew == pytest.approx(7)
 
 
+def test_no_time_after_the_next_one_began_is_lost_by_the_one_before() -> None:
+    """Its writer was late to see it die."""
+    one = start(1000.0, 0, 20, rest=5.0)
+    other = start(1000.0 + one.seconds - 3, 20, 40, CLOSED)
+    found = goodput({of(1): one, of(2): other})
+    assert found.spent.lost == pytest.approx(2)
+    assert found.spent.total == pytest.approx(other.began + other.seconds - one.began)
+
+
 def test_nothing() -> None:
     found = goodput({})
     assert (found.ettr, found.mtbf, found.predicted, found.interval) == (None, None, None, None)
