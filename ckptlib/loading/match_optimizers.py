@@ -196,9 +196,10 @@ class OptimizerTargets:
                 builds[key] = _constant(self._saved.value(name))
 
         def finish() -> None:
+            built = {key: build() for key, build in builds.items()}
             had = optimizer.state.pop(param, None)  # so that all ranks have one order, whatever each of them had before
-            if builds or had is not None:
-                optimizer.state[param] = {key: build() for key, build in builds.items()}
+            if built or had is not None:
+                optimizer.state[param] = built
 
         self._plan.then(finish)
 
