@@ -71,9 +71,17 @@ class SharedDocuments:
     def root(self) -> Root:
         """Raises CheckpointNotFound where there is none, CorruptData, FormatError, ObjectUnreadable."""
         try:
-            self._root = self.document(keys.ROOT)
+            return self._root_there()
         except ObjectNotFound as error:
-            raise CheckpointNotFound(f"{self.store.url} holds no checkpoints: there is no {keys.ROOT}") from error
+            found = sum(keys.parse_manifest_key(entry.key) is not None for entry in self.store.scan(keys.STEPS))
+            why = f"holds no checkpoints: there is no {keys.ROOT}"
+            if found:
+                why = f"lacks {keys.ROOT} beside {found} checkpoints; a job that saves here puts it again"
+            raise CheckpointNotFound(f"{self.store.url} {why}") from error
+
+    def _root_there(self) -> Root:
+        """As `root`; raises ObjectNotFound."""
+        self._root = self.document(keys.ROOT)
         root = Root.decode(self._root, keys.ROOT)
         self.opened_id = self.opened_id or root.id
         return root
@@ -186,8 +194,8 @@ class SharedDocuments:
     def open_root(self, make: Root) -> Root:
         """The root's document; `make` is put where there is none. A damaged one is replaced by its copy."""
         try:
-            root = self.root()
-        except CheckpointNotFound:
+            root = self._root_there()
+        except ObjectNotFound:
             put_new(self.store, keys.ROOT, make.encode(), create=True)  # two jobs may begin at the same moment
             return self.root()
         if keys.ROOT in self._told:

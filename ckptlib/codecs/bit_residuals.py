@@ -8,7 +8,7 @@ Works on arrays that fit into a cache, and allocates nothing for each. No files,
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,11 @@ Words: TypeAlias = "npt.NDArray[np.uint32] | npt.NDArray[np.uint16]"
 Floats: TypeAlias = "npt.NDArray[np.float32]"
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
-NARROW = 255
-"""A residual below it takes one byte; this byte stands for an exception."""
+MOST_NARROW = 127
+"""Residuals from here down to its negative take one byte, signed."""
+
+EXCEPTION = 0x80
+"""The byte, unsigned, of those that take more."""
 
 _NAN = 0x7FC00000
 _SIGNED: dict[int, type[np.int32] | type[np.int16]] = {4: np.int32, 2: np.int16}
@@ -35,14 +38,21 @@ class Scratch:
 
     def residual(self, words: Words, predicted: Floats) -> Words:
         """Zigzagged: 0, -1, 1, -2, ... become 0, 1, 2, 3, ... `predicted` is spent; the result is, with the next."""
-        found = self._words[words.dtype][: len(words)]
-        np.subtract(words, self._words_of(predicted, words.dtype), out=found)
-        signed = found.view(_SIGNED[found.itemsize])
+        signed = self._difference(words, predicted)
         signs = self._zigzag[words.dtype][: len(words)].view(signed.dtype)
-        np.right_shift(signed, 8 * found.itemsize - 1, out=signs)
+        np.right_shift(signed, 8 * words.itemsize - 1, out=signs)
         np.left_shift(signed, 1, out=signed)
         np.bitwise_xor(signed, signs, out=signed)
-        return found
+        return signed.view(words.dtype)
+
+    def narrow(self, words: Words, predicted: Floats, out: Bytes) -> bool:
+        """One byte of each residual. Whether there are exceptions. `predicted` is spent."""
+        signed = self._difference(words, predicted)
+        np.copyto(out, signed, casting="unsafe")
+        if signed.max() <= MOST_NARROW and signed.min() >= -MOST_NARROW:
+            return False
+        out[(signed > MOST_NARROW) | (signed < -MOST_NARROW)] = EXCEPTION
+        return True
 
     def room(self, like: Words) -> Words:
         """For residuals that are to be `restored`."""
@@ -57,6 +67,16 @@ class Scratch:
         np.right_shift(residual, 1, out=residual)
         np.bitwise_xor(signed, signs, out=signed)
         np.add(residual, self._words_of(predicted, residual.dtype), out=out)
+
+    def restore_narrow(self, residual: Bytes, predicted: Floats, out: Words) -> None:
+        """As `restore`, of what `narrow` gave; anything where there are exceptions."""
+        signed = _SIGNED[out.itemsize]
+        np.add(self._words_of(predicted, out.dtype).view(signed), residual.view(np.int8), out=out.view(signed))
+
+    def _difference(self, words: Words, predicted: Floats) -> npt.NDArray[np.signedinteger[Any]]:
+        found = self._words[words.dtype][: len(words)]
+        np.subtract(words, self._words_of(predicted, words.dtype), out=found)
+        return found.view(_SIGNED[found.itemsize])
 
     def _words_of(self, predicted: Floats, dtype: np.dtype[np.uint32] | np.dtype[np.uint16]) -> Words:
         """Rounded to nearest, ties to even, where the words are narrower."""

@@ -12,7 +12,7 @@ import torch
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.checkpoint import LoadOrder, load_step
-from ckptlib.errors import CheckpointNotFound, FormatError, StateError
+from ckptlib.errors import CheckpointNotFound, FormatError, StateError, StateMismatch
 from ckptlib.events import Initialized
 from ckptlib.format import keys
 from ckptlib.format.values import Json
@@ -111,16 +111,19 @@ class Beginning:
             device=device,
             optional=init.optional,
         )
-        if known is None:
-            kind = "ckptlib"
-            with open_store(self._url, self._options) as store:
-                source = resolve(session.group, Catalog(store), init.step)
-                report = load_step(session.group, source, order).report
-        else:
-            path = Path(self._url.removeprefix(LOCAL))
-            step = _opened(session.group, known, path, lambda: _ties(state, init.map))
-            kind = known.name
-            report = load_step(session.group, step, replace(order, reader=lambda _, rank: step.reader(rank))).report
+        try:
+            if known is None:
+                kind = "ckptlib"
+                with open_store(self._url, self._options) as store:
+                    source = resolve(session.group, Catalog(store), init.step)
+                    report = load_step(session.group, source, order).report
+            else:
+                path = Path(self._url.removeprefix(LOCAL))
+                step = _opened(session.group, known, path, lambda: _ties(state, init.map))
+                kind = known.name
+                report = load_step(session.group, step, replace(order, reader=lambda _, rank: step.reader(rank))).report
+        except StateMismatch as error:
+            raise StateMismatch(f"{error}; here, only= is init_only=, and the rest goes into Init") from error
         assert report.save is not None
         record: dict[str, Json] = {"url": report.source, "kind": kind}
         if known is None:

@@ -33,7 +33,7 @@ class Peers:
               iterations that are shorter than the latter.
     link:     "raw", or "optimizer": what an optimizer wrote since the snapshot before travels as what that and the new
               gradients do not tell, about a quarter of the bytes, without loss. Encoding and decoding take the time of
-              a core, at some 1 GB/s of state: for links that are slower than that. Needs every=1.
+              a core each, at 0.5 to 1 GB/s of state: for links that are slower. Needs every=1.
     keep_for: how long, after the trainers of a host died, its snapshots wait for a job that goes on from them.
     """
 

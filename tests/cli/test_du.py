@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from helpers.commands import Ckptlib, files
 from helpers.increments import SIDE, needed_bytes, needed_ranges
 from support import age, make_generation, make_root
@@ -83,6 +84,15 @@ def test_du_of_what_cannot_be_read(ckptlib: Ckptlib, sharing: Path) -> None:
     assert len(result.json["problems"]) == 3
     assert "what step 5 needs is not counted" in result.err
     assert "is not there, or shorter" in result.err
+
+
+@pytest.mark.parametrize("command", ["du", "goodput", "report"])
+def test_a_root_that_lost_its_document_is_not_told_to_be_empty(ckptlib: Ckptlib, sharing: Path, command: str) -> None:
+    (sharing / "ckptlib.json").unlink()
+    (sharing / "copies" / "ckptlib.json").unlink()
+    result = ckptlib(command, sharing)
+    assert result.code == 1
+    assert "lacks ckptlib.json beside 5 checkpoints; a job that saves here puts it again" in result.err
 
 
 def test_du_where_there_is_nothing(ckptlib: Ckptlib, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ SUBJECTS = {
     "memory": {"ckptlib", "DCP"},
     "beat": {"ckptlib"},
     "replicas": {"ckptlib", "DCP async thread"},
+    "link": {"raw", "optimizer"},
     "slowdown": {"ckptlib"},
     "overhead": {"ckptlib"},
     "hog": {hog.OURS, hog.ONLY_UP, hog.FIXED},
@@ -90,7 +91,7 @@ BY_COMMAND = {"limits", "beat", "open_one"}
 
 
 LONG = {
-    *("beat", "hog", "recover", "object_store", "bucket_faults", "bucket_job", "replicas"),
+    *("beat", "hog", "recover", "object_store", "bucket_faults", "bucket_job", "replicas", "link"),
     *("many_tensors", "overhead", "restore_increments", "save", "smaller", "throttled", "tier"),
 }
 
