@@ -215,6 +215,29 @@ class SaveFuture(Future[int]):
         """No save can be cancelled."""
         return False
 
+    # What `concurrent.futures.wait` and `as_completed` look at, which would sleep for ever: see the message.
+
+    @property  # type: ignore[explicit-override]
+    def _state(self) -> str:
+        return "FINISHED" if self.done() else "RUNNING"
+
+    @_state.setter
+    def _state(self, value: str) -> None:
+        """Future's own, from its constructor."""
+
+    @property  # type: ignore[explicit-override]
+    def _waiters(self) -> list[Any]:
+        if not self.done():
+            raise StateError(
+                f"concurrent.futures cannot wait for the save of step {self.pending.save.step}: the thread that trains "
+                "hears of its end. Call the future's result(timeout), or done() now and then"
+            )
+        return self._told
+
+    @_waiters.setter
+    def _waiters(self, value: list[Any]) -> None:
+        self._told = value
+
     @override
     def add_done_callback(self, fn: Callable[[Future[int]], object]) -> None:
         """As `Pending.add_done_callback`: by the thread that trains."""

@@ -7,6 +7,7 @@ change is written once, however many files (`last.ckpt`, the best ones) have it.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import threading
@@ -323,7 +324,10 @@ def _moved(node: Any, location: Any) -> Any:
             return node if moved is None else torch.empty_like(node, device=moved.device).copy_(node)
         return node.to(location.get("cpu", "cpu") if isinstance(location, dict) else location)
     if isinstance(node, dict):
-        return type(node)((key, _moved(value, location)) for key, value in node.items())
+        moved = copy.copy(node)  # a Counter would count pairs, a defaultdict takes none
+        for key, value in node.items():
+            moved[key] = _moved(value, location)
+        return moved
     return type(node)(_moved(value, location) for value in node) if type(node) in (list, tuple) else node
 
 

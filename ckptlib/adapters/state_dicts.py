@@ -116,7 +116,8 @@ def _unwrapped(node: Any, loaded: Any, path: str, missing: Collection[str]) -> A
         return node
     if isinstance(node, dict):
         for key, value in loaded.items():
-            node[key] = _unwrapped(node[key], value, join(path, key), missing)
+            if key in node:  # else the checkpoint alone has it
+                node[key] = _unwrapped(node[key], value, join(path, key), missing)
         return node
     if type(node) in (list, tuple):
         pairs = enumerate(zip(node, loaded, strict=True))

@@ -10,11 +10,14 @@ draft, whose name begins with a dot:
     as one is replaced              the draft, and no directory             gives the draft its name
     as one is removed               the step, which no directory names      leaves it: `ckptlib rewind` and `gc` can
 
+A process that has drafts locks the directory of all: one that looks meanwhile, such as an evaluation, removes none.
+
 This module knows neither trainers nor tensors.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -79,7 +82,7 @@ _LEFT = re.compile(r"\..+\.[0-9]{12}-[0-9]{6}-[0-9a-f]{8}\.part")
 
 
 class StepFolders:
-    """Those of one directory and one root. One process has it; files are flushed and deleted by a thread of its own."""
+    """Those of one directory and one root. One process saves; files are flushed and deleted by a thread of its own."""
 
     def __init__(
         self,
@@ -105,13 +108,26 @@ class StepFolders:
         self._publishing: list[Future[None]] = []
         self._failed: OSError | None = None
         self._left = threading.Event()
+        self._lock: int | None = None
+        """Held from the first draft on: the descriptor of the directory."""
 
     def settle(self) -> None:
         """Gives drafts of an earlier process their names where their step was committed, and removes the others.
 
         Removes nothing else: what is too many goes when a newer one comes.
         """
-        for path in self._directory.glob(f"{HEAD}*.part") if self._directory.is_dir() else ():
+        if not self._directory.is_dir():
+            return
+        lock = _locked(self._directory) if self._lock is None else self._lock
+        try:
+            self._settle(alone=lock is not None)
+        finally:
+            if lock is not None and lock != self._lock:
+                _unlock(lock)
+
+    def _settle(self, alone: bool) -> None:
+        """`alone`: no process is saving here, as far as one sees. Else nothing is removed, and nothing waited for."""
+        for path in self._directory.glob(f"{HEAD}*.part") if alone else ():
             if _LEFT.fullmatch(path.name) and path.is_dir() and not (path / POINTER).exists():
                 shutil.rmtree(path)  # somebody was killed while it was made, or deleted
         drafts = [(path, save) for path, save in _readable(self._directory) if _is_draft(path, save)]
@@ -119,12 +135,12 @@ class StepFolders:
             return
         with open_store(self._root, self._options) as store:
             catalog = Catalog(store)
-            if not all(catalog.is_committed(save) for _, save in drafts):
+            if alone and not all(catalog.is_committed(save) for _, save in drafts):
                 self._finish(catalog)
             for draft, save in drafts:
                 if catalog.is_committed(save):
                     self._give_name(draft.name[len(HEAD) : -len(_tail(save))], save)
-                else:
+                elif alone:
                     shutil.rmtree(draft)
 
     def _finish(self, catalog: Catalog) -> None:
@@ -150,6 +166,7 @@ class StepFolders:
         try:
             path.mkdir(parents=True)
             self._identity = self._identity or _identity(self._directory)
+            self._lock = _locked(self._directory) if self._lock is None else self._lock
             if write is not None:
                 write(path)
             (path / POINTER).write_text(json.dumps({"ckptlib": ROOT, "step": str(save)}) + "\n")
@@ -203,6 +220,7 @@ class StepFolders:
             self.wait()
         finally:
             self._thread.finish()
+            self._unlock()
 
     def let_go(self) -> None:
         """Waits for no commit, but for what is being renamed or removed: who comes next looks at the directory."""
@@ -210,6 +228,12 @@ class StepFolders:
         for future in self._publishing:
             future.cancel()
         self._thread.finish()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            _unlock(self._lock)
+            self._lock = None
 
     def _draft_of(self, name: str, save: SaveId) -> Path:
         """Another one for each step: one of the same name may be under way yet."""
@@ -229,11 +253,17 @@ class StepFolders:
 
     def _give_name(self, name: str, save: SaveId) -> Path:
         draft, folder = self._draft_of(name, save), self._directory / name
-        for path in [*draft.rglob("*"), draft]:
-            flush(path)
-        if folder.exists():
-            shutil.rmtree(folder)
-        draft.rename(folder)
+        try:
+            if folder.is_dir():
+                _take_over(folder, draft)
+            for path in [*draft.rglob("*"), draft]:
+                flush(path)
+            if folder.exists():
+                shutil.rmtree(folder)
+            draft.rename(folder)
+        except FileNotFoundError:
+            if draft.exists() or step_of(folder) != save:
+                raise  # else a process that looked was first
         flush(self._directory)
         replaced = self._named.get(folder)
         self._named[folder] = save
@@ -286,6 +316,46 @@ class StepFolders:
                 sweep(catalog, None, None)
         except (CkptError, OSError) as error:  # they only take room: `ckptlib gc` deletes them
             log.warning("%s: steps that no directory names are left: %s", self._root, error)
+
+
+def _take_over(folder: Path, draft: Path) -> None:
+    """What others have put where the checkpoint comes to be: callbacks of trainers know of no draft. Of a checkpoint
+    that is replaced, only what is newer than the draft."""
+    begun = (draft / POINTER).stat().st_mtime_ns if (folder / POINTER).exists() else 0
+    for path in folder.iterdir():
+        if path.lstat().st_mtime_ns >= begun and not (draft / path.name).exists():
+            path.rename(draft / path.name)
+
+
+def _locked(directory: Path) -> int | None:
+    """Its descriptor, with a lock on it where the file system knows locks; None where another process has that."""
+    found = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    _locks.add(found)
+    try:
+        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _unlock(found)
+        return None
+    except OSError as error:
+        log.debug("%s: cannot be locked: %s", directory, error)
+    return found
+
+
+def _unlock(lock: int) -> None:
+    _locks.discard(lock)
+    os.close(lock)
+
+
+_locks: set[int] = set()
+
+
+def _unlock_all() -> None:
+    """In a forked child, such as a worker of a DataLoader, which would hold them when its parent is killed."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_unlock_all)
 
 
 def _tail(save: SaveId) -> str:

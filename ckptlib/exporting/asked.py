@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptlib.exporting.casting import dtype_of
-from ckptlib.exporting.export import SAFETENSORS, ExportOrder, local_path
-from ckptlib.exporting.files import parse_size
+from ckptlib.exporting.export import HF, SAFETENSORS, ExportOrder, local_path
+from ckptlib.exporting.files import INDEX, parse_size, shard_names
 from ckptlib.exporting.names import Naming
 from ckptlib.format.values import Json
 from ckptlib.policy.when import Policy, policy_of
@@ -59,6 +59,11 @@ class Export:
     def path(self, step: int) -> Path:
         """Where the step goes."""
         return Path(str(self.out).replace(STEP, str(step))).absolute()
+
+    def is_there(self, step: int) -> bool:
+        """Whether the step is there, whole. A directory of Hugging Face's is there before its files are."""
+        out = self.path(step)
+        return out.exists() if self.format != HF else any((out / name).exists() for name in (*shard_names(1), INDEX))
 
     def document(self) -> dict[str, Json]:
         """For another process."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +16,9 @@ from ckptlib.errors import NoRoom, ObjectExists, StoreError
 
 PARTIAL = ".partial"
 """Ends the names of files that are being written; the names begin with a dot."""
+
+LEFT_FOR_S = 86400.0
+"""A file that nobody has written to for so long is of an export that was killed."""
 
 
 class Outputs:
@@ -25,8 +30,15 @@ class Outputs:
         self._written: list[tuple[Path, Path]] = []
 
     def make_room(self, nbytes: int, *names: str) -> None:
-        """Makes the directory. Raises ObjectExists where a name is taken, NoRoom where the disk is too small."""
+        """Makes the directory. Raises ObjectExists where a name is taken, NoRoom where the disk is too small.
+
+        What an export of the same names left that was killed more than a day ago is removed."""
         self._directory.mkdir(parents=True, exist_ok=True)
+        for path in self._directory.glob(f".*{PARTIAL}"):
+            if any(path.match(f".{glob.escape(name)}.{'[0-9a-f]' * 8}{PARTIAL}") for name in names):
+                with suppress(OSError):  # somebody else removes it
+                    if path.stat().st_mtime < time.time() - LEFT_FOR_S:
+                        _remove(path)
         for name in names:
             if (self._directory / name).exists():
                 raise ObjectExists(f"{self._directory / name} is there already; remove it, or export to another place")
@@ -65,10 +77,7 @@ class Outputs:
         """Removes what has no name yet."""
         for path, _ in self._written:
             with suppress(OSError):
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
+                _remove(path)
 
 
 @contextmanager
@@ -83,6 +92,13 @@ def outputs(directory: Path) -> Iterator[Outputs]:
         raise StoreError(f"{directory}: the export cannot be written: {error}") from error
     finally:
         found.discard()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync(directory: Path) -> None:

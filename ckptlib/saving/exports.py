@@ -103,7 +103,7 @@ class Exports:
         if last is not None and last.committed and last.save != self._taken:
             self._waiting.append(last.save)
         restored = self._restored  # of a run that was at its end when it was started again
-        if last is None and restored is not None and restored.step == final and not self._export.path(final).exists():
+        if last is None and restored is not None and restored.step == final and not self._export.is_there(final):
             self._waiting.append(restored)
         self._go_on()
         if self._running is not None:

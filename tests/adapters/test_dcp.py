@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -179,6 +180,27 @@ def test_a_future(tmp_path: Path) -> None:
     assert told == [future]
     state = {"w": torch.empty(1000)}
     dcp.load(state, checkpoint_id=tmp_path / "step-5")
+    assert state["w"].eq(1).all()
+
+
+def test_what_concurrent_futures_cannot_wait_for_is_said(tmp_path: Path) -> None:
+    future = dcp.async_save({"w": torch.ones(1000)}, checkpoint_id=tmp_path / "step-1")
+    other = Future[int]()
+    other.set_result(1)
+    if not future.done():  # else it was quick
+        with pytest.raises(ckptlib.StateError, match=r"save of step 1: .*result\(timeout\)"):
+            concurrent.futures.wait([future, other], timeout=60)
+    assert future.result(60) == 1
+    assert concurrent.futures.wait([future, other], timeout=60).done == {future, other}
+    assert {*concurrent.futures.as_completed([future, other], timeout=60)} == {future, other}
+
+
+def test_plain_values_that_only_the_checkpoint_has(tmp_path: Path) -> None:
+    saved = {"cfg": {"x": {"y": 1, "z": 2}, "more": [1]}, "w": torch.ones(2)}
+    dcp.save(saved, checkpoint_id=tmp_path / "step-1")
+    state = {"cfg": {"x": {"y": 0}}, "w": torch.zeros(2)}
+    dcp.load(state, checkpoint_id=tmp_path / "step-1")
+    assert state["cfg"] == {"x": {"y": 1}}
     assert state["w"].eq(1).all()
 
 

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -45,6 +45,7 @@ def checkpoint(n: int) -> dict[str, Any]:
         "callbacks": {"ModelCheckpoint{'monitor': 'loss'}": {"best_k_models": {"/a/b=1.ckpt": torch.tensor(0.5)}}},
         "empty": {},
         "hyper_parameters": {"names": ("a", "b"), "inf": float("inf")},
+        "lr_schedulers": [{"milestones": Counter({30: 1, 80: 2}), "last_epoch": n}],
     }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from helpers.registry import close_sessions
 
 import ckptlib
 from ckptlib.adapters.step_folders import POINTER, ROOT, StepFolders, step_of
-from ckptlib.format.keys import SaveId
+from ckptlib.format.keys import GenerationId, SaveId
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +56,44 @@ def test_a_directory_gets_its_name_when_it_is_published(tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoint-3"]
     assert step_of(tmp_path / "checkpoint-3") == saved
     assert (tmp_path / "checkpoint-3" / "more" / "file").read_text() == "text"
+
+
+def test_what_callbacks_have_put_there_meanwhile_stays(tmp_path: Path) -> None:
+    """They write to checkpoint-N as soon as the trainer tells them of it, which is before the commit."""
+    folders = make(tmp_path)
+    for step, turn in enumerate(("first", "again")):  # the second time, the directory of the first one is replaced
+        saved = save(tmp_path, step)
+        draft = folders.draft("checkpoint-3", saved)
+        (draft / "state").write_text(f"ours, {turn}")
+        adapter = tmp_path / "checkpoint-3" / f"adapter-{turn}"
+        adapter.mkdir(parents=True)
+        (adapter / "file").write_text(turn)
+        (tmp_path / "checkpoint-3" / "state").write_text("theirs")
+        folders.publish("checkpoint-3", saved)
+        folders.wait()
+        assert step_of(tmp_path / "checkpoint-3") == saved
+        assert (adapter / "file").read_text() == turn
+        assert (tmp_path / "checkpoint-3" / "state").read_text() == f"ours, {turn}"
+    assert not (tmp_path / "checkpoint-3" / "adapter-first").exists(), "that is of the checkpoint that was replaced"
+    folders.close()
+
+
+def test_who_looks_removes_no_draft_of_a_training(tmp_path: Path) -> None:
+    """Another process, such as an evaluation, which this one stands in for: a lock is of an open file."""
+    folders = make(tmp_path)
+    folders.draft("checkpoint-1", uncommitted := SaveId(1, GenerationId(1, "0" * 8)))
+    folders.draft("checkpoint-2", saved := save(tmp_path, 2))
+    make(tmp_path).settle()
+    assert names(tmp_path) == [f".checkpoint-1.{uncommitted}.part", "checkpoint-2"], "what is committed has its name"
+    folders.publish("checkpoint-2", saved)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))  # as a worker of a DataLoader
+    child.start()
+    folders.close()
+    assert names(tmp_path) == [f".checkpoint-1.{uncommitted}.part", "checkpoint-2"]
+    make(tmp_path).settle()
+    child.kill()
+    child.join()
+    assert names(tmp_path) == ["checkpoint-2"]
 
 
 def test_too_many_go_and_their_steps(tmp_path: Path) -> None:
@@ -151,7 +191,9 @@ def test_what_a_kill_leaves(tmp_path: Path) -> None:
 
 def test_what_is_left_where_there_is_no_root(tmp_path: Path) -> None:
     saved = save(tmp_path, 1)
-    make(tmp_path).draft("checkpoint-1", saved)
+    killed = make(tmp_path)
+    killed.draft("checkpoint-1", saved)
+    killed.let_go()
     shutil.rmtree(tmp_path / ROOT)
     folders = make(tmp_path)
     folders.settle()

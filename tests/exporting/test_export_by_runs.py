@@ -58,6 +58,22 @@ def test_the_last_step_is_exported(tmp_path: Path) -> None:
     assert exported(out) == weights(job)
 
 
+def test_a_directory_that_a_killed_export_has_left_is_no_export(tmp_path: Path) -> None:
+    job, out = Job(tmp_path / "root"), tmp_path / "out"
+    export = ckptlib.Export(out / "{step}", format="hf", only="model", strip="model/")
+    left, other = (out / "6" / f".{name}.0123abcd.partial" for name in ("model.safetensors", "another"))
+    left.parent.mkdir(parents=True)
+    for path in (left, other):
+        path.write_bytes(bytes(100))
+        os.utime(path, (1, 1))
+    run(job, ckptlib.Export(tmp_path / "elsewhere", only="model"))
+    assert [event.step for event in run(Job(tmp_path / "root"), export)] == [6]
+    assert exported(out / "6" / "model.safetensors") == weights(job)
+    assert not left.exists()
+    assert other.exists(), "it is of something else"
+    assert run(Job(tmp_path / "root"), export) == []
+
+
 def test_steps_of_ones_choice_are_exported_meanwhile(tmp_path: Path) -> None:
     out = str(tmp_path / "{step}" / "hf")
     export = ckptlib.Export(out, format="hf", only="model", steps=lambda step: step in (2, 5, 6, 7))
