@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -42,6 +44,7 @@ def read_safetensors(source: Path) -> dict[str, torch.Tensor]:
     if index is not None:
         return read_indexed(index, _read_file)
     files = sorted(source.glob("*.safetensors"))
+    _check_all_there(files)
     found: dict[str, torch.Tensor] = {}
     for file in files:
         for name, tensor in _read_file(file).items():
@@ -49,6 +52,19 @@ def read_safetensors(source: Path) -> dict[str, torch.Tensor]:
                 raise FormatError(f"{file}: has {name[:200]!r}, which another file of {source} has as well")
             found[name] = tensor
     return found
+
+
+def _check_all_there(files: Sequence[Path]) -> None:
+    """Raises FormatError where names tell of files that are not there."""
+    names = {file.name for file in files}
+    for file in files:
+        numbered = re.fullmatch(r"(.+)-[0-9]{5}-of-([0-9]{5})", file.stem)
+        if numbered is None:
+            continue
+        of = int(numbered[2])
+        lacking = (n for n in range(1, of + 1) if f"{numbered[1]}-{n:05d}-of-{of:05d}.safetensors" not in names)
+        if (number := next(lacking, None)) is not None:
+            raise FormatError(f"{file}: is one of {of} files, and number {number} is not there; were all copied?")
 
 
 def _index_of(directory: Path) -> Path | None:

@@ -56,6 +56,17 @@ def test_one_file_and_a_directory_without_index(tmp_path: Path) -> None:
     refuses(tmp_path, tmp_path / "root", "which another file of .* has as well")
 
 
+def test_a_set_of_files_without_an_index_must_be_whole(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in (1, 3):
+        save_file({f"w{number}": torch.ones(2)}, source / f"model-{number:05d}-of-00003.safetensors")
+    refuses(source, tmp_path / "root", "is one of 3 files, and number 2 is not there")
+    save_file({"w2": torch.ones(2)}, source / "model-00002-of-00003.safetensors")
+    ckptlib.convert(source, tmp_path / "root")
+    assert {*ckptlib.read(tmp_path / "root")["model"]} == {"w1", "w2", "w3"}
+
+
 def test_torchsnapshot(tmp_path: Path) -> None:
     """Written by torchsnapshot 0.1.0."""
     truth = torch.load(WRITTEN / "torchsnapshot-0.1.0.truth.pt", weights_only=True)
