@@ -44,17 +44,13 @@ def share_out(wants: Sequence[Want[torch.Tensor]], group: Group, near: Near) -> 
     """The tensors that this rank reads, and the buckets that are broadcast afterwards. Collective.
 
     `near`: the ranks that are nearest to what is wanted, the same on all of them; None, or nobody: all alike.
-    Where ranks do not want the same plain tensors, everybody reads its own.
+    Where ranks do not want the same plain tensors, or have spread them over their devices in other ways, everybody
+    reads its own.
     """
     if group.size == 1:
         return Shares(list(wants), [])
     shared = [want for want in wants if want.everywhere]
-    described = [
-        [want.name, str(tensor.dtype), list(box.shape), tensor.device.type]
-        for want in shared
-        for box, tensor in want.pieces[:1]
-    ]
-    if not group.same(json.dumps(described).encode()) or not shared:
+    if not group.same(_description(shared)) or not shared:
         return Shares(list(wants), [])
     by_readers: dict[tuple[int, ...], list[Want[torch.Tensor]]] = {}
     for want in shared:
@@ -63,6 +59,23 @@ def share_out(wants: Sequence[Want[torch.Tensor]], group: Group, near: Near) -> 
     mine = {id(want) for bucket in buckets if bucket.owner == group.rank for want in bucket.wants}
     reads = [want for want in wants if not want.everywhere or id(want) in mine]
     return Shares(reads, buckets)
+
+
+def _description(shared: Sequence[Want[torch.Tensor]]) -> bytes:
+    """What ranks must have in common to cut buckets alike; of devices the order, as numbers are each rank's own."""
+    devices: dict[torch.device, int] = {}
+    described = [
+        [
+            want.name,
+            str(tensor.dtype),
+            list(box.shape),
+            tensor.device.type,
+            devices.setdefault(tensor.device, len(devices)),
+        ]
+        for want in shared
+        for box, tensor in want.pieces[:1]
+    ]
+    return json.dumps(described).encode()
 
 
 @torch.inference_mode()  # else a target that was made in it could not be written to
