@@ -220,7 +220,7 @@ def _load_step(
         _tell_excused(source.save.step, untouched, [*wanted.excused([*unexpected, *wanted.foreign]), *lost])
 
     wants, overlapping = set_apart(wanted.wants)
-    reads, buckets = share_out(wants, group, lambda want: source.near(reader.ranks_for(want)))
+    reads, buckets, by_links = share_out(wants, group, lambda want: source.near(reader.ranks_for(want)))
     total = sum(tensor.nbytes for want in reads for _, tensor in want.pieces)
     if total > QUICK_BYTES:
         collect_again()
@@ -236,7 +236,7 @@ def _load_step(
 
     together_at_length(group, what, fill)
     laps.end("read")
-    spread(buckets, group)
+    spread(buckets, group, by_links)
     laps.end("spread")
 
     def complete() -> None:

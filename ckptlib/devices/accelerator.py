@@ -28,6 +28,15 @@ def available() -> torch.device | None:
     return found if found is not None and torch.accelerator.is_available() else None
 
 
+def is_chosen(device: torch.device) -> bool:
+    """Whether it is the one of its type that this thread works on; also where there is no choice."""
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type != device.type:
+        return True
+    module = torch.get_device_module(device)
+    return module.device_count() < 2 or bool(module.current_device() == device.index)
+
+
 @lru_cache(maxsize=16)
 def has_streams(device: torch.device) -> bool:
     """Whether work on a device can be put beside other work; on Apple's GPUs it cannot."""

@@ -38,6 +38,9 @@ class Shares(NamedTuple):
     """By this rank."""
     buckets: list[Bucket]
     """To be spread when all have read: the same on every rank."""
+    by_links: bool
+    """Whether devices may send by links of their own: each rank's tensors are on the one that it has chosen, where no
+    two ranks meet. NCCL refuses two on one device."""
 
 
 def share_out(wants: Sequence[Want[torch.Tensor]], group: Group, near: Near) -> Shares:
@@ -48,17 +51,18 @@ def share_out(wants: Sequence[Want[torch.Tensor]], group: Group, near: Near) -> 
     reads its own.
     """
     if group.size == 1:
-        return Shares(list(wants), [])
+        return Shares(list(wants), [], by_links=False)
     shared = [want for want in wants if want.everywhere]
     if not group.same(_description(shared)) or not shared:
-        return Shares(list(wants), [])
+        return Shares(list(wants), [], by_links=False)
     by_readers: dict[tuple[int, ...], list[Want[torch.Tensor]]] = {}
     for want in shared:
         by_readers.setdefault(tuple(near(want) or range(group.size)), []).append(want)
     buckets = _buckets(by_readers, group.size)
     mine = {id(want) for bucket in buckets if bucket.owner == group.rank for want in bucket.wants}
     reads = [want for want in wants if not want.everywhere or id(want) in mine]
-    return Shares(reads, buckets)
+    elsewhere = any(not accelerator.is_chosen(want.pieces[0][1].device) for want in shared)
+    return Shares(reads, buckets, by_links=not group.any(elsewhere))
 
 
 def _description(shared: Sequence[Want[torch.Tensor]]) -> bytes:
@@ -79,13 +83,16 @@ def _description(shared: Sequence[Want[torch.Tensor]]) -> bytes:
 
 
 @torch.inference_mode()  # else a target that was made in it could not be written to
-def spread(buckets: Iterable[Bucket], group: Group) -> None:
-    """Broadcasts each bucket from the rank that read it. Collective; after all ranks have read their share."""
+def spread(buckets: Iterable[Bucket], group: Group, by_links: bool) -> None:
+    """Broadcasts each bucket from the rank that read it. Collective; after all ranks have read their share.
+
+    `by_links`: as `Shares` has it.
+    """
     for owner, wants in buckets:
         targets = [want.pieces[0][1] for want in wants]
         device = accelerator.device_of(targets[0])
         if device is not None:
-            _spread_there(owner, targets, group, device)
+            _spread_there(owner, targets, group, device, by_links)
             continue
         if len(targets) == 1 and targets[0].device.type == "cpu" and is_bytes(targets[0]):
             group.broadcast_from(owner, bytes_of(targets[0]))
@@ -98,13 +105,13 @@ def spread(buckets: Iterable[Bucket], group: Group) -> None:
             _scatter(buffer, targets)
 
 
-def _spread_there(owner: int, targets: list[torch.Tensor], group: Group, device: torch.device) -> None:
+def _spread_there(owner: int, targets: list[torch.Tensor], group: Group, device: torch.device, by_links: bool) -> None:
     """Of tensors on a device: by its own links where the trainers have a group for them, else in one pinned piece."""
     alone = len(targets) == 1 and is_bytes(targets[0])
     packed = bytes_of(targets[0]) if alone else torch.empty(_nbytes(targets), dtype=torch.uint8, device=device)
     if group.rank == owner and not alone:
         _gather(targets, packed)
-    if not group.broadcast_there(owner, packed, device):
+    if not (by_links and group.broadcast_there(owner, packed, device)):
         host = accelerator.pinned(packed.numel())
         if group.rank == owner:
             host.copy_(packed)

@@ -153,7 +153,7 @@ def test_what_ranks_share_is_spread_into_such_targets(inside: bool) -> None:
                 tensor.add_(5.0 * (group.rank == 0))
         wants = [Want(str(i), ((Box.whole(tensor.shape), tensor),), True) for i, tensor in enumerate(found)]
         with torch.inference_mode(inside):
-            spread([Bucket(0, wants[:1]), Bucket(0, wants[1:])], group)
+            spread([Bucket(0, wants[:1]), Bucket(0, wants[1:])], group, by_links=True)
         return found
 
     for found in run_ranks(2, on_rank):

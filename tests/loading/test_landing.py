@@ -145,20 +145,19 @@ class Ranks:
 
     size = 2
 
-    def __init__(self, rank: int, by_links: bool) -> None:
-        self.rank, self.by_links = rank, by_links
+    def __init__(self, rank: int, links: bool) -> None:
+        self.rank, self.links = rank, links
         self.sent: dict[str, bytes] = {}
         self.wait: Callable[[], None] = lambda: None
         """For what the device has to do first."""
 
     def broadcast_from(self, rank: int, buffer: torch.Tensor) -> None:
-        assert not self.by_links
         self._exchange("host", buffer)
 
     def broadcast_there(self, rank: int, buffer: torch.Tensor, device: torch.device) -> bool:
-        if self.by_links:
+        if self.links:
             self._exchange("device", buffer)
-        return self.by_links
+        return self.links
 
     def _exchange(self, where: str, buffer: torch.Tensor) -> None:
         if self.rank == 0:
@@ -168,8 +167,8 @@ class Ranks:
             buffer.copy_(torch.frombuffer(bytearray(self.sent[where]), dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("by_links", [False, True])
-def test_what_one_rank_read_is_spread_to_devices(monkeypatch: pytest.MonkeyPatch, by_links: bool) -> None:
+@pytest.mark.parametrize(("links", "by_links"), [(False, True), (True, True), (True, False)])
+def test_what_one_rank_read_is_spread_to_devices(monkeypatch: pytest.MonkeyPatch, links: bool, by_links: bool) -> None:
     state = {
         "a": torch.randn(40, 50),
         "b": torch.randn(33).to(torch.bfloat16),
@@ -180,7 +179,7 @@ def test_what_one_rank_read_is_spread_to_devices(monkeypatch: pytest.MonkeyPatch
     }
     sent: list[dict[str, bytes]] = []
     for rank in (0, 1):
-        group = Ranks(rank, by_links)
+        group = Ranks(rank, links)
         with monkeypatch.context() as patch, simulated(patch, rank) as simulation:
             with simulation.host():
                 found = {name: t.clone() if rank == 0 else torch.zeros_like(t) for name, t in state.items()}
@@ -196,9 +195,7 @@ def test_what_one_rank_read_is_spread_to_devices(monkeypatch: pytest.MonkeyPatch
             for n, bucket in enumerate(buckets):
                 if rank == 1:
                     group.sent = sent[n]
-                if bucket[0].name == "host":
-                    group.by_links = False
-                read_once.spread([read_once.Bucket(0, bucket)], group)
+                read_once.spread([read_once.Bucket(0, bucket)], group, by_links)
                 if rank == 0:
                     simulation.settle()
                     sent.append(group.sent)
@@ -207,4 +204,5 @@ def test_what_one_rank_read_is_spread_to_devices(monkeypatch: pytest.MonkeyPatch
             with simulation.host():
                 wrong = [name for name, t in found.items() if bits(t) != bits(state[name])]
             assert (wrong, simulation.violations) == ([], [])
-    assert {where for found in sent for where in found} == ({"device", "host"} if by_links else {"host"})
+    way = "device" if links and by_links else "host"
+    assert [{*found} for found in sent] == [{way}, {way}, {"host"}]

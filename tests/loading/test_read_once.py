@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from rankthreads import run_ranks
 
+from ckptlib.devices import accelerator
 from ckptlib.format.box import Box
 from ckptlib.loading.read_once import Shares, share_out
 from ckptlib.ranks.group import Group
@@ -21,19 +23,20 @@ def names_of(wants: list[Want[torch.Tensor]]) -> Names:
     return [want.name for want in wants]
 
 
+def want(number: int, device: str) -> Want[torch.Tensor]:
+    """Of a tensor on a device that is not there."""
+    tensor: Any = SimpleNamespace(dtype=torch.float32, device=torch.device(device), nbytes=400 * (number + 1))
+    return Want(f"t{number}", ((Box.whole((100 * (number + 1),)), cast(torch.Tensor, tensor)),), everywhere=True)
+
+
 def shared(*devices: tuple[str, ...]) -> list[tuple[Names, list[tuple[int, Names]]]]:
     """Of each rank, what it reads, and what comes from whom. `devices`: of each rank, those of its tensors."""
 
     def on_rank(group: Group) -> Shares:
-        wants = []
-        for n, device in enumerate(devices[group.rank]):
-            tensor: Any = SimpleNamespace(dtype=torch.float32, device=torch.device(device), nbytes=400 * (n + 1))
-            piece = Box.whole((100 * (n + 1),)), cast(torch.Tensor, tensor)  # of a device that is not there
-            wants.append(Want(f"t{n}", (piece,), everywhere=True))
-        return share_out(wants, group, lambda want: None)
+        return share_out([want(n, device) for n, device in enumerate(devices[group.rank])], group, lambda _: None)
 
     found = run_ranks(len(devices), on_rank)
-    return [(names_of(reads), [(owner, names_of(wants)) for owner, wants in buckets]) for reads, buckets in found]
+    return [(names_of(reads), [(owner, names_of(wants)) for owner, wants in buckets]) for reads, buckets, _ in found]
 
 
 @pytest.mark.parametrize(
@@ -62,3 +65,25 @@ def test_the_numbers_of_devices_do_not_matter(devices: tuple[tuple[str, ...], ..
     first, second = shared(*devices)
     assert first[1] == second[1] == [(n, names) for n, names in enumerate(cuts)]
     assert [first[0], second[0]] == [cuts[0], cuts[1] if len(cuts) > 1 else []]
+
+
+@pytest.mark.parametrize(
+    ("devices", "by_links"),
+    [
+        ([("cuda:0", "cuda:0"), ("cuda:1", "cuda:1")], True),
+        ([("cuda:0", "cuda:0"), ("cuda:0", "cuda:0")], False),  # helpers on the first device of the host
+        ([("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")], False),
+        ([("cpu", "cpu"), ("cpu", "cpu")], True),
+    ],
+)
+def test_devices_send_by_links_where_each_rank_has_its_own(
+    monkeypatch: pytest.MonkeyPatch, devices: list[tuple[str, ...]], by_links: bool
+) -> None:
+    chosen = threading.local()
+    monkeypatch.setattr(accelerator, "is_chosen", lambda device: device in (torch.device("cpu"), chosen.device))
+
+    def on_rank(group: Group) -> Shares:
+        chosen.device = torch.device(f"cuda:{group.rank}")
+        return share_out([want(n, device) for n, device in enumerate(devices[group.rank])], group, lambda _: None)
+
+    assert [shares.by_links for shares in run_ranks(2, on_rank)] == [by_links] * 2
