@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -92,7 +91,7 @@ class OptimizerTargets:
                 full = f"{path}/{name}"
                 known = ordered if kind is None else self._known(kind, optimizer, param, full, ordered, alike)
                 if known is not None and self._fit(kind, param, full, saved_name, known):
-                    self._add_param_state(optimizer, group, param, known)
+                    self._add_param_state(optimizer, options, param, known)
         for name, first in self._params.ties.items():
             taken.add(self._saved_name(name))
             self._check_tie(path, name, first, entries)
@@ -177,10 +176,11 @@ class OptimizerTargets:
     def _add_param_state(
         self,
         optimizer: torch.optim.Optimizer,
-        group: Mapping[str, Any],
+        options: Mapping[str, object],
         param: torch.Tensor,
         entries: Mapping[str, str],
     ) -> None:
+        """`options`: the hyper-parameters that its group is going to have."""
         builds: dict[str, Callable[[], object]] = {}
         now = optimizer.state.get(param, {})
         for key, name in entries.items():
@@ -191,7 +191,7 @@ class OptimizerTargets:
                     there = self._another(optimizer, param, kind, name)
                 builds[key] = rebuild(self._plan, tree, name, there, _device_of(param))
             elif name in self._saved.tensors:
-                builds[key] = _constant(self._state_tensor(name, key, now.get(key), param, group))
+                builds[key] = _constant(self._state_tensor(name, key, now.get(key), param, options))
             else:
                 builds[key] = _constant(self._saved.value(name))
 
@@ -224,9 +224,9 @@ class OptimizerTargets:
         return None if known is None else another(known, param, make)
 
     def _state_tensor(
-        self, name: str, key: str, now: object, param: torch.Tensor, group: Mapping[str, Any]
+        self, name: str, key: str, now: object, param: torch.Tensor, options: Mapping[str, object]
     ) -> torch.Tensor:
-        """The tensor that is there, or one such as the optimizer itself would make."""
+        """The tensor that is there, or one such as the optimizer itself would make with the options it will have."""
         entry = self._saved.tensors[name]
         dtype = torch_dtype(entry.dtype)
         by_hand = self._params.by_hand.get(id(param))
@@ -236,12 +236,16 @@ class OptimizerTargets:
             cut = Sharded(tensor, by_hand.offset, by_hand.shape)
             self._plan.fill(leaf_of(cut, name, per_rank=False, owner=None), entry)
             return tensor
-        if fits(now, entry):
+        by_kernel = options.get("capturable") or options.get(
+            "fused"
+        )  # it takes no scalar from the host, such as `step`
+        misplaced = by_kernel and not entry.shape and isinstance(now, torch.Tensor) and now.device != _device_of(param)
+        if fits(now, entry) and not misplaced:
             tensor = now
         elif key != "step" and entry.shape == tuple(param.shape):
             tensor = plain_like(param, dtype)
         else:
-            on_device = group.get("capturable") or group.get("fused") or (key != "step" and entry.shape)
+            on_device = by_kernel or (key != "step" and entry.shape)
             tensor = torch.empty(entry.shape, dtype=dtype, device=_device_of(param) if on_device else "cpu")
             under, first = self._shared.setdefault(entry.name, (name, tensor))
             if under != name:  # one tensor of several parameters, such as a count of steps, which is counted up once

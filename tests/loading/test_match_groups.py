@@ -10,8 +10,10 @@ import torch
 from helpers.runs import model_of, params, train
 from onerank import Root, opened, same
 from torch import nn, optim
+from torch.overrides import TorchFunctionMode
 
 from ckptlib import StateMismatch
+from ckptlib.loading import match_optimizers
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +160,42 @@ def test_a_wrapper_that_has_no_defaults(root: Root) -> None:
     train(other, resumed, 3, 5)
     assert same(params(other), params(model))
     assert resumed.param_groups[0]["lr"] == 0.2
+
+
+class Made(TorchFunctionMode):
+    """Of each new tensor, the device that it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[torch.Tensor, object]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.empty:
+            self.asked.append((made, (kwargs or {}).get("device")))
+        return made
+
+
+@pytest.mark.parametrize("option", ["fused", "capturable"])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_steps_are_counted_where_the_saved_options_ask_for_it(
+    root: Root, monkeypatch: pytest.MonkeyPatch, option: str, stepped: bool
+) -> None:
+    """As by torch's own load: a fused kernel takes no counts that are in the host's memory."""
+    device = torch.device("cpu", 0)  # unlike torch.device("cpu"), and yet tensors are made there
+    monkeypatch.setattr(match_optimizers, "_device_of", lambda param: device)
+    for then, now in [(True, False), (False, True)]:
+        model, other = model_of(), model_of(seed=1)
+        optimizer, resumed = optim.AdamW(model.parameters()), optim.AdamW(other.parameters())
+        train(model, optimizer, 0, 3)
+        if stepped:
+            train(other, resumed, 0, 1)
+        optimizer.param_groups[0][option], resumed.param_groups[0][option] = then, now
+        root.save({"m": model, "o": optimizer})
+        with Made() as made:
+            root.load({"m": other, "o": resumed})
+        assert resumed.param_groups[0][option] is then
+        steps = [state["step"] for state in resumed.state.values()]
+        assert [float(step) for step in steps] == [3.0] * 4
+        places = {str(place) for tensor, place in made.asked if any(tensor is step for step in steps)}
+        assert places == ({"cpu:0"} if then else set() if stepped else {"cpu"})
