@@ -29,6 +29,7 @@ from ckptlib.state.leaf import PerRank, Sharded, home_of, local_of
 from ckptlib.state.made_tensors import Holder, put_back
 from ckptlib.state.modules import owners_of, state_to_fill
 from ckptlib.state.nests import is_all_plain
+from ckptlib.state.rng import LoadedRng
 from ckptlib.state.subclasses import is_subclass, like
 from ckptlib.state.visitor import Visitor, is_plain
 from ckptlib.state.wrappers import canonical, is_extra_state
@@ -109,7 +110,8 @@ class _Walk(Visitor[Setter]):
 
     @override
     def add_stateful(self, node: Any, path: str, given: Setter) -> None:
-        add_object(self._plan, path, node.state_dict, loader_of(node))
+        device = torch.device("cpu") if isinstance(node, LoadedRng) else None
+        add_object(self._plan, path, node.state_dict, loader_of(node), device)
 
     @override
     def add_plain(self, value: object, path: str, given: Setter) -> None:

@@ -18,8 +18,17 @@ from ckptlib.state.leaf import PerRank, Sharded
 from ckptlib.state.subclasses import is_subclass
 
 
-def add_object(plan: LoadPlan, path: str, get: Callable[[], object], load: Callable[[Any], object]) -> None:
-    """Rebuilds the `state_dict()` of an object, and gives it back to it."""
+def add_object(
+    plan: LoadPlan,
+    path: str,
+    get: Callable[[], object],
+    load: Callable[[Any], object],
+    device: torch.device | None = None,
+) -> None:
+    """Rebuilds the `state_dict()` of an object, and gives it back to it.
+
+    `device`: of tensors that the object has not yet.
+    """
     if not plan.wanted(path, whole=True):
         return
     name = plan.named(path)
@@ -32,7 +41,7 @@ def add_object(plan: LoadPlan, path: str, get: Callable[[], object], load: Calla
     elif tree is not None:
         plan.use(name)
         now = get()
-        build = rebuild(plan, tree, name, now)
+        build = rebuild(plan, tree, name, now, device)
         plan.then(lambda: _call_like(now, load, build()))
     elif not plan.miss_kind(path, name, "an object"):
         plan.miss(path)

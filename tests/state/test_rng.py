@@ -6,14 +6,17 @@ import logging
 import random
 import struct
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from onerank import opened
 
 from ckptlib.errors import FormatError, StateMismatch, UnsupportedState
+from ckptlib.state import rng
 from ckptlib.state.rng import RngState, capture, derive, restore
 
 HOST = {"python", "numpy", "torch"}
@@ -236,6 +239,22 @@ def test_devices_that_are_not_here_are_skipped_loudly(caplog: pytest.LogCaptureF
     assert "xyz" in caplog.text
     assert not derived.keys() & foreign.keys()
     assert draws() == expected
+
+
+def test_a_device_that_is_not_here_is_skipped_wherever_new_tensors_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its state is loaded all the same: a rank beyond the saved ones derives its own of all that there is."""
+    with opened(tmp_path) as root:
+        foreign = torch.arange(16, dtype=torch.uint8)
+        with monkeypatch.context() as patch:
+            patch.setattr(rng, "capture", lambda: {**capture(), "cuda:99": foreign})
+            root.save({"a": 0})
+        expected = draws()
+        with caplog.at_level(logging.WARNING), torch.device("meta"):
+            root.load({"a": 0}, random=True)
+        assert "random state of cuda:99 skipped" in caplog.text
+        assert draws() == expected
 
 
 def test_another_bit_generator_in_numpy_is_refused() -> None:
