@@ -307,7 +307,7 @@ def want(leaf: Leaf, entry: TensorEntry) -> Want[torch.Tensor]:
 
 def fits(now: object, entry: TensorEntry) -> TypeGuard[torch.Tensor]:
     """Whether a tensor can be filled in place, and updated afterwards."""
-    if not isinstance(now, torch.Tensor) or now.is_meta or now.is_inference() or repeats(now):
+    if not isinstance(now, torch.Tensor) or is_subclass(now) or now.is_meta or now.is_inference() or repeats(now):
         return False
     return (tuple(now.shape), dtype_name(now)) == (entry.shape, entry.dtype)
 

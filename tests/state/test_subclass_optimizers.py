@@ -78,6 +78,22 @@ def test_plain_state_of_a_parameter_that_is_one(root: Root) -> None:
     assert all(leaf.owner is optimizer for leaf in flatten({"p": param, "o": optimizer}).leaves)
 
 
+@pytest.mark.parametrize("below", [False, True])
+def test_plain_state_where_an_instance_is_now(root: Root, below: bool) -> None:
+    def made(momentum: torch.Tensor) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        param = nn.Parameter(torch.zeros(6, 3))
+        optimizer = torch.optim.Optimizer([param], {"lr": 0.1})
+        optimizer.state[param]["kept"] = {"momentum": momentum} if below else momentum
+        return param, optimizer
+
+    (param, optimizer), (other, others) = made(torch.rand(6, 3)), made(scaled(2))
+    root.move({"p": param, "o": optimizer}, {"p": other, "o": others})
+    saved, found = optimizer.state[param]["kept"], others.state[other]["kept"]
+    saved, found = (saved["momentum"], found["momentum"]) if below else (saved, found)
+    assert type(found) is torch.Tensor
+    assert bits(found) == bits(saved)
+
+
 def test_a_checkpointer_saves_what_training_has(tmp_path: Path) -> None:
     model, optimizer = trained(1, 0)
     expected: list[bytes] = []
