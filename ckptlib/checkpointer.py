@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self, override
 
-from ckptlib.errors import Preempted, SaveFailed, WaitTimeout
+from ckptlib.errors import Preempted, SaveFailed
 from ckptlib.events import Event
 from ckptlib.exporting.asked import Export
 from ckptlib.format import gc_pause
@@ -396,7 +396,8 @@ class Checkpointer:
         """Waits until the last save is committed; after SIGTERM not longer than ranks wait for one another.
 
         Raises SaveFailed if it never will be, or could not even be taken: with `peers`, what is in memory stays for the
-        next start of the job then. And WaitTimeout: the writer goes on alone, as after Ctrl-C.
+        next start of the job then. And WaitTimeout: the writer goes on alone, as after whatever else ends the wait, as
+        Ctrl-C does.
         """
         deadline = time.monotonic() + min(timeout.total_seconds(), self._steps.stop_timeout_s or math.inf)
         # Snapshots in memory may be newer than all that is in the store, where the last save failed.
@@ -411,7 +412,7 @@ class Checkpointer:
         except SaveFailed:
             clean = not needed
             raise
-        except (WaitTimeout, KeyboardInterrupt):
+        except BaseException:  # WaitTimeout, or Ctrl-C and what a handler of the program raises: who knows how it ends?
             clean = False
             raise
         finally:

@@ -88,9 +88,14 @@ def test_a_last_save_that_cannot_be_taken_is_no_success(job: Job, told: bool) ->
     assert steps(job.root) == [2, 4]
 
 
-@pytest.mark.parametrize("taken", [True, False])
-def test_a_last_save_that_fails_leaves_what_is_in_memory_to_the_next_start(job: Job, taken: bool) -> None:
-    """It is newer than all that is in the store; `close` removed it as if the job had come to its end."""
+@pytest.mark.parametrize("how", ["taken", "not taken", "exit"])
+def test_a_last_save_that_fails_leaves_what_is_in_memory_to_the_next_start(
+    job: Job, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is newer than all that is in the store; `close` removed it as if the job had come to its end.
+
+    "exit": by a handler of the program's own, as it waits for that save.
+    """
     url, due, bits, step = faulty(job, []), set[int](), dict[int, list[bytes]](), 2
 
     def checkpointer() -> ckptlib.Checkpointer:
@@ -99,6 +104,9 @@ def test_a_last_save_that_fails_leaves_what_is_in_memory_to_the_next_start(job: 
 
     def no_room(nbytes: int) -> None:
         raise NoRoom("no room, as planned")
+
+    def leave(timeout: float) -> None:
+        raise SystemExit(1)
 
     def trained() -> None:
         nonlocal step
@@ -112,14 +120,17 @@ def test_a_last_save_that_fails_leaves_what_is_in_memory_to_the_next_start(job: 
     faulty(job, [{"op": "commit", "key": "^packs/", "action": "full"}])
     while ckpt.coverage is None or (ckpt.coverage.step or 0) <= 2:
         trained()
-    if not taken:
+    if how == "not taken":
         refuse_slots(ckpt, no_room)
         due.update(range(step + 1, step + 4))
         for _ in range(5):
             trained()
     else:
-        ckpt.save(step)
-    with pytest.raises(SaveFailed):
+        pending = ckpt.save(step)
+        if how == "exit":
+            wait_settled(ckpt)
+            monkeypatch.setattr(pending, "wait_committed", leave)
+    with pytest.raises(SystemExit if how == "exit" else SaveFailed):
         ckpt.close()
     assert steps(job.root) == [2]
     faulty(job, [])
