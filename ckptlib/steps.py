@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 from ckptlib.checkpoint import SaveOrder, save_step, without_overlap
 from ckptlib.errors import SaveFailed
@@ -94,6 +95,12 @@ class Steps:
         compare = self._attempts.owe_again() or bool(word.agree)
         self._turns.check(word)
         last = self._stops(word) or step == self._due.final
+        with self._turns.busy() if last else nullcontext():  # no step follows, so what waits here is no training
+            self._act(step, metrics, word, last, compare)
+
+    def _act(self, step: int, metrics: Mapping[str, object] | None, word: Word, last: bool, compare: bool) -> None:
+        """Upon what all ranks have agreed for this step."""
+        session = self._session
         follow(session, word)
         began = time.perf_counter()
         if last:

@@ -79,6 +79,24 @@ def test_a_job_is_not_left_while_it_waits_for_a_slot(tmp_path: Path) -> None:
     assert steps(root) == [6, 7, 8, 9]
 
 
+def test_a_job_is_not_left_while_its_last_step_waits_for_a_slot(tmp_path: Path) -> None:
+    """It has come to its end, and ends as ever; it left by status 143, without its last step."""
+    root, plan = tmp_path / "root", tmp_path / "plan.json"
+    write_plan(plan, [{"op": "commit", "key": "^packs/", "action": "hold"}])
+    url = f"fault+file://{root}?plan={quote(str(plan))}"
+    command = [sys.executable, "workers/jobs.py", "ends without a slot", url, str(tmp_path)]
+    env = {**environment(), "WORLD_SIZE": "2"}
+    with subprocess.Popen(command, cwd=TESTS, env=env, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert [job.stdout.readline() for _ in range(2)] == ["start 0\n", "last\n"]
+        job.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.wait(5)
+        plan.unlink()
+        assert job.wait(150) == 0
+    assert steps(root) == [18, 19, 20]
+
+
 @pytest.mark.slow
 def test_a_job_at_its_end_is_not_left_while_it_waits_for_the_last_commit(tmp_path: Path) -> None:
     """In a container its writer would end with it, long before the launcher kills."""

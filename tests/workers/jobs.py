@@ -68,6 +68,10 @@ def main() -> None:
                 ckpt.save(7)
                 print("saves", flush=True)
                 ckpt.save(8)
+            if kind == "ends without a slot" and step == start + 19:
+                ckpt.save(18)
+                ckpt.save(19)
+                print("last", flush=True)
             if kind == "raises" and step == start + 7:
                 owe_a_save(ckpt)  # due at the step after next
             if kind == "raises" and step == start + 9:
