@@ -285,7 +285,7 @@ class Outcomes:
         while self._snapshots.is_persisting(str(outcome.save)):
             if time.monotonic() > deadline:
                 raise WaitTimeout(f"step {outcome.save.step} was not written within {timeout_s:.0f} s; it may still be")
-            self.poll(0.05)
+            self._listen(outcome.save.step, 0.05)
 
     def wait_local(self, outcome: Outcome, staging: Staging, timeout_s: float) -> None:
         step, deadline = outcome.save.step, time.monotonic() + timeout_s
@@ -297,7 +297,7 @@ class Outcomes:
                 raise WaitTimeout(
                     f"step {step} was not on the local disk within {timeout_s:.0f} s; it may still come to be"
                 )
-            self.poll(0.05)
+            self._listen(step, 0.05)
 
     def _wait_saved(self, outcome: Outcome, staging: Staging, timeout_s: float) -> None:
         try:
@@ -320,8 +320,18 @@ class Outcomes:
                 )
             if self._rank != 0:
                 self._ask(outcome, looks)
-            self.poll(listen_s)
+            if not outcome.decided:
+                self._listen(step, listen_s)
             listen_s = min(2 * listen_s, LISTEN_LAST_S)
+
+    def _listen(self, step: int, timeout_s: float) -> None:
+        """As `poll`, for whoever waits for a save. Raises WaitTimeout where nothing more will be heard of it."""
+        if self._writer.left:
+            raise WaitTimeout(
+                f"step {step}: its Checkpointer is closed, so this process hears no more of what became of the save; "
+                "its writer may finish it still, and `ckptlib ls` tells whether it is committed"
+            )
+        self.poll(timeout_s)
 
     def _ask(self, outcome: Outcome, looks: Looks) -> None:
         """The outcome of a save that rank 0 commits: by its notices, or now and then from the store."""

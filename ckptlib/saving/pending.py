@@ -106,7 +106,8 @@ class Pending:
     def wait_committed(self, timeout: float | None = None) -> None:
         """Returns when the step exists and is durable. Any rank may ask alone.
 
-        Raises SaveFailed when it never will; WaitTimeout after `timeout` seconds (default: the save's deadline).
+        Raises SaveFailed when it never will; WaitTimeout after `timeout` seconds (default: the save's deadline), and at
+        once where the Checkpointer is closed and this rank has not heard what became of the save.
         """
         if not self.drains:
             raise SaveFailed(

@@ -89,6 +89,8 @@ class Writer:
         """Whether no writer could be started."""
         self._start_at = 0.0
         """When that is tried again, by `time.monotonic`; the next order does it at once."""
+        self.left = False
+        """Whether it was let go of: it finishes alone, or has finished, and no other one is started in its place."""
         self._lock, self._waking = threading.Lock(), threading.Lock()
         try:
             self.log_path = logfile.new_path(int(setup["rank"]))
@@ -244,7 +246,7 @@ class Writer:
         A writer that died is started again as soon as there is something to do, with all orders that it did not carry
         out, or snapshots to be kept for a successor; where that fails, it is tried again. When it keeps dying, each of
         the orders is answered by a failure instead. One that gave up a save, since the store did not answer, is
-        replaced: the next one publishes that. So is one that does not run.
+        replaced: the next one publishes that. So is one that does not run. One that was left is not.
         """
         self._heard += self._channel.receive(timeout_s)
         with self._lock:
@@ -256,7 +258,8 @@ class Writer:
                 self._heard.popleft()
             keeps = self._held is not None and self._deaths + 1 < MAX_DEATHS
             stuck = self._stuck or self._channel.stalled
-            if (stuck or (self._channel.closed and (self._open or keeps))) and time.monotonic() >= self._start_at:
+            lacks = not self.left and (stuck or (self._channel.closed and (self._open or keeps)))
+            if lacks and time.monotonic() >= self._start_at:
                 self._noted += self._revive()
         if self._channel.closed and not self._noted:  # it would have waited for whoever is not there
             time.sleep(timeout_s)
@@ -401,6 +404,7 @@ class Writer:
 
     def _let_go(self) -> None:
         """From here on the writer counts as left to itself."""
+        self.left = True
         self._take_back()
         if self._unread is not None:
             self._unread.close()

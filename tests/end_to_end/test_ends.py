@@ -222,6 +222,24 @@ def test_slots_are_left_to_a_writer_that_does_not_finish_in_time(job: Job) -> No
     wait_until(lambda: slots(job.root.parent) == [])
 
 
+def test_nothing_is_told_of_a_save_that_was_left_to_the_writer(job: Job) -> None:
+    """Other writers were started for whoever asked, and by their deaths a step that is committed was told to fail."""
+    url = faulty(job, [{"op": "commit", "key": "^packs/", "action": "hold"}])
+    ckpt = ckptlib.Checkpointer(url, job.state, every=1000, arena=job.root.parent)
+    pending = ckpt.save(3)
+    pending.wait_staged(WAIT_S)
+    with pytest.raises(WaitTimeout):
+        ckpt.close(timedelta(seconds=0.5))
+    faulty(job, [])
+    wait_until(lambda: steps(job.root) == [3])
+    wait_until(lambda: slots(job.root.parent) == [])
+    assert not pending.done()
+    for wait in (pending.wait_released, pending.wait_local, pending.wait_committed):
+        with pytest.raises(WaitTimeout, match=r"step 3: .* `ckptlib ls` tells"):
+            wait(WAIT_S)
+    assert pending.error is None
+
+
 def test_one_failure_is_a_warning(job: Job) -> None:
     url = faulty(job, [{"op": "commit", "key": "^packs/", "action": "error", "nth": 1}])
     with ckptlib.Checkpointer(url, job.state, every=3, arena=job.root.parent) as ckpt:

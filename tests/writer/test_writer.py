@@ -345,6 +345,34 @@ def test_left_as_it_closes_it_unlinks_the_slots(bench: Bench) -> None:
     assert not slot.path.exists()
 
 
+@pytest.mark.parametrize("how", ["left", "left as it closes", "closed"])
+def test_no_other_one_is_started_for_whoever_has_let_go_of_it(bench: Bench, how: str) -> None:
+    """Its orders, and the snapshot that all ranks hold, were a reason; but the one that was left goes on with these."""
+    writer = bench.writer()
+    hear(writer, "ready")
+    pid = writer.pid
+    stop(pid)
+    save, slot = bench.slot(1)
+    writer.add_slot(slot.path)
+    writer.persist(save, slot.path)
+    writer.held(save)
+    if how == "closed":
+        os.kill(pid, signal.SIGCONT)
+        assert "committed" in [event["event"] for event in writer.close(WAIT_S)]
+    else:
+        if how != "left":
+            with pytest.raises(WaitTimeout):
+                writer.close(0.1)
+        writer.leave()
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: not alive(pid))
+    assert writer.poll() == []
+    writer.watch(save, 0.0)
+    assert writer.poll() == []
+    assert writer.pid == pid
+    assert [step.number for step in read_root(bench.root)] == [1]
+
+
 def test_signals_of_a_launcher_are_for_the_trainer(bench: Bench) -> None:
     """Slurm sends them to all processes of a job. A trainer that leaves at once has nobody else to finish the step."""
     writer = bench.writer()
