@@ -141,6 +141,8 @@ class Spares:
         if any(rank not in self._bodies or self._bodies[rank].layout is not b.layout for rank, b in bodies.items()):
             self._bodies |= bodies
             self._replace()
+        elif not all(spare.busy for spare in self._leaving):
+            self._fill()
         spare = next((spare for spare in self._spares if not spare.busy), None)
         if spare is not None:
             spare.busy = True
@@ -148,15 +150,9 @@ class Spares:
 
     def _replace(self) -> None:
         """Memory is given back before there is another; that of a snapshot on its way when it has arrived."""
-        self._leaving = [spare for spare in (*self._leaving, *self._spares) if spare.busy]
+        self._leaving += self._spares
         self._spares = []
-        self._room.give_back(self._room.granted - sum(spare.nbytes for spare in self._leaving))
-        sizes = {rank: body.nbytes for rank, body in self._bodies.items()}
-        while len(self._spares) < NUM_SPARES:
-            memory = self._room.take(sizes.values())
-            if memory is None:
-                break
-            self._spares.append(Spare(dict(zip(sizes, memory, strict=True))))
+        self._fill()
         if len(self._spares) < NUM_SPARES:
             told = (
                 "the next snapshot waits until that one is on the host"
@@ -167,7 +163,18 @@ class Spares:
                 "%s has no room for %s snapshot of %s bytes on top of the training's peak (%s bytes to spare): %s",
                 self._device,
                 "a second" if self._spares else "a",
-                f"{sum(sizes.values()):,}",
+                f"{sum(body.nbytes for body in self._bodies.values()):,}",
                 f"{self._room.nbytes():,}",
                 told,
             )
+
+    def _fill(self) -> None:
+        """Gives back the memory of what has arrived, and takes what is lacking, if there is room."""
+        self._leaving = [spare for spare in self._leaving if spare.busy]
+        self._room.give_back(self._room.granted - sum(spare.nbytes for spare in (*self._leaving, *self._spares)))
+        sizes = {rank: body.nbytes for rank, body in self._bodies.items()}
+        while len(self._spares) < NUM_SPARES:
+            memory = self._room.take(sizes.values())
+            if memory is None:
+                break
+            self._spares.append(Spare(dict(zip(sizes, memory, strict=True))))

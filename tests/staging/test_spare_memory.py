@@ -171,6 +171,40 @@ def test_another_layout_gives_back_before_it_takes(device: Device) -> None:
     assert granted(made) == 250 + 2 * 300
 
 
+def test_what_was_on_its_way_is_given_back_with_the_next_snapshot(device: Device) -> None:
+    """It was kept until the layout changed once more, which is never in most jobs."""
+    made, lots = Spares(DEVICE), bodies(250)
+    first = made.take(bodies(200))
+    assert first is not None
+    device.allocator.release(200)
+    second = made.take(lots)
+    assert second is not None
+    assert granted(made) == 200 + 2 * 250
+    first.busy = False
+    device.allocator.release(200)
+    assert made.take(lots) is not None
+    assert granted(made) == 2 * 250
+
+
+def test_what_was_on_its_way_makes_room_for_a_second_one(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    made, lots = Spares(DEVICE), bodies(450)
+    first = made.take(bodies(300))
+    assert first is not None
+    device.allocator.release(300)
+    second = made.take(lots)
+    assert second is not None
+    assert not made.ready
+    second.busy = False
+    assert made.take(lots) is second, "the other one is on its way yet"
+    assert granted(made) == 300 + 450
+    first.busy = second.busy = False
+    device.allocator.release(300)
+    assert made.take(lots) is not None
+    assert made.ready
+    assert granted(made) == device.allocator.allocated == 2 * 450
+    assert caplog.text.count("has no room") == 1
+
+
 def test_memory_in_pieces_is_none(device: Device) -> None:
     device.in_pieces = True
     assert Spares(DEVICE).take(bodies(10)) is None
