@@ -69,6 +69,8 @@ class Replica:
         return self.tensor.nbytes < OVERLAP_FROM_BYTES and accelerator.device_of(self.tensor) is None
 
 
+NOT_READ = b""
+
 Kind = tuple[str, Way, int | None]
 """Of a large tensor: its name, and how it is digested."""
 
@@ -79,7 +81,7 @@ class Seen(NamedTuple):
     kinds: list[Kind]
     places: list[int]
     values: list[bytes]
-    """Filled by the time that the next save begins."""
+    """Filled by the time that the next save begins, but for what a snapshot that came to nothing did not read."""
 
 
 class Reading:
@@ -89,7 +91,7 @@ class Reading:
         self.number = number
         self.places = readers.places(number)
         """Of the windows of large tensors."""
-        self.values: list[bytes] = [b""] * len(readers.large)
+        self.values: list[bytes] = [NOT_READ] * len(readers.large)
         """Of large tensors: windows or digests."""
         self.moved: frozenset[str] = frozenset()
         """Frozen tensors that have changed since the reading before; known when it is finished."""
@@ -119,7 +121,8 @@ class Reading:
         for arrive in self._arrivals:
             arrive()
         before, self._before = self._before, None
-        changed = {i for i, found in self._witnesses.items() if before is not None and found != before.values[i]}
+        then = before.values if before is not None else []
+        changed = {i for i, found in self._witnesses.items() if then[i] not in (NOT_READ, found)}
         self.moved = frozenset(self._readers.large[i].name for i in changed)
         digests = {}
         for ranks, (start, stop) in self._readers.groups.items():

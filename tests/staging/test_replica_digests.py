@@ -206,6 +206,18 @@ def test_on_a_device_frozen_parameters_that_move_are_found(on_a_device: None) ->
                 rank.tensors["ema"] += 1
 
 
+def test_on_a_device_a_snapshot_that_came_to_nothing_moves_no_frozen_parameter(on_a_device: None) -> None:
+    """What it read never came to the host, so the next one of this rank alone seemed to find other bytes."""
+    ranks = pair(lambda rank: {"base": torch.ones(LARGE)}, Way.FROZEN)
+    assert agree(ranks, 1)
+    assert ranks[0].digests is not None
+    ranks[0].digests.begin(2, whole=False)
+    ranks[1].read(2)
+    read = [rank.read(3) for rank in ranks]
+    assert alike([check for check, _ in read])  # type: ignore[misc]
+    assert [moved for _, moved in read] == [frozenset(), frozenset()]
+
+
 def test_digests_of_a_device_and_of_the_host_tell_the_same_tensors_apart(on_a_device: None) -> None:
     first = torch.randn(3, 1000)
     same, other = first.clone(), first.clone()
