@@ -59,7 +59,8 @@ class Round:
     held_by_all: int
     """Its replica stays, and those of later steps."""
     settled: int
-    """Those of steps after `held_by_all` and up to this one failed on some rank, and may go."""
+    """Those of steps after `held_by_all` and up to this one failed on some rank, or are older than one that counts once
+    the generation has its record; they may go."""
     void: frozenset[int] = frozenset()
     """Steps after `held_by_all` whose snapshots were found to differ between ranks, and may go."""
 

@@ -229,8 +229,11 @@ class Snapshots:
         """Takes note of all ranks' words on their own snapshots: minimum, maximum and minimum over them.
 
         Steps between the newest held by all and the newest settled on all failed on some rank. They must not keep their
-        slots, or no other snapshot could ever be taken.
+        slots, or no other snapshot could ever be taken. Before the record of the generation is there none counts. Where
+        all ranks hold the newest one settled, that stays, since it counts once the record is there.
         """
+        if oldest_newest == NONE and latest_since <= settled:
+            settled -= 1
         before = self.held_by_all
         newest = HeldSteps.by_all(oldest_newest, latest_since)
         self.held_by_all = max(before, NONE if newest in self._voided else newest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,8 @@ from ckptlib.staging.stager import Content, Staging
 GENERATION = GenerationId(1, "0" * 8)
 
 
-def begun(snapshots: Snapshots, step: int, persists: bool) -> Staging:
+def begun(snapshots: Snapshots, step: int, persists: bool, slot: Any) -> Staging:
     save = SaveId(step, GENERATION)
-    slot: Any = snapshots.arena.take(4096, 100, ())
     content: Any = Content(SlotHeader(ROOT_ID, save, 0, 1, step, 2, 4096, {}), b"", None, {}, {}, 0.0, "xxh3")  # type: ignore[arg-type]
     staging = Staging(slot, content)
     snapshots.begin(save, step, staging, persists)
@@ -40,7 +40,7 @@ def test_snapshots_that_fail_behind_the_training_are_told_once(
     snapshots = Snapshots(ROOT_ID, Arena(ROOT_ID, GENERATION, tmp_path, 3), None, None, lambda step: None)
 
     def come_to_an_end(step: int, error: Exception | None) -> None:
-        staging = begun(snapshots, step, persists)
+        staging = begun(snapshots, step, persists, snapshots.arena.take(4096, 100, ()))
         staging.error = error
         seal(staging)
         snapshots.poll()
@@ -53,41 +53,92 @@ def test_snapshots_that_fail_behind_the_training_are_told_once(
     snapshots.close(clean=True)
 
 
-def test_no_snapshot_begins_for_which_holders_have_no_slot(tmp_path: Path) -> None:
-    """They have three: of the one that all hold, and of two on their way. The rank itself has four."""
-    placement = place(["A"], 0)
-    replicator = Replicator(None, 0, placement, Peers(copies=0), lambda: Arena(ROOT_ID, GENERATION, tmp_path, 3))
-    snapshots = Snapshots(ROOT_ID, Arena(ROOT_ID, GENERATION, tmp_path, 4), placement, replicator, lambda step: None)
+class Job:
+    """Of one rank with peers, without copies: the rank's own slots are four, a holder's would be three."""
 
-    def has_room() -> bool:
-        return snapshots.needs_held() <= snapshots.held_by_all
+    def __init__(self, directory: Path) -> None:
+        placement = place(["A"], 0)
+        replicator = Replicator(None, 0, placement, Peers(copies=0), lambda: Arena(ROOT_ID, GENERATION, directory, 3))
+        arena = Arena(ROOT_ID, GENERATION, directory, 4)
+        self.held: list[int] = []
+        self.snapshots = Snapshots(ROOT_ID, arena, placement, replicator, self.held.append)
+        self.recorded = True
+        """Whether the record of the generation is there: else nothing counts as held."""
+        self._steps = 0
 
-    def begin() -> Staging:
-        steps.append(len(steps) + 1)
-        return begun(snapshots, steps[-1], persists=False)
+    def has_room(self) -> bool:
+        return self.snapshots.needs_held() <= self.snapshots.held_by_all
 
-    def settle(staging: Staging, recorded: bool = True) -> None:
-        """On all ranks. `recorded`: else nothing counts as held."""
+    def begin(self) -> Staging:
+        self._steps += 1
+        return begun(self.snapshots, self._steps, persists=False, slot=self.snapshots.take_slot(4096))
+
+    def settle(self, staging: Staging) -> None:
+        """On all ranks."""
         seal(staging)
-        snapshots.poll()
-        own = snapshots.own
-        snapshots.note_all(own.newest if recorded else NONE, own.since, own.settled)
+        self.snapshots.poll()
+        self.beat()
 
-    steps: list[int] = []
-    on_their_way = [begin(), begin()]
-    assert has_room(), "none is held yet"
-    on_their_way.append(begin())
-    assert not has_room()
-    settle(on_their_way.pop(0), recorded=False)
-    assert has_room()
-    on_their_way.append(begin())
-    assert not has_room()
-    settle(on_their_way.pop(0))
-    assert snapshots.held_by_all == 2
-    assert not has_room(), "one is held, and two are on their way"
+    def beat(self) -> None:
+        own = self.snapshots.own
+        self.snapshots.note_all(own.newest if self.recorded else NONE, own.since, own.settled)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    job.snapshots.close(clean=True)
+
+
+def test_no_snapshot_begins_for_which_holders_have_no_slot(job: Job) -> None:
+    """They have three: of the one that all hold, and of two on their way. The rank itself has four."""
+    on_their_way = [job.begin(), job.begin()]
+    assert job.has_room(), "none is held yet"
+    on_their_way.append(job.begin())
+    assert not job.has_room()
+    job.settle(on_their_way.pop(0))
+    assert job.snapshots.held_by_all == 1
+    assert not job.has_room(), "one is held, and two are on their way"
     on_their_way[0].error = NoRoom("full")
-    settle(on_their_way.pop(0))
-    assert has_room(), "what failed is needed by nobody"
-    settle(on_their_way.pop(0))
-    assert has_room()
-    snapshots.close(clean=True)
+    job.settle(on_their_way.pop(0))
+    assert job.has_room(), "what failed is needed by nobody"
+    job.settle(on_their_way.pop(0))
+    assert job.has_room()
+
+
+def test_without_a_record_there_is_room_for_snapshots(job: Job) -> None:
+    """For as many as ever: the newest that all hold stays, in the place of one that counts."""
+    job.recorded = False
+    on_their_way = [job.begin(), job.begin(), job.begin()]
+    for _ in range(5):
+        job.settle(on_their_way.pop(0))
+        assert not job.has_room(), "one may count yet, and two are on their way"
+        job.settle(on_their_way.pop(0))
+        assert job.has_room(), "the older one is needed by nobody"
+        on_their_way += [job.begin()]
+        assert not job.has_room()
+        on_their_way[0].error = NoRoom("full")
+        job.settle(on_their_way.pop(0))
+        assert job.has_room(), "what failed counts never"
+        on_their_way += [job.begin(), job.begin()]
+    job.recorded = True
+    for staging in on_their_way:
+        job.settle(staging)
+    assert job.held == [16, 17, 18]
+
+
+def test_a_snapshot_that_counts_once_its_record_is_there_keeps_its_slot(job: Job) -> None:
+    """No other one is offered it, whether that begins before the record is there or after."""
+    job.recorded = False
+    first = job.begin()
+    job.settle(first)
+    others = [job.begin()]
+    job.recorded = True
+    job.beat()
+    assert job.held == [1]
+    for _ in range(5):
+        others[-1].error = NoRoom("full")
+        job.settle(others[-1])
+        others.append(job.begin())
+    assert first.slot not in [other.slot for other in others]
