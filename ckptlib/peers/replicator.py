@@ -219,11 +219,13 @@ class Replicator:
         def lacks(offered: SlotHeader) -> Ranges:
             return everything(offered) if filled is None else filled.lacks(offered)
 
+        def on_sealed() -> None:
+            arena.mark_ready(taken[0], now.save.step)
+
         try:
             if steps is not None:
                 steps.begin(now.may_go)
-            receive_slot(link, origin, origin, take, self._readers[origin], lacks, steps)
-            arena.mark_ready(taken[0], now.save.step)
+            receive_slot(link, origin, origin, take, self._readers[origin], lacks, steps, on_sealed)
             self._told(f"replicas of rank {origin}", now.save.step, None)
         except CkptError as error:
             if isinstance(error, CorruptData) and filled is not None:

@@ -124,16 +124,18 @@ def receive_slot(
     snapshots: SnapshotReader,
     lacks: Callable[[SlotHeader], Ranges] = everything,
     steps: StepReceiver | None = None,
+    on_sealed: Callable[[], None] = lambda: None,
 ) -> SlotHeader:
     """The header of a snapshot of rank `origin` that `frm` has sent, and that is sealed in a slot here now.
 
     `take` gives a slot for it, locked for writing and with room, which stays the caller's; or raises what it has
     against this snapshot (its root, its generation, its size: nothing but its form was looked at before), or NoRoom.
     `lacks` is asked after it which ranges of the body are to be sent: the rest is in the slot, or is between chunks.
-    `steps`: what this rank has of `origin`, where increments may be.
+    `steps`: what this rank has of `origin`, where increments may be. `on_sealed` is called before the peer is told.
 
     Raises what `take` raised; CorruptData or FormatError for what does not match its digests; ReplicationFailed when
-    the sender gave up; AgreementFailed when it is gone. The slot is not ready then, if it was taken.
+    the sender gave up; AgreementFailed when it is gone. The slot is not ready then, if it was taken, unless `on_sealed`
+    was called: the peer may count on it then.
     """
     data, answer = _tags(origin)
     page = _receive_page(link, frm, data)
@@ -164,6 +166,7 @@ def receive_slot(
         raise damage
     if steps is not None:
         steps.sealed(slot, header)
+    on_sealed()
     _tell(link, frm, answer, _GOOD)
     return header
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers.stage import seal
 from support import ROOT_ID
+from typing_extensions import override
 from workers.rank_slots import CAPACITY, STATE
 from workers.rank_slots import seal as sealed
 
@@ -157,6 +158,34 @@ def test_what_a_failed_snapshot_has_copied_is_not_kept(tmp_path: Path, held_by_a
     assert not replicator._unlike, "what this rank has is not known to differ"
     headers = [slot.read_header() for slot in bench.arena.slots]
     assert {5, 6} <= {header.save.step for header in headers if header.ready}
+
+
+class Torn(Pipe):
+    """It ends when the second answer has come through, of which this end never hears that."""
+
+    answers = 0
+
+    @override
+    def send(self, to: int, buffer: memoryview, tag: int) -> None:
+        super().send(to, buffer, tag)
+        if tag == 3:
+            self.answers += 1
+            if self.answers == 2:
+                raise AgreementFailed("the peer is gone")
+
+
+def test_a_replica_that_its_owner_counts_on_is_kept(tmp_path: Path) -> None:
+    """Also where this rank does not know whether the owner heard that it is there."""
+    bench, messages = Bench(tmp_path), dict[tuple[int, int], queue.SimpleQueue[bytes]]()
+    own = Slot.create(tmp_path, "own", CAPACITY)
+    bench.replicator._peers, bench.replicator._link = Peers(), Torn(0, messages)
+    header = sealed(own, 5, 1)
+    bench.replicator.begin(Round(ROOT_ID, header.save, 5, 4, 4), None, [])
+    send_slot(Pipe(1, messages), 0, own, header)  # type: ignore[arg-type]
+    until(lambda: bench.replicator.calm)
+    (replica,) = bench.arena.slots
+    assert replica.read_header() == header
+    assert bench.replicator._take(1, Round(ROOT_ID, SAVE, 7, 5, 5), header.body_nbytes) is not replica
 
 
 def held(bench: Bench, step: int) -> Slot:
