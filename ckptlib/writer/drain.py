@@ -17,15 +17,24 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 from typing_extensions import Buffer
 
 from ckptlib.catalog import clock
 from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.chunks import read_chunk
 from ckptlib.catalog.local_disk import part_there
-from ckptlib.errors import CorruptData, ObjectExists, SaveFailed, StoreError
+from ckptlib.errors import (
+    CorruptData,
+    FormatError,
+    ObjectExists,
+    ObjectNotFound,
+    ObjectUnreadable,
+    SaveFailed,
+    StoreError,
+)
 from ckptlib.format import keys
 from ckptlib.format.digests import digester
 from ckptlib.format.keys import SaveId
@@ -113,9 +122,10 @@ class Drain:
         if name in present:
             return 0
         deadline = self._deadline(save, present.values())
-        packs = [*self._lost(part), *missing(part, {key: entry.nbytes for key, entry in present.items()})]
+        lost = self._lost(part)
+        packs = [*lost, *missing(part, {key: entry.nbytes for key, entry in present.items()})]
         given_up = threading.Event()
-        checked = self._executor.submit(self._check, part, packs, given_up)
+        checked = self._executor.submit(self._check, part, [*lost, *missing(part, {})], given_up)  # anew, each time
         try:
             for pack in packs:
                 self._put(pack, deadline)
@@ -207,11 +217,14 @@ class Drain:
     def _read_piece(self, key: str, offset: int, nbytes: int) -> Buffer:
         """In memory that begins on a page: local stores take such pieces the fast way."""
         buffer = memoryview(mmap.mmap(-1, nbytes))
+        self._read_into(key, offset, buffer)
+        return buffer
+
+    def _read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         try:
             self._disk.store.get_into(key, offset, buffer)
         except StoreError as error:
             raise _unreadable(key, error) from error
-        return buffer
 
     def _read(self, key: str, offset: int, nbytes: int) -> bytes:
         try:
@@ -220,24 +233,49 @@ class Drain:
             raise _unreadable(key, error) from error
 
     def _check(self, part: Part, packs: Iterable[Pack], given_up: threading.Event) -> None:
-        """Chunks that are stored as they are, against their digests: nothing is committed that the disk has damaged.
+        """What the disk has of these packs, chunk by chunk: nothing is committed that it has damaged.
 
-        Raises CorruptData. It ends early when it is given up.
+        A base that the disk has damaged or lost does no harm where the store has it. Raises CorruptData, and StoreError
+        where the store is away and cannot give such a base. It ends early when it is given up.
         """
-        digest, own = digester(part.algorithm), {pack.key for pack in packs}
-        table = part.table
-        for chunk, expected in enumerate(part.digests):
-            key, offset = part.packs[table.packs[chunk]].key, table.offsets[chunk]
+        own, table = {pack.key for pack in packs}, part.table
+        for chunk in range(len(part.digests)):
             if given_up.is_set():
                 return
-            if key not in own or chunk in part.codings:
+            needed = _packs_of(part, chunk)
+            if own.isdisjoint(needed):
                 continue
-            found = digest(self._read(key, offset, table.nbytes[chunk]))
-            if found != expected:
+            wrong = self._wrong(part, chunk, needed)
+            if wrong is not None and not own.issuperset(needed):
+                wrong = self._wrong(part, chunk, own)
+            if wrong is not None:
+                key, offset = part.packs[table.packs[chunk]].key, table.offsets[chunk]
                 raise CorruptData(
-                    f"{self._disk.store.url}/{key} [{offset}:+{table.nbytes[chunk]}] does not match {expected} (got "
-                    f"{found}): the local disk has altered it; the step is not committed"
+                    f"{self._disk.store.url}/{key} [{offset}:+{part.stored[chunk]}]: {wrong}: the local disk has "
+                    "altered it; the step is not committed"
                 )
+
+    def _wrong(self, part: Part, chunk: int, here: Set[str]) -> str | None:
+        """Why a load would not get this chunk back; None: it would. `here`: packs that are read from the disk; others
+        are read from the store."""
+
+        def read(key: str, offset: int, buffer: memoryview) -> None:
+            (self._read_into if key in here else self._bucket.store.get_into)(key, offset, buffer)
+
+        try:
+            found = digester(part.algorithm)(read_chunk(read, part, chunk))
+        except (CorruptData, FormatError, SaveFailed, ObjectNotFound, ObjectUnreadable) as error:
+            return str(error)
+        expected = part.digests[chunk]
+        return None if found == expected else f"does not match {expected} (got {found})"
+
+
+def _packs_of(part: Part, chunk: int) -> set[str]:
+    """The keys of the packs that a load needs for it."""
+    found, coding = {part.packs[part.table.packs[chunk]].key}, part.codings.get(chunk)
+    if coding is not None and coding.base is not None:
+        found.add(part.packs[coding.base.pack].key)
+    return found
 
 
 def _unreadable(what: object, error: StoreError) -> SaveFailed:

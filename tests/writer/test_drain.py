@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.persists import codecs_of
 from helpers.writers import Bench, hear, heard
 from workers.crash_oracle import failed_parts, read_root
 from workers.crash_spare import ready_slot
@@ -24,6 +25,7 @@ from ckptlib.errors import CorruptData, SaveFailed, StoreError, Superseded
 from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 from ckptlib.format.part import Pack, Part
+from ckptlib.policy.codec import CodecRules
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import FaultStore, flip_bit, write_plan
 from ckptlib.writer.client import Writer
@@ -217,9 +219,13 @@ class Direct:
 
         return Drain(self.local, self.bucket, self.executor, 0, deadline_s, pace or Pace(None), note)
 
-    def saved(self, step: int, nbytes: int = 10 << 20) -> Part:
+    def saved(self, step: int, nbytes: int = 10 << 20, smooth: bool = False) -> Part:
+        """`smooth`: a codec has something to do."""
         save = SaveId(step, self.bench.generation)
-        values = np.random.default_rng(step).integers(0, 255, nbytes, np.uint8)
+        random = np.random.default_rng(step)
+        values = (
+            random.normal(size=nbytes // 4).astype(np.float32) if smooth else random.integers(0, 255, nbytes, np.uint8)
+        )
         slot = ready_slot(self.directory, save, {"w": values, "small": np.arange(5)})
         slot.read_lock()
         part = self.persister.persist(slot, save)
@@ -250,6 +256,31 @@ def test_what_the_disk_has_altered_is_never_committed(direct: Direct) -> None:
     part = direct.saved(1)
     path = direct.directory / "disk" / part.packs[0].key
     flip_bit(path, path.stat().st_size // 2)
+    with pytest.raises(CorruptData, match="the local disk has altered it; the step is not committed"):
+        direct.drain.copy(part.save)
+    assert not [*direct.bench.root.glob("parts/*/*")]
+
+
+def test_frames_that_the_disk_has_altered_are_never_committed(direct: Direct) -> None:
+    rules = CodecRules.of("planes")
+    direct.persister = Persister(direct.local.store, ThreadPoolExecutor(1), 0, 1, rules=rules)
+    part = direct.saved(1, smooth=True)
+    assert "planes" in codecs_of(part)
+    path = direct.directory / "disk" / part.packs[0].key
+    flip_bit(path, path.stat().st_size // 2)
+    with pytest.raises(CorruptData, match="the local disk has altered it; the step is not committed"):
+        direct.drain.copy(part.save)
+    assert not [*direct.bench.root.glob("parts/*/*")]
+
+
+def test_what_a_drain_before_has_put_without_a_look_is_looked_at(direct: Direct) -> None:
+    """As one leaves it that was killed, or for which the store failed."""
+    part = direct.saved(1)
+    path = direct.directory / "disk" / part.packs[0].key
+    flip_bit(path, path.stat().st_size // 2)
+    there = direct.bench.root / part.packs[0].key
+    there.parent.mkdir(parents=True)
+    there.write_bytes(path.read_bytes())
     with pytest.raises(CorruptData, match="the local disk has altered it; the step is not committed"):
         direct.drain.copy(part.save)
     assert not [*direct.bench.root.glob("parts/*/*")]

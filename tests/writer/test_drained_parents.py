@@ -18,7 +18,7 @@ from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.chunks import read_chunk
 from ckptlib.catalog.commit import Committer
 from ckptlib.catalog.local_disk import disk_for
-from ckptlib.errors import SaveFailed
+from ckptlib.errors import CorruptData, SaveFailed
 from ckptlib.format.digests import digester
 from ckptlib.format.keys import SaveId, pack_save
 from ckptlib.format.part import Part
@@ -26,6 +26,7 @@ from ckptlib.policy.codec import CodecRules
 from ckptlib.policy.tier import LocalTier
 from ckptlib.stores import Entry
 from ckptlib.stores.local import LocalStore
+from ckptlib.stores.testing import flip_bit
 from ckptlib.writer.persist import Persister
 from ckptlib.writer.tier import Tier
 
@@ -140,6 +141,57 @@ def test_packs_that_somebody_deletes_from_the_store_are_put_there_again(
     with pytest.raises(SaveFailed, match=r"needs .*/packs/.*, which cannot be read up to its \d+ bytes"):
         saves.drain(third)
     assert not [*(saves.directory / "bucket" / "parts").glob(f"{third.save}/*")]
+
+
+def patched(directory: Path) -> tuple[Saves, Part, Part]:
+    """A table that is committed, and one that is stored as changes of it."""
+    saves = Saves(directory, "planes")
+    table = np.random.default_rng(0).normal(size=(4000, 64)).astype(np.float32)
+    first = saves.save({"table": table})
+    saves.drain(first)
+    table[:8] += 1
+    second = saves.save({"table": table})
+    assert "patch" in codecs_of(second)
+    return saves, first, second
+
+
+def altered(saves: Saves, part: Part) -> Path:
+    """The own pack of a part, of which the disk has changed a bit."""
+    [key] = [pack.key for pack in part.packs if pack_save(pack.key) == part.save]
+    path = saves.directory / "disk" / key
+    flip_bit(path, part.table.offsets[0] + part.stored[0] // 2)
+    return path
+
+
+def test_a_patch_that_the_disk_has_altered_is_not_committed(tmp_path: Path) -> None:
+    saves, _, second = patched(tmp_path)
+    altered(saves, second)
+    with pytest.raises(CorruptData, match="the local disk has altered it; the step is not committed"):
+        saves.drain(second)
+    assert not [*(tmp_path / "bucket" / "parts").glob(f"{second.save}/*")]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_base_that_the_disk_has_altered_and_the_store_lost_is_in_no_step(tmp_path: Path, known: bool) -> None:
+    """`known`: that the store has not got it any more; else it was seen there lately."""
+    saves, first, second = patched(tmp_path)
+    altered(saves, first)
+    (tmp_path / "bucket" / first.packs[0].key).unlink()
+    if known:
+        saves.tier.open(60.0, saves.persister.note_upload)
+    with pytest.raises(CorruptData, match="the local disk has altered it; the step is not committed"):
+        saves.drain(second)
+    assert not [*(tmp_path / "bucket" / "parts").glob(f"{second.save}/*")]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_base_is_read_from_the_store_where_the_disk_does_not_have_it(tmp_path: Path, lost: bool) -> None:
+    saves, first, second = patched(tmp_path)
+    base = altered(saves, first)
+    if lost:
+        base.unlink()
+    saves.drain(second)
+    assert saves.whole_in(saves.catalog, second)
 
 
 def test_a_sweep_of_the_disk_leaves_what_later_saves_refer_to(saves: Saves) -> None:
