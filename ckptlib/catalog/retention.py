@@ -275,7 +275,8 @@ def _delete_layouts(
 
 
 def drop(catalog: Catalog, save: SaveId) -> None:
-    """Takes a step off the list, for good; `sweep` deletes its bytes after the grace period. A pinned one stays."""
+    """Takes a step off the list, for good; `sweep` deletes its bytes after the grace period. A pinned one stays, and so
+    does one that has a young trash record already."""
     _drop(catalog, None, [save])
 
 
@@ -294,6 +295,10 @@ def _drop(
     half as long drops nothing. And such a record is put anew: by its age the bytes would go at once, though readers
     could look the step up until now.
 
+    A step stays while it has a younger record of somebody else, who drops it just now, or died. That record may become
+    stale before the manifest goes: whoever pins meanwhile would be told that the pin holds. And by its age, the bytes
+    would go too soon where a store is full.
+
     Returns those that are spared. Their records stay until they are stale: another sweep that did not see the pin may
     be about to delete the manifest, and the record is what tells whoever pinned the step.
     """
@@ -303,24 +308,24 @@ def _drop(
         _check_may_delete(catalog, generation)
         elapsed = Elapsed()
         records = [record_of(catalog, save, "dropped by retention") for save in some]
-        there = _put_records(catalog.store, records)
-        if there:
-            _drop_stale(catalog, generation, _stale_records(catalog, there))
-            _put_records(catalog.store, [record for record in records if record.save in there])
-        pinned = {*some} & catalog.steps(since=some[0]).pins.keys()
+        foreign = _put_records(catalog.store, records)
+        if foreign:
+            _drop_stale(catalog, generation, _stale_records(catalog, foreign))
+            foreign = _put_records(catalog.store, [record for record in records if record.save in foreign])
+        stay = foreign | {*some} & catalog.steps(since=some[0]).pins.keys()
         if generation is None and head is not None and max(catalog.generation_ids(), default=head) > head:
             log.warning("a job or a rewind began meanwhile: what history keeps is chosen anew by the next sweep")
-            pinned = {*some}
+            stay = {*some}
         _check_may_delete(catalog, generation)
         seconds = elapsed.at_most()  # looked at last: whoever is stopped behind this may drop a step that is needed
         if seconds > LATE_S and seconds > catalog.root().save_deadline_s / 2:  # as on a machine that was suspended
             log.warning("it took so long to drop steps that they may have been pinned meanwhile: the next sweep does")
-            pinned = {*some}
-        catalog.store.delete(*(save.manifest_key for save in some if save not in pinned))
+            stay = {*some}
+        catalog.store.delete(*(save.manifest_key for save in some if save not in stay))
         for save in some:
-            if save not in pinned:
+            if save not in stay:
                 log.info("step %d is dropped; its bytes go after the grace period", save.step)
-        spared |= pinned
+        spared |= stay
     return spared
 
 

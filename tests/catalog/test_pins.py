@@ -17,7 +17,7 @@ from support import age, all_keys, listed_steps_are_whole, make_generation, make
 
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.pins import pin, unpin
-from ckptlib.catalog.retention import drop, sweep
+from ckptlib.catalog.retention import drop, drop_unkept, sweep
 from ckptlib.errors import CheckpointNotFound, FormatError, StoreError
 from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
@@ -206,6 +206,36 @@ def test_a_pin_beside_a_drop_that_finds_an_old_record(made: MemoryStore) -> None
                 pinner.go()
             outcomes.add(check(store, pinner))
     assert outcomes == {True, False}
+
+
+def dropped_by_name(store: Store, target: SaveId) -> None:
+    drop(Catalog(store), target)
+
+
+def dropped_by_the_job(store: Store, target: SaveId) -> None:
+    drop_unkept(Catalog(store), KEEP, target.generation, ())
+
+
+@pytest.mark.parametrize("dropped", [dropped_by_name, dropped_by_the_job])
+def test_a_pin_beside_a_drop_while_a_record_becomes_stale(
+    made: MemoryStore, dropped: Callable[[Store, SaveId], None]
+) -> None:
+    """Whoever drops the step finds a young record that he has not put, whoever pins it finds the same one stale."""
+    target = target_of(made)
+    made.put(target.trash_key, TrashRecord(target, "interrupted").encode())
+    age(made, Catalog(made).root().save_deadline_s - 1)
+    for num_first in range(24):
+        store = copy_of(made)
+        with (
+            Actor(store, lambda store: dropped(store, target)) as dropper,
+            Actor(store, pinning(target)) as pinner,
+        ):
+            dropper.go_on(num_first)
+            age(store, 2)
+            pinner.go()
+            dropper.go()
+        assert dropper.error is None
+        check(store, pinner)
 
 
 def test_a_pin_while_everybody_sweeps_for_days(made: MemoryStore) -> None:

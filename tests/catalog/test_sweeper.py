@@ -17,8 +17,8 @@ from ckptlib.catalog import sweeper
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.pins import pin, unpin
 from ckptlib.catalog.retention import sweep
-from ckptlib.catalog.sweeper import LOOKS, Sweeper
-from ckptlib.errors import StoreFull, Superseded
+from ckptlib.catalog.sweeper import LOOKS, ROOMS, Sweeper
+from ckptlib.errors import StoreError, StoreFull, Superseded
 from ckptlib.format.keys import SaveId
 from ckptlib.policy.keep import EARLY_S, Keep
 from ckptlib.stores.memory import MemoryStore
@@ -251,3 +251,43 @@ def test_nothing_goes_early_where_the_grace_period_is_shorter(clock: SimpleNames
     store, _, dropped, kept = dropped_after(clock, 121.0)
     sweep(Catalog(store), Keep(1, grace=timedelta(seconds=120)), kept.generation, early_s=EARLY_S)
     assert not keys_of(store, dropped), "its time has come"
+
+
+class Lost(MemoryStore):
+    """One that loses the next deletion of manifests, when `loses`."""
+
+    loses = False
+
+    @override
+    def delete(self, *keys: str) -> None:
+        if self.loses and any(key.startswith("steps/") for key in keys):
+            self.loses = False
+            raise StoreError("the connection was lost")
+        super().delete(*keys)
+
+
+def test_a_step_whose_drop_failed_is_dropped_later_and_has_its_time_then(clock: SimpleNamespace) -> None:
+    """It was listed, and could be looked up to be read, however old its record was."""
+    store = Lost()
+    catalog = make_root(store, save_deadline_s=GRACE_S / 2)
+    generation = make_generation(catalog)
+    live = Sweeper(Catalog(store), Keep(1, grace=GRACE))
+    clock.now += EARLY_S
+    dropped = make_save(catalog, generation, 1, state(1))
+    live.sweep(dropped)
+    kept = make_save(catalog, generation, 2, state(2))
+    store.loses = True
+    with pytest.raises(StoreError, match="lost"):
+        live.sweep(kept)
+    age(store, 2 * EARLY_S)
+    live.sweep(kept)
+    live.make_room(kept, 0.0)
+    assert listed_steps_are_whole(store) == [1, 2]
+    age(store, GRACE_S / 2)
+    live.sweep(kept)
+    assert listed_steps_are_whole(store) == [2]
+    for seconds, is_there in ((0.0, True), (EARLY_S + 2, False)):
+        age(store, seconds)
+        clock.now += EARLY_S / ROOMS
+        live.make_room(kept, 0.0)
+        assert bool(keys_of(store, dropped)) == is_there
