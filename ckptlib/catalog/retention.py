@@ -317,8 +317,7 @@ def _drop(
             log.warning("a job or a rewind began meanwhile: what history keeps is chosen anew by the next sweep")
             stay = {*some}
         _check_may_delete(catalog, generation)
-        seconds = elapsed.at_most()  # looked at last: whoever is stopped behind this may drop a step that is needed
-        if seconds > LATE_S and seconds > catalog.root().save_deadline_s / 2:  # as on a machine that was suspended
+        if _is_late(catalog, elapsed):  # looked at last: whoever is stopped behind this may drop a step that is needed
             log.warning("it took so long to drop steps that they may have been pinned meanwhile: the next sweep does")
             stay = {*some}
         catalog.store.delete(*(save.manifest_key for save in some if save not in stay))
@@ -327,6 +326,12 @@ def _drop(
                 log.info("step %d is dropped; its bytes go after the grace period", save.step)
         spared |= stay
     return spared
+
+
+def _is_late(catalog: Catalog, elapsed: Elapsed) -> bool:
+    """As on a machine that was suspended. Asks the store only where it may be."""
+    seconds = elapsed.at_most()
+    return seconds > LATE_S and seconds > catalog.root().save_deadline_s / 2
 
 
 def _stale_records(catalog: Catalog, of: Collection[SaveId]) -> list[Entry]:
@@ -338,13 +343,18 @@ def _stale_records(catalog: Catalog, of: Collection[SaveId]) -> list[Entry]:
 
 def _drop_stale(catalog: Catalog, generation: keys.GenerationId | None, listed: Sequence[Entry]) -> None:
     """Deletes the records of steps that are there. Where another sweep was faster and has dropped the step, its record
-    stays, or is put back."""
+    stays, or is put back. None goes where it took long to look at them: another sweep may have put one anew, by which
+    whoever pins the step is told that it goes."""
     for some in _batches(listed):
         _check_may_delete(catalog, generation)
+        elapsed = Elapsed()
         there = {*catalog.store.scan(keys.TRASH)}
         saves = [save for entry in some if entry in there and (save := keys.parse_trash_key(entry.key)) is not None]
         if saves:
             records = [record_of(catalog, save, "dropped by retention") for save in saves]
+            if _is_late(catalog, elapsed):
+                log.warning("it took so long to look at old trash records that they may be new: the next sweep does")
+                continue
             catalog.store.delete(*(save.trash_key for save in saves))
             committed = {*catalog.saves()}
             _put_records(catalog.store, [record for record in records if record.save not in committed])

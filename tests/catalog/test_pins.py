@@ -336,3 +336,33 @@ def test_a_live_job_that_was_suspended_as_it_looked_for_a_newer_one_drops_nothin
         assert sweep(catalog, KEEP, saves[0].generation).dropped == ()
     assert slept
     assert catalog.saves() == saves
+
+
+def test_a_sweep_that_was_suspended_deletes_no_record_that_was_put_meanwhile(
+    made: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It listed a stale one, and deletes by name. The new one is of a sweep that is about to delete the manifest."""
+    target = target_of(made)
+    made.put(target.trash_key, TrashRecord(target, "interrupted").encode())
+    age(made, STALE_S)
+    wall, slept, num_listed = time.time, 0.0, 0
+    monkeypatch.setattr(time, "time", lambda: wall() + slept)
+    suspended = ActorStore(made)
+    scan = suspended.scan
+    with Actor(made, swept) as blind, Actor(made, pinning(target)) as pinner:
+
+        def scan_and_sleep(prefix: str, after: str = "") -> list[Entry]:
+            nonlocal slept, num_listed
+            found = scan(prefix, after)
+            num_listed += prefix == keys.TRASH
+            if num_listed == 2 and not slept:  # at first, it has looked what there is
+                slept = 0.6 * Catalog(made).root().save_deadline_s
+                blind.go(lambda operation: operation == ("delete", target.manifest_key))
+            return found
+
+        monkeypatch.setattr(suspended, "scan", scan_and_sleep)
+        sweep(Catalog(suspended), Keep(last=9), None)
+        pinner.go()
+        blind.go()
+    assert slept
+    assert not check(made, pinner)
