@@ -236,9 +236,7 @@ class OptimizerTargets:
             cut = Sharded(tensor, by_hand.offset, by_hand.shape)
             self._plan.fill(leaf_of(cut, name, per_rank=False, owner=None), entry)
             return tensor
-        by_kernel = options.get("capturable") or options.get(
-            "fused"
-        )  # it takes no scalar from the host, such as `step`
+        by_kernel = options.get("capturable") or options.get("fused")  # which takes no scalar from the host
         misplaced = by_kernel and not entry.shape and isinstance(now, torch.Tensor) and now.device != _device_of(param)
         if fits(now, entry) and not misplaced:
             tensor = now
