@@ -19,9 +19,10 @@ class FailureRun:
         """Why the last of these failed."""
         self._first = self._last = 0.0
 
-    def fail(self, now: float, error: Exception) -> None:
-        """Another save failed. `now`: seconds, by a clock that never goes back."""
-        if not self.count:
+    def fail(self, now: float, error: Exception, is_local: bool = False) -> None:
+        """Another save failed. `now`: seconds, by a clock that never goes back. `is_local`: only in the store; it is
+        durable on a local disk, so the failures last no longer than from now on."""
+        if not self.count or is_local:
             self._first = now
         self.count += 1
         self._last = now

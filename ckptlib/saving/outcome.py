@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from ckptlib.errors import ReplicasDiffer, SaveFailed, StoreDenied, Superseded, WaitTimeout
+from ckptlib.errors import ReplicasDiffer, SaveFailed, StoreDenied, StoreFull, Superseded, WaitTimeout
 from ckptlib.events import Committed, Failed, Voided
 from ckptlib.format import keys
 from ckptlib.format.keys import SaveId
@@ -228,7 +228,8 @@ class Outcomes:
         else:
             error = SaveFailed(f"save {key} failed and will never be committed; earlier steps are untouched: {text}")
         denied = "" if kind != StoreDenied.__name__ else self._until_changed
-        self.run.fail(time.monotonic(), error)
+        is_local = self.tier.is_used and outcome.local and kind == StoreFull.__name__
+        self.run.fail(time.monotonic(), error, is_local)
         log.error("%s%s", error, denied)
         outcome.error = error
         self.listener.tell(Failed(outcome.save.step, error, tier="store"))

@@ -33,6 +33,11 @@ class TierState:
         self._skipped = 0
         """Saves in a row that stay local since there is too much to drain."""
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a local tier."""
+        return self._settings is not None
+
     def expect(self, step: int) -> None:
         """A save of it was begun; in ascending order."""
         self._begun[step] = None

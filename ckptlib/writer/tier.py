@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from ckptlib.catalog.begun import Begun, note
 from ckptlib.catalog.catalog import Catalog, Steps
 from ckptlib.catalog.local_disk import DiskSweeper, Stays, disk_for, part_there, sweep_quietly
-from ckptlib.errors import CkptError, StoreError, describe
+from ckptlib.errors import CkptError, StoreError, StoreFull, describe
 from ckptlib.format.keys import SaveId
 from ckptlib.format.manifest import Manifest
 from ckptlib.format.part import Part
@@ -135,7 +135,8 @@ class Tier:
         """Returns when the share is in the store. `before`: called before anything is put. From the thread that drains.
         `puts_layout`: see `Persister.persist`.
 
-        Raises what makes that pointless; see `Drain.copy`. While the store fails it is tried again.
+        Raises what makes that pointless; see `Drain.copy`; and StoreFull. While the store fails otherwise it is tried
+        again.
         """
         assert self._drain is not None
         began, told, pause = time.monotonic(), 0.0, AGAIN_FIRST_S
@@ -146,6 +147,8 @@ class Tier:
                     self._steps = self._bucket.steps(self.parents.oldest())
                     nbytes = self._drain.copy(save, self._is_new(save), puts_layout)
                 break
+            except StoreFull:  # no outage that passes: room is made behind saves that are decided
+                raise
             except StoreError as error:
                 now = time.monotonic()
                 if now > self.gives_up_at():
@@ -171,11 +174,14 @@ class Tier:
         return is_new
 
     def commit(self, save: SaveId, commit: Callable[[], Manifest], seconds_left: Callable[[], float]) -> Manifest:
-        """Calls `commit` again while the store fails; returns its result. Raises as it does. From any thread."""
+        """Calls `commit` again while the store fails, unless it is full; returns its result. Raises as it does. From
+        any thread."""
         pause = AGAIN_FIRST_S
         while True:
             try:
                 return commit()
+            except StoreFull:
+                raise
             except StoreError as error:
                 if seconds_left() < pause:
                     raise

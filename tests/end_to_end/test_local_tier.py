@@ -196,6 +196,21 @@ def test_a_bucket_that_is_away_before_the_first_save_delays_what_is_drained_only
     assert steps(tiered.bucket) == [3, 6, 7]
 
 
+def test_a_full_bucket_fails_what_is_drained_and_ends_no_training(tiered: Tiered) -> None:
+    with tiered.open(drain=ckptlib.Steps(1)) as ckpt:
+        tiered.plans({"op": "commit", "key": "^packs", "action": "full"})
+        for step in range(1, 5):
+            pending = tiered.saved(ckpt, step)
+            with pytest.raises(SaveFailed, match="no space, as planned"):
+                pending.wait_committed(WAIT_S)
+        run = ckpt._session.outcomes.run
+        assert (run.count, run.lasted_s) == (4, 0.0)
+        assert {3, 4} <= {*tiered.on_disk()}
+        tiered.plans()
+        tiered.saved(ckpt, 5).wait_committed(WAIT_S)
+    assert steps(tiered.bucket) == [5]
+
+
 def test_a_bucket_that_stalls_holds_no_save_up(tiered: Tiered) -> None:
     with tiered.open(drain=ckptlib.Steps(1)) as ckpt:
         tiered.saved(ckpt, 1).wait_committed(WAIT_S)

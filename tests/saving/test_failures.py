@@ -47,6 +47,16 @@ def test_time_without_a_failure_does_not_count() -> None:
     assert run.too_long
 
 
+def test_what_a_local_disk_has_is_no_reason_to_end_the_training() -> None:
+    run = FailureRun(60.0)
+    for minute in range(10):
+        run.fail(60.0 * minute, ERROR, is_local=True)
+        assert not run.too_long
+    assert (run.count, run.error) == (10, ERROR), "the next save makes it good"
+    run.fail(600.0, ERROR)
+    assert run.too_long
+
+
 @given(st.lists(st.one_of(st.none(), st.floats(0, 100)), max_size=30), st.floats(0, 300))
 def test_a_success_begins_anew(events: list[float | None], max_outage_s: float) -> None:
     """None: a save is durable; a number: another one failed, so much later. Judged by the tail of the list alone."""

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.limits import short_limits
 from helpers.persists import codecs_of
-from helpers.writers import Bench, hear, heard
+from helpers.writers import Bench, hear, heard, until
+from places import TESTS
 from workers.crash_oracle import failed_parts, read_root
 from workers.crash_spare import ready_slot
 
@@ -26,6 +28,7 @@ from ckptlib.format.keys import GenerationId, SaveId
 from ckptlib.format.manifest import Generation
 from ckptlib.format.part import Pack, Part
 from ckptlib.policy.codec import CodecRules
+from ckptlib.policy.keep import Keep
 from ckptlib.stores.local import LocalStore
 from ckptlib.stores.testing import FaultStore, flip_bit, write_plan
 from ckptlib.writer.client import Writer
@@ -183,6 +186,29 @@ def test_a_disk_that_is_full_fails_the_save_and_the_next_one_is_as_good_as_any(t
     hear(writer, "committed")
     assert [step.number for step in read_root(tier.root)] == [2]
     assert len(failed_parts(tier.root)) == 1, "other ranks do not wait for the part"
+
+
+@pytest.mark.parametrize("key", ["^packs/0{11}3-", "^steps/0{11}3-"])
+def test_a_full_store_is_given_room_and_the_next_save_is_drained(
+    tier: TierBench, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was dropped before its grace period is over goes, as it does without a tier."""
+    monkeypatch.syspath_prepend(str(TESTS / "limits"))
+    for name, value in short_limits(EARLY_S=0.0).items():
+        monkeypatch.setenv(name, value)
+    writer = tier.tiered(keep=Keep(1).to_json())
+    for step in (1, 2):
+        tier.order(writer, step)
+        hear(writer, "swept")
+    assert [step.number for step in read_root(tier.root)] == [2]
+    tier.fault({"op": "put" if "steps" in key else "commit", "key": key, "action": "full"})
+    tier.order(writer, 3)
+    assert hear(writer, "failed")["kind"] == "StoreFull"
+    until(lambda: not [*tier.root.glob("packs/000000000001-*/*")])
+    assert part_there(Catalog(LocalStore(str(tier.disk))), SaveId(3, tier.generation), 0) is not None
+    tier.order(writer, 4)
+    hear(writer, "committed")
+    assert [step.number for step in read_root(tier.root)][-1] == 4
 
 
 def test_a_drain_that_hangs_costs_a_writer_and_is_made_by_the_next_one(tier: TierBench) -> None:
