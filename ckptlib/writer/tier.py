@@ -101,11 +101,13 @@ class Tier:
 
     def make_room(self, save: SaveId, least: bool = False) -> None:
         """Before a save is persisted here: removes objects that the disk need not hold any longer. From the thread that
-        persists. `least`: it is full, so no more stays than what a restart needs, or is to be drained."""
+        persists. `least`: it is full, so no more stays than what a restart needs, or is to be drained, and nothing of
+        the attempt at this save that found it so."""
         with self._lock:
             pinned = {*self._undrained}
         if least:
-            sweep_quietly(self._sweeper, save.generation, Stays(self._whole, self._settled, pinned, 1, self._earlier))
+            stays = Stays(self._whole, self._settled, pinned - {save}, 1, self._earlier)
+            sweep_quietly(self._sweeper, save.generation, stays)
             return
         if self._drained is not None and not self._failed(self._drained):
             pinned.add(self._drained)

@@ -213,6 +213,19 @@ def test_a_sweep_of_the_disk_leaves_what_later_saves_refer_to(saves: Saves) -> N
     assert saves.whole_in(Catalog(saves.tier.disk), second)
 
 
+@pytest.mark.parametrize("drained", [True, False])
+def test_a_second_attempt_on_a_full_disk_finds_no_packs_of_the_first(saves: Saves, drained: bool) -> None:
+    first, second = saves.save(), saves.save()
+    saves.tier.note_whole(first.save, first.save.step)
+    save = SaveId(3, saves.generation)
+    if drained:
+        saves.tier.expect(save)
+    saves.tier.disk.put(save.pack_key(0, "a" * 8, 0), b"of the attempt for which there was no room")
+    saves.tier.make_room(save, least=True)
+    packs = {entry.key for entry in saves.tier.disk.scan("packs/")}
+    assert packs == {pack.key for part in (first, second) for pack in part.packs}
+
+
 def test_the_codec_is_the_bucket_s_and_learns_from_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves = Saves(tmp_path, "auto")
     disk = disk_for(str(tmp_path / "disk"), saves.bucket)
