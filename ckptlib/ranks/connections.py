@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import secrets
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as NotDone
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import cast
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ckptlib.errors import AgreementFailed
+from ckptlib.jobs import Given, JobFutures, Result
 from ckptlib.ranks import incarnation
 
 BY_THE_HOST = ("gloo", "mpi", "fake", "undefined")
@@ -49,13 +52,13 @@ def connect(over: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     try:
         shared = shared_by(over, timeout)
         place = PrefixStore("groups", shared.store)
-        name = incarnation.agree(place, dist.get_process_group_ranks(over), over.rank(), shared.nonce, timeout)
+        name = _agree(over, place, shared.nonce, timeout)
     except AgreementFailed as error:
         raise AgreementFailed(f"rank {dist.get_rank()} could not connect to the other ranks: {error}") from error
     shared.nonce = secrets.token_hex(8)
     store = PrefixStore(name, place)
     try:
-        gloo = dist.ProcessGroupGloo(store, over.rank(), over.size(), timeout)
+        gloo = _in_time(timeout, dist.ProcessGroupGloo, store, over.rank(), over.size(), timeout)
     except RuntimeError as error:
         raise failure("connecting", over.size(), timeout, error) from error
     return cast(dist.ProcessGroup, gloo)  # it has the same methods; torch's stub leaves them out
@@ -85,9 +88,35 @@ def shared_by(over: dist.ProcessGroup, timeout: timedelta) -> Shared:
     known = _shared.get(over.group_name)
     if known is None or known.whole is not whole:
         place = PrefixStore(f"ckptlib/{over.group_name}", whole)
-        name = incarnation.agree(place, dist.get_process_group_ranks(over), over.rank(), _nonce(whole), timeout)
+        name = _agree(over, place, _nonce(whole), timeout)
         known = _shared[over.group_name] = Shared(whole, PrefixStore(name, place))
     return known
+
+
+def _agree(over: dist.ProcessGroup, place: Store, nonce: str, timeout: timedelta) -> str:
+    """See `incarnation.agree`. Raises AgreementFailed also where the store is gone, or does not answer."""
+    try:
+        ranks = dist.get_process_group_ranks(over)
+        return _in_time(timeout, incarnation.agree, place, ranks, over.rank(), nonce, timeout)
+    except RuntimeError as error:
+        raise AgreementFailed(f"the store of torch.distributed is gone: {error}") from error
+
+
+def _in_time(timeout: timedelta, call: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    """What a call returns that has this time-out and asks the store. Raises AgreementFailed where that does not answer.
+
+    The store's client waits for an answer for ever. So a thread asks, and is left alone where none comes. It has half
+    the time more: what it raises itself says more.
+    """
+    asking, limit_s = JobFutures("connecting"), 1.5 * timeout.total_seconds()
+    result = asking.submit(call, *args, **kwargs)
+    try:
+        return result.result(limit_s)
+    except NotDone as error:
+        raise AgreementFailed(f"the store of torch.distributed has not answered within {limit_s:.0f} s") from error
+    finally:
+        if result.done():
+            asking.finish()
 
 
 @functools.lru_cache(maxsize=1)
