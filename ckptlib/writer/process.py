@@ -180,6 +180,8 @@ class WriterProcess:
                 self._commits.expect(save)
             if self._tier is not None:
                 self._tier.expect(save)
+                if op == "expect" and self._rank and not self._tier.jobs.busy:  # the save does not wait for it
+                    self._tier.jobs.put(partial(self._tier.look_before, save))
         if op == "expect":
             self._expected[save] = drains
         elif op == "held":

@@ -196,6 +196,13 @@ class Tier:
         with self._lock:
             self._undrained.discard(save)
 
+    def look_before(self, save: SaveId) -> None:
+        """A save that is to be drained is being copied. A rank that commits nothing knows the steps as the last drain
+        began: what the save would refer to may have been dropped since. From the thread that drains."""
+        if self.parents.oldest() is not None:
+            with self.watched(save):
+                self.look_again()
+
     def look_again(self) -> None:
         """A step was committed. An outage changes nothing: later saves refer to what was known before."""
         try:

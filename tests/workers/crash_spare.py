@@ -49,11 +49,11 @@ def setup(root: Path, rank: int = 0, **more: object) -> dict[str, object]:
     return {**order, "keep": None, "refresh_s": 1e9, "codec": [["*", "raw"]], **more}
 
 
-def ready_slot(directory: Path, save: SaveId, arrays: dict[str, np.ndarray]) -> Slot:
-    """A snapshot of whole tensors, sealed."""
-    holding = Placed(Mesh((1,), (0,)), (Replicate(),), (0,))
+def ready_slot(directory: Path, save: SaveId, arrays: dict[str, np.ndarray], rank: int = 0) -> Slot:
+    """A snapshot of whole tensors, sealed: of the last rank, which holds all of them."""
+    holding = Placed(Mesh((1,), (rank,)), (Replicate(),), (0,))
     entries = [TensorEntry(name, str(a.dtype), a.shape, holding) for name, a in sorted(arrays.items())]
-    layout = Layout(1, tuple(entries))
+    layout = Layout(rank + 1, tuple(entries))
     boxes = [(entry.name, body_layout.Box.whole(entry.shape)) for entry in entries]
     table = body_layout.lay_out(layout, boxes)
     nbytes = body_layout.body_nbytes(table)
@@ -70,5 +70,5 @@ def ready_slot(directory: Path, save: SaveId, arrays: dict[str, np.ndarray]) -> 
     )
     documents = {"layout": layout.encoded, "table": table.encoded.encode(), "snapshot": snapshot}
     places = slot.write_documents(nbytes, documents)
-    slot.write_header(SlotHeader(ROOT_ID, save, 0, 1, 1, 2, nbytes, places))
+    slot.write_header(SlotHeader(ROOT_ID, save, rank, rank + 1, 1, 2, nbytes, places))
     return slot

@@ -162,6 +162,28 @@ def test_what_is_not_to_be_drained_asks_nothing_of_the_bucket(tier: TierBench) -
     assert len([*tier.disk.glob("parts/*/*")]) == 3
 
 
+def test_what_the_store_has_is_looked_up_before_each_save_that_is_to_be_drained(tier: TierBench) -> None:
+    """By ranks that commit nothing. Else they would refer to steps that were dropped behind the last commit."""
+    tier.fault()
+    writer = tier.tiered(rank=1, world_size=2)
+    save = SaveId(1, tier.generation)
+    tier.slots.append(ready_slot(Path("/dev/shm"), save, {"w": np.arange(1 << 18)}, rank=1))
+    writer.add_slot(tier.slots[-1].path)
+    writer.persist(save, tier.slots[-1].path)
+    hear(writer, "drained")
+
+    def looked() -> int:
+        return sum((line["op"], line["key"]) == ("scan", "steps/") for line in tier.operations())
+
+    before = looked()
+    for step, drains in ((2, False), (3, True)):
+        save = SaveId(step, tier.generation)
+        writer.expect(save, drains)
+        writer.tell_expected(save)
+    until(lambda: looked() > before)
+    assert looked() == before + 1
+
+
 def test_an_orphan_drains_what_it_has(tier: TierBench) -> None:
     writer = tier.tiered()
     tier.order(writer, 1)
