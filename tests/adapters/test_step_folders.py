@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,11 @@ def make(directory: Path, limit: int = 100) -> StepFolders:
         return found[: max(0, len(found) + 1 - limit)]
 
     return StepFolders(directory, str(directory / ROOT), None, beyond)
+
+
+def live_on(lives: Any) -> None:
+    lives.set()
+    time.sleep(600)
 
 
 def names(directory: Path) -> list[str]:
@@ -86,8 +92,11 @@ def test_who_looks_removes_no_draft_of_a_training(tmp_path: Path) -> None:
     make(tmp_path).settle()
     assert names(tmp_path) == [f".checkpoint-1.{uncommitted}.part", "checkpoint-2"], "what is committed has its name"
     folders.publish("checkpoint-2", saved)
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))  # as a worker of a DataLoader
+    fork = multiprocessing.get_context("fork")
+    lives = fork.Event()
+    child = fork.Process(target=live_on, args=(lives,))  # as a worker of a DataLoader
     child.start()
+    assert lives.wait(60)
     folders.close()
     assert names(tmp_path) == [f".checkpoint-1.{uncommitted}.part", "checkpoint-2"]
     make(tmp_path).settle()
