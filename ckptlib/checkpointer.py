@@ -396,8 +396,8 @@ class Checkpointer:
         """Waits until the last save is committed; after SIGTERM not longer than ranks wait for one another.
 
         Raises SaveFailed if it never will be, or could not even be taken: with `peers`, what is in memory stays for the
-        next start of the job then. And WaitTimeout: the writer goes on alone, as after whatever else ends the wait, as
-        Ctrl-C does.
+        next start of the job then. And WaitTimeout: the writer goes on alone, as after Ctrl-C and whatever else ends
+        the wait.
         """
         deadline = time.monotonic() + min(timeout.total_seconds(), self._steps.stop_timeout_s or math.inf)
         # Snapshots in memory may be newer than all that is in the store, where the last save failed.

@@ -342,8 +342,9 @@ def _locked(directory: Path) -> int | None:
 
 
 def _unlock(lock: int) -> None:
-    _locks.discard(lock)
-    os.close(lock)
+    if lock in _locks:  # not in a forked child, where the number may be another file's by now
+        _locks.discard(lock)
+        os.close(lock)
 
 
 _locks: set[int] = set()

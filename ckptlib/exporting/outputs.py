@@ -32,7 +32,8 @@ class Outputs:
     def make_room(self, nbytes: int, *names: str) -> None:
         """Makes the directory. Raises ObjectExists where a name is taken, NoRoom where the disk is too small.
 
-        What an export of the same names left that was killed more than a day ago is removed."""
+        What an export of the same names left that was killed more than a day ago is removed.
+        """
         self._directory.mkdir(parents=True, exist_ok=True)
         for path in self._directory.glob(f".*{PARTIAL}"):
             if any(path.match(f".{glob.escape(name)}.{'[0-9a-f]' * 8}{PARTIAL}") for name in names):

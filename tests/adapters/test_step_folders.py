@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -103,6 +104,24 @@ def test_who_looks_removes_no_draft_of_a_training(tmp_path: Path) -> None:
     child.kill()
     child.join()
     assert names(tmp_path) == ["checkpoint-2"]
+
+
+def use_its_number(folders: StepFolders) -> None:
+    assert folders._lock is not None
+    os.dup2(os.open(os.devnull, os.O_RDONLY), number := folders._lock)
+    folders.let_go()
+    os.fstat(number)
+
+
+def test_a_forked_child_closes_no_file_that_has_the_number_of_the_lock(tmp_path: Path) -> None:
+    folders = make(tmp_path)
+    folders.draft("checkpoint-1", SaveId(1, GenerationId(1, "0" * 8)))
+    child = multiprocessing.get_context("fork").Process(target=use_its_number, args=(folders,))
+    child.start()
+    child.join(60)
+    child.kill()
+    assert child.exitcode == 0
+    folders.let_go()
 
 
 def test_too_many_go_and_their_steps(tmp_path: Path) -> None:
