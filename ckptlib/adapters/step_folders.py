@@ -105,6 +105,8 @@ class StepFolders:
         self._identity = _identity(directory)
         """Of the directory as it was found or made; None: it is not there yet."""
         self._thread = JobFutures("folders")
+        self._leaving: dict[SaveId, Path | None] = {}
+        """Steps that could not be dropped yet, and the drafts that stay until they are, where there are any."""
         self._publishing: list[Future[None]] = []
         self._failed: OSError | None = None
         self._left = threading.Event()
@@ -268,19 +270,19 @@ class StepFolders:
         replaced = self._named.get(folder)
         self._named[folder] = save
         if replaced is not None:
-            self._drop({replaced})
+            self._drop({replaced: None})
         return folder
 
     def _remove(self, folder: Path) -> None:
         """With its step. It is a draft until that is dropped: a kill leaves nothing that the next start misses."""
         save = self._named.pop(folder, None)
-        if save is not None:
-            draft = self._draft_of(folder.name, save)
-            with suppress(FileNotFoundError):  # somebody else has removed it
-                folder.rename(draft)
-            self._drop({save})
-            folder = draft
-        shutil.rmtree(folder, ignore_errors=True)
+        if save is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        draft = self._draft_of(folder.name, save)
+        with suppress(FileNotFoundError):  # somebody else has removed it
+            folder.rename(draft)
+        self._drop({save: draft})
 
     def _drop_gone(self) -> None:
         """Drops the steps whose directories are gone; none where the directory of all of them is gone or another one,
@@ -298,21 +300,32 @@ class StepFolders:
                 self._root,
             )
             return
-        self._drop({self._named.pop(folder) for folder in gone})
+        self._drop({self._named.pop(folder): None for folder in gone})
 
-    def _drop(self, saves: set[SaveId]) -> None:
-        """But for those that another directory names, also one that somebody has copied or renamed meanwhile. Their
-        bytes go after the grace period of the root."""
-        if not saves:
+    def _drop(self, saves: Mapping[SaveId, Path | None]) -> None:
+        """With their drafts, where they have any. But for those that another directory names, also one that somebody
+        has copied or renamed meanwhile. Their bytes go after the grace period of the root.
+
+        A step that stays, since somebody was killed as he dropped it or the store does not answer, is tried again with
+        the next one. Where there is none, the next start gives the draft that is left its name. One that is pinned
+        stays without.
+        """
+        self._leaving |= saves
+        if not self._leaving:
             return
         try:
             self._named |= {folder: save for folder, save in _readable(self._directory) if not _is_draft(folder, save)}
-            saves = saves - {*self._named.values()}
             with open_store(self._root, self._options) as store:
                 catalog = Catalog(store)
-                for save in sorted(saves):
-                    if catalog.is_committed(save):
+                for save, draft in sorted(self._leaving.items()):
+                    if save not in self._named.values() and catalog.is_committed(save):
                         drop(catalog, save)
+                        steps = catalog.steps(since=save)
+                        if save in steps.saves and save not in steps.pins:
+                            continue
+                    del self._leaving[save]
+                    if draft is not None:
+                        shutil.rmtree(draft, ignore_errors=True)
                 sweep(catalog, None, None)
         except (CkptError, OSError) as error:  # they only take room: `ckptlib gc` deletes them
             log.warning("%s: steps that no directory names are left: %s", self._root, error)

@@ -16,7 +16,11 @@ from helpers.registry import close_sessions
 
 import ckptlib
 from ckptlib.adapters.step_folders import POINTER, ROOT, StepFolders, step_of
+from ckptlib.catalog.catalog import Catalog
+from ckptlib.catalog.pins import pin
 from ckptlib.format.keys import GenerationId, SaveId
+from ckptlib.format.manifest import TrashRecord
+from ckptlib.stores import open_store
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +177,54 @@ def test_a_kill_while_one_is_removed_leaves_no_step_alone(
     again.close()
     assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
     assert steps_of(tmp_path) == [3, 4]
+
+
+def test_a_kill_while_a_step_is_dropped_leaves_no_step_alone(tmp_path: Path) -> None:
+    """Its trash record is there, the manifest, too: nobody drops the step while the record is young."""
+    folders = make(tmp_path, limit=2)
+    for step in (1, 2):
+        saved = save(tmp_path, step)
+        folders.draft(f"checkpoint-{step}", saved)
+        folders.publish(f"checkpoint-{step}", saved)
+    folders.let_go()
+    first = step_of(tmp_path / "checkpoint-1")
+    assert first is not None
+    record = tmp_path / ROOT / first.trash_key
+    record.parent.mkdir(exist_ok=True)
+    record.write_bytes(TrashRecord(first, "interrupted").encode())
+
+    draft = f".checkpoint-1.{first}.part"
+    for step in (3, 4):
+        again = make(tmp_path, limit=2)
+        again.settle()
+        assert names(tmp_path)[0] == "checkpoint-1"
+        saved = save(tmp_path, step)
+        again.draft(f"checkpoint-{step}", saved)
+        again.publish(f"checkpoint-{step}", saved)
+        again.wait()
+        assert names(tmp_path) == [draft, f"checkpoint-{step - 1}", f"checkpoint-{step}"]
+        assert steps_of(tmp_path) == [1, step - 1, step]
+        if step == 4:
+            hours_ago = time.time() - 2 * 3600
+            os.utime(record, (hours_ago, hours_ago))
+        again.close()
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"], "as soon as the record is old enough"
+    assert steps_of(tmp_path) == [3, 4]
+
+
+def test_a_pinned_step_stays_without_its_directory(tmp_path: Path) -> None:
+    folders = make(tmp_path, limit=1)
+    for step in (1, 2):
+        saved = save(tmp_path, step)
+        folders.draft(f"checkpoint-{step}", saved)
+        folders.publish(f"checkpoint-{step}", saved)
+        folders.wait()
+        if step == 1:
+            with open_store(str(tmp_path / ROOT)) as store:
+                pin(Catalog(store), saved)
+    folders.close()
+    assert names(tmp_path) == ["checkpoint-2"]
+    assert steps_of(tmp_path) == [1, 2]
 
 
 def test_a_start_removes_no_checkpoint(tmp_path: Path) -> None:
