@@ -24,6 +24,8 @@ class OpenSlots:
 
     def __init__(self) -> None:
         self._slots: dict[str, Slot] = {}
+        self._refused: dict[str, FormatError] = {}
+        """Those that could not be opened, and why."""
         self.keep_s = 0.0
         """How long they are kept for a successor."""
 
@@ -33,6 +35,7 @@ class OpenSlots:
             slot = self._slots[path] = Slot.open(Path(path))
         except FormatError as error:
             log.info("%s", error)
+            self._refused[path] = error
             return None
         return slot
 
@@ -42,11 +45,16 @@ class OpenSlots:
         if slot is not None:
             slot.read_lock()
 
-    def find(self, path: str) -> Slot | None:
-        return self._slots.get(path)
+    def find(self, path: str) -> Slot:
+        """Raises FormatError for one that could not be opened."""
+        slot = self._slots.get(path)
+        if slot is None:
+            raise self._refused.get(path) or FormatError(f"{path}: this slot is not open in the writer")
+        return slot
 
     def forget(self, path: str) -> None:
         """Gives the memory back."""
+        self._refused.pop(path, None)
         slot = self._slots.pop(path, None)
         if slot is not None:
             slot.close()

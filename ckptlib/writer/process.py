@@ -279,9 +279,10 @@ class WriterProcess:
             self._commits.put(save, began)
 
     def _persist_slot(self, save: SaveId, path: str, drains: bool, puts_layout: bool, deadline: float) -> Part:
-        slot = self._slots.find(path)
-        if slot is None:
-            raise FormatError(f"{path}: the slot of step {save.step} is gone, or the writer may not open it")
+        try:
+            slot = self._slots.find(path)
+        except FormatError as error:
+            raise FormatError(f"the writer lacks the slot of step {save.step}: {error}") from error
         try:
             if self._tier is None:
                 self._beginning.put()
