@@ -71,8 +71,13 @@ def save(
         metrics=metrics,
         timeout=timeout,
     )
+    await_committed(pending)
+
+
+def await_committed(pending: Pending) -> None:
+    """Collective. Raises SaveFailed, on all ranks, if the step will never exist."""
     group = pending.group
-    while not group.any(together(group, f"saving step {step}", lambda: _is_committed(pending))):
+    while not group.any(together(group, f"saving step {pending.step}", lambda: _is_committed(pending))):
         pass  # a large state and a slow store may take longer than ranks wait for one another in a collective
 
 
@@ -120,13 +125,14 @@ def begin_save(
     codec: Asked = AUTO,
     keep: Keep | None = None,
     timeout: timedelta = CALL_TIMEOUT,
+    tags: Mapping[str, str] | None = None,
 ) -> Pending:
-    """As `save_async`, before `staging.go()`: what overlaps is not copied yet."""
+    """As `save_async`, before `staging.go()`: what overlaps is not copied yet. `tags`: of the first save of a run."""
     state, step, rules = cast(Mapping[str, object], order.state), order.step, CodecRules.of(codec)
     others = {"codec": None if rules.asked == AUTO else rules.asked, "keep": keep}
     what = " with ".join([f"save of step {step}", *(f"{k}={v!r}" for k, v in others.items() if v is not None)])
     meet(process_group, str(url), what, timeout)
-    session = registry.session(absolute(url), storage_options, process_group, rules, state, step, keep)
+    session = registry.session(absolute(url), storage_options, process_group, rules, state, step, keep, tags)
     await_room(session)
     return save_step(session, order)
 

@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ckptlib import api
-from ckptlib.adapters.checkpoint_id import Place, place_of
+from ckptlib.adapters.checkpoint_id import place_of
 from ckptlib.adapters.dcp_optimizers import fill_named, fill_optimizers
 from ckptlib.adapters.dcp_overlap import Overlapping, wait_for_copies
 from ckptlib.adapters.optimizer_names import GROUPS, named_optimizers
 from ckptlib.adapters.state_dicts import asked, gives_state, unwrap, wrapped
+from ckptlib.catalog.catalog import Catalog
 from ckptlib.checkpoint import SaveOrder
 from ckptlib.errors import StateError, StateMismatch, WaitTimeout
 from ckptlib.loading.report import LoadReport
@@ -34,7 +35,7 @@ from ckptlib.reading.opened import CheckpointReader
 from ckptlib.reading.opened import open as ckptlib_open
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.registry import registry
-from ckptlib.stores import absolute
+from ckptlib.stores import absolute, open_store
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,9 @@ CheckpointId = str | os.PathLike[str] | None
 REPLACED = Keep(last=1, grace=timedelta(hours=2))
 """Of a checkpoint_id without a step: the one before stays until the new one is committed, and its bytes for a while, as
 somebody may be loading them."""
+
+REPLACES = {"replaces": "the step before"}
+"""Tags of the runs that save so: only their steps are dropped unasked."""
 
 
 def save(
@@ -72,8 +76,10 @@ def save(
     """
     _refuse_planning(process_group, no_dist, use_collectives, storage_writer=storage_writer, planner=planner)
     url, step, kept = _next_save(checkpoint_id, process_group, storage_options, keep)
-    state = wrapped(asked(state_dict))
-    api.save(*(url, state, step), storage_options=storage_options, process_group=process_group, codec=codec, keep=kept)
+    order = SaveOrder(wrapped(asked(state_dict)), step)
+    pending = api.begin_save(url, order, storage_options, process_group, codec, kept, tags=_tags(kept))
+    pending.staging.go()
+    api.await_committed(pending)
 
 
 def async_save(
@@ -108,7 +114,7 @@ def async_save(
     url, step, kept = _next_save(checkpoint_id, process_group, storage_options, keep)
     state = wrapped(asked(state_dict))
     order = SaveOrder(state, step, overlap=overlapping, owners=overlapping.owners(state))
-    pending = api.begin_save(url, order, storage_options, process_group, codec, kept)
+    pending = api.begin_save(url, order, storage_options, process_group, codec, kept, tags=_tags(kept))
     overlapping.begin(pending)
     return SaveFuture(pending)
 
@@ -167,10 +173,6 @@ def load(
             given.load_state_dict(states[key])
         else:
             state_dict[key] = states[key]
-
-
-MOST_REPLACED = 4
-"""Steps that a root may have whose saves replace one another: one that is kept, and some that wait for a sweep."""
 
 
 class SaveFuture(Future[int]):
@@ -255,7 +257,7 @@ def _next_save(
     newest = registry.newest_step(absolute(url), process_group)
     if step is None:
         if newest is None:
-            newest = _newest_committed(Place(url, None), process_group, storage_options, keep)
+            newest = _newest_committed(url, process_group, storage_options, keep)
         return url, newest + 1, keep or REPLACED
     if newest is not None and step <= newest:
         if step < newest and registry.group(process_group).rank == 0:
@@ -264,29 +266,36 @@ def _next_save(
     return url, step, keep
 
 
+def _tags(keep: Keep | None) -> Mapping[str, str] | None:
+    return REPLACES if keep == REPLACED else None
+
+
 def _newest_committed(
-    place: Place,
+    url: str,
     process_group: dist.ProcessGroup | None,
     storage_options: Mapping[str, object] | None,
     keep: Keep | None,
 ) -> int:
     """-1 for none. Collective; rank 0 asks the store. Raises StateError for a root with the steps of a run."""
-    meet(process_group, place.url, "save", api.CALL_TIMEOUT)
+    meet(process_group, url, "save", api.CALL_TIMEOUT)
     group = registry.group(process_group)
 
     def newest() -> bytes | None:
         if group.rank != 0:
             return None
-        steps = [info.step for info in api.checkpoints(place.url, storage_options=storage_options)]
-        if len(steps) > MOST_REPLACED and keep is None:
+        with open_store(url, storage_options) as store:
+            catalog = Catalog(store)
+            saves = catalog.visible()
+            kept = [save for save in saves if catalog.generation(save.generation).tags != REPLACES]
+        if kept and keep is None:
             raise StateError(
-                f"{place.url} has {len(steps)} steps, of a run that keeps more than one: a save without a step would "
-                "drop them. Name a step, such as "
-                f"{place.url}/step-{steps[-1] + 1}, or say with keep= which ones stay"
+                f"{url} has {len(saves)} steps, of which {len(kept)} are of a run that keeps them, step "
+                f"{kept[-1].step} the last one: a save without a step would drop them. Name a step, such as "
+                f"{url}/step-{saves[-1].step + 1}, or say with keep= which ones stay, such as ckptlib.Keep(last=1)"
             )
-        return str(max(steps, default=-1)).encode()
+        return str(max((save.step for save in saves), default=-1)).encode()
 
-    return int(group.broadcast(together(group, f"looking for the checkpoint of {place.url}", newest)))
+    return int(group.broadcast(together(group, f"looking for the checkpoint of {url}", newest)))
 
 
 def _refuse_planning(

@@ -73,6 +73,7 @@ class Registry:
         state: Mapping[str, object],
         step: int,
         keep: Keep | None = None,
+        tags: Mapping[str, str] | None = None,
     ) -> Session:
         """To save `step` with. Where an older step was loaded to go on from, that is a new generation's. Collective.
 
@@ -99,7 +100,7 @@ class Registry:
                 session = None
         if session is None:
             self._close_at_exit()
-            settings = Settings(url=url, options=options or {}, codec=codec, keep=keep)
+            settings = Settings(url=url, options=options or {}, codec=codec, keep=keep, tags=tags or {})
             session = self.sessions[key] = Session(settings, over)
             session.lineage.resumed_from = origin
         self.loads.pop(key, None)

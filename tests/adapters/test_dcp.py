@@ -238,15 +238,29 @@ def test_one_checkpoint_that_is_replaced(tmp_path: Path, asynchronous: bool) -> 
     assert state["w"] == 9
 
 
-def test_the_steps_of_a_run_are_not_replaced(tmp_path: Path) -> None:
-    for step in range(6):
-        ckptlib.save(tmp_path / "run", {"w": torch.tensor(float(step))}, step)
+@pytest.mark.parametrize("count", [1, 3, 6])
+@pytest.mark.parametrize("save", [dcp.save, dcp.async_save])
+def test_the_steps_of_a_run_are_not_replaced(tmp_path: Path, count: int, save: Callable[..., object]) -> None:
+    for step in range(count):
+        ckptlib.save(tmp_path / "run", {"w": torch.tensor(float(step))}, step, keep=ckptlib.Keep(last=6))
     close_sessions()
-    with pytest.raises(ckptlib.StateError, match="6 steps, of a run that keeps more than one"):
-        dcp.save({"w": torch.ones(())}, checkpoint_id=tmp_path / "run")
-    assert len([*ckptlib.checkpoints(tmp_path / "run")]) == 6
-    dcp.save({"w": torch.ones(())}, checkpoint_id=tmp_path / "run", keep=ckptlib.Keep(last=10))
-    assert len([*ckptlib.checkpoints(tmp_path / "run")]) == 7
+    told = f"has {count} steps, of which {count} are of a run that keeps them, step {count - 1} the last one"
+    with pytest.raises(ckptlib.StateError, match=told):
+        save({"w": torch.ones(())}, checkpoint_id=tmp_path / "run")
+    assert len([*ckptlib.checkpoints(tmp_path / "run")]) == count
+    save({"w": torch.ones(())}, checkpoint_id=tmp_path / "run", keep=ckptlib.Keep(last=10))
+    close_sessions()
+    assert len([*ckptlib.checkpoints(tmp_path / "run")]) == count + 1
+
+
+def test_a_run_that_goes_on_from_what_was_replaced_is_a_run(tmp_path: Path) -> None:
+    for _ in range(3):
+        dcp.save({"w": torch.ones(())}, checkpoint_id=tmp_path / "last")
+        close_sessions()
+    ckptlib.save(tmp_path / "last", {"w": torch.ones(())}, 7)
+    close_sessions()
+    with pytest.raises(ckptlib.StateError, match="of which 1 are of a run that keeps them, step 7 the last one"):
+        dcp.save({"w": torch.ones(())}, checkpoint_id=tmp_path / "last")
 
 
 def test_names_of_one_side(tmp_path: Path) -> None:
