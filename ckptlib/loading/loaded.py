@@ -100,14 +100,19 @@ class Filled:
         return _local(tensor).untyped_storage()._cdata in self._storages
 
     def within(self, other: Filled) -> bool:
-        """Whether the other has all of it."""
-        return self._storages.keys() <= other._storages.keys() and self._objects.keys() <= other._objects.keys()
+        """Whether the other has all of it that is still there: a loss is made anew for each load."""
+        return not self._any_alive(
+            self._objects.keys() - other._objects.keys(), self._storages.keys() - other._storages.keys()
+        )
 
     @property
     def alive(self) -> bool:
         """Whether anything of it is still there."""
-        objects = any(reference() is not None for reference in self._objects.values())
-        return objects or not all(storage.expired() for storage in self._storages.values())  # type: ignore[no-untyped-call]
+        return self._any_alive(self._objects, self._storages)
+
+    def _any_alive(self, objects: Iterable[int], storages: Iterable[int]) -> bool:
+        there = any(self._objects[known]() is not None for known in objects)
+        return there or not all(self._storages[known].expired() for known in storages)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,10 @@ class Load:
     filled: Filled
     whole: bool
     """Whether it filled all of the state that it was given."""
+
+    def replaces(self, older: Load) -> bool:
+        """Whether nobody asks for that one any more. A part takes nothing from a whole load before it."""
+        return (self.whole or not older.whole) and older.filled.within(self.filled)
 
 
 class Loads:
@@ -131,8 +140,8 @@ class Loads:
     def add(self, save: SaveId, state: object, read_into: Iterable[torch.Tensor], *, whole: bool) -> None:
         with gc_pause.kept():  # a reference for each tensor: every other load of 20,000 had all objects searched
             filled = Filled(Parts(state, ask=False), read_into)
-        kept = [load for load in self._loads if load.filled.alive and not (whole and load.filled.within(filled))]
-        self._loads = [*kept, Load(save, filled, whole)]
+        load = Load(save, filled, whole)
+        self._loads = [*(old for old in self._loads if old.filled.alive and not load.replaces(old)), load]
         self._saves.add(save)
 
     def into(self, parts: Parts) -> SaveId | None:

@@ -164,6 +164,28 @@ def test_nothing_that_was_loaded_is_kept_alive(root: Root) -> None:
     assert num_loads(root.url) <= 2
 
 
+@pytest.mark.parametrize("options", [{"only": "model"}, {"optional": "more"}, {}], ids=str)
+def test_a_service_that_loads_for_ever_remembers_one_load(root: Root, options: dict[str, Any]) -> None:
+    model = net()
+    ckptlib.save(root.url, {"model": model, "loss": torch.zeros(300)}, 1)
+    for _ in range(3):  # whose loss is made anew each time
+        more = {"more": torch.zeros(2)} if options else {}
+        ckptlib.load(root.url, {"model": model, "loss": torch.zeros(300), **more}, **options)
+        assert num_loads(root.url) == 1
+
+
+def test_a_part_displaces_no_whole_step_that_was_loaded_before(root: Root) -> None:
+    model = net()
+    for step in (1, 2, 3):
+        ckptlib.save(root.url, {"model": model}, step)
+    ckptlib.load(root.url, {"model": model}, 1)
+    for _ in range(2):
+        ckptlib.load(root.url, {"model": model}, 2, only="model/0.*")
+        assert num_loads(root.url) == 2
+    ckptlib.save(root.url, {"model": model}, 4)
+    assert steps(root) == [1, 4]
+
+
 # -- a process that has not saved yet
 
 
