@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from ckptlib.catalog.catalog import Catalog, CheckpointInfo
 from ckptlib.catalog.reading import each
 from ckptlib.checkpoint import LoadOrder, SaveOrder, load_step, save_step
-from ckptlib.errors import WaitTimeout
+from ckptlib.errors import CheckpointNotFound, WaitTimeout
 from ckptlib.format import values
 from ckptlib.format.keys import SaveId, checked_step
 from ckptlib.loading.committed import resolve
@@ -222,9 +223,20 @@ def _refuse_going_back(url: str | Path, save: SaveId, state: Mapping[str, object
 
 
 def checkpoints(url: str | Path, *, storage_options: Mapping[str, object] | None = None) -> Iterator[CheckpointInfo]:
-    """Yields the committed steps of a root's history in ascending order. Any process may call it alone."""
+    """Yields the committed steps of a root's history in ascending order. Any process may call it alone.
+
+    Leaves out those that retention drops meanwhile.
+    """
     with open_store(str(url), storage_options) as store:
         catalog = Catalog(store)
-        for info in each(lambda save_id: catalog.info(save_id, visible=True), catalog.visible()):
-            metrics = {name: values.decode(value, name) for name, value in info.metrics.items()}
-            yield replace(info, metrics=metrics)
+        for info in each(partial(_info, catalog), catalog.visible()):
+            if info is not None:
+                metrics = {name: values.decode(value, name) for name, value in info.metrics.items()}
+                yield replace(info, metrics=metrics)
+
+
+def _info(catalog: Catalog, save: SaveId) -> CheckpointInfo | None:
+    try:
+        return catalog.info(save, visible=True)
+    except CheckpointNotFound:
+        return None  # dropped since it was listed

@@ -15,6 +15,7 @@ from support import age, make_generation, make_root, put_parts, state
 from typing_extensions import Buffer, override
 
 import ckptlib
+from ckptlib import api
 from ckptlib.catalog.accounts import MAX_OBJECTS, put_account, read_accounts
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer
@@ -102,6 +103,16 @@ def test_watch_while_steps_are_dropped() -> None:
         assert found.problems == []
         assert found.newest is not None
         assert found.newest.save.step == 5
+
+
+def test_checkpoints_while_steps_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = []
+    for store in each_moment(run, drop):
+        monkeypatch.setattr(api, "open_store", lambda url, given, store=store: store)
+        listed.append([info.step for info in ckptlib.checkpoints("memory://run")])
+    assert listed[0] == [5]
+    assert listed[-1] == [2, 3, 4, 5]
+    assert all(steps == sorted(steps) and steps[-1] == 5 for steps in listed)
 
 
 @pytest.mark.parametrize("command", ["goodput", "report", "ls", "ls --all", "du", "show", "verify --all"])
