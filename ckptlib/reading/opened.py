@@ -176,9 +176,10 @@ class CheckpointReader:
         self._store.reads_once = True
 
     def chunk_begins(self, name: str) -> list[int]:
-        """Flat positions in a tensor at which it is best cut: see `StepReader.chunk_begins`."""
+        """Flat positions in a tensor at which it is best cut: see `StepReader.chunk_begins`. Raises StateMismatch."""
+        entry = self._entry(name)
         with self._lock:
-            return self._reader.chunk_begins(self._entry(name).name)
+            return self._reader.chunk_begins(entry.name)
 
     def fill(self, wants: Sequence[Want[Raw]]) -> None:
         """Fills boxes of tensors, in parallel; any of a tensor's names will do."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,22 @@ def test_a_name_that_is_no_tensor(root: Root) -> None:
         ):
             with pytest.raises(ckptlib.StateMismatch, match=why):
                 step.get_tensor(name)
+
+
+def test_where_to_cut_what_is_no_tensor(root: Root) -> None:
+    root.save({"w": torch.ones(2), "epoch": 3})
+    told: list[str] = []
+    with ckptlib.open(root.url) as step:
+
+        def ask() -> None:
+            with pytest.raises(ckptlib.StateMismatch) as raised:
+                step.chunk_begins("epoch")
+            told.append(str(raised.value))
+
+        asking = threading.Thread(target=ask, daemon=True)  # one that waits for itself holds up nothing else
+        asking.start()
+        asking.join(60)
+        assert ["it is a plain value" in text for text in told] == [True]
 
 
 def test_compressed_and_rounded(root: Root) -> None:
