@@ -11,6 +11,9 @@ then for the caller to check, by a catalog of `CopiedPacks`; documents follow, a
 A sweep of the new root takes what a crash has left for what it is, and deletes it a grace period later. A copy that
 finds a trash record of it does not begin; and since a sweep may begin later, it looks again behind its manifest, as
 `late_commit` has it: for records, then for parts and packs.
+
+A job may begin in the new root while packs are copied. So the copy looks for one again before it puts the records, and
+once more before the manifest.
 """
 
 from __future__ import annotations
@@ -75,12 +78,8 @@ def open_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: list
     where, origin = target.store.url, source.root()
     with suppress(CheckpointNotFound):
         target.root()
-        foreign = {*target.generation_ids()} - {record.id for record in lineage}
-        if target.saves() or foreign:
-            raise CkptError(
-                f"{where} is a root that is in use: it has {'steps' if target.saves() else 'generations of its own'}. "
-                "Name a new one; nothing was changed"
-            )
+        if what := _used_for(target, lineage):
+            raise CkptError(f"{where} is a root that is in use: it has {what}. Name a new one; nothing was changed")
         if (condemned := _condemned(target, step)) is not None:
             raise CkptError(
                 f"{where} has a trash record, {condemned.trash_key}: a sweep, such as ckptlib gc, has found what is "
@@ -91,6 +90,13 @@ def open_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: list
     if target.store.scan(""):
         raise CkptError(f"{where} is not empty, and is no root. Name a new one; nothing was changed")
     target.open_root(Root(secrets.token_hex(16), origin.algorithm, origin.save_deadline_s))
+
+
+def _used_for(target: Catalog, lineage: list[Generation]) -> str | None:
+    """What a root has that a copy of this step, which has not come to its end, does not leave."""
+    if target.saves():
+        return "steps"
+    return "generations of its own" if {*target.generation_ids()} - {record.id for record in lineage} else None
 
 
 def copy_packs(source: Store, target: Store, step: StepObjects, advance: Callable[[int], None]) -> int:
@@ -157,7 +163,8 @@ def _piece(source: Store, key: str, offset: int, nbytes: int) -> memoryview:
 def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: list[Generation]) -> None:
     """Puts the documents of a step whose packs are there and are good; the step exists then.
 
-    Raises SaveFailed where a sweep has deleted some of it meanwhile, or may: the step is taken back.
+    Raises CkptError where a job has begun there meanwhile, which the records may supersede, and whose steps hide the
+    copied one or are hidden by it; SaveFailed where a sweep has deleted some of it, or may: the step is taken back.
     """
     manifest = step.manifest
     for digest in manifest.layouts:
@@ -165,10 +172,16 @@ def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: li
         target.shared.put_layout(digest, layout.encoded)
         target.shared.keep_layout(digest, layout)
     target.shared.put_copies(manifest.layouts)
+    _check_unused(target, manifest.save, lineage, "no document of the step but its layouts is there")
     for record in reversed(lineage):
         target.shared.put_generation(record.id, source.shared.document(record.id.key))
     for name in manifest.parts:
         put_new(target.store, name.key, checked(name, source.store.get(name.key)))
+    left = (
+        "the step is not there, but records of its generations are. If that job ends with Superseded by them, ckptlib "
+        f"ls --all {target.store.url} lists what it has saved, and ckptlib rewind goes back to it"
+    )
+    _check_unused(target, manifest.save, lineage, left)
     # Another copy of the same step may have put it, and have said that it is there to stay.
     is_own = put_new(target.store, manifest.save.manifest_key, step.document, create=True)
     try:
@@ -182,6 +195,15 @@ def commit_copy(source: Catalog, target: Catalog, step: StepObjects, lineage: li
             f"{target.store.url}, or name a new root, and copy again"
         ) from error
     target.shared.put_again(manifest.layouts)
+
+
+def _check_unused(target: Catalog, save: SaveId, lineage: list[Generation], left: str) -> None:
+    """Raises CkptError where a job has begun; not where another copy has put the step, from which jobs go on."""
+    what = _used_for(target, lineage)
+    if what and not target.is_committed(save):
+        raise CkptError(
+            f"a job has begun in {target.store.url} meanwhile: it has {what}. Name a new root, and copy again; {left}"
+        )
 
 
 def _check_stays(target: Catalog, step: StepObjects) -> None:

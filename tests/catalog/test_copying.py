@@ -14,7 +14,7 @@ from typing_extensions import Self, override
 from ckptlib.catalog import copying
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.step_objects import StepObjects, step_objects
-from ckptlib.errors import SaveFailed
+from ckptlib.errors import CkptError, SaveFailed
 from ckptlib.format.manifest import TrashRecord
 from ckptlib.stores.memory import MemoryStore
 
@@ -77,6 +77,61 @@ def test_packs_of_more_than_a_store_may_hold_take_turns(
     assert copying.copy_packs(source, target, step, lambda nbytes: None) == sum(packs.values())
     assert [(entry.key, entry.nbytes) for entry in target.scan("")] == [*packs.items()]
     assert together == expected
+
+
+def begin_job(catalog: Catalog) -> None:
+    make_generation(catalog, 1)
+
+
+def begin_and_save(catalog: Catalog) -> None:
+    make_save(catalog, make_generation(catalog, 4), 9, state(9))
+
+
+class Joined(MemoryStore):
+    """Right before the first put of a key that begins so, a job does something here."""
+
+    def __init__(self, before: str, job: Callable[[Catalog], None]) -> None:
+        super().__init__()
+        self._before, self._job = before, job
+
+    @override
+    def put(self, key: str, *data: Any, **more: Any) -> None:
+        if self._before and key.startswith(self._before):
+            self._before = ""
+            self._job(Catalog(self))
+        super().put(key, *data, **more)
+
+
+@pytest.mark.parametrize("job", [begin_job, begin_and_save])
+@pytest.mark.parametrize("before", ["layouts/", "parts/"])
+def test_no_step_is_copied_where_a_job_has_begun_meanwhile(before: str, job: Callable[[Catalog], None]) -> None:
+    source, alone, target = make_root(MemoryStore()), make_root(MemoryStore()), Catalog(Joined(before, job))
+    save = make_save(source, make_generation(source, 3), 1, state(1))
+    job(alone)
+    step, (lineage, _) = step_objects(source, save), copying.lineage_of(source, save)
+    copying.open_copy(source, target, step, lineage)
+    copying.copy_packs(source.store, target.store, step, lambda nbytes: None)
+    with pytest.raises(CkptError, match=r"a job has begun in .* meanwhile.*Name a new root"):
+        copying.commit_copy(source, target, step, lineage)
+    for prefix in ("steps/", "generations/", "copies/generations/") if before == "layouts/" else ("steps/",):
+        assert keys_below(target, prefix) == keys_below(alone, prefix), "what the job has put, and nothing else"
+
+
+def keys_below(catalog: Catalog, prefix: str) -> list[str]:
+    return [entry.key for entry in catalog.store.scan(prefix)]
+
+
+def test_a_copy_goes_on_where_another_one_has_ended_and_a_job_has_begun() -> None:
+    source, target = make_root(MemoryStore()), Catalog(MemoryStore())
+    save = make_save(source, make_generation(source, 3), 1, state(1))
+    step, (lineage, _) = step_objects(source, save), copying.lineage_of(source, save)
+    copying.open_copy(source, target, step, lineage)
+    copying.copy_packs(source.store, target.store, step, lambda nbytes: None)
+    copying.commit_copy(source, target, step, lineage)
+    make_save(target, make_generation(target, 4, save), 2, state(2))
+    copying.commit_copy(source, target, step, lineage)
+    assert target.visible() == target.saves()
+    assert listed_steps_are_whole(target.store) == [1, 2]
 
 
 @pytest.mark.parametrize("kind", [MemoryStore, OverwritingStore])
