@@ -93,13 +93,26 @@ def verify_save(
     was read of the same packs for steps before this one; of those, only what was not good is read again.
 
     The memory it takes is that of the step's tables, and RUN_BYTES for each of THREADS requests. Raises
-    CheckpointNotFound where there is no such step (any more), StoreError when the store cannot be listed.
+    CheckpointNotFound where there is no such step, StoreError when the store cannot be listed. A step that was dropped
+    as it was read has lost objects, and is not damaged: CheckpointNotFound follows what was found.
     """
     try:
         manifest = catalog.manifest(save)
     except (CorruptData, FormatError, ObjectUnreadable) as error:
         yield finding_of(error, save.manifest_key, save)
         return
+    good = True
+    for finding in _verify(catalog, manifest, advance, expect, shared):
+        good = False
+        yield finding
+    if not good and not catalog.is_committed(save):
+        raise CheckpointNotFound(f"step {save.step} was dropped as it was read: there is no save {save} any more")
+
+
+def _verify(
+    catalog: Catalog, manifest: Manifest, advance: Advance, expect: Advance, shared: SharedChunks | None
+) -> Iterator[Finding]:
+    save = manifest.save
     with ThreadPoolExecutor(THREADS, "ckptlib-verify") as executor:
         found = executor.map(lambda digest: attempt(partial(catalog.layout, digest)), manifest.layouts)
         layouts = dict(zip(manifest.layouts, found, strict=True))

@@ -124,6 +124,31 @@ def test_commands_while_steps_are_dropped(ckptlib: Ckptlib, monkeypatch: pytest.
         assert (shown.code, shown.err) == (0, ""), store.num_operations
 
 
+def delete(catalog: Catalog) -> None:
+    """The same, and all that only these had: whoever looks has slept for a grace period."""
+    drop(catalog)
+    age(catalog.store, GRACE.total_seconds() + 60)
+    sweep(catalog, Keep(last=1), None)
+    assert not [entry for kind in ("packs", "parts") for entry in catalog.store.scan(f"{kind}/000000000003-")]
+
+
+def test_verify_while_steps_are_deleted(ckptlib: Ckptlib, monkeypatch: pytest.MonkeyPatch) -> None:
+    for store in each_moment(run, delete):
+        monkeypatch.setattr(options, "open_store", lambda url, given, store=store: store)
+        shown = ckptlib("verify", "memory://run", "--all")
+        assert (shown.code, shown.err) == (0, ""), store.num_operations
+
+
+def test_verify_while_its_step_is_deleted(ckptlib: Ckptlib, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = set()
+    for store in each_moment(run, delete):
+        monkeypatch.setattr(options, "open_store", lambda url, given, store=store: store)
+        shown = ckptlib("verify", "memory://run", 3)
+        assert (shown.code, "missing" in shown.out) == (1 if shown.err else 0, False), store.num_operations
+        told |= {text for text in ("holds no step 3;", "holds no save 000000000003-", "any more") if text in shown.err}
+    assert told == {"holds no step 3;", "holds no save 000000000003-", "any more"}
+
+
 def go_on(catalog: Catalog) -> None:
     """The job saves one more step, and keeps no other."""
     (generation,) = {save.generation for save in catalog.saves() if save.step == 5}
