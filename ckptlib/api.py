@@ -194,7 +194,7 @@ def load(
         generators = LoadedRng(group.rank, source.world_size) if random else None
         together(group, f"loading step {source.save.step}", lambda: _refuse_going_back(url, source.save, state, only))
         order = LoadOrder(state, strict=strict, rename=map, only=only, cast=cast, device=device, optional=optional)
-        report, filled, whole = load_step(group, source, order, generators)
+        report, filled, whole, _ = load_step(group, source, order, generators)
     if generators is not None:
         together(group, f"putting back the random generators of step {source.save.step}", generators.restore)
     loads = registry.note_load(absolute(url), process_group)

@@ -18,6 +18,7 @@ import torch
 from ckptlib.errors import CkptError, NotBrought, SaveFailed, StateChanged, StateMismatch, describe
 from ckptlib.format import gc_pause, values
 from ckptlib.format.keys import SaveId
+from ckptlib.format.part import Part
 from ckptlib.format.paths import join
 from ckptlib.loading.match import targets
 from ckptlib.loading.overlaps import bring_together, set_apart
@@ -75,6 +76,8 @@ class SaveOrder:
     """See `flatten`."""
     drains: bool = True
     """With a local tier: whether it goes to the store, too."""
+    exempt: bool = False
+    """Whether it stays for good, whatever this job's `Keep(exempt=)` says of it."""
     spare: bool = True
     """Whether memory of the device may be taken, which is not before the training has shown its peak."""
 
@@ -123,7 +126,7 @@ def _save_step(session: Session, order: SaveOrder) -> Pending:
         metrics=metrics,
         created=time.time(),
         algorithm=session.root.algorithm,
-        exempt=session.is_exempt(order.step),
+        exempt=session.is_exempt(order.step) or order.exempt,
         account=session.stopwatch.snapshot(order.step),
     )
     if order.to_store:
@@ -190,6 +193,8 @@ class Loaded(NamedTuple):
     """Every tensor that was read into."""
     whole: bool
     """Whether all of the state was filled, but for plain values that the checkpoint lacks."""
+    part: Part
+    """That of the saved rank whose values this rank takes."""
 
 
 def load_step(group: Group, source: StepSource, order: LoadOrder, generators: LoadedRng | None = None) -> Loaded:
@@ -260,7 +265,8 @@ def _load_step(
         phases=laps.seconds,
     )
     filled = [tensor for want in wanted.wants for _, tensor in want.pieces]
-    return Loaded(report, filled, whole=order.only is None and wanted.plain.issuperset(wanted.missing))
+    whole_state = order.only is None and wanted.plain.issuperset(wanted.missing)
+    return Loaded(report, filled, whole_state, reader.part(reader.own_rank))
 
 
 def _check(save: SaveId, order: LoadOrder, wanted: Targets, unexpected: Sequence[str]) -> None:

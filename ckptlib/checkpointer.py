@@ -235,7 +235,7 @@ class Checkpointer:
                 "another one"
             )
         part = Part(only, map, optional)
-        report, self._generators = restore(self._session, self._state, strict, device, step, part)
+        report, self._generators, marks = restore(self._session, self._state, strict, device, step, part)
         self._session.writer.wake()
         if report.save is None and self._beginning is not None:
             report = self._beginning.load(self._state, strict, device)
@@ -255,7 +255,7 @@ class Checkpointer:
                 only,
             )
         if only is None:  # on all ranks
-            self._steps.last = keep_restored(self._session, self._state, report)
+            self._steps.last = keep_restored(self._session, self._state, report, marks)
         self._session.listener.deliver()
         return report
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from ckptlib.checkpoint import SaveOrder, save_step
 from ckptlib.errors import NoRoom
 from ckptlib.loading.report import LoadReport
+from ckptlib.recovery.restore import Marks
 from ckptlib.saving.attempts import begun
 from ckptlib.saving.pending import Pending
 from ckptlib.saving.session import Session
@@ -16,10 +17,11 @@ from ckptlib.saving.session import Session
 log = logging.getLogger(__name__)
 
 
-def keep_restored(session: Session, state: Mapping[str, object], report: LoadReport) -> Pending | None:
+def keep_restored(session: Session, state: Mapping[str, object], report: LoadReport, marks: Marks) -> Pending | None:
     """With peers, keeps the restored state in memory again; saves it again where the store lacks it. Collective.
 
-    Only for a state that was restored whole: else a part of the step would stand for all of it.
+    Only for a state that was restored whole: else a part of the step would stand for all of it. `marks`: of the step.
+    Retention keeps it as if it had not been saved again.
 
     Returns the save, if there is one. Where the ranks have no room for it, the job goes on without.
     """
@@ -28,7 +30,15 @@ def keep_restored(session: Session, state: Mapping[str, object], report: LoadRep
         return None
     began = time.perf_counter()
     try:
-        pending = save_step(session, SaveOrder(state, report.step, to_store=not report.committed, spare=False))
+        order = SaveOrder(
+            state,
+            report.step,
+            marks.metrics,
+            to_store=not report.committed,
+            spare=False,
+            exempt=marks.exempt,
+        )
+        pending = save_step(session, order)
         pending.staging.go()
     except NoRoom as error:
         what = "kept in memory" if with_peers else "saved again"

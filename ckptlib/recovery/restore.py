@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -30,7 +31,9 @@ from ckptlib.errors import (
     ObjectUnreadable,
 )
 from ckptlib.events import Restored
+from ckptlib.format import values
 from ckptlib.format.keys import SaveId, checked_step
+from ckptlib.format.part import Part as SavedPart
 from ckptlib.loading.committed import resolve_manifest
 from ckptlib.loading.progress import Laps
 from ckptlib.loading.report import LoadReport
@@ -53,13 +56,33 @@ from ckptlib.stores.local import LocalStore
 
 log = logging.getLogger(__name__)
 
-Load = Callable[[StepSource], tuple[LoadReport, LoadedRng | None]]
 
 DAMAGE = (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
 """The errors that make a committed step unusable, where the store can be reached."""
 
 ORPHANS_TIMEOUT_S = 60.0
 """How long a restart waits for writers that its predecessor left behind on this host."""
+
+
+class Marks(NamedTuple):
+    """What retention goes by, as it was saved with a step; rank 0's count."""
+
+    metrics: Mapping[str, object]
+    exempt: bool
+    """Whether the step is to stay for good."""
+
+
+class Result(NamedTuple):
+    """Of a restore."""
+
+    report: LoadReport
+    generators: LoadedRng | None = None
+    """The saved state of the random generators, unless only a part was restored."""
+    marks: Marks = Marks({}, False)
+    """None where only a part was restored."""
+
+
+Load = Callable[[StepSource], Result]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +101,8 @@ def restore(
     device: str | torch.device | None,
     step: int | str | None = None,
     part: Part | None = None,
-) -> tuple[LoadReport, LoadedRng | None]:
-    """Fills `state`; collective. Returns the report and, unless only a part is restored, the saved state of the random
-    generators.
+) -> Result:
+    """Fills `state`; collective.
 
     With `step`, a number or a full name, nothing but that step will do, and the job goes back to it: see
     `Lineage.go_back`. Raises CheckpointNotFound where it does not exist.
@@ -109,7 +131,7 @@ def restore(
     laps.end("list")
     while (candidate := untried.take()) is not None:
         try:
-            report, generators = _restore_from(session, inventory, candidate, load)
+            result = _restore_from(session, inventory, candidate, load)
         except (CheckpointNotFound, *DAMAGE) as error:
             if isinstance(error, ObjectUnreadable):
                 _check_store(session)
@@ -134,9 +156,9 @@ def restore(
             session.lineage.resumed_from = candidate.save
         else:
             session.lineage.go_back(session.writer, candidate.save, candidate.committed)
-        phases = {**laps.seconds, **report.phases}
+        phases = {**laps.seconds, **result.report.phases}
         report = replace(
-            report,
+            result.report,
             skipped=tuple(skipped),
             tier=candidate.tier,
             committed=candidate.committed,
@@ -147,7 +169,7 @@ def restore(
         told = Restored(candidate.save.step, report.nbytes, report.seconds, report.tier, len(skipped))
         session.stopwatch.restored(report.tier)
         session.listener.tell(told)
-        return report, generators
+        return result._replace(report=report)
     if step is not None:
         what = "is of a newer format" if newer else "is not whole" if absent else "is damaged"
         kind = NewerFormat if newer else CheckpointNotFound if absent else lost
@@ -171,7 +193,7 @@ def restore(
         warn_of_foreign(session.store)
     session.tier.note_restored(0, on_disks)
     session.stopwatch.restored()
-    return LoadReport(0, session.store.url, None, 0, 0.0), None
+    return Result(LoadReport(0, session.store.url, None, 0, 0.0))
 
 
 def _check_asked(session: Session, step: int | str | None, part: Part) -> None:
@@ -242,7 +264,7 @@ def _restore_from(
     inventory: Inventory,
     candidate: Candidate,
     load: Load,
-) -> tuple[LoadReport, LoadedRng | None]:
+) -> Result:
     if candidate.snapshot is None:
         load_from = _load_from_store if candidate.local is None else _load_from_disks
         try:
@@ -273,7 +295,7 @@ def _restore_from(
         source.close()
 
 
-def _load_from_store(session: Session, candidate: Candidate, load: Load) -> tuple[LoadReport, LoadedRng | None]:
+def _load_from_store(session: Session, candidate: Candidate, load: Load) -> Result:
     manifest = resolve_manifest(session.group, session.catalog, str(candidate.save))
     stored = StoredStep(session.catalog, manifest, session.group)
     found = load(stored)
@@ -281,7 +303,7 @@ def _load_from_store(session: Session, candidate: Candidate, load: Load) -> tupl
     return found
 
 
-def _load_from_disks(session: Session, candidate: Candidate, load: Load) -> tuple[LoadReport, LoadedRng | None]:
+def _load_from_disks(session: Session, candidate: Candidate, load: Load) -> Result:
     assert session.settings.local is not None
     assert candidate.local is not None
     with LocalStore(str(session.settings.local.path)) as store:
@@ -308,15 +330,22 @@ def _check_there(session: Session) -> None:
         ) from error
 
 
-def _load(session: Session, order: LoadOrder, source: StepSource) -> tuple[LoadReport, LoadedRng | None]:
+def _load(session: Session, order: LoadOrder, source: StepSource) -> Result:
     if order.only is not None:
-        return load_step(session.group, source, order).report, None
+        return Result(load_step(session.group, source, order).report)
     generators = LoadedRng(session.group.rank, source.world_size)
     optional = [order.optional] if isinstance(order.optional, str) else order.optional
     order = replace(order, optional=[*optional, RNG])  # other libraries' checkpoints that were imported have none
-    report = load_step(session.group, source, order, generators).report
-    together(session.group, f"putting back the random generators of step {report.step}", generators.restore)
-    return report, generators
+    loaded = load_step(session.group, source, order, generators)
+    step = loaded.report.step
+    marks = together(session.group, f"reading the metrics of step {step}", lambda: _marks_in(loaded.part))
+    together(session.group, f"putting back the random generators of step {step}", generators.restore)
+    return Result(loaded.report, generators, marks)
+
+
+def _marks_in(part: SavedPart) -> Marks:
+    metrics = {name: values.decode(value, f"metrics[{name}]") for name, value in part.metrics.items()}
+    return Marks(metrics, part.exempt)
 
 
 def _describe(session: Session, inventory: Inventory, candidate: Candidate) -> str:

@@ -12,13 +12,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
+import numpy as np
 import pytest
-from helpers.one_job import WAIT_S, Job, steps
+from helpers.increments import body_of
+from helpers.one_job import WAIT_S, Job, catalog, steps
 from workers.crash_oracle import read_root
 
 import ckptlib
+from ckptlib.catalog.retention import sweep
 from ckptlib.errors import SaveFailed, StoreError
 from ckptlib.stores.testing import flip_bit
+
+BEST = ckptlib.Keep(last=1, best="val_loss", mode="min")
 
 
 class Tiered:
@@ -242,6 +247,16 @@ def crashed(tiered: Tiered, drain: ckptlib.Steps, last: int, **options: object) 
     return bits
 
 
+def train(tiered: Tiered, ckpt: ckptlib.Checkpointer, metrics: Mapping[int, Mapping[str, object]]) -> None:
+    """The steps that have metrics; whatever they save is where it goes."""
+    for step, told in metrics.items():
+        tiered.job.body()
+        ckpt.after_step(step, metrics=told)
+        if ckpt.pending is not None and ckpt.pending.step == step:
+            wait = ckpt.pending.wait_committed if ckpt.pending.drains else ckpt.pending.wait_local
+            wait(WAIT_S)
+
+
 def test_restores_the_newest_from_the_disk_and_drains_it_at_once(tiered: Tiered) -> None:
     bits = crashed(tiered, ckptlib.Steps(3), 5)
     assert steps(tiered.bucket) == [3]
@@ -257,6 +272,36 @@ def test_restores_the_newest_from_the_disk_and_drains_it_at_once(tiered: Tiered)
     found = Job(tiered.bucket, seed=2)
     assert ckptlib.load(tiered.bucket, found.state).step == 5
     assert found.bits() == bits[4]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(BEST, BEST, id="best"),
+        pytest.param(ckptlib.Keep(last=1, exempt=lambda step: step == 8), ckptlib.Keep(last=1), id="exempt"),
+    ],
+)
+def test_what_the_disk_alone_had_is_kept_as_its_job_said(
+    tiered: Tiered, before: ckptlib.Keep, after: ckptlib.Keep
+) -> None:
+    """By the metrics that it was saved with, and as exempt, though the job that saves it again says nothing of it."""
+    options: dict[str, object] = {"every": 2, "drain": ckptlib.Steps(6)}
+    ckpt = tiered.open(keep=before, **options)
+    train(tiered, ckpt, {step: {"val_loss": 1.0} for step in range(1, 8)})
+    train(tiered, ckpt, {8: {"val_loss": 0.1, "other": (float("inf"), np.float32(2))}})
+    assert (ckpt.pending.step, ckpt.pending.drains) == (8, False)
+    ckpt.__exit__(InterruptedError, InterruptedError(), None)
+    told = body_of(next(tiered.disk.glob("parts/000000000008-*/*")))["metrics"]
+    assert told["val_loss"] == 0.1
+    tiered.job = Job(tiered.bucket, seed=1)
+    with tiered.open(keep=after, **options) as ckpt:
+        assert (ckpt.restore().step, ckpt.pending.step) == (8, 8)
+        ckpt.pending.wait_committed(WAIT_S)
+        train(tiered, ckpt, {step: {"val_loss": 2.0} for step in range(9, 13)})
+    sweep(catalog(tiered.bucket), after, None)
+    assert steps(tiered.bucket) == [8, 12]
+    (manifest,) = tiered.bucket.glob("steps/000000000008-*.json")
+    assert body_of(manifest)["metrics"] == told
 
 
 def test_what_both_have_is_read_from_the_disk_and_from_the_bucket_where_that_is_damaged(tiered: Tiered) -> None:

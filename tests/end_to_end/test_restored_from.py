@@ -78,6 +78,30 @@ def test_a_job_that_takes_no_snapshot_leaves_those_of_the_job_before(tmp_path: P
     assert not list((tmp_path / "arena").glob("*.slot")), "now the store has it"
 
 
+def test_what_memory_alone_had_is_kept_as_its_job_said(tmp_path: Path) -> None:
+    """By the metrics that it was saved with, and as exempt, though the job that saves it again says nothing of it."""
+    (tmp_path / "arena").mkdir()
+    state = {"model": torch.zeros(4)}
+
+    def checkpointer(keep: ckptlib.Keep) -> ckptlib.Checkpointer:
+        peers = ckptlib.Peers(every=1, copies=0)
+        options: dict[str, Any] = {"every": 10**6, "peers": peers, "keep": keep, "arena": tmp_path / "arena"}
+        return ckptlib.Checkpointer(tmp_path / "root", state, **options)
+
+    with suppress(KeyboardInterrupt), checkpointer(ckptlib.Keep(exempt=lambda step: True)) as ckpt:
+        for step in ckpt.loop(0, 10**6):
+            ckpt.log({"val_loss": float(step + 1)})
+            time.sleep(0.01)
+            if ckpt.coverage is not None and ckpt.coverage.step is not None:
+                raise KeyboardInterrupt
+    with checkpointer(ckptlib.Keep()) as ckpt:
+        report = ckpt.restore()
+        assert report.tier == "memory"
+    (manifest,) = (tmp_path / "root" / "steps").glob("*.json")
+    assert body_of(manifest)["metrics"] == {"val_loss": float(report.step)}
+    assert body_of(manifest)["exempt"] is True
+
+
 @pytest.mark.parametrize("fast", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_step_that_is_dropped_as_it_is_read_is_no_reason_for_an_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
