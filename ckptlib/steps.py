@@ -77,8 +77,11 @@ class Steps:
             self._done(step, metrics)
             self._turns.profile.end(waited_s)
             failed = False
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # the step may be done again
             self._turns.leave(step)
+            raise
+        except Exception:
+            self.metrics.clear()
             raise
         finally:
             stopwatch.end_step(step, failed)
@@ -105,18 +108,19 @@ class Steps:
         began = time.perf_counter()
         if last:
             await_room(session, self.stop_timeout_s)
-        taken = None
-        if last or ((word.due or word.snap) and self._has_room(word)):
+        taken, due = None, word.due or word.snap
+        takes = last or (due and self._has_room(word))
+        self._took_slot = False  # before what may raise on this rank alone: it would ask alone next time
+        if takes:
             # a last one is compared before it is taken: no other could be, should it turn out to differ
             compare = compare or last
             taken = self._take(step, self.metrics.of(metrics), word, to_store=bool(last or word.due), compare=compare)
-        elif word.due or word.snap:
+        elif due:
             session.snapshots.make_room()
             self._turns.tell_waiting()
         try:
             if not self.stopping:
                 self._turns.say(step + 1)
-                self._took_slot = False
         finally:
             self.metrics.clear()
             if taken is not None:

@@ -85,6 +85,31 @@ def test_after_step_tells_metrics_and_those_of_another_step_do_not_count(job: Jo
     assert found.get(4, {"val_loss": 40.0, "logged": 4}) == {"val_loss": 40.0, "logged": 4}
 
 
+def test_metrics_of_a_step_that_raised_do_not_count_for_the_next_one(job: Job) -> None:
+    class Moody:
+        raises = True
+
+        def state_dict(self) -> dict[str, int]:
+            if self.raises:
+                raise OSError("a file that is not there")
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    job.state["moody"] = moody = Moody()
+    moody.raises = False
+    with job.checkpointer(every=1) as ckpt:
+        moody.raises = True
+        ckpt.log({"val_loss": 0.5})
+        with pytest.raises(OSError, match="a file that is not there"):
+            ckpt.after_step(1)
+        moody.raises = False
+        ckpt.log({"other": 2.0})
+        ckpt.after_step(2)
+        wait_settled(ckpt)
+    assert {info.step: dict(info.metrics) for info in ckptlib.checkpoints(job.root)} == {2: {"other": 2.0}}
+
+
 def test_what_is_exempt_survives_the_job_that_said_so(job: Job) -> None:
     train(job, dict.fromkeys(range(1, 5), 1.0), ckptlib.Keep(last=1, exempt=lambda step: step == 2))
     train(job, dict.fromkeys(range(5, 7), 1.0), ckptlib.Keep(last=1), first=4)

@@ -250,6 +250,28 @@ def a_state_dict_that_raises_on_one_rank(url: Path) -> None:
     assert torch.equal(found, state["w"])
 
 
+def a_state_dict_that_raises_behind_a_save(url: Path) -> None:
+    """What was said for that step knew nothing of the save, so all ranks tell whether they have a slot; for the next
+    step they do not, and no rank asks alone."""
+    moody, raised = Moody(), False
+    state, peers = {"w": torch.zeros(3), "moody": moody}, ckptlib.Peers(copies=0, every=1)
+    with checkpointer(url, state, 1000, peers=peers) as ckpt:
+        for step in range(1, 1000):
+            moody.raises = RuntimeError("changed size") if rank() == 1 and step > 2 else None
+            try:
+                ckpt.after_step(step)
+            except RuntimeError:
+                raised = True
+            moody.raises = None
+            if any(everywhere(raised)):
+                break
+            ckpt.save(step).wait_committed(PATIENCE_S)
+        for further in range(1, 4):
+            ckpt.after_step(step + further)
+        ckpt.save(step + 4).wait_committed(PATIENCE_S)
+    assert step + 4 in committed(url)
+
+
 def a_last_save_that_one_rank_cannot_take(url: Path) -> None:
     """No rank ends as if the save before were the last one: where all compare, as at the end of `loop`, and where the
     rank finds out alone."""
