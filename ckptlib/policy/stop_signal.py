@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import cast
@@ -33,6 +33,8 @@ STATUS = 128 + signal.SIGTERM
 
 class StopSignal:
     """Notes SIGTERM and SIGUSR1, where nobody else handles them; one more SIGTERM kills as ever, but not at once.
+
+    Whoever installs a handler later has the signals from then on, and keeps it; it may call this one.
 
     A scheduler that signals all processes reaches a rank twice, since its launcher passes the signal on.
 
@@ -67,7 +69,7 @@ class StopSignal:
                     self._handled.append(number)
                     signal.signal(number, self._note)
         if signal.SIGTERM in self._handled and not self._alone:
-            self._watch = _Watch()
+            self._watch = _Watch(self._is_told)
             if not self._watch.begin():
                 self._watch = None
         if self._handled:
@@ -75,8 +77,7 @@ class StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._removed:
-            self.remove()
-            signal.raise_signal(number)
+            _do_as_by_default(number)
             return
         self.wanted = True
         if number != signal.SIGTERM:
@@ -85,8 +86,11 @@ class StopSignal:
         if self._terminated_at is None:
             self._terminated_at = now
         elif now - self._terminated_at > SAME_NOTICE_S:
-            self._restore(signal.SIGTERM)
-            signal.raise_signal(signal.SIGTERM)
+            _do_as_by_default(signal.SIGTERM)
+
+    def _is_told(self) -> bool:
+        """Whether SIGTERM comes here, or has come: else whoever has installed a handler since has it to himself."""
+        return self._terminated_at is not None or signal.getsignal(signal.SIGTERM) == self._note
 
     def note_step(self) -> None:
         """A step of the training is done."""
@@ -120,29 +124,28 @@ class StopSignal:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.end()
-        self._restore_all()
+        self._restore()
 
     def forget(self) -> None:
         """In a forked child: as `remove`."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.forget()
-        self._restore_all()
+        self._restore()
 
-    def _restore_all(self) -> None:
-        for number in list(self._handled):
-            self._restore(number)
-
-    def _restore(self, number: int) -> None:
-        if number in self._handled:
-            signal.signal(number, signal.SIG_DFL)
-            self._handled.remove(number)
+    def _restore(self) -> None:
+        for number in self._handled:
+            if signal.getsignal(number) == self._note:  # else it is another's by now
+                signal.signal(number, signal.SIG_DFL)
+        self._handled.clear()
 
 
 class _Watch:
     """The thread that is woken by SIGTERM, and leaves where the main thread stands still before it stops."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_told: Callable[[], bool]) -> None:
+        """`is_told`: whether SIGTERM is for those who begin this, as far as can be known."""
+        self._is_told = is_told
         self._reads, self._writes = -1, -1
         """Ends of a pipe, to which the interpreter writes the number of each signal as it comes."""
         self._thread: threading.Thread | None = None
@@ -181,12 +184,16 @@ class _Watch:
 
     def _watch_main(self) -> None:
         patience_s = max(LEFT_ALONE_S, 2 * max(self._recent, default=0.0))
-        place, since = _main_place(), time.monotonic()
+        step, since = self._since, time.monotonic()
+        at = step, _main_place()
         while not self.heeded.wait(LOOK_EVERY_S):
-            before, place = place, _main_place()
-            if place != before or self.busy:
+            before, at = at, (self._since, _main_place())
+            if at != before or self.busy:
                 since = time.monotonic()
-            elif time.monotonic() - since > patience_s:
+            stands_still = time.monotonic() - since > patience_s
+            if (stands_still or self._since != step) and not self._is_told():
+                return
+            if stands_still:
                 os._exit(STATUS)
 
     def end(self) -> None:
@@ -212,6 +219,12 @@ class _Watch:
         hooked = signal.set_wakeup_fd(-1)
         if hooked != self._writes:
             signal.set_wakeup_fd(hooked)
+
+
+def _do_as_by_default(number: int) -> None:
+    """Whoever has a handler there now, and has called this one, would only call it again."""
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 def _on_main() -> bool:

@@ -1,4 +1,4 @@
-"""How the thread that SIGTERM wakes comes to its end, whatever other signals are about."""
+"""Who has SIGTERM, and how the thread that it wakes comes to its end, whatever other signals are about."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from typing_extensions import override
 
-from ckptlib.policy.stop_signal import StopSignal
+from ckptlib.policy import stop_signal
+from ckptlib.policy.stop_signal import LEFT_ALONE_S, STATUS, StopSignal
 
 WAIT_S = 30.0
 PIPE_NBYTES = 1 << 20
@@ -100,6 +102,138 @@ def test_removed_by_another_thread_the_next_signal_does_as_by_default(alone: boo
     """
     ended = subprocess.run([sys.executable, "-c", code, str(alone)], capture_output=True, text=True, timeout=2 * WAIT_S)
     assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGTERM, "removed\n", "")
+
+
+def run(code: str) -> tuple[int, str, str]:
+    """What becomes of a program, and both of its outputs."""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=2 * WAIT_S)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("ends", [StopSignal.remove, StopSignal.forget])
+def test_a_handler_that_was_installed_later_stays(ends: Callable[[StopSignal], None]) -> None:
+    def handler(number: int, frame: object) -> None: ...
+
+    stop = StopSignal(alone=True)
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        ends(stop)
+        assert signal.getsignal(signal.SIGTERM) is handler
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert before == stop._note
+
+
+def test_a_program_that_handles_the_signal_itself_may_stand_still() -> None:
+    code = """if True:
+        import os, signal, time
+        from ckptlib.policy.stop_signal import LEFT_ALONE_S, StopSignal
+        stop, told = StopSignal(), []
+        signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not told:
+            pass
+        time.sleep(4 * LEFT_ALONE_S)
+        print(stop.wanted)
+    """
+    assert run(code) == (0, "False\n", "")
+
+
+def test_a_handler_that_calls_this_one_leaves_it_the_signal() -> None:
+    code = """if True:
+        import os, signal, threading
+        from ckptlib.policy.stop_signal import StopSignal
+        stop = StopSignal()
+        before = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda number, frame: before(number, frame))
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not stop.wanted:
+            pass
+        print("told", flush=True)
+        threading.Event().wait()
+    """
+    assert run(code) == (STATUS, "told\n", "")
+
+
+@pytest.mark.parametrize(
+    "end", ["stop.remove(); signal.signal(signal.SIGTERM, before)", "os.kill(os.getpid(), signal.SIGTERM)"]
+)
+def test_called_by_others_once_it_is_over_it_does_as_by_default(end: str) -> None:
+    """Removed, by whoever puts back what was there before, or calls it; and by the second notice."""
+    code = f"""if True:
+        import os, signal
+        from ckptlib.policy import stop_signal
+        stop_signal.SAME_NOTICE_S = -1.0
+        stop = stop_signal.StopSignal(alone=True)
+        before = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda number, frame: before(number, frame))
+        {end}
+        print("ended", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+    """
+    assert run(code) == (-signal.SIGTERM, "ended\n", "")
+
+
+class Stands:
+    """A main thread that is always at one place, and a clock that stands still between its steps."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now, self.looks, self.left = 0.0, 0, list[int]()
+        patch.setattr(stop_signal, "time", self)
+        patch.setattr(stop_signal, "_main_place", self.look)
+        patch.setattr(os, "_exit", self.left.append)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def look(self) -> tuple[int, int]:
+        self.looks += 1
+        return 0, 0
+
+    def wait_for_looks(self) -> None:
+        """Until the thread has looked once from begin to end."""
+        wanted, deadline = self.looks + 2, time.monotonic() + WAIT_S
+        while self.looks < wanted:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_whoever_does_steps_is_not_left(
+    watched: tuple[StopSignal, threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them takes longer than the thread looks, in the same call as the one before."""
+    stop, _ = watched
+    stands = Stands(monkeypatch)
+    signal.raise_signal(signal.SIGTERM)
+    stands.wait_for_looks()
+    for _ in range(5):
+        stands.now += 0.8 * LEFT_ALONE_S
+        stop.note_step()
+        stands.wait_for_looks()
+    assert not stands.left
+    stands.now += 1.2 * LEFT_ALONE_S
+    stands.wait_for_looks()
+    assert stands.left
+    stop.remove()
+
+
+def test_the_thread_watches_nobody_who_handles_the_signal_himself(
+    watched: tuple[StopSignal, threading.Thread],
+) -> None:
+    stop, _ = watched
+    assert stop._watch is not None
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        watches = threading.Thread(target=stop._watch._watch_main, daemon=True)
+        watches.start()
+        deadline = time.monotonic() + WAIT_S
+        while watches.is_alive() and time.monotonic() < deadline:
+            stop.note_step()
+            time.sleep(0.01)
+        assert not watches.is_alive()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def test_removed_by_another_thread_it_does_not_keep_signals_from_the_next_one() -> None:
