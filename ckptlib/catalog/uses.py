@@ -87,10 +87,10 @@ def times_of(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[in
             _cover(left, found, {**stand.uses, **_own(other, stand.created)}, stand.users)
         if not left:
             return found
-    for other in {needed.save for needed in left} & {*committed}:
-        created = _created(catalog, other)
-        found |= {needed: created for needed in left if needed.save == other}
-    left = {needed: ranks for needed, ranks in left.items() if needed not in found}
+    there = {*committed}
+    for needed in [of for of in left if of.save in there]:
+        found[needed] = _created(catalog, needed.save)
+        del left[needed]
     for other in reversed(committed):
         if not left:
             break
@@ -100,7 +100,8 @@ def times_of(catalog: Catalog, save: SaveId, uses: Mapping[PackSet, frozenset[in
     if left:
         _cover_by_trash(catalog, left, found)
     if left and any(_is_damaged(catalog, other) for other in committed):
-        found |= dict.fromkeys(left, 0.0)  # as above; once the manifest is given up, the one to be put names them
+        # As above; once the manifest is given up, the one to be put names them.
+        found = {**dict.fromkeys(left, 0.0), **found}
         left.clear()
     if left:
         raise SaveFailed(

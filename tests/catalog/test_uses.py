@@ -234,6 +234,22 @@ def test_what_other_ranks_use_does_not_protect_a_rank(job: SmallJob) -> None:
         times_of(catalog_of(job), NEW, {used: frozenset({1, 3})})
 
 
+def test_nor_does_a_step_whose_manifest_is_known() -> None:
+    with no_chance():
+        job = SmallJob(world_size=4)
+        first = job.save_and_commit()
+        job.change(range(0, 16, 4))
+        job.change_small()
+        second = job.save_and_commit()
+        for _ in range(2):
+            job.advance(GRACE_S + HOUR_S)
+            job.sweep(KEEP)
+    catalog, used = knowing(job, second, 99), PackSet(first)
+    assert times_of(catalog, NEW, {used: frozenset({1, 2, 3})}) == {used: 1e9}
+    with pytest.raises(SaveFailed, match=f"packs of {used}, which no committed step uses"):
+        times_of(catalog, NEW, {used: frozenset({0, 1})})
+
+
 @pytest.mark.parametrize("damaged", ["manifest", "record"])
 def test_what_cannot_be_read_raises(job: SmallJob, damaged: str) -> None:
     """An empty answer would be taken for leave to delete."""
