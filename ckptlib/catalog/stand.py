@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ckptlib.catalog.metrics import numeric
 from ckptlib.format.keys import PackSet
-from ckptlib.format.manifest import Manifest
+from ckptlib.format.manifest import Manifest, told_users
 
 
 class Stand(NamedTuple):
@@ -18,6 +18,7 @@ class Stand(NamedTuple):
     world_size: int
     uses: Mapping[PackSet, float]
     users: Mapping[PackSet, frozenset[int]]
+    """As the document tells: for this process, too, all ranks use the sets that it tells without ranks."""
     nbytes: int
     layouts: tuple[str, ...]
     metrics: Mapping[str, float]
@@ -30,7 +31,7 @@ class Stand(NamedTuple):
             manifest.created,
             manifest.world_size,
             manifest.uses,
-            manifest.users,
+            told_users(manifest.users),
             manifest.nbytes,
             tuple(manifest.layouts),
             numeric(manifest.metrics),

@@ -170,7 +170,8 @@ class Manifest:
     uses: Mapping[PackSet, float] = field(default_factory=dict)
     """The sets of packs of other saves that its parts name, and when those saves were taken, as `created` tells."""
     users: Mapping[PackSet, frozenset[int]] = field(default_factory=dict)
-    """The ranks whose packs of a set are named, where these are not all ranks'. A rank names its own only."""
+    """The ranks whose packs of a set are named, where these are not all ranks'. A rank names its own only. The document
+    tells those that `told_users` gives."""
     nbytes_state: int | None = None
     """Bytes of all chunks, wherever they lie and however they are stored. None in version 1."""
     exempt: bool = False
@@ -235,10 +236,24 @@ class Manifest:
         )
 
 
+def told_users(users: Mapping[PackSet, frozenset[int]]) -> dict[PackSet, frozenset[int]]:
+    """What a document tells of `users`: no more ranks than a reader takes. The largest sets are left out first.
+
+    A set that is left out counts as one that all ranks use: more packs are kept, and none is lost.
+    """
+    told, num_ranks = dict(users), sum(map(len, users.values()))
+    for of in sorted(users, key=lambda of: (-len(users[of]), of)):
+        if num_ranks <= MAX_USERS:
+            break
+        num_ranks -= len(told.pop(of))
+    return told
+
+
 def _encode_uses(uses: Mapping[PackSet, float], users: Mapping[PackSet, frozenset[int]]) -> dict[str, Json]:
     """A time each, or a time and runs of ranks."""
+    told = told_users(users)
     return {
-        str(of): [created, _to_runs(tuple(sorted(users[of])))] if of in users else created
+        str(of): [created, _to_runs(tuple(sorted(told[of])))] if of in told else created
         for of, created in sorted(uses.items())
     }
 

@@ -31,7 +31,7 @@ from ckptlib.format.check import alike
 from ckptlib.format.documents import is_version_altered
 from ckptlib.format.keys import GenerationId, PackSet, PartName, SaveId
 from ckptlib.format.layout import Layout
-from ckptlib.format.manifest import Generation, Manifest, ranks_by_layout
+from ckptlib.format.manifest import Generation, Manifest, ranks_by_layout, told_users
 from ckptlib.format.part import Part
 from ckptlib.stores.io_limits import THREADS
 from ckptlib.verify.findings import Finding, attempt, finding_of
@@ -218,7 +218,7 @@ def _check_manifest(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Findi
         "size": sum(part.nbytes_put for part in parts) == manifest.nbytes,
         "size of the state": manifest.nbytes_state in (None, sum(part.table.nbytes_data for part in parts)),
         "use of other steps": users.keys() == manifest.uses.keys()
-        and {of: ranks for of, ranks in users.items() if len(ranks) < len(parts)} == manifest.users,
+        and told_users({of: ranks for of, ranks in users.items() if len(ranks) < len(parts)}) == manifest.users,
         "time": parts[0].created == manifest.created,
         "metrics": parts[0].metrics == manifest.metrics,
         "exemption": parts[0].exempt == manifest.exempt,

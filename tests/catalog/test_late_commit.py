@@ -12,6 +12,8 @@ from helpers.small_job import DEADLINE_S, GRACE, GRACE_S, HOUR_S, Save, SmallJob
 
 from ckptlib.catalog.commit import Committer
 from ckptlib.errors import SaveFailed
+from ckptlib.format import manifest
+from ckptlib.format.keys import PackSet
 from ckptlib.policy.keep import Keep
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.writer import persist
@@ -125,6 +127,26 @@ def test_a_step_that_lost_nothing_stays(job: SmallJob, monkeypatch: pytest.Monke
     job.check()
     job.settle(KEEP)
     assert save.id in job.listed
+
+
+def test_a_rank_that_uses_none_of_a_set_needs_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the manifest tells that all ranks use it, since it would tell of more ranks than readers take."""
+    monkeypatch.setattr(manifest, "MAX_USERS", 3)
+    with no_chance():
+        job = SmallJob(world_size=4)
+        first = job.save_and_commit()
+        job.change(range(0, 16, 4))
+        job.change_small()
+        job.save_and_commit()
+        sweep_after_grace(job, 2)
+        assert len(job.keys(f"packs/{first}/")) == 3, "rank 0 alone uses none of it"
+        job.change([1])
+        save = job.save()
+        commit_asleep(job, save, monkeypatch, lambda: job.advance(2 * DEADLINE_S))
+        job._committed(save.id)
+        assert save.id in job.listed
+        assert PackSet(first) not in job.catalog().manifest(save.id).users
+        job.check()
 
 
 def test_a_rank_that_slept_between_its_packs_and_its_part_puts_none(

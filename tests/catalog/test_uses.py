@@ -14,12 +14,15 @@ from typing_extensions import override
 from ckptlib.catalog.catalog import Catalog
 from ckptlib.catalog.commit import Committer, finish_saves
 from ckptlib.catalog.retention import sweep
+from ckptlib.catalog.stand import Stand
 from ckptlib.catalog.uses import add_needed, is_needed, needed_by, record_of, times_of
 from ckptlib.errors import CorruptData, FormatError, SaveFailed
+from ckptlib.format import keys, manifest
 from ckptlib.format.keys import GenerationId, PackSet, SaveId
 from ckptlib.format.manifest import TrashRecord
 from ckptlib.policy.keep import Keep
 from ckptlib.stores.base import Entry
+from ckptlib.verify.root import verify_save
 
 KEEP = Keep(last=1, grace=GRACE)
 
@@ -363,3 +366,30 @@ def test_one_part_is_read_of_all_that_use_the_same() -> None:
         first, second, _, fourth = sorted(job.oracle)[:4]
         assert manifest.uses.keys() == {PackSet(first), PackSet(second), PackSet(fourth)}
         job.check()
+
+
+def test_a_set_that_is_told_without_ranks_is_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where thousands of ranks use hundreds of sets. That some of its packs are gone already is no damage."""
+    monkeypatch.setattr(manifest, "MAX_USERS", 3)
+    with no_chance():
+        job = SmallJob(world_size=4)
+        first = job.save_and_commit()
+        for rows in (range(0, 16, 4), [1]):
+            job.change(rows)
+            job.change_small()
+            save = job.save_and_commit()
+            made = Committer(catalog_of(job)).manifest_of(save, catalog_of(job).manifest(save).parts)
+            assert Stand.of(made) == catalog_of(job).stand(save), "the job that commits keeps what others keep"
+            job.advance(GRACE_S)
+            job.sweep(KEEP)
+            job.advance(GRACE_S + HOUR_S)
+            swept = job.sweep(KEEP)
+            assert swept is not None
+            assert not swept.broken
+            job.check()
+    packs = [keys.pack_rank(key) for key in job.keys(f"packs/{first}/")]
+    assert packs == [1, 2, 3], "rank 0 used none of it when the ranks were told"
+    found = catalog_of(job).manifest(save)
+    assert [of.save for of in found.uses] == [first, SaveId(2, job.generation)]
+    assert found.users == {PackSet(SaveId(2, job.generation)): frozenset({0})}
+    assert [*verify_save(catalog_of(job), save)] == []

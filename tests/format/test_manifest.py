@@ -15,7 +15,7 @@ from support import flips, of_version, resealed
 
 from ckptlib.errors import CkptError, CorruptData, FormatError, NewerFormat
 from ckptlib.format.documents import VERSION, decode
-from ckptlib.format.keys import PartName, SaveId
+from ckptlib.format.keys import PackSet, PartName, SaveId
 from ckptlib.format.manifest import Generation, Manifest, Root, TrashRecord, ranks_by_layout
 from ckptlib.policy.best import Best
 
@@ -146,6 +146,19 @@ def test_uses_are_written_in_one_order() -> None:
     turned = replace(MANIFEST, uses=dict(reversed(MANIFEST.uses.items())))
     assert turned.encode() == MANIFEST.encode()
     assert Manifest.decode(SAVE, turned.encode()) == MANIFEST
+
+
+def test_users_of_the_largest_sets_are_left_out_where_they_are_too_many() -> None:
+    """Readers take two million ranks: from 8,200 ranks on, 255 sets that all but one of them use are more."""
+    sets = [PackSet(SaveId(step, GENERATION)) for step in range(22)]
+    many = frozenset(range(100_000))
+    told = {sets[0]: frozenset({7}), **dict.fromkeys(sets[2:], many)}
+    users = {**told, sets[1]: many | {200_000}}
+    uses = {of: float(of.save.step) for of in sets}
+    manifest, record = replace(MANIFEST, uses=uses, users=users), replace(TRASH, uses=uses, users=users)
+    assert Manifest.decode(SAVE, manifest.encode()) == replace(manifest, users=told)
+    assert TrashRecord.decode(SAVE, record.encode(), "here") == replace(record, users=told)
+    assert manifest.encode() == replace(manifest, users=dict(reversed(users.items()))).encode()
 
 
 HOSTILE_USES = [
