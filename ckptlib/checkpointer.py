@@ -90,7 +90,7 @@ class Checkpointer:
     save_deadline:   a save that is not committed by then is given up. Fixed when the root is created.
     max_outage:      how long saves may fail, one after the other, before all ranks raise. Training goes on meanwhile.
     algorithm:       "xxh3", or "blake3" for a store that others can write to. Fixed when the root is created.
-    tags:            recorded with this run: a git revision, a name.
+    tags:            texts by name, recorded with this run: a git revision, a name.
     preempted:       asked in the background every few seconds; True on any rank is as good as SIGTERM on it.
     config:          recorded with this run: a dict of plain values, such as dict(vars(args)). What looks like a secret
                      is left out, with a warning. `ckptlib show` prints it.

@@ -376,8 +376,13 @@ class Catalog:
         return successor(self.generation_ids(), self.saves() if saves is None else saves)
 
     def put_generation(self, generation: Generation) -> None:
-        """From here on, older generations are superseded; with a rewind, steps after the one it resumes from hidden."""
-        self.shared.put_generation(generation.id, generation.encode())
+        """From here on, older generations are superseded; with a rewind, steps after the one it resumes from hidden.
+
+        Raises FormatError for a record that nobody could read, which would close the root: nothing is put.
+        """
+        document = generation.encode()
+        Generation.decode(document, generation.id.key)
+        self.shared.put_generation(generation.id, document)
 
     def check_head(self, generation: GenerationId) -> None:
         """Raises Superseded when a newer generation has put its record."""

@@ -94,6 +94,11 @@ class Settings:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}: expected a time above 0, such as timedelta({example})"
                 )
+        if not _are_texts(self.tags):
+            raise TypeError(
+                f"tags={self.tags!r}: expected a dict of texts by name, such as {{'name': 'a'}}; write other values as "
+                "texts, such as str(seed)"
+            )
         if self.max_outage < timedelta():
             raise ValueError(f"max_outage={self.max_outage!r}: expected a time, such as timedelta(minutes=30), or none")
 
@@ -114,3 +119,7 @@ class Settings:
             "pack_nbytes": None if self.resumable is None else self.resumable.pack_nbytes,
             "keep_slots_s": 0.0 if self.peers is None else self.peers.keep_for.total_seconds(),
         }
+
+
+def _are_texts(tags: object) -> bool:
+    return isinstance(tags, Mapping) and all(isinstance(text, str) for pair in tags.items() for text in pair)

@@ -22,6 +22,7 @@ from ckptlib.catalog.rights import check_may_change
 from ckptlib.errors import (
     CheckpointNotFound,
     CorruptData,
+    FormatError,
     ObjectNotFound,
     SaveFailed,
     StoreError,
@@ -30,7 +31,7 @@ from ckptlib.errors import (
 )
 from ckptlib.format import keys
 from ckptlib.format.keys import GenerationId, SaveId
-from ckptlib.format.manifest import Root
+from ckptlib.format.manifest import Generation, Root
 from ckptlib.stores import Store
 from ckptlib.stores.memory import MemoryStore
 from ckptlib.stores.testing import FaultStore, write_plan
@@ -191,6 +192,16 @@ def test_generations_count_up_also_where_only_their_steps_are_left(store: Store,
     make_save(catalog, generation, 1, state(1))
     store.delete(generation.key)
     assert Catalog(store).next_generation().number == 8
+
+
+def test_a_record_that_nobody_could_read_is_not_put(store: Store, catalog: Catalog) -> None:
+    """From then on no job could open the root."""
+    generation = make_generation(catalog, 1)
+    record = Generation(GenerationId(2, "0" * 8), 1, None, 0.0, {}, "here", {"seed": 1})  # type: ignore[dict-item]
+    with pytest.raises(FormatError, match=r"generations/000002-0{8}\.json: field 'tags' is not an object of strings"):
+        catalog.put_generation(record)
+    assert Catalog(store).generation_ids() == [generation]
+    assert [entry.key for entry in store.scan("copies/generations/")] == [keys.copy_key(generation.key)]
 
 
 def test_a_newer_generation_supersedes(catalog: Catalog) -> None:
