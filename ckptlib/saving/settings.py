@@ -10,6 +10,7 @@ from pathlib import Path
 from ckptlib.errors import SaveFailed
 from ckptlib.format.digests import ALGORITHMS, XXH3
 from ckptlib.format.keys import GenerationId
+from ckptlib.format.manifest import MAX_DEADLINE_S
 from ckptlib.format.values import Json
 from ckptlib.policy.codec import CodecRules
 from ckptlib.policy.keep import Keep
@@ -94,6 +95,9 @@ class Settings:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}: expected a time above 0, such as timedelta({example})"
                 )
+        longest = timedelta(seconds=MAX_DEADLINE_S)
+        if self.save_deadline > longest:
+            raise ValueError(f"save_deadline={self.save_deadline!r}: expected at most timedelta(days={longest.days})")
         if not _are_texts(self.tags):
             raise TypeError(
                 f"tags={self.tags!r}: expected a dict of texts by name, such as {{'name': 'a'}}; write other values as "
