@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 
 SAVE = re.compile(r"([0-9]{12})-([0-9]{6})-([0-9a-f]{8})")
+GENERATION = re.compile(r"[0-9]{6}-[0-9a-f]{8}")
 HEAD = re.compile(rb'(\{"ckptlib":([0-9]+),"kind":"([a-z]+)"),"digest":"xxh3:([0-9a-f]{32})","body":')
 xxh3 = xxhash.xxh3_128_hexdigest
 NOT_IN_NUMPY: Any = {"bfloat16": "<u2", "complex32": [("real", "<f2"), ("imag", "<f2")]}  # nor float8, float4
@@ -72,7 +73,7 @@ def checked(data: bytes, key: str, kind: str) -> Any:
 def history(root: str | Path) -> list[str]:
     """The visible saves, ascending, as <step>-<gen>-<nonce>."""
     saves = [path.stem for path in Path(root, "steps").glob("*.json") if SAVE.fullmatch(path.stem)]
-    found, seen, limit, generation = list[str](), [""], "9" * 12, max((save[13:] for save in saves), default="")
+    found, seen, limit, generation = list[str](), [""], "9" * 12, head(root, [save[13:] for save in saves])
     while generation not in seen:
         seen.append(generation)
         found += [save for save in saves if save[13:] == generation and save[:12] <= limit]
@@ -82,6 +83,16 @@ def history(root: str | Path) -> list[str]:
             break
         generation, limit = origin[13:], min(limit, origin[:12])
     return sorted(found)
+
+
+def head(root: str | Path, committed: list[str]) -> str:
+    """The newest generation that has a step, or went back. Raises ValueError where a damaged record may say so."""
+    newest = max(committed, default="")
+    names = [path.stem for path in Path(root, "generations").glob("*.json") if path.stem > newest]
+    for name in filter(GENERATION.fullmatch, sorted(names, reverse=True)):
+        if document(Path(root), f"generations/{name}.json", "generation").get("rewind"):
+            return name
+    return newest
 
 
 def find(root: str | Path, step: str) -> str:
@@ -196,10 +207,12 @@ TAGS: dict[str, Any] = {
 
 
 def build(tree: Any, path: str, step: Step) -> Any:
-    """What an object gave, from its tree; None where only other ranks have it."""
+    """What an object gave, from its tree; None where only other ranks have it. A tensor subclass is its parts."""
     if tree in ("tensor", "value"):
         return step.tensors.get(path) if tree == "tensor" else step.values.get(path)
     [(kind, branches)] = tree.items()
+    if kind == "subclass":  # one within another stands there without this word
+        kind, branches = "dict", [(key, one if one == "tensor" else {kind: one}) for key, one in branches["tensors"]]
     named = kind in ("dict", "odict")
     built: dict[Any, Any] = {}
     for key, branch in ((decode(key), branch) for key, branch in branches) if named else enumerate(branches):
