@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 
 from ckptlib.checkpoint import SaveOrder, save_step, without_overlap
-from ckptlib.errors import SaveFailed
+from ckptlib.errors import CkptError, SaveFailed
 from ckptlib.events import Stopping
 from ckptlib.ranks.beat import Word
 from ckptlib.saving.attempts import Attempts, begun
@@ -114,7 +114,14 @@ class Steps:
         if takes:
             # a last one is compared before it is taken: no other could be, should it turn out to differ
             compare = compare or last
-            taken = self._take(step, self.metrics.of(metrics), word, to_store=bool(last or word.due), compare=compare)
+            try:
+                taken = self._take(step, self.metrics.of(metrics), word, bool(last or word.due), compare)
+            except CkptError:
+                raise
+            except Exception:  # the state's own, on this rank alone: the others say their words now
+                if not self.stopping:
+                    self._turns.say(step + 1)
+                raise
         elif due:
             session.snapshots.make_room()
             self._turns.tell_waiting()

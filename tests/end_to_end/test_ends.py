@@ -64,6 +64,31 @@ def test_what_failed_here_is_told_with_its_reason(job: Job, caplog: pytest.LogCa
         ckpt.close()
 
 
+def test_a_last_save_whose_state_could_not_be_had_is_no_success(job: Job) -> None:
+    """Though the program has caught what its own object raised."""
+
+    class Moody:
+        raises = False
+
+        def state_dict(self) -> dict[str, int]:
+            if self.raises:
+                raise OSError("a file that is not there")
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    job.state["moody"] = moody = Moody()
+    ckpt = job.checkpointer(every=1)
+    ckpt.after_step(1)
+    wait_settled(ckpt)
+    moody.raises = True
+    with pytest.raises(OSError, match="a file that is not there"):
+        ckpt.after_step(2)
+    with pytest.raises(SaveFailed, match="step 2 was to be saved and is not, nor is a later one: a file"):
+        ckpt.close()
+    assert steps(job.root) == [1]
+
+
 @pytest.mark.parametrize("told", [False, True])
 def test_a_last_save_that_cannot_be_taken_is_no_success(job: Job, told: bool) -> None:
     """It was logged, and the run ended as if the save before were the last one; so it did after SIGTERM."""

@@ -17,6 +17,7 @@ from agreement_replicas import (
 from agreement_saves import (
     a_last_save_that_one_rank_cannot_take,
     a_part_of_the_world,
+    a_save_of_a_step_that_one_rank_has_given_up,
     a_slot_that_one_rank_cannot_write,
     a_state_dict_that_raises_behind_a_save,
     a_state_dict_that_raises_on_one_rank,
@@ -53,6 +54,7 @@ CASES = [
     a_store_that_fails_one_rank,
     no_room_on_one_rank,
     a_last_save_that_one_rank_cannot_take,
+    a_save_of_a_step_that_one_rank_has_given_up,
     a_slot_that_one_rank_cannot_write,
     a_state_dict_that_raises_on_one_rank,
     a_state_dict_that_raises_behind_a_save,

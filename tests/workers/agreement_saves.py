@@ -272,6 +272,22 @@ def a_state_dict_that_raises_behind_a_save(url: Path) -> None:
     assert step + 4 in committed(url)
 
 
+def a_save_of_a_step_that_one_rank_has_given_up(url: Path) -> None:
+    """The others have said their words for the step that follows; what one rank does next meets them all the same."""
+    moody = Moody()
+    with checkpointer(url, {"w": torch.zeros(3), "moody": moody}) as ckpt:
+        save_after(ckpt, 1)
+        moody.raises = RuntimeError("changed size") if rank() == 1 else None
+        with nullcontext() if moody.raises is None else pytest.raises(RuntimeError, match="changed size"):
+            save_after(ckpt, 2)
+        moody.raises = None
+        with pytest.raises(SaveFailed, match=f"some rank could not save step {2 * EVERY}"):
+            ckpt.save(2 * EVERY)
+        save_after(ckpt, 3)
+        ckpt.pending.wait_committed(PATIENCE_S)
+    assert committed(url) == [EVERY, 3 * EVERY]
+
+
 def a_last_save_that_one_rank_cannot_take(url: Path) -> None:
     """No rank ends as if the save before were the last one: where all compare, as at the end of `loop`, and where the
     rank finds out alone."""
