@@ -164,7 +164,8 @@ def load(
     If you load a whole step into the state that you save next, the run goes back to that step: later steps stay in the
     store but are no longer listed. Loading into other objects, or only a part, does not change the history.
 
-    step:   a number, "latest", or "best".
+    step:   a number, "latest", "best", or a name as `ckptlib ls --json` prints it. A step that a rewind abandoned has
+            only its name, which `ckptlib ls --all --json` prints.
     metric: with step="best": the metric that says which step is, as rank 0 told it when it saved; and `mode`: "min" or
             "max". Default: those of `Keep(best=, mode=)` of the newest job that had one. NaN is never best.
     strict: if True, a tensor or object that only one side has is an error; if False, the report lists it. A plain value

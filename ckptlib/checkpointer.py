@@ -88,7 +88,9 @@ class Checkpointer:
     arena:           the directory for snapshots in memory; default: /dev/shm, or a file where /dev/shm is too small.
     timeout:         how long ranks wait for one another.
     save_deadline:   a save that is not committed by then is given up. Fixed when the root is created.
-    max_outage:      how long saves may fail, one after the other, before all ranks raise. Training goes on meanwhile.
+    max_outage:      how long saves may fail while training goes on. All ranks raise when at least three in a row have
+                     failed, and this time has passed from the first to the last of them. Three in a row that a rank
+                     could not even take, as for want of memory, are enough, however short the time.
     algorithm:       "xxh3", or "blake3" for a store that others can write to. Fixed when the root is created.
     tags:            texts by name, recorded with this run: a git revision, a name.
     preempted:       asked in the background every few seconds; True on any rank is as good as SIGTERM on it.
@@ -223,8 +225,12 @@ class Checkpointer:
         `step`: goes back to this step, a number or a name as `ckptlib ls --json` prints it. From then on, whatever
         happens to this job, later steps are abandoned: no restart comes back to them, from memory and local disks
         neither; they stay in the store until `ckptlib gc --abandoned`. Every restart of a program that says so goes
-        back again; `ckptlib rewind` does it once. Raises CheckpointNotFound, CorruptData or ObjectUnreadable where the
-        step cannot be restored; nothing is abandoned then.
+        back again; `ckptlib rewind` does it once. Raises CheckpointNotFound, CorruptData, ObjectUnreadable or
+        NewerFormat where the step cannot be restored; nothing is abandoned then.
+
+        A run never begins anew where there are steps: if none can be restored, it raises CorruptData, ObjectUnreadable
+        where some cannot be read, CheckpointNotFound where all lack objects, or NewerFormat where a newer ckptlib wrote
+        some. Where a newer ckptlib has begun a run in the root, it raises NewerFormat, whatever the steps are.
         """
         self._check_open()
         if self._turns.started:  # what was agreed for the next step would be met by another one
@@ -310,8 +316,8 @@ class Checkpointer:
 
         Call it on every rank, after optimizer.step(), with consecutive steps. A save that falls due while no slot is
         free is taken a few steps later. If you do not use `loop`, call `save` for the last step. Raises SaveFailed
-        when background saves have failed for longer than `max_outage`, and Superseded when a newer job has taken over
-        the root; all ranks raise at the same step.
+        when saves have failed as `max_outage` says, and Superseded when a newer job has taken over the root; all ranks
+        raise at the same step.
         """
         self._check_open()
         step = checked_step(step)
@@ -329,7 +335,9 @@ class Checkpointer:
     def save(self, step: int, metrics: Mapping[str, object] | None = None) -> Pending:
         """Saves the state after `step` steps now, whatever the policy says. Collective; blocks until a slot is free.
 
-        Raises UnsupportedState, NoRoom or Superseded on all ranks, and SaveFailed if a rank could not save this step.
+        Returns the Pending of the last save if that was of this step. Raises UnsupportedState, NoRoom or Superseded on
+        all ranks, SaveFailed if a rank could not save this step, WaitTimeout if no slot is free within 1.5 times
+        `save_deadline`, and ValueError for a step below the last one saved.
         """
         self._check_open()
         step = checked_step(step)

@@ -39,7 +39,8 @@ from typing_extensions import override
 
 
 class CkptError(Exception):
-    """Base of every error that ckptlib raises on purpose."""
+    """Base of the errors for what fails at run time. Wrong arguments, and calls in a wrong order, raise ValueError or
+    TypeError."""
 
 
 class StoreError(CkptError):

@@ -71,8 +71,9 @@ def save(
     Steps of a root ascend. A save of a step that this process has passed already begins a new generation, which
     abandons the later steps: see docs/history.md.
 
-    Raises as `ckptlib.save`; ValueError for `storage_writer`, `planner`, `no_dist` or `use_collectives=False`, which
-    ckptlib has no use for. DCP's Metadata has no counterpart: returns None.
+    Raises as `ckptlib.save`; ValueError for `storage_writer`, a planner other than DCP's default one, `no_dist=True`
+    with several ranks, and `use_collectives=False`, which ckptlib has no use for. DCP's Metadata has no counterpart:
+    returns None.
     """
     _refuse_planning(process_group, no_dist, use_collectives, storage_writer=storage_writer, planner=planner)
     url, step, kept = _next_save(checkpoint_id, process_group, storage_options, keep)

@@ -167,8 +167,8 @@ class CkptlibCheckpointIO(CheckpointIO):
     @override
     def remove_checkpoint(self, path: Any) -> None:
         """Later, where saves to other paths are under way: one of them may be what takes its place. It stays, with a
-        warning, where one of them fails. The data goes two hours after it, but for what other steps use; none of it
-        where another file beside names the same step, as a copy does."""
+        warning, where one of them fails. The data goes with the first removal that comes two hours after this one, but
+        for what other steps use; none of it where another file beside names the same step, as a copy does."""
         where = str(path)
         behind = [*self._saving]
         if behind in ([], [where]):

@@ -40,7 +40,7 @@ class CkptlibCallback(Checkpoint):
     """
 
     def __init__(self, url: str | Path, *, every: When, keep: Keep | None = None, **options: Any) -> None:
-        """`options`: further arguments of `Checkpointer`, such as peers, local, codec, storage_options."""
+        """`options`: further arguments of `Checkpointer` but `state`, such as peers, local, codec, storage_options."""
         self.best_model_path = ""
         """Lightning asks for it where `ckpt_path="best"`: there is no such file. See `ckptlib.load(step="best")`."""
         self._url = url
