@@ -92,8 +92,8 @@ class Fence:
 
     def guard(self, pending: Fenced) -> None:
         """Closes the fence until the copy is done; one that it is closed for already counts as well."""
-        with self._lock:
-            self._pending.append(pending)
+        with self._lock:  # where no hook fires, nobody else drops those that are over
+            self._pending = [*(copy for copy in self._pending if not copy.copied), pending]
 
     def wait(self) -> None:
         """Returns when no copy reads its sources any more; on devices, the current stream is made to wait instead.

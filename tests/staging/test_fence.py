@@ -314,6 +314,16 @@ def test_an_optimizer_waits_for_the_copy_of_what_it_shares(tmp_path: Path, is_ne
         assert raw(saved.get_tensor("table/weight")) == expected
 
 
+def test_copies_that_are_over_are_not_kept_where_no_optimizer_steps(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(1000)}
+    with ckptlib.Checkpointer(tmp_path, state, every=1, arena=tmp_path) as ckpt:
+        for step in range(1, 51):
+            ckpt.after_step(step)
+            ckpt.pending.wait_committed(60)
+            assert len(pending_of(fence_of(ckpt))) <= 2
+        assert ckpt.pending.step == 50
+
+
 def test_overlap_is_earned_anew_by_each_step(tmp_path: Path) -> None:
     """Of two optimizers only what the one that stepped owns is left to the thread."""
     first, second = make_optimizer(), make_optimizer()
