@@ -84,7 +84,7 @@ class Outcomes:
         self.listener = listener
         self._max_outage_s = max_outage_s
         self._wanted: list[Outcome] = []
-        """Undecided saves with a callback, on a rank that does not commit."""
+        """Undecided saves with a callback, on a rank that does not commit; none that stays on local disks."""
         self._events: deque[Mapping[str, object]] = deque()
         """Of the writer, still to be noted."""
         self._open: dict[str, Outcome] = {}
@@ -104,6 +104,8 @@ class Outcomes:
         """Of a save that is on the disks of all ranks, and goes to the store after all."""
         self.expect(outcome)
         self._writer.drain(outcome.save)
+        if outcome.callbacks:
+            self._want(outcome)
 
     def forget(self, save: SaveId, error: Exception) -> bool:
         """A save that this rank found out about by itself. Returns whether it was still open."""
@@ -253,12 +255,18 @@ class Outcomes:
             self._ask(outcome, outcome.looks)
         return outcome.decided or (staging.done and staging.error is not None)
 
-    def call_back(self, outcome: Outcome, function: Callable[[], object]) -> None:
-        """Has the listener call it when the outcome of the save is known; at once where it is."""
+    def call_back(self, outcome: Outcome, function: Callable[[], object], drains: bool) -> None:
+        """Has the listener call it when the outcome of the save is known; at once where it is. `drains`: whether the
+        save goes to the store; else nobody is asked for an outcome that may never be."""
         outcome.callbacks.append(function)
         if outcome.decided:
             self._call_back(outcome)
-        elif self._rank != 0:
+        elif drains:
+            self._want(outcome)
+
+    def _want(self, outcome: Outcome) -> None:
+        """A rank that does not commit asks for it from now on."""
+        if self._rank != 0:
             outcome.looks = outcome.looks or self._news.looks(math.inf)
             self._wanted.append(outcome)
 

@@ -77,7 +77,7 @@ class Pending:
         `done` or `close`; at once where it is known. What it raises is logged. It is not called where the process ends
         before this rank knows, nor for a save that stays on local disks.
         """
-        self._outcomes.call_back(self._outcome, partial(function, self))
+        self._outcomes.call_back(self._outcome, partial(function, self), self.drains)
         self._outcomes.listener.deliver()
 
     # Waiting

@@ -244,7 +244,7 @@ def test_a_callback_of_a_save_that_nobody_waits_for(tmp_path: Path) -> None:
 def test_ranks_are_told_what_they_know(tmp_path: Path) -> None:
     fork_ranks("told.py", 2, tmp_path, 120, timeout_s=120)
     verdicts = {path.name: path.read_text() for path in tmp_path.glob("*.rank?")}
-    assert len(verdicts) == 6
+    assert len(verdicts) == 8
     assert {*verdicts.values()} == {"ok"}, verdicts
 
 

@@ -53,6 +53,11 @@ def num_failures(ckpt: ckptlib.Checkpointer) -> int:
     return session_of(ckpt).outcomes.run.count
 
 
+def num_wanted(ckpt: ckptlib.Checkpointer) -> int:
+    """How many saves there are whose outcome this rank asks for, though nobody waits for it."""
+    return len(session_of(ckpt).outcomes._wanted)
+
+
 def poll(ckpt: ckptlib.Checkpointer, seconds: float = 0.005) -> None:
     """Takes in what the writer and the staging thread have said, and waits so long for more."""
     session_of(ckpt).outcomes.poll(seconds)

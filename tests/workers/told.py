@@ -9,9 +9,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from helpers.inside import poll
+from helpers.inside import num_wanted, poll
 from workers.rank_cases import PATIENCE_S, checkpointer, rank, run_cases
 
+import ckptlib
 from ckptlib.events import Begun, Committed, Event, Staged
 
 POLL_S = 0.01
@@ -46,6 +47,26 @@ def test_another_rank_is_called_back_though_nobody_waits(directory: Path) -> Non
     assert called == [(1, True)]
 
 
+def test_nobody_asks_for_what_stays_on_local_disks_before_it_is_drained(directory: Path) -> None:
+    called: list[tuple[int, bool]] = []
+    options = {"every": 1, "local": directory / f"disk-{rank()}", "drain": ckptlib.Steps(1000)}
+    with checkpointer(directory / "root", {"x": torch.ones(1000)}, **options) as ckpt:
+        step = 0
+        while step < 5 or ckpt.pending.step != step:
+            step += 1
+            ckpt.after_step(step)
+            if ckpt.pending is not None and ckpt.pending.step == step:
+                ckpt.pending.add_done_callback(lambda pending: called.append((pending.step, pending.committed)))
+                ckpt.pending.wait_local(PATIENCE_S)
+        assert (num_wanted(ckpt), called) == (0, [])
+        ckpt.save(step)
+        while not called:
+            poll(ckpt)
+            ckpt._session.listener.deliver()
+            time.sleep(POLL_S)
+    assert called == [(step, True)]
+
+
 def test_another_rank_may_ask_whether_it_is_done(directory: Path) -> None:
     with checkpointer(directory, {"x": torch.ones(1000)}, every=1000) as ckpt:
         pending = ckpt.save(1)
@@ -59,6 +80,7 @@ if __name__ == "__main__":
         [
             test_rank_0_is_told_of_the_commit,
             test_another_rank_is_called_back_though_nobody_waits,
+            test_nobody_asks_for_what_stays_on_local_disks_before_it_is_drained,
             test_another_rank_may_ask_whether_it_is_done,
         ]
     )
