@@ -50,6 +50,7 @@ class StopSignal:
         self._terminated_at: float | None = None
         """When the first SIGTERM came."""
         self._handled: list[int] = []
+        """Signals whose handler this was; it may be so again, when another one puts back what it had found."""
         self._watch: _Watch | None = None
         self._removed = False
         """Whether signals are to do what they do by default, though they may still come here."""
@@ -137,7 +138,6 @@ class StopSignal:
         for number in self._handled:
             if signal.getsignal(number) == self._note:  # else it is another's by now
                 signal.signal(number, signal.SIG_DFL)
-        self._handled.clear()
 
 
 class _Watch:

@@ -56,7 +56,6 @@ from ckptlib.stores.local import LocalStore
 
 log = logging.getLogger(__name__)
 
-
 DAMAGE = (CorruptData, FormatError, ObjectNotFound, ObjectUnreadable)
 """The errors that make a committed step unusable, where the store can be reached."""
 
@@ -79,7 +78,7 @@ class Result(NamedTuple):
     generators: LoadedRng | None = None
     """The saved state of the random generators, unless only a part was restored."""
     marks: Marks = Marks({}, False)
-    """None where only a part was restored."""
+    """Empty where only a part was restored."""
 
 
 Load = Callable[[StepSource], Result]

@@ -246,6 +246,17 @@ def test_removed_by_another_thread_it_does_not_keep_signals_from_the_next_one() 
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_put_back_when_it_is_over_it_does_not_keep_signals_from_the_next_one() -> None:
+    over = StopSignal(alone=True)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    over.remove()
+    signal.signal(signal.SIGTERM, before)
+    stop = StopSignal(alone=True)
+    assert signal.getsignal(signal.SIGTERM) == stop._note
+    stop.remove()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_interrupted_as_the_thread_is_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(thread: threading.Thread) -> None:
         raise KeyboardInterrupt
