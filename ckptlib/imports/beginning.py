@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ from ckptlib.loading.selection import Only, Rename, Selection
 from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
 from ckptlib.saving.session import Session
-from ckptlib.state.flatten import flatten
+from ckptlib.saving.whole_state import first_look
 from ckptlib.stores import absolute, open_store
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class Beginning:
                     report = load_step(session.group, source, order).report
             else:
                 path = Path(self._url.removeprefix(LOCAL))
-                step = _opened(session.group, known, path, lambda: _ties(state, init.map))
+                step = opened(session.group, known, path, state, init.map)
                 kind = known.name
                 report = load_step(session.group, step, replace(order, reader=lambda _, rank: step.reader(rank))).report
         except StateMismatch as error:
@@ -161,7 +161,7 @@ def _ties(state: Mapping[str, object], rename: Rename) -> list[list[str]]:
     """What the state has tied, by the source's names."""
     named = Selection(None, rename).named
     groups: dict[str, list[str]] = {}
-    for name, first in flatten(state).aliases.items():
+    for name, first in first_look(state).aliases.items():
         groups.setdefault(first, [named(first)]).append(named(name))
     return [*groups.values()]
 
@@ -175,13 +175,18 @@ def _add_ties(foreign: Foreign, ties: Sequence[Sequence[str]]) -> None:
                 foreign.add_alias(name, there[0])
 
 
-def _opened(group: Group, known: Format, path: Path, ties: Callable[[], list[list[str]]]) -> ForeignStep:
-    """Every rank maps the files itself. Collective."""
+def opened(group: Group, known: Format, path: Path, state: Mapping[str, object], rename: Rename) -> ForeignStep:
+    """Another library's checkpoint as a step that fits the state. Every rank maps the files itself. Collective.
+
+    The ranks look at the state first: a `state_dict()` may be collective, and a rank that cannot read its files would
+    never come to it.
+    """
+    ties = together(group, "looking at the state", lambda: _ties(state, rename))
 
     def read() -> ForeignStep:
         foreign = Foreign(known.name)
         known.read(path, foreign)
-        _add_ties(foreign, ties())
+        _add_ties(foreign, ties)
         for note in foreign.notes if group.rank == 0 else ():
             log.warning("%s", note)
         return ForeignStep(foreign.flat, str(path), foreign.step or 0)

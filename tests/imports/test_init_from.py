@@ -16,13 +16,18 @@ import torch
 from helpers.one_job import Job, catalog, steps
 from launch import fork_ranks
 from onerank import bits
+from rankthreads import run_ranks
 from safetensors.torch import save_file, save_model
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import ckptlib
 from ckptlib import events
 from ckptlib.errors import CheckpointNotFound, FormatError, StateMismatch, UnsupportedState
+from ckptlib.imports.beginning import opened
+from ckptlib.imports.formats import format_of
+from ckptlib.ranks.group import Group
 
 
 def weights(model: nn.Module) -> dict[str, bytes]:
@@ -114,6 +119,53 @@ def test_a_step_that_only_memory_or_a_disk_has_comes_first(tier: str, tmp_path: 
         report = ckpt.restore()
         assert (report.step, report.tier, report.initialized_from) == (1, tier, None)
     assert weights(again.model) == weights(job.model)
+
+
+class AsDcpWrapsIt:
+    """An optimizer in the wrapper of DCP's tutorial: to make its state, torch steps it."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._of = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(*self._of)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(*self._of, state)
+
+
+@pytest.mark.parametrize("write", [as_torch, as_root])
+def test_an_optimizer_that_a_look_would_step_is_as_new(write: Callable[[Job, Path], Path], tmp_path: Path) -> None:
+    path, job = write(source(tmp_path), tmp_path), Job(tmp_path / "root")
+    state = {"model": job.model, "optim": AsDcpWrapsIt(job.model, job.optimizer)}
+    with ckptlib.Checkpointer(job.root, state, every=10**6, init_from=path, init_only="model") as ckpt:
+        ckpt.restore()
+        assert not job.optimizer.state
+
+
+class AskingTheOthers:
+    """An object whose state all ranks make together."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def state_dict(self) -> dict[str, int]:
+        return {"ranks": len(self._group.gather(b""))}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def test_a_copy_that_is_not_whole_is_told_where_looking_at_the_state_is_collective(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    torch.save({"model": model.state_dict()}, tmp_path / "0.pt")
+    (tmp_path / "1.pt").write_bytes((tmp_path / "0.pt").read_bytes()[:-300])
+
+    def begin(group: Group) -> None:
+        path = tmp_path / f"{group.rank}.pt"
+        opened(group, format_of(path), path, {"model": model, "all": AskingTheOthers(group)}, None)
+
+    with pytest.raises(FormatError, match=r"on rank 1: .*1\.pt: is no whole file"):
+        run_ranks(2, begin)
 
 
 def began_from(root: Path) -> str:
