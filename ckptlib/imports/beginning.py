@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from ckptlib.ranks.group import Group
 from ckptlib.ranks.together import together
 from ckptlib.saving.session import Session
 from ckptlib.saving.whole_state import first_look
+from ckptlib.state.collector import Flat
 from ckptlib.stores import absolute, open_store
 
 log = logging.getLogger(__name__)
@@ -183,15 +185,21 @@ def opened(group: Group, known: Format, path: Path, state: Mapping[str, object],
     """
     ties = together(group, "looking at the state", lambda: _ties(state, rename))
 
-    def read() -> ForeignStep:
+    def read() -> tuple[bytes, ForeignStep]:
         foreign = Foreign(known.name)
         known.read(path, foreign)
+        seen = _described(foreign.flat)  # without ties: those of ranks, such as stages of a pipeline, may differ
         _add_ties(foreign, ties)
         for note in foreign.notes if group.rank == 0 else ():
             log.warning("%s", note)
-        return ForeignStep(foreign.flat, str(path), foreign.step or 0)
+        return seen, ForeignStep(foreign.flat, str(path), foreign.step or 0)
 
-    step = together(group, f"opening {path}", read)
-    if not group.same(next(iter(step.layouts)).encode()):
+    seen, step = together(group, f"opening {path}", read)
+    if not group.same(seen):
         raise StateError(f"{path}: the ranks do not see the same checkpoint there; is the path on storage they share?")
     return step
+
+
+def _described(flat: Flat) -> bytes:
+    tensors = sorted([leaf.name, leaf.dtype, leaf.shape, leaf.tied] for leaf in flat.leaves)
+    return json.dumps([tensors, flat.objects], sort_keys=True).encode()

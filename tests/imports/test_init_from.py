@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import ckptlib
 from ckptlib import events
-from ckptlib.errors import CheckpointNotFound, FormatError, StateMismatch, UnsupportedState
+from ckptlib.checkpoint import LoadOrder, load_step
+from ckptlib.errors import CheckpointNotFound, FormatError, StateError, StateMismatch, UnsupportedState
 from ckptlib.imports.beginning import opened
 from ckptlib.imports.formats import format_of
 from ckptlib.ranks.group import Group
@@ -215,6 +216,46 @@ def test_tied_weights_that_have_one_name_in_the_file(tmp_path: Path) -> None:
     other = nn.ModuleDict({"first": nn.Embedding(16, 8), "last": nn.Linear(8, 16, bias=False)})
     with pytest.raises(StateMismatch, match="last"):  # what is not tied is not taken to be
         begin_as(other, tmp_path / "other", ckptlib.Init(path, map={"model/first": "model/head"}))
+
+
+@pytest.mark.parametrize("shared", ["wte.weight", "head.weight"])
+def test_ranks_that_tie_differently(shared: str, tmp_path: Path) -> None:
+    """As stages of a pipeline do. The file has the tied weights under one name, and what only the other rank has."""
+    before = {shared: torch.randn(16, 8), "out.weight": torch.randn(3, 8)}
+    save_file(before, tmp_path / "both.safetensors")
+    models: list[nn.Module] = [Tied(), nn.ModuleDict({"out": nn.Linear(8, 3, bias=False)})]
+    fill(tmp_path / "both.safetensors", models)
+    assert bits(models[0].wte.weight) == bits(before[shared])
+    assert models[0].head.weight is models[0].wte.weight
+    assert bits(models[1].out.weight) == bits(before["out.weight"])
+
+    layers = {"wte": nn.Embedding(16, 8), "head": nn.Linear(8, 16, bias=False), "out": nn.Linear(8, 3, bias=False)}
+    lacked = "wte" if shared == "head.weight" else "head"
+    with pytest.raises(StateMismatch, match=rf"model/{lacked}\.weight: not in the checkpoint"):
+        fill(tmp_path / "both.safetensors", [Tied(), nn.ModuleDict(layers)])  # what another rank ties is not tied here
+
+
+def fill(path: Path, models: list[nn.Module]) -> None:
+    """Each rank's, of one file."""
+
+    def on_rank(group: Group) -> None:
+        state = {"model": models[group.rank]}
+        step = opened(group, format_of(path), path, state, None)
+        load_step(group, step, LoadOrder(state, reader=lambda _, rank: step.reader(rank)))
+
+    run_ranks(len(models), on_rank)
+
+
+def test_ranks_that_see_different_files(tmp_path: Path) -> None:
+    for rank in range(2):
+        save_file({"weight": torch.ones(2, 2 + rank)}, tmp_path / f"{rank}.safetensors")
+
+    def on_rank(group: Group) -> None:
+        path = tmp_path / f"{group.rank}.safetensors"
+        opened(group, format_of(path), path, {}, None)
+
+    with pytest.raises(StateError, match="the ranks do not see the same checkpoint"):
+        run_ranks(2, on_rank)
 
 
 def begin_as(model: nn.Module, root: Path, init: ckptlib.Init) -> None:
